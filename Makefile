@@ -1,0 +1,82 @@
+# EpochKV. `make help` lists the targets; `make demo` and `make test` set everything up by themselves.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+export CLUSTER ?= local
+
+DEV := .build/venv/bin/python
+ENGINE := .build/venv-engine/bin/python
+SETUP := hack/setup.sh
+TESTS := $(DEV) hack/run_tests.py
+
+help: ## List the targets
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
+
+setup: ## Python environment for the operator, the fence and the tools
+	@$(SETUP) dev
+
+setup-engine: ## The same with vLLM on CPU and the connector (6 GB)
+	@$(SETUP) dev engine
+
+setup-cluster: ## Everything the local cluster needs: packages, Go-built Kubernetes, environments
+	@$(SETUP) system dev engine
+	@$(DEV) -m hack.cluster build
+
+demo: setup-cluster ## The main job: cluster, chart, pool, engines, prompts, new weights, resetEpoch, proof (CLUSTER=local|kind)
+	@$(DEV) -m hack.demo run
+
+demo-stock: setup-engine ## No cluster: vLLM's own Mooncake connector reuses stale KV; ours does not
+	@$(ENGINE) -m hack.demo stock
+
+down: ## Remove everything that demo made
+	@if [ -x $(DEV) ]; then $(DEV) -m hack.demo down; else echo "nothing to remove"; fi
+
+test: setup-cluster lint ## Set up everything, pass every test
+	@$(TESTS)
+
+test-unit: setup-engine ## Pure layers: unit, model (no root, minutes)
+	@$(TESTS) unit
+
+test-scheduler: setup-engine ## Real vLLM scheduler with the connector
+	@$(TESTS) scheduler
+
+test-store: setup-engine ## Real Mooncake master and store
+	@$(TESTS) store
+
+test-engine: setup-engine ## Real vLLM engines on CPU
+	@$(TESTS) engine
+
+test-cluster: setup-cluster ## Real API server; operator, chart, RBAC
+	@$(TESTS) cluster
+
+test-e2e: setup-cluster ## The whole journey in pods
+	@$(TESTS) e2e
+
+lint: setup-engine ## ruff, mypy --strict, import walls, generated files up to date
+	@$(DEV) -m ruff check .
+	@$(DEV) -m ruff format --check .
+	@$(ENGINE) -m mypy
+	@.build/venv-engine/bin/lint-imports
+	@$(DEV) -m epochkv_operator.api.generate --check
+	@$(DEV) -m hack.sync_chart --check
+
+generate: setup ## Write the CRDs, the API reference and the chart's copies from the models
+	@$(DEV) -m epochkv_operator.api.generate
+	@$(DEV) -m hack.sync_chart
+
+bench-epoch: setup ## Patch -> published on the demo's cluster: median and max of 20 bumps
+	@$(DEV) -m bench.bump_to_published
+
+bench-start: setup-engine ## Engine start-up with the connector and without
+	@$(ENGINE) -m bench.engine_start
+
+bench-staging: setup-engine ## Staging copies against a plain copy of the same machine
+	@$(ENGINE) -m bench.staging
+
+lock: ## Compile the pinned environments anew
+	@hack/requirements/lock.sh --upgrade
+
+clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
+	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-unit test-scheduler test-store test-engine test-cluster test-e2e lint generate bench-epoch bench-start bench-staging lock clean

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Compile the two pinned environments. Hashes, but no index addresses: any mirror may serve them.
+#   dev     operator, fence, tools: everything that needs neither torch nor vLLM
+#   engine  dev + vLLM on CPU + the connector
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+uv=${UV:-uv}
+common=(--python-version 3.11 --python-platform x86_64-manylinux_2_28 --generate-hashes --no-annotate --no-emit-index-url --custom-compile-command "make lock" --quiet)
+"$uv" pip compile pyproject.toml "${common[@]}" --extra operator --group dev -o hack/requirements/dev.txt "$@"
+"$uv" pip compile pyproject.toml "${common[@]}" --extra operator --extra connector --group dev --group engine \
+  --override hack/requirements/overrides.txt -o hack/requirements/engine.txt "$@"
+for name in operator store; do
+  [ -f "hack/requirements/$name.in" ] || continue
+  "$uv" pip compile "hack/requirements/$name.in" "${common[@]}" -o "hack/requirements/$name.txt" "$@"
+done

@@ -1,0 +1,121 @@
+"""Run the test layers one after the other, say how long is left, and close with pytest's own summary line per layer.
+
+Expected durations come from the last run on this machine (kept in the cache folder), or from the table below.
+Usage: python hack/run_tests.py [LAYER ...]      (no layer: all of them)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DEV = ROOT / ".build/venv/bin/python"
+ENGINE = ROOT / ".build/venv-engine/bin/python"
+CACHE = Path(os.environ.get("EPOCHKV_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "epochkv")
+SUMMARY = re.compile(r"^=+ (.*\b(?:passed|failed|error|errors|skipped|no tests ran)\b.*) =+$")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One pytest run: `python -m pytest paths`, expected to take about `seconds`."""
+
+    name: str
+    python: Path
+    paths: tuple[str, ...]
+    seconds: int
+
+
+LAYERS = (
+    Layer("unit", DEV, ("tests/unit/fence", "tests/unit/operator", "tests/unit/hack", "tests/unit/chart"), 40),
+    Layer("model", DEV, ("tests/model", "tests/security"), 90),
+    Layer("unit-connector", ENGINE, ("tests/unit/connector_worker", "tests/unit/connector_scheduler", "tests/unit/connector_identity"), 60),
+    Layer("scheduler", ENGINE, ("tests/scheduler",), 90),
+    Layer("store", ENGINE, ("tests/store",), 180),
+    Layer("cluster", DEV, ("tests/cluster",), 240),
+    Layer("engine", ENGINE, ("tests/engine",), 420),
+    Layer("e2e", DEV, ("tests/e2e",), 480),
+)
+GROUPS = {"unit": ("unit", "model", "unit-connector")}
+
+
+class Durations:
+    """What each layer took last time here."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._seconds: dict[str, float] = json.loads(path.read_text())
+        except (OSError, ValueError):
+            self._seconds = {}
+
+    def expected(self, layer: Layer) -> float:
+        return self._seconds.get(layer.name, float(layer.seconds))
+
+    def record(self, layer: Layer, seconds: float) -> None:
+        self._seconds[layer.name] = round(seconds, 1)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(self._seconds, indent=1))
+
+
+def minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def run_layer(layer: Layer, extra: list[str]) -> tuple[int, str]:
+    """Stream pytest's output; return its exit status and its closing line."""
+    paths = [path for path in layer.paths if (ROOT / path).exists()]
+    if not paths:
+        return 1, f"no such folder: {', '.join(layer.paths)}"
+    summary = "no summary: pytest ended early"
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1", "EPOCHKV_PYTHON_DEV": str(DEV), "EPOCHKV_PYTHON_ENGINE": str(ENGINE)}
+    command = [str(layer.python), "-m", "pytest", *paths, *extra]
+    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout
+        for line in process.stdout:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+            if match := SUMMARY.match(line.strip()):
+                summary = match[1]
+    return process.returncode, summary
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [layer.name for layer in LAYERS]
+    parser.add_argument("layers", nargs="*", metavar="LAYER", help=f"one of: {', '.join(names)} (default: all)")
+    args, extra = parser.parse_known_args()
+    wanted = [name for given in args.layers for name in GROUPS.get(given, (given,))] or names
+    if unknown := set(wanted) - set(names):
+        parser.error(f"unknown layer {', '.join(sorted(unknown))}; there are: {', '.join(names)}")
+    layers = [layer for layer in LAYERS if layer.name in wanted]
+    durations = Durations(CACHE / "test-durations.json")
+    started, results = time.monotonic(), []
+    for index, layer in enumerate(layers):
+        left = sum(durations.expected(later) for later in layers[index:])
+        print(
+            f"\n==> layer {index + 1}/{len(layers)} {layer.name}: about {minutes(durations.expected(layer))}; "
+            f"elapsed {minutes(time.monotonic() - started)}, about {minutes(left)} left",
+            flush=True,
+        )
+        begun = time.monotonic()
+        status, summary = run_layer(layer, extra)
+        took = time.monotonic() - begun
+        if status == 0:
+            durations.record(layer, took)
+        results.append((layer.name, status, summary))
+    print(f"\n==> all layers done in {minutes(time.monotonic() - started)}")
+    for name, status, summary in results:
+        print(f"{'ok  ' if status == 0 else 'FAIL'} {name:15s} {summary}")
+    return 0 if all(status == 0 for _, status, _ in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Set up what a target needs, and nothing twice: Debian packages, uv, the pinned Python environments.
+#
+#   hack/setup.sh dev        .build/venv         operator, fence, tools (no torch)
+#   hack/setup.sh engine     .build/venv-engine  dev + vLLM on CPU + the connector (about 6 GB)
+#   hack/setup.sh system     Debian packages of the local cluster (needs root)
+#
+# Every stage is keyed by a hash of its inputs, so running again costs nothing. Downloads are cached by uv.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+UV_VERSION=0.13.9
+CACHE=${EPOCHKV_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/epochkv}
+PYTHON=${PYTHON:-python3.11}
+command -v "$PYTHON" >/dev/null || PYTHON=python3
+started=$SECONDS
+
+say() { printf '==> %s\n' "$*" >&2; }
+die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' || die "$PYTHON is older than 3.11; install Python 3.11 or set PYTHON=/path/to/python3.11"
+
+# apt PACKAGE...: install those that are missing.
+apt() {
+  local missing=() package
+  for package in "$@"; do
+    [ "$(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null)" = installed ] || missing+=("$package")
+  done
+  [ ${#missing[@]} -eq 0 ] && return
+  if [ "$(id -u)" != 0 ]; then
+    say "WARNING: not root, so these Debian packages stay missing: ${missing[*]}"
+    return
+  fi
+  say "apt-get install ${missing[*]}"
+  local log; log=$(mktemp)
+  { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}"; } >"$log" 2>&1 \
+    || { tail -n 20 "$log" >&2; die "apt-get failed; its last lines are above"; }
+  rm -f "$log"
+}
+
+ensure_uv() {
+  UV=$CACHE/uv-$UV_VERSION/bin/uv
+  [ -x "$UV" ] && return
+  "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || apt python3-venv
+  say "installing uv $UV_VERSION"
+  "$PYTHON" -m venv --clear "$CACHE/uv-$UV_VERSION"
+  "$CACHE/uv-$UV_VERSION/bin/pip" install -q --disable-pip-version-check "uv==$UV_VERSION"
+}
+
+# environment NAME DIR SECONDS: an environment with exactly the pinned packages, and this checkout in editable form.
+environment() {
+  local name=$1 dir=$2 expected=$3 key
+  key=$({ cat "hack/requirements/$name.txt" pyproject.toml; "$PYTHON" -V; pwd; } | sha256sum | cut -c1-16)
+  [ "$(cat "$dir/.key" 2>/dev/null)" = "$key" ] && return
+  ensure_uv
+  say "environment $dir (about ${expected} s from cold)"
+  [ -x "$dir/bin/python" ] || "$UV" venv -q -p "$PYTHON" "$dir"
+  "$UV" pip sync -q -p "$dir/bin/python" --require-hashes "hack/requirements/$name.txt"
+  "$UV" pip install -q -p "$dir/bin/python" --no-deps --no-build-isolation -e .
+  printf '%s' "$key" >"$dir/.key"
+}
+
+for stage in "$@"; do
+  case $stage in
+    dev) environment dev .build/venv 20 ;;
+    engine)
+      # Shared libraries that the Mooncake and vLLM wheels load.
+      apt libibverbs1 ibverbs-providers librdmacm1 libnuma1 liburing2 libcurl4
+      environment engine .build/venv-engine 120 ;;
+    system)
+      apt containerd runc iptables containernetworking-plugins debootstrap buildah iproute2 conntrack procps ca-certificates openssl ;;
+    *) die "unknown stage '$stage'; there are: dev, engine, system" ;;
+  esac
+done
+say "set-up ready after $((SECONDS - started)) s: $*"
