@@ -1,0 +1,150 @@
+"""What the scheduler half is told about vLLM's world: frozen views and small ports, made by the facade.
+
+They keep the bookkeeping free of vLLM imports, and name exactly what of a request, a block pool or a store it depends on.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from epochkv_connector.records import Source
+
+
+class GroupKind(enum.Enum):
+    """How a KV cache group reuses blocks."""
+
+    FULL = "full"  # every block of the prefix is needed
+    SLIDING = "sliding"  # only the blocks of the last window are needed
+    UNSUPPORTED = "unsupported"  # state that blocks cannot restore (mamba, chunked local, ring buffers): no external hits
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """One KV cache group.
+
+    Attributes:
+        kind: see `GroupKind`.
+        block_size: tokens per block as vLLM's manager of the group counts them.
+        window_tokens: `sliding_window` of the spec (SLIDING only).
+        extra_retained_tokens: `SlidingWindowSpec.extra_retained_tokens`: blocks kept alive below the window.
+        eagle: the group's last block depends on the next token (EAGLE/MTP draft layers): a hit needs one block more than it uses.
+        name: for messages, e.g. the spec's class name.
+    """
+
+    kind: GroupKind
+    block_size: int
+    window_tokens: int = 0
+    extra_retained_tokens: int = 0
+    eagle: bool = False
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """All groups of an engine.
+
+    Attributes:
+        groups: in vLLM's order (index = KV cache group id).
+        alignment_tokens: hits end on multiples of this (vLLM's scheduler block size: LCM of the groups' block sizes).
+        slot_bytes: stride of one host slot on one rank: the largest block of any group, all layers, padded as the worker pads.
+    """
+
+    groups: tuple[GroupLayout, ...]
+    alignment_tokens: int
+    slot_bytes: int
+
+    def problem(self) -> str | None:
+        """Why external hits are impossible with this layout, or None."""
+        for index, group in enumerate(self.groups):
+            if group.kind is GroupKind.UNSUPPORTED:
+                return f"KV cache group {index} ({group.name or 'unknown'}) cannot be restored block by block"
+            if self.alignment_tokens % group.block_size:
+                return f"alignment of {self.alignment_tokens} tokens is no multiple of group {index}'s block size {group.block_size}"
+        return None if self.groups else "the engine has no KV cache groups"
+
+
+class Snapshot(Protocol):
+    """The names that are valid now (made by `identity`, swapped under the adoption lock). Read once per operation."""
+
+    @property
+    def epoch(self) -> int | None: ...
+    @property
+    def root(self) -> bytes: ...
+    @property
+    def namespace(self) -> str | None: ...
+    @property
+    def shared(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A request as a lookup sees it. `block_hashes` are vLLM's, one per `hash_block_size` tokens, made with `root` as first parent.
+
+    The list is only read, and only during the call; keys are copied out of it.
+    """
+
+    request_id: str
+    num_tokens: int
+    block_hashes: Sequence[bytes]
+    hash_block_size: int
+    root: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequestView:
+    """A request that computes in this step (or computed before), as saving sees it.
+
+    Attributes:
+        num_confirmed_tokens: length of the prefix whose KV is in its blocks once this step's forward has run and that cannot be
+            taken back (draft tokens and placeholders of async scheduling do not count).
+        group_block_ids: the request's GPU blocks per group, null blocks included.
+    """
+
+    request_id: str
+    num_confirmed_tokens: int
+    block_hashes: Sequence[bytes]
+    hash_block_size: int
+    root: bytes
+    group_block_ids: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """Answer of a lookup. `num_tokens`: tokens beyond the local ones; None: ask again next step. `sources` sums to it."""
+
+    num_tokens: int | None
+    sources: Mapping[Source, int] = field(default_factory=dict)
+
+
+class Commit(enum.Enum):
+    """What became of a hit that vLLM accepted."""
+
+    NOTHING = enum.auto()  # no load: zero tokens, or the plan was dropped
+    LOADING = enum.auto()  # a load job goes out with the next metadata (or is already under way)
+    DOOMED = enum.auto()  # the promise cannot be kept: the request is named in `poisoned` of the next metadata and no job is sent.
+    # Its report in finished_recving/failed_recving is the only one, so it must not be stripped.
+
+
+class BlockPoolPort(Protocol):
+    """vLLM's GPU block pool, by block id."""
+
+    @property
+    def null_block_id(self) -> int: ...
+    def touch(self, block_ids: Sequence[int]) -> None: ...
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Give the references back; the first id is evicted first."""
+
+
+class LookupClient(Protocol):
+    """Existence queries against L2, answered on the client's own thread."""
+
+    def exists(self, keys: Sequence[str]) -> Future[Sequence[bool]]:
+        """Never blocks and never raises; at most `lookup.MAX_KEYS_PER_QUERY` keys. Errors travel in the future."""
+
+
+KeysOf = Callable[[str, int, bytes], Sequence[str]]
+"""(namespace, group, block hash) -> the L2 keys of all shards of that block. The block exists if all of them do."""
