@@ -1,0 +1,148 @@
+"""Make a tiny random-weight Qwen3-shaped model that vLLM loads like any other, so that tests and the demo need no download.
+
+The weights are drawn so that attention decides the answer: sharp attention scores and large value projections make a
+wrong block of KV change the tokens. Two seeds are two sets of weights for one architecture: "base" and "pushed".
+No tokenizer is written (requests carry token ids). Standard library only: both environments can run it.
+
+    python -m hack.models OUT --seed 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the model; the defaults give about 220 thousand parameters (0.9 MB) and 12 KiB of KV per 4 tokens."""
+
+    vocab: int = 512
+    hidden: int = 64
+    intermediate: int = 128
+    layers: int = 3
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    positions: int = 4096
+
+    def config(self) -> dict[str, object]:
+        """The `config.json` of Hugging Face's Qwen3."""
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.positions,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "tie_word_embeddings": False,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "initializer_range": 0.02,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "dtype": "float32",
+            "torch_dtype": "float32",
+            "use_cache": True,
+        }
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One weight: `gain` is the standard deviation of its outputs for unit inputs; 0 means a constant `fill`."""
+
+    name: str
+    shape: tuple[int, ...]
+    gain: float = 0.0
+    fill: float = 1.0
+
+
+def tensors(shape: Shape) -> Iterator[Tensor]:
+    """Every weight of the model, in file order."""
+    hidden, wide, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    yield Tensor("model.embed_tokens.weight", (shape.vocab, hidden), gain=float(hidden) ** 0.5)
+    for index in range(shape.layers):
+        layer = f"model.layers.{index}"
+        yield Tensor(f"{layer}.input_layernorm.weight", (hidden,))
+        yield Tensor(f"{layer}.self_attn.q_proj.weight", (wide, hidden), gain=1.0)
+        yield Tensor(f"{layer}.self_attn.k_proj.weight", (kv, hidden), gain=1.0)
+        yield Tensor(f"{layer}.self_attn.v_proj.weight", (kv, hidden), gain=4.0)
+        yield Tensor(f"{layer}.self_attn.o_proj.weight", (hidden, wide), gain=2.0)
+        # Norms of 1.6 make attention scores spread by about 2.5: a few positions dominate, none is lost.
+        yield Tensor(f"{layer}.self_attn.q_norm.weight", (shape.head_dim,), fill=1.6)
+        yield Tensor(f"{layer}.self_attn.k_norm.weight", (shape.head_dim,), fill=1.6)
+        yield Tensor(f"{layer}.post_attention_layernorm.weight", (hidden,))
+        yield Tensor(f"{layer}.mlp.gate_proj.weight", (shape.intermediate, hidden), gain=1.0)
+        yield Tensor(f"{layer}.mlp.up_proj.weight", (shape.intermediate, hidden), gain=1.0)
+        yield Tensor(f"{layer}.mlp.down_proj.weight", (hidden, shape.intermediate), gain=1.0)
+    yield Tensor("model.norm.weight", (hidden,))
+    yield Tensor("lm_head.weight", (shape.vocab, hidden), gain=4.0)
+
+
+def values(tensor: Tensor, rng: random.Random) -> array[float]:
+    """The weight as little-endian float32, row by row."""
+    count = 1
+    for size in tensor.shape:
+        count *= size
+    if not tensor.gain:
+        return array("f", [tensor.fill]) * count
+    std = tensor.gain / tensor.shape[-1] ** 0.5
+    return array("f", (rng.gauss(0.0, std) for _ in range(count)))
+
+
+def write_safetensors(path: Path, weights: dict[str, tuple[tuple[int, ...], array[float]]]) -> None:
+    """Write the safetensors format: length of the header (u64), the header as JSON, the data in one piece."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, (shape, data) in weights.items():
+        size = len(data) * data.itemsize
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for _, data in weights.values():
+            if sys.byteorder == "big":
+                data.byteswap()
+            data.tofile(file)
+
+
+def make(out: Path, seed: int, shape: Shape | None = None) -> Path:
+    """Write the model of this seed into the folder `out` (made if absent) and return it; the same seed gives the same bytes."""
+    shape = shape or Shape()
+    out.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(seed)
+    weights = {tensor.name: (tensor.shape, values(tensor, rng)) for tensor in tensors(shape)}
+    write_safetensors(out / "model.safetensors", weights)
+    (out / "config.json").write_text(json.dumps(shape.config(), indent=1) + "\n")
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m hack.models", description="Make a tiny random-weight model.")
+    parser.add_argument("out", type=Path, help="folder to write config.json and model.safetensors into")
+    parser.add_argument("--seed", type=int, default=1, help="another seed is another set of weights (default 1)")
+    arguments = parser.parse_args()
+    out = make(arguments.out, arguments.seed)
+    print(f"{out}: {sum(file.stat().st_size for file in out.iterdir())} bytes, seed {arguments.seed}")
+
+
+if __name__ == "__main__":
+    main()
