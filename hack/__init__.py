@@ -1,0 +1,1 @@
+"""Developer tooling: local clusters and images. Not part of the distribution."""

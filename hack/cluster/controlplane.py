@@ -1,0 +1,206 @@
+"""A real Kubernetes control plane (etcd, API server, controller manager) as plain processes on loopback, in about five seconds.
+
+No node, no root needed: what tests of CRDs, admission, RBAC, ownership and watches run against.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from hack.cluster.api import Api
+from hack.cluster.binaries import Binaries, locate
+from hack.cluster.components import Layout, apiserver_args, controller_manager_args, etcd_args, write_credentials
+from hack.cluster.errors import ClusterError
+from hack.cluster.process import Component, ProcessTable, wait_for
+
+COMPONENTS = ("etcd", "kube-apiserver", "kube-controller-manager")
+_START_SECONDS = 90.0  # a busy two-core machine; usually 5
+
+
+def free_ports(count: int) -> list[int]:
+    """Loopback ports that are free now, below the ephemeral range so that no outgoing connection takes them later."""
+    found: list[int] = []
+    for port in random.sample(range(20000, 32000), 2000):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == count:
+            return found
+    raise ClusterError("no free loopback port between 20000 and 32000: end what listens there")
+
+
+class ControlPlane:
+    """Context manager over one control plane whose state lies in `directory` (short path; removed by `close`).
+
+    Opening a directory whose control plane is still up attaches to it; dead components are started again.
+    """
+
+    def __init__(self, directory: Path | str, *, binaries: Binaries | None = None) -> None:
+        self.directory = Path(directory).absolute()
+        self.table = ProcessTable(self.directory)
+        self._binaries = binaries or locate()
+        self._layout: Layout | None = None
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.end_processes()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start what is not running and wait until the API server is ready and the default service account exists."""
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_credentials(self.layout)
+        dead = [name for name in COMPONENTS if not self.table.alive(name)]
+        for name in dead:
+            self.table.forget(name)
+        for name in COMPONENTS:
+            if name in dead:
+                self._launch(name)
+            if name == "kube-apiserver":
+                self.wait_ready()
+        self._wait(lambda: self.api.ok("/api/v1/namespaces/default/serviceaccounts/default"), "the controller manager")
+
+    def close(self) -> None:
+        """End every process (by pid and start time) and remove the directory."""
+        self.end_processes()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def end_processes(self) -> None:
+        """End every process, keep logs and data."""
+        for component in reversed(self.table.all()):
+            component.end(grace=0)  # The API server drains for a minute on SIGTERM; nothing here is worth that.
+            self.table.forget(component.name)
+
+    # -- what tests use --------------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """Ports and folders; chosen once and kept in the directory, so that a restart keeps its address."""
+        if self._layout is None:
+            file = self.directory / "ports.json"
+            if file.exists():
+                ports = json.loads(file.read_text())
+            else:
+                ports = free_ports(3)
+                file.write_text(json.dumps(ports))
+            self._layout = Layout(self.directory, "127.0.0.1", *ports, "10.96.0.0/16", "10.96.0.1")
+        return self._layout
+
+    @property
+    def api(self) -> Api:
+        """Plain requests as admin."""
+        return Api(self.layout)
+
+    @property
+    def url(self) -> str:
+        """`https://127.0.0.1:PORT`."""
+        return self.layout.server
+
+    @property
+    def ca(self) -> Path:
+        """Certificate authority of the API server."""
+        return self.layout.pki.ca
+
+    @property
+    def kubeconfig(self) -> Path:
+        """Kubeconfig of the admin (group system:masters)."""
+        return self.layout.kubeconfig("admin")
+
+    @property
+    def kubectl(self) -> Path:
+        """The kubectl of the same version."""
+        return self._binaries.path("kubectl")
+
+    @property
+    def helm(self) -> Path:
+        """The pinned Helm."""
+        return self._binaries.path("helm")
+
+    def kubeconfig_for(self, user: str, groups: tuple[str, ...] = (), server: str | None = None) -> Path:
+        """Kubeconfig with a client certificate for a user without any right of its own; `server` may name a proxy on loopback."""
+        name = f"user-{user.replace(':', '-').replace('/', '-')}"
+        self.layout.pki.ensure(name, user, groups=groups)
+        suffix = "" if server is None else "-" + server.rpartition(":")[2]
+        return self.layout.pki.kubeconfig(self.directory / f"{name}{suffix}.kubeconfig", name, server or self.url)
+
+    def component(self, name: str) -> Component:
+        """The process of a component: `etcd`, `kube-apiserver` or `kube-controller-manager`."""
+        found = self.table.get(name)
+        if found is None:
+            raise ClusterError(f"no component {name!r} in {self.directory}: expected one of {', '.join(COMPONENTS)}")
+        return found
+
+    def stop(self, name: str) -> None:
+        """SIGSTOP: the component keeps its sockets and answers nothing."""
+        self._signal(name, signal.SIGSTOP)
+
+    def cont(self, name: str) -> None:
+        """SIGCONT after `stop`."""
+        self._signal(name, signal.SIGCONT)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, and wait until the process is gone."""
+        self.component(name).end(grace=0)
+
+    def restart(self, name: str) -> None:
+        """Start a component again (killed first when it still runs) with the same ports and data."""
+        self.component(name).end(grace=0)
+        self._launch(name)
+        if name != "kube-controller-manager":
+            self.wait_ready()
+
+    def restart_apiserver(self) -> None:
+        """Kill the API server and start it again; returns when /readyz answers."""
+        self.restart("kube-apiserver")
+
+    def wait_ready(self) -> None:
+        """Wait until the API server's /readyz answers 200."""
+        self._wait(lambda: self.api.ok("/readyz"), "the API server")
+
+    # -- internal --------------------------------------------------------------------------------------------------
+
+    def _signal(self, name: str, number: int) -> None:
+        if not self.component(name).signal(number):
+            raise ClusterError(f"{name} of {self.directory} is not running")
+
+    def _launch(self, name: str) -> None:
+        args = {
+            "etcd": etcd_args,
+            "kube-apiserver": apiserver_args,
+            "kube-controller-manager": controller_manager_args,
+        }[name](self.layout)
+        self.table.start(name, [str(self._binaries.path(name)), *args])
+
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+        dead: list[Component] = []
+
+        def done() -> bool:
+            dead[:] = [component for component in self.table.all() if not component.alive()]
+            return bool(dead) or condition()
+
+        in_time = wait_for(done, _START_SECONDS, 0.1)
+        if dead:
+            raise ClusterError(f"{dead[0].name} ended; last lines of {dead[0].log}:\n{dead[0].tail()}")
+        if not in_time:
+            logs = os.linesep.join(f"{component.name}: {component.tail(3)}" for component in self.table.all())
+            raise ClusterError(f"{what} of {self.directory} was not ready after {_START_SECONDS:.0f} s:\n{logs}")
