@@ -19,7 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DEV = ROOT / ".build/venv/bin/python"
 ENGINE = ROOT / ".build/venv-engine/bin/python"
-CACHE = Path(os.environ.get("EPOCHKV_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "epochkv")
+CACHE = Path(
+    os.environ.get("EPOCHKV_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "epochkv"
+)
 SUMMARY = re.compile(r"^=+ (.*\b(?:passed|failed|error|errors|skipped|no tests ran)\b.*) =+$")
 
 
@@ -36,7 +38,12 @@ class Layer:
 LAYERS = (
     Layer("unit", DEV, ("tests/unit/fence", "tests/unit/operator", "tests/unit/hack", "tests/unit/chart"), 40),
     Layer("model", DEV, ("tests/model", "tests/security"), 90),
-    Layer("unit-connector", ENGINE, ("tests/unit/connector_worker", "tests/unit/connector_scheduler", "tests/unit/connector_identity"), 60),
+    Layer(
+        "unit-connector",
+        ENGINE,
+        ("tests/unit/connector_worker", "tests/unit/connector_scheduler", "tests/unit/connector_identity"),
+        60,
+    ),
     Layer("scheduler", ENGINE, ("tests/scheduler",), 90),
     Layer("store", ENGINE, ("tests/store",), 180),
     Layer("cluster", DEV, ("tests/cluster",), 240),
@@ -75,9 +82,16 @@ def run_layer(layer: Layer, extra: list[str]) -> tuple[int, str]:
     if not paths:
         return 1, f"no such folder: {', '.join(layer.paths)}"
     summary = "no summary: pytest ended early"
-    environ = {**os.environ, "PYTHONUNBUFFERED": "1", "EPOCHKV_PYTHON_DEV": str(DEV), "EPOCHKV_PYTHON_ENGINE": str(ENGINE)}
+    environ = {
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        "EPOCHKV_PYTHON_DEV": str(DEV),
+        "EPOCHKV_PYTHON_ENGINE": str(ENGINE),
+    }
     command = [str(layer.python), "-m", "pytest", *paths, *extra]
-    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         assert process.stdout
         for line in process.stdout:
             sys.stdout.write(line)

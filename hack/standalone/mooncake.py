@@ -1,0 +1,111 @@
+"""A Mooncake master and store nodes on loopback, with the flags the operator gives them (ports and leases apart)."""
+
+from __future__ import annotations
+
+import os
+import sys
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from hack.standalone.process import Process, free_port, port_open
+
+# Bounds every RPC and lifts the TCP queue limits; the operator sets the same block on engines and stores.
+CLIENT_ENVIRONMENT = {
+    "MC_RPC_TIMEOUT_MS": "1000",
+    "MC_RPC_CONNECT_TIMEOUT_MS": "500",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "2",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "30000",
+    "MC_YLT_LOG_LEVEL": "warn",
+}
+
+
+def executable(name: str) -> str:
+    """A console script beside the running interpreter (`mooncake_master`)."""
+    return os.path.join(os.path.dirname(sys.executable), name)
+
+
+class Mooncake:
+    """One master and `num_stores` store nodes of `segment_bytes` each. Attributes: `address` (host:port of the master)."""
+
+    def __init__(self, directory: Path, num_stores: int = 1, segment_bytes: int = 256 << 20) -> None:
+        self.directory, self.num_stores, self.segment_bytes = directory, num_stores, segment_bytes
+        self.rpc_port, self.admin_port = free_port(), free_port()
+        self.address = f"127.0.0.1:{self.rpc_port}"
+        self.master: Process | None = None
+        self.stores: list[Process] = []
+
+    def start_master(self) -> Process:
+        """Start (or start again) the master; returns once it accepts connections."""
+        command = [
+            executable("mooncake_master"), "--rpc_address=127.0.0.1", f"--rpc_port={self.rpc_port}", "--rpc_thread_num=2", "--metrics_host=127.0.0.1",
+            f"--metrics_port={self.admin_port}", "--client_ttl=10", "--default_kv_lease_ttl=10000", "--eviction_high_watermark_ratio=0.85",
+            "--eviction_ratio=0.10", "--put_start_discard_timeout_sec=30", "--logtostderr=true",
+        ]  # fmt: skip
+        self.master = Process("mooncake_master", command, self.directory / "master.log")
+        self.master.wait_until(lambda: port_open(self.rpc_port), 20, "accepting connections")
+        return self.master
+
+    def start_store(self) -> Process:
+        """Add a store node; returns once its segment is mounted."""
+        before = self.num_segments()
+        port = free_port()
+        environ = {
+            **CLIENT_ENVIRONMENT,
+            "MOONCAKE_MASTER": self.address,
+            "MOONCAKE_TE_META_DATA_SERVER": "P2PHANDSHAKE",
+            "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1",
+            "MOONCAKE_PROTOCOL": "tcp",
+            "MOONCAKE_GLOBAL_SEGMENT_SIZE": str(self.segment_bytes),
+            "MOONCAKE_LOCAL_BUFFER_SIZE": str(16 << 20),
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "mooncake.mooncake_store_service",
+            "--port",
+            str(port),
+            "--max-wait-time",
+            "60",
+        ]
+        store = Process(
+            f"mooncake store {len(self.stores)}", command, self.directory / f"store-{len(self.stores)}.log", environ
+        )
+        self.stores.append(store)
+        store.wait_until(lambda: self.num_segments() > before, 60, "mounted")
+        return store
+
+    def num_segments(self) -> int:
+        """Mounted segments, as the master tells on its admin port."""
+        return len(self.admin("get_all_segments").split())
+
+    def keys(self) -> list[str]:
+        """Every key in the store."""
+        return self.admin("get_all_keys").split()
+
+    def admin(self, path: str, method: str = "GET") -> str:
+        """One call of the master's admin port; the text of its answer, empty when it cannot be reached."""
+        try:
+            request = urllib.request.Request(f"http://127.0.0.1:{self.admin_port}/{path}", method=method)
+            with urllib.request.urlopen(request, timeout=5) as answer:
+                text: str = answer.read().decode()
+                return text
+        except OSError:
+            return ""
+
+    def __enter__(self) -> Self:
+        self.start_master()
+        for _ in range(self.num_stores):
+            self.start_store()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in [*self.stores, *([self.master] if self.master else [])]:
+            process.end(5.0)
