@@ -1,0 +1,99 @@
+"""kopf as the watch driver, and nothing more: every handler is an `on.event` that hands the raw object to a sink and returns.
+
+kopf's own reconciliation (create/update/delete handlers, timers, daemons, indices, finalizers, patches) is not used: it writes to the objects it
+watches, keeps state in annotations, and one 4xx ends a timer for good (measured; see the design pages).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, Protocol
+
+import kopf
+
+from epochkv_operator.kube.client import KubeClient
+from epochkv_operator.kube.resources import CHILD_SELECTOR, LEASES, PRIMARY, WATCHED, Resource
+from epochkv_operator.settings import Settings
+
+
+class Sink(Protocol):
+    """Takes what the watches see. Must return at once and must not raise."""
+
+    def observed(self, resource: Resource, event_type: str | None, obj: dict[str, Any]) -> None:
+        """`event_type` is None for objects of an initial (or repeated) listing, else ADDED, MODIFIED or DELETED."""
+
+
+def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
+    """Each value was measured to matter; the reasons are beside them."""
+    result = kopf.OperatorSettings()
+    # With a short list a few seconds of 403 (an API server that starts, RBAC that is being changed) end the watch for good.
+    result.networking.error_backoffs = [0.2, 0.5, 1.0] + [2.0] * 30
+    result.networking.request_timeout = 30.0
+    # A failed kopf otherwise lingers for ten minutes: live tasks, dead watches.
+    result.process.ultimate_exiting_timeout = 5.0
+    # Kinds and namespaces are fixed at start: no need to list CRDs and namespaces, so no right to.
+    result.scanning.disabled = True
+    result.posting.enabled = False
+    result.watching.server_timeout = 300  # an integer: the API server refuses "300.0"
+    result.watching.client_timeout = 330.0
+    result.watching.reconnect_backoff = 0.1
+    result.watching.chunk_size = 500
+    result.queueing.exit_timeout = 0.5
+    for resource in WATCHED:
+        if resource not in PRIMARY:
+            result.watching.label_selectors[_selector(resource)] = CHILD_SELECTOR
+    result.watching.field_selectors[_selector(LEASES)] = f"metadata.name={settings.lease_name}"
+    return result
+
+
+def kopf_registry(sink: Sink, client: KubeClient, settings: Settings) -> kopf.OperatorRegistry:
+    registry = kopf.OperatorRegistry()
+    _login(registry, client)
+    for resource in WATCHED:
+        _watch(registry, resource, sink)
+    if settings.canary:
+        _watch(registry, LEASES, sink)
+    return registry
+
+
+async def drive(sink: Sink, client: KubeClient, settings: Settings, started: asyncio.Event) -> None:
+    """Watch until cancelled. Returns or raises when kopf gives up, upon which the process must end."""
+    await kopf.operator(
+        registry=kopf_registry(sink, client, settings),
+        settings=kopf_settings(settings),
+        standalone=True,
+        clusterwide=not settings.watch_namespaces,
+        namespaces=list(settings.watch_namespaces),
+        ready_flag=started,
+    )
+
+
+def _selector(resource: Resource) -> tuple[str, str, str]:
+    return resource.group, resource.version, resource.plural
+
+
+def _watch(registry: kopf.OperatorRegistry, resource: Resource, sink: Sink) -> None:
+    async def handler(event: kopf.RawEvent, **_: Any) -> None:
+        sink.observed(resource, event["type"], dict(event["object"]))
+
+    kopf.on.event(resource.group, resource.version, resource.plural, id=f"observe-{resource.plural}", registry=registry)(handler)
+
+
+def _login(registry: kopf.OperatorRegistry, client: KubeClient) -> None:
+    async def login(logger: logging.Logger, **_: Any) -> kopf.ConnectionInfo:
+        """The connection that our own client uses: one source for server, CA and credentials."""
+        configuration = client.configuration
+        await client.refresh_credentials()
+        scheme, _sep, token = str(configuration.api_key.get("BearerToken", "")).partition(" ")
+        return kopf.ConnectionInfo(
+            server=configuration.host,
+            ca_path=configuration.ssl_ca_cert,
+            insecure=not configuration.verify_ssl,
+            certificate_path=configuration.cert_file,
+            private_key_path=configuration.key_file,
+            scheme=scheme or None if token else None,
+            token=token or None,
+        )
+
+    kopf.on.login(id="login", registry=registry)(login)

@@ -1,0 +1,63 @@
+"""Which object has to be looked at when another one changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from epochkv_operator.kube.resources import ENGINE_LABEL, ENGINES, POOL_LABEL, POOLS
+from epochkv_operator.kube.store import Store
+
+Json = dict[str, Any]
+
+
+class Key(NamedTuple):
+    """A pool or an engine to reconcile. By name, not uid: a recreated namesake is the same place in the cluster."""
+
+    kind: str
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.namespace}/{self.name}"
+
+
+def pool_key(namespace: str, name: str) -> Key:
+    return Key(POOLS.kind, namespace, name)
+
+
+def engine_key(namespace: str, name: str) -> Key:
+    return Key(ENGINES.kind, namespace, name)
+
+
+def pool_of(engine: Json) -> str | None:
+    """Name of the pool an engine refers to."""
+    name = (engine.get("spec", {}).get("poolRef") or {}).get("name")
+    return str(name) if name else None
+
+
+def engines_of(store: Store, namespace: str, pool: str) -> list[Json]:
+    """Engines that refer to a pool, whether or not it exists."""
+    return [engine for engine in store.all(ENGINES.kind) if engine["metadata"]["namespace"] == namespace and pool_of(engine) == pool]
+
+
+def affected(store: Store, kind: str, obj: Json) -> Iterator[Key]:
+    """Keys to reconcile after this object changed, appeared or vanished."""
+    metadata = obj["metadata"]
+    namespace, name = metadata.get("namespace", ""), metadata["name"]
+    if kind == POOLS.kind:
+        yield pool_key(namespace, name)
+        for engine in engines_of(store, namespace, name):
+            yield engine_key(namespace, engine["metadata"]["name"])
+        return
+    if kind == ENGINES.kind:
+        yield engine_key(namespace, name)
+        pool = pool_of(obj)
+        if pool:
+            yield pool_key(namespace, pool)
+        return
+    labels = metadata.get("labels") or {}
+    if labels.get(ENGINE_LABEL):
+        yield engine_key(namespace, labels[ENGINE_LABEL])
+    elif labels.get(POOL_LABEL):
+        yield pool_key(namespace, labels[POOL_LABEL])

@@ -1,0 +1,99 @@
+"""Whole LISTs of every kind, regularly: they heal edges that the watches lost, deletions in a gap above all.
+
+A kind is also listed again shortly after kopf listed it: kopf tells its handlers what exists, never what vanished while it was not watching.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import structlog
+
+from epochkv_operator import metrics
+from epochkv_operator.control.keys import Key, affected
+from epochkv_operator.kube.client import ApiError, Json, KubeClient
+from epochkv_operator.kube.queue import WorkQueue
+from epochkv_operator.kube.resources import CHILD_SELECTOR, PRIMARY, WATCHED, Resource
+from epochkv_operator.kube.store import Store
+
+log = structlog.get_logger(__name__)
+AFTER_RELIST_SECONDS = 1.0
+RETRY_SECONDS = 2.0
+
+
+class Resync:
+    """Keeps the store equal to the cluster. `scopes`: namespaces, or None for all."""
+
+    def __init__(self, client: KubeClient, store: Store, queue: WorkQueue[Key], scopes: tuple[str | None, ...], interval_seconds: float) -> None:
+        self._client = client
+        self._store = store
+        self._queue = queue
+        self._scopes = scopes
+        self._interval_seconds = interval_seconds
+        self._due: dict[Resource, float] = dict.fromkeys(WATCHED, 0.0)
+        self._wakeup = asyncio.Event()
+        self._problem: dict[Resource, str] = {}
+        self.listed_at: dict[Resource, float] = {}
+
+    def soon(self, resource: Resource) -> None:
+        """kopf has listed this kind (again): look for what vanished."""
+        due = time.monotonic() + AFTER_RELIST_SECONDS
+        if due < self._due[resource]:
+            self._due[resource] = due
+            self._wakeup.set()
+
+    async def initial(self) -> None:
+        """List everything once; keep trying until the API server serves all kinds (its CRDs may arrive after us)."""
+        while not await self._round():
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def run(self) -> None:
+        while True:
+            delay = max(0.0, min(self._due.values()) - time.monotonic())
+            self._wakeup.clear()
+            try:
+                async with asyncio.timeout(delay):
+                    await self._wakeup.wait()
+            except TimeoutError:
+                await self._round()
+
+    def oldest_list_seconds(self) -> float:
+        """Age of the least recently completed LIST; 0 before the first round is through."""
+        if len(self.listed_at) < len(WATCHED):
+            return 0.0
+        return time.monotonic() - min(self.listed_at.values())
+
+    async def _round(self) -> bool:
+        """List what is due. True when nothing is due any more."""
+        complete = True
+        for resource in WATCHED:
+            if self._due[resource] > time.monotonic():
+                continue
+            try:
+                await self._list(resource)
+            except ApiError as error:
+                complete = False
+                self._due[resource] = time.monotonic() + RETRY_SECONDS
+                if self._problem.get(resource) != str(error):
+                    self._problem[resource] = str(error)
+                    log.warning("cannot list, trying again", kind=resource.kind, error=str(error))
+            else:
+                if self._problem.pop(resource, None):
+                    log.info("listing works again", kind=resource.kind)
+        return complete and min(self._due.values()) > time.monotonic()
+
+    async def _list(self, resource: Resource) -> None:
+        self._due[resource] = time.monotonic() + self._interval_seconds  # first, so that a `soon` during the LIST is kept
+        selector = "" if resource in PRIMARY else CHILD_SELECTOR
+        for scope in self._scopes:
+            objects, version = await self._client.list(resource, scope, selector)
+            changed: list[Json] = self._store.replace(resource.kind, objects, version, scope)
+            for obj in objects if resource in PRIMARY else changed:
+                for key in affected(self._store, resource.kind, obj):
+                    self._queue.add(key)
+            for obj in changed:
+                for key in affected(self._store, resource.kind, obj):
+                    self._queue.add(key)
+        self.listed_at[resource] = time.monotonic()
+        metrics.LAST_LIST.labels(kind=resource.kind).set_to_current_time()

@@ -1,0 +1,234 @@
+"""One operator process: take the Lease, start the parts in order, end when any of them ends.
+
+Order matters twice. Starting: Lease, then a whole LIST, then the hub, then watches and workers, so that nothing is written without leadership and nothing is decided
+on an empty store. Ending: writers first, then the hub, then the Lease is given back, and only then kopf is left alone with its own shutdown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import structlog
+
+from epochkv_operator import metrics
+from epochkv_operator.control import driver
+from epochkv_operator.control.engines import EngineReconciler
+from epochkv_operator.control.keys import Key, affected
+from epochkv_operator.control.pools import PoolReconciler
+from epochkv_operator.control.reporter import Reporter
+from epochkv_operator.control.resync import Resync
+from epochkv_operator.control.secrets import FenceSecrets, hub_keys
+from epochkv_operator.control.worker import Worker
+from epochkv_operator.hub.service import HubService
+from epochkv_operator.kube.apply import Applier
+from epochkv_operator.kube.client import ApiError, Json, KubeClient
+from epochkv_operator.kube.events import EventRecorder
+from epochkv_operator.kube.lease import LeaseHolder, new_identity
+from epochkv_operator.kube.queue import WorkQueue
+from epochkv_operator.kube.resources import LEASES, POOLS, Resource
+from epochkv_operator.kube.status import StatusWriter
+from epochkv_operator.kube.store import Store
+from epochkv_operator.probes import Probes
+from epochkv_operator.settings import Settings
+
+log = structlog.get_logger(__name__)
+CANARY_SECONDS = 60.0
+
+
+class Operator:
+    """The parts and their wiring. `main` is the whole life of the process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.identity = new_identity()
+        self.store = Store()
+        self.queue: WorkQueue[Key] = WorkQueue()
+        self.probes = Probes()
+        self._stop = asyncio.Event()
+        self._tasks: dict[asyncio.Task[None], str] = {}
+        self._canary_seen = 0.0
+        self._hub: HubService | None = None
+        self._resync: Resync | None = None
+
+    async def main(self) -> int:
+        """Run until SIGTERM, SIGINT or a failure. Returns the exit status."""
+        self._catch_signals()
+        log.info("operator starts", identity=self.identity, namespace=self.settings.namespace, watches=self.settings.watch_namespaces or "all namespaces")
+        self._add_probes()
+        await self.probes.serve(self.settings.probe_bind, self.settings.metrics_bind)
+        client = await KubeClient.connect()
+        lease = LeaseHolder(client, self.settings.namespace, self.settings.lease_name, self.identity, self.settings.lease_duration_seconds)
+        try:
+            if not await self._unless_stopped(lease.acquire()):
+                return 0
+            return await self._lead(client, lease)
+        finally:
+            await lease.release()
+            metrics.LEADER.set(0)
+            await self.probes.close()
+            await client.close()
+
+    async def _lead(self, client: KubeClient, lease: LeaseHolder) -> int:
+        """From the Lease on: returns the exit status."""
+        metrics.LEADER.set(1)
+        self._start("lease", lease.hold())
+        resync = self._resync = Resync(client, self.store, self.queue, self.settings.scopes, self.settings.resync_seconds)
+        kopf_task: asyncio.Task[None] | None = None
+        try:
+            ready = self._prepare(client, lease, resync)
+            if await self._unless_ended(ready):
+                started = asyncio.Event()
+                kopf_task = self._start("watches", driver.drive(self, client, self.settings, started))
+                await self._unless_ended(started.wait())
+                self._catch_signals()  # kopf has put its own handlers in their place
+            return await self._wait_for_the_end()
+        finally:
+            await self._end(kopf_task)
+
+    async def _prepare(self, client: KubeClient, lease: LeaseHolder, resync: Resync) -> None:
+        statuses = StatusWriter(client, self.store)
+        keys = await self._hub_keys(client)
+        await resync.initial()
+        hub = self._hub = HubService(self.settings, lease, statuses, self.store, self.queue, keys)
+        await hub.start()
+        events = EventRecorder(client, self.identity)
+        applier = Applier(client)
+        reporter = Reporter(statuses, events)
+        secrets = FenceSecrets(client, keys.public)
+        pools = PoolReconciler(self.settings, client, self.store, applier, reporter, secrets, hub)
+        engines = EngineReconciler(self.settings, client, self.store, applier, reporter, hub)
+        worker = Worker(self.queue, {pools.kind: pools.reconcile, engines.kind: engines.reconcile})
+        self._start("hub", hub.run())
+        self._start("resync", resync.run())
+        self._start("events", events.run())
+        for number in range(self.settings.workers):
+            self._start(f"worker-{number}", worker.run())
+
+    async def _hub_keys(self, client: KubeClient) -> Any:
+        problem = ""
+        while True:
+            try:
+                return await hub_keys(client, self.settings.namespace, self.settings.hub_secret)
+            except ApiError as error:
+                if str(error) != problem:
+                    problem = str(error)
+                    log.warning("cannot read or create the hub's key pair, trying again", error=problem)
+                await asyncio.sleep(2.0)
+
+    def observed(self, resource: Resource, event_type: str | None, obj: Json) -> None:
+        """`driver.Sink`: an object seen by a watch."""
+        if resource is LEASES:
+            if (obj.get("spec") or {}).get("holderIdentity") == self.identity:
+                self._canary_seen = time.monotonic()
+            return
+        obj.setdefault("kind", resource.kind)
+        obj.setdefault("apiVersion", resource.api_version)
+        gone = event_type == "DELETED"
+        changed = self.store.remove(resource.kind, obj) if gone else self.store.upsert(resource.kind, obj)
+        if event_type is None and self._resync is not None:
+            self._resync.soon(resource)
+        if not changed:
+            return
+        if resource is POOLS and not gone and self._hub is not None:
+            self._hub.asked(obj)  # the fast path: an epoch that was asked for does not wait in the queue
+        for key in affected(self.store, resource.kind, obj):
+            self.queue.add(key)
+
+    def _start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks[task] = name
+        return task
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, Any]) -> bool:
+        """Run `work`; False when the process was told to stop first. Errors of `work` are raised."""
+        task, stop = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+                return True
+            return False
+        finally:
+            await _cancel([task, stop], 2.0)
+
+    async def _unless_ended(self, work: Coroutine[Any, Any, Any]) -> bool:
+        """Run `work` to its end; False when the process was told to stop, or a started part ended, first."""
+        task, stop = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait((task, stop, *self._tasks), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+                return True
+            return False
+        finally:
+            await _cancel([task, stop], 2.0)
+
+    async def _wait_for_the_end(self) -> int:
+        """Until a signal (0) or until any part ends, which none ever should (1)."""
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait((stop, *self._tasks), return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        ended = [task for task in self._tasks if task.done()]
+        for task in ended:
+            error = None if task.cancelled() else task.exception()
+            reason = f"{type(error).__name__}: {error}" if error else "it returned"
+            log.error("operator ends: a part ended", part=self._tasks[task], reason=reason, exc_info=error if _unexpected(error) else None)
+        if not ended:
+            log.info("operator ends: told to")
+        return 1 if ended else 0
+
+    async def _end(self, kopf_task: asyncio.Task[None] | None) -> None:
+        await _cancel([task for task in self._tasks if task is not kopf_task], 3.0)
+        self.queue.close()
+        if self._hub is not None:
+            await self._hub.close()
+            self._hub = None
+        if kopf_task is not None:
+            kopf_task.cancel()  # awaited by nobody: it writes nothing, and its own shutdown may take seconds
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+
+    def _add_probes(self) -> None:
+        def queue_age() -> str | None:
+            age = self.queue.oldest_age_seconds()
+            return f"a key is unserved for {age:.0f} s" if age > self.settings.max_key_age_seconds else None
+
+        def lists() -> str | None:
+            age = self._resync.oldest_list_seconds() if self._resync is not None else 0.0
+            return f"a kind was last listed {age:.0f} s ago" if age > 3 * self.settings.resync_seconds + 60 else None
+
+        def canary() -> str | None:
+            silent = time.monotonic() - self._canary_seen if self._canary_seen else 0.0
+            return f"our own Lease was last seen through the watches {silent:.0f} s ago" if silent > max(CANARY_SECONDS, 4 * self.settings.lease_duration_seconds) else None
+
+        def leading() -> str | None:
+            return None if self._hub is not None and self._hub.listening else "standing by: the hub is not bound here"
+
+        def gauges() -> None:
+            metrics.QUEUE_DEPTH.set(len(self.queue))
+            metrics.QUEUE_OLDEST.set(self.queue.oldest_age_seconds())
+
+        self.probes.live = {"queue": queue_age, "lists": lists, "watches": canary}
+        self.probes.ready = {"leading": leading}
+        self.probes.before_metrics = gauges
+
+
+def _unexpected(error: BaseException | None) -> bool:
+    from epochkv_operator.kube.lease import LeaseLost
+
+    return error is not None and not isinstance(error, LeaseLost | ApiError)
+
+
+async def _cancel(tasks: list[asyncio.Task[Any]], seconds: float) -> None:
+    """Cancel and wait, but not for ever."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=seconds)

@@ -1,0 +1,107 @@
+"""The hub's durable memory and its leadership check, on the Kubernetes API (design page "fence", section 4).
+
+A pool's record is the pool object's status: `targetEpoch`, `epoch`, `granting`. Leadership is the operator's Lease. Reads are plain GETs, which the
+API server answers from a quorum; never a LIST, a watch cache or `resourceVersion=0`. Writes are compare-and-swap on the resourceVersion, so a check made
+on the state that was read still holds when the write lands.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from epochkv_fence.authority import AuthorityError, PoolGone, PoolRecord, Term
+
+from epochkv_operator.kube.client import ApiError, Json, NotFound
+from epochkv_operator.kube.lease import LeaseHolder
+from epochkv_operator.kube.resources import POOLS
+from epochkv_operator.kube.status import ObjectGone, StatusWriter
+
+
+class PoolAddress(NamedTuple):
+    namespace: str
+    name: str
+
+
+class KubernetesAuthority:
+    """`epochkv_fence.authority.Authority` on the API server. Every call ends within `deadline_seconds`."""
+
+    def __init__(self, lease: LeaseHolder, statuses: StatusWriter, deadline_seconds: float = 3.0) -> None:
+        self._lease = lease
+        self._statuses = statuses
+        self._deadline_seconds = deadline_seconds
+        self._pools: dict[str, PoolAddress] = {}
+
+    def register(self, pool_uid: str, namespace: str, name: str) -> None:
+        """Make a pool known before the hub asks for it."""
+        self._pools[pool_uid] = PoolAddress(namespace, name)
+
+    def unregister(self, pool_uid: str) -> None:
+        self._pools.pop(pool_uid, None)
+
+    async def verify(self, term: Term) -> bool:
+        """True iff the Lease names this holder in this very term, by a quorum read. No answer is an error, not a False: leadership is then unknown."""
+        try:
+            current = await self._lease.read_term(self._deadline_seconds)
+        except NotFound:
+            return False
+        except ApiError as error:
+            raise AuthorityError(f"cannot read Lease {self._lease.namespace}/{self._lease.name}: {error}") from error
+        return current == (term.holder, term.transitions)
+
+    async def load(self, pool_uid: str) -> PoolRecord:
+        address = self._address(pool_uid)
+        try:
+            pool = await self._statuses.read(POOLS, address.namespace, address.name, pool_uid, self._deadline_seconds)
+        except ObjectGone as error:
+            raise PoolGone(str(error)) from error
+        except ApiError as error:
+            raise AuthorityError(str(error)) from error
+        return record_of(pool)
+
+    async def record(self, pool_uid: str, target: int) -> None:
+        """Durably raise the target epoch; a target that is already as high is left alone."""
+
+        def decide(pool: Json) -> Json | None:
+            return {"targetEpoch": target} if target > record_of(pool).target else None
+
+        await self._update(pool_uid, decide)
+
+    async def publish(self, pool_uid: str, epoch: int) -> None:
+        """Durably raise the published epoch; never above the target, never down."""
+
+        def decide(pool: Json) -> Json | None:
+            record = record_of(pool)
+            if epoch > record.target:
+                raise AuthorityError(f"pool {pool_uid}: epoch {epoch} must not be published, the recorded target is {record.target}")
+            return {"epoch": epoch} if epoch > record.published else None
+
+        await self._update(pool_uid, decide)
+
+    async def note_granting(self, pool_uid: str) -> None:
+        """Note that grants may be out from now on, so that a later hub waits for their end before it publishes."""
+
+        def decide(pool: Json) -> Json | None:
+            return None if record_of(pool).granting else {"granting": True}
+
+        await self._update(pool_uid, decide)
+
+    async def _update(self, pool_uid: str, decide: Any) -> None:
+        address = self._address(pool_uid)
+        try:
+            await self._statuses.update(POOLS, address.namespace, address.name, pool_uid, decide, self._deadline_seconds)
+        except ObjectGone as error:
+            raise PoolGone(str(error)) from error
+        except ApiError as error:
+            raise AuthorityError(str(error)) from error
+
+    def _address(self, pool_uid: str) -> PoolAddress:
+        try:
+            return self._pools[pool_uid]
+        except KeyError:
+            raise PoolGone(f"pool {pool_uid} is not registered with the authority") from None
+
+
+def record_of(pool: Json) -> PoolRecord:
+    """What the hub must remember, from a pool object."""
+    status = pool.get("status") or {}
+    return PoolRecord(target=int(status.get("targetEpoch") or 0), published=int(status.get("epoch") or 0), granting=bool(status.get("granting")))

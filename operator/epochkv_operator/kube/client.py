@@ -1,0 +1,252 @@
+"""A thin client over `kubernetes.aio`: JSON in, JSON out, a deadline on every call, one exception type per kind of answer.
+
+RBAC: exactly these verbs are used, nothing else. The chart grants this list and tests run with it.
+
+In the watched namespaces (ClusterRole, or one Role per watched namespace):
+
+| apiGroup          | resources                                              | verbs                              |
+|-------------------|--------------------------------------------------------|------------------------------------|
+| epochkv.io        | kvcachepools, inferenceengines                         | get, list, watch                   |
+| epochkv.io        | kvcachepools/status, inferenceengines/status           | patch                              |
+| epochkv.io        | kvcachepools/finalizers, inferenceengines/finalizers   | update (blockOwnerDeletion under OwnerReferencesPermissionEnforcement) |
+| apps              | deployments, statefulsets                              | list, watch, create, patch, delete |
+| ""                | services, configmaps, serviceaccounts                  | list, watch, create, patch, delete |
+| policy            | poddisruptionbudgets                                   | list, watch, create, patch, delete |
+| networking.k8s.io | networkpolicies                                        | list, watch, create, patch, delete |
+| ""                | pods                                                   | list, watch                        |
+| ""                | secrets                                                | get, create, delete (no list, no watch) |
+| events.k8s.io     | events                                                 | create                             |
+
+In the operator's own namespace (Role):
+
+| apiGroup            | resources | names           | verbs       |
+|---------------------|-----------|-----------------|-------------|
+| coordination.k8s.io | leases    | the Lease       | get, update |
+| coordination.k8s.io | leases    | -               | create      |
+| ""                  | secrets   | the hub Secret  | get         |
+| ""                  | secrets   | -               | create      |
+
+Watch canary (own Lease seen through kopf's watch): `list, watch` on leases with resourceNames = the Lease, as a ClusterRole rule when watching
+cluster-wide, in the same Role when the operator's namespace is a watched one. Discovery (`/api`, `/apis`) comes with `system:discovery`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlencode
+
+import aiohttp
+from kubernetes.aio import client as kubernetes_client
+from kubernetes.aio import config as kubernetes_config
+
+from epochkv_operator import metrics
+from epochkv_operator.kube.resources import MANAGED_BY, Resource
+
+Json = dict[str, Any]
+
+MERGE_PATCH = "application/merge-patch+json"
+APPLY_PATCH = "application/apply-patch+yaml"
+LIST_CHUNK = 500
+
+
+class ApiError(Exception):
+    """The API server refused or could not be asked. `status` is 0 when there was no answer at all."""
+
+    def __init__(self, status: int, reason: str, message: str, request: str) -> None:
+        super().__init__(f"{request}: {status or 'no answer'} {reason}: {message}")
+        self.status = status
+        self.reason = reason
+        self.message = message
+
+
+class NotFound(ApiError):
+    """404: the object, its namespace or its kind is not there."""
+
+
+class Conflict(ApiError):
+    """409: the object changed since it was read (or a precondition failed)."""
+
+
+class AlreadyExists(Conflict):
+    """409 on create."""
+
+
+class Invalid(ApiError):
+    """400 or 422: the request is wrong; trying again does not help."""
+
+
+class Forbidden(ApiError):
+    """401 or 403: RBAC, quota or admission. Also what a starting API server answers for about two seconds."""
+
+
+class Unavailable(ApiError):
+    """No answer, a timeout, 429 or 5xx: try again later. `retry_after_seconds` is what the server asked for."""
+
+    retry_after_seconds: float | None = None
+
+
+def _raise(status: int, body: bytes, request: str, retry_after: str | None) -> None:
+    reason, message = "", body[:500].decode(errors="replace")
+    try:
+        document = json.loads(body)
+        reason, message = str(document.get("reason", "")), str(document.get("message", message))
+    except (ValueError, AttributeError):
+        pass
+    kind: type[ApiError]
+    if status == 404:
+        kind = NotFound
+    elif status == 409:
+        kind = AlreadyExists if reason == "AlreadyExists" else Conflict
+    elif status in (400, 422):
+        kind = Invalid
+    elif status in (401, 403):
+        kind = Forbidden
+    else:
+        kind = Unavailable
+    error = kind(status, reason, message, request)
+    if isinstance(error, Unavailable) and retry_after and retry_after.isdigit():
+        error.retry_after_seconds = float(retry_after)
+    raise error
+
+
+class KubeClient:
+    """Requests to one API server. Not bound to a namespace; every method may raise `ApiError` and nothing else."""
+
+    def __init__(self, configuration: Any, deadline_seconds: float = 10.0) -> None:
+        self.configuration = configuration
+        self.deadline_seconds = deadline_seconds
+        self._api = kubernetes_client.ApiClient(configuration)
+        self._api.user_agent = MANAGED_BY
+
+    @classmethod
+    async def connect(cls, deadline_seconds: float = 10.0) -> KubeClient:
+        """Configure from the pod's service account, else from `KUBECONFIG` or `~/.kube/config`.
+
+        Raises:
+            kubernetes.aio.config.ConfigException: neither is there or usable.
+        """
+        configuration = kubernetes_client.Configuration()
+        if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
+            kubernetes_config.load_incluster_config(client_configuration=configuration)
+        else:
+            await kubernetes_config.load_kube_config(
+                config_file=os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser()),
+                client_configuration=configuration,
+            )
+        configuration.client_session_kwargs = {"trust_env": False}
+        return cls(configuration, deadline_seconds)
+
+    async def close(self) -> None:
+        await self._api.close()
+
+    async def refresh_credentials(self) -> None:
+        """Re-read the token when it is due (service account tokens rotate); afterwards `configuration.api_key` is fresh."""
+        await self._api.update_params_for_auth({}, [], ["BearerToken"], "/", "GET", None)
+
+    async def request(
+        self,
+        verb: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Json | None = None,
+        content_type: str = "application/json",
+        deadline_seconds: float | None = None,
+    ) -> Json:
+        """One call, one answer, within a deadline (seconds)."""
+        request = f"{verb} {path}"
+        headers = {"Accept": "application/json", "Content-Type": content_type, "User-Agent": MANAGED_BY}
+        seconds = deadline_seconds or self.deadline_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self._api.update_params_for_auth(headers, [], ["BearerToken"], path, verb, body)
+                url = self.configuration.host + path + (f"?{urlencode(query)}" if query else "")
+                response = await self._api.rest_client.request(verb, url, headers=headers, body=body, _request_timeout=aiohttp.ClientTimeout(total=seconds))
+                data = cast(bytes, await response.read())
+        except TimeoutError as error:
+            metrics.API_REQUESTS.labels(verb=verb, code="timeout").inc()
+            raise Unavailable(0, "Timeout", f"no answer within {seconds:g} s", request) from error
+        except (aiohttp.ClientError, OSError) as error:
+            metrics.API_REQUESTS.labels(verb=verb, code="unreachable").inc()
+            raise Unavailable(0, "Unreachable", str(error) or type(error).__name__, request) from error
+        metrics.API_REQUESTS.labels(verb=verb, code=str(response.status)).inc()
+        if not 200 <= response.status < 300:
+            _raise(response.status, data, request, response.headers.get("Retry-After"))
+        return cast(Json, json.loads(data)) if data else {}
+
+    async def get(self, resource: Resource, namespace: str | None, name: str, deadline_seconds: float | None = None) -> Json:
+        """A quorum read: no resourceVersion parameter, so the answer is linearizable."""
+        return await self.request("GET", resource.path(namespace, name), deadline_seconds=deadline_seconds)
+
+    async def list(self, resource: Resource, namespace: str | None, label_selector: str = "") -> tuple[list[Json], int]:
+        """All objects of a kind (namespace None: of the whole cluster), and the resourceVersion the list was taken at."""
+        items: list[Json] = []
+        query = {"limit": str(LIST_CHUNK)}
+        if label_selector:
+            query["labelSelector"] = label_selector
+        while True:
+            page = await self.request("GET", resource.path(namespace), query=query)
+            for item in page.get("items", []):
+                item.setdefault("kind", resource.kind)
+                item.setdefault("apiVersion", resource.api_version)
+                items.append(item)
+            metadata = page.get("metadata", {})
+            token = metadata.get("continue")
+            if not token:
+                return items, int(metadata.get("resourceVersion") or 0)
+            query["continue"] = token
+
+    async def create(self, resource: Resource, namespace: str, body: Json) -> Json:
+        return await self.request("POST", resource.path(namespace), body=body, query={"fieldManager": MANAGED_BY})
+
+    async def replace(self, resource: Resource, namespace: str, body: Json, deadline_seconds: float | None = None) -> Json:
+        """PUT; compare-and-swap when the body carries metadata.resourceVersion."""
+        path = resource.path(namespace, body["metadata"]["name"])
+        return await self.request("PUT", path, body=body, deadline_seconds=deadline_seconds)
+
+    async def apply(self, resource: Resource, namespace: str, body: Json) -> Json:
+        """Server-side apply under the operator's one field manager, taking conflicting fields over."""
+        return await self.request(
+            "PATCH",
+            resource.path(namespace, body["metadata"]["name"]),
+            query={"fieldManager": MANAGED_BY, "force": "true"},
+            body=body,
+            content_type=APPLY_PATCH,
+        )
+
+    async def patch_status(
+        self, resource: Resource, namespace: str, name: str, resource_version: str, status: Json, deadline_seconds: float | None = None
+    ) -> Json:
+        """Merge-patch of the status, accepted only at `resource_version` (raises `Conflict` otherwise)."""
+        return await self.request(
+            "PATCH",
+            resource.path(namespace, name, "status"),
+            query={"fieldManager": MANAGED_BY},
+            body={"metadata": {"resourceVersion": resource_version}, "status": status},
+            content_type=MERGE_PATCH,
+            deadline_seconds=deadline_seconds,
+        )
+
+    async def delete(self, resource: Resource, namespace: str, name: str, uid: str) -> None:
+        """Delete exactly this object: a namesake with another uid is left alone (`Conflict`)."""
+        await self.request(
+            "DELETE",
+            resource.path(namespace, name),
+            body={"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}, "propagationPolicy": "Background"},
+        )
+
+    async def watch(self, resource: Resource, namespace: str | None, resource_version: str, seconds: int = 60) -> AsyncIterator[Json]:
+        """Watch events as they come, for at most `seconds`. For tools and tests: the operator's own watches are kopf's."""
+        path = resource.path(namespace)
+        headers = {"Accept": "application/json", "User-Agent": MANAGED_BY}
+        await self._api.update_params_for_auth(headers, [], ["BearerToken"], path, "GET", None)
+        query = urlencode({"watch": "true", "resourceVersion": resource_version, "timeoutSeconds": str(seconds)})
+        url = f"{self.configuration.host}{path}?{query}"
+        response = await self._api.rest_client.request("GET", url, headers=headers, _request_timeout=aiohttp.ClientTimeout(total=seconds + 5))
+        async for line in response.response.content:
+            yield json.loads(line)

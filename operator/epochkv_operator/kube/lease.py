@@ -1,0 +1,185 @@
+"""Leadership by a `coordination.k8s.io` Lease, taken in `main()` around everything that writes.
+
+A Lease alone does not fence: a frozen holder may wake up believing in it. So every grant and every publication verifies it by a quorum read
+against the *term*: holder and transitions. The holder's identity is drawn anew at every process start, hence a term never comes back.
+Whether a foreign Lease has expired is judged by how long its record stayed unchanged on our own monotonic clock; the times written in it are never
+compared with ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+import uuid
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+import structlog
+
+from epochkv_operator.kube.client import AlreadyExists, ApiError, Conflict, Json, KubeClient, NotFound
+from epochkv_operator.kube.resources import LEASES, MANAGED_BY
+
+log = structlog.get_logger(__name__)
+
+
+class LeaseTerm(NamedTuple):
+    """One period of leadership."""
+
+    holder: str
+    transitions: int
+
+
+class LeaseLost(Exception):
+    """Somebody else leads, or we could not renew in time: the process must end."""
+
+
+def new_identity() -> str:
+    """Unique per process start: hostname (the pod's name) and a random part."""
+    return f"{socket.gethostname()}_{uuid.uuid4().hex[:12]}"
+
+
+def term_of(lease: Json) -> LeaseTerm:
+    spec = lease.get("spec", {})
+    return LeaseTerm(spec.get("holderIdentity") or "", spec.get("leaseTransitions") or 0)
+
+
+class LeaseHolder:
+    """Takes the Lease, keeps it, gives it back. `duration_seconds`: how long others wait after our last renewal."""
+
+    def __init__(self, client: KubeClient, namespace: str, name: str, identity: str, duration_seconds: int = 15) -> None:
+        self.namespace = namespace
+        self.name = name
+        self.identity = identity
+        self.duration_seconds = duration_seconds
+        self.renew_seconds = duration_seconds / 5
+        self.deadline_seconds = duration_seconds * 2 / 3
+        self.term: LeaseTerm | None = None
+        self.renewed_at = 0.0
+        self._client = client
+        self._lease: Json = {}
+        self._seen: tuple[str, float] = ("", 0.0)  # version of a foreign record, and when it was first seen
+
+    async def acquire(self) -> LeaseTerm:
+        """Wait until the Lease is ours. Survives an API server that is away or still starting."""
+        waiting_for: str | None = None
+        while True:
+            try:
+                term = await self._try_acquire()
+                if term is not None:
+                    return term
+                holder = term_of(self._lease).holder
+                if holder != waiting_for:
+                    waiting_for = holder
+                    log.info("standing by: another operator leads", lease=f"{self.namespace}/{self.name}", holder=holder)
+            except Conflict:
+                pass  # somebody was faster; look again
+            except ApiError as error:
+                if waiting_for != str(error):
+                    waiting_for = str(error)
+                    log.warning("cannot read or take the Lease yet, trying again", lease=f"{self.namespace}/{self.name}", error=str(error))
+            await asyncio.sleep(min(self.renew_seconds, 2.0))
+
+    async def hold(self) -> None:
+        """Renew until the Lease is lost; returns never.
+
+        Raises:
+            LeaseLost: another holder, or no renewal within two thirds of the duration.
+        """
+        while True:
+            await asyncio.sleep(self.renew_seconds)
+            error: ApiError | None = None
+            while True:
+                remaining = self.renewed_at + self.deadline_seconds - time.monotonic()
+                if remaining <= 0:
+                    raise LeaseLost(f"Lease {self.namespace}/{self.name} could not be renewed for {self.deadline_seconds:g} s: {error}")
+                try:
+                    await self._renew(min(remaining, self.renew_seconds))
+                    break
+                except ApiError as failure:
+                    error = failure
+                    await asyncio.sleep(min(1.0, self.renew_seconds / 4))
+
+    async def release(self) -> None:
+        """Give the Lease back so that a standby takes over at once. Best effort: a failure only makes the standby wait."""
+        if self.term is None:
+            return
+        self.term = None
+        try:
+            await self._put({"holderIdentity": "", "leaseDurationSeconds": 1}, 2.0)
+            log.info("lease released", lease=f"{self.namespace}/{self.name}")
+        except ApiError as error:
+            log.warning("lease not released, a standby waits until it expires", lease=f"{self.namespace}/{self.name}", error=str(error))
+
+    async def read_term(self, deadline_seconds: float) -> LeaseTerm:
+        """Who leads now, by a quorum read."""
+        return term_of(await self._client.get(LEASES, self.namespace, self.name, deadline_seconds))
+
+    async def _try_acquire(self) -> LeaseTerm | None:
+        try:
+            self._lease = await self._client.get(LEASES, self.namespace, self.name)
+        except NotFound:
+            now = _timestamp()
+            body = {
+                "apiVersion": "coordination.k8s.io/v1",
+                "kind": "Lease",
+                "metadata": {"name": self.name, "namespace": self.namespace, "labels": {"app.kubernetes.io/part-of": "epochkv", "app.kubernetes.io/managed-by": MANAGED_BY}},
+                "spec": {
+                    "holderIdentity": self.identity,
+                    "leaseDurationSeconds": self.duration_seconds,
+                    "acquireTime": now,
+                    "renewTime": now,
+                    "leaseTransitions": 0,
+                },
+            }
+            started = time.monotonic()
+            try:
+                self._lease = await self._client.create(LEASES, self.namespace, body)
+            except AlreadyExists:
+                return None
+            return self._won(started)
+        spec = self._lease.get("spec", {})
+        version = self._lease["metadata"]["resourceVersion"]
+        now_monotonic = time.monotonic()
+        if self._seen[0] != version:
+            self._seen = (version, now_monotonic)
+        expired = now_monotonic - self._seen[1] >= (spec.get("leaseDurationSeconds") or self.duration_seconds)
+        if spec.get("holderIdentity") and not expired:
+            return None
+        await self._put(
+            {
+                "holderIdentity": self.identity,
+                "leaseDurationSeconds": self.duration_seconds,
+                "acquireTime": _timestamp(),
+                "leaseTransitions": (spec.get("leaseTransitions") or 0) + 1,
+            },
+            self.deadline_seconds,
+        )
+        return self._won(now_monotonic)
+
+    def _won(self, started: float) -> LeaseTerm:
+        self.renewed_at = started
+        self.term = term_of(self._lease)
+        log.info("lease acquired", lease=f"{self.namespace}/{self.name}", holder=self.identity, transitions=self.term.transitions)
+        return self.term
+
+    async def _renew(self, deadline_seconds: float) -> None:
+        started = time.monotonic()
+        try:
+            await self._put({}, deadline_seconds)
+        except Conflict:
+            self._lease = await self._client.get(LEASES, self.namespace, self.name, deadline_seconds)
+            if term_of(self._lease) != self.term:
+                raise LeaseLost(f"Lease {self.namespace}/{self.name} is held by {term_of(self._lease).holder!r} now") from None
+            await self._put({}, deadline_seconds)
+        except NotFound:
+            raise LeaseLost(f"Lease {self.namespace}/{self.name} was deleted") from None
+        self.renewed_at = started
+
+    async def _put(self, spec: Json, deadline_seconds: float) -> None:
+        body = {**self._lease, "spec": {**self._lease.get("spec", {}), **spec, "renewTime": _timestamp()}}
+        self._lease = await self._client.replace(LEASES, self.namespace, body, deadline_seconds)
+
+
+def _timestamp() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

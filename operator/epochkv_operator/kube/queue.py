@@ -1,0 +1,102 @@
+"""The work queue: a key is served by one worker at a time, never lost, never queued twice, and backs off alone when it fails.
+
+The shape is client-go's workqueue. kopf offers no such thing for keys that many kinds of objects feed into.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+BACKOFF_FIRST_SECONDS = 0.1
+BACKOFF_MAX_SECONDS = 30.0
+
+
+class WorkQueue(Generic[K]):
+    """Keys to reconcile. All methods run on one event loop; `clock` is monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ready: dict[K, float] = {}  # insertion-ordered: first in, first out; value: since when
+        self._active: dict[K, float] = {}  # in work; value: since when the key was ready
+        self._again: dict[K, float] = {}  # added while in work
+        self._timers: dict[K, tuple[float, asyncio.TimerHandle]] = {}
+        self._failures: dict[K, int] = {}
+        self._wakeup = asyncio.Event()
+
+    def add(self, key: K) -> None:
+        """Serve the key as soon as possible. A key in work is served once more afterwards: it may have read old state."""
+        self._cancel_timer(key)
+        if key in self._active:
+            self._again.setdefault(key, self._clock())
+        elif key not in self._ready:
+            self._ready[key] = self._clock()
+            self._wakeup.set()
+
+    def add_after(self, key: K, delay_seconds: float) -> None:
+        """Serve the key after a delay, or earlier if somebody adds it. Of two delays the shorter one counts."""
+        if key in self._ready:
+            return
+        due = self._clock() + delay_seconds
+        if key in self._timers:
+            if self._timers[key][0] <= due:
+                return
+            self._cancel_timer(key)
+        handle = asyncio.get_running_loop().call_later(delay_seconds, self.add, key)
+        self._timers[key] = (due, handle)
+
+    async def get(self) -> K:
+        """The next key; its worker must call `done` or `retry`."""
+        while not self._ready:
+            self._wakeup.clear()
+            await self._wakeup.wait()
+        key = next(iter(self._ready))
+        self._active[key] = self._ready.pop(key)
+        return key
+
+    def done(self, key: K) -> float:
+        """The key was served; its backoff is forgotten. Returns the seconds since it became ready."""
+        self._failures.pop(key, None)
+        return self._release(key)
+
+    def retry(self, key: K, at_least_seconds: float = 0.0) -> float:
+        """Serving failed: the key comes back after its backoff, which doubles. Returns the delay in seconds."""
+        failures = self._failures.get(key, 0)
+        self._failures[key] = failures + 1
+        delay = max(at_least_seconds, min(BACKOFF_MAX_SECONDS, BACKOFF_FIRST_SECONDS * 2 ** min(failures, 16)))
+        self._again.pop(key, None)  # whatever was added meanwhile is covered by the retry, and must not defeat the backoff
+        self._release(key)
+        self.add_after(key, delay)
+        return delay
+
+    def failures(self, key: K) -> int:
+        return self._failures.get(key, 0)
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    def oldest_age_seconds(self) -> float:
+        """Age of the oldest key that is ready or in work; 0 when there is none. Keys waiting out a backoff do not count."""
+        since = [*self._ready.values(), *self._active.values()]
+        return self._clock() - min(since) if since else 0.0
+
+    def close(self) -> None:
+        """Cancel all timers."""
+        for key in list(self._timers):
+            self._cancel_timer(key)
+
+    def _release(self, key: K) -> float:
+        age = self._clock() - self._active.pop(key)
+        if key in self._again:
+            self._ready[key] = self._again.pop(key)
+            self._wakeup.set()
+        return age
+
+    def _cancel_timer(self, key: K) -> None:
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer[1].cancel()

@@ -1,0 +1,77 @@
+"""The kinds this operator reads or writes, and their REST paths.
+
+One table, because the watch driver, the resync, the applier and the garbage collector must agree on it. RBAC follows from it: see
+`client.py` for the exact list of verbs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+GROUP: Final = "epochkv.io"
+VERSION: Final = "v1alpha1"
+MANAGED_BY: Final = "epochkv-operator"
+#: Server-side filter of every child watch: nothing that is not ours is ever read.
+CHILD_SELECTOR: Final = f"app.kubernetes.io/managed-by={MANAGED_BY}"
+POOL_LABEL: Final = "epochkv.io/pool"
+ENGINE_LABEL: Final = "epochkv.io/engine"
+
+
+@dataclass(frozen=True)
+class Resource:
+    """One kind of the API: `group` is empty for the core group."""
+
+    group: str
+    version: str
+    plural: str
+    kind: str
+
+    @property
+    def api_version(self) -> str:
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
+        """REST path of a collection (`name` None; cluster-wide when `namespace` is None, too) or of one object."""
+        parts = [f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"]
+        if namespace is not None:
+            parts.append(f"namespaces/{namespace}")
+        parts.append(self.plural)
+        parts.extend(part for part in (name, subresource) if part)
+        return "/".join(parts)
+
+
+POOLS: Final = Resource(GROUP, VERSION, "kvcachepools", "KVCachePool")
+ENGINES: Final = Resource(GROUP, VERSION, "inferenceengines", "InferenceEngine")
+DEPLOYMENTS: Final = Resource("apps", "v1", "deployments", "Deployment")
+STATEFULSETS: Final = Resource("apps", "v1", "statefulsets", "StatefulSet")
+SERVICES: Final = Resource("", "v1", "services", "Service")
+CONFIGMAPS: Final = Resource("", "v1", "configmaps", "ConfigMap")
+SERVICE_ACCOUNTS: Final = Resource("", "v1", "serviceaccounts", "ServiceAccount")
+PDBS: Final = Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget")
+NETWORK_POLICIES: Final = Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
+PODS: Final = Resource("", "v1", "pods", "Pod")
+SECRETS: Final = Resource("", "v1", "secrets", "Secret")
+LEASES: Final = Resource("coordination.k8s.io", "v1", "leases", "Lease")
+EVENTS: Final = Resource("events.k8s.io", "v1", "events", "Event")
+
+#: Objects a user owns.
+PRIMARY: Final = (POOLS, ENGINES)
+#: Objects this operator owns, applies and prunes.
+CHILDREN: Final = (DEPLOYMENTS, STATEFULSETS, SERVICES, CONFIGMAPS, SERVICE_ACCOUNTS, PDBS, NETWORK_POLICIES)
+#: Everything kept in the store. Secrets are read one by one, never listed or watched: that keeps the cluster role free of `list secrets`.
+WATCHED: Final = (*PRIMARY, *CHILDREN, PODS)
+
+_BY_KIND: Final = {resource.kind: resource for resource in (*WATCHED, SECRETS, LEASES, EVENTS)}
+
+
+def by_kind(kind: str) -> Resource:
+    """The resource of a kind this operator knows.
+
+    Raises:
+        KeyError: a manifest of a kind outside the table (a bug in the planner, not an input error).
+    """
+    try:
+        return _BY_KIND[kind]
+    except KeyError:
+        raise KeyError(f"kind {kind!r} is not in the operator's resource table; add it to kube/resources.py and to the RBAC") from None

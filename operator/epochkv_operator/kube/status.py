@@ -1,0 +1,79 @@
+"""All status writes go through here: compare-and-swap on the resourceVersion, re-read and decide again on conflict.
+
+Two writers share a pool's status in one process (the hub's authority writes epochs, the status writer the rest), and a second operator may be alive.
+The newest state known of each object, from whichever answer, is kept, so that the usual write costs one request and no read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from epochkv_operator import metrics
+from epochkv_operator.kube.client import Conflict, Json, KubeClient, NotFound, Unavailable
+from epochkv_operator.kube.resources import Resource
+from epochkv_operator.kube.store import Store, resource_version
+
+
+class ObjectGone(Exception):
+    """The object was deleted, or a namesake with another uid stands in its place."""
+
+
+class StatusWriter:
+    """Writes statuses of objects that the store knows."""
+
+    def __init__(self, client: KubeClient, store: Store, deadline_seconds: float = 10.0) -> None:
+        self._client = client
+        self._store = store
+        self._deadline_seconds = deadline_seconds
+
+    async def read(self, resource: Resource, namespace: str, name: str, uid: str, deadline_seconds: float | None = None) -> Json:
+        """Quorum read of the object.
+
+        Raises:
+            ObjectGone, ApiError
+        """
+        try:
+            obj = await self._client.get(resource, namespace, name, deadline_seconds)
+        except NotFound as error:
+            raise ObjectGone(f"{resource.kind} {namespace}/{name} (uid {uid}) is gone") from error
+        if obj["metadata"]["uid"] != uid:
+            raise ObjectGone(f"{resource.kind} {namespace}/{name} was recreated: its uid is {obj['metadata']['uid']}, not {uid}")
+        self._store.upsert(resource.kind, obj)
+        return obj
+
+    async def update(
+        self, resource: Resource, namespace: str, name: str, uid: str, decide: Callable[[Json], Json | None], deadline_seconds: float | None = None
+    ) -> bool:
+        """Merge what `decide(object)` returns into the status; `decide` runs again on each newer state. False when it returned None.
+
+        The patch is accepted only at the resourceVersion that `decide` saw, so what it checked still holds at the write.
+
+        Raises:
+            ObjectGone, ApiError (`Unavailable` at the deadline); anything `decide` raises.
+        """
+        deadline = time.monotonic() + (deadline_seconds or self._deadline_seconds)
+        obj = self._store.by_uid(resource.kind, uid) or await self.read(resource, namespace, name, uid)
+        attempt = 0
+        while True:
+            patch = decide(obj)
+            if patch is None:
+                return False
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise Unavailable(0, "Timeout", f"status of {resource.kind} {namespace}/{name} kept changing under {attempt} writes", "PATCH status")
+            try:
+                answer = await self._client.patch_status(resource, namespace, name, str(resource_version(obj)), patch, remaining)
+            except NotFound as error:
+                raise ObjectGone(f"{resource.kind} {namespace}/{name} (uid {uid}) is gone") from error
+            except Conflict:
+                attempt += 1
+                if attempt > 3:
+                    await asyncio.sleep(min(0.005 * 2 ** min(attempt, 6), 0.2))
+                obj = await self.read(resource, namespace, name, uid, remaining)
+                continue
+            if resource_version(answer) != resource_version(obj):
+                metrics.API_WRITES.labels(kind=resource.kind, operation="status").inc()
+            self._store.upsert(resource.kind, answer)
+            return True

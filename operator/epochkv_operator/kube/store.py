@@ -1,0 +1,113 @@
+"""What the cluster looked like when last heard of: every watched object, by kind and uid.
+
+Fed by watch events and by whole LISTs, which may overtake each other, so both carry a resourceVersion and the newer one wins; deletions leave a
+tombstone for a while, or a slow LIST would bring the object back. Decisions that need *all* objects of a moment are not taken from here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+Json = dict[str, Any]
+TOMBSTONE_SECONDS = 600.0
+
+
+def resource_version(obj: Json) -> int:
+    return int(obj["metadata"].get("resourceVersion") or 0)
+
+
+def slim(obj: Json) -> Json:
+    """The object without managedFields (most of its bytes), except one fact: whether an autoscaler owns the replica count."""
+    metadata = dict(obj["metadata"])
+    fields = metadata.pop("managedFields", None) or []
+    scaled = any(
+        entry.get("subresource") == "scale" and "f:replicas" in (entry.get("fieldsV1") or {}).get("f:spec", {}) for entry in fields
+    )
+    slimmed = {**obj, "metadata": metadata}
+    if scaled:
+        slimmed["x-scaled-by-others"] = True
+    return slimmed
+
+
+class Store:
+    """Objects by (kind, uid), with a lookup by (kind, namespace, name). Callers must not change what they are given."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._objects: dict[str, dict[str, Json]] = {}
+        self._names: dict[tuple[str, str, str], str] = {}
+        self._tombstones: dict[str, tuple[float, int]] = {}
+
+    def upsert(self, kind: str, obj: Json) -> bool:
+        """Take a state of an object in. False when it is not newer than what is known."""
+        metadata = obj["metadata"]
+        uid, version = metadata["uid"], resource_version(obj)
+        tombstone = self._tombstones.get(uid)
+        if tombstone is not None and version <= tombstone[1]:
+            return False
+        known = self._objects.setdefault(kind, {}).get(uid)
+        if known is not None and resource_version(known) >= version:
+            return False
+        self._objects[kind][uid] = slim(obj)
+        self._index(kind, metadata, uid)
+        return True
+
+    def remove(self, kind: str, obj: Json) -> bool:
+        """The object is gone. False when it was not known."""
+        metadata = obj["metadata"]
+        return self._drop(kind, metadata["uid"], resource_version(obj))
+
+    def replace(self, kind: str, objects: Iterable[Json], list_version: int, namespace: str | None = None) -> list[Json]:
+        """Take a whole LIST (of one namespace, or of all) in. Returns the objects that changed or vanished since the last state known."""
+        changed: list[Json] = []
+        seen: set[str] = set()
+        for obj in objects:
+            seen.add(obj["metadata"]["uid"])
+            if self.upsert(kind, obj):
+                changed.append(obj)
+        for uid, obj in list(self._objects.get(kind, {}).items()):
+            inside = namespace is None or obj["metadata"].get("namespace") == namespace
+            if inside and uid not in seen and resource_version(obj) <= list_version:
+                self._drop(kind, uid, list_version)
+                changed.append(obj)
+        return changed
+
+    def get(self, kind: str, namespace: str, name: str) -> Json | None:
+        uid = self._names.get((kind, namespace, name))
+        return self._objects.get(kind, {}).get(uid) if uid else None
+
+    def by_uid(self, kind: str, uid: str) -> Json | None:
+        return self._objects.get(kind, {}).get(uid)
+
+    def all(self, kind: str) -> Iterator[Json]:
+        yield from list(self._objects.get(kind, {}).values())
+
+    def labelled(self, kind: str, namespace: str, label: str, value: str) -> list[Json]:
+        """Objects of one namespace with this label value."""
+        return [
+            obj
+            for obj in self.all(kind)
+            if obj["metadata"].get("namespace") == namespace and (obj["metadata"].get("labels") or {}).get(label) == value
+        ]
+
+    def _index(self, kind: str, metadata: Json, uid: str) -> None:
+        name = (kind, metadata.get("namespace", ""), metadata["name"])
+        current = self._objects[kind].get(self._names.get(name, ""))
+        # A namesake that was recreated has a higher version; a late event of the old one must not take its place.
+        if current is None or resource_version(current) <= resource_version(self._objects[kind][uid]):
+            self._names[name] = uid
+
+    def _drop(self, kind: str, uid: str, version: int) -> bool:
+        now = self._clock()
+        self._tombstones[uid] = (now, version)
+        for old in [u for u, (at, _) in self._tombstones.items() if now - at > TOMBSTONE_SECONDS]:
+            del self._tombstones[old]
+        obj = self._objects.get(kind, {}).pop(uid, None)
+        if obj is None:
+            return False
+        name = (kind, obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
+        if self._names.get(name) == uid:
+            del self._names[name]
+        return True

@@ -1,0 +1,50 @@
+"""Settings of one operator process: command-line flags, each with an environment variable, and nothing read later from elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class LogFormat(StrEnum):
+    JSON = "json"
+    CONSOLE = "console"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Seconds are wall seconds; binds are `host:port` except `hub_bind`, a ZeroMQ endpoint."""
+
+    namespace: str
+    """Where the operator runs: its Lease and the Secret with the hub's key pair live here."""
+    watch_namespaces: tuple[str, ...] = ()
+    """Namespaces served; empty: the whole cluster."""
+    hub_bind: str = "tcp://0.0.0.0:7700"
+    """Where the fence hub listens while this process leads."""
+    hub_endpoint: str = ""
+    """What engines dial; empty: `tcp://epochkv-hub.<namespace>.svc:7700`."""
+    hub_secret: str = "epochkv-hub"
+    lease_name: str = "epochkv-operator"
+    lease_duration_seconds: int = 15
+    probe_bind: str = "0.0.0.0:8080"
+    metrics_bind: str = "0.0.0.0:9090"
+    workers: int = 4
+    resync_seconds: float = 300.0
+    max_key_age_seconds: float = 120.0
+    """`/livez` fails when a key has waited or been in work for longer."""
+    operator_image: str = ""
+    """Image of this operator, for helpers that run in pods; empty: none are made."""
+
+    @property
+    def endpoint(self) -> str:
+        return self.hub_endpoint or f"tcp://epochkv-hub.{self.namespace}.svc:{self.hub_bind.rsplit(':', 1)[-1]}"
+
+    @property
+    def canary(self) -> bool:
+        """Whether our own Lease can be seen through the watches of the served namespaces."""
+        return not self.watch_namespaces or self.namespace in self.watch_namespaces
+
+    @property
+    def scopes(self) -> tuple[str | None, ...]:
+        """Namespaces to list; `(None,)` stands for the whole cluster."""
+        return self.watch_namespaces or (None,)

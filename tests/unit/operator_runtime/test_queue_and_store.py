@@ -1,0 +1,174 @@
+"""The work queue and the store: what must hold for any order of events."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epochkv_operator.kube.apply import project
+from epochkv_operator.kube.queue import WorkQueue
+from epochkv_operator.kube.store import Store, slim
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def obj(name: str, uid: str, version: int, namespace: str = "a") -> dict[str, Any]:
+    return {"metadata": {"name": name, "namespace": namespace, "uid": uid, "resourceVersion": str(version)}}
+
+
+def test_a_key_added_twice_is_served_once_and_added_in_work_is_served_again() -> None:
+    async def scenario() -> None:
+        queue: WorkQueue[str] = WorkQueue()
+        queue.add("x")
+        queue.add("x")
+        queue.add("y")
+        assert await queue.get() == "x"
+        queue.add("x")  # its worker may have read before this change
+        assert await queue.get() == "y"
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(queue.get(), 0.02)  # never two workers on one key
+        queue.done("x")
+        assert await queue.get() == "x"
+        queue.done("x")
+        queue.done("y")
+        assert len(queue) == 0
+
+    asyncio.run(scenario())
+
+
+def test_failures_back_off_by_key_and_doubling_and_success_forgets() -> None:
+    async def scenario() -> None:
+        queue: WorkQueue[str] = WorkQueue()
+        delays = []
+        for _ in range(10):
+            queue.add("x")
+            await queue.get()
+            delays.append(queue.retry("x"))
+        assert delays == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0]
+        queue.add("x")
+        await queue.get()
+        queue.done("x")
+        queue.add("x")
+        await queue.get()
+        assert queue.retry("x", at_least_seconds=7.0) == 7.0  # a server's Retry-After wins
+        queue.close()
+
+    asyncio.run(scenario())
+
+
+def test_of_two_delays_the_shorter_counts_and_add_overtakes_both() -> None:
+    async def scenario() -> None:
+        queue: WorkQueue[str] = WorkQueue()
+        queue.add_after("x", 30.0)
+        queue.add_after("x", 0.01)
+        queue.add_after("x", 60.0)
+        assert await asyncio.wait_for(queue.get(), 5) == "x"
+        queue.done("x")
+        queue.add_after("y", 30.0)
+        queue.add("y")
+        assert await asyncio.wait_for(queue.get(), 5) == "y"
+        queue.done("y")
+        queue.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_oldest_age_counts_keys_in_work_and_not_those_in_backoff() -> None:
+    async def scenario() -> None:
+        clock = Clock()
+        queue: WorkQueue[str] = WorkQueue(clock)
+        assert queue.oldest_age_seconds() == 0.0
+        queue.add("x")
+        clock.now += 5
+        assert queue.oldest_age_seconds() == 5.0
+        await queue.get()
+        clock.now += 5
+        assert queue.oldest_age_seconds() == 10.0
+        queue.retry("x")
+        assert queue.oldest_age_seconds() == 0.0
+        queue.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_older_state_never_replaces_a_newer_one() -> None:
+    store = Store()
+    assert store.upsert("Pod", obj("p", "u1", 7))
+    assert not store.upsert("Pod", obj("p", "u1", 6))
+    assert not store.upsert("Pod", obj("p", "u1", 7))
+    assert store.get("Pod", "a", "p") == obj("p", "u1", 7)
+
+
+def test_a_list_removes_what_vanished_but_not_what_is_newer_than_it() -> None:
+    store = Store()
+    store.upsert("Pod", obj("gone", "u1", 3))
+    store.upsert("Pod", obj("kept", "u2", 4))
+    store.upsert("Pod", obj("newer", "u3", 12))
+    changed = store.replace("Pod", [obj("kept", "u2", 4)], 10)
+    assert [item["metadata"]["name"] for item in changed] == ["gone"]
+    assert store.get("Pod", "a", "gone") is None
+    assert store.get("Pod", "a", "newer") is not None
+
+
+def test_a_list_of_one_namespace_leaves_the_others_alone() -> None:
+    store = Store()
+    store.upsert("Pod", obj("p", "u1", 3, "a"))
+    store.upsert("Pod", obj("p", "u2", 3, "b"))
+    store.replace("Pod", [], 10, "a")
+    assert store.get("Pod", "a", "p") is None
+    assert store.get("Pod", "b", "p") is not None
+
+
+def test_a_slow_list_does_not_bring_a_deleted_object_back() -> None:
+    store = Store()
+    store.upsert("Pod", obj("p", "u1", 3))
+    store.remove("Pod", obj("p", "u1", 8))
+    store.replace("Pod", [obj("p", "u1", 3)], 7)
+    assert store.get("Pod", "a", "p") is None
+
+
+def test_a_late_event_of_a_deleted_namesake_does_not_hide_the_new_object() -> None:
+    store = Store()
+    store.upsert("Pod", obj("p", "new", 20))
+    store.upsert("Pod", obj("p", "old", 9))
+    assert store.get("Pod", "a", "p") == obj("p", "new", 20)
+    store.remove("Pod", obj("p", "old", 10))
+    assert store.get("Pod", "a", "p") == obj("p", "new", 20)
+
+
+@given(st.permutations(range(1, 8)), st.integers(0, 7))
+def test_any_order_of_events_ends_at_the_newest_state(order: list[int], deleted_at: int) -> None:
+    """Versions 1..7 of one object in any order; version `deleted_at` (if any) and all later ones are a deletion at that version."""
+    store = Store()
+    for version in order:
+        if version == deleted_at:
+            store.remove("Pod", obj("p", "u", version))
+        elif not deleted_at or version < deleted_at:
+            store.upsert("Pod", obj("p", "u", version))
+    expected = None if deleted_at else obj("p", "u", 7)
+    assert store.get("Pod", "a", "p") == expected
+
+
+def test_managed_fields_are_dropped_but_an_autoscalers_claim_is_remembered() -> None:
+    body = obj("d", "u", 1)
+    body["metadata"]["managedFields"] = [{"manager": "kube-controller-manager", "subresource": "scale", "fieldsV1": {"f:spec": {"f:replicas": {}}}}]
+    assert slim(body) == {**obj("d", "u", 1), "x-scaled-by-others": True}
+    body["metadata"]["managedFields"] = [{"manager": "epochkv-operator", "fieldsV1": {"f:spec": {"f:replicas": {}}}}]
+    assert slim(body) == obj("d", "u", 1)
+
+
+def test_projection_sees_our_paths_only() -> None:
+    desired = {"spec": {"containers": [{"name": "c", "image": "i"}], "ports": [1, 2]}}
+    live = {"spec": {"containers": [{"name": "side", "image": "x"}, {"name": "c", "image": "i2", "tty": True}], "ports": [1], "other": 1}, "status": {}}
+    assert project(desired, live) == {"spec": {"containers": [{"name": "c", "image": "i2"}], "ports": [1]}}
+    assert project(desired, {"spec": {"containers": []}}) == {"spec": {"containers": [None], "ports": None}}
