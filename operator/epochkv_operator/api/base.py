@@ -1,0 +1,227 @@
+"""What both custom resources share: the base model, CEL rules carried by models, quantities, pod overrides, conditions.
+
+The models are the single source of the API. `schema.py` turns them into CRDs, so a CEL rule stands next to the Python check
+that says the same: the API server refuses bad input with a sentence, and the operator, which may meet objects that were stored under
+an older CRD, refuses the same objects for the same reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic.alias_generators import to_camel
+
+from epochkv_operator.api import quantity
+
+GROUP = "epochkv.io"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+NAME_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
+NAME_MAX_LENGTH = 40
+PROTECTED_ENV_NAMES = ("PYTHONHASHSEED", "POD_NAME", "POD_NAMESPACE", "POD_IP")
+PROTECTED_ENV_PREFIXES = ("MOONCAKE_", "MC_", "EPOCHKV_")
+PROTECTED_ENV_TEXT = "PYTHONHASHSEED, POD_NAME, POD_NAMESPACE, POD_IP, MOONCAKE_*, MC_* and EPOCHKV_* belong to the operator"
+OWNED_LABEL_PREFIXES = ("epochkv.io/", "app.kubernetes.io/")
+
+Json = dict[str, Any]
+
+
+class ApiModel(BaseModel):
+    """Frozen, camelCase outside, snake_case inside; unknown fields and silent conversions are errors."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, alias_generator=to_camel, serialize_by_alias=True, use_attribute_docstrings=True
+    )
+
+
+class StatusModel(ApiModel):
+    """Part of a status. Unknown fields are ignored: a newer operator may have written them, and this one must still start."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+def rule(
+    cel: str, message: str, *, expression: str | None = None, path: str | None = None, reason: str = "FieldValueInvalid"
+) -> Json:
+    """One `x-kubernetes-validations` entry. `message` is used when `expression` (a CEL messageExpression) fails."""
+    entry: Json = {"rule": cel, "message": message, "reason": reason}
+    if expression is not None:
+        entry["messageExpression"] = expression
+    if path is not None:
+        entry["fieldPath"] = path
+    return entry
+
+
+def rules(*entries: Json) -> Json:
+    """Schema extension carrying CEL rules, for `json_schema_extra`."""
+    return {"x-kubernetes-validations": list(entries)}
+
+
+def default_of(model: type[ApiModel]) -> Json:
+    """Schema extension with the default of a nested object: exactly its own defaults, so that its rules hold on it."""
+    return {"default": model().model_dump(exclude_none=True)}
+
+
+def is_protected_env(name: str) -> bool:
+    """True for variables that only the operator may set."""
+    return name in PROTECTED_ENV_NAMES or name.startswith(PROTECTED_ENV_PREFIXES)
+
+
+def require_unique(values: Iterable[str], what: str) -> None:
+    """Mirror of list types `set` and `map`, which the API server checks."""
+    seen: set[str] = set()
+    for value in values:
+        if value in seen:
+            raise ValueError(f"{what} {value!r} is given twice; keep one")
+        seen.add(value)
+
+
+def _size(value: int | str) -> int | str:
+    if quantity.parse(value) < 2**20:
+        raise ValueError(f"{value!r} must be a Kubernetes quantity of at least 1Mi, such as 64Gi")
+    return value
+
+
+def _amount(value: int | str) -> int | str:
+    if quantity.parse(value) < 0:
+        raise ValueError(f"{value!r} must be a Kubernetes quantity that is not negative, such as 2 or 16Gi")
+    return value
+
+
+def _quantity_schema(cel: str, message: str) -> WithJsonSchema:
+    return WithJsonSchema(
+        {
+            "anyOf": [{"type": "integer"}, {"type": "string"}],
+            "x-kubernetes-int-or-string": True,
+            "maxLength": 32,
+            **rules(rule(cel, message)),
+        }
+    )
+
+
+Size = Annotated[
+    int | Annotated[str, Field(max_length=32)],
+    AfterValidator(_size),
+    _quantity_schema(
+        "type(self) == int ? self >= 1048576 : (isQuantity(self) && quantity(self).compareTo(quantity('1Mi')) >= 0)",
+        "must be a Kubernetes quantity of at least 1Mi, such as 64Gi",
+    ),
+]
+"""Bytes, as an integer or a quantity."""
+
+Amount = Annotated[
+    int | Annotated[str, Field(max_length=32)],
+    AfterValidator(_amount),
+    _quantity_schema(
+        "type(self) == int ? self >= 0 : (isQuantity(self) && quantity(self).compareTo(quantity('0')) >= 0)",
+        "must be a Kubernetes quantity that is not negative, such as 2 or 16Gi",
+    ),
+]
+"""An amount of a compute resource."""
+
+Epoch = Annotated[int, Field(ge=0, le=2**53 - 1, json_schema_extra={"format": "int64"})]
+Generation = Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})]
+Count = Annotated[int, Field(ge=0, lt=2**31, json_schema_extra={"format": "int32"})]
+Timestamp = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
+Image = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^\S+$")]
+Address = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^\S+:\S+$")]
+
+
+def _labels(values: dict[str, str]) -> dict[str, str]:
+    for key in values:
+        if key.startswith(OWNED_LABEL_PREFIXES):
+            raise ValueError(f"label {key} belongs to the operator; use a prefix of your own")
+    return values
+
+
+
+
+class TemplateMetadata(ApiModel):
+    """Labels and annotations added to the pods."""
+
+    labels: Annotated[
+        dict[Annotated[str, Field(max_length=317)], Annotated[str, Field(max_length=63)]] | None,
+        Field(
+            max_length=64,
+            json_schema_extra=rules(
+                rule(
+                    "self.all(k, !k.startsWith('epochkv.io/') && !k.startsWith('app.kubernetes.io/'))",
+                    "labels under epochkv.io/ and app.kubernetes.io/ belong to the operator: use a prefix of your own",
+                    reason="FieldValueForbidden",
+                )
+            ),
+        ),
+    ] = None
+    """Labels added to the pods. Those under `epochkv.io/` and `app.kubernetes.io/` belong to the operator."""
+    annotations: Annotated[
+        dict[Annotated[str, Field(max_length=317)], Annotated[str, Field(max_length=16384)]] | None, Field(max_length=64)
+    ] = None
+    """Annotations added to the pods."""
+
+
+class PodTemplate(ApiModel):
+    """Strategic-merge overrides of a pod that the operator builds, for everything this API has no field for."""
+
+    metadata: TemplateMetadata | None = None
+    """Labels and annotations added to the pods."""
+    spec: Annotated[Json | None, Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})] = None
+    """Merged into the pod's spec as `kubectl patch --type=strategic` would: volumes, mounts, nodeSelector, tolerations, sidecars, probes,
+    terminationGracePeriodSeconds. The operator's own container cannot be given a command, args, an image or protected variables here;
+    an attempt is reported in a condition (`InvalidTemplate`) and nothing is changed."""
+
+
+class ResourceRequirements(ApiModel):
+    """Compute resources of a container, as in a pod."""
+
+    limits: Annotated[dict[Annotated[str, Field(max_length=317)], Amount] | None, Field(max_length=32)] = None
+    """Upper bounds by resource name, such as `nvidia.com/gpu`, `memory`."""
+    requests: Annotated[dict[Annotated[str, Field(max_length=317)], Amount] | None, Field(max_length=32)] = None
+    """What the scheduler reserves, by resource name."""
+
+
+class Condition(StatusModel):
+    """One condition, as in all Kubernetes objects."""
+
+    type: Annotated[str, Field(max_length=316)]
+    """What the condition is about."""
+    status: Literal["True", "False", "Unknown"]
+    """Whether it holds."""
+    observed_generation: Generation | None = None
+    """The `metadata.generation` this was computed from."""
+    last_transition_time: Timestamp
+    """When `status` last changed."""
+    reason: Annotated[str, Field(min_length=1, max_length=64, pattern="^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")]
+    """Why, in one stable word."""
+    message: Annotated[str, Field(max_length=4096)]
+    """Why, in a sentence, with the remedy where there is one."""
+
+
+Conditions = Annotated[
+    tuple[Condition, ...],
+    Field(
+        strict=False,
+        max_length=16,
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
+    ),
+]
+
+
+class Metadata(BaseModel):
+    """The part of an object's metadata that planning reads."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, alias_generator=to_camel)
+
+    name: Annotated[str, Field(min_length=1, max_length=NAME_MAX_LENGTH, pattern=NAME_PATTERN)]
+    namespace: str = "default"
+    uid: str = ""
+    generation: int = 1
+    deletion_timestamp: str | None = None
+
+
+NAME_RULE = rule(
+    f"self.metadata.name.size() <= {NAME_MAX_LENGTH} && self.metadata.name.matches('{NAME_PATTERN}')",
+    f"metadata.name must be at most {NAME_MAX_LENGTH} characters of a-z, 0-9 and '-', starting with a letter:"
+    " Services and labels are named after it",
+)

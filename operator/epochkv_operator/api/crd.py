@@ -1,0 +1,124 @@
+"""The two CustomResourceDefinitions, assembled from the models: names, printer columns, subresources, selectable fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pydantic import BaseModel
+
+from epochkv_operator.api.base import GROUP, VERSION, Json
+from epochkv_operator.api.engine import InferenceEngine
+from epochkv_operator.api.pool import KVCachePool
+from epochkv_operator.api.schema import structural
+
+
+def _column(name: str, kind: str, path: str, *, wide: bool = False) -> Json:
+    return {"name": name, "type": kind, "jsonPath": path} | ({"priority": 1} if wide else {})
+
+
+def _condition(name: str, part: str) -> str:
+    return f'.status.conditions[?(@.type=="{name}")].{part}'
+
+
+@dataclass(frozen=True)
+class Crd:
+    """What a CRD says beyond its schema."""
+
+    model: type[BaseModel]
+    plural: str
+    short_name: str
+    columns: tuple[Json, ...]
+    scale: Json
+    selectable: tuple[str, ...] = field(default=())
+
+    @property
+    def kind(self) -> str:
+        return self.model.__name__
+
+    @property
+    def name(self) -> str:
+        return f"{self.plural}.{GROUP}"
+
+    @property
+    def file_name(self) -> str:
+        return f"{GROUP}_{self.plural}.yaml"
+
+
+POOL = Crd(
+    KVCachePool,
+    "kvcachepools",
+    "kvp",
+    (
+        _column("Ready", "string", _condition("Ready", "status")),
+        _column("Epoch", "integer", ".status.epoch"),
+        _column("Target", "integer", ".status.targetEpoch"),
+        _column("Engines", "string", ".status.engines.summary"),
+        _column("Stores", "integer", ".status.store.readyReplicas"),
+        _column("Reason", "string", _condition("Ready", "reason"), wide=True),
+        _column("Reset-ms", "integer", ".status.reset.durationMilliseconds", wide=True),
+        _column("Age", "date", ".metadata.creationTimestamp"),
+    ),
+    {
+        "specReplicasPath": ".spec.distributed.mooncake.store.replicas",
+        "statusReplicasPath": ".status.store.replicas",
+        "labelSelectorPath": ".status.store.selector",
+    },
+)
+ENGINE = Crd(
+    InferenceEngine,
+    "inferenceengines",
+    "ie",
+    (
+        _column("Ready", "string", _condition("Ready", "status")),
+        _column("Pool", "string", ".spec.poolRef.name"),
+        _column("Desired", "integer", ".spec.replicas"),
+        _column("Current", "integer", ".status.readyReplicas"),
+        _column("Up-To-Date", "integer", ".status.updatedReplicas"),
+        _column("At-Epoch", "integer", ".status.epochReplicas"),
+        _column("Reason", "string", _condition("Ready", "reason"), wide=True),
+        _column("Model", "string", ".spec.model.name", wide=True),
+        _column("Age", "date", ".metadata.creationTimestamp"),
+    ),
+    {
+        "specReplicasPath": ".spec.replicas",
+        "statusReplicasPath": ".status.replicas",
+        "labelSelectorPath": ".status.selector",
+    },
+    (".spec.poolRef.name",),
+)
+CRDS = (POOL, ENGINE)
+
+
+def manifest(crd: Crd) -> Json:
+    """The CustomResourceDefinition as JSON."""
+    schema = structural(crd.model)
+    for key in ("apiVersion", "kind", "metadata"):
+        del schema["properties"][key]
+    schema["required"] = ["spec"]
+    version: Json = {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "subresources": {"status": {}, "scale": crd.scale},
+        "additionalPrinterColumns": list(crd.columns),
+        "schema": {"openAPIV3Schema": schema},
+    }
+    if crd.selectable:
+        version["selectableFields"] = [{"jsonPath": path} for path in crd.selectable]
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": crd.name},
+        "spec": {
+            "group": GROUP,
+            "names": {
+                "kind": crd.kind,
+                "plural": crd.plural,
+                "singular": crd.kind.lower(),
+                "shortNames": [crd.short_name],
+                "categories": ["inference"],
+            },
+            "scope": "Namespaced",
+            "versions": [version],
+        },
+    }

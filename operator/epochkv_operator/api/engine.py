@@ -1,0 +1,314 @@
+"""InferenceEngine (`ie`): a set of equal vLLM pods that join a pool."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from epochkv_operator.api.base import (
+    API_VERSION,
+    NAME_MAX_LENGTH,
+    NAME_PATTERN,
+    NAME_RULE,
+    PROTECTED_ENV_NAMES,
+    PROTECTED_ENV_PREFIXES,
+    PROTECTED_ENV_TEXT,
+    ApiModel,
+    Conditions,
+    Count,
+    Epoch,
+    Generation,
+    Image,
+    Metadata,
+    PodTemplate,
+    ResourceRequirements,
+    StatusModel,
+    default_of,
+    is_protected_env,
+    require_unique,
+    rule,
+    rules,
+)
+
+# vLLM's parser takes unambiguous abbreviations and reads '_' as '-', so the shortest forms count too (checked on 0.32).
+FORBIDDEN_ARG = "^--(kv[-_](t|o)|config(=|$))"
+OWNED_ARG = "^(--(model|uds|po?r?t?|ho?s?t?|te[a-z_-]*|rev[a-z]*)(=.*)?|-tp.*)$"
+_EC_ARG = "^--ec[-_]t"
+FORBIDDEN_ARG_TEXT = (
+    "--kv-transfer-config, --kv-offloading-* (also abbreviated) and --config belong to the operator: remove them from spec.args;"
+    " the pool named by spec.poolRef decides about KV"
+)
+OWNED_ARG_TEXT = (
+    "--model, --revision, --tensor-parallel-size, --host, --port and --uds belong to the operator: use spec.model and spec.parallelism;"
+    " the port is always 8000"
+)
+
+
+class PoolReference(ApiModel):
+    """A pool in the same namespace."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "self == oldSelf",
+                "spec.poolRef is immutable: create a new InferenceEngine to move to another pool",
+                reason="FieldValueForbidden",
+            )
+        )
+    )
+
+    name: Annotated[str, Field(min_length=1, max_length=NAME_MAX_LENGTH, pattern=NAME_PATTERN)]
+    """Name of the KVCachePool."""
+
+
+class Model(ApiModel):
+    """What the engine serves."""
+
+    name: Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\s-]\S*$")]
+    """Name under which the model is served, and where it is loaded from unless `source` says otherwise."""
+    revision: Annotated[str | None, Field(min_length=1, max_length=128, pattern=r"^[^\s-]\S*$")] = None
+    """Revision to load: branch, tag or commit."""
+    source: Annotated[str | None, Field(min_length=1, max_length=1024, pattern=r"^[^\s-]\S*$")] = None
+    """Path or repository to load the model from, such as a path in a volume that `template` mounts."""
+
+
+class Parallelism(ApiModel):
+    """How one engine is spread over devices."""
+
+    tensor: Annotated[int, Field(ge=1, le=64, json_schema_extra={"format": "int32"})] = 1
+    """Tensor-parallel ranks in the pod."""
+
+
+class KeySelector(ApiModel):
+    """One key of a ConfigMap or Secret in the same namespace."""
+
+    name: Annotated[str, Field(min_length=1, max_length=253)]
+    """Name of the object."""
+    key: Annotated[str, Field(min_length=1, max_length=253)]
+    """Key in it."""
+    optional: bool | None = None
+    """True: the variable is left out when object or key is missing."""
+
+
+class FieldSelector(ApiModel):
+    """A field of the pod."""
+
+    field_path: Annotated[str, Field(min_length=1, max_length=512)]
+    """Such as `status.hostIP`."""
+
+
+class ResourceFieldSelector(ApiModel):
+    """A resource bound of the container."""
+
+    resource: Annotated[str, Field(min_length=1, max_length=253)]
+    """Such as `limits.cpu`."""
+
+
+class EnvVarSource(ApiModel):
+    """Where a variable's value comes from; exactly one."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "[has(self.configMapKeyRef), has(self.secretKeyRef), has(self.fieldRef), has(self.resourceFieldRef)]"
+                ".filter(x, x).size() == 1",
+                "env valueFrom needs exactly one of configMapKeyRef, secretKeyRef, fieldRef, resourceFieldRef",
+            )
+        )
+    )
+
+    config_map_key_ref: KeySelector | None = None
+    """A key of a ConfigMap."""
+    secret_key_ref: KeySelector | None = None
+    """A key of a Secret."""
+    field_ref: FieldSelector | None = None
+    """A field of the pod."""
+    resource_field_ref: ResourceFieldSelector | None = None
+    """A resource bound of the container."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        given = [self.config_map_key_ref, self.secret_key_ref, self.field_ref, self.resource_field_ref]
+        if sum(source is not None for source in given) != 1:
+            raise ValueError("env valueFrom needs exactly one of configMapKeyRef, secretKeyRef, fieldRef, resourceFieldRef")
+        return self
+
+
+class EnvVar(ApiModel):
+    """One environment variable."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule("!has(self.value) || !has(self.valueFrom)", "an env entry has both value and valueFrom: keep one")
+        )
+    )
+
+    name: Annotated[str, Field(min_length=1, max_length=256, pattern="^[-._a-zA-Z][-._a-zA-Z0-9]*$")]
+    """Name of the variable."""
+    value: Annotated[str | None, Field(max_length=16384)] = None
+    """Its value."""
+    value_from: EnvVarSource | None = None
+    """Where its value comes from."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.value is not None and self.value_from is not None:
+            raise ValueError("an env entry has both value and valueFrom: keep one")
+        return self
+
+
+_PROTECTED_CEL = " || ".join(
+    [
+        "e.name in [" + ", ".join(f"'{name}'" for name in PROTECTED_ENV_NAMES) + "]",
+        *(f"e.name.startsWith('{prefix}')" for prefix in PROTECTED_ENV_PREFIXES),
+    ]
+)
+
+
+class InferenceEngineSpec(ApiModel):
+    """What the engine should be."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "has(self.poolRef) == has(oldSelf.poolRef)",
+                "spec.poolRef cannot be added or removed: create a new InferenceEngine",
+                path=".poolRef",
+                reason="FieldValueForbidden",
+            ),
+            rule(
+                "self.weightsSource != 'Pushed' || has(self.poolRef)",
+                "spec.weightsSource is Pushed but spec.poolRef is not set: name the pool whose epoch orders the pushes, or set Model",
+                path=".weightsSource",
+            ),
+            rule(
+                f"self.weightsSource != 'Pushed' || !has(self.args) || !self.args.exists(a, a.matches('{_EC_ARG}'))",
+                "spec.args has --ec-transfer-config with weightsSource Pushed: encoder outputs are not named by the weights; remove it",
+                path=".args",
+                reason="FieldValueForbidden",
+            ),
+        )
+    )
+
+    pool_ref: PoolReference | None = None
+    """The pool to join, in the same namespace. Without it, and while the pool does not exist, the engine serves without shared KV. Immutable."""
+    model: Model
+    """What to serve."""
+    weights_source: Literal["Model", "Pushed"] = "Model"
+    """`Pushed`: a trainer pushes new weights into running engines, and raises the pool's epoch after each push. `Model`: weights are only ever
+    those of `model`."""
+    image: Image | None = None
+    """Image with vLLM and the EpochKV connector. The operator's own default when unset."""
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    """As in a pod."""
+    replicas: Annotated[int, Field(ge=0, le=5000, json_schema_extra={"format": "int32"})] = 1
+    """Engine pods. `kubectl scale ie` and autoscalers change it."""
+    parallelism: Annotated[Parallelism, Field(default_factory=Parallelism, json_schema_extra=default_of(Parallelism))]
+    """How one engine is spread over devices."""
+    args: Annotated[
+        tuple[Annotated[str, Field(max_length=4096)], ...] | None,
+        Field(
+            strict=False,
+            max_length=128,
+            json_schema_extra={
+                "x-kubernetes-list-type": "atomic",
+                **rules(
+                    rule(f"!self.exists(a, a.matches('{FORBIDDEN_ARG}'))", FORBIDDEN_ARG_TEXT, reason="FieldValueForbidden"),
+                    rule(f"!self.exists(a, a.matches('{OWNED_ARG}'))", OWNED_ARG_TEXT, reason="FieldValueForbidden"),
+                ),
+            },
+        ),
+    ] = None
+    """Arguments for vLLM's OpenAI server, added to the operator's own and winning over its defaults."""
+    env: Annotated[
+        tuple[EnvVar, ...] | None,
+        Field(
+            strict=False,
+            max_length=128,
+            json_schema_extra={
+                "x-kubernetes-list-type": "map",
+                "x-kubernetes-list-map-keys": ["name"],
+                **rules(
+                    rule(
+                        f"!self.exists(e, {_PROTECTED_CEL})",
+                        f"{PROTECTED_ENV_TEXT}: remove them from spec.env",
+                        reason="FieldValueForbidden",
+                    )
+                ),
+            },
+        ),
+    ] = None
+    """Environment variables."""
+    resources: ResourceRequirements | None = None
+    """Compute resources of the engine container. The pool's L1 capacity is added to the memory given here."""
+    template: PodTemplate | None = None
+    """Overrides of the engine pods; the operator's container is named `engine`."""
+
+    @field_validator("args")
+    @classmethod
+    def _check_args(cls, args: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for arg in args or ():
+            if re.search(FORBIDDEN_ARG, arg):
+                raise ValueError(f"{arg.split('=')[0]}: {FORBIDDEN_ARG_TEXT}")
+            if re.search(OWNED_ARG, arg):
+                raise ValueError(f"{arg.split('=')[0]}: {OWNED_ARG_TEXT}")
+        return args
+
+    @field_validator("env")
+    @classmethod
+    def _check_env(cls, env: tuple[EnvVar, ...] | None) -> tuple[EnvVar, ...] | None:
+        require_unique((variable.name for variable in env or ()), "env")
+        for variable in env or ():
+            if is_protected_env(variable.name):
+                raise ValueError(f"{variable.name}: {PROTECTED_ENV_TEXT}: remove them from spec.env")
+        return env
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.weights_source == "Pushed":
+            if self.pool_ref is None:
+                raise ValueError(
+                    "spec.weightsSource is Pushed but spec.poolRef is not set: name the pool whose epoch orders the pushes, or set Model"
+                )
+            if any(re.search(_EC_ARG, arg) for arg in self.args or ()):
+                raise ValueError(
+                    "spec.args has --ec-transfer-config with weightsSource Pushed: encoder outputs are not named by the weights; remove it"
+                )
+        return self
+
+
+class InferenceEngineStatus(StatusModel):
+    """What the engine is."""
+
+    conditions: Conditions | None = None
+    """`Ready`, `Available`; with a poolRef also `PoolBound` and `EpochCurrent`."""
+    observed_generation: Generation | None = None
+    """The `metadata.generation` this status was computed from."""
+    replicas: Count | None = None
+    """Pods."""
+    ready_replicas: Count | None = None
+    """Ready pods."""
+    updated_replicas: Count | None = None
+    """Pods made from the current spec."""
+    epoch_replicas: Count | None = None
+    """Pods whose every rank reported the pool's target epoch."""
+    epoch: Epoch | None = None
+    """Lowest epoch that a pod of this engine reported."""
+    selector: Annotated[str | None, Field(max_length=1024)] = None
+    """Label selector of the pods, for the scale subresource."""
+
+
+class InferenceEngine(ApiModel):
+    """A set of equal vLLM pods, with the EpochKV connector configured for one pool."""
+
+    model_config = ConfigDict(json_schema_extra=rules(NAME_RULE))
+
+    api_version: Annotated[Literal["epochkv.io/v1alpha1"], Field(default=API_VERSION)]
+    kind: Annotated[Literal["InferenceEngine"], Field(default="InferenceEngine")]
+    metadata: Metadata
+    spec: InferenceEngineSpec
+    """What the engine should be."""
+    status: InferenceEngineStatus | None = None
+    """What the engine is."""
