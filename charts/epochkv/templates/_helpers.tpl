@@ -1,0 +1,60 @@
+{{- define "epochkv.selector" -}}
+app.kubernetes.io/name: epochkv
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: operator
+{{- end }}
+
+{{- define "epochkv.labels" -}}
+{{ include "epochkv.selector" . }}
+app.kubernetes.io/part-of: epochkv
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end }}
+
+{{- define "epochkv.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end }}
+
+{{/* What the operator may do where it serves pools and engines; the list stands in operator/epochkv_operator/kube/client.py. */}}
+{{- define "epochkv.rules" -}}
+- apiGroups: [epochkv.io]
+  resources: [kvcachepools, inferenceengines]
+  verbs: [get, list, watch]
+- apiGroups: [epochkv.io]
+  resources: [kvcachepools/status, inferenceengines/status]
+  verbs: [patch]
+- apiGroups: [epochkv.io]
+  resources: [kvcachepools/finalizers, inferenceengines/finalizers]
+  verbs: [update]
+- apiGroups: [apps]
+  resources: [deployments, statefulsets]
+  verbs: [list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [services, configmaps, serviceaccounts]
+  verbs: [list, watch, create, patch, delete]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [list, watch, create, patch, delete]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [list, watch]
+# The names of the pools' Secrets are not known beforehand, so they cannot be listed here; there is no list and no watch.
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [get, create, delete]
+- apiGroups: [events.k8s.io]
+  resources: [events]
+  verbs: [create]
+{{- end }}
+
+{{/* The operator sees its own Lease through a watch, as a proof that its watches are alive. */}}
+{{- define "epochkv.canaryRule" -}}
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  resourceNames: [epochkv-operator]
+  verbs: [list, watch]
+{{- end }}

@@ -1,0 +1,191 @@
+"""The chart as an administrator meets it: what it renders, what it grants, and what it refuses."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from .conftest import CHART, ROOT, Rendered
+
+Render = Callable[..., Rendered]
+
+#: Everything the operator may do in a namespace it serves: (group, resource) -> verbs. Written by hand, not read from the chart.
+SERVED = {
+    ("epochkv.io", "kvcachepools"): {"get", "list", "watch"},
+    ("epochkv.io", "inferenceengines"): {"get", "list", "watch"},
+    ("epochkv.io", "kvcachepools/status"): {"patch"},
+    ("epochkv.io", "inferenceengines/status"): {"patch"},
+    ("epochkv.io", "kvcachepools/finalizers"): {"update"},
+    ("epochkv.io", "inferenceengines/finalizers"): {"update"},
+    ("apps", "deployments"): {"list", "watch", "create", "patch", "delete"},
+    ("apps", "statefulsets"): {"list", "watch", "create", "patch", "delete"},
+    ("", "services"): {"list", "watch", "create", "patch", "delete"},
+    ("", "configmaps"): {"list", "watch", "create", "patch", "delete"},
+    ("", "serviceaccounts"): {"list", "watch", "create", "patch", "delete"},
+    ("policy", "poddisruptionbudgets"): {"list", "watch", "create", "patch", "delete"},
+    ("networking.k8s.io", "networkpolicies"): {"list", "watch", "create", "patch", "delete"},
+    ("", "pods"): {"list", "watch"},
+    ("", "secrets"): {"get", "create", "delete"},
+    ("events.k8s.io", "events"): {"create"},
+}
+
+
+def granted(role: dict) -> dict[tuple[str, str], set[str]]:
+    """(group, resource) -> verbs of the rules that are not bound to names."""
+    result: dict[tuple[str, str], set[str]] = {}
+    for rule in role["rules"]:
+        if "resourceNames" not in rule:
+            for group in rule["apiGroups"]:
+                for resource in rule["resources"]:
+                    result.setdefault((group, resource), set()).update(rule["verbs"])
+    return result
+
+
+def named(role: dict) -> set[tuple[str, str, str, str]]:
+    """(group, resource, name, verb) of the rules that are bound to names."""
+    return {
+        (group, resource, name, verb)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for name in rule.get("resourceNames", [])
+        for verb in rule["verbs"]
+    }
+
+
+def test_the_operator_runs_under_restricted_pod_security(render: Render) -> None:
+    pod = render().one("Deployment", "epochkv-operator")["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] == 65532
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    (container,) = pod["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert {port["name"]: port["containerPort"] for port in container["ports"]} == {"hub": 7700, "probes": 8080, "metrics": 9090}
+    assert container["livenessProbe"]["httpGet"] == {"path": "/livez", "port": "probes"}
+    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "probes"}
+    assert all("hostPath" not in volume for volume in pod["volumes"])
+
+
+def test_cluster_wide_rights_are_exactly_those_the_operator_uses(render: Render) -> None:
+    rendered = render()
+    role = rendered.one("ClusterRole", "epochkv-operator")
+    assert granted(role) == SERVED
+    assert named(role) == {("coordination.k8s.io", "leases", "epochkv-operator", verb) for verb in ("list", "watch")}
+    own = rendered.one("Role", "epochkv-operator-leader")
+    assert own["metadata"]["namespace"] == "epochkv-system"
+    assert granted(own) == {("coordination.k8s.io", "leases"): {"create"}, ("", "secrets"): {"create"}}
+    assert named(own) == {
+        ("coordination.k8s.io", "leases", "epochkv-operator", "get"),
+        ("coordination.k8s.io", "leases", "epochkv-operator", "update"),
+        ("", "secrets", "epochkv-hub", "get"),
+    }
+    everything = [rule for kind in ("ClusterRole", "Role") for role in rendered.all(kind) for rule in role["rules"]]
+    assert all("*" not in rule[field] for rule in everything for field in ("apiGroups", "resources", "verbs"))
+
+
+def test_watch_namespaces_give_roles_there_and_no_cluster_role(render: Render) -> None:
+    rendered = render("--set", "watchNamespaces={training,epochkv-system}")
+    assert rendered.all("ClusterRole") == []
+    assert rendered.all("ClusterRoleBinding") == []
+    for namespace in ("training", "epochkv-system"):
+        (role,) = [
+            role
+            for role in rendered.all("Role")
+            if role["metadata"]["namespace"] == namespace and role["metadata"]["name"] == "epochkv-operator"
+        ]
+        assert granted(role) == SERVED
+    own = rendered.one("Role", "epochkv-operator-leader")
+    assert ("coordination.k8s.io", "leases", "epochkv-operator", "watch") in named(own)
+    arguments = rendered.one("Deployment", "epochkv-operator")["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert "--watch-namespace=training" in arguments
+    assert "--watch-namespace=epochkv-system" in arguments
+
+
+def test_the_hub_is_a_service_on_7700(render: Render) -> None:
+    rendered = render()
+    service = rendered.one("Service", "epochkv-hub")
+    assert [(port["port"], port["targetPort"]) for port in service["spec"]["ports"]] == [(7700, "hub")]
+    labels = rendered.one("Deployment", "epochkv-operator")["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
+
+
+def test_the_network_policy_lets_in_three_ports_only(render: Render) -> None:
+    policy = render("--set", "networkPolicy.metricsFrom[0].namespaceSelector.matchLabels.name=monitoring").one("NetworkPolicy", "epochkv-operator")
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    assert sorted(port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]) == [7700, 8080, 9090]
+    (metrics,) = [rule for rule in policy["spec"]["ingress"] if rule["ports"][0]["port"] == 9090]
+    assert metrics["from"] == [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}]
+    assert render("--set", "networkPolicy.enabled=false").all("NetworkPolicy") == []
+
+
+def test_crds_come_with_the_release_and_outlive_it(render: Render) -> None:
+    crds = {crd["metadata"]["name"]: crd for crd in render().all("CustomResourceDefinition")}
+    assert set(crds) == {"kvcachepools.epochkv.io", "inferenceengines.epochkv.io"}
+    assert all(crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep" for crd in crds.values())
+    kept = render("--set", "crds.keep=false").all("CustomResourceDefinition")
+    assert all("helm.sh/resource-policy" not in crd["metadata"].get("annotations", {}) for crd in kept)
+    assert render("--set", "crds.install=false").all("CustomResourceDefinition") == []
+
+
+def test_rendered_crds_equal_the_generated_ones(render: Render) -> None:
+    """Templating must not change a rule: compared after parsing, apart from the annotations that the chart adds."""
+    rendered = {crd["metadata"]["name"]: crd["spec"] for crd in render().all("CustomResourceDefinition")}
+    generated = {crd["metadata"]["name"]: crd["spec"] for crd in (yaml.safe_load(path.read_text()) for path in (ROOT / "crds").glob("*.yaml"))}
+    assert rendered == generated
+
+
+def test_service_monitor_only_on_request(render: Render) -> None:
+    assert render().all("ServiceMonitor") == []
+    monitor = render("--set", "monitoring.serviceMonitor.enabled=true").one("ServiceMonitor", "epochkv-operator")
+    assert monitor["spec"]["endpoints"][0]["port"] == "metrics"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named_in_error"),
+    [
+        (("--set", "imgae.tag=x"), "imgae"),
+        (("--set", "image.pullPolicy=Sometimes"), "pullPolicy"),
+        (("--set", "replicas=-1"), "replicas"),
+        (("--set", "replicas=two"), "replicas"),
+        (("--set", "crds.instal=true"), "instal"),
+        (("--set", "watchNamespaces={Not_A_Name}"), "watchNamespaces"),
+        (("--set", "hub.endpoint=epochkv-hub:7700"), "endpoint"),
+        (("--set", "operator.leaseDurationSeconds=1"), "leaseDurationSeconds"),
+        (("--set", "networkPolicy.hubFrom[0].podselector.a=b"), "podselector"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(render: Render, arguments: tuple[str, ...], named_in_error: str) -> None:
+    rendered = render(*arguments)
+    assert rendered.status != 0
+    assert named_in_error in rendered.error
+
+
+def test_notes_tell_how_to_reset(helm: str, tmp_path: Path) -> None:
+    # `helm template` does not print notes, so a copy of the chart renders them into a ConfigMap.
+    chart = shutil.copytree(CHART, tmp_path / "epochkv")
+    (chart / "templates/NOTES.txt").rename(chart / "templates/notes.tpl")
+    (chart / "templates/notes.yaml").write_text(
+        'kind: ConfigMap\nmetadata: {name: notes}\ndata:\n  notes: {{ include (print $.Template.BasePath "/notes.tpl") . | quote }}\n'
+    )
+    command = [helm, "template", "demo", str(chart), "--namespace", "ml", "--kube-version", "1.34.4", "--show-only", "templates/notes.yaml"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    notes = yaml.safe_load(result.stdout)["data"]["notes"]
+    assert "runs in namespace ml" in notes
+    assert """kubectl patch kvp POOL --type=merge -p '{"spec":{"resetEpoch":N}}'""" in notes
+    assert "--for=jsonpath='{.status.epoch}'=N" in notes
+
+
+def test_the_copies_of_the_crds_are_up_to_date() -> None:
+    result = subprocess.run([sys.executable, "-m", "hack.sync_chart", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
