@@ -173,9 +173,9 @@ def test_wrong_values_are_refused_by_name(render: Render, arguments: tuple[str, 
 def test_notes_tell_how_to_reset(helm: str, tmp_path: Path) -> None:
     # `helm template` does not print notes, so a copy of the chart renders them into a ConfigMap.
     chart = shutil.copytree(CHART, tmp_path / "epochkv")
-    (chart / "templates/NOTES.txt").rename(chart / "templates/notes.tpl")
+    (chart / "templates/NOTES.txt").rename(chart / "templates/_notes.tpl")
     (chart / "templates/notes.yaml").write_text(
-        'kind: ConfigMap\nmetadata: {name: notes}\ndata:\n  notes: {{ include (print $.Template.BasePath "/notes.tpl") . | quote }}\n'
+        'kind: ConfigMap\nmetadata: {name: notes}\ndata:\n  notes: {{ include (print $.Template.BasePath "/_notes.tpl") . | quote }}\n'
     )
     command = [helm, "template", "demo", str(chart), "--namespace", "ml", "--kube-version", "1.34.4", "--show-only", "templates/notes.yaml"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
