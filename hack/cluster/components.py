@@ -23,6 +23,7 @@ class Layout:
     service_cidr: str
     service_ip: str  # first address of service_cidr: the `kubernetes` Service
     with_nodes: bool = False
+    data: Path | None = None  # etcd's data; inside `folder` when None
 
     @property
     def pki(self) -> Pki:
@@ -72,7 +73,7 @@ def etcd_args(layout: Layout) -> list[str]:
     peer = f"https://127.0.0.1:{layout.etcd_peer_port}"
     return [
         "--name=default",
-        f"--data-dir={layout.folder / 'etcd'}",
+        f"--data-dir={layout.data or layout.folder / 'etcd'}",
         f"--listen-client-urls={client}",
         f"--advertise-client-urls={client}",
         f"--listen-peer-urls={peer}",

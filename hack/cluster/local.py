@@ -1,0 +1,349 @@
+"""The local provider: every Kubernetes component as a process of its own inside the node's namespaces (`node.py`)."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hack.cluster import nodeconfig, state
+from hack.cluster.api import Api
+from hack.cluster.binaries import Binaries, build
+from hack.cluster.components import apiserver_args, controller_manager_args, etcd_args, write_credentials
+from hack.cluster.errors import ClusterError
+from hack.cluster.node import Node, host
+from hack.cluster.process import log_tail, wait_for
+from hack.cluster.provider import ComponentStatus, Report
+from hack.cluster.state import ClusterState
+
+COMPONENTS = (
+    "etcd",
+    "kube-apiserver",
+    "containerd",
+    "kube-controller-manager",
+    "kube-scheduler",
+    "kubelet",
+    "kube-proxy",
+    "coredns",
+)
+_SECONDS = 120.0  # for each step, on a busy machine; usually a few
+_TOOLS = {
+    "containerd": "containerd",
+    "ctr": "containerd",
+    "runc": "runc",
+    "iptables": "iptables",
+    "ip": "iproute2",
+    "nsenter": "util-linux",
+    "openssl": "openssl",
+    "/usr/lib/cni/ptp": "containernetworking-plugins",
+}
+
+
+class LocalCluster:
+    """One local cluster. Needs root, Debian's containerd, runc, iptables and containernetworking-plugins."""
+
+    def __init__(self, name: str) -> None:
+        self.name = state.check_name(name)
+
+    # -- Provider ----------------------------------------------------------------------------------------------------
+
+    def up(self, report: Report, mounts: Sequence[Path] = ()) -> None:
+        """Create or repair; about 25 s on two cores once the binaries are built."""
+        _check_machine(mounts)
+        binaries = build(report)
+        from hack.images import pause  # late: images depend on this package
+
+        pause_archive = pause.ensure()
+        started = time.monotonic()
+
+        def step(text: str) -> None:
+            report(f"[{time.monotonic() - started:5.1f} s] {text}")
+
+        with self._locked():
+            cluster = self._state_or_new()
+            node = Node(cluster)
+            if not node.alive():
+                self._forget_processes(node)
+            if node.ensure():
+                step(f"node {cluster.node_name}: own namespaces, {cluster.network.node} on {cluster.network.device}")
+            self._write_configuration(cluster)
+            self._start_components(node, binaries, pause_archive, step)
+        step(f"cluster {self.name} is ready: export KUBECONFIG={self.kubeconfig()}")
+
+    def down(self, report: Report) -> None:
+        """Kill the node's init and remove what lies outside it."""
+        with self._locked():
+            cluster = state.load(self.name)
+            if cluster is None:
+                # No record: at most folders of an `up` that died before it wrote one.
+                shutil.rmtree(state.run_root() / self.name, ignore_errors=True)
+                shutil.rmtree(state.data_root() / self.name, ignore_errors=True)
+                report(f"cluster {self.name}: nothing to remove")
+            else:
+                node = Node(cluster)
+                node.end_processes()
+                node.disconnect()
+                node.remove_cgroups()
+                # The record goes last: a `down` that is interrupted can be repeated.
+                _remove(cluster.data)
+                _remove(cluster.run, last="cluster.json")
+                if not state.known():
+                    node.remove_mount_point()
+                report(f"cluster {self.name} is removed")
+            (state.run_root() / f".{self.name}.lock").unlink(missing_ok=True)
+        for root in (state.run_root(), state.data_root()):
+            if root.is_dir() and not any(root.iterdir()):
+                root.rmdir()
+
+    def status(self) -> list[ComponentStatus]:
+        """Processes, then what the API says of itself and the node."""
+        cluster = state.load(self.name)
+        if cluster is None:
+            return []
+        node, lines = Node(cluster), []
+        for name in ("init", *COMPONENTS):
+            component = node.table.get(name)
+            alive = component is not None and component.alive()
+            detail = "" if alive else (component.tail(5) if component else "not started")
+            lines.append(ComponentStatus(name, alive, component.pid if component else None, detail))
+        api = Api(cluster.layout)
+        for name, ok in (("api /readyz", api.ok("/readyz")), (f"node {cluster.node_name}", _node_ready(api, cluster))):
+            lines.append(ComponentStatus(name, ok, None, "" if ok else "not ready"))
+        return lines
+
+    def kubeconfig(self) -> Path:
+        """Admin kubeconfig."""
+        return self._state().layout.kubeconfig("admin")
+
+    def load_images(self, archives: Sequence[Path], report: Report) -> None:
+        """Import into containerd's `k8s.io` namespace."""
+        node = Node(self._state())
+        for path in archives:
+            started = time.monotonic()
+            self._import(node, path)
+            report(f"loaded {path.name} in {time.monotonic() - started:.1f} s")
+
+    def logs(self, component: str) -> str:
+        """The whole log."""
+        folder = Node(self._state()).table.logs
+        path = folder / f"{component}.log"
+        if not path.is_file():
+            names = ", ".join(sorted(file.stem for file in folder.glob("*.log")))
+            raise ClusterError(f"no component {component!r} in cluster {self.name}: one of {names}")
+        return path.read_text(errors="replace")
+
+    # -- beyond Provider: what fault tests use --------------------------------------------------------------------------
+
+    @property
+    def node(self) -> Node:
+        """The node's namespaces: `run` commands there, take `network.device` down."""
+        return Node(self._state())
+
+    @property
+    def network(self) -> state.Network:
+        """Addresses."""
+        return self._state().network
+
+    def signal(self, component: str, number: int) -> None:
+        """Send a signal to a component (SIGSTOP, SIGCONT, SIGKILL); `up` starts dead ones again."""
+        found = self.node.table.get(component)
+        if found is None or not found.signal(number):
+            raise ClusterError(f"{component} of cluster {self.name} is not running")
+        if number == signal.SIGKILL:
+            wait_for(lambda: not found.alive(), 20)
+
+    # -- internal ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One `up` or `down` of a name at a time; network indexes are handed out under the shared lock in `_state_or_new`."""
+        state.run_root().mkdir(parents=True, exist_ok=True)
+        with (state.run_root() / f".{self.name}.lock").open("w") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+
+    def _state(self) -> ClusterState:
+        found = state.load(self.name)
+        if found is None:
+            raise ClusterError(f"there is no cluster {self.name!r}: 'python -m hack.cluster up --name {self.name}' makes it")
+        return found
+
+    def _state_or_new(self) -> ClusterState:
+        lock = os.open(state.run_root(), os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if found := state.load(self.name):
+                return found
+            routes = host("ip", "-4", "route").stdout
+            made = state.make(self.name, state.free_index(set(state.known().values()), routes))
+            state.save(made)
+            return made
+        finally:
+            os.close(lock)
+
+    @staticmethod
+    def _forget_processes(node: Node) -> None:
+        """After a crash of the node: end what is left and drop containerd's view of containers that are gone."""
+        node.end_processes()
+        for name in ("containerd", "cni-leases"):
+            shutil.rmtree(node.state.run / name, ignore_errors=True)
+
+    @staticmethod
+    def _write_configuration(cluster: ClusterState) -> None:
+        layout, run = cluster.layout, cluster.run
+        (run / "cni").mkdir(exist_ok=True)
+        write_credentials(layout)
+        clients = {
+            "scheduler": ("system:kube-scheduler", []),
+            "kube-proxy": ("system:kube-proxy", []),
+            "coredns": ("system:coredns", []),
+            "kubelet": (f"system:node:{cluster.node_name}", ["system:nodes"]),
+        }
+        for name, (user, groups) in clients.items():
+            hosts = [f"IP:{cluster.network.node}", f"DNS:{cluster.node_name}"] if name == "kubelet" else []
+            layout.pki.ensure(name, user, groups=groups, hosts=hosts)
+            if not layout.kubeconfig(name).exists():
+                layout.pki.kubeconfig(layout.kubeconfig(name), name, layout.server)
+        files = {
+            "containerd.toml": nodeconfig.containerd_toml(cluster),
+            "cni/10-epochkv.conflist": json.dumps(nodeconfig.cni_conflist(cluster), indent=1),
+            "kubelet.json": json.dumps(nodeconfig.kubelet_config(cluster), indent=1),
+            "kube-proxy.json": json.dumps(nodeconfig.proxy_config(cluster), indent=1),
+            "Corefile": nodeconfig.corefile(cluster),
+            "resolv.conf": f"nameserver {cluster.network.node}\n",
+        }
+        for name, text in files.items():
+            (run / name).write_text(text)
+
+    def _start_components(self, node: Node, binaries: Binaries, pause_archive: Path, step: Report) -> None:
+        cluster, api = node.state, Api(node.state.layout)
+        dead = [name for name in COMPONENTS if not node.table.alive(name)]
+        for name in dead:
+            node.table.forget(name)
+
+        def start(*names: str) -> None:
+            for name in names:
+                if name in dead:
+                    node.start(name, self._command(cluster, binaries, name))
+
+        start("etcd", "kube-apiserver", "containerd")
+        self._wait(node, lambda: cluster.containerd_socket.exists(), "containerd")
+        if "containerd" in dead:
+            self._wait(node, lambda: self._import(node, pause_archive, quiet=True), "containerd")
+        self._wait(node, lambda: api.ok("/readyz"), "kube-apiserver")
+        step("API server is ready")
+        start("kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy")
+        for path, obj in nodeconfig.dns_objects(cluster).items():
+            self._wait(node, lambda path=path, obj=obj: _applied(api, path, obj), f"applying {path}")  # type: ignore[misc]
+        start("coredns")
+        self._wait(node, lambda: _node_ready(api, cluster), f"node {cluster.node_name}")
+        step("node is Ready")
+        self._wait(node, lambda: api.ok("/api/v1/namespaces/default/serviceaccounts/default"), "kube-controller-manager")
+        self._wait(node, lambda: _answers(node, "http://127.0.0.1:8181/ready"), "coredns")
+        self._wait(node, lambda: _answers(node, "http://127.0.0.1:10256/healthz"), "kube-proxy")
+
+    @staticmethod
+    def _command(cluster: ClusterState, binaries: Binaries, name: str) -> list[str]:
+        layout, run = cluster.layout, cluster.run
+        args: dict[str, Callable[[], list[str]]] = {
+            "etcd": lambda: etcd_args(layout),
+            "kube-apiserver": lambda: apiserver_args(layout),
+            "kube-controller-manager": lambda: controller_manager_args(layout),
+            "kube-scheduler": lambda: nodeconfig.scheduler_args(cluster),
+            "kubelet": lambda: nodeconfig.kubelet_args(cluster),
+            "kube-proxy": lambda: [f"--config={run}/kube-proxy.json"],
+            "coredns": lambda: ["-conf", f"{run}/Corefile"],
+            "containerd": lambda: ["--config", f"{run}/containerd.toml"],
+        }
+        binary = "containerd" if name == "containerd" else str(binaries.path(name))
+        return [binary, *args[name]()]
+
+    def _wait(self, node: Node, condition: Callable[[], bool], what: str) -> None:
+        dead: list[str] = []
+
+        def done() -> bool:
+            dead[:] = [name for name in ("init", *COMPONENTS) if node.table.get(name) and not node.table.alive(name)]
+            return bool(dead) or condition()
+
+        in_time = wait_for(done, _SECONDS, 0.1)
+        if dead:
+            tail = log_tail(node.table.logs / f"{dead[0]}.log")
+            raise ClusterError(f"{dead[0]} of cluster {self.name} ended; its last log lines:\n{tail}")
+        if not in_time:
+            tail = log_tail(node.table.logs / f"{what}.log") if what in COMPONENTS else log_tail(node.table.logs / "kubelet.log")
+            raise ClusterError(f"{what} of cluster {self.name} was not ready after {_SECONDS:.0f} s; log:\n{tail}")
+
+    @staticmethod
+    def _import(node: Node, path: Path, quiet: bool = False) -> bool:
+        socket = str(node.state.containerd_socket)
+        with path.open("rb") as handle:
+            try:
+                node.run(["ctr", "--address", socket, "-n", "k8s.io", "images", "import", "-"], stdin=handle.fileno())
+            except ClusterError:
+                if quiet:
+                    return False
+                raise
+        return True
+
+
+def _check_machine(mounts: Sequence[Path]) -> None:
+    if os.geteuid() != 0:
+        raise ClusterError("the local provider needs root: it creates namespaces; use 'sudo', or CLUSTER=kind with Docker")
+    missing = sorted({package for tool, package in _TOOLS.items() if shutil.which(tool) is None})
+    if missing:
+        raise ClusterError(f"not installed: {', '.join(missing)}: 'apt-get install {' '.join(missing)}'")
+    for path in mounts:
+        if not path.exists():
+            raise ClusterError(f"--mount {path}: no such file or folder on this machine")
+
+
+def _node_ready(api: Api, cluster: ClusterState) -> bool:
+    try:
+        status, body = api.request("GET", f"/api/v1/nodes/{cluster.node_name}")
+    except OSError:
+        return False
+    if status != 200:
+        return False
+    conditions = json.loads(body)["status"].get("conditions", [])
+    return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
+
+
+def _applied(api: Api, path: str, obj: object) -> bool:
+    try:
+        api.apply(path, obj)
+    except OSError:
+        return False  # 403 and 429 are normal for about two seconds after the API server's start
+    return True
+
+
+def _answers(node: Node, url: str) -> bool:
+    """True when a URL answers 2xx on the node's loopback."""
+    code = f"import urllib.request; urllib.request.urlopen({url!r}, timeout=2)"
+    done = subprocess.run(
+        [*node.prefix(), "python3", "-c", code], capture_output=True, env=node.environment, stdin=subprocess.DEVNULL
+    )
+    return done.returncode == 0
+
+
+def _remove(folder: Path, last: str | None = None) -> None:
+    """Remove a tree, refusing to touch anything that is mounted below it; the entry `last` goes last."""
+    mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    if below := [mount for mount in mounts if mount.startswith(f"{folder}/") or mount == str(folder)]:
+        raise ClusterError(f"{folder} has mounts below it ({', '.join(below[:3])}): unmount them, then run 'down' again")
+    if not folder.is_dir():
+        return
+    for entry in folder.iterdir():
+        if entry.name == last:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    shutil.rmtree(folder)

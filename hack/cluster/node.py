@@ -1,0 +1,212 @@
+"""The node's own world: network, mount, PID, UTS and IPC namespaces around one init process, and the veth pair to the host.
+
+Killing that init makes the kernel kill everything the cluster ever started (containers too) and drop its mounts, interfaces,
+iptables rules and sysctls: `down` cannot forget any, and two clusters cannot collide. Only the veth, the routes, the cgroups and the
+folders live outside; they are removed by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hack.cluster.errors import ClusterError
+from hack.cluster.process import Component, ProcessTable, wait_for
+from hack.cluster.state import ClusterState
+
+CGROUPS = Path("/sys/fs/cgroup")
+MARK = "EPOCHKV_CLUSTER_RUN"  # in the environment of everything we start: how `down` finds what has no record
+_NAMESPACES = ("--mount", "--net", "--pid", "--uts", "--ipc")
+
+# Runs as PID 1 of the node. /run and /var/log become the node's own; the cluster's run folder stays visible at its path.
+# SIGCHLD is ignored across exec, so the kernel reaps orphans and `sleep` is a sufficient init.
+_INIT = """
+set -eu
+run=$1 data=$2 hostname=$3 link=$4
+mount -t proc proc /proc
+exec 3<"$run"
+mount -t tmpfs -o mode=755 tmpfs /run
+mkdir -p "$run" /run/lock /run/netns
+mount -c --bind /proc/self/fd/3 "$run"
+exec 3<&-
+mkdir -p "$data/log" "$data/cni-cache"
+mount --bind "$data/log" /var/log
+mount --bind "$data/cni-cache" /var/lib/cni
+mount --make-rshared /
+hostname "$hostname"
+ip link set lo up
+echo 1 >/proc/sys/net/ipv4/ip_forward
+touch "$link"
+trap '' CHLD
+exec sleep infinity
+"""
+
+
+def host(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run a command on the host; an error carries its words."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if check and done.returncode != 0:
+        raise ClusterError(f"'{' '.join(command)}' failed: {(done.stderr or done.stdout).strip()}")
+    return done
+
+
+class Node:
+    """The namespaces of one cluster."""
+
+    def __init__(self, state: ClusterState) -> None:
+        self.state = state
+        self.table = ProcessTable(state.run)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment of everything on the node."""
+        return {
+            "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "HOME": "/root",
+            "LANG": "C.UTF-8",
+            MARK: str(self.state.run),
+        }
+
+    def alive(self) -> bool:
+        """True while the node's init runs."""
+        return self.table.alive("init")
+
+    def ensure(self) -> bool:
+        """Create the namespaces and the network unless they are there; True when they are new."""
+        new = not self.alive()
+        if new:
+            self._start_init()
+        self._connect()
+        return new
+
+    def _start_init(self) -> None:
+        Path("/var/lib/cni").mkdir(exist_ok=True)  # Only a mount point: libcni's cache folder cannot be configured.
+        ready = self.state.run / ".init-ready"
+        ready.unlink(missing_ok=True)
+        arguments = [str(self.state.run), str(self.state.data), self.state.node_name, str(ready)]
+        init = self.table.start(
+            "init",
+            ["sh", "-c", _INIT, "init", *arguments],
+            env=self.environment,
+            prefix=["unshare", *_NAMESPACES, "--propagation", "private", "--fork"],
+        )
+        if not wait_for(lambda: ready.exists() or not init.alive(), 20) or not ready.exists():
+            raise ClusterError(f"cannot set up the node's namespaces (root is needed):\n{init.tail()}")
+        ready.unlink()
+
+    def _connect(self) -> None:
+        net, pid = self.state.network, str(self._init().pid)
+        if not Path(f"/sys/class/net/{net.device}").exists():
+            host("ip", "link", "add", net.device, "type", "veth", "peer", "name", "eth0", "netns", pid)
+            self.run(["ip", "address", "add", f"{net.node}/30", "dev", "eth0"])
+            self.run(["ip", "link", "set", "eth0", "up"])
+            host("ip", "address", "add", f"{net.host}/30", "dev", net.device)
+        host("ip", "link", "set", net.device, "up")
+        for cidr in (net.range, net.services):
+            # The second route keeps packets for a dead cluster on this machine.
+            host("ip", "route", "replace", cidr, "via", net.node, "dev", net.device)
+            host("ip", "route", "replace", "unreachable", cidr, "metric", "4000")
+
+    def _init(self) -> Component:
+        init = self.table.get("init")
+        if init is None or not init.alive():
+            raise ClusterError(f"cluster {self.state.name} is not running: 'python -m hack.cluster up' starts it")
+        return init
+
+    def prefix(self) -> list[str]:
+        """Launcher that runs a command on the node: append the command."""
+        return ["nsenter", "-t", str(self._init().pid), "--mount", "--net", "--pid", "--uts", "--ipc", "--"]
+
+    def start(self, name: str, argv: Sequence[str]) -> Component:
+        """Start a component on the node."""
+        return self.table.start(name, argv, env=self.environment, prefix=self.prefix())
+
+    def run(self, argv: Sequence[str], *, stdin: int | None = None) -> subprocess.CompletedProcess[str]:
+        """Run a command on the node to its end; an error carries its words."""
+        done = subprocess.run(
+            [*self.prefix(), *argv],
+            stdin=subprocess.DEVNULL if stdin is None else stdin,
+            capture_output=True,
+            text=True,
+            env=self.environment,
+        )
+        if done.returncode != 0:
+            raise ClusterError(f"'{' '.join(argv)}' on the node failed: {(done.stderr or done.stdout).strip()}")
+        return done
+
+    # -- removal -----------------------------------------------------------------------------------------------------
+
+    def end_processes(self) -> None:
+        """Kill the init (and with it everything inside), then whatever else is recorded or carries our mark."""
+        init = self.table.get("init")
+        if init:
+            init.end(grace=0)
+        for component in self.table.all():
+            component.end(grace=0)
+            self.table.forget(component.name)
+        if not wait_for(lambda: not _end_marked(self.state.run), 30, 0.1):
+            raise ClusterError(f"processes of cluster {self.state.name} do not die: {marked(self.state.run)}")
+
+    def disconnect(self) -> None:
+        """Remove the veth and the routes; what is not there is fine."""
+        net = self.state.network
+        host("ip", "link", "delete", net.device, check=False)
+        for cidr in (net.range, net.services):
+            host("ip", "route", "delete", "unreachable", cidr, "metric", "4000", check=False)
+
+    def remove_cgroups(self) -> None:
+        """Remove the cluster's cgroups in every hierarchy (v1) or the one (v2)."""
+        roots = [CGROUPS, *CGROUPS.iterdir()] if CGROUPS.is_dir() else []
+        for root in roots:
+            folder = root / self.state.cgroup.lstrip("/")
+            if folder.is_dir() and not wait_for(lambda folder=folder: _remove_tree(folder), 20, 0.1):  # type: ignore[misc]
+                raise ClusterError(f"cgroup {folder} cannot be removed: processes in it: {_processes(folder)}")
+            with contextlib.suppress(OSError):
+                folder.parent.rmdir()
+
+    @staticmethod
+    def remove_mount_point() -> None:
+        """Remove what `ensure` made outside the namespaces, if nobody else uses it."""
+        with contextlib.suppress(OSError):
+            Path("/var/lib/cni").rmdir()
+
+
+def marked(run: Path) -> list[int]:
+    """Pids of processes whose environment says that they belong to this cluster."""
+    needle = f"{MARK}={run}".encode()
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if needle in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+    return found
+
+
+def _end_marked(run: Path) -> bool:
+    """Kill what carries the mark; True while there was any."""
+    pids = marked(run)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    if pids:
+        time.sleep(0.05)
+    return bool(pids)
+
+
+def _remove_tree(folder: Path) -> bool:
+    for path, _, _ in os.walk(folder, topdown=False):
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
+    return not folder.exists()
+
+
+def _processes(folder: Path) -> str:
+    with contextlib.suppress(OSError):
+        return (folder / "cgroup.procs").read_text().split().__repr__()
+    return "unknown"

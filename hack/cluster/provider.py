@@ -1,0 +1,67 @@
+"""What a cluster provider must offer, and the choice between the two."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from hack.cluster.errors import ClusterError
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ComponentStatus:
+    """One line of `status`. `detail` holds the last log lines of what is dead."""
+
+    name: str
+    alive: bool
+    pid: int | None = None
+    detail: str = ""
+
+
+class Provider(Protocol):
+    """One cluster, known by its name. Every operation may be repeated."""
+
+    name: str
+
+    def up(self, report: Report, mounts: Sequence[Path] = ()) -> None:
+        """Create or repair the cluster and wait until its node is Ready. `mounts`: host folders that hostPath volumes will name."""
+        ...
+
+    def down(self, report: Report) -> None:
+        """Remove everything, also after a crash; success when there is nothing."""
+        ...
+
+    def status(self) -> list[ComponentStatus]:
+        """State of every component; empty when there is no such cluster."""
+        ...
+
+    def kubeconfig(self) -> Path:
+        """File that reaches the cluster as admin from this machine."""
+        ...
+
+    def load_images(self, archives: Sequence[Path], report: Report) -> None:
+        """Make docker-archive files available to pods with imagePullPolicy IfNotPresent or Never."""
+        ...
+
+    def logs(self, component: str) -> str:
+        """Log text of a component."""
+        ...
+
+
+def provider(name: str, kind: str | None = None) -> Provider:
+    """The provider that `kind`, else `$CLUSTER`, else `local` names."""
+    chosen = kind or os.environ.get("CLUSTER") or "local"
+    if chosen == "local":
+        from hack.cluster.local import LocalCluster
+
+        return LocalCluster(name)
+    if chosen == "kind":
+        from hack.cluster.kind import KindCluster
+
+        return KindCluster(name)
+    raise ClusterError(f"unknown cluster provider {chosen!r}: use 'local' or 'kind' (option --provider or $CLUSTER)")
