@@ -11,7 +11,11 @@ import typer
 
 from epochkv_operator.settings import LogFormat, Settings
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="EpochKV operator: KV-cache pools that can be invalidated as a whole, provably.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="EpochKV operator: KV-cache pools that can be invalidated as a whole, provably.",
+)
 
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
@@ -26,29 +30,63 @@ def _main() -> None:
 
 
 @app.command()
-def run(
+def run(  # noqa: PLR0917 - one parameter per flag
     namespace: Annotated[
-        str, typer.Option(envvar="EPOCHKV_NAMESPACE", default_factory=_own_namespace, help="Where the Lease and the hub's Secret live. Default: the pod's own.")
+        str,
+        typer.Option(
+            envvar="EPOCHKV_NAMESPACE",
+            default_factory=_own_namespace,
+            help="Where the Lease and the hub's Secret live. Default: the pod's own.",
+        ),
     ],
     watch_namespace: Annotated[
-        list[str] | None, typer.Option(envvar="EPOCHKV_WATCH_NAMESPACE", help="Serve only this namespace; repeatable. Default: the whole cluster.")
+        list[str] | None,
+        typer.Option(
+            envvar="EPOCHKV_WATCH_NAMESPACE", help="Serve only this namespace; repeatable. Default: the whole cluster."
+        ),
     ] = None,
-    hub_bind: Annotated[str, typer.Option(envvar="EPOCHKV_HUB_BIND", help="ZeroMQ endpoint the fence hub listens on while leading.")] = "tcp://0.0.0.0:7700",
+    hub_bind: Annotated[
+        str, typer.Option(envvar="EPOCHKV_HUB_BIND", help="ZeroMQ endpoint the fence hub listens on while leading.")
+    ] = "tcp://0.0.0.0:7700",
     hub_endpoint: Annotated[
-        str, typer.Option(envvar="EPOCHKV_HUB_ENDPOINT", help="What engines dial. Default: tcp://epochkv-hub.<namespace>.svc:<port of --hub-bind>.")
+        str,
+        typer.Option(
+            envvar="EPOCHKV_HUB_ENDPOINT",
+            help="What engines dial. Default: tcp://epochkv-hub.<namespace>.svc:<port of --hub-bind>.",
+        ),
     ] = "",
-    lease_name: Annotated[str, typer.Option(envvar="EPOCHKV_LEASE_NAME", help="Name of the leader Lease.")] = "epochkv-operator",
+    lease_name: Annotated[
+        str, typer.Option(envvar="EPOCHKV_LEASE_NAME", help="Name of the leader Lease.")
+    ] = "epochkv-operator",
     lease_duration_seconds: Annotated[
-        int, typer.Option(envvar="EPOCHKV_LEASE_DURATION_SECONDS", min=2, help="How long a standby waits after the leader's last renewal.")
+        int,
+        typer.Option(
+            envvar="EPOCHKV_LEASE_DURATION_SECONDS",
+            min=2,
+            help="How long a standby waits after the leader's last renewal.",
+        ),
     ] = 15,
-    probe_bind: Annotated[str, typer.Option(envvar="EPOCHKV_PROBE_BIND", help="host:port of /livez and /readyz.")] = "0.0.0.0:8080",
-    metrics_bind: Annotated[str, typer.Option(envvar="EPOCHKV_METRICS_BIND", help="host:port of /metrics.")] = "0.0.0.0:9090",
-    workers: Annotated[int, typer.Option(envvar="EPOCHKV_WORKERS", min=1, max=64, help="Objects reconciled at the same time.")] = 4,
-    resync_seconds: Annotated[float, typer.Option(envvar="EPOCHKV_RESYNC_SECONDS", min=1, help="Period of the whole LISTs that heal lost events.")] = 300.0,
-    log_format: Annotated[LogFormat, typer.Option(envvar="EPOCHKV_LOG_FORMAT", help="json for clusters, console for people.")] = LogFormat.JSON,
+    probe_bind: Annotated[
+        str, typer.Option(envvar="EPOCHKV_PROBE_BIND", help="host:port of /livez and /readyz.")
+    ] = "0.0.0.0:8080",
+    metrics_bind: Annotated[
+        str, typer.Option(envvar="EPOCHKV_METRICS_BIND", help="host:port of /metrics.")
+    ] = "0.0.0.0:9090",
+    workers: Annotated[
+        int, typer.Option(envvar="EPOCHKV_WORKERS", min=1, max=64, help="Objects reconciled at the same time.")
+    ] = 4,
+    resync_seconds: Annotated[
+        float,
+        typer.Option(envvar="EPOCHKV_RESYNC_SECONDS", min=1, help="Period of the whole LISTs that heal lost events."),
+    ] = 300.0,
+    log_format: Annotated[
+        LogFormat, typer.Option(envvar="EPOCHKV_LOG_FORMAT", help="json for clusters, console for people.")
+    ] = LogFormat.JSON,
     log_level: Annotated[str, typer.Option(envvar="EPOCHKV_LOG_LEVEL", help="debug, info, warning or error.")] = "info",
 ) -> None:
-    """Run until SIGTERM. Exits 0 on SIGTERM or SIGINT, 1 when leadership is lost or a part fails: let Kubernetes restart it."""
+    """Run until SIGTERM. Exits 0 on SIGTERM or SIGINT, 1 when leadership is lost or a part fails: let Kubernetes
+    restart it.
+    """
     from epochkv_operator import logs
     from epochkv_operator.control.runtime import Operator
 

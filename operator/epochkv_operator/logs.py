@@ -1,4 +1,6 @@
-"""Structured logs: one line per transition, JSON in a cluster, coloured text on a terminal. Libraries' records take the same way."""
+"""Structured logs: one line per transition, JSON in a cluster, coloured text on a terminal. Libraries' records take
+the same way.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ import structlog
 from epochkv_operator.settings import LogFormat
 
 #: kopf says on every object and every event what it does; only its warnings say something new.
-_QUIET = {"kopf": logging.WARNING, "kopf.objects": logging.WARNING, "aiohttp.access": logging.WARNING, "asyncio": logging.WARNING}
+_QUIET = {
+    "kopf": logging.WARNING,
+    "kopf.objects": logging.WARNING,
+    "aiohttp.access": logging.WARNING,
+    "asyncio": logging.WARNING,
+}
 
 
 def configure(log_format: LogFormat, level: str) -> None:
@@ -35,7 +42,9 @@ def configure(log_format: LogFormat, level: str) -> None:
     )
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer])
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer]
+        )
     )
     root = logging.getLogger()
     root.handlers = [handler]

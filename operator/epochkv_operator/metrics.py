@@ -6,13 +6,25 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 REGISTRY = CollectorRegistry(auto_describe=True)
 
-API_REQUESTS = Counter("epochkv_operator_api_requests", "Requests to the API server by verb and answer", ["verb", "code"], registry=REGISTRY)
+API_REQUESTS = Counter(
+    "epochkv_operator_api_requests",
+    "Requests to the API server by verb and answer",
+    ["verb", "code"],
+    registry=REGISTRY,
+)
 API_WRITES = Counter(
-    "epochkv_operator_api_writes", "Objects written by kind and operation (apply, create, delete, status)", ["kind", "operation"], registry=REGISTRY
+    "epochkv_operator_api_writes",
+    "Objects written by kind and operation (apply, create, delete, status)",
+    ["kind", "operation"],
+    registry=REGISTRY,
 )
 QUEUE_DEPTH = Gauge("epochkv_operator_queue_depth", "Keys waiting to be reconciled", registry=REGISTRY)
-QUEUE_OLDEST = Gauge("epochkv_operator_queue_oldest_seconds", "Age of the oldest key that is waiting or in work", registry=REGISTRY)
-RECONCILES = Counter("epochkv_operator_reconciles", "Reconciles by kind and result", ["kind", "result"], registry=REGISTRY)
+QUEUE_OLDEST = Gauge(
+    "epochkv_operator_queue_oldest_seconds", "Age of the oldest key that is waiting or in work", registry=REGISTRY
+)
+RECONCILES = Counter(
+    "epochkv_operator_reconciles", "Reconciles by kind and result", ["kind", "result"], registry=REGISTRY
+)
 RECONCILE_SECONDS = Histogram(
     "epochkv_operator_reconcile_seconds",
     "Time from the first event of a key until it was served",
@@ -20,11 +32,23 @@ RECONCILE_SECONDS = Histogram(
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
     registry=REGISTRY,
 )
-LAST_LIST = Gauge("epochkv_operator_last_list_timestamp_seconds", "When a kind was last listed as a whole (unix time)", ["kind"], registry=REGISTRY)
+LAST_LIST = Gauge(
+    "epochkv_operator_last_list_timestamp_seconds",
+    "When a kind was last listed as a whole (unix time)",
+    ["kind"],
+    registry=REGISTRY,
+)
 LEADER = Gauge("epochkv_operator_leader", "1 while this process holds the Lease", registry=REGISTRY)
 
-TARGET_EPOCH = Gauge("epochkv_pool_target_epoch", "Highest epoch recorded for the pool", ["namespace", "pool"], registry=REGISTRY)
-PUBLISHED_EPOCH = Gauge("epochkv_pool_published_epoch", "Highest epoch proved: no engine uses an older one", ["namespace", "pool"], registry=REGISTRY)
+TARGET_EPOCH = Gauge(
+    "epochkv_pool_target_epoch", "Highest epoch recorded for the pool", ["namespace", "pool"], registry=REGISTRY
+)
+PUBLISHED_EPOCH = Gauge(
+    "epochkv_pool_published_epoch",
+    "Highest epoch proved: no engine uses an older one",
+    ["namespace", "pool"],
+    registry=REGISTRY,
+)
 RESET_SECONDS = Histogram(
     "epochkv_pool_reset_seconds",
     "Time from recording an epoch to publishing it",
@@ -32,7 +56,12 @@ RESET_SECONDS = Histogram(
     buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
     registry=REGISTRY,
 )
-POOL_ENGINES = Gauge("epochkv_pool_engines", "Engine processes heard of, by state (use, bypass, behind, silent)", ["namespace", "pool", "state"], registry=REGISTRY)
+POOL_ENGINES = Gauge(
+    "epochkv_pool_engines",
+    "Engine processes heard of, by state (use, bypass, behind, silent)",
+    ["namespace", "pool", "state"],
+    registry=REGISTRY,
+)
 
 
 def forget_pool(namespace: str, pool: str) -> None:

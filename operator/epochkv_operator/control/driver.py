@@ -1,13 +1,14 @@
-"""kopf as the watch driver, and nothing more: every handler is an `on.event` that hands the raw object to a sink and returns.
+"""kopf as the watch driver, and nothing more: every handler is an `on.event` that hands the raw object to a sink and
+returns.
 
-kopf's own reconciliation (create/update/delete handlers, timers, daemons, indices, finalizers, patches) is not used: it writes to the objects it
-watches, keeps state in annotations, and one 4xx ends a timer for good (measured; see the design pages).
+kopf's own reconciliation (create/update/delete handlers, timers, daemons, indices, finalizers, patches) is not used:
+it writes to the objects it watches, keeps state in annotations, and one 4xx ends a timer for good (measured; see the
+design pages).
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import Any, Protocol
 
 import kopf
@@ -27,7 +28,8 @@ class Sink(Protocol):
 def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     """Each value was measured to matter; the reasons are beside them."""
     result = kopf.OperatorSettings()
-    # With a short list a few seconds of 403 (an API server that starts, RBAC that is being changed) end the watch for good.
+    # With a short list a few seconds of 403 (an API server that starts, RBAC that is being changed) end the watch for
+    # good.
     result.networking.error_backoffs = [0.2, 0.5, 1.0] + [2.0] * 30
     result.networking.request_timeout = 30.0
     # A failed kopf otherwise lingers for ten minutes: live tasks, dead watches.
@@ -77,11 +79,13 @@ def _watch(registry: kopf.OperatorRegistry, resource: Resource, sink: Sink) -> N
     async def handler(event: kopf.RawEvent, **_: Any) -> None:
         sink.observed(resource, event["type"], dict(event["object"]))
 
-    kopf.on.event(resource.group, resource.version, resource.plural, id=f"observe-{resource.plural}", registry=registry)(handler)
+    kopf.on.event(
+        resource.group, resource.version, resource.plural, id=f"observe-{resource.plural}", registry=registry
+    )(handler)
 
 
 def _login(registry: kopf.OperatorRegistry, client: KubeClient) -> None:
-    async def login(logger: logging.Logger, **_: Any) -> kopf.ConnectionInfo:
+    async def login(**_: Any) -> kopf.ConnectionInfo:
         """The connection that our own client uses: one source for server, CA and credentials."""
         configuration = client.configuration
         await client.refresh_credentials()

@@ -1,6 +1,7 @@
 """Whole LISTs of every kind, regularly: they heal edges that the watches lost, deletions in a gap above all.
 
-A kind is also listed again shortly after kopf listed it: kopf tells its handlers what exists, never what vanished while it was not watching.
+A kind is also listed again shortly after kopf listed it: kopf tells its handlers what exists, never what vanished
+while it was not watching.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ RETRY_SECONDS = 2.0
 class Resync:
     """Keeps the store equal to the cluster. `scopes`: namespaces, or None for all."""
 
-    def __init__(self, client: KubeClient, store: Store, queue: WorkQueue[Key], scopes: tuple[str | None, ...], interval_seconds: float) -> None:
+    def __init__(
+        self,
+        client: KubeClient,
+        store: Store,
+        queue: WorkQueue[Key],
+        scopes: tuple[str | None, ...],
+        interval_seconds: float,
+    ) -> None:
         self._client = client
         self._store = store
         self._queue = queue
@@ -45,7 +53,7 @@ class Resync:
 
     async def initial(self) -> None:
         """List everything once; keep trying until the API server serves all kinds (its CRDs may arrive after us)."""
-        while not await self._round():
+        while not await self._round():  # noqa: ASYNC110 - a backoff, not a wait for an event
             await asyncio.sleep(RETRY_SECONDS)
 
     async def run(self) -> None:
@@ -84,7 +92,9 @@ class Resync:
         return complete and min(self._due.values()) > time.monotonic()
 
     async def _list(self, resource: Resource) -> None:
-        self._due[resource] = time.monotonic() + self._interval_seconds  # first, so that a `soon` during the LIST is kept
+        self._due[resource] = (
+            time.monotonic() + self._interval_seconds
+        )  # first, so that a `soon` during the LIST is kept
         selector = "" if resource in PRIMARY else CHILD_SELECTOR
         for scope in self._scopes:
             objects, version = await self._client.list(resource, scope, selector)

@@ -1,7 +1,8 @@
 """One operator process: take the Lease, start the parts in order, end when any of them ends.
 
-Order matters twice. Starting: Lease, then a whole LIST, then the hub, then watches and workers, so that nothing is written without leadership and nothing is decided
-on an empty store. Ending: writers first, then the hub, then the Lease is given back, and only then kopf is left alone with its own shutdown.
+Order matters twice. Starting: Lease, then a whole LIST, then the hub, then watches and workers, so that nothing is
+written without leadership and nothing is decided on an empty store. Ending: writers first, then the hub, then the
+Lease is given back, and only then kopf is left alone with its own shutdown.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from collections.abc import Coroutine
 from typing import Any
 
 import structlog
+from epochkv_operator.control.engines import EngineReconciler
+from epochkv_operator.control.pools import PoolReconciler
+from epochkv_operator.control.reporter import Reporter
+from epochkv_operator.hub.service import HubService
 
 from epochkv_operator import metrics
 from epochkv_operator.control import driver
-from epochkv_operator.control.engines import EngineReconciler
 from epochkv_operator.control.keys import Key, affected
-from epochkv_operator.control.pools import PoolReconciler
-from epochkv_operator.control.reporter import Reporter
 from epochkv_operator.control.resync import Resync
 from epochkv_operator.control.secrets import FenceSecrets, hub_keys
 from epochkv_operator.control.worker import Worker
-from epochkv_operator.hub.service import HubService
 from epochkv_operator.kube.apply import Applier
 from epochkv_operator.kube.client import ApiError, Json, KubeClient
 from epochkv_operator.kube.events import EventRecorder
@@ -57,11 +58,22 @@ class Operator:
     async def main(self) -> int:
         """Run until SIGTERM, SIGINT or a failure. Returns the exit status."""
         self._catch_signals()
-        log.info("operator starts", identity=self.identity, namespace=self.settings.namespace, watches=self.settings.watch_namespaces or "all namespaces")
+        log.info(
+            "operator starts",
+            identity=self.identity,
+            namespace=self.settings.namespace,
+            watches=self.settings.watch_namespaces or "all namespaces",
+        )
         self._add_probes()
         await self.probes.serve(self.settings.probe_bind, self.settings.metrics_bind)
         client = await KubeClient.connect()
-        lease = LeaseHolder(client, self.settings.namespace, self.settings.lease_name, self.identity, self.settings.lease_duration_seconds)
+        lease = LeaseHolder(
+            client,
+            self.settings.namespace,
+            self.settings.lease_name,
+            self.identity,
+            self.settings.lease_duration_seconds,
+        )
         try:
             if not await self._unless_stopped(lease.acquire()):
                 return 0
@@ -76,7 +88,9 @@ class Operator:
         """From the Lease on: returns the exit status."""
         metrics.LEADER.set(1)
         self._start("lease", lease.hold())
-        resync = self._resync = Resync(client, self.store, self.queue, self.settings.scopes, self.settings.resync_seconds)
+        resync = self._resync = Resync(
+            client, self.store, self.queue, self.settings.scopes, self.settings.resync_seconds
+        )
         kopf_task: asyncio.Task[None] | None = None
         try:
             ready = self._prepare(client, lease, resync)
@@ -176,7 +190,12 @@ class Operator:
         for task in ended:
             error = None if task.cancelled() else task.exception()
             reason = f"{type(error).__name__}: {error}" if error else "it returned"
-            log.error("operator ends: a part ended", part=self._tasks[task], reason=reason, exc_info=error if _unexpected(error) else None)
+            log.error(
+                "operator ends: a part ended",
+                part=self._tasks[task],
+                reason=reason,
+                exc_info=error if _unexpected(error) else None,
+            )
         if not ended:
             log.info("operator ends: told to")
         return 1 if ended else 0
@@ -206,7 +225,11 @@ class Operator:
 
         def canary() -> str | None:
             silent = time.monotonic() - self._canary_seen if self._canary_seen else 0.0
-            return f"our own Lease was last seen through the watches {silent:.0f} s ago" if silent > max(CANARY_SECONDS, 4 * self.settings.lease_duration_seconds) else None
+            return (
+                f"our own Lease was last seen through the watches {silent:.0f} s ago"
+                if silent > max(CANARY_SECONDS, 4 * self.settings.lease_duration_seconds)
+                else None
+            )
 
         def leading() -> str | None:
             return None if self._hub is not None and self._hub.listening else "standing by: the hub is not bound here"

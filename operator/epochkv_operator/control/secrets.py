@@ -1,8 +1,10 @@
 """Key material: the hub's CURVE key pair and one Secret per pool with its client key pair and root secret.
 
-Secrets are created, never applied or changed (they are immutable): two operators that race end up with one content, because the second create fails and reads.
-A pool's Secret is bound to the pool's uid by its owner reference; a namesake's leftover is deleted, by uid, before a new one is made, so that a recreated pool
-never inherits names or keys. A deleted Secret comes back with the same content while this process remembers it: running engines hold the old keys.
+Secrets are created, never applied or changed (they are immutable): two operators that race end up with one content,
+because the second create fails and reads. A pool's Secret is bound to the pool's uid by its owner reference; a
+namesake's leftover is deleted, by uid, before a new one is made, so that a recreated pool never inherits names or
+keys. A deleted Secret comes back with the same content while this process remembers it: running engines hold the old
+keys.
 """
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ class FenceSecrets:
         owners = found["metadata"].get("ownerReferences") or []
         owner = next((ref for ref in owners if ref.get("kind") == POOLS.kind), None)
         if owner is None:
-            raise SecretConflict(f"Secret {namespace}/{name} exists and is not this operator's; delete or rename it, the pool needs that name")
+            raise SecretConflict(
+                f"Secret {namespace}/{name} exists and is not this operator's; delete it, the pool needs that name"
+            )
         if owner["uid"] != uid:
             await self._delete(found, "it belonged to a deleted pool of the same name")
             return await self._create(pool, None)
@@ -110,8 +114,15 @@ class FenceSecrets:
     async def _create(self, pool: Json, keys: FenceKeys | None) -> FenceKeys:
         metadata = pool["metadata"]
         namespace, name = metadata["namespace"], fence_secret_name(metadata["name"])
-        made = FenceKeys(self._hub_public, keys.client if keys else _new_pair(), keys.root_secret if keys else secrets.token_hex(32))
-        content = {"hub.pub": made.hub_public, "client.pub": made.client.public, "client.key": made.client.secret, "root.secret": made.root_secret}
+        made = FenceKeys(
+            self._hub_public, keys.client if keys else _new_pair(), keys.root_secret if keys else secrets.token_hex(32)
+        )
+        content = {
+            "hub.pub": made.hub_public,
+            "client.pub": made.client.public,
+            "client.key": made.client.secret,
+            "root.secret": made.root_secret,
+        }
         owner = {
             "apiVersion": POOLS.api_version,
             "kind": POOLS.kind,
@@ -120,9 +131,16 @@ class FenceSecrets:
             "controller": True,
             "blockOwnerDeletion": False,
         }
-        await self._client.create(SECRETS, namespace, _secret(namespace, name, content, {POOL_LABEL: metadata["name"]}, [owner]))
+        await self._client.create(
+            SECRETS, namespace, _secret(namespace, name, content, {POOL_LABEL: metadata["name"]}, [owner])
+        )
         metrics.API_WRITES.labels(kind="Secret", operation="create").inc()
-        log.info("fence secret created", secret=f"{namespace}/{name}", pool_uid=metadata["uid"], same_content=keys is not None)
+        log.info(
+            "fence secret created",
+            secret=f"{namespace}/{name}",
+            pool_uid=metadata["uid"],
+            same_content=keys is not None,
+        )
         self._known[metadata["uid"]] = made
         return made
 
@@ -167,4 +185,8 @@ def _field(secret: Json, key: str) -> str:
 
 
 def _parse(secret: Json) -> FenceKeys:
-    return FenceKeys(_field(secret, "hub.pub"), KeyPair(_field(secret, "client.pub"), _field(secret, "client.key")), _field(secret, "root.secret"))
+    return FenceKeys(
+        _field(secret, "hub.pub"),
+        KeyPair(_field(secret, "client.pub"), _field(secret, "client.key")),
+        _field(secret, "root.secret"),
+    )

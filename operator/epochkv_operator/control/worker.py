@@ -1,4 +1,6 @@
-"""Workers: take a key, reconcile it, put it back with a backoff when that failed. One reconcile per key at a time, each with a deadline."""
+"""Workers: take a key, reconcile it, put it back with a backoff when that failed. One reconcile per key at a time,
+each with a deadline.
+"""
 
 from __future__ import annotations
 
@@ -61,4 +63,10 @@ class Worker:
             return
         self._problems[key] = problem
         expected = isinstance(error, ApiError | TimeoutError)
-        log.warning("reconciling failed, trying again", object=str(key), retry_in_seconds=round(delay, 1), error=problem, exc_info=None if expected else error)
+        log.warning(
+            "reconciling failed, trying again",
+            object=str(key),
+            retry_in_seconds=round(delay, 1),
+            error=problem,
+            exc_info=None if expected else error,
+        )

@@ -1,25 +1,18 @@
 """The hub's durable memory and its leadership check, on the Kubernetes API (design page "fence", section 4).
 
-A pool's record is the pool object's status: `targetEpoch`, `epoch`, `granting`. Leadership is the operator's Lease. Reads are plain GETs, which the
-API server answers from a quorum; never a LIST, a watch cache or `resourceVersion=0`. Writes are compare-and-swap on the resourceVersion, so a check made
-on the state that was read still holds when the write lands.
+A pool's record is the pool object's status: `targetEpoch`, `epoch`, `granting`. Leadership is the operator's Lease.
+Reads are plain GETs, which the API server answers from a quorum; never a LIST, a watch cache or `resourceVersion=0`.
+Writes are compare-and-swap on the resourceVersion, so a check made on the state that was read still holds when the
+write lands.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from epochkv_fence.authority import AuthorityError, PoolGone, PoolRecord, Term
-
 from epochkv_operator.kube.client import ApiError, Json, NotFound
 from epochkv_operator.kube.lease import LeaseHolder
-from epochkv_operator.kube.resources import POOLS
-from epochkv_operator.kube.status import ObjectGone, StatusWriter
-
-
-class PoolAddress(NamedTuple):
-    namespace: str
-    name: str
+from epochkv_operator.kube.resources import POOLS, ObjectRef
+from epochkv_operator.kube.status import Decide, ObjectGone, StatusWriter
 
 
 class KubernetesAuthority:
@@ -29,17 +22,19 @@ class KubernetesAuthority:
         self._lease = lease
         self._statuses = statuses
         self._deadline_seconds = deadline_seconds
-        self._pools: dict[str, PoolAddress] = {}
+        self._pools: dict[str, ObjectRef] = {}
 
     def register(self, pool_uid: str, namespace: str, name: str) -> None:
         """Make a pool known before the hub asks for it."""
-        self._pools[pool_uid] = PoolAddress(namespace, name)
+        self._pools[pool_uid] = ObjectRef(POOLS, namespace, name, pool_uid)
 
     def unregister(self, pool_uid: str) -> None:
         self._pools.pop(pool_uid, None)
 
     async def verify(self, term: Term) -> bool:
-        """True iff the Lease names this holder in this very term, by a quorum read. No answer is an error, not a False: leadership is then unknown."""
+        """True iff the Lease names this holder in this very term, by a quorum read. No answer is an error, not a
+        False: leadership is then unknown.
+        """
         try:
             current = await self._lease.read_term(self._deadline_seconds)
         except NotFound:
@@ -49,9 +44,9 @@ class KubernetesAuthority:
         return current == (term.holder, term.transitions)
 
     async def load(self, pool_uid: str) -> PoolRecord:
-        address = self._address(pool_uid)
+        ref = self._ref(pool_uid)
         try:
-            pool = await self._statuses.read(POOLS, address.namespace, address.name, pool_uid, self._deadline_seconds)
+            pool = await self._statuses.read(ref, self._deadline_seconds)
         except ObjectGone as error:
             raise PoolGone(str(error)) from error
         except ApiError as error:
@@ -67,13 +62,16 @@ class KubernetesAuthority:
         await self._update(pool_uid, decide)
 
     async def publish(self, pool_uid: str, epoch: int) -> None:
-        """Durably raise the published epoch; never above the target, never down."""
+        """Durably raise the published epoch; never down.
+
+        The target is raised along when it is lower: the hub recorded it before, so somebody wiped the status.
+        """
 
         def decide(pool: Json) -> Json | None:
             record = record_of(pool)
-            if epoch > record.target:
-                raise AuthorityError(f"pool {pool_uid}: epoch {epoch} must not be published, the recorded target is {record.target}")
-            return {"epoch": epoch} if epoch > record.published else None
+            if epoch <= record.published:
+                return None
+            return {"epoch": epoch} if epoch <= record.target else {"epoch": epoch, "targetEpoch": epoch}
 
         await self._update(pool_uid, decide)
 
@@ -85,16 +83,16 @@ class KubernetesAuthority:
 
         await self._update(pool_uid, decide)
 
-    async def _update(self, pool_uid: str, decide: Any) -> None:
-        address = self._address(pool_uid)
+    async def _update(self, pool_uid: str, decide: Decide) -> None:
+        ref = self._ref(pool_uid)
         try:
-            await self._statuses.update(POOLS, address.namespace, address.name, pool_uid, decide, self._deadline_seconds)
+            await self._statuses.update(ref, decide, self._deadline_seconds)
         except ObjectGone as error:
             raise PoolGone(str(error)) from error
         except ApiError as error:
             raise AuthorityError(str(error)) from error
 
-    def _address(self, pool_uid: str) -> PoolAddress:
+    def _ref(self, pool_uid: str) -> ObjectRef:
         try:
             return self._pools[pool_uid]
         except KeyError:
@@ -104,4 +102,8 @@ class KubernetesAuthority:
 def record_of(pool: Json) -> PoolRecord:
     """What the hub must remember, from a pool object."""
     status = pool.get("status") or {}
-    return PoolRecord(target=int(status.get("targetEpoch") or 0), published=int(status.get("epoch") or 0), granting=bool(status.get("granting")))
+    return PoolRecord(
+        target=int(status.get("targetEpoch") or 0),
+        published=int(status.get("epoch") or 0),
+        granting=bool(status.get("granting")),
+    )

@@ -1,9 +1,10 @@
 """Server-side apply of children, skipped when it would change nothing, so that a steady cluster sees no writes.
 
-Whether something differs cannot be seen by comparing a manifest with the live object: the server fills in defaults and rewrites quantities. So the
-answer of an apply is the reference: its values at the paths we own are remembered together with a digest of the manifest. As long as the manifest
-is the same and the live values at those paths are the same, nothing is sent. After a restart each child is applied once; the server
-recognises an apply that changes nothing and writes nothing.
+Whether something differs cannot be seen by comparing a manifest with the live object: the server fills in defaults and
+rewrites quantities. So the answer of an apply is the reference: its values at the paths we own are remembered together
+with a digest of the manifest. As long as the manifest is the same and the live values at those paths are the same,
+nothing is sent. After a restart each child is applied once; the server recognises an apply that changes nothing and
+writes nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from epochkv_operator.kube.resources import by_kind
 
 
 def project(desired: Any, live: Any) -> Any:
-    """The live values at the paths that `desired` has. Lists of named things are matched by name, other lists taken whole."""
+    """The live values at the paths that `desired` has. Lists of named things are matched by name, other lists taken
+    whole.
+    """
     if isinstance(desired, dict):
         if not isinstance(live, dict):
             return live
@@ -40,7 +43,9 @@ class Applier:
 
     def __init__(self, client: KubeClient) -> None:
         self._client = client
-        self._applied: dict[tuple[str, str, str], tuple[str, str, Any]] = {}  # -> uid, digest of the manifest, projection of the answer
+        self._applied: dict[
+            tuple[str, str, str], tuple[str, str, Any]
+        ] = {}  # -> uid, digest of the manifest, projection of the answer
 
     def in_sync(self, desired: Json, live: Json | None) -> bool:
         """True when applying `desired` would change nothing in `live`."""
@@ -74,7 +79,9 @@ class Applier:
 
 
 def _leave_replicas_alone(desired: Json, live: Json | None) -> Json:
-    """Drop `spec.replicas` once somebody owns it through the scale subresource; only then is dropping safe (nobody resets it to 1)."""
+    """Drop `spec.replicas` once somebody owns it through the scale subresource; only then is dropping safe (nobody
+    resets it to 1).
+    """
     if live is None or not live.get("x-scaled-by-others") or "replicas" not in desired.get("spec", {}):
         return desired
     return {**desired, "spec": {key: value for key, value in desired["spec"].items() if key != "replicas"}}

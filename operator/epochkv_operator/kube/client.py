@@ -1,4 +1,5 @@
-"""A thin client over `kubernetes.aio`: JSON in, JSON out, a deadline on every call, one exception type per kind of answer.
+"""A thin client over `kubernetes.aio`: JSON in, JSON out, a deadline on every call, one exception type per kind of
+answer.
 
 RBAC: exactly these verbs are used, nothing else. The chart grants this list and tests run with it.
 
@@ -8,14 +9,17 @@ In the watched namespaces (ClusterRole, or one Role per watched namespace):
 |-------------------|--------------------------------------------------------|------------------------------------|
 | epochkv.io        | kvcachepools, inferenceengines                         | get, list, watch                   |
 | epochkv.io        | kvcachepools/status, inferenceengines/status           | patch                              |
-| epochkv.io        | kvcachepools/finalizers, inferenceengines/finalizers   | update (blockOwnerDeletion under OwnerReferencesPermissionEnforcement) |
+| epochkv.io        | kvcachepools/finalizers, inferenceengines/finalizers   | update (1)                         |
 | apps              | deployments, statefulsets                              | list, watch, create, patch, delete |
 | ""                | services, configmaps, serviceaccounts                  | list, watch, create, patch, delete |
 | policy            | poddisruptionbudgets                                   | list, watch, create, patch, delete |
 | networking.k8s.io | networkpolicies                                        | list, watch, create, patch, delete |
 | ""                | pods                                                   | list, watch                        |
-| ""                | secrets                                                | get, create, delete (no list, no watch) |
+| ""                | secrets                                                | get, create, delete (2)            |
 | events.k8s.io     | events                                                 | create                             |
+
+(1) only checked where OwnerReferencesPermissionEnforcement is on, for `blockOwnerDeletion`. (2) no list, no watch:
+Secrets of others stay out of reach of anybody who does not know their names.
 
 In the operator's own namespace (Role):
 
@@ -26,8 +30,9 @@ In the operator's own namespace (Role):
 | ""                  | secrets   | the hub Secret  | get         |
 | ""                  | secrets   | -               | create      |
 
-Watch canary (own Lease seen through kopf's watch): `list, watch` on leases with resourceNames = the Lease, as a ClusterRole rule when watching
-cluster-wide, in the same Role when the operator's namespace is a watched one. Discovery (`/api`, `/apis`) comes with `system:discovery`.
+Watch canary (own Lease seen through kopf's watch): `list, watch` on leases with resourceNames = the Lease, as a
+ClusterRole rule when watching cluster-wide, in the same Role when the operator's namespace is a watched one. Discovery
+(`/api`, `/apis`) comes with `system:discovery`.
 """
 
 from __future__ import annotations
@@ -36,7 +41,6 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlencode
 
@@ -45,7 +49,7 @@ from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio import config as kubernetes_config
 
 from epochkv_operator import metrics
-from epochkv_operator.kube.resources import MANAGED_BY, Resource
+from epochkv_operator.kube.resources import MANAGED_BY, ObjectRef, Resource
 
 Json = dict[str, Any]
 
@@ -135,7 +139,7 @@ class KubeClient:
             kubernetes_config.load_incluster_config(client_configuration=configuration)
         else:
             await kubernetes_config.load_kube_config(
-                config_file=os.environ.get("KUBECONFIG") or str(Path("~/.kube/config").expanduser()),
+                config_file=os.environ.get("KUBECONFIG") or kubernetes_config.KUBE_CONFIG_DEFAULT_LOCATION,
                 client_configuration=configuration,
             )
         configuration.client_session_kwargs = {"trust_env": False}
@@ -145,7 +149,9 @@ class KubeClient:
         await self._api.close()
 
     async def refresh_credentials(self) -> None:
-        """Re-read the token when it is due (service account tokens rotate); afterwards `configuration.api_key` is fresh."""
+        """Re-read the token when it is due (service account tokens rotate); afterwards `configuration.api_key` is
+        fresh.
+        """
         await self._api.update_params_for_auth({}, [], ["BearerToken"], "/", "GET", None)
 
     async def request(
@@ -166,7 +172,9 @@ class KubeClient:
             async with asyncio.timeout(seconds):
                 await self._api.update_params_for_auth(headers, [], ["BearerToken"], path, verb, body)
                 url = self.configuration.host + path + (f"?{urlencode(query)}" if query else "")
-                response = await self._api.rest_client.request(verb, url, headers=headers, body=body, _request_timeout=aiohttp.ClientTimeout(total=seconds))
+                response = await self._api.rest_client.request(
+                    verb, url, headers=headers, body=body, _request_timeout=aiohttp.ClientTimeout(total=seconds)
+                )
                 data = cast(bytes, await response.read())
         except TimeoutError as error:
             metrics.API_REQUESTS.labels(verb=verb, code="timeout").inc()
@@ -179,12 +187,14 @@ class KubeClient:
             _raise(response.status, data, request, response.headers.get("Retry-After"))
         return cast(Json, json.loads(data)) if data else {}
 
-    async def get(self, resource: Resource, namespace: str | None, name: str, deadline_seconds: float | None = None) -> Json:
+    async def get(
+        self, resource: Resource, namespace: str | None, name: str, deadline_seconds: float | None = None
+    ) -> Json:
         """A quorum read: no resourceVersion parameter, so the answer is linearizable."""
         return await self.request("GET", resource.path(namespace, name), deadline_seconds=deadline_seconds)
 
     async def list(self, resource: Resource, namespace: str | None, label_selector: str = "") -> tuple[list[Json], int]:
-        """All objects of a kind (namespace None: of the whole cluster), and the resourceVersion the list was taken at."""
+        """All objects of a kind (namespace None: of the whole cluster), and the resourceVersion of the list."""
         items: list[Json] = []
         query = {"limit": str(LIST_CHUNK)}
         if label_selector:
@@ -204,7 +214,9 @@ class KubeClient:
     async def create(self, resource: Resource, namespace: str, body: Json) -> Json:
         return await self.request("POST", resource.path(namespace), body=body, query={"fieldManager": MANAGED_BY})
 
-    async def replace(self, resource: Resource, namespace: str, body: Json, deadline_seconds: float | None = None) -> Json:
+    async def replace(
+        self, resource: Resource, namespace: str, body: Json, deadline_seconds: float | None = None
+    ) -> Json:
         """PUT; compare-and-swap when the body carries metadata.resourceVersion."""
         path = resource.path(namespace, body["metadata"]["name"])
         return await self.request("PUT", path, body=body, deadline_seconds=deadline_seconds)
@@ -220,12 +232,12 @@ class KubeClient:
         )
 
     async def patch_status(
-        self, resource: Resource, namespace: str, name: str, resource_version: str, status: Json, deadline_seconds: float | None = None
+        self, ref: ObjectRef, resource_version: str, status: Json, deadline_seconds: float | None = None
     ) -> Json:
         """Merge-patch of the status, accepted only at `resource_version` (raises `Conflict` otherwise)."""
         return await self.request(
             "PATCH",
-            resource.path(namespace, name, "status"),
+            ref.resource.path(ref.namespace, ref.name, "status"),
             query={"fieldManager": MANAGED_BY},
             body={"metadata": {"resourceVersion": resource_version}, "status": status},
             content_type=MERGE_PATCH,
@@ -237,16 +249,27 @@ class KubeClient:
         await self.request(
             "DELETE",
             resource.path(namespace, name),
-            body={"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}, "propagationPolicy": "Background"},
+            body={
+                "kind": "DeleteOptions",
+                "apiVersion": "v1",
+                "preconditions": {"uid": uid},
+                "propagationPolicy": "Background",
+            },
         )
 
-    async def watch(self, resource: Resource, namespace: str | None, resource_version: str, seconds: int = 60) -> AsyncIterator[Json]:
-        """Watch events as they come, for at most `seconds`. For tools and tests: the operator's own watches are kopf's."""
+    async def watch(
+        self, resource: Resource, namespace: str | None, resource_version: str, seconds: int = 60
+    ) -> AsyncIterator[Json]:
+        """Watch events as they come, for at most `seconds`. For tools and tests: the operator's own watches are
+        kopf's.
+        """
         path = resource.path(namespace)
         headers = {"Accept": "application/json", "User-Agent": MANAGED_BY}
         await self._api.update_params_for_auth(headers, [], ["BearerToken"], path, "GET", None)
         query = urlencode({"watch": "true", "resourceVersion": resource_version, "timeoutSeconds": str(seconds)})
         url = f"{self.configuration.host}{path}?{query}"
-        response = await self._api.rest_client.request("GET", url, headers=headers, _request_timeout=aiohttp.ClientTimeout(total=seconds + 5))
+        response = await self._api.rest_client.request(
+            "GET", url, headers=headers, _request_timeout=aiohttp.ClientTimeout(total=seconds + 5)
+        )
         async for line in response.response.content:
             yield json.loads(line)

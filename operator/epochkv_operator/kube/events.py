@@ -1,4 +1,6 @@
-"""Kubernetes Events, for transitions only: one per change of a condition's status or reason. Best effort, never in the way."""
+"""Kubernetes Events, for transitions only: one per change of a condition's status or reason. Best effort, never in the
+way.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,11 @@ class EventRecorder:
         try:
             self._queue.put_nowait((namespace, body))
         except asyncio.QueueFull:
-            log.warning("event dropped: the API server takes events too slowly", object=f"{namespace}/{metadata['name']}", reason=reason)
+            log.warning(
+                "event dropped: the API server takes events too slowly",
+                object=f"{namespace}/{metadata['name']}",
+                reason=reason,
+            )
 
     async def run(self) -> None:
         while True:

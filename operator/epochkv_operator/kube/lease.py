@@ -1,9 +1,9 @@
 """Leadership by a `coordination.k8s.io` Lease, taken in `main()` around everything that writes.
 
-A Lease alone does not fence: a frozen holder may wake up believing in it. So every grant and every publication verifies it by a quorum read
-against the *term*: holder and transitions. The holder's identity is drawn anew at every process start, hence a term never comes back.
-Whether a foreign Lease has expired is judged by how long its record stayed unchanged on our own monotonic clock; the times written in it are never
-compared with ours.
+A Lease alone does not fence: a frozen holder may wake up believing in it. So every grant and every publication
+verifies it by a quorum read against the *term*: holder and transitions. The holder's identity is drawn anew at every
+process start, hence a term never comes back. Whether a foreign Lease has expired is judged by how long its record
+stayed unchanged on our own monotonic clock; the times written in it are never compared with ours.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def term_of(lease: Json) -> LeaseTerm:
 class LeaseHolder:
     """Takes the Lease, keeps it, gives it back. `duration_seconds`: how long others wait after our last renewal."""
 
-    def __init__(self, client: KubeClient, namespace: str, name: str, identity: str, duration_seconds: int = 15) -> None:
+    def __init__(
+        self, client: KubeClient, namespace: str, name: str, identity: str, duration_seconds: int = 15
+    ) -> None:
         self.namespace = namespace
         self.name = name
         self.identity = identity
@@ -71,13 +73,19 @@ class LeaseHolder:
                 holder = term_of(self._lease).holder
                 if holder != waiting_for:
                     waiting_for = holder
-                    log.info("standing by: another operator leads", lease=f"{self.namespace}/{self.name}", holder=holder)
+                    log.info(
+                        "standing by: another operator leads", lease=f"{self.namespace}/{self.name}", holder=holder
+                    )
             except Conflict:
                 pass  # somebody was faster; look again
             except ApiError as error:
                 if waiting_for != str(error):
                     waiting_for = str(error)
-                    log.warning("cannot read or take the Lease yet, trying again", lease=f"{self.namespace}/{self.name}", error=str(error))
+                    log.warning(
+                        "cannot read or take the Lease yet, trying again",
+                        lease=f"{self.namespace}/{self.name}",
+                        error=str(error),
+                    )
             await asyncio.sleep(min(self.renew_seconds, 2.0))
 
     async def hold(self) -> None:
@@ -92,7 +100,8 @@ class LeaseHolder:
             while True:
                 remaining = self.renewed_at + self.deadline_seconds - time.monotonic()
                 if remaining <= 0:
-                    raise LeaseLost(f"Lease {self.namespace}/{self.name} could not be renewed for {self.deadline_seconds:g} s: {error}")
+                    lease, seconds = f"{self.namespace}/{self.name}", self.deadline_seconds
+                    raise LeaseLost(f"Lease {lease} could not be renewed for {seconds:g} s: {error}")
                 try:
                     await self._renew(min(remaining, self.renew_seconds))
                     break
@@ -101,7 +110,9 @@ class LeaseHolder:
                     await asyncio.sleep(min(1.0, self.renew_seconds / 4))
 
     async def release(self) -> None:
-        """Give the Lease back so that a standby takes over at once. Best effort: a failure only makes the standby wait."""
+        """Give the Lease back so that a standby takes over at once. Best effort: a failure only makes the standby
+        wait.
+        """
         if self.term is None:
             return
         self.term = None
@@ -109,7 +120,11 @@ class LeaseHolder:
             await self._put({"holderIdentity": "", "leaseDurationSeconds": 1}, 2.0)
             log.info("lease released", lease=f"{self.namespace}/{self.name}")
         except ApiError as error:
-            log.warning("lease not released, a standby waits until it expires", lease=f"{self.namespace}/{self.name}", error=str(error))
+            log.warning(
+                "lease not released, a standby waits until it expires",
+                lease=f"{self.namespace}/{self.name}",
+                error=str(error),
+            )
 
     async def read_term(self, deadline_seconds: float) -> LeaseTerm:
         """Who leads now, by a quorum read."""
@@ -123,7 +138,11 @@ class LeaseHolder:
             body = {
                 "apiVersion": "coordination.k8s.io/v1",
                 "kind": "Lease",
-                "metadata": {"name": self.name, "namespace": self.namespace, "labels": {"app.kubernetes.io/part-of": "epochkv", "app.kubernetes.io/managed-by": MANAGED_BY}},
+                "metadata": {
+                    "name": self.name,
+                    "namespace": self.namespace,
+                    "labels": {"app.kubernetes.io/part-of": "epochkv", "app.kubernetes.io/managed-by": MANAGED_BY},
+                },
                 "spec": {
                     "holderIdentity": self.identity,
                     "leaseDurationSeconds": self.duration_seconds,
@@ -160,7 +179,12 @@ class LeaseHolder:
     def _won(self, started: float) -> LeaseTerm:
         self.renewed_at = started
         self.term = term_of(self._lease)
-        log.info("lease acquired", lease=f"{self.namespace}/{self.name}", holder=self.identity, transitions=self.term.transitions)
+        log.info(
+            "lease acquired",
+            lease=f"{self.namespace}/{self.name}",
+            holder=self.identity,
+            transitions=self.term.transitions,
+        )
         return self.term
 
     async def _renew(self, deadline_seconds: float) -> None:
@@ -170,7 +194,9 @@ class LeaseHolder:
         except Conflict:
             self._lease = await self._client.get(LEASES, self.namespace, self.name, deadline_seconds)
             if term_of(self._lease) != self.term:
-                raise LeaseLost(f"Lease {self.namespace}/{self.name} is held by {term_of(self._lease).holder!r} now") from None
+                raise LeaseLost(
+                    f"Lease {self.namespace}/{self.name} is held by {term_of(self._lease).holder!r} now"
+                ) from None
             await self._put({}, deadline_seconds)
         except NotFound:
             raise LeaseLost(f"Lease {self.namespace}/{self.name} was deleted") from None

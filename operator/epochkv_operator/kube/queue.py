@@ -1,4 +1,5 @@
-"""The work queue: a key is served by one worker at a time, never lost, never queued twice, and backs off alone when it fails.
+"""The work queue: a key is served by one worker at a time, never lost, never queued twice, and backs off alone when it
+fails.
 
 The shape is client-go's workqueue. kopf offers no such thing for keys that many kinds of objects feed into.
 """
@@ -29,7 +30,7 @@ class WorkQueue(Generic[K]):
         self._wakeup = asyncio.Event()
 
     def add(self, key: K) -> None:
-        """Serve the key as soon as possible. A key in work is served once more afterwards: it may have read old state."""
+        """Serve the key as soon as possible. A key in work is served once more: it may have read old state."""
         self._cancel_timer(key)
         if key in self._active:
             self._again.setdefault(key, self._clock())
@@ -67,8 +68,11 @@ class WorkQueue(Generic[K]):
         """Serving failed: the key comes back after its backoff, which doubles. Returns the delay in seconds."""
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
-        delay = max(at_least_seconds, min(BACKOFF_MAX_SECONDS, BACKOFF_FIRST_SECONDS * 2 ** min(failures, 16)))
-        self._again.pop(key, None)  # whatever was added meanwhile is covered by the retry, and must not defeat the backoff
+        backoff = BACKOFF_FIRST_SECONDS * 2.0 ** min(failures, 16)
+        delay = max(at_least_seconds, min(BACKOFF_MAX_SECONDS, backoff))
+        self._again.pop(
+            key, None
+        )  # whatever was added meanwhile is covered by the retry, and must not defeat the backoff
         self._release(key)
         self.add_after(key, delay)
         return delay
@@ -80,7 +84,9 @@ class WorkQueue(Generic[K]):
         return len(self._ready)
 
     def oldest_age_seconds(self) -> float:
-        """Age of the oldest key that is ready or in work; 0 when there is none. Keys waiting out a backoff do not count."""
+        """Age of the oldest key that is ready or in work; 0 when there is none. Keys waiting out a backoff do not
+        count.
+        """
         since = [*self._ready.values(), *self._active.values()]
         return self._clock() - min(since) if since else 0.0
 

@@ -1,13 +1,13 @@
 """The kinds this operator reads or writes, and their REST paths.
 
-One table, because the watch driver, the resync, the applier and the garbage collector must agree on it. RBAC follows from it: see
-`client.py` for the exact list of verbs.
+One table, because the watch driver, the resync, the applier and the garbage collector must agree on it. RBAC follows
+from it: see `client.py` for the exact list of verbs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 GROUP: Final = "epochkv.io"
 VERSION: Final = "v1alpha1"
@@ -41,6 +41,24 @@ class Resource:
         return "/".join(parts)
 
 
+class ObjectRef(NamedTuple):
+    """One object in one life: a recreated namesake has another uid."""
+
+    resource: Resource
+    namespace: str
+    name: str
+    uid: str
+
+    def __str__(self) -> str:
+        return f"{self.resource.kind} {self.namespace}/{self.name} (uid {self.uid})"
+
+
+def ref_of(obj: dict[str, Any]) -> ObjectRef:
+    """The reference to a live object."""
+    metadata = obj["metadata"]
+    return ObjectRef(by_kind(obj["kind"]), metadata["namespace"], metadata["name"], metadata["uid"])
+
+
 POOLS: Final = Resource(GROUP, VERSION, "kvcachepools", "KVCachePool")
 ENGINES: Final = Resource(GROUP, VERSION, "inferenceengines", "InferenceEngine")
 DEPLOYMENTS: Final = Resource("apps", "v1", "deployments", "Deployment")
@@ -59,7 +77,8 @@ EVENTS: Final = Resource("events.k8s.io", "v1", "events", "Event")
 PRIMARY: Final = (POOLS, ENGINES)
 #: Objects this operator owns, applies and prunes.
 CHILDREN: Final = (DEPLOYMENTS, STATEFULSETS, SERVICES, CONFIGMAPS, SERVICE_ACCOUNTS, PDBS, NETWORK_POLICIES)
-#: Everything kept in the store. Secrets are read one by one, never listed or watched: that keeps the cluster role free of `list secrets`.
+#: Everything kept in the store. Secrets are read one by one, never listed or watched: that keeps the cluster role free
+#: of `list secrets`.
 WATCHED: Final = (*PRIMARY, *CHILDREN, PODS)
 
 _BY_KIND: Final = {resource.kind: resource for resource in (*WATCHED, SECRETS, LEASES, EVENTS)}
@@ -74,4 +93,6 @@ def by_kind(kind: str) -> Resource:
     try:
         return _BY_KIND[kind]
     except KeyError:
-        raise KeyError(f"kind {kind!r} is not in the operator's resource table; add it to kube/resources.py and to the RBAC") from None
+        raise KeyError(
+            f"kind {kind!r} is not in the operator's resource table; add it to kube/resources.py and to the RBAC"
+        ) from None

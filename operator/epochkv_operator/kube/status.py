@@ -1,7 +1,8 @@
 """All status writes go through here: compare-and-swap on the resourceVersion, re-read and decide again on conflict.
 
-Two writers share a pool's status in one process (the hub's authority writes epochs, the status writer the rest), and a second operator may be alive.
-The newest state known of each object, from whichever answer, is kept, so that the usual write costs one request and no read.
+Two writers share a pool's status in one process (the hub's authority writes epochs, the status writer the rest), and a
+second operator may be alive. The newest state known of each object, from whichever answer, is kept, so that the usual
+write costs one request and no read.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from collections.abc import Callable
 
 from epochkv_operator import metrics
 from epochkv_operator.kube.client import Conflict, Json, KubeClient, NotFound, Unavailable
-from epochkv_operator.kube.resources import Resource
+from epochkv_operator.kube.resources import ObjectRef
 from epochkv_operator.kube.store import Store, resource_version
+
+#: Status fields to merge in, from the object as it is, or None: leave it alone.
+Decide = Callable[[Json], Json | None]
 
 
 class ObjectGone(Exception):
@@ -28,33 +32,32 @@ class StatusWriter:
         self._store = store
         self._deadline_seconds = deadline_seconds
 
-    async def read(self, resource: Resource, namespace: str, name: str, uid: str, deadline_seconds: float | None = None) -> Json:
+    async def read(self, ref: ObjectRef, deadline_seconds: float | None = None) -> Json:
         """Quorum read of the object.
 
         Raises:
             ObjectGone, ApiError
         """
         try:
-            obj = await self._client.get(resource, namespace, name, deadline_seconds)
+            obj = await self._client.get(ref.resource, ref.namespace, ref.name, deadline_seconds)
         except NotFound as error:
-            raise ObjectGone(f"{resource.kind} {namespace}/{name} (uid {uid}) is gone") from error
-        if obj["metadata"]["uid"] != uid:
-            raise ObjectGone(f"{resource.kind} {namespace}/{name} was recreated: its uid is {obj['metadata']['uid']}, not {uid}")
-        self._store.upsert(resource.kind, obj)
+            raise ObjectGone(f"{ref} is gone") from error
+        if obj["metadata"]["uid"] != ref.uid:
+            raise ObjectGone(f"{ref} was recreated with uid {obj['metadata']['uid']}")
+        self._store.upsert(ref.resource.kind, obj)
         return obj
 
-    async def update(
-        self, resource: Resource, namespace: str, name: str, uid: str, decide: Callable[[Json], Json | None], deadline_seconds: float | None = None
-    ) -> bool:
-        """Merge what `decide(object)` returns into the status; `decide` runs again on each newer state. False when it returned None.
+    async def update(self, ref: ObjectRef, decide: Decide, deadline_seconds: float | None = None) -> bool:
+        """Merge what `decide(object)` returns into the status, unless it is None; True when something was sent.
 
-        The patch is accepted only at the resourceVersion that `decide` saw, so what it checked still holds at the write.
+        `decide` runs again on each newer state. The patch is accepted only at the resourceVersion that `decide` saw, so
+        what it checked still holds at the write.
 
         Raises:
             ObjectGone, ApiError (`Unavailable` at the deadline); anything `decide` raises.
         """
         deadline = time.monotonic() + (deadline_seconds or self._deadline_seconds)
-        obj = self._store.by_uid(resource.kind, uid) or await self.read(resource, namespace, name, uid)
+        obj = self._store.by_uid(ref.resource.kind, ref.uid) or await self.read(ref)
         attempt = 0
         while True:
             patch = decide(obj)
@@ -62,18 +65,18 @@ class StatusWriter:
                 return False
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise Unavailable(0, "Timeout", f"status of {resource.kind} {namespace}/{name} kept changing under {attempt} writes", "PATCH status")
+                raise Unavailable(0, "Timeout", f"changed under each of {attempt} writes", f"PATCH status of {ref}")
             try:
-                answer = await self._client.patch_status(resource, namespace, name, str(resource_version(obj)), patch, remaining)
+                answer = await self._client.patch_status(ref, str(resource_version(obj)), patch, remaining)
             except NotFound as error:
-                raise ObjectGone(f"{resource.kind} {namespace}/{name} (uid {uid}) is gone") from error
+                raise ObjectGone(f"{ref} is gone") from error
             except Conflict:
                 attempt += 1
                 if attempt > 3:
                     await asyncio.sleep(min(0.005 * 2 ** min(attempt, 6), 0.2))
-                obj = await self.read(resource, namespace, name, uid, remaining)
+                obj = await self.read(ref, remaining)
                 continue
             if resource_version(answer) != resource_version(obj):
-                metrics.API_WRITES.labels(kind=resource.kind, operation="status").inc()
-            self._store.upsert(resource.kind, answer)
+                metrics.API_WRITES.labels(kind=ref.resource.kind, operation="status").inc()
+            self._store.upsert(ref.resource.kind, answer)
             return True

@@ -1,7 +1,8 @@
 """What the cluster looked like when last heard of: every watched object, by kind and uid.
 
-Fed by watch events and by whole LISTs, which may overtake each other, so both carry a resourceVersion and the newer one wins; deletions leave a
-tombstone for a while, or a slow LIST would bring the object back. Decisions that need *all* objects of a moment are not taken from here.
+Fed by watch events and by whole LISTs, which may overtake each other, so both carry a resourceVersion and the newer
+one wins; deletions leave a tombstone for a while, or a slow LIST would bring the object back. Decisions that need
+*all* objects of a moment are not taken from here.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ def resource_version(obj: Json) -> int:
 
 
 def slim(obj: Json) -> Json:
-    """The object without managedFields (most of its bytes), except one fact: whether an autoscaler owns the replica count."""
+    """The object without managedFields (most of its bytes), except one fact: whether an autoscaler owns the replica
+    count.
+    """
     metadata = dict(obj["metadata"])
     fields = metadata.pop("managedFields", None) or []
     scaled = any(
-        entry.get("subresource") == "scale" and "f:replicas" in (entry.get("fieldsV1") or {}).get("f:spec", {}) for entry in fields
+        entry.get("subresource") == "scale" and "f:replicas" in (entry.get("fieldsV1") or {}).get("f:spec", {})
+        for entry in fields
     )
     slimmed = {**obj, "metadata": metadata}
     if scaled:
@@ -59,8 +63,12 @@ class Store:
         metadata = obj["metadata"]
         return self._drop(kind, metadata["uid"], resource_version(obj))
 
-    def replace(self, kind: str, objects: Iterable[Json], list_version: int, namespace: str | None = None) -> list[Json]:
-        """Take a whole LIST (of one namespace, or of all) in. Returns the objects that changed or vanished since the last state known."""
+    def replace(
+        self, kind: str, objects: Iterable[Json], list_version: int, namespace: str | None = None
+    ) -> list[Json]:
+        """Take a whole LIST (of one namespace, or of all) in. Returns the objects that changed or vanished since the
+        last state known.
+        """
         changed: list[Json] = []
         seen: set[str] = set()
         for obj in objects:
@@ -89,7 +97,8 @@ class Store:
         return [
             obj
             for obj in self.all(kind)
-            if obj["metadata"].get("namespace") == namespace and (obj["metadata"].get("labels") or {}).get(label) == value
+            if obj["metadata"].get("namespace") == namespace
+            and (obj["metadata"].get("labels") or {}).get(label) == value
         ]
 
     def _index(self, kind: str, metadata: Json, uid: str) -> None:
