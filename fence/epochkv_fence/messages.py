@@ -1,0 +1,260 @@
+"""What travels between hub, agents and trainers: typed, tagged, versioned, size-checked (design page "fence", section 6).
+
+A message is two frames: the protocol version (one byte) and a msgpack map with the tag in `type`. Fields may be added
+within a version (unknown fields are ignored); anything else needs a new version. Whatever arrives, `decode` returns a
+message or raises `WireError`, whose text names the tag and the version; the receiver answers it with `Error` and goes on.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Annotated, Final
+
+import msgspec
+
+PROTOCOL_VERSION: Final = 1
+VERSION_FRAME: Final = bytes([PROTOCOL_VERSION])
+MAX_MESSAGE_BYTES: Final = 64 * 1024
+BOOT_BYTES: Final = 16
+MAX_EPOCH: Final = 2**53 - 1  # what JSON and YAML readers carry exactly
+
+Boot = Annotated[bytes, msgspec.Meta(min_length=BOOT_BYTES, max_length=BOOT_BYTES)]
+"""128 random bits drawn when an EngineCore process starts."""
+Epoch = Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+LeaseSeconds = Annotated[float, msgspec.Meta(gt=0.0, le=86_400.0)]
+Name = Annotated[str, msgspec.Meta(max_length=253)]
+Text = Annotated[str, msgspec.Meta(max_length=1024)]
+
+
+class Mode(enum.Enum):
+    """What a grant allows: name and share KV under the epoch's root, or serve without the pool's caches."""
+
+    USE = "Use"
+    BYPASS = "Bypass"
+
+
+class Refusal(enum.Enum):
+    """Why a message was not taken."""
+
+    SIZE = "size"
+    FRAMES = "frames"
+    VERSION = "version"
+    TAG = "tag"
+    MALFORMED = "malformed"
+    UNEXPECTED = "unexpected"
+    POOL = "pool"
+    LIMIT = "limit"
+
+
+class WireError(ValueError):
+    """A message that cannot be taken. `code` is one of `Refusal`; `text` names tag and version where they are known."""
+
+    def __init__(self, code: Refusal, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+        self.text = text
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
+    """Agent -> hub, every third of a lease and at once on change.
+
+    Attributes:
+        seq: grows with every heartbeat of this boot; a grant names the one it answers.
+        epoch: highest epoch adopted and acknowledged in this boot; None before the first.
+        mode: mode granted for that epoch.
+        carried: requests admitted under a root that is no longer current.
+        boot_age_seconds: age of the process on its own monotonic clock.
+        engine, pod, rank: who this is, for status; `pod` is empty for engines nobody provisioned.
+        stats: counters of the connector, for status and metrics.
+    """
+
+    boot: Boot
+    seq: Count
+    epoch: Epoch | None = None
+    mode: Mode = Mode.BYPASS
+    carried: Count = 0
+    boot_age_seconds: Seconds = 0.0
+    engine: Name = ""
+    pod: Name = ""
+    rank: Count = 0
+    fingerprint: Name = ""
+    stats: Annotated[dict[Name, float], msgspec.Meta(max_length=256)] = {}
+
+
+class Grant(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
+    """Hub -> agent: boot `boot` is at `epoch` in `mode` for `lease_seconds`, counted from when it *sent* heartbeat `seq`."""
+
+    boot: Boot
+    seq: Count
+    epoch: Epoch
+    mode: Mode
+    lease_seconds: LeaseSeconds
+
+
+class Nudge(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
+    """Hub -> agent: please heartbeat now. Carries no authority."""
+
+    boot: Boot
+
+
+class Propose(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
+    """Agent -> hub: this engine's caches were reset while it was at `epoch`; please go on to the next one."""
+
+    boot: Boot
+    epoch: Epoch
+
+
+class Bump(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
+    """Trainer -> hub: raise the pool to `epoch`. Repeated until published; repeating it changes nothing.
+
+    Attributes:
+        request: chosen by the client, returned in every answer.
+        boots: the boots that were there before the push began and got the weights: exactly these may use the epoch.
+            None: no such list (the pool's age rule decides).
+    """
+
+    request: Count
+    epoch: Epoch
+    boots: Annotated[list[Boot], msgspec.Meta(max_length=3000)] | None = None
+
+
+class BumpStatus(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
+    """Hub -> trainer: where the asked epoch stands. It is done when `published >= epoch`."""
+
+    request: Count
+    epoch: Epoch
+    target: Epoch
+    published: Epoch
+    engines: Count = 0
+    laggards: Count = 0
+    carried: Count = 0
+
+
+class EngineStatus(msgspec.Struct, frozen=True):
+    """One engine boot in a `Status`."""
+
+    boot: Boot
+    engine: Name
+    pod: Name
+    rank: Count
+    epoch: Epoch | None
+    mode: Mode
+    carried: Count
+
+
+class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
+    """Trainer -> hub with `request` alone: a question. Hub -> trainer: the pool and its live boots, `first` of `total` on.
+
+    A pool with more boots than fit in one message is answered in pages: ask again with `first` moved on.
+    """
+
+    request: Count
+    first: Count = 0
+    target: Epoch = 0
+    published: Epoch = 0
+    total: Count = 0
+    engines: Annotated[list[EngineStatus], msgspec.Meta(max_length=64)] = []
+
+
+class Reclaim(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
+    """Hub -> agent: remove the pool's keys of every epoch below `below`. Best effort, never gates anything."""
+
+    boot: Boot
+    below: Epoch
+
+
+class Reclaimed(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
+    """Agent -> hub: `removed` keys of epochs below `below` were removed; 0 means that none were left."""
+
+    boot: Boot
+    below: Epoch
+    removed: Count
+
+
+class Error(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
+    """Either side: a message of yours was not taken. Never answered."""
+
+    code: Refusal
+    text: Text
+
+
+Message = Heartbeat | Grant | Nudge | Propose | Bump | BumpStatus | Status | Reclaim | Reclaimed | Error
+TAGS: Final = (
+    "Heartbeat",
+    "Grant",
+    "Nudge",
+    "Propose",
+    "Bump",
+    "BumpStatus",
+    "Status",
+    "Reclaim",
+    "Reclaimed",
+    "Error",
+)
+
+
+class _Tagged(msgspec.Struct):
+    """Just the tag, to name it in an error."""
+
+    type: str
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_tag_decoder = msgspec.msgpack.Decoder(_Tagged)
+
+
+def encode(message: Message) -> list[bytes]:
+    """The frames of a message: version, payload.
+
+    Raises:
+        WireError: the message is larger than `MAX_MESSAGE_BYTES`, which the receiver would refuse.
+    """
+    payload = _encoder.encode(message)
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise WireError(
+            Refusal.SIZE, f"{type(message).__name__} has {len(payload)} bytes; at most {MAX_MESSAGE_BYTES} are allowed"
+        )
+    return [VERSION_FRAME, payload]
+
+
+def decode(frames: Sequence[bytes]) -> Message:
+    """The message in these frames.
+
+    Raises:
+        WireError: anything else than one well-formed message of this version. Never another exception.
+    """
+    size = sum(len(frame) for frame in frames)
+    if size > MAX_MESSAGE_BYTES + len(VERSION_FRAME):
+        raise WireError(Refusal.SIZE, f"message has {size} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
+    if len(frames) != 2:
+        raise WireError(Refusal.FRAMES, f"message has {len(frames)} frames; expected 2 (version, payload)")
+    version, payload = frames
+    if version != VERSION_FRAME:
+        raise WireError(
+            Refusal.VERSION,
+            f"message with tag {_tag_of(payload)} has version {_shown(version)}; this side speaks version {PROTOCOL_VERSION}",
+        )
+    try:
+        return _decoder.decode(payload)
+    except (msgspec.DecodeError, RecursionError, UnicodeError, OverflowError) as error:
+        tag = _tag_of(payload)
+        if tag != "(none)" and tag.strip("'") not in TAGS:
+            text = f"unknown tag {tag} in version {PROTOCOL_VERSION}; known tags: {', '.join(TAGS)}"
+            raise WireError(Refusal.TAG, text) from error
+        text = f"malformed message, tag {tag}, version {PROTOCOL_VERSION}: {error}"
+        raise WireError(Refusal.MALFORMED, text[:1024]) from error
+
+
+def _tag_of(payload: bytes) -> str:
+    try:
+        return repr(_tag_decoder.decode(payload).type[:64])
+    except (msgspec.DecodeError, RecursionError, UnicodeError, OverflowError):
+        return "(none)"
+
+
+def _shown(version: bytes) -> str:
+    return str(version[0]) if len(version) == 1 else f"0x{version[:16].hex()}" if version else "(empty)"

@@ -1,0 +1,124 @@
+"""Values about one pool that the hub takes and gives: its configuration, and what it looks like right now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from epochkv_fence.messages import Mode
+
+
+def margin_seconds(lease_seconds: float) -> float:
+    """What a hub waits beyond a lease, for clocks that run at different rates: 10 % of it, at least 1 s."""
+    return max(1.0, 0.1 * lease_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """What a hub is told about a pool. May be replaced at any time, for the same `uid`.
+
+    Attributes:
+        uid: never reused, also when a pool of the same name is made again.
+        name: for logs and errors, such as `namespace/name`.
+        client_public_keys: CURVE public keys (z85, 40 characters) of which each speaks for this pool; two while a key is
+            being changed.
+        lease_seconds: how long a grant lasts. Changing it is safe while this hub leads; a shorter one must not take
+            effect together with a change of leader.
+        join_after_seconds: with pushed weights, how old a boot must have been when an epoch was asked for to use it.
+        weights_source: `Pushed`: weights change under a running engine. `Model`: never.
+        reclaim: ask an engine to remove keys of older epochs after publication.
+        reclaim_seconds: pause between two requests to do so (at least the store's lease time).
+    """
+
+    uid: str
+    name: str
+    client_public_keys: tuple[str, ...]
+    lease_seconds: float = 30.0
+    join_after_seconds: float = 60.0
+    weights_source: Literal["Pushed", "Model"] = "Pushed"
+    reclaim: bool = True
+    reclaim_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not self.uid:
+            raise ValueError(f"pool {self.name!r}: uid is empty; give the pool's uid")
+        for key, low, high in (
+            ("lease_seconds", 0.1, 86_400.0),
+            ("join_after_seconds", 0.0, 1e9),
+            ("reclaim_seconds", 0.1, 1e9),
+        ):
+            value = getattr(self, key)
+            if not low <= value <= high:
+                raise ValueError(f"pool {self.name!r}: {key} is {value}; it must be from {low} to {high}")
+        if self.weights_source not in ("Pushed", "Model"):
+            raise ValueError(f"pool {self.name!r}: weights_source is {self.weights_source!r}; use 'Pushed' or 'Model'")
+
+    @property
+    def hold_seconds(self) -> float:
+        """Lease and margin: after this a grant is dead by anybody's clock."""
+        return self.lease_seconds + margin_seconds(self.lease_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One engine boot as the hub knows it.
+
+    Attributes:
+        epoch: highest epoch it acknowledged; None before the first.
+        mode: mode it reports for that epoch; BYPASS at the target with pushed weights means that its weights are pending.
+        converged: `epoch` is the target or above.
+        alive: heard from within the last lease.
+        carried: requests it still runs under an older root.
+        age_seconds: lower bound for the age of its process.
+        silent_seconds: since it was last heard from.
+    """
+
+    boot: bytes
+    engine: str
+    pod: str
+    rank: int
+    epoch: int | None
+    mode: Mode
+    converged: bool
+    alive: bool
+    carried: int
+    age_seconds: float
+    silent_seconds: float
+    fingerprint: str
+    stats: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSnapshot:
+    """A pool as its hub knows it.
+
+    Attributes:
+        leading: this hub leads and has read the pool's record; nothing else here counts when it is False.
+        target, published: recorded durably.
+        asked: highest epoch asked for so far, recorded or not.
+        engines: all boots known, by engine, pod, rank.
+        laggards: those alive that are not at the target.
+        carried: requests under older roots, over all engines.
+        started_at: when the newest epoch was asked for (when recorded, if that is unknown); Unix seconds.
+        published_at: when the newest published epoch was published by this hub; Unix seconds.
+        reset_seconds: duration of the latest reset published by this hub, measured on one monotonic clock.
+        reclaimed: highest epoch below which an engine reported that no keys are left.
+    """
+
+    uid: str
+    leading: bool
+    target: int
+    published: int
+    asked: int
+    engines: list[EngineView]
+    laggards: list[EngineView]
+    carried: int
+    started_at: float | None
+    published_at: float | None
+    reset_seconds: float | None
+    reclaimed: int
+
+    @property
+    def converged(self) -> bool:
+        """Everything asked for is published."""
+        return self.leading and self.published >= max(self.target, self.asked)
