@@ -18,7 +18,7 @@ class Source(enum.IntEnum):
 
 
 class Phase(enum.IntEnum):
-    """What a rank acknowledges. Every rank acknowledges each phase of a job exactly once, on success, failure and timeout alike."""
+    """What a rank acknowledges: each phase of a job exactly once, on success, failure and timeout alike."""
 
     COPIED = 0  # save: the device-to-host part is over (or will never begin); GPU blocks may be freed
     STORED = 1  # save with a namespace: every put has ended or was given up; the slots' references may be dropped
@@ -37,7 +37,8 @@ class BlockMove:
         slot: index into the host region; the same on every rank.
         block_hash: vLLM's block hash (made under the job's root), names the block in L2.
         source: for loads only.
-        copy: for saves only. False: the slot already holds the block (it is in L1), put it and copy nothing.
+        copy: for saves only. False: the slot already holds the block (it is in L1), copy nothing.
+        put: for saves only. False: L2 is known to hold the block, copy it to the slot and put nothing.
     """
 
     group: int
@@ -47,11 +48,15 @@ class BlockMove:
     block_hash: bytes
     source: Source = Source.HOST
     copy: bool = True
+    put: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Fill GPU blocks of `request_id`. Reported once per rank in `finished_recving` (and `failed_recving` if any byte is missing)."""
+    """Fill GPU blocks of `request_id`.
+
+    Reported once per rank in `finished_recving`, and in `failed_recving` if any byte is missing.
+    """
 
     job_id: int
     request_id: str
@@ -82,15 +87,15 @@ class JobAck:
     """One rank's acknowledgement of one phase of one job.
 
     Attributes:
-        start_block, num_blocks: saves: the range `[start_block, start_block + num_blocks)` that this rank managed, in the units of
-            `SaveJob` (the whole range of the job when nothing went wrong); aggregated over ranks by intersection. Loads: `num_blocks`
-            counts the blocks of the job that are filled, `start_block` is 0.
+        start_block, num_blocks: saves: the range `[start_block, start_block + num_blocks)` that this rank managed, in
+            the units of `SaveJob` (the job's whole range when nothing went wrong); aggregated over ranks by
+            intersection. Loads: `num_blocks` counts the blocks of the job that are filled, `start_block` is 0.
         failed: at least one block is missing.
         filled_slots: loads: slots that now hold verified L2 bytes and may be indexed in L1.
-        failed_slots: failed loads: slots whose block did not reach the GPU; empty with `failed` set means all of them.
+        failed_slots: failed loads: slots whose block did not reach the GPU; empty with `failed` set: unknown.
             Aggregated over ranks by hull in the request's chain.
-        busy_slots: slots that this rank may still write or read after this acknowledgement (a deadline passed while a transfer ran).
-            They are given to nobody until the rank acknowledges `Phase.RELEASED` for the job.
+        busy_slots: slots that this rank may still write or read after this acknowledgement (a deadline passed while
+            a transfer ran). They are given to nobody until the rank acknowledges `Phase.RELEASED` for the job.
     """
 
     job_id: int

@@ -2,8 +2,8 @@
 
 The scheduler half decides (which block, which slot, which name), the worker half moves bytes and acknowledges.
 Jobs carry ids that are never reused and never derived from request ids. Every job is acknowledged by every rank exactly
-once per phase; `WorkerReport.aggregate` only concatenates, so it is associative and commutative, and the scheduler half counts ranks
-down *across* steps (vLLM merges ranks within one step only: `KVOutputAggregator.aggregate`).
+once per phase; `WorkerReport.aggregate` only concatenates, so it is associative and commutative, and the scheduler half
+counts ranks down *across* steps (vLLM merges ranks within one step only: `KVOutputAggregator.aggregate`).
 The values themselves live in `records.py`, which does not need vLLM.
 """
 
@@ -24,8 +24,8 @@ class StepMetadata(KVConnectorMetadata):
 
     Attributes:
         loads, saves: jobs born in this step.
-        poisoned: request ids whose load must be reported once more, finished *and* failed (fence.md, "Poison"). Also names
-            requests for which no load job was ever sent (a hit that could not be kept): reported the same way.
+        poisoned: request ids whose load must be reported once more, finished *and* failed (fence.md, "Poison"). Also
+            names requests for which no load job was ever sent (a hit that could not be kept): reported the same way.
         newest_epoch: highest epoch adopted; a put of an older namespace that has not begun may be skipped.
     """
 

@@ -1,6 +1,7 @@
 """What the scheduler half is told about vLLM's world: frozen views and small ports, made by the facade.
 
-They keep the bookkeeping free of vLLM imports, and name exactly what of a request, a block pool or a store it depends on.
+They keep the bookkeeping free of vLLM imports, and name exactly what of a request, a block pool or a store it
+depends on.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class GroupKind(enum.Enum):
 
     FULL = "full"  # every block of the prefix is needed
     SLIDING = "sliding"  # only the blocks of the last window are needed
-    UNSUPPORTED = "unsupported"  # state that blocks cannot restore (mamba, chunked local, ring buffers): no external hits
+    UNSUPPORTED = "unsupported"  # state that blocks cannot restore (mamba, chunked local, ring buffers): no hits
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ class GroupLayout:
         block_size: tokens per block as vLLM's manager of the group counts them.
         window_tokens: `sliding_window` of the spec (SLIDING only).
         extra_retained_tokens: `SlidingWindowSpec.extra_retained_tokens`: blocks kept alive below the window.
-        eagle: the group's last block depends on the next token (EAGLE/MTP draft layers): a hit needs one block more than it uses.
+        eagle: a block's last position depends on the next token (EAGLE/MTP draft layers): a hit needs one block more
+            than it uses.
         name: for messages, e.g. the spec's class name.
     """
 
@@ -50,7 +52,8 @@ class CacheLayout:
     Attributes:
         groups: in vLLM's order (index = KV cache group id).
         alignment_tokens: hits end on multiples of this (vLLM's scheduler block size: LCM of the groups' block sizes).
-        slot_bytes: stride of one host slot on one rank: the largest block of any group, all layers, padded as the worker pads.
+        slot_bytes: stride of one host slot on one rank: the largest block of any group, all layers, padded as the
+            worker pads.
     """
 
     groups: tuple[GroupLayout, ...]
@@ -82,9 +85,13 @@ class Snapshot(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """A request as a lookup sees it. `block_hashes` are vLLM's, one per `hash_block_size` tokens, made with `root` as first parent.
+    """A request as a lookup sees it.
 
-    The list is only read, and only during the call; keys are copied out of it.
+    Attributes:
+        num_tokens: prompt, and outputs so far of a request that was preempted.
+        block_hashes: vLLM's, one per `hash_block_size` tokens. Only read, and only during the call; names are copied.
+        root: compared with `Snapshot.root`. For a pin derived from the current root (adapters) give the current root:
+            the hashes carry the difference.
     """
 
     request_id: str
@@ -99,8 +106,8 @@ class ScheduledRequestView:
     """A request that computes in this step (or computed before), as saving sees it.
 
     Attributes:
-        num_confirmed_tokens: length of the prefix whose KV is in its blocks once this step's forward has run and that cannot be
-            taken back (draft tokens and placeholders of async scheduling do not count).
+        num_confirmed_tokens: length of the prefix whose KV is in its blocks once this step's forward has run and that
+            cannot be taken back (draft tokens and placeholders of async scheduling do not count).
         group_block_ids: the request's GPU blocks per group, null blocks included.
     """
 
@@ -114,7 +121,12 @@ class ScheduledRequestView:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Answer of a lookup. `num_tokens`: tokens beyond the local ones; None: ask again next step. `sources` sums to it."""
+    """Answer of a lookup.
+
+    Attributes:
+        num_tokens: tokens beyond the local ones; None: ask again next step.
+        sources: tokens by tier; their sum is `num_tokens`.
+    """
 
     num_tokens: int | None
     sources: Mapping[Source, int] = field(default_factory=dict)
@@ -125,8 +137,8 @@ class Commit(enum.Enum):
 
     NOTHING = enum.auto()  # no load: zero tokens, or the plan was dropped
     LOADING = enum.auto()  # a load job goes out with the next metadata (or is already under way)
-    DOOMED = enum.auto()  # the promise cannot be kept: the request is named in `poisoned` of the next metadata and no job is sent.
-    # Its report in finished_recving/failed_recving is the only one, so it must not be stripped.
+    DOOMED = enum.auto()  # the promise cannot be kept: the next metadata names the request in `poisoned` and has no job
+    # for it. Its report in finished_recving and failed_recving is the only one, so it must not be stripped.
 
 
 class BlockPoolPort(Protocol):

@@ -1,0 +1,96 @@
+"""How much of a prompt the tiers can give, over all KV cache groups.
+
+The same answer as vLLM's coordinator gives for its own pool (`HybridKVCacheCoordinator.find_longest_cache_hit`; a test
+compares them), written anew because ours is asked about two tiers and must not touch vLLM's blocks: full attention
+needs every block of the prefix, a sliding window only the blocks that the next token attends to, and a length counts
+only where all groups agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout
+
+Present = Callable[[int, int], bool]
+"""(group, block index in units of the group's block size) -> some tier holds that block."""
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling division."""
+    return -(-a // b)
+
+
+def align_down(num_tokens: int, alignment: int) -> int:
+    """Largest multiple of `alignment` that is not above `num_tokens`."""
+    return num_tokens - num_tokens % alignment
+
+
+def num_skipped_blocks(group: GroupLayout, num_tokens: int) -> int:
+    """Leading blocks that nobody attends to once `num_tokens` are computed (`get_num_skipped_tokens` in vLLM)."""
+    if group.kind is not GroupKind.SLIDING:
+        return 0
+    return max(0, num_tokens - group.window_tokens + 1 - group.extra_retained_tokens) // group.block_size
+
+
+def needed_range(group: GroupLayout, num_local_tokens: int, num_total_tokens: int) -> range:
+    """Blocks of a group that must be loaded so that `num_total_tokens` are computed, given the local ones."""
+    first = max(num_local_tokens // group.block_size, num_skipped_blocks(group, num_total_tokens))
+    return range(first, cdiv(num_total_tokens, group.block_size))
+
+
+def needed_blocks(layout: CacheLayout, num_local_tokens: int, num_total_tokens: int) -> Iterator[tuple[int, int]]:
+    """(group, block) of everything a hit has to load, group by group, in chain order."""
+    for index, group in enumerate(layout.groups):
+        for block in needed_range(group, num_local_tokens, num_total_tokens):
+            yield index, block
+
+
+def longest_hit(layout: CacheLayout, num_local_tokens: int, max_tokens: int, present: Present) -> int:
+    """Longest prefix (tokens, at least `num_local_tokens`) that the local blocks and the tiers give together.
+
+    Args:
+        num_local_tokens: prefix that the GPU holds already; a multiple of `layout.alignment_tokens`.
+        max_tokens: the answer does not exceed it. vLLM must compute at least one token, so callers give at most the
+            number of tokens less one (`KVCacheManager.get_computed_blocks`).
+    """
+    limit = align_down(max_tokens, layout.alignment_tokens)
+    sliding: list[int] = []
+    for index, group in enumerate(layout.groups):
+        if group.kind is GroupKind.SLIDING:
+            sliding.append(index)
+        elif limit > num_local_tokens:
+            limit = _full_limit(layout, index, num_local_tokens, limit, present)
+    while limit > num_local_tokens:
+        before = limit
+        for index in sliding:
+            limit = _sliding_limit(layout, index, num_local_tokens, limit, present)
+        if limit == before:
+            return limit
+    return num_local_tokens
+
+
+def _full_limit(layout: CacheLayout, index: int, local: int, limit: int, present: Present) -> int:
+    group = layout.groups[index]
+    size, margin = group.block_size, 1 if group.eagle else 0
+    block, end = local // size, limit // size + margin
+    while block < end and present(index, block):
+        block += 1
+    return max(local, min(limit, align_down((block - margin) * size, layout.alignment_tokens)))
+
+
+def _sliding_limit(layout: CacheLayout, index: int, local: int, limit: int, present: Present) -> int:
+    """Longest aligned length up to `limit` whose window is complete; one scan from the right."""
+    group = layout.groups[index]
+    size, margin, first = group.block_size, 1 if group.eagle else 0, local // group.block_size
+    total = limit
+    while total > local:
+        lowest = max(first, num_skipped_blocks(group, total))
+        block = total // size + margin - 1
+        while block >= lowest and present(index, block):
+            block -= 1
+        if block < lowest:
+            return total
+        # `block` is missing: every length whose window includes it fails too.
+        total = min(total - layout.alignment_tokens, align_down(max(block - margin, 0) * size, layout.alignment_tokens))
+    return local

@@ -1,0 +1,237 @@
+"""The ledger of transfers under way: who still owes an acknowledgement, and what may be released when.
+
+vLLM merges the ranks of one step only, so ranks are counted down here, across steps, by job id. A job never ends by
+itself: workers acknowledge it as dropped after its deadline, and until a rank says so nothing it might still touch is
+reused.
+Saves are aggregated over ranks by intersection (a block is saved if every rank saved it), failed loads by hull.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from epochkv_connector.records import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Every rank is done with the GPU blocks of a save."""
+
+    job: SaveJob
+    gpu_blocks: tuple[int, ...]  # to be given back, in chain order
+    saved: tuple[BlockMove, ...]  # copies that every rank managed
+    abandoned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Every rank's puts of a save have ended."""
+
+    job: SaveJob
+    stored: tuple[BlockMove, ...]  # blocks that every rank put (or found there)
+    abandoned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Every rank has reported a load."""
+
+    job: LoadJob
+    filled: tuple[BlockMove, ...]  # fetched from L2 and verified on every rank
+    failed: bool
+    doubted: tuple[BlockMove, ...]  # blocks that did not arrive on some rank
+    hull: tuple[BlockMove, ...]  # everything between the first and the last doubted block of the chain
+    abandoned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """No rank touches these slots for the job any more; drop the job's references, in this order."""
+
+    slots: tuple[int, ...]
+
+
+Outcome = Copied | Stored | Loaded | Released
+
+
+@dataclass(slots=True)
+class _Open:
+    """One job and what its ranks have said."""
+
+    job: SaveJob | LoadJob
+    opened_at: float
+    gpu_blocks: tuple[int, ...] = ()
+    scale: Mapping[int, int] = field(default_factory=dict)  # saves: group -> hash blocks per block
+    acked: dict[Phase, set[int]] = field(default_factory=dict)
+    done: set[Phase] = field(default_factory=set)
+    ranges: dict[Phase, tuple[int, int]] = field(default_factory=dict)  # intersection so far, hash blocks
+    filled: set[int] | None = None  # intersection over ranks of filled slots
+    failed: bool = False
+    failed_slots: set[int] = field(default_factory=set)
+    blamed_all: bool = False
+    busy: dict[int, set[int]] = field(default_factory=dict)  # rank -> slots
+    unreleased: set[int] = field(default_factory=set)
+    abandoned: bool = False
+
+
+class Ledger:
+    """Open jobs by id. `acknowledge` turns acknowledgements into outcomes; applying them is the caller's.
+
+    Args:
+        num_ranks: acknowledgements that complete a phase.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.ignored_acks = 0  # unknown job, phase or a rank's second acknowledgement
+        self._jobs: dict[int, _Open] = {}
+        self._loading: dict[str, int] = {}  # request id -> job whose load has not been reported by all ranks
+        self._num_gpu_blocks = 0
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def num_gpu_blocks(self) -> int:
+        """GPU blocks referenced by saves."""
+        return self._num_gpu_blocks
+
+    @property
+    def num_loads(self) -> int:
+        """Loads that some rank has not reported."""
+        return len(self._loading)
+
+    @property
+    def num_saves(self) -> int:
+        """Saves that are not over."""
+        return sum(1 for entry in self._jobs.values() if isinstance(entry.job, SaveJob))
+
+    @property
+    def num_busy_slots(self) -> int:
+        """Slots held back because a rank may still touch them after a deadline."""
+        return len({slot for entry in self._jobs.values() for slots in entry.busy.values() for slot in slots})
+
+    def loading(self) -> set[str]:
+        """Requests with a load under way."""
+        return set(self._loading)
+
+    def is_loading(self, request_id: str) -> bool:
+        """Whether a load of this request is under way."""
+        return request_id in self._loading
+
+    def num_overdue(self, now: float) -> int:
+        """Jobs that a rank should have acknowledged as dropped by now (a rank that hangs, or lost metadata)."""
+        return sum(1 for entry in self._jobs.values() if now - entry.opened_at > 2 * entry.job.deadline_seconds)
+
+    def open_load(self, job: LoadJob, now: float, abandoned: bool = False) -> None:
+        """A load goes out; `abandoned`: its root is not current any more, so its blocks must not be indexed."""
+        assert job.request_id not in self._loading, f"request {job.request_id} has a load already"
+        self._jobs[job.job_id] = _Open(job, now, unreleased={move.slot for move in job.moves}, abandoned=abandoned)
+        self._loading[job.request_id] = job.job_id
+
+    def open_save(self, job: SaveJob, gpu_blocks: Iterable[int], scale: Mapping[int, int], now: float) -> None:
+        """A save goes out.
+
+        Args:
+            gpu_blocks: blocks the caller has referenced for it, in chain order.
+            scale: hash blocks per block, by group.
+        """
+        entry = _Open(job, now, tuple(gpu_blocks), scale, unreleased={move.slot for move in job.moves})
+        self._jobs[job.job_id] = entry
+        self._num_gpu_blocks += len(entry.gpu_blocks)
+
+    def abandon_all(self) -> None:
+        """The root changed: results of jobs under way must not be indexed."""
+        for entry in self._jobs.values():
+            entry.abandoned = True
+
+    def acknowledge(self, ack: JobAck) -> list[Outcome]:
+        """Count one rank's acknowledgement; the outcomes are in the order in which to apply them."""
+        entry = self._jobs.get(ack.job_id)
+        if entry is None:
+            self.ignored_acks += 1
+            return []
+        if ack.phase is Phase.RELEASED:
+            if entry.busy.pop(ack.rank, None) is None:
+                self.ignored_acks += 1
+            return self._settle(entry)
+        expected = (Phase.LOADED,) if isinstance(entry.job, LoadJob) else (Phase.COPIED, Phase.STORED)
+        ranks = entry.acked.setdefault(ack.phase, set())
+        if ack.phase not in expected or ack.rank in ranks:
+            self.ignored_acks += 1
+            return []
+        ranks.add(ack.rank)
+        self._merge(entry, ack)
+        outcomes: list[Outcome] = []
+        if len(ranks) == self.num_ranks:
+            entry.done.add(ack.phase)
+            outcomes.append(self._complete(entry, ack.phase))
+        return outcomes + self._settle(entry)
+
+    def _merge(self, entry: _Open, ack: JobAck) -> None:
+        if ack.busy_slots:
+            entry.busy.setdefault(ack.rank, set()).update(ack.busy_slots)
+        if isinstance(entry.job, SaveJob):
+            job = entry.job
+            start, end = entry.ranges.get(ack.phase, (job.start_block, job.start_block + job.num_blocks))
+            entry.ranges[ack.phase] = (max(start, ack.start_block), min(end, ack.start_block + ack.num_blocks))
+            return
+        filled = set(ack.filled_slots) - set(ack.busy_slots)
+        entry.filled = filled if entry.filled is None else entry.filled & filled
+        if ack.failed:
+            entry.failed = True
+            entry.failed_slots.update(ack.failed_slots)
+            entry.blamed_all = entry.blamed_all or not ack.failed_slots
+
+    def _complete(self, entry: _Open, phase: Phase) -> Outcome:
+        job = entry.job
+        if isinstance(job, LoadJob):
+            del self._loading[job.request_id]
+            return self._loaded(entry, job)
+        start, end = entry.ranges[phase]
+        inside = [
+            move
+            for move in job.moves
+            if start <= move.block * entry.scale[move.group] and (move.block + 1) * entry.scale[move.group] <= end
+        ]
+        if phase is Phase.STORED:
+            return Stored(job, tuple(move for move in inside if move.put), entry.abandoned)
+        self._num_gpu_blocks -= len(entry.gpu_blocks)
+        return Copied(job, entry.gpu_blocks, tuple(move for move in inside if move.copy), entry.abandoned)
+
+    def _loaded(self, entry: _Open, job: LoadJob) -> Loaded:
+        filled = entry.filled or set()
+        arrived = tuple(move for move in job.moves if move.source is Source.STORE and move.slot in filled)
+        doubted: tuple[BlockMove, ...] = ()
+        if entry.failed:
+            unfilled = [m for m in job.moves if m.source is Source.STORE and m.slot not in filled]
+            named = [move for move in job.moves if move.slot in entry.failed_slots]
+            # A rank that did not say which blocks failed: blame the fetched ones that are not filled, else everything.
+            doubted = tuple(dict.fromkeys([*named, *(unfilled or job.moves)])) if entry.blamed_all else tuple(named)
+        return Loaded(job, arrived, entry.failed, doubted, _hull(job, doubted), entry.abandoned)
+
+    def _settle(self, entry: _Open) -> list[Outcome]:
+        """Release the slots that nobody touches any more; close the job when none is left."""
+        job = entry.job
+        if isinstance(job, LoadJob):
+            over = Phase.LOADED in entry.done
+        else:
+            over = Phase.COPIED in entry.done and (job.namespace is None or Phase.STORED in entry.done)
+        if not over:
+            return []
+        busy = set().union(*entry.busy.values()) if entry.busy else set()
+        slots = [move.slot for move in reversed(job.moves) if move.slot in entry.unreleased and move.slot not in busy]
+        entry.unreleased.difference_update(slots)
+        if not entry.unreleased:
+            del self._jobs[job.job_id]
+        return [Released(tuple(slots))] if slots else []
+
+
+def _hull(job: LoadJob, doubted: tuple[BlockMove, ...]) -> tuple[BlockMove, ...]:
+    """Blocks of the job from the first to the last doubted one of their group (groups count in different sizes)."""
+    bounds: dict[int, tuple[int, int]] = {}
+    for move in doubted:
+        low, high = bounds.get(move.group, (move.block, move.block))
+        bounds[move.group] = (min(low, move.block), max(high, move.block))
+    return tuple(move for move in job.moves if move.group in bounds and bounds[move.group][0] <= move.block <= bounds[move.group][1])

@@ -1,0 +1,203 @@
+"""Existence queries against L2, without ever making the scheduler wait for a dead store.
+
+A query begins as early as possible (when the request arrives) on the client's own thread. All queries of one scheduler
+step share one short wait, because answering "ask again" costs the request a whole model step; after a query's deadline
+the answer is what L1 has. Errors are "not there".
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+
+from epochkv_connector.scheduler.index import Key
+from epochkv_connector.scheduler.views import KeysOf, LookupClient
+
+MAX_KEYS_PER_QUERY = 1024
+
+READ_LEASE_SECONDS = 5.0
+"""How long an existence answer is believed. The store's own read lease is 10 s by default, 5 s in older builds
+(Mooncake `types.h`, `default_kv_lease_ttl`)."""
+
+
+class State(enum.Enum):
+    """Where a query stands."""
+
+    READY = enum.auto()
+    PENDING = enum.auto()
+    LATE = enum.auto()  # past its deadline: go on without L2
+
+
+@dataclass(slots=True)
+class Query:
+    """One request's question: which of these blocks does every shard hold?"""
+
+    namespace: str
+    root: bytes
+    begun_at: float
+    blocks: list[Key]
+    shards: list[int]  # keys per block
+    futures: list[Future[Sequence[bool]]]
+    batches: list[int]  # keys per future
+    found: frozenset[Key] | None = None
+    late: bool = False
+
+
+class Lookups:
+    """Open queries, one per request.
+
+    Args:
+        wait_seconds: shared by all polls between two calls of `new_step`.
+        deadline_seconds: of one query, from its begin.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        client: LookupClient,
+        keys_of: KeysOf,
+        wait_seconds: float,
+        deadline_seconds: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._client = client
+        self._keys_of = keys_of
+        self._wait_seconds = wait_seconds
+        self._deadline_seconds = deadline_seconds
+        self._clock = clock
+        self._budget = wait_seconds
+        self._queries: dict[str, Query] = {}
+        self._num_begun = self._num_late = self._num_errors = self._num_absent = 0
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start."""
+        return {
+            "queries_begun": self._num_begun,
+            "queries_late": self._num_late,
+            "queries_failed": self._num_errors,
+            "blocks_absent": self._num_absent,
+        }
+
+    def __len__(self) -> int:
+        return len(self._queries)
+
+    def new_step(self) -> None:
+        """A scheduler step is over: the next one has its own wait."""
+        self._budget = self._wait_seconds
+
+    def get(self, request_id: str, namespace: str, root: bytes) -> Query | None:
+        """The request's query if it still answers this question, else None (an outdated one is dropped)."""
+        query = self._queries.get(request_id)
+        if query is None:
+            return None
+        fresh = self._clock() < query.begun_at + READ_LEASE_SECONDS
+        if query.namespace == namespace and query.root == root and fresh:
+            return query
+        self.drop(request_id)
+        return None
+
+    def begin(self, request_id: str, namespace: str, root: bytes, blocks: Sequence[Key]) -> Query:
+        """Ask for `blocks`; returns at once. Replaces an earlier query of the request."""
+        self.drop(request_id)
+        keys: list[str] = []
+        shards: list[int] = []
+        for group, block_hash in blocks:
+            of_block = self._keys_of(namespace, group, block_hash)
+            shards.append(len(of_block))
+            keys.extend(of_block)
+        futures, batches = [], []
+        for start in range(0, len(keys), MAX_KEYS_PER_QUERY):
+            batch = keys[start : start + MAX_KEYS_PER_QUERY]
+            futures.append(self._client.exists(batch))
+            batches.append(len(batch))
+        query = Query(namespace, root, self._clock(), list(blocks), shards, futures, batches)
+        self._queries[request_id] = query
+        self._num_begun += 1
+        return query
+
+    def poll(self, query: Query) -> State:
+        """Where the query stands, after waiting at most what is left of the step's wait. READY sets `query.found`."""
+        if query.found is not None:
+            return State.READY
+        if query.late:
+            return State.LATE
+        pending = [future for future in query.futures if not future.done()]
+        if pending and self._budget > 0:
+            before = self._clock()
+            pending = list(wait(pending, timeout=self._budget).not_done)
+            self._budget = max(0.0, self._budget - (self._clock() - before)) if not pending else 0.0
+        if not pending:
+            query.found = self._collect(query)
+            return State.READY
+        if self._clock() < query.begun_at + self._deadline_seconds:
+            return State.PENDING
+        query.late = True
+        self._num_late += 1
+        for future in pending:
+            future.cancel()
+        return State.LATE
+
+    def _collect(self, query: Query) -> frozenset[Key]:
+        answers: list[bool] = []
+        for future, count in zip(query.futures, query.batches, strict=True):
+            try:
+                batch = future.result(timeout=0)
+            except BaseException:  # the client's business; CancelledError is not an Exception
+                batch = ()
+            if len(batch) != count:
+                self._num_errors += 1
+                batch = (False,) * count
+            answers.extend(batch)
+        found, position = set(), 0
+        for block, shards in zip(query.blocks, query.shards, strict=True):
+            if shards and all(answers[position : position + shards]):
+                found.add(block)
+            position += shards
+        self._num_absent += len(query.blocks) - len(found)
+        return frozenset(found)
+
+    def drop(self, request_id: str) -> None:
+        """Forget the request's query."""
+        query = self._queries.pop(request_id, None)
+        if query is not None:
+            for future in query.futures:
+                future.cancel()
+
+    def drop_all(self) -> None:
+        """Forget every query: the names changed."""
+        for request_id in list(self._queries):
+            self.drop(request_id)
+
+
+class KnownInStore:
+    """Blocks that L2 was seen to hold under the current root: bounded, and only a hint that saves a put."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._keys: OrderedDict[Key, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._keys
+
+    def add(self, keys: Iterable[Key]) -> None:
+        """L2 was seen to hold these."""
+        for key in keys:
+            self._keys[key] = None
+            self._keys.move_to_end(key)
+        while len(self._keys) > self.capacity:
+            self._keys.popitem(last=False)
+
+    def discard(self, keys: Iterable[Key]) -> None:
+        """L2 was seen not to hold these."""
+        for key in keys:
+            self._keys.pop(key, None)
+
+    def clear(self) -> None:
+        """The names changed."""
+        self._keys.clear()
