@@ -42,9 +42,7 @@ class StatusModel(ApiModel):
     model_config = ConfigDict(extra="ignore")
 
 
-def rule(
-    cel: str, message: str, *, expression: str | None = None, path: str | None = None, reason: str = "FieldValueInvalid"
-) -> Json:
+def rule(cel: str, message: str, *, expression: str | None = None, path: str | None = None, reason: str = "FieldValueInvalid") -> Json:
     """One `x-kubernetes-validations` entry. `message` is used when `expression` (a CEL messageExpression) fails."""
     entry: Json = {"rule": cel, "message": message, "reason": reason}
     if expression is not None:
@@ -136,13 +134,11 @@ def _labels(values: dict[str, str]) -> dict[str, str]:
     return values
 
 
-
-
 class TemplateMetadata(ApiModel):
     """Labels and annotations added to the pods."""
 
     labels: Annotated[
-        dict[Annotated[str, Field(max_length=317)], Annotated[str, Field(max_length=63)]] | None,
+        dict[str, Annotated[str, Field(max_length=63)]] | None,
         Field(
             max_length=64,
             json_schema_extra=rules(
@@ -155,9 +151,7 @@ class TemplateMetadata(ApiModel):
         ),
     ] = None
     """Labels added to the pods. Those under `epochkv.io/` and `app.kubernetes.io/` belong to the operator."""
-    annotations: Annotated[
-        dict[Annotated[str, Field(max_length=317)], Annotated[str, Field(max_length=16384)]] | None, Field(max_length=64)
-    ] = None
+    annotations: Annotated[dict[str, Annotated[str, Field(max_length=16384)]] | None, Field(max_length=64)] = None
     """Annotations added to the pods."""
 
 
@@ -175,9 +169,9 @@ class PodTemplate(ApiModel):
 class ResourceRequirements(ApiModel):
     """Compute resources of a container, as in a pod."""
 
-    limits: Annotated[dict[Annotated[str, Field(max_length=317)], Amount] | None, Field(max_length=32)] = None
+    limits: Annotated[dict[str, Amount] | None, Field(max_length=32)] = None
     """Upper bounds by resource name, such as `nvidia.com/gpu`, `memory`."""
-    requests: Annotated[dict[Annotated[str, Field(max_length=317)], Amount] | None, Field(max_length=32)] = None
+    requests: Annotated[dict[str, Amount] | None, Field(max_length=32)] = None
     """What the scheduler reserves, by resource name."""
 
 

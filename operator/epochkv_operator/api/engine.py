@@ -193,11 +193,13 @@ class InferenceEngineSpec(ApiModel):
     )
 
     pool_ref: PoolReference | None = None
-    """The pool to join, in the same namespace. Without it, and while the pool does not exist, the engine serves without shared KV. Immutable."""
+    """The pool to join, in the same namespace. Without it, and while the pool does not exist, the engine serves without shared
+    KV. Immutable."""
     model: Model
     """What to serve."""
     weights_source: Literal["Model", "Pushed"] = "Model"
-    """`Pushed`: a trainer pushes new weights into running engines, and raises the pool's epoch after each push. `Model`: weights are only ever
+    """`Pushed`: a trainer pushes new weights into running engines, and raises the pool's epoch after each push. `Model`: weights
+    are only ever
     those of `model`."""
     image: Image | None = None
     """Image with vLLM and the EpochKV connector. The operator's own default when unset."""
@@ -274,7 +276,8 @@ class InferenceEngineSpec(ApiModel):
                 )
             if any(re.search(_EC_ARG, arg) for arg in self.args or ()):
                 raise ValueError(
-                    "spec.args has --ec-transfer-config with weightsSource Pushed: encoder outputs are not named by the weights; remove it"
+                    "spec.args has --ec-transfer-config with weightsSource Pushed: encoder outputs are not named by the weights;
+                    remove it"
                 )
         return self
 

@@ -17,7 +17,8 @@ COMMAND = "python -m epochkv_operator.api.generate"
 
 def render(crd: Crd) -> str:
     """The YAML file of one CRD."""
-    return _HEADER + yaml.safe_dump(manifest(crd), sort_keys=False, width=4096, allow_unicode=True)
+    text: str = yaml.safe_dump(manifest(crd), sort_keys=False, width=4096, allow_unicode=True)
+    return _HEADER + text
 
 
 def files(root: Path) -> dict[Path, str]:
@@ -31,9 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a file differs")
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[3], help="root of the repository")
     options = parser.parse_args(arguments)
-    stale = {
-        path: text for path, text in files(options.root).items() if not path.exists() or path.read_text(encoding="utf-8") != text
-    }
+    stale = {path: text for path, text in files(options.root).items() if not path.exists() or path.read_text(encoding="utf-8") != text}
     for path, text in stale.items():
         name = path.relative_to(options.root)
         if options.check:

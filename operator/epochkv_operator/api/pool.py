@@ -32,10 +32,12 @@ class Reset(ApiModel):
     """How a reset treats engines that are slow, gone or new."""
 
     lease_seconds: Annotated[int, Field(ge=1, le=3600, json_schema_extra={"format": "int32"})] = 30
-    """Seconds an engine may use an epoch without hearing from the hub again. An engine that is frozen or cut off delays the publication of a
+    """Seconds an engine may use an epoch without hearing from the hub again. An engine that is frozen or cut off delays the
+    publication of a
     new epoch by at most this plus a margin for clock rates (10 %, at least 1 s). Engines send a heartbeat every third of it."""
     join_after_seconds: Annotated[int, Field(ge=0, le=86400, json_schema_extra={"format": "int32"})] = 60
-    """With pushed weights, an engine process younger than this when the epoch was raised is taken to have missed the push; it serves in bypass
+    """With pushed weights, an engine process younger than this when the epoch was raised is taken to have missed the push; it
+    serves in bypass
     until the next one. Set it above the time one push takes, from its start to the raise."""
 
 
@@ -225,7 +227,8 @@ class NetworkPolicy(ApiModel):
     """Who may reach the pool's ports; Mooncake itself has no authentication."""
 
     mode: Literal["Enabled", "Disabled"] = "Enabled"
-    """`Enabled`: master and store accept only pods of this namespace that carry the label `epochkv.io/pool: <pool>` (all engines do; give it to
+    """`Enabled`: master and store accept only pods of this namespace that carry the label `epochkv.io/pool: <pool>` (all engines
+    do; give it to
     trainers that join), the master's admin port only the operator and namespaces labelled `epochkv.io/scrape: "true"`, and the engines'
     transfer ports only pods of the pool."""
 
@@ -251,7 +254,8 @@ class KVCachePoolSpec(ApiModel):
     )
 
     reset_epoch: Epoch = 0
-    """Raise it to invalidate all KV of the pool. `status.epoch` reaches it when that is proved. It never goes down. Leave it out of charts and
+    """Raise it to invalidate all KV of the pool. `status.epoch` reaches it when that is proved. It never goes down. Leave it out
+    of charts and
     GitOps manifests that do not own resets."""
     reset: Annotated[Reset, Field(default_factory=Reset, json_schema_extra=default_of(Reset))]
     """How a reset treats engines that are slow, gone or new."""
@@ -291,9 +295,7 @@ class ResetStatus(StatusModel):
     """From recorded to published, by the hub's own clock."""
     laggards: Annotated[
         tuple[Laggard, ...] | None,
-        Field(
-            strict=False, max_length=16, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
-        ),
+        Field(strict=False, max_length=16, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
     ] = None
     """Up to 16 engines that the reset waits for."""
 
@@ -387,9 +389,7 @@ class KVCachePoolStatus(StatusModel):
     """The engines heard from."""
     external_engines: Annotated[
         tuple[ExternalEngine, ...] | None,
-        Field(
-            strict=False, max_length=64, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
-        ),
+        Field(strict=False, max_length=64, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
     ] = None
     """Up to 64 engines that joined without the operator having made them."""
     master: MasterStatus | None = None

@@ -1,6 +1,7 @@
 """Pydantic models to structural OpenAPI v3, the dialect of CustomResourceDefinitions.
 
-Kubernetes wants no `$ref`, no `title`, no `null` branches and no `additionalProperties: false` (pruning and strict field validation do that);
+Kubernetes wants no `$ref`, no `title`, no `null` branches and no `additionalProperties: false` (pruning and strict field
+validation do that);
 everything else a model says is carried over, `x-kubernetes-*` extensions included.
 """
 

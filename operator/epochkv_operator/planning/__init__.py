@@ -1,0 +1,48 @@
+"""Planning: pure functions from specs and observations to objects, steps, conditions and statuses. No clock, no I/O, no kopf.
+
+    desired_pool(pool, context) -> list[Json]                        every object of a pool but its Secret; raises InvalidTemplate
+    desired_engine(engine, pool | None, context) -> list[Json]       every object of an engine; pool None: serves without connector
+    plan_pool(pool, observed, context) -> Plan                       apply, delete, details, problem
+    plan_engine(engine, pool | None, observed, context) -> Plan
+    pool_status(pool, observed, context, previous, now) -> Json      a whole status; conditions included
+    engine_status(engine, pool | None, observed, previous, now) -> Json
+    pool_weights_source(engines) -> "Pushed" | "Model"               what the hub assumes for a pool
+
+`pool` and `engine` come from `epochkv_operator.api.parse_pool` / `parse_engine`. `Context` holds the operator's own settings,
+`Observed` live
+objects as JSON, the hub's view and the problem of the last plan. A `Plan` with a `problem` changes nothing: pass the problem on
+in `Observed`, and
+the conditions say it. Plans are level-triggered: planning again on the result of a plan yields an empty one.
+"""
+
+from epochkv_operator.planning.conditions import engine_conditions, pool_conditions
+from epochkv_operator.planning.connection import connection, connection_hash, pool_weights_source, transfer_config
+from epochkv_operator.planning.context import Context, HubEngine, HubView, Observed, Problem
+from epochkv_operator.planning.engine import desired_engine
+from epochkv_operator.planning.merge import InvalidTemplate
+from epochkv_operator.planning.plan import Plan, plan_engine, plan_pool
+from epochkv_operator.planning.pool import desired_pool
+from epochkv_operator.planning.status import engine_status, pool_status, timestamp
+
+__all__ = [
+    "Context",
+    "HubEngine",
+    "HubView",
+    "InvalidTemplate",
+    "Observed",
+    "Plan",
+    "Problem",
+    "connection",
+    "connection_hash",
+    "desired_engine",
+    "desired_pool",
+    "engine_conditions",
+    "engine_status",
+    "plan_engine",
+    "plan_pool",
+    "pool_conditions",
+    "pool_status",
+    "pool_weights_source",
+    "timestamp",
+    "transfer_config",
+]

@@ -1,0 +1,169 @@
+"""Conditions of pools and engines: type, status, a stable reason, a sentence with the remedy. Pure; transition times are added
+in `status.py`.
+
+A condition that does not apply is absent: a pool without L2 has no `MasterAvailable`, an engine without poolRef no `PoolBound`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from epochkv_operator.api.engine import InferenceEngine
+from epochkv_operator.api.pool import KVCachePool
+from epochkv_operator.planning.context import HubEngine, HubView, Observed
+from epochkv_operator.planning.names import component_selector, engine_selector, master_name, store_name
+from epochkv_operator.planning.plan import living
+from epochkv_operator.planning.workload import Health, find, health, select
+
+Status = Literal["True", "False", "Unknown"]
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition without its times."""
+
+    type: str
+    status: Status
+    reason: str
+    message: str
+
+
+def pool_conditions(pool: KVCachePool, observed: Observed) -> list[Condition]:
+    """`Ready` first, then what it is made of."""
+    parts: list[Condition] = []
+    if observed.problem is not None:
+        parts.append(Condition("Ready", "False", observed.problem.reason, observed.problem.message))
+    if pool.spec.distributed is not None and pool.spec.distributed.mooncake is not None:
+        parts.append(_workload_condition("MasterAvailable", master_health(pool, observed)))
+        parts.append(_workload_condition("StoreAvailable", store_health(pool, observed)))
+    parts.append(_epoch_converged(pool, observed.hub))
+    return _with_ready(parts, "the pool serves")
+
+
+def engine_conditions(engine: InferenceEngine, pool: KVCachePool | None, observed: Observed) -> list[Condition]:
+    """`Ready` first, then what it is made of. `observed.hub` is the view of the engine's pool."""
+    parts: list[Condition] = []
+    if observed.problem is not None:
+        parts.append(Condition("Ready", "False", observed.problem.reason, observed.problem.message))
+    state = engine_health(engine, observed)
+    parts.append(_workload_condition("Available", state))
+    if engine.spec.pool_ref is not None:
+        bound = living(pool)
+        parts.append(_pool_bound(engine, bound))
+        parts.append(_epoch_current(engine, bound, observed, state))
+    return _with_ready(parts, "the engine serves")
+
+
+def master_health(pool: KVCachePool, observed: Observed) -> Health:
+    """State of the pool's masters."""
+    return _pool_health(pool, observed, "Deployment", "master", master_name(pool.metadata.name), "the master")
+
+
+def store_health(pool: KVCachePool, observed: Observed) -> Health:
+    """State of the pool's stores."""
+    return _pool_health(pool, observed, "StatefulSet", "store", store_name(pool.metadata.name), "the store")
+
+
+def engine_health(engine: InferenceEngine, observed: Observed) -> Health:
+    """State of the engine's pods."""
+    metadata = engine.metadata
+    workload = find(observed.children, "Deployment", metadata.name, metadata.uid)
+    pods = select(observed.pods, engine_selector(metadata.name), metadata.namespace)
+    return health(workload, pods, "the engine")
+
+
+def engine_ranks(engine: InferenceEngine, observed: Observed) -> dict[str, list[HubEngine]]:
+    """What the hub knows of each live pod of an engine: pod name to its ranks, empty when none of them reported."""
+    pods = select(observed.pods, engine_selector(engine.metadata.name), engine.metadata.namespace)
+    names = [pod["metadata"]["name"] for pod in pods if pod["metadata"].get("deletionTimestamp") is None]
+    known = observed.hub.engines if observed.hub is not None else ()
+    return {name: [rank for rank in known if rank.pod == name] for name in names}
+
+
+def at_target(ranks: Iterable[HubEngine], target: int) -> bool:
+    """True when a pod's every rank reported the target epoch, and at least one did."""
+    epochs = [rank.epoch for rank in ranks]
+    return bool(epochs) and all(epoch is not None and epoch >= target for epoch in epochs)
+
+
+def _pool_health(pool: KVCachePool, observed: Observed, kind: str, component: str, name: str, what: str) -> Health:
+    metadata = pool.metadata
+    pods = select(observed.pods, component_selector(metadata.name, component), metadata.namespace)
+    return health(find(observed.children, kind, name, metadata.uid), pods, what)
+
+
+def _workload_condition(kind: str, state: Health) -> Condition:
+    ok = state.reason in ("Available", "ScaledToZero", "Updating")
+    return Condition(kind, "True" if ok else "False", state.reason, state.message)
+
+
+def _epoch_converged(pool: KVCachePool, hub: HubView | None) -> Condition:
+    asked = pool.spec.reset_epoch
+    if hub is None:
+        return Condition(
+            "EpochConverged", "Unknown", "HubUnavailable", "no hub leads this pool at the moment; engines whose lease ends serve
+            in bypass"
+        )
+    if hub.target < asked:
+        return Condition("EpochConverged", "False", "Recording", f"epoch {asked} is asked for, {hub.target} is recorded")
+    if hub.published < hub.target:
+        waiting = ", ".join(f"{name} ({reason})" for name, reason in hub.laggards[:4])
+        more = f" and {len(hub.laggards) - 4} more" if len(hub.laggards) > 4 else ""
+        text = f"epoch {hub.target} is recorded, {hub.published} is published"
+        return Condition("EpochConverged", "False", "WaitingForEngines", f"{text}; waiting for {waiting}{more}" if waiting else text)
+    return Condition("EpochConverged", "True", "Published", f"no engine uses an epoch below {hub.published}{_bypass_note(hub.engines)}")
+
+
+def _bypass_note(engines: Sequence[HubEngine]) -> str:
+    bypassed = [engine.display_name for engine in engines if engine.mode == "Bypass"]
+    if not bypassed:
+        return ""
+    return (
+        f"; in bypass: {', '.join(bypassed[:4])}{' and more' if len(bypassed) > 4 else ''}"
+        " (their weights are not known to be those of the epoch: they join at the next one)"
+    )
+
+
+def _pool_bound(engine: InferenceEngine, pool: KVCachePool | None) -> Condition:
+    name = engine.spec.pool_ref.name if engine.spec.pool_ref is not None else ""
+    if pool is None:
+        return Condition(
+            "PoolBound",
+            "False",
+            "PoolNotFound",
+            f"KVCachePool {engine.metadata.namespace}/{name} does not exist: the engine serves without shared KV; create the pool",
+        )
+    return Condition("PoolBound", "True", "Bound", f"configured for KVCachePool {name} (uid {pool.metadata.uid})")
+
+
+def _epoch_current(engine: InferenceEngine, pool: KVCachePool | None, observed: Observed, state: Health) -> Condition:
+    kind = "EpochCurrent"
+    if pool is None:
+        return Condition(kind, "False", "PoolNotFound", "there is no pool whose epoch the engine could follow")
+    if engine.spec.replicas == 0:
+        return Condition(kind, "True", "ScaledToZero", "there is no pod")
+    if observed.hub is None:
+        return Condition(kind, "Unknown", "HubUnavailable", "no hub leads this pool at the moment")
+    target, ranks = observed.hub.target, engine_ranks(engine, observed)
+    current = [name for name, known in ranks.items() if at_target(known, target)]
+    behind = sorted(set(ranks) - set(current))
+    if len(current) >= state.wanted and not behind:
+        note = _bypass_note([rank for known in ranks.values() for rank in known])
+        return Condition(kind, "True", "Current", f"{len(current)} of {state.wanted} replicas are at epoch {target}{note}")
+    silent = [name for name in behind if not ranks[name]]
+    text = f"{len(current)} of {state.wanted} replicas are at epoch {target}"
+    if silent:
+        return Condition(kind, "False", "NotReporting", f"{text}; not heard from: {', '.join(silent[:4])}")
+    return Condition(kind, "False", "Advancing", f"{text}; behind: {', '.join(behind[:4])}" if behind else text)
+
+
+def _with_ready(parts: list[Condition], good: str) -> list[Condition]:
+    """`Ready` is the first part that is not True."""
+    failing = next((part for part in parts if part.status != "True"), None)
+    if failing is None:
+        ready = Condition("Ready", "True", "Ready", good)
+    else:
+        ready = Condition("Ready", failing.status, failing.reason, failing.message)
+    return [ready, *(part for part in parts if part.type != "Ready")]

@@ -1,0 +1,129 @@
+"""How engines, stores and trainers reach a pool: the connector's configuration and Mooncake's environment.
+
+The schema of the configuration is `connector/epochkv_connector/config.py`. It holds no epoch: epochs reach engines only through
+the fence, so a
+reset never changes a pod template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Final
+
+from epochkv_operator.api import quantity
+from epochkv_operator.api.engine import InferenceEngine
+from epochkv_operator.api.pool import KVCachePool, Mooncake
+from epochkv_operator.planning.context import Context, Json
+from epochkv_operator.planning.names import CREDENTIALS_DIR, MASTER_RPC_PORT, TRANSFER_PORTS, digest, master_name
+
+# Each of these was measured: without them a dead pod costs two minutes and an overflow poisons a client for good.
+_CLIENT_ENV: Final = {
+    "MC_RPC_TIMEOUT_MS": "1000",
+    "MC_RPC_CONNECT_TIMEOUT_MS": "500",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "2",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "30000",
+    "MC_MIN_RPC_PORT": str(TRANSFER_PORTS[0]),
+    "MC_MAX_RPC_PORT": str(TRANSFER_PORTS[1]),
+    "MC_YLT_LOG_LEVEL": "warn",
+}
+
+
+def etcd_endpoints(mooncake: Mooncake) -> str | None:
+    """`host:port;host:port` when the masters are highly available, else None."""
+    etcd = mooncake.master.high_availability.etcd
+    return ";".join(etcd.endpoints) if etcd is not None else None
+
+
+def cluster_id(pool: KVCachePool) -> str:
+    """Name of the masters' state in etcd; by uid, so that a pool never finds the index of a deleted namesake."""
+    return f"epochkv-{pool.metadata.uid}"
+
+
+def master_address(pool: KVCachePool) -> str | None:
+    """What Mooncake clients dial; None for a pool without L2."""
+    distributed = pool.spec.distributed
+    if distributed is None:
+        return None
+    if distributed.external is not None:
+        return distributed.external.master_address
+    assert distributed.mooncake is not None  # exactly one, checked by the model
+    etcd = etcd_endpoints(distributed.mooncake)
+    if etcd is not None:
+        return f"etcd://{etcd}"
+    return f"{master_name(pool.metadata.name)}.{pool.metadata.namespace}.svc:{MASTER_RPC_PORT}"
+
+
+def client_environment(pool: KVCachePool) -> dict[str, str]:
+    """Variables for every process with a Mooncake client of this pool; empty for a pool without L2."""
+    distributed = pool.spec.distributed
+    if distributed is None:
+        return {}
+    environment = {**_CLIENT_ENV, "MOONCAKE_LOCAL_HOSTNAME": "$(POD_IP)"}
+    if distributed.mooncake is not None and etcd_endpoints(distributed.mooncake) is not None:
+        environment["MC_STORE_CLUSTER_ID"] = cluster_id(pool)
+    return environment
+
+
+def uses_rdma(pool: KVCachePool) -> bool:
+    """True when blocks travel over RDMA, which needs privileged pods."""
+    distributed = pool.spec.distributed
+    return distributed is not None and distributed.mooncake is not None and distributed.mooncake.transport.protocol == "RDMA"
+
+
+def connection(pool: KVCachePool, context: Context, weights_source: str = "Pushed") -> Json:
+    """The connector's configuration (`kv_connector_extra_config`) for one pool."""
+    metadata = pool.metadata
+    config: Json = {
+        "pool": {"name": metadata.name, "namespace": metadata.namespace, "uid": metadata.uid},
+        "hub": {"endpoint": context.hub_endpoint, "credentials_dir": CREDENTIALS_DIR},
+        "weights_source": weights_source,
+        # Without an L2 nobody else can have saved a block, so the tracker may answer a miss by itself.
+        "tracker": pool.spec.distributed is None,
+    }
+    if pool.spec.local is not None:
+        config["local"] = {"capacity_bytes": quantity.to_bytes(pool.spec.local.capacity)}
+    distributed = pool.spec.distributed
+    if distributed is not None:
+        external, mooncake = distributed.external, distributed.mooncake
+        devices = (mooncake.transport.devices or ()) if mooncake is not None else ()
+        config["distributed"] = {
+            "master_address": master_address(pool),
+            "metadata_server": external.metadata_server if external is not None else "P2PHANDSHAKE",
+            "protocol": mooncake.transport.protocol.lower() if mooncake is not None else "tcp",
+            "device_name": ",".join(devices),
+        }
+    return config
+
+
+def transfer_config(config: Json) -> str:
+    """The value of vLLM's `--kv-transfer-config` around a connector configuration."""
+    return json.dumps(
+        {
+            "kv_connector": "EpochKVConnector",
+            "kv_connector_module_path": "epochkv_connector.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": config,
+        },
+        sort_keys=True,
+        separators=(",", ":"),
+    )
+
+
+def connection_hash(config: Json, context: Context) -> str:
+    """Changes when an engine must restart to reach its pool: configuration or keys."""
+    return digest([config, context.credentials_revision])
+
+
+def pool_weights_source(engines: Iterable[InferenceEngine]) -> str:
+    """What the hub assumes for a pool: `Model` only when every engine of it says so.
+
+    Without any engine of ours it is `Pushed`: engines that join from outside are those that trainers start.
+    """
+    sources = {engine.spec.weights_source for engine in engines}
+    return "Model" if sources == {"Model"} else "Pushed"

@@ -1,0 +1,88 @@
+"""What planning needs to know beside the objects: constants of this operator process, passed in so that planning stays pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Context:
+    """Settings of the operator that end up in objects."""
+
+    hub_endpoint: str
+    """What engines dial: `tcp://host:port`."""
+    operator_namespace: str
+    """Where the operator runs; its pods may reach admin ports."""
+    operator_version: str
+    """Noted on every object, never in a pod template: an upgrade of the operator alone restarts nothing."""
+    store_image: str
+    """Default of `spec.distributed.mooncake.image`."""
+    engine_image: str
+    """Default of `spec.image` of engines."""
+    credentials_revision: str = ""
+    """Changes when the keys in the pool's Secret change (a digest of the public keys, say); engines then restart, because agents
+    read keys once.
+    Make the Secret before the first plan of an engine, or the engine starts twice."""
+
+
+@dataclass(frozen=True)
+class HubEngine:
+    """One engine process as the hub knows it."""
+
+    engine: str
+    """InferenceEngine, or the name under which an external engine reports; may be empty."""
+    pod: str
+    rank: int
+    epoch: int | None
+    """Highest epoch heard of; None before the first grant."""
+    mode: Literal["Use", "Bypass"]
+    carried: int = 0
+    """Requests admitted under an older epoch."""
+
+    @property
+    def display_name(self) -> str:
+        """Pod (or engine) and rank, unique within a pool."""
+        base = self.pod or self.engine or "unnamed"
+        return f"{base}/{self.rank}" if self.rank else base
+
+
+@dataclass(frozen=True)
+class HubView:
+    """What the hub of a pool says at one moment. None instead of a view: this process does not run the hub."""
+
+    target: int
+    published: int
+    engines: Sequence[HubEngine] = ()
+    granting: bool = False
+    laggards: Sequence[tuple[str, str]] = ()
+    """`(name, reason)` of engines that publication waits for."""
+    reset_epoch: int | None = None
+    """Epoch of the latest reset that this hub led; the four values below belong to it."""
+    reset_started: datetime | None = None
+    reset_completed: datetime | None = None
+    reset_milliseconds: int | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why nothing could be planned: a stable reason and a sentence with the remedy."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Live objects. `children` and `pods` may hold more than what belongs to the object: planning takes what it owns, by uid and
+    label."""
+
+    children: Sequence[Json] = ()
+    pods: Sequence[Json] = ()
+    hub: HubView | None = None
+    problem: Problem | None = None
+    """Problem of the plan (or of applying it), shown in conditions."""

@@ -1,0 +1,115 @@
+"""Names, labels and owner references of everything the operator makes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from epochkv_operator.api.base import API_VERSION
+from epochkv_operator.api.engine import InferenceEngine
+from epochkv_operator.api.pool import KVCachePool
+from epochkv_operator.planning.context import Context, Json
+
+MANAGER = "epochkv-operator"
+POOL_LABEL = "epochkv.io/pool"
+ENGINE_LABEL = "epochkv.io/engine"
+COMPONENT_LABEL = "app.kubernetes.io/component"
+SCRAPE_LABEL = "epochkv.io/scrape"
+HASH_ANNOTATION = "epochkv.io/applied-hash"
+VERSION_ANNOTATION = "epochkv.io/operator-version"
+CONNECTION_ANNOTATION = "epochkv.io/connection-hash"
+ENGINE_PORT = 8000
+MASTER_RPC_PORT = 50051
+MASTER_ADMIN_PORT = 9003
+STORE_REST_PORT = 8088
+STORE_HEALTH_PORT = 9300
+TRANSFER_PORTS = (15000, 15063)
+CREDENTIALS_DIR = "/etc/epochkv/fence"
+
+
+def master_name(pool: str) -> str:
+    return f"{pool}-master"
+
+
+def store_name(pool: str) -> str:
+    return f"{pool}-store"
+
+
+def connection_name(pool: str) -> str:
+    return f"{pool}-connection"
+
+
+def fence_secret_name(pool: str) -> str:
+    return f"{pool}-fence"
+
+
+def pool_labels(pool: str, component: str) -> dict[str, str]:
+    """Labels of an object of a pool."""
+    return {**_common("epochkv-pool", pool, component), POOL_LABEL: pool}
+
+
+def engine_labels(engine: InferenceEngine) -> dict[str, str]:
+    """Labels of an object of an engine. With a poolRef also the pool's, which network policies go by."""
+    labels = {**_common("epochkv-engine", engine.metadata.name, "engine"), ENGINE_LABEL: engine.metadata.name}
+    if engine.spec.pool_ref is not None:
+        labels[POOL_LABEL] = engine.spec.pool_ref.name
+    return labels
+
+
+def component_selector(pool: str, component: str) -> dict[str, str]:
+    """Selector of the pods of one component of a pool."""
+    return {POOL_LABEL: pool, COMPONENT_LABEL: component}
+
+
+def engine_selector(engine: str) -> dict[str, str]:
+    """Selector of the pods of an engine; without the pool, because selectors cannot change."""
+    return {ENGINE_LABEL: engine, COMPONENT_LABEL: "engine"}
+
+
+def selector_text(labels: dict[str, str]) -> str:
+    """A selector as the scale subresource wants it."""
+    return ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
+
+
+def owned_object(
+    api_version: str, kind: str, name: str, owner: KVCachePool | InferenceEngine, labels: dict[str, str], context: Context, body: Json
+) -> Json:
+    """A complete child: metadata, owner reference and, over all of it, the hash that says what was applied."""
+    obj: Json = {
+        "apiVersion": api_version,
+        "kind": kind,
+        "metadata": {
+            "name": name,
+            "namespace": owner.metadata.namespace,
+            "labels": labels,
+            "annotations": {VERSION_ANNOTATION: context.operator_version},
+            "ownerReferences": [
+                {
+                    "apiVersion": API_VERSION,
+                    "kind": owner.kind,
+                    "name": owner.metadata.name,
+                    "uid": owner.metadata.uid,
+                    "controller": True,
+                }
+            ],
+        },
+        **body,
+    }
+    obj["metadata"]["annotations"][HASH_ANNOTATION] = digest(obj)
+    return obj
+
+
+def digest(value: Any) -> str:
+    """Short stable digest of a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
+
+
+def _common(name: str, instance: str, component: str) -> dict[str, str]:
+    return {
+        "app.kubernetes.io/name": name,
+        "app.kubernetes.io/instance": instance,
+        COMPONENT_LABEL: component,
+        "app.kubernetes.io/managed-by": MANAGER,
+        "app.kubernetes.io/part-of": "epochkv",
+    }

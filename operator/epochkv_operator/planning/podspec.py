@@ -1,0 +1,101 @@
+"""What all pods of the operator have in common: security, environment, probes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from epochkv_operator.planning.context import Json
+
+USER_ID: Final = 65532
+
+
+def downward(field_path: str) -> Json:
+    """A variable's source: a field of the pod."""
+    return {"fieldRef": {"apiVersion": "v1", "fieldPath": field_path}}
+
+
+def environment(values: Mapping[str, str]) -> list[Json]:
+    """Variables with plain values."""
+    return [{"name": name, "value": value} for name, value in values.items()]
+
+
+def pod_ip() -> Json:
+    """The variable POD_IP, which others refer to as `$(POD_IP)`."""
+    return {"name": "POD_IP", "valueFrom": downward("status.podIP")}
+
+
+def tcp_probe(port: int, *, period: int, failures: int) -> Json:
+    return {"tcpSocket": {"port": port}, "periodSeconds": period, "failureThreshold": failures, "timeoutSeconds": 2}
+
+
+def http_probe(path: str, port: int, *, period: int, failures: int) -> Json:
+    return {
+        "httpGet": {"path": path, "port": port},
+        "periodSeconds": period,
+        "failureThreshold": failures,
+        "timeoutSeconds": 5,
+    }
+
+
+def base_spec() -> Json:
+    """The part of a pod spec that satisfies Pod Security `restricted` and hands no API token to the pod."""
+    return {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER_ID,
+            "runAsGroup": USER_ID,
+            "fsGroup": USER_ID,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    }
+
+
+def container_security() -> Json:
+    """Security context of the operator's own containers."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def harden(pod: Json) -> Json:
+    """Give containers that the user added what `restricted` demands of each, where they say nothing themselves."""
+    spec = dict(pod["spec"])
+    for key in ("containers", "initContainers"):
+        if key in spec:
+            spec[key] = [_hardened(container) for container in spec[key]]
+    return {**pod, "spec": spec}
+
+
+def _hardened(container: Json) -> Json:
+    security = {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        **container.get("securityContext", {}),
+    }
+    if security.get("privileged"):
+        security.pop("allowPrivilegeEscalation")
+    return {**container, "securityContext": security}
+
+
+def with_rdma(spec: Json) -> Json:
+    """The pod with what RDMA needs: root, locked memory and the host's devices. Only a namespace at level `privileged` admits it."""
+    first, *others = spec["containers"]
+    first = {
+        **first,
+        "securityContext": {
+            **first["securityContext"],
+            "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK", "SYS_RESOURCE"]},
+        },
+        "volumeMounts": [*first.get("volumeMounts", []), {"name": "infiniband", "mountPath": "/dev/infiniband"}],
+    }
+    return {
+        **spec,
+        "securityContext": {"runAsUser": 0, "runAsGroup": 0, "fsGroup": USER_ID, "seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [first, *others],
+        "volumes": [*spec.get("volumes", []), {"name": "infiniband", "hostPath": {"path": "/dev/infiniband", "type": "Directory"}}],
+    }

@@ -1,0 +1,195 @@
+"""Statuses as they are written: assembled from conditions and observations, with times that move only when something changed.
+
+`now` is an argument. The result is a complete status; the writer compares it with the live one and writes only a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from epochkv_operator.api.engine import InferenceEngine
+from epochkv_operator.api.pool import KVCachePool
+from epochkv_operator.planning.conditions import (
+    Condition,
+    at_target,
+    engine_conditions,
+    engine_health,
+    engine_ranks,
+    master_health,
+    pool_conditions,
+    store_health,
+)
+from epochkv_operator.planning.connection import master_address
+from epochkv_operator.planning.context import Context, HubView, Json, Observed
+from epochkv_operator.planning.names import (
+    ENGINE_LABEL,
+    component_selector,
+    connection_name,
+    engine_selector,
+    fence_secret_name,
+    selector_text,
+)
+
+_MAX_LAGGARDS = 16
+_MAX_EXTERNAL = 64
+_MAX_MESSAGE = 4096
+
+
+def pool_status(pool: KVCachePool, observed: Observed, context: Context, previous: Json, now: datetime) -> Json:
+    """The status of a pool. `previous` is its live status (empty at first); epochs in it are never lowered.
+
+    The epochs are the hub authority's to write: they are repeated here only so that a whole status can be written, as the
+    maximum of what is
+    there and what the hub says.
+    """
+    status: Json = {
+        "conditions": conditions(pool_conditions(pool, observed), previous, pool.metadata.generation, now),
+        "observedGeneration": pool.metadata.generation,
+    }
+    _add_epochs(status, observed.hub, previous)
+    if observed.hub is not None:
+        status["engines"] = _engines(observed.hub)
+        status["externalEngines"] = _external(observed, pool.metadata.namespace)
+    else:
+        status |= {key: previous[key] for key in ("engines", "externalEngines") if key in previous}
+    reset = _reset(observed.hub, previous)
+    if reset:
+        status["reset"] = reset
+    if pool.spec.distributed is not None and pool.spec.distributed.mooncake is not None:
+        master, store = master_health(pool, observed), store_health(pool, observed)
+        status["master"] = {"replicas": master.replicas, "readyReplicas": master.ready, "address": master_address(pool)}
+        status["store"] = {
+            "replicas": store.replicas,
+            "readyReplicas": store.ready,
+            "selector": selector_text(component_selector(pool.metadata.name, "store")),
+        }
+    status["endpoints"] = _endpoints(pool, context)
+    return status
+
+
+def engine_status(engine: InferenceEngine, pool: KVCachePool | None, observed: Observed, previous: Json, now: datetime) -> Json:
+    """The status of an engine. `observed.hub` is the view of its pool."""
+    state = engine_health(engine, observed)
+    status: Json = {
+        "conditions": conditions(engine_conditions(engine, pool, observed), previous, engine.metadata.generation, now),
+        "observedGeneration": engine.metadata.generation,
+        "replicas": state.replicas,
+        "readyReplicas": state.ready,
+        "updatedReplicas": state.updated,
+        "selector": selector_text(engine_selector(engine.metadata.name)),
+    }
+    if pool is not None and observed.hub is not None:
+        target = observed.hub.target
+        ranks = engine_ranks(engine, observed)
+        status["epochReplicas"] = sum(at_target(known, target) for known in ranks.values())
+        epochs = [rank.epoch for known in ranks.values() for rank in known if rank.epoch is not None]
+        if epochs:
+            status["epoch"] = min(epochs)
+    return status
+
+
+def conditions(wanted: Sequence[Condition], previous: Json, generation: int, now: datetime) -> list[Json]:
+    """Conditions as written. `lastTransitionTime` is kept from `previous` unless the status of that type changed."""
+    known = {condition["type"]: condition for condition in previous.get("conditions") or []}
+    result = []
+    for condition in wanted:
+        before = known.get(condition.type, {})
+        same = before.get("status") == condition.status
+        result.append(
+            {
+                "type": condition.type,
+                "status": condition.status,
+                "observedGeneration": generation,
+                "lastTransitionTime": before["lastTransitionTime"] if same else timestamp(now),
+                "reason": condition.reason,
+                "message": condition.message[:_MAX_MESSAGE],
+            }
+        )
+    return result
+
+
+def timestamp(moment: datetime, *, milliseconds: bool = False) -> str:
+    """RFC 3339 in UTC."""
+    return moment.astimezone(UTC).isoformat(timespec="milliseconds" if milliseconds else "seconds").replace("+00:00", "Z")
+
+
+def _add_epochs(status: Json, hub: HubView | None, previous: Json) -> None:
+    said = {"targetEpoch": hub.target, "epoch": hub.published} if hub is not None else {}
+    for key in ("targetEpoch", "epoch"):
+        values = [value for value in (previous.get(key), said.get(key)) if value is not None]
+        if values:
+            status[key] = max(values)
+    granting = bool(previous.get("granting")) or (hub is not None and hub.granting)
+    if granting:
+        status["granting"] = True
+
+
+def _engines(hub: HubView) -> Json:
+    converged = sum(engine.epoch is not None and engine.epoch >= hub.target for engine in hub.engines)
+    total = len(hub.engines)
+    return {
+        "total": total,
+        "converged": converged,
+        "bypassed": sum(engine.mode == "Bypass" for engine in hub.engines),
+        "carriedRequests": sum(engine.carried for engine in hub.engines),
+        "summary": f"{converged}/{total}",
+    }
+
+
+def _external(observed: Observed, namespace: str) -> list[Json]:
+    """Engines that no InferenceEngine pod of this namespace stands behind."""
+    assert observed.hub is not None
+    ours = {
+        pod["metadata"]["name"]
+        for pod in observed.pods
+        if pod["metadata"]["namespace"] == namespace and ENGINE_LABEL in (pod["metadata"].get("labels") or {})
+    }
+    found: dict[str, Json] = {}
+    for engine in sorted(observed.hub.engines, key=lambda engine: engine.display_name):
+        if engine.pod not in ours:
+            entry: Json = {"name": engine.display_name[:253], "mode": engine.mode}
+            if engine.epoch is not None:
+                entry["epoch"] = engine.epoch
+            found.setdefault(entry["name"], entry)
+    return list(found.values())[:_MAX_EXTERNAL]
+
+
+def _reset(hub: HubView | None, previous: Json) -> Json:
+    """The latest reset. A hub that did not lead it knows nothing of its times, so what an earlier one wrote stays."""
+    before: Json = previous.get("reset") or {}
+    if hub is None:
+        return before
+    if hub.reset_epoch is None or hub.reset_started is None:
+        return _closed(before, hub)
+    reset: dict[str, Any] = {"epoch": hub.reset_epoch, "startTime": timestamp(hub.reset_started, milliseconds=True)}
+    if hub.reset_completed is not None:
+        reset["completionTime"] = timestamp(hub.reset_completed, milliseconds=True)
+        if hub.reset_milliseconds is not None:
+            reset["durationMilliseconds"] = hub.reset_milliseconds
+    elif hub.laggards:
+        reset["laggards"] = _laggards(hub.laggards)
+    return reset
+
+
+def _closed(before: Json, hub: HubView) -> Json:
+    """An older hub's reset without its laggards, once it is published."""
+    if before.get("epoch", 0) <= hub.published:
+        return {key: value for key, value in before.items() if key != "laggards"}
+    return before
+
+
+def _laggards(laggards: Iterable[tuple[str, str]]) -> list[Json]:
+    named = {name[:253]: {"name": name[:253], "reason": reason[:64]} for name, reason in laggards}
+    return [named[name] for name in sorted(named)][:_MAX_LAGGARDS]
+
+
+def _endpoints(pool: KVCachePool, context: Context) -> Json:
+    endpoints = {
+        "hub": context.hub_endpoint,
+        "configMap": connection_name(pool.metadata.name),
+        "secret": fence_secret_name(pool.metadata.name),
+    }
+    address = master_address(pool)
+    return endpoints if address is None else {**endpoints, "master": address}

@@ -1,0 +1,118 @@
+"""What a Deployment or StatefulSet and its pods say about themselves, reduced to one stable reason and a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from epochkv_operator.planning.context import Json
+
+_IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError")
+_CONFIG_REASONS = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+
+
+@dataclass(frozen=True)
+class Health:
+    """State of one workload. `wanted` is what its spec asks for; the other counts are 0 until the controller has seen that spec."""
+
+    wanted: int
+    replicas: int
+    ready: int
+    updated: int
+    reason: str
+    """`Available` when every wanted pod is ready and up to date."""
+    message: str
+
+    @property
+    def available(self) -> bool:
+        return self.reason == "Available"
+
+
+def find(children: Iterable[Json], kind: str, name: str, owner_uid: str) -> Json | None:
+    """The live object of that kind and name, if this owner controls it."""
+    for child in children:
+        metadata = child["metadata"]
+        if child["kind"] == kind and metadata["name"] == name:
+            owners = metadata.get("ownerReferences") or []
+            if any(owner.get("controller") and owner.get("uid") == owner_uid for owner in owners):
+                return child
+    return None
+
+
+def select(pods: Iterable[Json], labels: dict[str, str], namespace: str) -> list[Json]:
+    """Pods of a namespace that carry all these labels."""
+    return [
+        pod
+        for pod in pods
+        if pod["metadata"]["namespace"] == namespace
+        and all((pod["metadata"].get("labels") or {}).get(key) == value for key, value in labels.items())
+    ]
+
+
+def health(workload: Json | None, pods: Sequence[Json], what: str) -> Health:
+    """Reduce a workload and its pods. `what` names it in messages, such as `the master`."""
+    if workload is None:
+        return Health(0, 0, 0, 0, "NotCreated", f"{what} does not exist yet")
+    status = workload.get("status") or {}
+    metadata = workload["metadata"]
+    wanted = workload["spec"].get("replicas", 1)
+    seen = status.get("observedGeneration", 0) >= metadata.get("generation", 1)
+    ready, updated = status.get("readyReplicas", 0), status.get("updatedReplicas", 0)
+    replicas = status.get("replicas", 0)
+    if seen and ready >= wanted and updated >= wanted and replicas <= max(wanted, updated):
+        text = f"{ready} of {wanted} replicas of {what} are ready" if wanted else f"{what} is scaled to zero"
+        return Health(wanted, replicas, ready, updated, "Available" if wanted else "ScaledToZero", text)
+    reason, text = _trouble(workload, pods) or ("Starting", "")
+    if seen and reason == "Starting" and ready >= wanted:
+        reason, text = "Updating", f"{updated} of {wanted} replicas run the current spec"
+    counts = f"{ready} of {wanted} replicas of {what} are ready"
+    return Health(wanted, replicas, ready, updated, reason, f"{counts}: {text}" if text else counts)
+
+
+def _trouble(workload: Json, pods: Sequence[Json]) -> tuple[str, str] | None:
+    """The first thing found that will not mend itself soon, most telling first."""
+    for pod in sorted(pods, key=lambda pod: str(pod["metadata"]["name"])):
+        found = _pod_trouble(pod)
+        if found is not None:
+            return found
+    for condition in (workload.get("status") or {}).get("conditions") or []:
+        if condition.get("type") == "ReplicaFailure" and condition.get("status") == "True":
+            return _creation_trouble(condition.get("message", ""))
+        if condition.get("type") == "Progressing" and condition.get("reason") == "ProgressDeadlineExceeded":
+            return "RolloutStuck", str(condition.get("message", ""))
+    return None
+
+
+def _creation_trouble(message: str) -> tuple[str, str]:
+    if "violates PodSecurity" in message:
+        return (
+            "PodSecurityDenied",
+            f"{message}; give the namespace the level its pods need (RDMA: privileged), or remove what violates it from template",
+        )
+    return "CreateFailed", message
+
+
+def _pod_trouble(pod: Json) -> tuple[str, str] | None:
+    name, status = pod["metadata"]["name"], pod.get("status") or {}
+    if pod["metadata"].get("deletionTimestamp") is not None:
+        return None
+    for container in [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]:
+        waiting = (container.get("state") or {}).get("waiting") or {}
+        reason, detail = waiting.get("reason", ""), waiting.get("message", "")
+        if reason in _IMAGE_REASONS:
+            return "ImagePullFailed", f"pod {name} cannot pull {container.get('image', 'its image')}: {detail or reason}"
+        if reason == "CrashLoopBackOff":
+            return "CrashLooping", f"container {container['name']} of pod {name} {_last_exit(container)}"
+        if reason in _CONFIG_REASONS:
+            return "StartFailed", f"container {container['name']} of pod {name} cannot start: {detail or reason}"
+    for condition in status.get("conditions") or []:
+        if condition.get("type") == "PodScheduled" and condition.get("reason") == "Unschedulable":
+            return "Unschedulable", f"pod {name} fits on no node: {condition.get('message', '')}"
+    return None
+
+
+def _last_exit(container: Json) -> str:
+    """A dead worker ends vLLM's container with exit code 0, so the count of restarts is what tells."""
+    ended = (container.get("lastState") or {}).get("terminated") or {}
+    restarts = container.get("restartCount", 0)
+    return f"was restarted {restarts} times, last exit {ended.get('exitCode', 'unknown')} ({ended.get('reason', 'unknown')}); see its log"
