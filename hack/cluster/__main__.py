@@ -133,7 +133,7 @@ def provide_env(
     """Create the claim `vllm-env` (and `vllm-python`) in a namespace: read-only host folders through static volumes."""
     from hack.cluster.environment import provide
 
-    for line in provide(_cluster(name, kind).kubeconfig(), name, namespace, venv, python):
+    for line in provide(_cluster(name, kind).kubeconfig(), namespace, venv, python):
         _report(line)
 
 

@@ -43,8 +43,6 @@ class Api:
 
     def apply(self, path: str, obj: object) -> None:
         """Create or update one object by server-side apply; raises OSError with the server's message."""
-        status, answer = self.request(
-            "PATCH", f"{path}?fieldManager=epochkv-cluster&force=true", obj, "application/apply-patch+yaml", 15
-        )
+        status, answer = self.request("PATCH", f"{path}?fieldManager=epochkv-cluster&force=true", obj, "application/apply-patch+yaml", 15)
         if status not in (200, 201):
             raise OSError(f"apply {path}: {status} {answer.decode(errors='replace')[:500]}")

@@ -84,9 +84,7 @@ def go_version() -> str:
     try:
         return subprocess.run(["go", "env", "GOVERSION"], check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError) as error:
-        raise ClusterError(
-            f"cannot run 'go env GOVERSION' ({error}): install Go 1.24 or newer to build the cluster's binaries"
-        ) from error
+        raise ClusterError(f"cannot run 'go env GOVERSION' ({error}): install Go 1.24 or newer to build the cluster's binaries") from error
 
 
 def module_hash(name: str, version: str, tools: Path = TOOLS) -> str:
@@ -116,9 +114,7 @@ class Binaries:
     def missing(self) -> list[Module]:
         """Modules of which some binary is not there."""
         return [
-            module
-            for module in MODULES
-            if any(not any((folder / name).is_file() for folder in self.folders) for name in module.packages)
+            module for module in MODULES if any(not any((folder / name).is_file() for folder in self.folders) for name in module.packages)
         ]
 
 
@@ -176,9 +172,7 @@ def _build_steps(module: Module) -> list[tuple[str, list[str]]]:
     return [(name, [package]) for name, package in module.packages.items()]
 
 
-def _run_with_progress(
-    command: list[str], cwd: Path, log: Path, module: Module, report: Report, started: float, expected: int
-) -> None:
+def _run_with_progress(command: list[str], cwd: Path, log: Path, module: Module, report: Report, started: float, expected: int) -> None:
     env = {**os.environ, "GOFLAGS": "-buildvcs=false -mod=readonly", "GOTOOLCHAIN": "local"}
     with log.open("ab") as output:
         process = subprocess.Popen(command, cwd=cwd, stdout=output, stderr=subprocess.STDOUT, env=env)

@@ -326,9 +326,7 @@ def _applied(api: Api, path: str, obj: object) -> bool:
 def _answers(node: Node, url: str) -> bool:
     """True when a URL answers 2xx on the node's loopback."""
     code = f"import urllib.request; urllib.request.urlopen({url!r}, timeout=2)"
-    done = subprocess.run(
-        [*node.prefix(), "python3", "-c", code], capture_output=True, env=node.environment, stdin=subprocess.DEVNULL
-    )
+    done = subprocess.run([*node.prefix(), "python3", "-c", code], capture_output=True, env=node.environment, stdin=subprocess.DEVNULL)
     return done.returncode == 0
 
 

@@ -81,6 +81,7 @@ class Node:
         new = not self.alive()
         if new:
             self._start_init()
+            self.make_cgroups()
         self._connect()
         return new
 
@@ -159,10 +160,24 @@ class Node:
         for cidr in (net.range, net.services):
             host("ip", "route", "delete", "unreachable", cidr, "metric", "4000", check=False)
 
+    def make_cgroups(self) -> None:
+        """Make the parent of the pods' cgroups in every hierarchy (v1) or the one (v2), with the parent's CPUs and memory nodes."""
+        v2 = (CGROUPS / "cgroup.controllers").exists()
+        for root in _hierarchies():
+            folder = root
+            for part in self.state.cgroup.strip("/").split("/"):
+                parent, folder = folder, folder / part
+                if v2:
+                    available = (parent / "cgroup.controllers").read_text().split()
+                    _write(parent / "cgroup.subtree_control", " ".join(f"+{name}" for name in available))
+                folder.mkdir(exist_ok=True)
+                for file in ("cpuset.cpus", "cpuset.mems"):
+                    if not v2 and (parent / file).exists():
+                        _write(folder / file, (parent / file).read_text())
+
     def remove_cgroups(self) -> None:
         """Remove the cluster's cgroups in every hierarchy (v1) or the one (v2)."""
-        roots = [CGROUPS, *CGROUPS.iterdir()] if CGROUPS.is_dir() else []
-        for root in roots:
+        for root in _hierarchies():
             folder = root / self.state.cgroup.lstrip("/")
             if folder.is_dir() and not wait_for(lambda folder=folder: _remove_tree(folder), 20, 0.1):  # type: ignore[misc]
                 raise ClusterError(f"cgroup {folder} cannot be removed: processes in it: {_processes(folder)}")
@@ -174,6 +189,19 @@ class Node:
         """Remove what `ensure` made outside the namespaces, if nobody else uses it."""
         with contextlib.suppress(OSError):
             Path("/var/lib/cni").rmdir()
+
+
+def _hierarchies() -> list[Path]:
+    """Mount points of cgroup hierarchies: the one of v2, or those of v1 (and, mixed, the controllerless v2 one)."""
+    if (CGROUPS / "cgroup.procs").exists():
+        return [CGROUPS]
+    found = [path for path in sorted(CGROUPS.glob("*")) if (path / "cgroup.procs").exists()]
+    return [path for path in found if path.is_dir() and not path.is_symlink()]
+
+
+def _write(file: Path, text: str) -> None:
+    with contextlib.suppress(OSError):  # What a hierarchy does not let us set, the kubelet reports with its name.
+        file.write_text(text)
 
 
 def marked(run: Path) -> list[int]:

@@ -87,7 +87,7 @@ def kubelet_config(state: ClusterState) -> dict[str, object]:
         "resolvConf": str(state.run / "resolv.conf"),
         "cgroupDriver": "cgroupfs",
         "cgroupRoot": state.cgroup,
-        "cgroupsPerQOS": False,
+        "cgroupsPerQOS": True,
         "enforceNodeAllocatable": [],
         "failSwapOn": False,
         "failCgroupV1": False,

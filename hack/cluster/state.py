@@ -32,9 +32,7 @@ def data_root() -> Path:
 def check_name(name: str) -> str:
     """The name itself, or an error that says what is allowed."""
     if not _NAME.fullmatch(name) or name.endswith("-"):
-        raise ClusterError(
-            f"cluster name {name!r}: use 1 to 15 lower-case letters, digits and dashes, beginning with a letter"
-        )
+        raise ClusterError(f"cluster name {name!r}: use 1 to 15 lower-case letters, digits and dashes, beginning with a letter")
     return name
 
 
