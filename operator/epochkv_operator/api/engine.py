@@ -140,9 +140,7 @@ class EnvVar(ApiModel):
     """One environment variable."""
 
     model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule("!has(self.value) || !has(self.valueFrom)", "an env entry has both value and valueFrom: keep one")
-        )
+        json_schema_extra=rules(rule("!has(self.value) || !has(self.valueFrom)", "an env entry has both value and valueFrom: keep one"))
     )
 
     name: Annotated[str, Field(min_length=1, max_length=256, pattern="^[-._a-zA-Z][-._a-zA-Z0-9]*$")]
@@ -276,8 +274,7 @@ class InferenceEngineSpec(ApiModel):
                 )
             if any(re.search(_EC_ARG, arg) for arg in self.args or ()):
                 raise ValueError(
-                    "spec.args has --ec-transfer-config with weightsSource Pushed: encoder outputs are not named by the weights;
-                    remove it"
+                    "spec.args has --ec-transfer-config with weightsSource Pushed: encoder outputs are not named by the weights; remove it"
                 )
         return self
 

@@ -103,8 +103,10 @@ def _epoch_converged(pool: KVCachePool, hub: HubView | None) -> Condition:
     asked = pool.spec.reset_epoch
     if hub is None:
         return Condition(
-            "EpochConverged", "Unknown", "HubUnavailable", "no hub leads this pool at the moment; engines whose lease ends serve
-            in bypass"
+            "EpochConverged",
+            "Unknown",
+            "HubUnavailable",
+            "no hub leads this pool at the moment; engines whose lease ends serve in bypass",
         )
     if hub.target < asked:
         return Condition("EpochConverged", "False", "Recording", f"epoch {asked} is asked for, {hub.target} is recorded")
