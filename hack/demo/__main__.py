@@ -1,0 +1,58 @@
+"""`python -m hack.demo run|stock|down`: see `make help`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from hack.cluster.errors import ClusterError
+from hack.demo.kube import DemoError
+from hack.engine_api import EngineError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+console = Console()
+Seed = Annotated[int | None, typer.Option(help="Seed of the prompts; another one each time by default.")]
+
+
+@app.command()
+def run(
+    seed: Seed = None,
+    bumps: Annotated[int, typer.Option(min=0, help="Resets to measure at the end.")] = 20,
+) -> None:
+    """The main job on a real cluster; leaves it up."""
+    from hack.demo.run import demo
+
+    sys.exit(demo(console, seed, bumps))
+
+
+@app.command()
+def stock(seed: Seed = None) -> None:
+    """No cluster: vLLM's own Mooncake connector with one engine late, then ours."""
+    from hack.demo.stock import demo
+
+    sys.exit(demo(console, seed))
+
+
+@app.command()
+def down() -> None:
+    """Remove the cluster and everything that the demo made."""
+    from hack.demo.setup import Setup
+
+    Setup().remove(lambda line: console.print(line, markup=False, highlight=False))
+
+
+def main() -> None:
+    """Entry point: known failures are one clear message and exit status 1."""
+    try:
+        app()
+    except (ClusterError, DemoError, EngineError) as error:
+        console.print("error:", style="bold red", end=" ")
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

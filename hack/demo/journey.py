@@ -1,0 +1,216 @@
+"""The main job on a running cluster: share KV between two engines, push new weights, raise `resetEpoch`, prove that old KV is gone.
+
+The demo shows it, `tests/e2e` asserts it: both run this code. Every answer is compared with the answer of an engine that has
+no cache at all and belongs to no pool.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from hack.demo.claims import Claims
+from hack.demo.kube import DemoError, Json, Kube, condition, wait_until
+from hack.engine_api import Answer, EngineApi
+
+NAMESPACE, POOL, ENGINE, REFERENCE, MODEL = "epochkv-demo", "policy", "rollout", "reference", "tiny"
+BASE_WEIGHTS, NEW_WEIGHTS = "/models/base", "/models/new"
+VOCABULARY = 512
+PROMPT_TOKENS = 1000
+# vLLM on CPU makes blocks of 128 tokens; only whole blocks are cached: 7 of them, 896 tokens.
+BLOCKS = PROMPT_TOKENS // 128
+CACHED = BLOCKS * 128
+ANSWER_TOKENS = 16
+
+Prompt = tuple[int, ...]
+
+
+def make_prompts(seed: int, count: int) -> list[Prompt]:
+    """Random prompts of 1000 token ids; special ids (0, 1) are left out."""
+    rng = random.Random(seed)
+    return [tuple(rng.randrange(2, VOCABULARY) for _ in range(PROMPT_TOKENS)) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class Bump:
+    """One reset as the demo's own watch of the pool saw it."""
+
+    epoch: int
+    milliseconds: float
+
+
+class EpochWatch:
+    """Notes when a watch first shows each asked and each published epoch of the pool."""
+
+    def __init__(self, kube: Kube, namespace: str, pool: str, seconds: float) -> None:
+        self.asked: dict[int, float] = {}
+        self.published: dict[int, float] = {}
+        self.error: Exception | None = None
+        path = f"/apis/epochkv.io/v1alpha1/namespaces/{namespace}/kvcachepools?fieldSelector=metadata.name%3D{pool}"
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(kube, path, seconds), daemon=True, name="epoch-watch")
+        self._thread.start()
+        self._started.wait(10.0)
+
+    def _run(self, kube: Kube, path: str, seconds: float) -> None:
+        try:
+            for obj in kube.watch(path, seconds):
+                now = time.perf_counter()
+                self.asked.setdefault(int(obj["spec"].get("resetEpoch") or 0), now)
+                self.published.setdefault(int((obj.get("status") or {}).get("epoch") or 0), now)
+                self._started.set()
+        except (OSError, DemoError) as error:
+            self.error = error
+        finally:
+            self._started.set()
+
+    def milliseconds(self, epoch: int, seconds: float) -> float:
+        """From the accepted patch to the published epoch."""
+        wait_until(
+            lambda: epoch in self.published and epoch in self.asked,
+            seconds,
+            lambda: f"the watch did not show epoch {epoch} published ({self.error or 'no error'})",
+            pause=0.02,
+        )
+        return (self.published[epoch] - self.asked[epoch]) * 1e3
+
+
+@dataclass
+class Journey:
+    """State of one run. `note` receives one line per thing done."""
+
+    kube: Kube
+    note: Callable[[str], None]
+    seed: int
+    claims: Claims = field(default_factory=Claims)
+    bumps: list[Bump] = field(default_factory=list)
+    engines: list[EngineApi] = field(default_factory=list)
+    reference: EngineApi | None = None
+    prompts: list[Prompt] = field(default_factory=list)
+    old_answers: list[tuple[int, ...]] = field(default_factory=list)
+
+    # -- the steps -----------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Find the engines; when an earlier run has used them, give them the base weights and a fresh epoch."""
+        self.prompts = make_prompts(self.seed, 4)
+        engines = self.kube.engines(NAMESPACE, ENGINE, MODEL)
+        if len(engines) < 2:
+            raise DemoError(f"{len(engines)} Ready pods of InferenceEngine {NAMESPACE}/{ENGINE}, 2 are needed")
+        references = self.kube.engines(NAMESPACE, REFERENCE, MODEL)
+        if not references:
+            raise DemoError(f"no Ready pod of InferenceEngine {NAMESPACE}/{REFERENCE}")
+        self.engines, self.reference = list(engines[:2]), references[0]
+        used = any(engine.metric("vllm:prompt_tokens_total") for engine in [*engines, self.reference])
+        if self.epoch() or used:
+            self.note("an earlier run was here: base weights again, and a fresh epoch")
+            self._load(BASE_WEIGHTS)
+            self.bump()
+
+    def share(self) -> None:
+        """Prompts to A, the same to B: B takes them from L2 and answers like an engine without a cache."""
+        first, second = self.engines
+        self.old_answers = self._reference_answers(self.prompts)
+        self._reuse("old weights", self.prompts, first, second, self.old_answers)
+
+    def renew(self) -> Bump:
+        """New weights into every replica, then the bump. The engines are idle, which is what pausing them would give."""
+        self.note("new weights into both replicas and into the reference")
+        self._load(NEW_WEIGHTS)
+        bump = self.bump()
+        self.claims.equal("status.epoch after the bump", self.epoch(), bump.epoch)
+        converged = condition(self.pool(), "EpochConverged")
+        self.claims.equal("condition EpochConverged", converged.get("status"), "True")
+        return bump
+
+    def after(self) -> None:
+        """The same prompts: nothing of the old epoch; then sharing works again."""
+        first, second = self.engines
+        answers = self._reference_answers(self.prompts)
+        changed = sum(new != old for new, old in zip(answers, self.old_answers, strict=True))
+        self.claims.equal("answers that the new weights change (without a cache)", f"{changed} of 4", "4 of 4")
+        # Each engine is asked first for two of the prompts, so neither may find anything of the old epoch on any tier.
+        self._reuse("new weights, A first", self.prompts[:2], first, second, answers[:2])
+        self._reuse("new weights, B first", self.prompts[2:], second, first, answers[2:])
+
+    def bump(self) -> Bump:
+        """Raise the epoch by one with kubectl, wait with kubectl, and measure with a watch of our own."""
+        epoch = int(self.pool()["spec"].get("resetEpoch") or 0) + 1
+        watch = EpochWatch(self.kube, NAMESPACE, POOL, 120.0)
+        patch = f'{{"spec":{{"resetEpoch":{epoch}}}}}'
+        self.note(f"kubectl patch kvp {POOL} --type=merge -p '{patch}'")
+        self.kube.kubectl("-n", NAMESPACE, "patch", "kvp", POOL, "--type=merge", "-p", patch)
+        wait = f"--for=jsonpath={{.status.epoch}}={epoch}"
+        self.kube.kubectl("-n", NAMESPACE, "wait", f"kvp/{POOL}", wait, "--timeout=60s")
+        bump = Bump(epoch, watch.milliseconds(epoch, 10.0))
+        self.note(f"epoch {epoch} published {bump.milliseconds:.0f} ms after the patch")
+        self.bumps.append(bump)
+        self.kube.kubectl("-n", NAMESPACE, "wait", f"ie/{ENGINE}", "--for=condition=EpochCurrent", "--timeout=60s")
+        return bump
+
+    # -- pieces --------------------------------------------------------------------------------------------------------
+
+    def pool(self) -> Json:
+        """The pool as it is now."""
+        return self.kube.get(f"/apis/epochkv.io/v1alpha1/namespaces/{NAMESPACE}/kvcachepools/{POOL}")
+
+    def epoch(self) -> int:
+        """`status.epoch`."""
+        return int((self.pool().get("status") or {}).get("epoch") or 0)
+
+    def stored_blocks(self, epoch: int) -> int:
+        """Objects of this epoch in the store, by their names, as the Mooncake master lists them."""
+        masters = self.kube.pods(NAMESPACE, f"epochkv.io/pool={POOL},app.kubernetes.io/component=master")
+        if not masters:
+            raise DemoError(f"pool {NAMESPACE}/{POOL} has no master pod")
+        status, body = self.kube.pod_http(NAMESPACE, masters[0]["metadata"]["name"], 9003, "GET", "/get_all_keys")
+        if status != 200:
+            raise DemoError(f"the master's /get_all_keys: HTTP {status}")
+        return sum(f"/e{epoch}/" in key for key in body.decode().split())
+
+    def _load(self, weights: str) -> None:
+        assert self.reference is not None
+        for engine in (*self.engines, self.reference):
+            engine.reload_weights(weights)
+
+    def _reference_answers(self, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
+        assert self.reference is not None
+        answers = [self.reference.complete(prompt, ANSWER_TOKENS) for prompt in prompts]
+        self.claims.equal("tokens that the reference took from a cache", sum(answer.cached for answer in answers), 0)
+        return [answer.tokens for answer in answers]
+
+    def _reuse(
+        self, label: str, prompts: Sequence[Prompt], writer: EngineApi, reader: EngineApi, expected: list[tuple[int, ...]]
+    ) -> None:
+        """The writer computes and saves, the reader loads; both must answer as expected."""
+        count = len(prompts)
+        epoch = self.epoch()
+        before = self.stored_blocks(epoch)
+        hits = {engine.name: _external(engine) for engine in (writer, reader)}
+        self.note(f"{label}: {count} prompts of {PROMPT_TOKENS} tokens to {writer.name}")
+        written = [writer.complete(prompt, ANSWER_TOKENS) for prompt in prompts]
+        self.claims.equal(f"{label}: cached tokens on the first engine", [answer.cached for answer in written], [0] * count)
+        self.claims.equal(f"{label}: tokens it took from L2", _external(writer) - hits[writer.name], 0)
+        wait_until(
+            lambda: self.stored_blocks(epoch) >= before + BLOCKS * count,
+            60.0,
+            lambda: f"{self.stored_blocks(epoch) - before} of {BLOCKS * count} blocks of epoch {epoch} arrived in the store",
+        )
+        self.note(f"{label}: the same prompts to {reader.name}")
+        read = [reader.complete(prompt, ANSWER_TOKENS) for prompt in prompts]
+        self.claims.equal(f"{label}: cached tokens on the other engine", [answer.cached for answer in read], [CACHED] * count)
+        self.claims.equal(f"{label}: of these through L2", _external(reader) - hits[reader.name], CACHED * count)
+        self._same(f"{label}: answers of the first engine", written, expected)
+        self._same(f"{label}: answers of the other engine", read, expected)
+
+    def _same(self, what: str, answers: Sequence[Answer], expected: Sequence[tuple[int, ...]]) -> None:
+        wrong = sum(answer.tokens != right for answer, right in zip(answers, expected, strict=True))
+        self.claims.check(what, wrong == 0, "as without a cache", "as without a cache" if not wrong else f"{wrong} differ")
+
+
+def _external(engine: EngineApi) -> int:
+    """Prompt tokens that this engine has taken from another engine's KV so far."""
+    return int(engine.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer"))

@@ -1,0 +1,170 @@
+"""Reaching a cluster from this machine, on any provider: kubectl for what a user would type, and the API server's pod proxy for HTTP
+to pods, so that neither routes to pod addresses nor port-forwards are needed."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import ssl
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+
+from hack.engine_api import EngineApi, EngineError
+
+Json = dict[str, Any]
+
+
+class DemoError(RuntimeError):
+    """A step failed; the message says which object and what it said."""
+
+
+class Kube:
+    """One cluster, as its admin. `kubectl` is the path of the binary."""
+
+    def __init__(self, kubeconfig: Path, kubectl: Path) -> None:
+        self.kubeconfig = kubeconfig
+        self._kubectl = kubectl
+        config = yaml.safe_load(kubeconfig.read_text())
+        cluster, user = config["clusters"][0]["cluster"], config["users"][0]["user"]
+        self._server = urlsplit(cluster["server"])
+        self._tls = ssl.create_default_context(cadata=_material(cluster, "certificate-authority").decode())
+        with tempfile.TemporaryDirectory() as folder:
+            for name in ("client-certificate", "client-key"):
+                (Path(folder) / name).touch(mode=0o600)
+                (Path(folder) / name).write_bytes(_material(user, name))
+            self._tls.load_cert_chain(Path(folder) / "client-certificate", Path(folder) / "client-key")
+
+    # -- what a user would type ----------------------------------------------------------------------------------------
+
+    def kubectl(self, *args: str, seconds: float = 120.0, stdin: str | None = None) -> str:
+        """Run kubectl; its output.
+
+        Raises:
+            DemoError: kubectl's own words.
+        """
+        command = [str(self._kubectl), f"--kubeconfig={self.kubeconfig}", *args]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, input=stdin, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise DemoError(f"kubectl {' '.join(args)}: no end after {seconds:.0f} s") from error
+        if done.returncode != 0:
+            raise DemoError(f"kubectl {' '.join(args)}: {(done.stderr or done.stdout).strip()}")
+        return done.stdout
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def request(
+        self, method: str, path: str, body: bytes | None = None, content: str = "application/json", seconds: float = 30.0
+    ) -> tuple[int, bytes]:
+        """Status and body of one request to the API server. Raises OSError when there is no answer."""
+        with self._open(method, path, body, content, seconds) as response:
+            return response.status, response.read()
+
+    def get(self, path: str) -> Json:
+        """One object; raises DemoError with the server's words."""
+        status, body = self.request("GET", path)
+        if status != http.client.OK:
+            raise DemoError(f"GET {path}: {status} {body.decode(errors='replace')[:500]}")
+        found: Json = json.loads(body)
+        return found
+
+    def watch(self, path: str, seconds: float) -> Iterator[Json]:
+        """Objects of a watch, oldest first, beginning with what is there; ends after `seconds`."""
+        query = f"{path}&watch=true&timeoutSeconds={max(1, int(seconds))}"
+        with self._open("GET", query, None, "application/json", seconds + 5) as response:
+            if response.status != http.client.OK:
+                raise DemoError(f"watch {path}: {response.status} {response.read().decode(errors='replace')[:500]}")
+            for line in response:
+                event = json.loads(line)
+                if event["type"] == "ERROR":
+                    raise DemoError(f"watch {path}: {event['object'].get('message')}")
+                yield event["object"]
+
+    @contextmanager
+    def _open(
+        self, method: str, path: str, body: bytes | None, content: str, seconds: float
+    ) -> Iterator[http.client.HTTPResponse]:
+        host, port = self._server.hostname or "", self._server.port or 443
+        connection = http.client.HTTPSConnection(host, port, context=self._tls, timeout=seconds)
+        try:
+            connection.request(method, path, body=body, headers={"Content-Type": content, "Accept": "application/json, */*"})
+            yield connection.getresponse()
+        except http.client.HTTPException as error:
+            raise OSError(f"{method} {path}: {error!r}") from error
+        finally:
+            connection.close()
+
+    # -- pods ----------------------------------------------------------------------------------------------------------
+
+    def pods(self, namespace: str, selector: str) -> list[Json]:
+        """Pods with these labels that are not being deleted, by name."""
+        found = self.get(f"/api/v1/namespaces/{namespace}/pods?labelSelector={selector.replace('=', '%3D')}")["items"]
+        return sorted(
+            (pod for pod in found if not pod["metadata"].get("deletionTimestamp")), key=lambda pod: str(pod["metadata"]["name"])
+        )
+
+    def pod_http(
+        self, namespace: str, pod: str, port: int, method: str, path: str, body: bytes | None = None, seconds: float = 60.0
+    ) -> tuple[int, bytes]:
+        """One HTTP request to a port of a pod, through the API server."""
+        proxy = f"/api/v1/namespaces/{namespace}/pods/{pod}:{port}/proxy{path}"
+        return self.request(method, proxy, body, seconds=seconds)
+
+    def engines(self, namespace: str, engine: str, model: str) -> list[PodEngine]:
+        """The Ready pods of an InferenceEngine."""
+        pods = self.pods(namespace, f"epochkv.io/engine={engine}")
+        return [PodEngine(self, namespace, pod["metadata"]["name"], model) for pod in pods if pod_ready(pod)]
+
+
+class PodEngine(EngineApi):
+    """A vLLM server in a pod, port 8000."""
+
+    def __init__(self, kube: Kube, namespace: str, pod: str, model: str) -> None:
+        self.name, self.model = pod, model
+        self._kube, self._namespace = kube, namespace
+
+    def request(self, method: str, path: str, body: bytes | None = None, seconds: float = 120.0) -> bytes:
+        """One HTTP request through the API server."""
+        try:
+            status, answer = self._kube.pod_http(self._namespace, self.name, 8000, method, path, body, seconds)
+        except OSError as error:
+            raise EngineError(f"{self.name} {path}: no answer: {error}") from error
+        if not http.client.OK <= status < http.client.MULTIPLE_CHOICES:
+            raise EngineError(f"{self.name} {path}: HTTP {status}: {answer.decode(errors='replace')[:500]}")
+        return answer
+
+
+def pod_ready(pod: Json) -> bool:
+    """The pod's Ready condition is True."""
+    return condition(pod, "Ready").get("status") == "True"
+
+
+def condition(obj: Json, name: str) -> Json:
+    """A condition of an object's status; empty when it is not there."""
+    conditions = (obj.get("status") or {}).get("conditions") or []
+    return next((found for found in conditions if found["type"] == name), {})
+
+
+def wait_until(ready: Callable[[], bool], seconds: float, what: Callable[[], str], pause: float = 0.5) -> None:
+    """Poll `ready` until it is true; raise DemoError with `what()` when `seconds` have passed."""
+    deadline = time.monotonic() + seconds
+    while not ready():
+        if time.monotonic() > deadline:
+            raise DemoError(f"after {seconds:.0f} s: {what()}")
+        time.sleep(pause)
+
+
+def _material(section: Json, name: str) -> bytes:
+    """A certificate or key of a kubeconfig, inline or in a file."""
+    if inline := section.get(f"{name}-data"):
+        return base64.b64decode(inline)
+    return Path(section[name]).read_bytes()

@@ -1,0 +1,169 @@
+"""From nothing to a pool and engines that are Ready: images, models, cluster, chart, manifests. Every step may be repeated."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hack import models
+from hack.cluster import binaries
+from hack.cluster.environment import Claim, provide_claims
+from hack.cluster.provider import Provider, provider
+from hack.demo.journey import ENGINE, NAMESPACE, POOL, REFERENCE
+from hack.demo.kube import DemoError, Json, Kube, condition
+from hack.images.builder import Builder
+from hack.images.recipe import IMAGES
+
+ROOT = Path(__file__).resolve().parents[2]
+MANIFESTS = ROOT / "config/demo"
+SYSTEM = "epochkv-system"
+LOADED = "epochkv.io/loaded-images"
+
+Note = Callable[[str], None]
+
+
+@dataclass
+class Setup:
+    """Names and folders of one demo."""
+
+    cluster: str = os.environ.get("EPOCHKV_CLUSTER", "epochkv")
+    work: Path = ROOT / ".build/demo"
+    engine_venv: Path = Path(os.environ.get("EPOCHKV_ENGINE_VENV") or ROOT / ".build/venv-engine")
+
+    @property
+    def provider(self) -> Provider:
+        """The cluster's provider, chosen by `$CLUSTER`."""
+        return provider(self.cluster)
+
+    @property
+    def models(self) -> Path:
+        """Folder with the tiny model and its new weights, mounted into the engines."""
+        return self.work / "models"
+
+    def kube(self) -> Kube:
+        """The running cluster, as admin."""
+        return Kube(self.provider.kubeconfig(), _tool("kubectl"))
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def build_images(self, note: Note) -> list[Path]:
+        """Operator, store and engine images; only what has changed."""
+        return Builder(note).ensure(IMAGES)
+
+    def make_models(self, note: Note) -> None:
+        """Two sets of weights, and the bytecode of vLLM, which read-only mounts cannot write."""
+        for name, seed in (("base", 1), ("new", 2)):
+            models.make(self.models / name, seed)
+        python = self.engine_venv / "bin/python"
+        if not python.exists():
+            raise DemoError(f"{self.engine_venv} is no environment with vLLM: run 'make setup-engine'")
+        mark = self.engine_venv / ".bytecode"
+        if not mark.exists():
+            note("compiling vLLM's bytecode once: engine pods start in half the time")
+            packages = [str(path) for path in self.engine_venv.glob("lib/python3*/site-packages")]
+            # Some packages ship files for other Python versions, which do not compile: the exit status says nothing.
+            subprocess.run([str(python), "-m", "compileall", "-q", "-j", "2", *packages], capture_output=True, check=False)
+            mark.touch()
+
+    def bring_up(self, note: Note) -> None:
+        """The cluster."""
+        self.provider.up(note, [self.models, self.engine_venv])
+
+    def load_images(self, archives: list[Path], note: Note) -> None:
+        """Into the node, unless they are there; pods of older images are replaced."""
+        kube = self.kube()
+        wanted = " ".join(path.stem for path in archives)
+        kube.kubectl("apply", "-f", "-", stdin=f"apiVersion: v1\nkind: Namespace\nmetadata: {{name: {SYSTEM}}}\n")
+        annotations = kube.get(f"/api/v1/namespaces/{SYSTEM}")["metadata"].get("annotations") or {}
+        loaded = annotations.get(LOADED)
+        if loaded == wanted:
+            note("the node has these images")
+            return
+        self.provider.load_images(archives, note)
+        for namespace in (SYSTEM, NAMESPACE) if loaded else ():
+            note(f"images have changed: replacing the pods in {namespace}")
+            kube.kubectl("-n", namespace, "delete", "pods", "--all", "--ignore-not-found", "--wait=true")
+        kube.kubectl("annotate", "namespace", SYSTEM, "--overwrite", f"{LOADED}={wanted}")
+
+    def install(self, note: Note) -> None:
+        """The chart."""
+        command = [
+            str(_tool("helm")), "upgrade", "--install", "epochkv", str(ROOT / "charts/epochkv"), "--namespace", SYSTEM, "--create-namespace",
+            "--values", str(MANIFESTS / "values.yaml"), "--kubeconfig", str(self.provider.kubeconfig()), "--wait", "--timeout", "3m",
+        ]  # fmt: skip
+        note("helm upgrade --install epochkv charts/epochkv --values config/demo/values.yaml --wait")
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise DemoError(f"helm: {done.stderr.strip()}\n{self.diagnosis()}")
+
+    def apply(self, note: Note) -> None:
+        """Namespace, volumes, then the manifests that a user writes."""
+        kube = self.kube()
+        kube.kubectl("apply", "-f", str(MANIFESTS / "namespace.yaml"))
+        claims = [Claim("vllm-env", self.engine_venv), Claim("models", self.models)]
+        for line in provide_claims(self.provider.kubeconfig(), self.cluster, NAMESPACE, claims):
+            note(line)
+        for name in ("pool", "engine", "reference"):
+            note(kube.kubectl("apply", "-f", str(MANIFESTS / f"{name}.yaml")))
+
+    def wait_ready(self, note: Note, seconds: float = 600.0) -> None:
+        """Until pool and engines are Ready; otherwise an error with their conditions."""
+        kube, deadline = self.kube(), time.monotonic() + seconds
+        objects = {f"kvp/{POOL}": "kvcachepools", f"ie/{ENGINE}": "inferenceengines", f"ie/{REFERENCE}": "inferenceengines"}
+        while waiting := _not_ready(kube, objects):
+            note("; ".join(f"{name}: {why}" for name, why in waiting.items()))
+            if time.monotonic() > deadline:
+                lines = "\n".join(f"  {name}: {why}" for name, why in waiting.items())
+                raise DemoError(f"not Ready after {seconds:.0f} s:\n{lines}\n{self.diagnosis()}")
+            time.sleep(1.0)
+        kube.kubectl("-n", NAMESPACE, "wait", "--for=condition=Ready", *objects, "--timeout=30s")
+
+    def remove(self, note: Note) -> None:
+        """Everything the demo made, apart from caches of downloads and builds."""
+        self.provider.down(note)
+        shutil.rmtree(self.work, ignore_errors=True)
+
+    def diagnosis(self) -> str:
+        """Pods, warnings and the operator's last lines: what one would look at first."""
+        kube, parts = self.kube(), []
+        for title, args in (
+            ("pods", ("get", "pods", "-A", "-o", "wide")),
+            ("warnings", ("get", "events", "-A", "--field-selector=type=Warning", "--sort-by=.lastTimestamp")),
+            ("operator", ("-n", SYSTEM, "logs", "deployment/epochkv-operator", "--tail=15")),
+        ):
+            try:
+                parts.append(f"-- {title}\n" + "\n".join(kube.kubectl(*args, seconds=20).splitlines()[-15:]))
+            except DemoError as error:
+                parts.append(f"-- {title}\n{error}")
+        return "\n".join(parts)
+
+
+def _not_ready(kube: Kube, objects: dict[str, str]) -> dict[str, str]:
+    """Why each object is not Ready; empty when all are."""
+    waiting = {}
+    for name, plural in objects.items():
+        obj = kube.get(f"/apis/epochkv.io/v1alpha1/namespaces/{NAMESPACE}/{plural}/{name.split('/')[1]}")
+        ready = condition(obj, "Ready")
+        if ready.get("status") != "True" or not _observed(obj):
+            waiting[name] = f"{ready.get('reason', 'no status yet')}: {ready.get('message', '')}".strip(": ")
+    return waiting
+
+
+def _observed(obj: Json) -> bool:
+    """The status speaks of the present spec."""
+    return bool((obj.get("status") or {}).get("observedGeneration", 0) >= obj["metadata"]["generation"])
+
+
+def _tool(name: str) -> Path:
+    found = binaries.locate()
+    if any(module for module in found.missing() if name in module.packages):
+        system = shutil.which(name)
+        if system is None:
+            raise DemoError(f"{name} is not built: run 'python -m hack.cluster build'")
+        return Path(system)
+    return found.path(name)

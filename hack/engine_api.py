@@ -1,0 +1,84 @@
+"""What the demo, the tests and the benchmarks ask of a vLLM OpenAI server, however it is reached: prompts are token ids."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{.*\})? (\S+)$")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine said: token ids, and how many tokens of the prompt it took from a cache of any tier."""
+
+    tokens: tuple[int, ...]
+    cached: int
+    logprobs: tuple[float, ...] = ()
+
+
+class EngineError(RuntimeError):
+    """The engine answered with an error, or not at all; the message names engine, path and its own words."""
+
+
+def metric_total(text: str, name: str, labels: Mapping[str, str]) -> float:
+    """Sum of a metric in Prometheus text over the series that carry `labels`; 0 when there is none."""
+    total = 0.0
+    for line in text.splitlines():
+        match = _SAMPLE.match(line)
+        if match and match[1] == name and all(f'{key}="{value}"' in (match[2] or "") for key, value in labels.items()):
+            total += float(match[3])
+    return total
+
+
+class EngineApi(ABC):
+    """One engine. `model` is the name it serves under."""
+
+    name: str
+    model: str
+
+    @abstractmethod
+    def request(self, method: str, path: str, body: bytes | None = None, seconds: float = 120.0) -> bytes:
+        """One HTTP request; the body of a 2xx answer.
+
+        Raises:
+            EngineError: any other answer, or none within `seconds`.
+        """
+
+    def complete(self, prompt: Sequence[int], max_tokens: int = 8) -> Answer:
+        """Greedy completion of token ids."""
+        body = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "detokenize": False,
+        }
+        reply = self.post("/v1/completions", body)
+        details = reply["usage"].get("prompt_tokens_details") or {}
+        return Answer(tuple(reply["choices"][0]["token_ids"]), int(details.get("cached_tokens") or 0))
+
+    def reload_weights(self, path: str | Path) -> None:
+        """Load the weights of another folder, as the engine sees it, into the running engine. Needs vLLM's dev mode."""
+        self.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(path)}})
+
+    def reset_prefix_cache(self, external: bool) -> bool:
+        """vLLM's own reset; True if it says that it succeeded. Needs vLLM's dev mode."""
+        query = f"reset_running_requests=true&reset_external={str(external).lower()}"
+        return bool(self.post(f"/reset_prefix_cache?{query}", {})["success"])
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a Prometheus metric over the series that carry `labels`."""
+        return metric_total(self.request("GET", "/metrics", seconds=10).decode(), name, labels)
+
+    def post(self, path: str, body: Mapping[str, Any], seconds: float = 120.0) -> Any:
+        """POST JSON, return JSON (None for an empty answer)."""
+        text = self.request("POST", path, json.dumps(body).encode(), seconds)
+        return json.loads(text) if text.strip() else None
