@@ -68,6 +68,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tracker_capacity: int = 100_000
     staging_slots: int = 64
     allow_untested_vllm: bool = False
+    encoder: Literal["Frozen", "Pushed"] = "Pushed"
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> ConnectorConfig:
@@ -105,8 +106,6 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"local.capacity_bytes is {self.local.capacity_bytes}; give bytes, or leave local out for no L1")
         if self.distributed and ":" not in self.distributed.master_address:
             raise ConfigError(f"distributed.master_address is {self.distributed.master_address!r}; it must be host:port")
-        if self.hub and not self.hub.endpoint.startswith("tcp://"):
-            raise ConfigError(f"hub.endpoint is {self.hub.endpoint!r}; it must look like tcp://host:7700")
         if self.tracker and self.distributed:
             raise ConfigError("tracker is true and distributed is set; with an L2 another engine may have saved, so set tracker to false")
         if not self.pool.uid:

@@ -1,0 +1,376 @@
+"""The only file that imports unstable vLLM names.
+
+Everything here was checked against vLLM 0.32; 0.30 to 0.33 are accepted, other versions are refused at start with a
+sentence (unless `allow_untested_vllm`), because a renamed global would make every name in this project a lie.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import vllm
+from vllm.v1.core import kv_cache_utils
+
+from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout
+from epochkv_connector.worker.slots import slot_stride
+
+try:  # 0.32 and later
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:
+    CacheHitSource = None
+
+TESTED_VERSIONS = ((0, 30), (0, 33))
+"""First and last minor version accepted."""
+
+ALLOWED_SIBLINGS: frozenset[str] = frozenset({"EpochKVConnector"})
+"""What may stand beside us in a MultiConnector: connectors that keep block hashes per request would outlive a re-hash."""
+
+Hasher = Callable[[Any], list[bytes]]
+
+
+class UnsupportedEngine(RuntimeError):
+    """This engine cannot be fenced; the message says what is wrong and what to change."""
+
+
+def check_version(allow_untested: bool, version: str | None = None) -> None:
+    """Raise `UnsupportedEngine` unless vLLM's minor version was tested.
+
+    Args:
+        allow_untested: accept any version (configuration key `allow_untested_vllm`).
+        version: for tests; default `vllm.__version__`.
+    """
+    found = vllm.__version__ if version is None else version
+    match = re.match(r"(\d+)\.(\d+)", found)
+    minor = (int(match[1]), int(match[2])) if match else (-1, -1)
+    first, last = TESTED_VERSIONS
+    if first <= minor <= last or allow_untested:
+        return
+    raise UnsupportedEngine(
+        f"vLLM {found} is not supported: EpochKV was tested with {first[0]}.{first[1]} to {last[0]}.{last[1]}; "
+        "install one of these, or set allow_untested_vllm to true in kv_connector_extra_config at your own risk"
+    )
+
+
+def check_siblings() -> None:
+    """Raise `UnsupportedEngine` when a MultiConnector that is building us has a child that is not on the tested list.
+
+    The children's configuration does not name the parent (each child gets a copy with its own `kv_transfer_config`),
+    so the parent is looked up among the callers.
+    """
+    for sibling in _sibling_names():
+        if sibling not in ALLOWED_SIBLINGS:
+            raise UnsupportedEngine(
+                f"MultiConnector holds {sibling} beside EpochKVConnector: KV that {sibling} brings in would be named "
+                "by hashes it keeps from before an epoch change; remove it from the MultiConnector"
+            )
+
+
+def _sibling_names() -> list[str]:
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__init__" and type(owner).__name__ == "MultiConnector":
+            config = frame.f_locals.get("vllm_config")
+            transfer = getattr(config, "kv_transfer_config", None)
+            children = (getattr(transfer, "kv_connector_extra_config", None) or {}).get("connectors", [])
+            return [str(child.get("kv_connector")) for child in children]
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return []
+
+
+class GlobalRoot:
+    """vLLM's module global that starts every block-hash chain, and the sentinel that tells when vLLM has set its own.
+
+    The connector is built before vLLM's `init_none_hash` runs; a root bound earlier would be overwritten.
+    """
+
+    def __init__(self) -> None:
+        # A fresh object: `is` must tell it from any value that vLLM computes, also in a second engine of the process.
+        self._sentinel = bytes(bytearray(os.urandom(32)))
+        kv_cache_utils.NONE_HASH = self._sentinel
+
+    def ready(self) -> bool:
+        """True once vLLM has replaced the sentinel by its own value."""
+        return kv_cache_utils.NONE_HASH is not self._sentinel
+
+    def bind(self, root: bytes) -> None:
+        """Make `root` the parent of every chain begun from now on."""
+        kv_cache_utils.NONE_HASH = root
+
+    def is_bound(self, root: bytes) -> bool:
+        """Whether the global is this very object (somebody else may have overwritten it)."""
+        return kv_cache_utils.NONE_HASH is root
+
+
+class BlockHashing:
+    """Hashes a request's first block under an explicit parent, and a whole request through vLLM's own hasher.
+
+    Args:
+        algorithm: `cache_config.prefix_caching_hash_algo`.
+    """
+
+    def __init__(self, algorithm: str) -> None:
+        from vllm.utils.hashing import get_hash_fn_by_name
+
+        self.algorithm = algorithm
+        self.hash_block_size = 0  # known when the block pool is bound
+        self._function = get_hash_fn_by_name(algorithm)
+
+    def first(self, request: Any, root: bytes) -> bytes | None:
+        """Hash of block 0 with `root` as explicit parent; None while the request has no full block."""
+        size = self.hash_block_size
+        if size <= 0 or request.num_tokens < size:
+            return None
+        extra, _ = kv_cache_utils.generate_block_hash_extra_keys(request, 0, size, 0)
+        tokens = request.all_token_ids[0:size]
+        return bytes(kv_cache_utils.hash_block_tokens(self._function, root, tokens, extra))
+
+    def chain(self, request: Any, root: bytes, inner: Hasher) -> list[bytes]:
+        """All block hashes of a request that has none yet, begun with `root`; a new list.
+
+        vLLM's hasher continues from the last hash the request holds, so it is shown a one-element list for the
+        duration of the call; the request's own list is not touched.
+        """
+        head = self.first(request, root)
+        if head is None:
+            return []
+        held = request.block_hashes
+        request.block_hashes = [head]
+        try:
+            return [head, *inner(request)]
+        finally:
+            request.block_hashes = held
+
+
+def hash_seed_is_random(algorithm: str) -> bool:
+    """Whether vLLM seeds this algorithm at random in each process (non-cryptographic ones without PYTHONHASHSEED)."""
+    return "xxhash" in algorithm and os.environ.get("PYTHONHASHSEED") is None
+
+
+def queue_all_blocks_cleared(block_pool: Any, drop_pending: bool) -> None:
+    """Queue one AllBlocksCleared on the block pool's own event queue, so that it precedes events of new blocks.
+
+    Args:
+        block_pool: the bound GPU block pool.
+        drop_pending: forget events not yet taken (a reset), instead of letting them precede the clearing.
+    """
+    if block_pool is None or not getattr(block_pool, "enable_kv_cache_events", False):
+        return
+    from vllm.distributed.kv_events import AllBlocksCleared
+
+    if drop_pending:
+        block_pool.kv_event_queue.clear()
+    block_pool.kv_event_queue.append(AllBlocksCleared())
+
+
+def holds_blocks(request: Any) -> bool:
+    """Whether the request holds KV blocks now (then it must never be re-hashed)."""
+    from vllm.v1.request import RequestStatus
+
+    return bool(
+        request.num_computed_tokens > 0
+        or request.status in (RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.RUNNING)
+    )
+
+
+def is_multimodal(vllm_config: Any) -> bool:
+    """Whether encoder outputs (keyed by content, not by weights) can enter the KV of this engine."""
+    return bool(getattr(vllm_config.model_config, "is_multimodal_model", False))
+
+
+def _plain(value: Any) -> Any:
+    """JSON for the values found in vLLM configurations; addresses never get in."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(str(_plain(item)) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            "type": type(value).__name__,
+            **{f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)},
+        }
+    name = getattr(value, "name", None)
+    if isinstance(name, str):
+        return name
+    text = str(value)
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+_VOLATILE_HF_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "_attn_implementation_autoset")
+
+
+def _model_digest(model_config: Any) -> str:
+    hf_config = getattr(model_config, "hf_config", None)
+    described = hf_config.to_dict() if hasattr(hf_config, "to_dict") else {}
+    kept = {key: value for key, value in described.items() if key not in _VOLATILE_HF_KEYS}
+    text = json.dumps(_plain(kept), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
+    """Everything that changes KV bytes or their layout, as JSON (`identity.fingerprint` digests it).
+
+    Raw tensor-parallel size is left out on purpose: the per-rank spec (heads per rank) and the number of distinct
+    shards are in, so ranks that hold replicas share. Pickle-based hash algorithms depend on the interpreter's minor
+    version, so that is in for them.
+    """
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    algorithm = str(cache.prefix_caching_hash_algo)
+    groups = [
+        {
+            "spec": _plain(group.kv_cache_spec),
+            "layers": list(group.layer_names),
+            "eagle": bool(getattr(group, "is_eagle_group", False)),
+        }
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    speculative = getattr(vllm_config, "speculative_config", None)
+    attention = getattr(vllm_config, "attention_config", None)
+    return {
+        "vllm": vllm.__version__,
+        "model": str(model.model),
+        "revision": _plain(getattr(model, "revision", None)),
+        "code_revision": _plain(getattr(model, "code_revision", None)),
+        "hf_config": _model_digest(model),
+        "dtype": str(model.dtype),
+        "quantization": _plain(getattr(model, "quantization", None)),
+        "cache_dtype": str(cache.cache_dtype),
+        "layout": _plain(getattr(kv_cache_config, "kv_cache_layout", None) or getattr(cache, "kv_cache_layout", None)),
+        "hash_block_size": _plain(
+            getattr(kv_cache_config, "hash_block_size", None) or getattr(cache, "prefix_match_unit", None)
+        ),
+        "groups": groups,
+        "pipeline": int(parallel.pipeline_parallel_size),
+        "decode_context": int(getattr(parallel, "decode_context_parallel_size", 1)),
+        "prefill_context": int(getattr(parallel, "prefill_context_parallel_size", 1)),
+        "hash_algorithm": algorithm,
+        "interpreter": ".".join(platform.python_version_tuple()[:2]) if "cbor" not in algorithm else "",
+        "attention_backend": str(_plain(getattr(attention, "backend", None))),
+        "speculative": [
+            _plain(getattr(speculative, "method", None)),
+            str(getattr(speculative, "model", None)),
+            _plain(getattr(speculative, "num_speculative_tokens", None)),
+        ]
+        if speculative is not None
+        else None,
+    }
+
+
+def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
+    """The KV cache groups as the scheduler half sees them."""
+    dcp = int(getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1))
+    groups = tuple(_group_layout(group, dcp) for group in kv_cache_config.kv_cache_groups)
+    payloads = [group_payload_bytes(group) for group in kv_cache_config.kv_cache_groups]
+    return CacheLayout(
+        groups=groups,
+        alignment_tokens=math.lcm(*(group.block_size for group in groups)),
+        slot_bytes=slot_stride(payloads) if payloads else 0,
+    )
+
+
+def num_worker_ranks(vllm_config: Any) -> int:
+    """Worker ranks that acknowledge every job."""
+    return int(vllm_config.parallel_config.world_size)
+
+
+def num_kv_shards(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Distinct KV shards of the engine: ranks less replicas of KV heads."""
+    return max(1, num_worker_ranks(vllm_config) // num_kv_replicas(kv_cache_config))
+
+
+def num_kv_replicas(kv_cache_config: Any) -> int:
+    """Consecutive tensor-parallel ranks that hold identical KV in every layer (unknown before 0.32: none)."""
+    return int(getattr(kv_cache_config, "kv_tp_replicas", 1) or 1)
+
+
+def worker_rank() -> int:
+    """This worker's rank in its engine."""
+    from vllm.distributed import parallel_state
+
+    group = parallel_state.get_world_group()
+    return int(group.rank_in_group) if group is not None else 0
+
+
+def group_payload_bytes(group: Any) -> int:
+    """Bytes of one block of one group on one rank, all layers."""
+    spec = group.kv_cache_spec
+    if type(spec).__name__ == "UniformTypeKVCacheSpecs":
+        return int(spec.page_size_bytes)
+    return int(spec.page_size_bytes) * len(group.layer_names)
+
+
+def _group_layout(group: Any, dcp: int) -> GroupLayout:
+    spec = group.kv_cache_spec
+    block_size = int(spec.block_size) * (dcp if getattr(spec, "dcp_sharded", False) else 1)
+    inner = spec.first_spec if type(spec).__name__ == "UniformTypeKVCacheSpecs" else spec
+    name = type(inner).__name__
+    eagle = bool(getattr(group, "is_eagle_group", False))
+    transferable = bool(getattr(group, "enable_kv_transfer", True)) and bool(getattr(spec, "prefix_cacheable", True))
+    if transferable and name in ("FullAttentionSpec", "MLAAttentionSpec"):
+        return GroupLayout(GroupKind.FULL, block_size, eagle=eagle, name=name)
+    if transferable and name == "SlidingWindowSpec":
+        return GroupLayout(
+            GroupKind.SLIDING,
+            block_size,
+            window_tokens=int(inner.sliding_window),
+            extra_retained_tokens=int(getattr(inner, "extra_retained_tokens", 0)),
+            eagle=eagle,
+            name=name,
+        )
+    return GroupLayout(GroupKind.UNSUPPORTED, block_size, eagle=eagle, name=name)
+
+
+class BlockPoolAdapter:
+    """vLLM's block pool by block id (`scheduler.views.BlockPoolPort`): four stable names of it and nothing else."""
+
+    def __init__(self, block_pool: Any) -> None:
+        self._pool = block_pool
+
+    @property
+    def null_block_id(self) -> int:
+        """Id of the placeholder block; it is never touched or freed (0.32 counts references to it, 0.33 does not)."""
+        return int(self._pool.null_block.block_id)
+
+    def touch(self, block_ids: Sequence[int]) -> None:
+        """Take a reference on each block."""
+        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Give the references back; the first id is evicted first."""
+        self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
+
+
+def hash_block_size_of(block_pool: Any) -> int:
+    """Tokens per block hash: only the bound block pool knows (the configuration's value is None)."""
+    return int(block_pool.hash_block_size)
+
+
+def num_confirmed_tokens(request: Any, num_scheduled: int, num_drafts: int) -> int:
+    """Length of the prefix whose KV is in the request's blocks after this step and cannot be taken back.
+
+    `num_computed_tokens` counts placeholders and drafts optimistically; a known token's position was accepted.
+    """
+    return int(min(request.num_computed_tokens + num_scheduled - num_drafts, request.num_tokens))
+
+
+def hit_sources(host_tokens: int, store_tokens: int) -> dict[Any, int]:
+    """Split of external tokens by tier, in vLLM's terms; empty before 0.32."""
+    if CacheHitSource is None:
+        return {}
+    split = {CacheHitSource.HOST: host_tokens, CacheHitSource.EXTERNAL_UNSPECIFIED: store_tokens}
+    return {source: tokens for source, tokens in split.items() if tokens}

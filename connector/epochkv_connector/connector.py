@@ -1,0 +1,425 @@
+"""The connector that vLLM loads: `kv_connector_module_path="epochkv_connector.connector"`.
+
+Thin on purpose: every entry point is one guarded call into `scheduling.SchedulerSide` or the worker half. An exception of
+ours becomes a miss, is counted and logged once per kind; it never reaches vLLM. Loads are always asynchronous, so
+`start_load_kv` never delays a forward pass and the layer hooks do nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from epochkv_connector import compat, tiers
+from epochkv_connector.config import ConnectorConfig
+from epochkv_connector.fencing import Fence, FencePolicy, PoolIdentity
+from epochkv_connector.identity import fingerprint
+from epochkv_connector.link import Credentials, FenceHooks, HubLink
+from epochkv_connector.scheduling import SchedulerSide
+from epochkv_connector.stats import EpochKVPromMetrics, EpochKVStats
+from epochkv_connector.wire import StepMetadata, WorkerReport
+
+logger = logging.getLogger("vllm.epochkv")
+
+T = TypeVar("T")
+STATS_INTERVAL_SECONDS = 1.0
+
+_local_workers: weakref.WeakValueDictionary[str, EpochKVConnector] = weakref.WeakValueDictionary()
+"""Worker objects of this process by vLLM's engine id: an in-process scheduler object finds its worker here."""
+
+
+class Guard:
+    """Runs our code so that vLLM never sees its exceptions."""
+
+    def __init__(self) -> None:
+        self.errors: Counter[str] = Counter()
+        self._logged: set[tuple[str, str]] = set()
+
+    def run(self, where: str, work: Callable[[], T], fallback: Callable[[], T]) -> T:
+        """`work()`; on an exception: count, log once per kind, and `fallback()`."""
+        try:
+            return work()
+        except Exception as error:
+            self.note(where, error)
+        return fallback()
+
+    def note(self, where: str, error: Exception) -> None:
+        """Count the error; log the first of its kind with its trace."""
+        self.errors[where] += 1
+        kind = (where, type(error).__name__)
+        if kind not in self._logged:
+            self._logged.add(kind)
+            logger.error(
+                "EpochKV: %s failed (%s: %s); treated as a miss, further ones of this kind are only counted",
+                where,
+                *(type(error).__name__, error),
+                exc_info=error,
+            )
+
+
+def _nothing() -> None:
+    return None
+
+
+class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
+    """Host-memory and Mooncake tiers behind vLLM's prefix cache, fenced by weights epochs."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+        """Raises:
+        ConfigError, compat.UnsupportedEngine: the engine must not start like this; the message says what to change.
+        """
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self._guard = Guard()
+        self._epochkv_config = ConnectorConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
+        compat.check_version(self._epochkv_config.allow_untested_vllm)
+        compat.check_siblings()
+        self._refuse_foreign_encoders()
+        self._side: SchedulerSide | None = None
+        self._worker: Any = None
+        self._begun = False
+        if role is KVConnectorRole.SCHEDULER:
+            self._build_scheduler_side()
+        else:
+            self._engine_id = str(self._kv_transfer_config.engine_id)
+            _local_workers[self._engine_id] = self
+
+    # ------------------------------------------------------------------ construction
+
+    def _refuse_foreign_encoders(self) -> None:
+        if self._epochkv_config.weights_source == "Pushed" and self._vllm_config.ec_transfer_config is not None:
+            raise compat.UnsupportedEngine(
+                "ec_transfer_config is set and weights are pushed: encoder outputs of other engines are keyed by content "
+                "only and would survive an update; remove ec_transfer_config, or set weights_source to Model"
+            )
+
+    def _build_scheduler_side(self) -> None:
+        config, vllm_config = self._epochkv_config, self._vllm_config
+        self._hashing = compat.BlockHashing(vllm_config.cache_config.prefix_caching_hash_algo)
+        root_port = compat.GlobalRoot()
+        credentials = Credentials(config)
+        digest = fingerprint(compat.describe_engine(vllm_config, self._kv_cache_config))
+        self._link = HubLink(config, credentials)
+        random_seed = compat.hash_seed_is_random(self._hashing.algorithm)
+        if random_seed and config.distributed is not None:
+            logger.warning(
+                "EpochKV: block hashes (%s) have a random seed in each process, so the distributed tier is off; "
+                "set PYTHONHASHSEED to one value in the whole pool, or use --prefix-caching-hash-algo sha256",
+                self._hashing.algorithm,
+            )
+        fence = Fence(
+            PoolIdentity(config.pool.uid, digest, credentials.secret, l2_allowed=not random_seed),
+            self._policy(credentials),
+            root_port,
+            self._hashing,
+            lease_until=self._link.lease_until,
+        )
+        loads_off = self._why_no_loads()
+        if loads_off is not None:
+            logger.warning("EpochKV: loads are off: %s", loads_off)
+        self._tiers = self._guard.run("tiers", self._build_tiers, lambda: None)
+        self._side = SchedulerSide(
+            config,
+            fence,
+            self._tiers.half if self._tiers is not None else None,
+            loads_off=loads_off,
+            propose=self._link.propose if config.on_local_reset == "propose" else None,
+            local_worker=self._find_local_worker,
+        )
+        self._stats_sent: Counter[str] = Counter()
+        self._stats_at = 0.0
+        hooks = FenceHooks(fence, self._gauges, self._reclaim)
+        self._link.start(hooks, digest, int(vllm_config.parallel_config.data_parallel_rank or 0))
+        if fence.policy.forced_bypass is not None:
+            logger.warning("EpochKV serves without caches: %s", fence.policy.forced_bypass)
+        elif config.hub is None:
+            logger.info(
+                "EpochKV: no hub is configured; %s",
+                "the root stays private to this engine"
+                if fence.policy.use_private
+                else "weights may be pushed and nobody would say when, so nothing is reused (weights_source is Pushed)",
+            )
+
+    def _policy(self, credentials: Credentials) -> FencePolicy:
+        config = self._epochkv_config
+        pushed = config.weights_source == "Pushed"
+        forced = None
+        if pushed and config.encoder != "Frozen" and compat.is_multimodal(self._vllm_config):
+            forced = (
+                "this model has an encoder whose outputs are cached by content and weights are pushed; "
+                "set encoder to Frozen if updates never touch it"
+            )
+        return FencePolicy(
+            weights_pushed=pushed,
+            has_hub=credentials.problem is None,
+            use_private=config.hub is None and not pushed,
+            forced_bypass=forced,
+        )
+
+    def _why_no_loads(self) -> str | None:
+        policy = self._kv_transfer_config.kv_load_failure_policy
+        if policy != "recompute":
+            return f"kv_load_failure_policy is {policy!r}, so a lost block would fail the request; set it to 'recompute'"
+        return None
+
+    def _build_tiers(self) -> tiers.SchedulerTiers | None:
+        return tiers.build_scheduler_tiers(self._epochkv_config, self._vllm_config, self._kv_cache_config)
+
+    def _find_local_worker(self) -> Any:
+        connector = _local_workers.get(str(self._kv_transfer_config.engine_id))
+        return connector._worker if connector is not None else None
+
+    def _reclaim(self, what: Any) -> int:
+        return self._tiers.reclaim(what) if self._tiers is not None else 0
+
+    # ------------------------------------------------------------------ properties vLLM asks for
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A dropped save is a future miss, nothing more."""
+        return False
+
+    @property
+    def side(self) -> SchedulerSide:
+        """The scheduler half's facade (scheduler role only)."""
+        assert self._side is not None, "this is the worker role"
+        return self._side
+
+    # ------------------------------------------------------------------ scheduler role
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """The block pool is bound here; nothing else of the manager is kept but `get_block_ids`."""
+        self._kv_cache_manager = kv_cache_manager
+        self.side.bind(kv_cache_manager, kv_cache_manager.block_pool, self._hashing)
+
+    def on_new_request(self, request: Any) -> None:
+        """Pin the request and begin its lookup."""
+        self._guard.run(
+            "on_new_request", lambda: self.side.on_new_request(request), lambda: self._isolate(request)
+        )
+
+    def _isolate(self, request: Any) -> None:
+        self._guard.run("isolate", lambda: self.side.isolate(request), _nothing)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See `SchedulerSide.get_num_new_matched_tokens`."""
+
+        def miss() -> tuple[int | None, bool]:
+            self._isolate(request)
+            return 0, False
+
+        return self._guard.run(
+            "get_num_new_matched_tokens",
+            lambda: self.side.get_num_new_matched_tokens(request, num_computed_tokens),
+            miss,
+        )
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Commit or abort the plan of the last answer."""
+        self._guard.run(
+            "update_state_after_alloc",
+            lambda: self.side.update_state_after_alloc(request, blocks, num_external_tokens),
+            lambda: self.side.doom(request) if num_external_tokens else None,
+        )
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """Tokens by tier; counts sum to `num_external_tokens`."""
+        return self._guard.run(
+            "hit_sources",
+            lambda: self.side.hit_sources(request, num_external_tokens),
+            lambda: compat.hit_sources(0, num_external_tokens),
+        )
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """Jobs of this step."""
+        return self._guard.run(
+            "build_connector_meta",
+            lambda: self.side.build_connector_meta(scheduler_output),
+            self.side.emergency_meta,
+        )
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Results of a step."""
+        self._guard.run(
+            "update_connector_output", lambda: self.side.update_connector_output(connector_output), _nothing
+        )
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Single-group form of `request_finished_all_groups`."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Frees are never delayed: saves hold their own references."""
+        return self._guard.run("request_finished", lambda: self.side.request_finished(request), lambda: (False, None))
+
+    def has_pending_push_work(self) -> bool:
+        """Keep stepping while a save holds GPU blocks or a poisoned load is open; both have deadlines."""
+        return self._guard.run("has_pending_push_work", lambda: self.side.has_pending_work, lambda: False)
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether waiting for a save would release blocks instead of a preemption."""
+        return self._guard.run(
+            "has_pending_block_frees",
+            lambda: self.side.half is not None and self.side.half.holds_gpu_blocks(),
+            lambda: False,
+        )
+
+    def reset_cache(self) -> bool:
+        """Clear on every tier. Always True: the names make it true."""
+        return self._guard.run("reset_cache", self.side.reset_cache, lambda: True)
+
+    def take_events(self) -> Iterable[Any]:
+        """Events go through the block pool's own queue, in order with its own."""
+        return ()
+
+    # ------------------------------------------------------------------ worker role
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Lay out the host region over the KV tensors; a layout that cannot be cut turns the tiers off."""
+        self._worker = self._guard.run(
+            "register_kv_caches",
+            lambda: tiers.build_worker(self._epochkv_config, self._vllm_config, self._kv_cache_config, kv_caches),
+            _nothing,
+        )
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Loads touch only blocks no forward pass uses; saves must see this step's KV, so such steps begin later."""
+        if self.has_connector_metadata() and not self._metadata().saves:
+            self._begin_step()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads are asynchronous."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: saves are taken block by block after the forward pass."""
+
+    def wait_for_save(self) -> None:
+        """Hand this step's jobs to the copy threads; returns at once (blocks stay referenced until acknowledged)."""
+        if self.has_connector_metadata():
+            self._begin_step()
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """A new step."""
+        super().bind_connector_metadata(connector_metadata)
+        self._begun = False
+
+    def _metadata(self) -> StepMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return metadata
+
+    def _begin_step(self) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        metadata = self._metadata()
+        if self._worker is None:
+            self._worker = tiers.AbsentWorker(compat.worker_rank())
+        self._guard.run("start_step", lambda: self._worker.start_step(metadata), lambda: self._refuse(metadata))
+
+    def _refuse(self, metadata: StepMetadata) -> None:
+        """The worker half cannot take the step: every job must still be answered exactly once."""
+        absent = tiers.AbsentWorker(compat.worker_rank())
+        absent.start_step(metadata)
+        self._worker = tiers.Both(self._worker, absent)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Loads that ended on this rank since the last call, each exactly once."""
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        finished, failed = self._guard.run("results", lambda: self._worker.results(), lambda: (set(), set()))
+        return KVConnectorTransferResults(finished_recving=set(finished), failed_recving=set(failed))
+
+    def build_connector_worker_meta(self) -> WorkerReport:
+        """Acknowledgements; never None and never falsy, since vLLM's aggregator skips those."""
+        if self._worker is None:
+            return WorkerReport()
+        return self._guard.run("poll_acks", lambda: self._worker.poll_acks(), WorkerReport)
+
+    # ------------------------------------------------------------------ both roles
+
+    def get_kv_connector_stats(self) -> EpochKVStats | None:
+        """At most once a second: counters since the last report, and what holds now."""
+        return self._guard.run("stats", self._collect_stats, lambda: None)
+
+    def _collect_stats(self) -> EpochKVStats | None:
+        if self._side is None:
+            numbers = self._worker.stats() if self._worker is not None else {}
+            stats = EpochKVStats.of(dict(numbers))
+            return None if stats.is_empty() else stats
+        now = time.monotonic()
+        if now - self._stats_at < STATS_INTERVAL_SECONDS:
+            return None
+        self._stats_at = now
+        totals = self._counters()
+        increments = {name: value - self._stats_sent[name] for name, value in totals.items()}
+        self._stats_sent = Counter(totals)
+        return EpochKVStats.of(increments, self._gauges())
+
+    def _counters(self) -> dict[str, float]:
+        side = self.side
+        totals: dict[str, float] = dict(itertools.chain(side.counters.items(), side.fence.counters.items()))
+        totals.update({f"error_{where}": count for where, count in self._guard.errors.items()})
+        return totals
+
+    def _gauges(self) -> dict[str, float]:
+        """What holds now. Any thread (heartbeats carry it too)."""
+        if self._side is None:
+            return {}
+        fence = self._side.fence
+        snapshot = fence.snapshot
+        gauges: dict[str, float] = {
+            "epoch": float(snapshot.epoch),
+            "root_shared": float(snapshot.shared),
+            "bypass": float(snapshot.mode.value == "Bypass"),
+            "carried": float(fence.carried()),
+            "carried_sessions": float(fence.carried_sessions()),
+            "waiting_after_reset": float(fence.waiting_after_reset),
+            "root_overwritten": float(fence.distrusted),
+            "hub_unusable": float(self._link.problem is not None),
+            "lease_remaining_seconds": max(0.0, self._link.lease_until() - time.monotonic()),
+            "errors": float(sum(self._guard.errors.values())),
+        }
+        if self._side.half is not None:
+            gauges.update(self._side.half.stats())
+        return gauges
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> EpochKVStats:
+        """Rebuild stats in the API process."""
+        return EpochKVStats(data) if data else EpochKVStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> EpochKVPromMetrics:
+        """Prometheus series `vllm:epochkv_*`."""
+        return EpochKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        """Stop the agent, then the tiers; each within its own deadline."""
+        if self._side is not None:
+            self._guard.run("link.stop", self._link.stop, _nothing)
+            if self._tiers is not None:
+                self._guard.run("tiers.close", self._tiers.close, _nothing)
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            self._guard.run("worker.shutdown", worker.shutdown, _nothing)
+

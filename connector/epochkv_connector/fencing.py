@@ -1,0 +1,502 @@
+"""The fence inside vLLM: which root a request's blocks are named with, and when that changes.
+
+Two threads meet here. The agent thread adopts epochs; the scheduler thread pins requests. *Read the root, hash, store
+the pin* is one operation under the adoption lock: without it 5 of 57 names were wrong under fast adoption, with it 0 of
+824 (`fence.md` section 3). Everything that vLLM could change under us is behind `compat`.
+
+What holds now follows from five facts, and is computed from them afresh, never patched: what the hub granted, whether
+the lease lives, whether somebody reset this engine's caches alone, whether vLLM's global was overwritten, and whether
+weights are pushed.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from epochkv_connector.identity import (
+    ROOT_BYTES,
+    Pin,
+    Snapshot,
+    adapter_root,
+    namespace,
+    shared_root,
+    transfer_tag,
+)
+from epochkv_fence.messages import Mode
+
+REHASH_BUDGET_SECONDS = 0.005
+"""Re-hashing allowed per scheduler step; 100,000 tokens of 16-token blocks take about 11 ms."""
+
+PIN_ATTRIBUTE = "epochkv_pin"
+TAG_KEY = "epochkv"
+
+
+class Repin(enum.Enum):
+    """What became of a request that was brought to what holds now."""
+
+    CURRENT = enum.auto()  # nothing to do
+    DONE = enum.auto()  # re-pinned and re-hashed: drop the local hit, ask again
+    DEFERRED = enum.auto()  # the step's budget is spent: ask again
+    CARRIED = enum.auto()  # a session that keeps its root to its end: no external hit
+
+
+class RootPort(Protocol):
+    """vLLM's module global (`compat.GlobalRoot`)."""
+
+    def ready(self) -> bool: ...
+    def bind(self, root: bytes) -> None: ...
+    def is_bound(self, root: bytes) -> bool: ...
+
+
+class HashPort(Protocol):
+    """vLLM's block hashing (`compat.BlockHashing`)."""
+
+    hash_block_size: int
+
+    def first(self, request: Any, root: bytes) -> bytes | None: ...
+    def chain(self, request: Any, root: bytes, inner: Callable[[Any], list[bytes]]) -> list[bytes]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PoolIdentity:
+    """What shared roots and L2 names are derived from.
+
+    Attributes:
+        secret: the pool's root secret; None: no shared root can be made, so nothing is ever shared.
+        l2_allowed: False keeps every name inside this engine (random hash seed).
+    """
+
+    pool_uid: str
+    fingerprint: str
+    secret: bytes | None
+    l2_allowed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FencePolicy:
+    """Static facts of the engine.
+
+    Attributes:
+        weights_pushed: bypassed requests get a random root each instead of one private root.
+        has_hub: a hub is configured and can be spoken to in principle; without one the root stays private.
+        use_private: tiers may be used under the private root (no hub and weights never pushed).
+        forced_bypass: why this engine may never use a shared root, or None.
+    """
+
+    weights_pushed: bool
+    has_hub: bool
+    use_private: bool = False
+    forced_bypass: str | None = None
+
+
+class Fence:
+    """Snapshot, pins and what is carried.
+
+    Methods are for the scheduler thread unless their docstring says otherwise.
+    """
+
+    def __init__(
+        self,
+        identity: PoolIdentity,
+        policy: FencePolicy,
+        root_port: RootPort,
+        hash_port: HashPort,
+        *,
+        lease_until: Callable[[], float] = lambda: 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        random_bytes: Callable[[int], bytes] = os.urandom,
+    ) -> None:
+        self._identity = identity
+        self._policy = policy
+        self._roots = root_port
+        self._hashing = hash_port
+        self._lease_until = lease_until
+        self._clock = clock
+        self._random = random_bytes
+        self._lock = threading.RLock()
+        self._granted: tuple[int, Mode] | None = None
+        self._reset_at_epoch: int | None = None  # local reset: private until the pool's epoch exceeds this one
+        self._distrusted = False
+        self._bound = False
+        self._inside_schedule = False
+        self._reporting = False
+        self._rehash_seconds = 0.0
+        self._admitted: Counter[int] = Counter()
+        self._sessions: Counter[int] = Counter()
+        self._admitted_since_swap = False
+        self._used_epoch = -1  # latest epoch under whose shared root something was admitted
+        self._last_generation = 0
+        self._shared_generation = (-1, 0)  # (epoch, generation) of the latest shared snapshot
+        self._adapter_loads: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter()
+        self._fenced_hasher: FencedHasher | None = None
+        self._state: tuple[Any, ...] = ()
+        self._snapshot = Snapshot(-1, Mode.BYPASS, random_bytes(ROOT_BYTES), None, False, 0, policy.weights_pushed)
+        self._refresh()
+
+    # ------------------------------------------------------------------ what holds now
+
+    @property
+    def policy(self) -> FencePolicy:
+        """Static facts of the engine."""
+        return self._policy
+
+    def set_lease_source(self, lease_until: Callable[[], float]) -> None:
+        """Where the end of the lease (monotonic seconds) is read from."""
+        with self._lock:
+            self._lease_until = lease_until
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """What was swapped in last. Any thread."""
+        return self._snapshot
+
+    @property
+    def distrusted(self) -> bool:
+        """The global was overwritten by somebody else: bypass for this boot. Any thread."""
+        return self._distrusted
+
+    @property
+    def waiting_after_reset(self) -> bool:
+        """This engine's caches were reset alone; it waits for the pool's next epoch. Any thread."""
+        granted = self._granted
+        return self._reset_at_epoch is not None and (granted is None or granted[0] <= self._reset_at_epoch)
+
+    def current(self) -> Snapshot:
+        """Refresh from lease and global, and return what holds now. Any thread."""
+        with self._lock:
+            self._refresh()
+            return self._snapshot
+
+    def _refresh(self) -> None:
+        if self._bound and not self._distrusted and not self._roots.is_bound(self._snapshot.root):
+            self._distrusted = True
+            self.counters["root_overwritten"] += 1
+        if not self._bound and self._roots.ready():
+            self._bound = True
+            self._roots.bind(self._snapshot.root)
+        state = self._derive()
+        if state != self._state:
+            self._swap(state)
+
+    def _derive(self) -> tuple[Any, ...]:
+        """(kind, epoch): everything a snapshot depends on. A private kind with a new epoch means a new private root."""
+        epoch = self._granted[0] if self._granted else -1
+        if self._distrusted or self._policy.forced_bypass:
+            return ("bypass", epoch)
+        if not self._policy.has_hub:
+            return ("private" if self._policy.use_private else "bypass", epoch)
+        if (
+            self._granted is None
+            or self._identity.secret is None
+            or self._granted[1] is not Mode.USE
+            or self._clock() >= self._lease_until()
+            or self.waiting_after_reset
+        ):
+            return ("bypass", epoch)
+        return ("shared", epoch)
+
+    def _swap(self, state: tuple[Any, ...]) -> None:
+        kind, epoch = state
+        generation = self._last_generation = self._last_generation + 1
+        if kind == "shared":
+            assert self._identity.secret is not None
+            root = shared_root(self._identity.secret, self._identity.pool_uid, epoch, self._identity.fingerprint)
+            space = (
+                namespace(self._identity.pool_uid, self._identity.fingerprint, epoch)
+                if self._identity.l2_allowed
+                else None
+            )
+            if self._shared_generation[0] != epoch:
+                self._shared_generation = (epoch, generation)
+            # Back from a lost lease: requests pinned to this very root before are current again.
+            fresh = Snapshot(epoch, Mode.USE, root, space, True, self._shared_generation[1], False)
+        else:
+            mode = Mode.USE if kind == "private" else Mode.BYPASS
+            pushed = self._policy.weights_pushed and mode is Mode.BYPASS
+            fresh = Snapshot(epoch, mode, self._random(ROOT_BYTES), None, False, generation, pushed)
+        if self._bound and not self._distrusted:
+            self._roots.bind(fresh.root)
+        self._snapshot, self._state = fresh, state
+        self._admitted_since_swap = False
+        self.counters["snapshots"] += 1
+
+    # ------------------------------------------------------------------ agent thread
+
+    def ready(self) -> bool:
+        """vLLM has set its own global: epochs may be adopted. Agent thread."""
+        return self._roots.ready()
+
+    def adopt(self, epoch: int, mode: Mode) -> None:
+        """Rebind the root and swap the snapshot. Agent thread; the acknowledgement is sent after this returns.
+
+        An epoch below the one adopted is ignored: it cannot come from a correct agent.
+        """
+        with self._lock:
+            if self._granted is not None and epoch < self._granted[0]:
+                self.counters["lower_epoch_refused"] += 1
+                return
+            self._granted = (epoch, mode)
+            self.counters["adoptions"] += 1
+            self._refresh()
+
+    def busy(self) -> bool:
+        """The scheduler is between its first lookup of a step and the end of it, or records results. Agent thread."""
+        return self._inside_schedule or self._reporting
+
+    def carried(self) -> int:
+        """Requests admitted under a root that is no longer current. Any thread."""
+        with self._lock:
+            return sum(n for generation, n in self._admitted.items() if generation != self._snapshot.generation)
+
+    def carried_sessions(self) -> int:
+        """Streaming-input sessions admitted under a root that is no longer current. Any thread."""
+        with self._lock:
+            return sum(n for generation, n in self._sessions.items() if generation != self._snapshot.generation)
+
+    # ------------------------------------------------------------------ the scheduler's step
+
+    def enter_schedule(self) -> None:
+        """The first question of a `schedule()`: acknowledgements wait until `leave_schedule`."""
+        self._inside_schedule = True
+
+    def leave_schedule(self) -> None:
+        """The step's metadata is built; the re-hash budget is full again."""
+        self._inside_schedule = False
+        self._rehash_seconds = 0.0
+
+    def enter_report(self) -> None:
+        """Load results are being recorded: an acknowledgement must not fall between the check and the record."""
+        self._reporting = True
+
+    def leave_report(self) -> None:
+        """Load results are recorded."""
+        self._reporting = False
+
+    # ------------------------------------------------------------------ pins
+
+    @staticmethod
+    def pin_of(request: Any) -> Pin | None:
+        """The request's pin, or None when it was never pinned."""
+        return getattr(request, PIN_ATTRIBUTE, None)
+
+    def is_current(self, pin: Pin) -> bool:
+        """Whether the pin was made under what holds now."""
+        return pin.generation == self._snapshot.generation
+
+    def pin(self, request: Any) -> Snapshot:
+        """Pin a new request to what holds now, and re-hash it if its hashes were made with anything else."""
+        with self._lock:
+            self._refresh()
+            self._wrap_hasher(request)
+            self._pin_locked(request, session=bool(getattr(request, "resumable", False)))
+            return self._snapshot
+
+    def _pin_locked(self, request: Any, session: bool) -> None:
+        pin = self._make_pin(request)
+        pin.session = session
+        setattr(request, PIN_ATTRIBUTE, pin)
+        if request.block_hashes and request.block_hashes[0] != self._hashing.first(request, pin.root):
+            self._rehash(request, pin)
+
+    def _make_pin(self, request: Any) -> Pin:
+        snapshot = self._snapshot
+        if snapshot.fresh_pins or not self._may_share(request):
+            return Pin(self._random(ROOT_BYTES), snapshot.generation, saveable=False)
+        root = snapshot.root
+        adapter = getattr(request, "lora_request", None)
+        if adapter is not None:
+            if getattr(adapter, "load_inplace", False):
+                self._adapter_loads[adapter.lora_name] += 1
+            loads = self._adapter_loads[adapter.lora_name]
+            root = adapter_root(root, adapter.lora_name, getattr(adapter, "lora_path", ""), loads)
+        return Pin(root, snapshot.generation)
+
+    def _may_share(self, request: Any) -> bool:
+        """False for a request whose KV may come from another engine under a name we cannot vouch for (P/D)."""
+        params = getattr(request, "kv_transfer_params", None)
+        if not params:
+            return True
+        incoming = params.get("do_remote_prefill") or any(
+            str(key).startswith("remote_") and value is not None for key, value in params.items()
+        )
+        if not incoming:
+            return True
+        if params.get(TAG_KEY) == self.tag():
+            return True
+        self.counters["foreign_kv_requests"] += 1
+        return False
+
+    def tag(self) -> dict[str, Any] | None:
+        """`(pool, epoch, fingerprint)` of what holds now for `kv_transfer_params`; None unless the root is shared."""
+        snapshot = self._snapshot
+        if not snapshot.shared:
+            return None
+        return transfer_tag(self._identity.pool_uid, snapshot.epoch, self._identity.fingerprint)
+
+    def _rehash(self, request: Any, pin: Pin) -> None:
+        inner = getattr(request, "_block_hasher", None)
+        if not isinstance(inner, FencedHasher):
+            return  # prefix hashing is off for this request
+        started = time.perf_counter()
+        # A new list, never in place: the old list object may sit in metadata already sent.
+        request.block_hashes = self._hashing.chain(request, pin.root, inner.inner)
+        self._rehash_seconds += time.perf_counter() - started
+        self.counters["rehashed_requests"] += 1
+
+    def _wrap_hasher(self, request: Any) -> None:
+        inner = getattr(request, "_block_hasher", None)
+        if inner is None or isinstance(inner, FencedHasher):
+            return
+        if self._fenced_hasher is None or self._fenced_hasher.inner is not inner:
+            self._fenced_hasher = FencedHasher(inner, self._hashing)
+        request._block_hasher = self._fenced_hasher
+
+    def repin(self, request: Any, *, must: bool) -> Repin:
+        """Bring a request that holds no blocks to what holds now.
+
+        Args:
+            must: the scheduler goes on with this request in the same step whatever is answered
+                (`skip_reading_prefix_cache`), so nothing may be deferred.
+
+        Returns:
+            What the caller may answer; see `Repin`.
+        """
+        with self._lock:
+            self._refresh()
+            pin = self.pin_of(request)
+            if pin is None:
+                self._wrap_hasher(request)
+            elif self.is_current(pin):
+                return Repin.CURRENT
+            elif pin.session and pin.admitted:
+                return Repin.CARRIED
+            elif self._rehash_seconds >= REHASH_BUDGET_SECONDS and not must:
+                self.counters["rehash_deferred"] += 1
+                return Repin.DEFERRED
+            if pin is not None:
+                self._drop(pin)
+            self._pin_locked(request, session=pin.session if pin else bool(getattr(request, "resumable", False)))
+            self.counters["repinned_requests"] += 1
+            return Repin.DONE
+
+    def isolate(self, request: Any) -> None:
+        """Give the request a random root: the answer to an error of ours, after which nothing may be shared with it."""
+        with self._lock:
+            old = self.pin_of(request)
+            if old is not None:
+                self._drop(old)
+            self._wrap_hasher(request)
+            pin = Pin(self._random(ROOT_BYTES), self._snapshot.generation, saveable=False)
+            setattr(request, PIN_ATTRIBUTE, pin)
+            if request.block_hashes:
+                self._rehash(request, pin)
+
+    # ------------------------------------------------------------------ carried requests
+
+    def admit(self, request: Any) -> None:
+        """The request's hit was answered and accepted, or its tokens are being computed."""
+        with self._lock:
+            pin = self.pin_of(request)
+            if pin is None or pin.admitted:
+                return
+            pin.admitted, pin.loading = True, False
+            (self._sessions if pin.session else self._admitted)[pin.generation] += 1
+            self._note_admission(pin)
+
+    def _note_admission(self, pin: Pin) -> None:
+        if self.is_current(pin):
+            self._admitted_since_swap = True
+            if self._snapshot.shared:
+                self._used_epoch = self._snapshot.epoch
+
+    def begin_load(self, request: Any) -> None:
+        """A load of ours was committed for the request; it is not carried: an adoption poisons it."""
+        with self._lock:
+            pin = self.pin_of(request)
+            if pin is not None:
+                pin.loading = True
+                self._note_admission(pin)
+
+    def end_load(self, request: Any, succeeded: bool) -> None:
+        """The load's result was recorded by vLLM: on success the request now holds KV under its pin."""
+        pin = self.pin_of(request)
+        if pin is None or not pin.loading:
+            return
+        pin.loading = False
+        if succeeded:
+            self.admit(request)
+
+    def release(self, request: Any) -> None:
+        """The request has finished."""
+        with self._lock:
+            pin = self.pin_of(request)
+            if pin is not None:
+                self._drop(pin)
+
+    def _drop(self, pin: Pin) -> None:
+        if not pin.admitted:
+            return
+        pin.admitted = False
+        counter = self._sessions if pin.session else self._admitted
+        counter[pin.generation] -= 1
+        if counter[pin.generation] <= 0:
+            del counter[pin.generation]
+
+    # ------------------------------------------------------------------ local reset
+
+    def reset(self) -> bool:
+        """Somebody called vLLM's own reset. Returns whether a root that names something was given up.
+
+        A root under which nothing was admitted names nothing yet and is kept. A shared root that was used is left at
+        once, until the pool's next epoch (also when the lease is lost at this moment: it may come back). A private root
+        that was used is replaced.
+        """
+        with self._lock:
+            self._refresh()
+            epoch = self._granted[0] if self._granted else -1
+            rotated = self._admitted_since_swap
+            if epoch >= 0 and self._used_epoch == epoch:
+                self._reset_at_epoch = epoch
+                rotated = True
+            if not rotated:
+                self.counters["resets_kept"] += 1
+                return False
+            self.counters["resets_rotated"] += 1
+            state = self._derive()
+            if state != self._state or self._admitted_since_swap:
+                self._swap(state)
+            return True
+
+    def proposal(self) -> int | None:
+        """The epoch to propose after a local reset, or None when there is none to exceed."""
+        granted = self._granted
+        return None if granted is None else granted[0] + 1
+
+
+class FencedHasher:
+    """vLLM's request hasher with the pin as explicit first parent.
+
+    One object for all requests, reading the pin from the request: a closure per request would make a reference cycle.
+    A prompt below the hash block size gets its first hash during decode, long after admission; with the global it would
+    put KV of the old epoch under a name of the new one (128 stale tokens with a naive rebind, 0 with the pin).
+    """
+
+    __slots__ = ("_hashing", "inner")
+
+    def __init__(self, inner: Callable[[Any], list[bytes]], hashing: HashPort) -> None:
+        self.inner = inner
+        self._hashing = hashing
+
+    def __call__(self, request: Any) -> list[bytes]:
+        pin: Pin | None = getattr(request, PIN_ATTRIBUTE, None)
+        if request.block_hashes or pin is None:
+            return self.inner(request)
+        return self._hashing.chain(request, pin.root, self.inner)

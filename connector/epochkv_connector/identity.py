@@ -1,0 +1,150 @@
+"""Who may share which KV: fingerprint, roots and the snapshot that every operation reads once.
+
+Everything a name is made of is decided here, so a wrong name can only come from this file. Pure: no clock, no I/O
+(except `read_secret`), no vLLM.
+
+Source: `fence.md` sections 1 to 3. Names are made of lengths and bytes, never of joined strings, so that no two
+different inputs give one name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from epochkv_fence.messages import Mode
+
+ROOT_BYTES = 32
+CODEC_VERSION = 1
+"""Bump when the bytes of an L2 object or the order of layers inside it change."""
+
+SECRET_FILE = "root.secret"
+
+
+class IdentityError(ValueError):
+    """The identity cannot be formed; the message names the file or field and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What holds now, read once per operation.
+
+    Attributes:
+        epoch: highest epoch adopted in this boot; -1 before the first.
+        mode: `BYPASS`: no load and no save.
+        root: first parent of the block hashes of requests pinned under this snapshot.
+        namespace: prefix of L2 keys; None: nothing may leave this engine (private root, or L2 refused).
+        shared: True when other engines of the pool use the same root.
+        generation: new with every root; a pin is current iff its generation is this one.
+        fresh_pins: every request gets a random root of its own (bypass while weights may be pushed).
+    """
+
+    epoch: int
+    mode: Mode
+    root: bytes
+    namespace: str | None
+    shared: bool
+    generation: int = 0
+    fresh_pins: bool = False
+
+
+@dataclass(slots=True)
+class Pin:
+    """The root one request's block hashes are made with.
+
+    Attributes:
+        root: 32 bytes; equals `Snapshot.root`, is derived from it (adapters), or random.
+        generation: of the snapshot it was made under.
+        saveable: False when blocks under this pin must never be offered to a tier (random pins).
+        admitted: the request holds, or was answered, KV under this pin: it is carried when the pin is not current.
+        loading: an asynchronous load of ours is in flight.
+        session: a streaming-input session.
+    """
+
+    root: bytes
+    generation: int
+    saveable: bool = True
+    admitted: bool = False
+    loading: bool = False
+    session: bool = False
+
+
+def _packed(*fields: bytes) -> bytes:
+    return b"".join(len(field).to_bytes(8, "big") + field for field in fields)
+
+
+def shared_root(secret: bytes, pool_uid: str, epoch: int, fingerprint: str) -> bytes:
+    """Root of one epoch of one pool: HMAC-SHA256(secret, "epochkv" | pool_uid | epoch | fingerprint), length-prefixed.
+
+    Keyed, so that names cannot be guessed (block hashes may be non-cryptographic).
+
+    Raises:
+        IdentityError: negative epoch or empty secret, pool uid or fingerprint.
+    """
+    if epoch < 0:
+        raise IdentityError(f"epoch is {epoch}; a shared root exists for epochs from 0 on")
+    if not secret or not pool_uid or not fingerprint:
+        raise IdentityError("secret, pool uid and fingerprint must not be empty; a shared root names all three")
+    message = _packed(b"epochkv", pool_uid.encode(), epoch.to_bytes(8, "big"), fingerprint.encode())
+    return hmac.new(secret, message, hashlib.sha256).digest()
+
+
+def adapter_root(root: bytes, adapter_name: str, adapter_path: str, load_count: int) -> bytes:
+    """Root for requests that use an adapter: the version (path and how often it was loaded in place) is folded in."""
+    message = _packed(b"adapter", adapter_name.encode(), adapter_path.encode(), load_count.to_bytes(8, "big"))
+    return hmac.new(root, message, hashlib.sha256).digest()
+
+
+def fingerprint(fields: Mapping[str, Any]) -> str:
+    """Digest (64 hex digits) of everything that changes KV bytes or their layout (`compat.describe_engine`).
+
+    `fields` must be JSON: an object that JSON cannot represent is an error rather than a digest of its address.
+
+    Raises:
+        IdentityError: a value is not JSON.
+    """
+    try:
+        canonical = json.dumps(
+            {"codec": CODEC_VERSION, **fields}, sort_keys=True, separators=(",", ":"), allow_nan=False
+        )
+    except (TypeError, ValueError) as error:
+        raise IdentityError(f"fingerprint fields are not JSON: {error}") from error
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def pool_prefix(pool_uid: str) -> str:
+    """First part of every L2 key of the pool: 8 hex digits of the uid's SHA-256 (uids are free text outside Kubernetes)."""
+    return hashlib.sha256(pool_uid.encode()).hexdigest()[:8]
+
+
+def namespace(pool_uid: str, fingerprint_hex: str, epoch: int) -> str:
+    """Prefix of every L2 key of this pool, layout and epoch: `<pool uid8>/<fp16>/e<epoch>` (`keys` parses it)."""
+    return f"{pool_prefix(pool_uid)}/{fingerprint_hex[:16]}/e{epoch}"
+
+
+def transfer_tag(pool_uid: str, epoch: int, fingerprint_hex: str) -> dict[str, Any]:
+    """What a producer puts into `kv_transfer_params["epochkv"]`, so that a consumer may keep its shared root."""
+    return {"pool": pool_uid, "epoch": epoch, "fingerprint": fingerprint_hex}
+
+
+def read_secret(credentials_dir: str) -> bytes:
+    """Read `root.secret` (32 bytes as hex text).
+
+    Raises:
+        IdentityError: the file is absent, unreadable or not 64 hex digits.
+    """
+    path = Path(credentials_dir) / SECRET_FILE
+    try:
+        secret = bytes.fromhex(path.read_text(encoding="ascii").strip())
+    except OSError as error:
+        raise IdentityError(f"{path} cannot be read: {error.strerror}; mount the pool's fence Secret there") from error
+    except ValueError as error:
+        raise IdentityError(f"{path} is not hex text; it must hold 64 hex digits") from error
+    if len(secret) != ROOT_BYTES:
+        raise IdentityError(f"{path} holds {len(secret)} bytes; it must hold {ROOT_BYTES} (64 hex digits)")
+    return secret

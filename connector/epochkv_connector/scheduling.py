@@ -1,0 +1,386 @@
+"""The scheduler-facing half of the facade: vLLM's calls in, the fence and the tiers' bookkeeping (`scheduler/`) behind.
+
+Runs on vLLM's scheduler thread only. Every rule here that looks odd is one of `fence.md` section 3, found by running
+vLLM. The order inside each method is the point: *first* bring the bookkeeping to what holds now (`_apply`), then act.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from epochkv_connector import compat
+from epochkv_connector.config import ConnectorConfig
+from epochkv_connector.fencing import TAG_KEY, Fence, Repin
+from epochkv_connector.identity import Snapshot
+from epochkv_connector.records import Source
+from epochkv_connector.scheduler.core import SchedulerHalf
+from epochkv_connector.scheduler.views import Commit, RequestView, ScheduledRequestView
+from epochkv_connector.wire import StepMetadata, WorkerReport
+from epochkv_fence.messages import Mode
+
+IDLE_DRAIN_SECONDS = 0.05
+"""How long an in-process engine, which never steps after its last request, may wait for device-to-host copies."""
+
+DRAIN_POLL_SECONDS = 0.0005
+
+
+class LocalWorker(Protocol):
+    """A worker half in this very process."""
+
+    def poll_acks(self) -> WorkerReport:
+        """Acknowledgements that are ready now; never blocks."""
+
+
+class SchedulerSide:
+    """One per EngineCore.
+
+    Args:
+        half: bookkeeping of the tiers; None when no tier is configured (the fence still works).
+        loads_off: why loads are never answered, or None.
+        propose: asks the hub for an epoch after a local reset; None: do not ask.
+    """
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        fence: Fence,
+        half: SchedulerHalf | None,
+        *,
+        loads_off: str | None = None,
+        propose: Callable[[int], None] | None = None,
+        local_worker: Callable[[], LocalWorker | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self.fence = fence
+        self.half = half
+        self._loads_off = loads_off
+        self._propose = propose
+        self._local_worker = local_worker
+        self._clock = clock
+        self._pool: Any = None
+        self._manager: Any = None
+        self._applied: Snapshot = fence.snapshot
+        self._requests: dict[str, Any] = {}
+        self._offered_blocks: dict[str, int] = {}
+        self._poisoned: set[str] = set()  # loads in flight that must end as failures
+        self._reissued: set[str] = set()  # of these: result stripped once, named in metadata, final report awaited
+        self._doomed: set[str] = set()  # no job was sent; the only report is the final one
+        self._unanswered: list[str] = []  # doomed here, to be named in the next metadata
+        self._sent_loads: set[str] = set()
+        self._broken = False
+        self._cooldown: set[str] = set()  # a load failed: no external hit until scheduled once
+        self.counters: Counter[str] = Counter()
+
+    # ------------------------------------------------------------------ life
+
+    def bind(self, manager: Any, block_pool: Any, hash_block_size_sink: Any) -> None:
+        """The cache manager exists: learn the hash block size and reach the GPU block pool."""
+        self._manager, self._pool = manager, block_pool
+        hash_block_size_sink.hash_block_size = compat.hash_block_size_of(block_pool)
+        if self.half is not None:
+            self.half.bind_block_pool(compat.BlockPoolAdapter(block_pool))
+
+    def _apply(self) -> Snapshot:
+        """Bring the bookkeeping to what holds now: poison what an adoption overtook. Returns what holds now."""
+        snapshot = self.fence.current()
+        if snapshot is self._applied:
+            return snapshot
+        changed_root = snapshot.root != self._applied.root
+        self._applied = snapshot
+        if changed_root:
+            compat.queue_all_blocks_cleared(self._pool, drop_pending=False)
+        if self.half is not None:
+            overtaken = self.half.adopt(snapshot)
+            self._poisoned.update(overtaken)
+            self.counters["poisoned_loads"] += len(overtaken)
+        return snapshot
+
+    # ------------------------------------------------------------------ requests
+
+    def on_new_request(self, request: Any) -> None:
+        """Pin, and begin the L2 lookup."""
+        self._requests[request.request_id] = request
+        self.fence.pin(request)
+        self._begin_lookup(request, self._apply())
+
+    def _usable(self, request: Any, snapshot: Snapshot) -> bool:
+        """Whether the tiers may serve this request now."""
+        pin = self.fence.pin_of(request)
+        return (
+            self.half is not None
+            and not self._broken
+            and self._loads_off is None
+            and snapshot.mode is Mode.USE
+            and pin is not None
+            and pin.saveable
+            and pin.generation == snapshot.generation
+            and not request.skip_reading_prefix_cache
+            and not (pin.session and pin.admitted)
+        )
+
+    def _begin_lookup(self, request: Any, snapshot: Snapshot) -> None:
+        if self._usable(request, snapshot):
+            assert self.half is not None
+            self.half.begin_lookup(self._view(request, snapshot), snapshot)
+
+    def _view(self, request: Any, snapshot: Snapshot) -> RequestView:
+        # A current pin is told as the snapshot's root: pins of adapters derive from it and are as current.
+        return RequestView(
+            request_id=request.request_id,
+            num_tokens=request.num_tokens,
+            block_hashes=request.block_hashes,
+            hash_block_size=compat.hash_block_size_of(self._pool),
+            root=snapshot.root,
+        )
+
+    def get_num_new_matched_tokens(self, request: Any, num_local: int) -> tuple[int | None, bool]:
+        """Answer the scheduler's question; `(None, False)`: drop the local hit and ask again next step."""
+        self.fence.enter_schedule()
+        # When the scheduler goes on whatever is said, nothing may be deferred.
+        must = bool(request.skip_reading_prefix_cache)
+        outcome = Repin.CARRIED if compat.holds_blocks(request) else self.fence.repin(request, must=must)
+        snapshot = self._apply()
+        if outcome is Repin.DONE:
+            self._offered_blocks.pop(request.request_id, None)  # its blocks have new names
+            if self.half is not None:
+                self.half.abort(request.request_id)
+            self._begin_lookup(request, snapshot)
+        if must or outcome is Repin.CARRIED:
+            return 0, False
+        if outcome is not Repin.CURRENT:
+            return None, False
+        if request.request_id in self._cooldown or not self._usable(request, snapshot):
+            return 0, False
+        assert self.half is not None
+        hit = self.half.lookup(self._view(request, snapshot), num_local, snapshot)
+        if hit.num_tokens is None:
+            return None, False
+        return hit.num_tokens, hit.num_tokens > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external: int) -> None:
+        """Commit or abort the plan. Decided on `num_external` alone: a MultiConnector loser gets real blocks and 0."""
+        snapshot = self._apply()
+        request_id = request.request_id
+        if num_external == 0:
+            if self.half is not None:
+                self.half.abort(request_id)
+            pin = self.fence.pin_of(request)
+            if pin is not None and not pin.loading:
+                self.fence.admit(request)
+            return
+        outcome = Commit.NOTHING
+        if self.half is not None:
+            outcome = self.half.commit(
+                self._view(request, snapshot), blocks.get_block_ids(), num_external, snapshot
+            )
+        self.fence.begin_load(request)
+        if outcome is not Commit.LOADING:
+            self._doomed.add(request_id)
+            if outcome is Commit.NOTHING:
+                self._unanswered.append(request_id)
+
+    def doom(self, request: Any) -> None:
+        """An error of ours met an accepted hit: vLLM waits for it, so it must be reported as failed, exactly once."""
+        request_id = request.request_id
+        self.fence.begin_load(request)
+        if self.half is not None and request_id in self.half.open_loads():
+            self._poisoned.add(request_id)
+            return
+        self._doomed.add(request_id)
+        self._unanswered.append(request_id)
+
+    def hit_sources(self, request: Any, num_external: int) -> dict[Any, int]:
+        """Which tier supplies how many of the external tokens."""
+        sources = self.half.hit_sources(request.request_id) if self.half is not None else {}
+        host = min(sources.get(Source.HOST, 0), num_external)
+        return compat.hit_sources(host, num_external - host)
+
+    # ------------------------------------------------------------------ steps
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """End of a `schedule()`: emit saves, collect jobs, let acknowledgements go."""
+        snapshot = self._apply()
+        scheduled: dict[str, int] = scheduler_output.num_scheduled_tokens
+        self._cooldown.difference_update(scheduled)
+        try:
+            if self.half is None or self._broken:
+                return self._answer_rest(StepMetadata(newest_epoch=snapshot.epoch))
+            if snapshot.mode is Mode.USE and scheduled:
+                views = list(self._views(scheduler_output, snapshot))
+                if views:
+                    self.half.collect_saves(views, snapshot)
+            metadata = self.half.build(snapshot.epoch)
+            self._sent_loads.update(load.request_id for load in metadata.loads)
+            return self._answer_rest(metadata)
+        finally:
+            self.fence.leave_schedule()
+
+    def _answer_rest(self, metadata: StepMetadata) -> StepMetadata:
+        unanswered, self._unanswered = self._unanswered, []
+        metadata.poisoned = (*metadata.poisoned, *unanswered)
+        return metadata
+
+    def emergency_meta(self) -> StepMetadata:
+        """The bookkeeping failed while building a step: answer what vLLM waits for, and use the tiers no more."""
+        self._broken = True
+        unsent = (self.half.open_loads() if self.half is not None else set()) - self._sent_loads
+        self._doomed.update(unsent)
+        self._poisoned.difference_update(unsent)
+        return self._answer_rest(StepMetadata(poisoned=tuple(sorted(unsent)), newest_epoch=self._applied.epoch))
+
+    def _views(self, scheduler_output: Any, snapshot: Snapshot) -> Iterable[ScheduledRequestView]:
+        size = compat.hash_block_size_of(self._pool)
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+            request = self._requests.get(request_id)
+            pin = self.fence.pin_of(request) if request is not None else None
+            if request is None or pin is None or not pin.saveable or pin.generation != snapshot.generation:
+                continue
+            confirmed = compat.num_confirmed_tokens(request, num_scheduled, len(drafts.get(request_id, ())))
+            complete = min(confirmed // size, len(request.block_hashes))
+            if complete <= self._offered_blocks.get(request_id, 0):
+                continue
+            self._offered_blocks[request_id] = complete
+            yield ScheduledRequestView(
+                request_id=request_id,
+                num_confirmed_tokens=confirmed,
+                block_hashes=request.block_hashes,
+                hash_block_size=size,
+                root=snapshot.root,
+                group_block_ids=self._manager.get_block_ids(request_id),
+            )
+
+    def update_connector_output(self, output: Any) -> None:
+        """Results of a step: hold back the success of poisoned loads, record the others, count acknowledgements."""
+        self.fence.enter_report()
+        try:
+            self._apply()
+            self._record_loads(output)
+        finally:
+            self.fence.leave_report()
+        if self.half is not None and isinstance(output.kv_connector_worker_meta, WorkerReport):
+            self.half.on_report(output.kv_connector_worker_meta)
+        self._drain_when_idle()
+
+    def _record_loads(self, output: Any) -> None:
+        failed = set(output.failed_recving or ())
+        stripped: set[str] = set()
+        for request_id in output.finished_recving or ():
+            request = self._requests.get(request_id)
+            final = request_id in failed or request_id in self._reissued or request_id in self._doomed
+            if request_id in self._poisoned and not final and request is not None:
+                # vLLM has consumed failed_recving already, so the success cannot be turned into a failure here:
+                # take it back, and have every rank report once more, finished and failed.
+                stripped.add(request_id)
+                continue
+            self._close_load(request_id)
+            if request is None:
+                continue
+            if request_id in failed:
+                self._cooldown.add(request_id)
+                self._offered_blocks.pop(request_id, None)
+            self.fence.end_load(request, succeeded=request_id not in failed)
+        if stripped:
+            output.finished_recving = set(output.finished_recving) - stripped
+            for request_id in sorted(stripped):
+                self._reissued.add(request_id)
+                if self.half is not None:
+                    self.half.poison((request_id,))
+
+    def _close_load(self, request_id: str) -> None:
+        for open_ids in (self._poisoned, self._reissued, self._doomed, self._sent_loads):
+            open_ids.discard(request_id)
+
+    def _drain_when_idle(self) -> None:
+        """An in-process engine never steps after its last request: collect device-to-host acknowledgements here."""
+        if self._requests or self.half is None or not self.half.holds_gpu_blocks():
+            return
+        worker = self._local_worker()
+        if worker is None:
+            return
+        deadline = self._clock() + IDLE_DRAIN_SECONDS
+        while self.half.holds_gpu_blocks() and self._clock() < deadline:
+            report = worker.poll_acks()
+            if report.acks:
+                self.half.on_report(report)
+            else:
+                time.sleep(DRAIN_POLL_SECONDS)
+
+    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the request; GPU pins protect its saves, so frees are never delayed."""
+        request_id = request.request_id
+        tag = self.fence.tag() if self._may_hand_off(request) else None
+        if self.half is not None:
+            self.half.finish(request_id)
+        self.fence.release(request)
+        self._requests.pop(request_id, None)
+        self._offered_blocks.pop(request_id, None)
+        self._cooldown.discard(request_id)
+        if request_id not in self._reissued:
+            self._poisoned.discard(request_id)
+        return False, ({TAG_KEY: tag} if tag is not None else None)
+
+    def _may_hand_off(self, request: Any) -> bool:
+        """A P/D producer's request under a current, shareable pin: its KV may be named by our tag."""
+        params = request.kv_transfer_params
+        pin = self.fence.pin_of(request)
+        return bool(
+            params
+            and params.get("do_remote_decode")
+            and pin is not None
+            and pin.saveable
+            and self.fence.is_current(pin)
+        )
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Keep a multiprocess engine stepping: a save holds GPU blocks, or a poisoned load is not finally reported."""
+        return bool(self._poisoned or self._reissued or self._doomed) or (
+            self.half is not None and self.half.holds_gpu_blocks()
+        )
+
+    # ------------------------------------------------------------------ reset
+
+    def reset_cache(self) -> bool:
+        """vLLM's own reset: clear on every tier. Always True: the names make it true."""
+        rotated = self.fence.reset()
+        self._apply()
+        if self.half is not None:
+            overtaken = self.half.reset()
+            self._poisoned.update(overtaken)
+        compat.queue_all_blocks_cleared(self._pool, drop_pending=True)
+        self.counters["local_resets"] += 1
+        if rotated and self._propose is not None:
+            epoch = self.fence.proposal()
+            if epoch is not None:
+                self._propose(epoch)
+        return True
+
+    # ------------------------------------------------------------------ errors
+
+    def isolate(self, request: Any) -> None:
+        """An error of ours met this request: whatever it computes must be invisible to everybody."""
+        self._requests.setdefault(request.request_id, request)
+        if not compat.holds_blocks(request):
+            self.fence.isolate(request)
+
+    def leak_report(self) -> dict[str, int]:
+        """What is still open; all zero when the engine is idle and every acknowledgement arrived."""
+        report = {
+            "requests": len(self._requests),
+            "poisoned": len(self._poisoned),
+            "reissued": len(self._reissued),
+            "doomed": len(self._doomed),
+            "cooldown": len(self._cooldown),
+            "sent_loads": len(self._sent_loads),
+            "unanswered": len(self._unanswered),
+            "offered": len(self._offered_blocks),
+            "carried": self.fence.carried() + self.fence.carried_sessions(),
+        }
+        if self.half is not None:
+            report.update({f"half.{name}": count for name, count in self.half.leak_report().items()})
+        return report

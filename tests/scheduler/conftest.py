@@ -1,0 +1,34 @@
+"""Fixtures of the scheduler layer: rigs that are closed, and vLLM's global put back, after each test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+@pytest.fixture
+def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Build engines; each is closed at the end."""
+    from tests.helpers_scheduler import Rig
+    from vllm.v1.core import kv_cache_utils
+
+    had = hasattr(kv_cache_utils, "NONE_HASH")
+    before = getattr(kv_cache_utils, "NONE_HASH", None)
+    made: list[Any] = []
+
+    def build(**kwargs: Any) -> Any:
+        rig = Rig(tmp_path / f"rig{len(made)}", monkeypatch=monkeypatch, **kwargs)
+        made.append(rig)
+        return rig
+
+    yield build
+    for rig in made:
+        rig.close()
+    if had:
+        kv_cache_utils.NONE_HASH = before
