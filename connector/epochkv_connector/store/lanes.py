@@ -1,0 +1,258 @@
+"""Queues, tickets and deadlines between the connector's threads and the threads that call the store.
+
+Two things end separately and are kept apart here: the *answer* (a deadline may give it early) and the *use of the
+caller's buffers*, which ends when the store call has really returned.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Outcome(enum.StrEnum):
+    """What became of one object of a request. Everything but OK is a miss for a get and a dropped save for a put."""
+
+    OK = "ok"
+    ABSENT = "absent"  # no such key
+    PENDING = "pending"  # its put has not ended
+    EXPIRED = "expired"  # the read outlived its lease: the bytes may be another object's
+    TRANSFER = "transfer"  # segment owner gone or hung
+    FULL = "full"  # no space in the store now, or backing off because of that
+    UNREACHABLE = "unreachable"  # master gone or hung; opens the breaker
+    SIZE = "size"  # another length than asked for
+    FOREIGN = "foreign"  # header, trailer or checksum are not those of this key (counted by `envelope.Defect`)
+    TIMEOUT = "timeout"  # deadline of the request
+    DROPPED = "dropped"  # oldest put of a full queue
+    CANCELLED = "cancelled"  # the caller gave up before it began
+    DOWN = "down"  # not connected, or the breaker is open
+    CLOSED = "closed"  # the client is closing
+    ERROR = "error"  # anything else; logged once per code
+
+
+class StoreUnavailable(RuntimeError):
+    """A store call has no answer; `outcome` says why."""
+
+    def __init__(self, outcome: Outcome, detail: str = "") -> None:
+        super().__init__(f"the L2 store gave no answer: {outcome.value}{': ' + detail if detail else ''}")
+        self.outcome = outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One object and the registered memory it comes from or goes to: `view` (writable, header to trailer) at `address`."""
+
+    key: str
+    address: int
+    view: memoryview
+
+
+class Ticket:
+    """A put or get under way.
+
+    Attributes:
+        done: one `Outcome` per transfer, in order. Never fails; on a deadline it is answered early.
+        released: resolved (always after `done`) when the store touches the buffers no more. Until then nobody else
+        may use them.
+    """
+
+    def __init__(self) -> None:
+        self.done: Future[list[Outcome]] = Future()
+        self.released: Future[None] = Future()
+        self._cancelled = threading.Event()
+
+    @property
+    def cancelled(self) -> bool:
+        """True once nothing more of this request should be begun."""
+        return self._cancelled.is_set()
+
+    def cancel(self) -> None:
+        """Begin no further store call for it; what runs runs to its end."""
+        self._cancelled.set()
+
+
+def resolve(future: Future[T], value: T) -> bool:
+    """Set the result unless somebody was faster; True if this call did it."""
+    try:
+        future.set_result(value)
+    except InvalidStateError:
+        return False
+    return True
+
+
+def refuse(future: Future[T], error: Exception) -> bool:
+    """Set the exception unless somebody was faster; True if this call did it."""
+    try:
+        future.set_exception(error)
+    except InvalidStateError:
+        return False
+    return True
+
+
+@dataclass(slots=True, eq=False)
+class Op:
+    """One request in a lane. `abandon(outcome)` answers it without having begun; `run()` does the work and answers."""
+
+    run: Callable[[], None]
+    abandon: Callable[[Outcome], None]
+    weight: int = 1
+
+
+class Lane:
+    """A FIFO served by its own daemon threads. With `max_weight`, the oldest waiting request makes room for the newest."""
+
+    def __init__(self, name: str, num_threads: int, max_weight: int | None = None) -> None:
+        self.name = name
+        self._max_weight = max_weight
+        self._weight = 0
+        self._queue: collections.deque[Op] = collections.deque()
+        self._ready = threading.Condition()
+        self._stopping = False
+        self._threads = [threading.Thread(target=self._serve, name=f"epochkv-store-{name}-{i}", daemon=True) for i in range(num_threads)]
+
+    def start(self) -> None:
+        """Start serving; once."""
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def depth(self) -> int:
+        """Objects that wait."""
+        return self._weight
+
+    def submit(self, op: Op) -> None:
+        """Queue; may abandon older requests with DROPPED, or `op` itself with CLOSED."""
+        dropped: list[Op] = []
+        with self._ready:
+            closed = self._stopping
+            if not closed:
+                self._queue.append(op)
+                self._weight += op.weight
+                while self._max_weight is not None and self._weight > self._max_weight and len(self._queue) > 1:
+                    oldest = self._queue.popleft()
+                    self._weight -= oldest.weight
+                    dropped.append(oldest)
+                self._ready.notify()
+        for oldest in dropped:
+            oldest.abandon(Outcome.DROPPED)
+        if closed:
+            op.abandon(Outcome.CLOSED)
+
+    def abandon_all(self, outcome: Outcome) -> None:
+        """Answer everything that waits."""
+        with self._ready:
+            waiting, self._weight = list(self._queue), 0
+            self._queue.clear()
+        for op in waiting:
+            op.abandon(outcome)
+
+    def stop(self) -> None:
+        """Accept nothing more, answer what waits with CLOSED, let the threads end after their current call."""
+        with self._ready:
+            self._stopping = True
+            self._ready.notify_all()
+        self.abandon_all(Outcome.CLOSED)
+
+    def _serve(self) -> None:
+        while True:
+            with self._ready:
+                while not self._queue and not self._stopping:
+                    self._ready.wait()
+                if not self._queue:
+                    return
+                op = self._queue.popleft()
+                self._weight -= op.weight
+            try:
+                op.run()
+            except Exception:  # a lane thread must outlive anything one request does
+                logger.exception("store %s request failed unexpectedly", self.name)
+                op.abandon(Outcome.ERROR)
+
+
+@dataclass(order=True, slots=True)
+class _Alarm:
+    at: float
+    order: int
+    action: Callable[[], object] = field(compare=False)
+
+
+class Alarms:
+    """One daemon thread that runs short actions at given times (deadlines, ends of quarantines)."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._heap: list[_Alarm] = []
+        self._order = itertools.count()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._serve, name="epochkv-store-alarms", daemon=True)
+
+    def start(self) -> None:
+        """Start serving; once."""
+        self._thread.start()
+
+    def at(self, when: float, action: Callable[[], object]) -> None:
+        """Run `action` at `when` (monotonic seconds). Actions must not block; they run late, never early, and at once after `stop`."""
+        with self._changed:
+            if not self._stopping:
+                alarm = _Alarm(when, next(self._order), action)
+                heapq.heappush(self._heap, alarm)
+                if self._heap[0] is alarm:
+                    self._changed.notify()
+                return
+        _run_quietly(action)
+
+    def stop(self) -> None:
+        """Run everything that is left at once and end."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    def _serve(self) -> None:
+        while True:
+            due: list[_Alarm] = []
+            with self._changed:
+                while not self._stopping and (not self._heap or self._heap[0].at > self._clock()):
+                    self._changed.wait(self._heap[0].at - self._clock() if self._heap else None)
+                while self._heap and (self._stopping or self._heap[0].at <= self._clock()):
+                    due.append(heapq.heappop(self._heap))
+                stopping = self._stopping
+            for alarm in due:
+                _run_quietly(alarm.action)
+            if stopping:
+                return
+
+
+def _run_quietly(action: Callable[[], object]) -> None:
+    try:
+        action()
+    except Exception:
+        logger.exception("a store deadline action failed unexpectedly")
+
+
+def chunks(transfers: Sequence[Transfer], max_keys: int, max_bytes: int) -> list[Sequence[Transfer]]:
+    """Cut into runs of at most `max_keys` objects and `max_bytes` (one object may be larger alone)."""
+    runs: list[Sequence[Transfer]] = []
+    start, size = 0, 0
+    for index, transfer in enumerate(transfers):
+        length = len(transfer.view)
+        if index > start and (index - start >= max_keys or size + length > max_bytes):
+            runs.append(transfers[start:index])
+            start, size = index, 0
+        size += length
+    if start < len(transfers):
+        runs.append(transfers[start:])
+    return runs

@@ -1,0 +1,289 @@
+"""Keeps one connection to the store alive: state machine, circuit breaker, calls in flight.
+
+States: NEW -> PROBING <-> READY -> DRAINING -> CLOSED. Store calls run only in READY (the canary alone in PROBING).
+The first sign that the master is gone opens the breaker (READY -> PROBING); a TCP probe looks for the master with
+growing pauses, for ever, and a canary closes the breaker. A master that is absent at start is the same case.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from epochkv_connector.store.connection import Connection, SetupFailed, probe_master
+from epochkv_connector.store.counters import Counters, Notices
+from epochkv_connector.store.lanes import Outcome
+from epochkv_connector.store.settings import StoreSettings, prepare_environment
+
+logger = logging.getLogger(__name__)
+
+Call = Callable[[Connection], list[int]]
+
+_LEAKED: list[Connection] = []
+"""Connections whose last call did not return in time: closing one is a crash, so they live as long as the process."""
+
+_MAX_CANARY_FAILURES = 3
+_RPC_FAILURES = frozenset((-900, -901))
+_RENEW_WAIT_SECONDS = 5.0
+
+
+class State(enum.IntEnum):
+    """Life of a client. The number is exported as a metric."""
+
+    NEW = 0
+    PROBING = 1
+    READY = 2
+    DRAINING = 3
+    CLOSED = 4
+
+
+class Link:
+    """Owner of the connection. Methods may be called from any thread; `call` blocks for as long as the store call does."""
+
+    def __init__(
+        self,
+        settings: StoreSettings,
+        regions: Sequence[tuple[int, int]],
+        counters: Counters,
+        notices: Notices,
+        on_down: Callable[[], None],
+    ) -> None:
+        """`on_down` runs once whenever the breaker opens, on the thread that noticed."""
+        self._settings = settings
+        self._regions = tuple(regions)
+        self._counters = counters
+        self._notices = notices
+        self._on_down = on_down
+        self._changed = threading.Condition()  # guards everything below
+        self._state = State.NEW
+        self._connection: Connection | None = None
+        self._in_flight = 0
+        self._renew = False
+        self._streak_calls, self._streak_began, self._streak_key = 0, 0.0, ""
+        self._canary_failures = 0
+        self._manager = threading.Thread(target=self._manage, name="epochkv-store-manager", daemon=True)
+
+    @property
+    def state(self) -> State:
+        """Where the link is now."""
+        return self._state
+
+    @property
+    def in_flight(self) -> int:
+        """Store calls that have not returned."""
+        return self._in_flight
+
+    def start(self) -> bool:
+        """Connect in the background; returns at once, also when there is no master. False: it was started before."""
+        with self._changed:
+            if self._state is not State.NEW:
+                return False
+            self._state = State.PROBING
+        missing = prepare_environment()
+        if missing:
+            logger.warning("Mooncake variables not set in the environment, using defaults: %s", ", ".join(missing))
+        self._manager.start()
+        return True
+
+    def wait_ready(self, timeout: float) -> bool:
+        """Wait until READY, at most `timeout` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._state is State.READY, timeout)
+
+    def begin_close(self) -> bool:
+        """Let no further call begin. False: closing (or closed) already."""
+        with self._changed:
+            if self._state >= State.DRAINING:
+                return False
+            self._state = State.DRAINING
+            self._changed.notify_all()
+        return True
+
+    def finish_close(self, timeout: float) -> bool:
+        """Wait for calls in flight, then close. After `begin_close`.
+
+        Returns:
+            False if a call was still in flight after `timeout` seconds; the connection is then left open for ever.
+        """
+        with self._changed:
+            idle = self._changed.wait_for(lambda: self._in_flight == 0, timeout)
+            connection, self._connection = self._connection, None
+        if connection is not None and idle:
+            connection.close()
+        elif connection is not None:
+            logger.warning("the store client still has a call in flight after %.1f s; it is left open", timeout)
+            _LEAKED.append(connection)
+        if self._manager.is_alive():
+            self._manager.join(timeout)
+        with self._changed:
+            self._state = State.CLOSED
+            self._changed.notify_all()
+        return idle
+
+    def call(self, kind: str, function: Call, *, probing: bool = False) -> list[int] | Outcome:
+        """Run one store call if the state allows it; opens the breaker when the master does not answer."""
+        with self._changed:
+            allowed = State.PROBING if probing else State.READY
+            connection = self._connection
+            if self._state is not allowed or connection is None:
+                return Outcome.DOWN if self._state < State.DRAINING else Outcome.CLOSED
+            self._in_flight += 1
+        try:
+            codes = function(connection)
+        finally:
+            with self._changed:
+                self._in_flight -= 1
+                self._changed.notify_all()
+        self._counters.add(f"{kind}_calls")
+        if not _RPC_FAILURES.isdisjoint(codes):
+            self._open_breaker(connection, f"{kind} returned {min(codes)}")
+            return Outcome.UNREACHABLE
+        return codes
+
+    def note_transfers(self, *, failed_key: str | None, succeeded: bool, seconds: float) -> None:
+        """Tell how a call that moved bytes went; feeds the search for a poisoned client.
+
+        Args:
+            failed_key: a key whose transfer failed ("": a put, whose key does not exist); None: none failed.
+            succeeded: at least one transfer succeeded.
+            seconds: how long the call took.
+        """
+        with self._changed:
+            if succeeded:
+                self._streak_calls = 0
+            if failed_key is None:
+                return
+            if not self._streak_calls:
+                self._streak_began = time.monotonic() - seconds
+            self._streak_calls += 1
+            self._streak_key = failed_key
+            self._changed.notify_all()
+
+    def _open_breaker(self, connection: Connection, reason: str) -> None:
+        with self._changed:
+            if self._state is not State.READY or self._connection is not connection:
+                return
+            self._state = State.PROBING
+            self._changed.notify_all()
+        self._counters.add("breaker_opened")
+        logger.warning("L2 store unavailable (%s): serving without it until the master answers", reason)
+        self._on_down()
+
+    def _manage(self) -> None:
+        pause = self._settings.min_backoff_seconds
+        while True:
+            with self._changed:
+                while self._state is State.READY and (wait := self._poison_check_in()) != 0:
+                    self._changed.wait(wait)
+                if self._state >= State.DRAINING:
+                    return
+                ready = self._state is State.READY
+            try:
+                settled = self._check_poison() if ready else self._recover()
+            except Exception:  # the manager must outlive anything the library does
+                self._notices.say("manager", "the store client failed to connect unexpectedly", exc_info=True)
+                settled = False
+            if settled:
+                pause = self._settings.min_backoff_seconds
+                continue
+            with self._changed:
+                self._changed.wait_for(lambda: self._state >= State.DRAINING, pause)
+            pause = min(pause * 2, self._settings.max_backoff_seconds)
+
+    def _recover(self) -> bool:
+        """One attempt PROBING -> READY."""
+        master = self._settings.master_address
+        local = probe_master(master, self._settings.probe_timeout_seconds)
+        if local is None:
+            self._notices.say("away", "no Mooncake master answers at %s; serving without L2 until it does", master)
+            return False
+        if (self._connection is None or self._renew) and not self._reconnect(local):
+            return False
+        outcome, detail = self._canary()
+        # FULL and TRANSFER prove that the master understands this client; there is no space, or one segment owner is
+        # away.
+        if outcome not in (Outcome.OK, Outcome.FULL, Outcome.TRANSFER):
+            self._counters.add("canary_failed")
+            self._canary_failures += 1
+            self._renew = self._renew or self._canary_failures % _MAX_CANARY_FAILURES == 0
+            self._notices.say(
+                f"canary {outcome}",
+                "the master at %s answers but %s (are master, store and engine one Mooncake version?); L2 stays off",
+                master,
+                detail or outcome.value,
+            )
+            return False
+        with self._changed:
+            if self._state is not State.PROBING:
+                return False
+            self._state = State.READY
+            self._streak_calls = self._canary_failures = 0
+            self._changed.notify_all()
+        self._notices.forget()
+        self._counters.add("connected")
+        logger.info("L2 store ready at %s (%s)", master, detail)
+        return True
+
+    def _canary(self) -> tuple[Outcome, str]:
+        result = (Outcome.DOWN, "")
+
+        def run(connection: Connection) -> list[int]:
+            nonlocal result
+            result = connection.canary()
+            return []
+
+        self.call("canary", run, probing=True)
+        return result
+
+    def _reconnect(self, local: str) -> bool:
+        """Replace the connection; only while no call is in flight."""
+        with self._changed:
+            idle = self._changed.wait_for(lambda: self._in_flight == 0 or self._state >= State.DRAINING, _RENEW_WAIT_SECONDS)
+            if not idle or self._state is not State.PROBING:
+                return False
+            old, self._connection = self._connection, None
+        if old is not None:
+            old.close()
+        try:
+            connection = Connection(self._settings, self._regions, local)
+        except SetupFailed as error:
+            self._counters.add("setup_failed")
+            self._notices.say("setup", "%s; trying again", error)
+            return False
+        self._counters.add("setups")
+        with self._changed:
+            if self._state is State.PROBING:
+                self._connection = connection
+                self._renew = False
+                return True
+        connection.close()  # the client was closed meanwhile
+        return False
+
+    def _poison_check_in(self) -> float | None:
+        """Seconds until the client is suspected; 0: now; None: no reason to."""
+        if self._streak_calls < self._settings.poison_calls:
+            return None
+        return max(0.0, self._streak_began + self._settings.poison_seconds - time.monotonic())
+
+    def _check_poison(self) -> bool:
+        """Start over with a new client if transfers fail although the master lists the objects.
+
+        A queue overflow inside Mooncake fails every later transfer to that peer and only a new client heals it. A dead
+        segment owner looks the same until the master drops its segment; then its keys no longer exist.
+        """
+        with self._changed:
+            key, self._streak_calls = self._streak_key, 0
+            connection = self._connection
+        if key:
+            codes = self.call("exists", lambda c: c.exists([key]))
+            if isinstance(codes, Outcome) or codes[0] != 1:
+                return True
+        self._counters.add("renewed")
+        with self._changed:
+            self._renew = True
+        if connection is not None:
+            self._open_breaker(connection, "every transfer fails although the objects exist; starting over")
+        return True

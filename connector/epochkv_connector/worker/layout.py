@@ -1,0 +1,216 @@
+"""Reads the layout of vLLM's KV tensors and turns each KV cache group into views that are indexed by block id.
+
+vLLM hands over one tensor (or a list of tensors) per layer. Block dimension, dimension order, dtype, padding and
+sharing of storage differ between backends, so nothing is assumed: the block dimension is found from `num_blocks`, the
+rest is read from shapes and strides, and what stays ambiguous is refused by name. Bytes are taken in *physical* order
+(largest stride first), so a copy moves long contiguous runs whatever the logical order is; two engines share bytes
+only if their fingerprints, which include the layout, are equal.
+
+Depends on torch only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+KVCache: TypeAlias = Tensor | Sequence[Tensor]
+
+
+class LayoutError(ValueError):
+    """A registered KV tensor cannot be cut into blocks; the message names the layer, its shape and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """One KV cache group, as `kv_cache_config.kv_cache_groups[i]` describes it.
+
+    Attributes:
+        layer_names: in vLLM's order; layers that share one tensor are stored once.
+        block_size: tokens per block, for messages only.
+    """
+
+    layer_names: Sequence[str]
+    block_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """Where the bytes of one tensor's blocks lie: block b has `shape` at `offset + b * block_stride`, all in bytes.
+
+    `shape[-1]` is a contiguous run of bytes; the dimensions before it have `strides`.
+    """
+
+    offset: int
+    block_stride: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """One KV cache group: `parts[i][block]` are bytes of that block, `payload_bytes` in all parts together.
+
+    Every part is a uint8 view of shape `(num_blocks, *inner, run_bytes)` over the registered storage; layers at equal
+    distances in one storage are one part.
+    """
+
+    layer_names: tuple[str, ...]
+    num_blocks: int
+    parts: tuple[Tensor, ...]
+    payload_bytes: int
+
+    def block(self, block_id: int) -> list[Tensor]:
+        """Views of one block's bytes, in payload order.
+
+        Raises:
+            IndexError: no such block.
+        """
+        if not 0 <= block_id < self.num_blocks:
+            raise IndexError(f"block {block_id} of {self.layer_names[0]}: the pool has {self.num_blocks} blocks")
+        return [part[block_id] for part in self.parts]
+
+    def like_block(self, payload: Tensor) -> list[Tensor]:
+        """Views of a contiguous `(payload_bytes,)` uint8 tensor, shaped like `block()`."""
+        views, start = [], 0
+        for part in self.parts:
+            shape = part.shape[1:]
+            size = math.prod(shape)
+            views.append(payload[start : start + size].view(shape))
+            start += size
+        return views
+
+
+def group_view(caches: Mapping[str, KVCache], spec: GroupSpec, num_blocks: int | None) -> GroupView:
+    """Build the view of one group.
+
+    Args:
+        caches: layer name -> KV tensor(s), as `register_kv_caches` receives them.
+        spec: the group.
+        num_blocks: blocks in vLLM's pool; None: inferred from the tensors where that is unambiguous.
+
+    Raises:
+        LayoutError: a layer is missing, or its layout is ambiguous or unsupported.
+    """
+    tensors = _tensors_of(caches, spec)
+    blocks = num_blocks if num_blocks is not None else _infer_num_blocks(*tensors[0])
+    device = tensors[0][1].device
+    layouts: list[tuple[Tensor, BlockLayout]] = []
+    for name, tensor in tensors:
+        if tensor.device != device:
+            raise LayoutError(f"{name} is on {tensor.device}, {tensors[0][0]} on {device}; one group lies on one device")
+        layouts.append((tensor, block_layout(name, tensor, blocks)))
+    parts = _merge(layouts, blocks)
+    return GroupView(
+        layer_names=tuple(spec.layer_names),
+        num_blocks=blocks,
+        parts=tuple(parts),
+        payload_bytes=sum(layout.num_bytes for _, layout in layouts),
+    )
+
+
+def block_layout(name: str, tensor: Tensor, num_blocks: int) -> BlockLayout:
+    """Byte layout of one layer's tensor, its block dimension found from `num_blocks`.
+
+    The block dimension is 0, or 1 behind a leading K/V dimension of size 2. Where a kernel uses smaller blocks than
+    vLLM's pool, the dimension is a multiple of `num_blocks` and one block is that many consecutive kernel blocks.
+
+    Raises:
+        LayoutError: no dimension or two dimensions fit, or elements overlap.
+    """
+    dim, per_block = _block_dim(name, tensor, num_blocks)
+    item = tensor.element_size()
+    inner = [
+        (size, stride * item) for i, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if i != dim and size > 1
+    ]
+    block_stride = tensor.stride(dim) * item * per_block
+    if per_block > 1:
+        inner.append((per_block, tensor.stride(dim) * item))
+    if any(stride <= 0 for _, stride in inner):
+        raise LayoutError(f"{name}: shape {tuple(tensor.shape)} with strides {tensor.stride()} has overlapping elements")
+    inner.sort(key=lambda pair: -pair[1])
+    run = item
+    while inner and inner[-1][1] == run:
+        run *= inner.pop()[0]
+    shape = (*(size for size, _ in inner), run)
+    strides = (*(stride for _, stride in inner), 1)
+    if inner and inner[-1][1] < run:
+        raise LayoutError(f"{name}: shape {tuple(tensor.shape)} with strides {tensor.stride()} has overlapping elements")
+    return BlockLayout(tensor.storage_offset() * item, block_stride, shape, strides)
+
+
+def _tensors_of(caches: Mapping[str, KVCache], spec: GroupSpec) -> list[tuple[str, Tensor]]:
+    """Every distinct tensor of the group (layers may share one), in layer order."""
+    found: list[tuple[str, Tensor]] = []
+    seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
+    for name in spec.layer_names:
+        if name not in caches:
+            raise LayoutError(f"layer {name!r} of a KV cache group was not registered; got {sorted(caches)[:8]}")
+        cache = caches[name]
+        for tensor in [cache] if isinstance(cache, Tensor) else list(cache):
+            identity = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
+            if identity not in seen:
+                seen.add(identity)
+                found.append((name, tensor))
+    if not found:
+        raise LayoutError("a KV cache group without layers cannot be registered")
+    return found
+
+
+def _block_dim(name: str, tensor: Tensor, num_blocks: int) -> tuple[int, int]:
+    """(dimension, kernel blocks per pool block)."""
+    shape = tuple(tensor.shape)
+    dims = [0, 1] if len(shape) > 1 and shape[0] == 2 else [0]
+    exact = [dim for dim in dims if shape and shape[dim] == num_blocks]
+    fits = exact or [dim for dim in dims if shape and shape[dim] and shape[dim] % num_blocks == 0]
+    if len(fits) == 1:
+        return fits[0], shape[fits[0]] // num_blocks
+    if not fits:
+        raise LayoutError(f"{name}: no dimension of shape {shape} counts {num_blocks} blocks; dimension 0, or 1 behind a leading 2, must")
+    raise LayoutError(
+        f"{name}: with num_blocks={num_blocks} dimensions {fits} of shape {shape} could both count blocks; "
+        "use another number of GPU blocks (num_gpu_blocks_override)"
+    )
+
+
+def _infer_num_blocks(name: str, tensor: Tensor) -> int:
+    if tensor.dim() > 1 and tensor.shape[0] == 2:
+        raise LayoutError(f"{name}: shape {tuple(tensor.shape)} does not say which dimension counts blocks; pass num_blocks")
+    return int(tensor.shape[0])
+
+
+def _merge(layouts: Sequence[tuple[Tensor, BlockLayout]], num_blocks: int) -> list[Tensor]:
+    """One view over all layers where they lie at equal distances in one storage, else one view per layer."""
+    first_tensor, first = layouts[0]
+    storage = first_tensor.untyped_storage()
+    alike = all(
+        tensor.untyped_storage().data_ptr() == storage.data_ptr()
+        and (layout.block_stride, layout.shape, layout.strides) == (first.block_stride, first.shape, first.strides)
+        for tensor, layout in layouts
+    )
+    steps = {b.offset - a.offset for (_, a), (_, b) in itertools.pairwise(layouts)}
+    if len(layouts) > 1 and alike and len(steps) == 1 and (step := steps.pop()) > 0:
+        return [
+            _bytes_view(
+                first_tensor,
+                first.offset,
+                (num_blocks, len(layouts), *first.shape),
+                (first.block_stride, step, *first.strides),
+            )
+        ]
+    return [_bytes_view(t, lay.offset, (num_blocks, *lay.shape), (lay.block_stride, *lay.strides)) for t, lay in layouts]
+
+
+def _bytes_view(tensor: Tensor, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return raw.set_(tensor.untyped_storage(), offset, shape, strides)

@@ -1,0 +1,32 @@
+"""The geometry of a host slot, shared by both halves: the scheduler half counts slots, the worker half lays them out.
+
+A slot is `[64 B header][payload][64 B trailer]`, all slots of a region have the same stride, and the three parts are
+one contiguous run: the very bytes that go to the store as one object (`epochkv_connector.store.envelope`). Pure
+arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+HEADER_BYTES = 64
+TRAILER_BYTES = 64
+SLOT_ALIGNMENT_BYTES = 256
+
+
+def object_bytes(payload_bytes: int) -> int:
+    """Size of a block in the store: header, payload, trailer."""
+    return HEADER_BYTES + payload_bytes + TRAILER_BYTES
+
+
+def slot_stride(payload_bytes: Sequence[int]) -> int:
+    """Bytes from one slot to the next for groups with these payload sizes (the largest decides), aligned to 256."""
+    if not payload_bytes or min(payload_bytes) <= 0:
+        raise ValueError(f"payload_bytes is {list(payload_bytes)}; give one positive size for each KV cache group")
+    needed = object_bytes(max(payload_bytes))
+    return -(-needed // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+
+
+def num_slots(capacity_bytes: int, payload_bytes: Sequence[int]) -> int:
+    """How many slots fit in `capacity_bytes` of one rank; may be 0."""
+    return capacity_bytes // slot_stride(payload_bytes)

@@ -1,0 +1,136 @@
+"""What the worker half keeps about a job under way, and the threads that copy for it."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from epochkv_connector.records import JobAck, LoadJob, Phase, SaveJob
+from epochkv_connector.store import Ticket, Transfer
+from epochkv_connector.worker.staging import Staging, StagingStream
+
+logger = logging.getLogger(__name__)
+
+
+class BlockStore(Protocol):
+    """The L2 store, as `epochkv_connector.store.StoreClient` is."""
+
+    @property
+    def ready(self) -> bool: ...
+    def get(self, transfers: Sequence[Transfer], timeout: float) -> Ticket: ...
+    def put(self, transfers: Sequence[Transfer], timeout: float) -> Ticket: ...
+    def close(self, timeout: float) -> bool: ...
+    def stats(self) -> dict[str, float]: ...
+
+
+class Stage(enum.IntEnum):
+    """How far a load or the copying part of a save is. Only QUEUED work may be failed by a deadline: a copy runs to its end."""
+
+    QUEUED = 0  # fetching from L2, or waiting for the copy thread
+    COPYING = 1
+    OVER = 2
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """One load job on this rank."""
+
+    job: LoadJob
+    deadline: float
+    after: Any = None  # event behind which the copy may run
+    stage: Stage = Stage.QUEUED
+    failed: bool = False
+    filled: tuple[int, ...] = ()
+    ticket: Ticket | None = None
+    busy: tuple[int, ...] = ()  # slots the ticket writes to
+
+    def ack(self, rank: int) -> JobAck:
+        """The LOADED acknowledgement; slots whose transfer still runs are named busy."""
+        return JobAck(
+            job_id=self.job.job_id,
+            rank=rank,
+            phase=Phase.LOADED,
+            start_block=0,
+            num_blocks=0 if self.failed else len(self.job.moves),
+            failed=self.failed,
+            filled_slots=self.filled,
+            busy_slots=self.busy if is_open(self.ticket) else (),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Save:
+    """One save job on this rank."""
+
+    job: SaveJob
+    deadline: float
+    after: Any = None  # event behind which the copy may run
+    stage: Stage = Stage.QUEUED
+    failed: bool = False
+    ticket: Ticket | None = None
+    busy: tuple[int, ...] = ()  # slots the ticket reads from
+
+    def ack(self, rank: int, phase: Phase, *, failed: bool) -> JobAck:
+        """The COPIED or STORED acknowledgement: the whole range or nothing of it."""
+        return JobAck(
+            job_id=self.job.job_id,
+            rank=rank,
+            phase=phase,
+            start_block=self.job.start_block,
+            num_blocks=0 if failed else self.job.num_blocks,
+            failed=failed,
+            busy_slots=self.busy if phase is Phase.STORED and is_open(self.ticket) else (),
+        )
+
+
+def is_open(ticket: Ticket | None) -> bool:
+    """True while the store may still touch the buffers of a request."""
+    return ticket is not None and not ticket.released.done()
+
+
+class Report(NamedTuple):
+    """What one `results()` call hands to vLLM (request ids) and to the scheduler half (acknowledgements)."""
+
+    finished_recving: set[str]
+    failed_recving: set[str]
+    acks: list[JobAck]
+
+
+class Mover:
+    """A daemon thread that copies in one direction, in order of arrival. Work must not raise; what it raises is logged."""
+
+    def __init__(self, name: str, staging: Staging) -> None:
+        self._staging = staging
+        self._work: queue.SimpleQueue[Callable[[StagingStream], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name=f"epochkv-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[StagingStream], None]) -> None:
+        """Queue; never blocks."""
+        self._work.put(work)
+
+    def stop(self, timeout: float) -> bool:
+        """End after what is queued; False if it did not within `timeout` seconds."""
+        self._work.put(None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _serve(self) -> None:
+        stream: StagingStream | None = None
+        while (work := self._work.get()) is not None:
+            try:
+                stream = stream or StagingStream(self._staging)
+                work(stream)
+            except Exception:
+                logger.exception("a copy thread met an unexpected error")
+
+
+def remaining(deadline: float) -> float:
+    """Seconds until a monotonic deadline, at least 0."""
+    return max(0.0, deadline - time.monotonic())
