@@ -103,7 +103,8 @@ class ControlPlane:
             else:
                 ports = free_ports(3)
                 file.write_text(json.dumps(ports))
-            self._layout = Layout(self.directory, "127.0.0.1", *ports, "10.96.0.0/16", "10.96.0.1")
+            api, etcd, peer = ports
+            self._layout = Layout(self.directory, "127.0.0.1", api, etcd, peer, "10.96.0.0/16", "10.96.0.1")
         return self._layout
 
     @property

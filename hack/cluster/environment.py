@@ -100,7 +100,7 @@ class _Kubectl:
         self._command = [binary, f"--kubeconfig={kubeconfig}"]
 
     def run(self, *args: str, stdin: str | None = None) -> str:
-        done = subprocess.run([*self._command, *args], capture_output=True, text=True, input=stdin)
+        done = subprocess.run([*self._command, *args], check=False, capture_output=True, text=True, input=stdin)
         if done.returncode != 0:
             raise ClusterError(f"kubectl {' '.join(args)}: {done.stderr.strip()}")
         return done.stdout

@@ -85,7 +85,7 @@ class KindCluster:
 
 
 def _output(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode != 0:
         raise ClusterError(f"'{' '.join(command)}' failed: {(done.stderr or done.stdout).strip()[-2000:]}")
     return done.stdout

@@ -234,7 +234,7 @@ class LocalCluster:
                     node.start(name, self._command(cluster, binaries, name))
 
         start("etcd", "kube-apiserver", "containerd")
-        self._wait(node, lambda: cluster.containerd_socket.exists(), "containerd")
+        self._wait(node, cluster.containerd_socket.exists, "containerd")
         if "containerd" in dead:
             self._wait(node, lambda: self._import(node, pause_archive, quiet=True), "containerd")
         self._wait(node, lambda: api.ok("/readyz"), "kube-apiserver")
@@ -326,7 +326,9 @@ def _applied(api: Api, path: str, obj: object) -> bool:
 def _answers(node: Node, url: str) -> bool:
     """True when a URL answers 2xx on the node's loopback."""
     code = f"import urllib.request; urllib.request.urlopen({url!r}, timeout=2)"
-    done = subprocess.run([*node.prefix(), "python3", "-c", code], capture_output=True, env=node.environment, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        [*node.prefix(), "python3", "-c", code], check=False, capture_output=True, env=node.environment, stdin=subprocess.DEVNULL
+    )
     return done.returncode == 0
 
 

@@ -49,7 +49,7 @@ exec sleep infinity
 
 def host(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     """Run a command on the host; an error carries its words."""
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     if check and done.returncode != 0:
         raise ClusterError(f"'{' '.join(command)}' failed: {(done.stderr or done.stdout).strip()}")
     return done
@@ -131,6 +131,7 @@ class Node:
         """Run a command on the node to its end; an error carries its words."""
         done = subprocess.run(
             [*self.prefix(), *argv],
+            check=False,
             stdin=subprocess.DEVNULL if stdin is None else stdin,
             capture_output=True,
             text=True,

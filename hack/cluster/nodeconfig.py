@@ -9,6 +9,13 @@ from hack.cluster.state import ClusterState
 
 PAUSE_IMAGE = "epochkv/pause:dev"
 CLUSTER_DOMAIN = "cluster.local"
+_DISABLED = (
+    "snapshotter.v1.aufs",
+    "snapshotter.v1.btrfs",
+    "snapshotter.v1.devmapper",
+    "snapshotter.v1.zfs",
+    "tracing.processor.v1.otlp",
+)
 
 
 def containerd_toml(state: ClusterState) -> str:
@@ -20,7 +27,7 @@ def containerd_toml(state: ClusterState) -> str:
 root = "{state.data}/containerd"
 state = "{state.run}/containerd"
 oom_score = 0
-disabled_plugins = ["io.containerd.snapshotter.v1.aufs", "io.containerd.snapshotter.v1.btrfs", "io.containerd.snapshotter.v1.devmapper", "io.containerd.snapshotter.v1.zfs", "io.containerd.tracing.processor.v1.otlp"]
+disabled_plugins = [{", ".join(f'"io.containerd.{name}"' for name in _DISABLED)}]
 
 [grpc]
   address = "{state.containerd_socket}"

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from hack.cluster.errors import ClusterError
 
-
 # Launchers (`nsenter`) that are children of this Python process: they end with their component and must be reaped.
 _launchers: list[subprocess.Popen[bytes]] = []
 

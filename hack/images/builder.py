@@ -90,7 +90,7 @@ class Builder:
         with log.open("wb") as output:
 
             def run(command: list[str]) -> None:
-                done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=env, stdin=subprocess.DEVNULL)
+                done = subprocess.run(command, check=False, stdout=output, stderr=subprocess.STDOUT, env=env, stdin=subprocess.DEVNULL)
                 if done.returncode != 0:
                     tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
                     raise ClusterError(f"'{' '.join(command[:3])} ...' failed while making the base image:\n{tail}")
@@ -160,14 +160,14 @@ class Builder:
         return ["buildah", *store, "--storage-driver", "overlay", *args]
 
     def _buildah(self, *args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(self._command(args), capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        done = subprocess.run(self._command(args), check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if check and done.returncode != 0:
             raise ClusterError(f"buildah {args[0]} failed: {done.stderr.strip()[-2000:]}")
         return done
 
     def _logged(self, args: Sequence[str], log: Path) -> None:
         with log.open("ab") as output:
-            done = subprocess.run(self._command(args), stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            done = subprocess.run(self._command(args), check=False, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         if done.returncode != 0:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
             raise ClusterError(f"buildah {args[0]} failed (exit {done.returncode}); the end of {log}:\n{tail}")

@@ -12,7 +12,7 @@ from hack.cluster.process import start_time, wait_for
 
 def kubectl(plane: ControlPlane, *args: str, kubeconfig: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [str(plane.kubectl), f"--kubeconfig={kubeconfig or plane.kubeconfig}", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
 
 
 def test_serves_the_pinned_version_and_runs_controllers(control_plane: ControlPlane) -> None:
@@ -21,9 +21,7 @@ def test_serves_the_pinned_version_and_runs_controllers(control_plane: ControlPl
     assert version["clientVersion"]["gitVersion"] == "v1.34.4"
     assert kubectl(control_plane, "create", "namespace", "controllers").returncode == 0
     # The root CA ConfigMap is made by a controller, not by the API server.
-    assert wait_for(
-        lambda: kubectl(control_plane, "-n", "controllers", "get", "cm", "kube-root-ca.crt").returncode == 0, 30
-    )
+    assert wait_for(lambda: kubectl(control_plane, "-n", "controllers", "get", "cm", "kube-root-ca.crt").returncode == 0, 30)
 
 
 def test_pod_security_admission_is_on(control_plane: ControlPlane) -> None:
