@@ -1,0 +1,104 @@
+"""CURVE keys: made here, kept in files or Secrets as z85 text, checked when read so that a bad one is named, not guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+KEY_LENGTH = 40
+"""Characters of a z85-encoded CURVE key (32 bytes)."""
+
+HUB_PUBLIC_FILE = "hub.pub"
+HUB_SECRET_FILE = "hub.key"
+CLIENT_PUBLIC_FILE = "client.pub"
+CLIENT_SECRET_FILE = "client.key"
+
+
+class CredentialsError(ValueError):
+    """A key is missing or is not one; the message names it and says what to do. Never contains a secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """A CURVE key pair, z85."""
+
+    public: str
+    secret: str = field(repr=False)
+
+    def __post_init__(self) -> None:
+        check_key("public key", self.public)
+        check_key("secret key", self.secret)
+        if zmq.curve_public(self.secret.encode()).decode() != self.public:
+            raise CredentialsError("the public key does not belong to the secret key; take both from one key pair")
+
+    def __iter__(self) -> Iterator[str]:
+        """`public, secret = pair`."""
+        return iter((self.public, self.secret))
+
+
+@dataclass(frozen=True, slots=True)
+class HubKeys(KeyPair):
+    """The hub's own key pair."""
+
+    @classmethod
+    def load(cls, directory: str | Path) -> HubKeys:
+        """Read `hub.pub` and `hub.key`.
+
+        Raises:
+            CredentialsError: a file is missing or holds no key.
+        """
+        return cls(read_key(Path(directory) / HUB_PUBLIC_FILE), read_key(Path(directory) / HUB_SECRET_FILE))
+
+
+@dataclass(frozen=True, slots=True)
+class ClientKeys:
+    """What a client of one pool needs: its own key pair and the hub's public key."""
+
+    hub_public: str
+    public: str
+    secret: str = field(repr=False)
+
+    def __post_init__(self) -> None:
+        check_key("the hub's public key", self.hub_public)
+        KeyPair(self.public, self.secret)
+
+    @classmethod
+    def load(cls, directory: str | Path) -> ClientKeys:
+        """Read `hub.pub`, `client.pub` and `client.key`.
+
+        Raises:
+            CredentialsError: a file is missing or holds no key.
+        """
+        base = Path(directory)
+        return cls(*(read_key(base / name) for name in (HUB_PUBLIC_FILE, CLIENT_PUBLIC_FILE, CLIENT_SECRET_FILE)))
+
+
+def generate_keypair() -> KeyPair:
+    """A fresh CURVE key pair."""
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public.decode("ascii"), secret.decode("ascii"))
+
+
+def check_key(what: str, key: str) -> None:
+    """Raise `CredentialsError` unless `key` is a z85-encoded CURVE key."""
+    try:
+        valid = len(key) == KEY_LENGTH and len(z85.decode(key.encode("ascii"))) == 32
+    except (ValueError, KeyError, UnicodeError):
+        valid = False
+    if not valid:
+        raise CredentialsError(f"{what} is not a CURVE key; give {KEY_LENGTH} characters of z85")
+
+
+def read_key(path: Path) -> str:
+    """The key in a file (white space around it is ignored)."""
+    try:
+        key = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not ASCII"
+        raise CredentialsError(f"{path}: cannot read the key ({reason}); mount the pool's credentials there") from error
+    check_key(str(path), key)
+    return key
