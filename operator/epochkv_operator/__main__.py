@@ -30,7 +30,7 @@ def _main() -> None:
 
 
 @app.command()
-def run(  # noqa: PLR0917 - one parameter per flag
+def run(
     namespace: Annotated[
         str,
         typer.Option(
@@ -41,9 +41,7 @@ def run(  # noqa: PLR0917 - one parameter per flag
     ],
     watch_namespace: Annotated[
         list[str] | None,
-        typer.Option(
-            envvar="EPOCHKV_WATCH_NAMESPACE", help="Serve only this namespace; repeatable. Default: the whole cluster."
-        ),
+        typer.Option(envvar="EPOCHKV_WATCH_NAMESPACE", help="Serve only this namespace; repeatable. Default: the whole cluster."),
     ] = None,
     hub_bind: Annotated[
         str, typer.Option(envvar="EPOCHKV_HUB_BIND", help="ZeroMQ endpoint the fence hub listens on while leading.")
@@ -55,9 +53,7 @@ def run(  # noqa: PLR0917 - one parameter per flag
             help="What engines dial. Default: tcp://epochkv-hub.<namespace>.svc:<port of --hub-bind>.",
         ),
     ] = "",
-    lease_name: Annotated[
-        str, typer.Option(envvar="EPOCHKV_LEASE_NAME", help="Name of the leader Lease.")
-    ] = "epochkv-operator",
+    lease_name: Annotated[str, typer.Option(envvar="EPOCHKV_LEASE_NAME", help="Name of the leader Lease.")] = "epochkv-operator",
     lease_duration_seconds: Annotated[
         int,
         typer.Option(
@@ -66,15 +62,15 @@ def run(  # noqa: PLR0917 - one parameter per flag
             help="How long a standby waits after the leader's last renewal.",
         ),
     ] = 15,
-    probe_bind: Annotated[
-        str, typer.Option(envvar="EPOCHKV_PROBE_BIND", help="host:port of /livez and /readyz.")
-    ] = "0.0.0.0:8080",
-    metrics_bind: Annotated[
-        str, typer.Option(envvar="EPOCHKV_METRICS_BIND", help="host:port of /metrics.")
-    ] = "0.0.0.0:9090",
-    workers: Annotated[
-        int, typer.Option(envvar="EPOCHKV_WORKERS", min=1, max=64, help="Objects reconciled at the same time.")
-    ] = 4,
+    probe_bind: Annotated[str, typer.Option(envvar="EPOCHKV_PROBE_BIND", help="host:port of /livez and /readyz.")] = "0.0.0.0:8080",
+    metrics_bind: Annotated[str, typer.Option(envvar="EPOCHKV_METRICS_BIND", help="host:port of /metrics.")] = "0.0.0.0:9090",
+    store_image: Annotated[
+        str, typer.Option(envvar="EPOCHKV_STORE_IMAGE", help="Image of masters and stores where the pool names none.")
+    ] = "epochkv/store:dev",
+    engine_image: Annotated[
+        str, typer.Option(envvar="EPOCHKV_ENGINE_IMAGE", help="Image of engines where the engine names none.")
+    ] = "epochkv/engine:dev",
+    workers: Annotated[int, typer.Option(envvar="EPOCHKV_WORKERS", min=1, max=64, help="Objects reconciled at the same time.")] = 4,
     resync_seconds: Annotated[
         float,
         typer.Option(envvar="EPOCHKV_RESYNC_SECONDS", min=1, help="Period of the whole LISTs that heal lost events."),
@@ -100,6 +96,8 @@ def run(  # noqa: PLR0917 - one parameter per flag
         lease_duration_seconds=lease_duration_seconds,
         probe_bind=probe_bind,
         metrics_bind=metrics_bind,
+        store_image=store_image,
+        engine_image=engine_image,
         workers=workers,
         resync_seconds=resync_seconds,
     )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+#: What an engine process can be, as the hub sees it.
+ENGINE_STATES = ("use", "bypass", "behind", "silent")
+
 REGISTRY = CollectorRegistry(auto_describe=True)
 
 API_REQUESTS = Counter(
@@ -19,12 +22,8 @@ API_WRITES = Counter(
     registry=REGISTRY,
 )
 QUEUE_DEPTH = Gauge("epochkv_operator_queue_depth", "Keys waiting to be reconciled", registry=REGISTRY)
-QUEUE_OLDEST = Gauge(
-    "epochkv_operator_queue_oldest_seconds", "Age of the oldest key that is waiting or in work", registry=REGISTRY
-)
-RECONCILES = Counter(
-    "epochkv_operator_reconciles", "Reconciles by kind and result", ["kind", "result"], registry=REGISTRY
-)
+QUEUE_OLDEST = Gauge("epochkv_operator_queue_oldest_seconds", "Age of the oldest key that is waiting or in work", registry=REGISTRY)
+RECONCILES = Counter("epochkv_operator_reconciles", "Reconciles by kind and result", ["kind", "result"], registry=REGISTRY)
 RECONCILE_SECONDS = Histogram(
     "epochkv_operator_reconcile_seconds",
     "Time from the first event of a key until it was served",
@@ -40,9 +39,7 @@ LAST_LIST = Gauge(
 )
 LEADER = Gauge("epochkv_operator_leader", "1 while this process holds the Lease", registry=REGISTRY)
 
-TARGET_EPOCH = Gauge(
-    "epochkv_pool_target_epoch", "Highest epoch recorded for the pool", ["namespace", "pool"], registry=REGISTRY
-)
+TARGET_EPOCH = Gauge("epochkv_pool_target_epoch", "Highest epoch recorded for the pool", ["namespace", "pool"], registry=REGISTRY)
 PUBLISHED_EPOCH = Gauge(
     "epochkv_pool_published_epoch",
     "Highest epoch proved: no engine uses an older one",
@@ -71,7 +68,7 @@ def forget_pool(namespace: str, pool: str) -> None:
             family.remove(namespace, pool)
         except KeyError:
             continue
-    for state in ("use", "bypass", "behind", "silent"):
+    for state in ENGINE_STATES:
         try:
             POOL_ENGINES.remove(namespace, pool, state)
         except KeyError:

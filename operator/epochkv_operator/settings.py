@@ -34,8 +34,10 @@ class Settings:
     resync_seconds: float = 300.0
     max_key_age_seconds: float = 120.0
     """`/livez` fails when a key has waited or been in work for longer."""
-    operator_image: str = ""
-    """Image of this operator, for helpers that run in pods; empty: none are made."""
+    store_image: str = "epochkv/store:dev"
+    """Image of Mooncake masters and stores where the pool names none."""
+    engine_image: str = "epochkv/engine:dev"
+    """Image of engines where the engine names none."""
 
     @property
     def endpoint(self) -> str:

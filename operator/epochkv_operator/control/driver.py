@@ -79,9 +79,7 @@ def _watch(registry: kopf.OperatorRegistry, resource: Resource, sink: Sink) -> N
     async def handler(event: kopf.RawEvent, **_: Any) -> None:
         sink.observed(resource, event["type"], dict(event["object"]))
 
-    kopf.on.event(
-        resource.group, resource.version, resource.plural, id=f"observe-{resource.plural}", registry=registry
-    )(handler)
+    kopf.on.event(resource.group, resource.version, resource.plural, id=f"observe-{resource.plural}", registry=registry)(handler)
 
 
 def _login(registry: kopf.OperatorRegistry, client: KubeClient) -> None:

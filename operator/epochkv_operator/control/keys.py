@@ -38,11 +38,7 @@ def pool_of(engine: Json) -> str | None:
 
 def engines_of(store: Store, namespace: str, pool: str) -> list[Json]:
     """Engines that refer to a pool, whether or not it exists."""
-    return [
-        engine
-        for engine in store.all(ENGINES.kind)
-        if engine["metadata"]["namespace"] == namespace and pool_of(engine) == pool
-    ]
+    return [engine for engine in store.all(ENGINES.kind) if engine["metadata"]["namespace"] == namespace and pool_of(engine) == pool]
 
 
 def affected(store: Store, kind: str, obj: Json) -> Iterator[Key]:

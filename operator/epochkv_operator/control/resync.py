@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import structlog
 
 from epochkv_operator import metrics
-from epochkv_operator.control.keys import Key, affected
 from epochkv_operator.kube.client import ApiError, Json, KubeClient
-from epochkv_operator.kube.queue import WorkQueue
 from epochkv_operator.kube.resources import CHILD_SELECTOR, PRIMARY, WATCHED, Resource
-from epochkv_operator.kube.store import Store
 
 log = structlog.get_logger(__name__)
 AFTER_RELIST_SECONDS = 1.0
@@ -24,19 +22,19 @@ RETRY_SECONDS = 2.0
 
 
 class Resync:
-    """Keeps the store equal to the cluster. `scopes`: namespaces, or None for all."""
+    """Lists everything in time. `listed` takes (kind, objects, version of the list, scope); a scope is a namespace, or
+    None: all.
+    """
 
     def __init__(
         self,
         client: KubeClient,
-        store: Store,
-        queue: WorkQueue[Key],
+        listed: Callable[[Resource, list[Json], int, str | None], None],
         scopes: tuple[str | None, ...],
         interval_seconds: float,
     ) -> None:
         self._client = client
-        self._store = store
-        self._queue = queue
+        self._listed = listed
         self._scopes = scopes
         self._interval_seconds = interval_seconds
         self._due: dict[Resource, float] = dict.fromkeys(WATCHED, 0.0)
@@ -92,18 +90,10 @@ class Resync:
         return complete and min(self._due.values()) > time.monotonic()
 
     async def _list(self, resource: Resource) -> None:
-        self._due[resource] = (
-            time.monotonic() + self._interval_seconds
-        )  # first, so that a `soon` during the LIST is kept
+        self._due[resource] = time.monotonic() + self._interval_seconds  # first, so that a `soon` during the LIST is kept
         selector = "" if resource in PRIMARY else CHILD_SELECTOR
         for scope in self._scopes:
             objects, version = await self._client.list(resource, scope, selector)
-            changed: list[Json] = self._store.replace(resource.kind, objects, version, scope)
-            for obj in objects if resource in PRIMARY else changed:
-                for key in affected(self._store, resource.kind, obj):
-                    self._queue.add(key)
-            for obj in changed:
-                for key in affected(self._store, resource.kind, obj):
-                    self._queue.add(key)
+            self._listed(resource, objects, version, scope)
         self.listed_at[resource] = time.monotonic()
         metrics.LAST_LIST.labels(kind=resource.kind).set_to_current_time()

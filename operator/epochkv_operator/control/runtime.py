@@ -14,23 +14,23 @@ from collections.abc import Coroutine
 from typing import Any
 
 import structlog
-from epochkv_operator.control.engines import EngineReconciler
-from epochkv_operator.control.pools import PoolReconciler
-from epochkv_operator.control.reporter import Reporter
-from epochkv_operator.hub.service import HubService
 
 from epochkv_operator import metrics
 from epochkv_operator.control import driver
+from epochkv_operator.control.engines import EngineReconciler
+from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.keys import Key, affected
+from epochkv_operator.control.pools import PoolReconciler
+from epochkv_operator.control.reporter import Reporter
 from epochkv_operator.control.resync import Resync
 from epochkv_operator.control.secrets import FenceSecrets, hub_keys
 from epochkv_operator.control.worker import Worker
-from epochkv_operator.kube.apply import Applier
+from epochkv_operator.hub.service import HubService
 from epochkv_operator.kube.client import ApiError, Json, KubeClient
 from epochkv_operator.kube.events import EventRecorder
 from epochkv_operator.kube.lease import LeaseHolder, new_identity
 from epochkv_operator.kube.queue import WorkQueue
-from epochkv_operator.kube.resources import LEASES, POOLS, Resource
+from epochkv_operator.kube.resources import LEASES, POOLS, PRIMARY, Resource
 from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.kube.store import Store
 from epochkv_operator.probes import Probes
@@ -38,6 +38,7 @@ from epochkv_operator.settings import Settings
 
 log = structlog.get_logger(__name__)
 CANARY_SECONDS = 60.0
+WATCH_FIRST_SECONDS = 2.0
 
 
 class Operator:
@@ -88,9 +89,7 @@ class Operator:
         """From the Lease on: returns the exit status."""
         metrics.LEADER.set(1)
         self._start("lease", lease.hold())
-        resync = self._resync = Resync(
-            client, self.store, self.queue, self.settings.scopes, self.settings.resync_seconds
-        )
+        resync = self._resync = Resync(client, self._listed, self.settings.scopes, self.settings.resync_seconds)
         kopf_task: asyncio.Task[None] | None = None
         try:
             ready = self._prepare(client, lease, resync)
@@ -104,17 +103,17 @@ class Operator:
             await self._end(kopf_task)
 
     async def _prepare(self, client: KubeClient, lease: LeaseHolder, resync: Resync) -> None:
-        statuses = StatusWriter(client, self.store)
+        statuses = StatusWriter(client, self.store, self._take)
         keys = await self._hub_keys(client)
         await resync.initial()
-        hub = self._hub = HubService(self.settings, lease, statuses, self.store, self.queue, keys)
+        hub = self._hub = HubService(self.settings.hub_bind, keys, lease, statuses, self.queue.add_after)
         await hub.start()
         events = EventRecorder(client, self.identity)
-        applier = Applier(client)
+        executor = Executor(client, self.store)
         reporter = Reporter(statuses, events)
         secrets = FenceSecrets(client, keys.public)
-        pools = PoolReconciler(self.settings, client, self.store, applier, reporter, secrets, hub)
-        engines = EngineReconciler(self.settings, client, self.store, applier, reporter, hub)
+        pools = PoolReconciler(self.settings, self.store, executor, reporter, secrets, hub)
+        engines = EngineReconciler(self.settings, self.store, executor, reporter, secrets, hub, self.queue.add_after)
         worker = Worker(self.queue, {pools.kind: pools.reconcile, engines.kind: engines.reconcile})
         self._start("hub", hub.run())
         self._start("resync", resync.run())
@@ -141,16 +140,50 @@ class Operator:
             return
         obj.setdefault("kind", resource.kind)
         obj.setdefault("apiVersion", resource.api_version)
-        gone = event_type == "DELETED"
-        changed = self.store.remove(resource.kind, obj) if gone else self.store.upsert(resource.kind, obj)
         if event_type is None and self._resync is not None:
             self._resync.soon(resource)
-        if not changed:
+        if event_type == "DELETED":
+            if self.store.remove(resource.kind, obj):
+                self._enqueue(resource, obj)
             return
-        if resource is POOLS and not gone and self._hub is not None:
-            self._hub.asked(obj)  # the fast path: an epoch that was asked for does not wait in the queue
+        if resource is POOLS and event_type is not None and self._hub is not None:
+            # The fast path: an epoch that was asked for does not wait in the queue.
+            self._hub.seen(obj, fresh=self._watches_alive())
+        self._take(resource, obj)
+
+    def _take(self, resource: Resource, obj: Json) -> None:
+        """A state of an object, from a watch, a listing or an answer: remember it if it is newer, and look at what it
+        affects.
+        """
+        if not self.store.upsert(resource.kind, obj):
+            return
+        self._enqueue(resource, obj)
+        if resource is POOLS:
+            # A listing does not say when an epoch was asked for. The watch does, if it lives: let it come first.
+            asyncio.get_running_loop().call_later(WATCH_FIRST_SECONDS, self._late, obj)
+
+    def _late(self, pool: Json) -> None:
+        if self._hub is not None:
+            self._hub.seen(pool, fresh=False)
+
+    def _listed(self, resource: Resource, objects: list[Json], version: int, scope: str | None) -> None:
+        """A whole LIST: what it shows and what it does not show any more."""
+        for obj in objects:
+            self._take(resource, obj)
+            if resource in PRIMARY:
+                self._enqueue(resource, obj)
+        for obj in self.store.replace(resource.kind, objects, version, scope):
+            self._enqueue(resource, obj)
+
+    def _enqueue(self, resource: Resource, obj: Json) -> None:
         for key in affected(self.store, resource.kind, obj):
             self.queue.add(key)
+
+    def _watches_alive(self) -> bool:
+        """Whether the watches showed our own latest Lease renewals: then what they show now happened just now."""
+        if not self.settings.canary:
+            return True
+        return time.monotonic() - self._canary_seen < self.settings.lease_duration_seconds
 
     def _start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
@@ -237,6 +270,8 @@ class Operator:
         def gauges() -> None:
             metrics.QUEUE_DEPTH.set(len(self.queue))
             metrics.QUEUE_OLDEST.set(self.queue.oldest_age_seconds())
+            if self._hub is not None:
+                self._hub.export_metrics()
 
         self.probes.live = {"queue": queue_age, "lists": lists, "watches": canary}
         self.probes.ready = {"leading": leading}

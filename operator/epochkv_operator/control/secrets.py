@@ -14,8 +14,8 @@ import secrets
 from dataclasses import dataclass
 
 import structlog
-from epochkv_fence.transport import generate_keypair
 
+from epochkv_fence.transport import CredentialsError, HubKeys, KeyPair, generate_keypair
 from epochkv_operator import metrics
 from epochkv_operator.kube.client import AlreadyExists, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import MANAGED_BY, POOL_LABEL, POOLS, SECRETS
@@ -25,14 +25,6 @@ log = structlog.get_logger(__name__)
 
 class SecretConflict(Exception):
     """A Secret of that name exists and is not ours to replace, or lacks keys."""
-
-
-@dataclass(frozen=True)
-class KeyPair:
-    """CURVE keys, z85 text."""
-
-    public: str
-    secret: str
 
 
 @dataclass(frozen=True)
@@ -48,7 +40,7 @@ def fence_secret_name(pool: str) -> str:
     return f"{pool}-fence"
 
 
-async def hub_keys(client: KubeClient, namespace: str, name: str) -> KeyPair:
+async def hub_keys(client: KubeClient, namespace: str, name: str) -> HubKeys:
     """The hub's key pair, made on first use.
 
     Raises:
@@ -58,7 +50,7 @@ async def hub_keys(client: KubeClient, namespace: str, name: str) -> KeyPair:
     try:
         found = await client.get(SECRETS, namespace, name)
     except NotFound:
-        pair = _new_pair()
+        pair = generate_keypair()
         body = _secret(namespace, name, {"hub.pub": pair.public, "hub.key": pair.secret}, {}, [])
         try:
             await client.create(SECRETS, namespace, body)
@@ -67,8 +59,11 @@ async def hub_keys(client: KubeClient, namespace: str, name: str) -> KeyPair:
         else:
             metrics.API_WRITES.labels(kind="Secret", operation="create").inc()
             log.info("hub key pair created", secret=f"{namespace}/{name}")
-            return pair
-    return KeyPair(_field(found, "hub.pub"), _field(found, "hub.key"))
+            return HubKeys(pair.public, pair.secret)
+    try:
+        return HubKeys(_field(found, "hub.pub"), _field(found, "hub.key"))
+    except CredentialsError as error:
+        raise SecretConflict(f"Secret {namespace}/{name}: {error}") from error
 
 
 class FenceSecrets:
@@ -78,9 +73,18 @@ class FenceSecrets:
         self._client = client
         self._hub_public = hub_public
         self._known: dict[str, FenceKeys] = {}
+        self._conflicts: set[str] = set()
+
+    def known(self, pool_uid: str) -> FenceKeys | None:
+        return self._known.get(pool_uid)
+
+    def decided(self, pool_uid: str) -> bool:
+        """Whether the pool's keys are known, or known to be impossible to have."""
+        return pool_uid in self._known or pool_uid in self._conflicts
 
     def forget(self, pool_uid: str) -> None:
         self._known.pop(pool_uid, None)
+        self._conflicts.discard(pool_uid)
 
     async def ensure(self, pool: Json) -> FenceKeys:
         """Make sure the pool's Secret exists, is bound to this pool's uid and names this hub.
@@ -89,6 +93,16 @@ class FenceSecrets:
             SecretConflict: the Secret belongs to somebody else.
             ApiError
         """
+        uid = pool["metadata"]["uid"]
+        try:
+            self._known[uid] = await self._ensure(pool)
+        except SecretConflict:
+            self._conflicts.add(uid)
+            raise
+        self._conflicts.discard(uid)
+        return self._known[uid]
+
+    async def _ensure(self, pool: Json) -> FenceKeys:
         metadata = pool["metadata"]
         namespace, uid, name = metadata["namespace"], metadata["uid"], fence_secret_name(metadata["name"])
         try:
@@ -98,9 +112,7 @@ class FenceSecrets:
         owners = found["metadata"].get("ownerReferences") or []
         owner = next((ref for ref in owners if ref.get("kind") == POOLS.kind), None)
         if owner is None:
-            raise SecretConflict(
-                f"Secret {namespace}/{name} exists and is not this operator's; delete it, the pool needs that name"
-            )
+            raise SecretConflict(f"Secret {namespace}/{name} exists and is not this operator's; delete it, the pool needs that name")
         if owner["uid"] != uid:
             await self._delete(found, "it belonged to a deleted pool of the same name")
             return await self._create(pool, None)
@@ -108,15 +120,12 @@ class FenceSecrets:
         if keys.hub_public != self._hub_public:
             await self._delete(found, "the hub has a new key pair")
             return await self._create(pool, keys)
-        self._known[uid] = keys
         return keys
 
     async def _create(self, pool: Json, keys: FenceKeys | None) -> FenceKeys:
         metadata = pool["metadata"]
         namespace, name = metadata["namespace"], fence_secret_name(metadata["name"])
-        made = FenceKeys(
-            self._hub_public, keys.client if keys else _new_pair(), keys.root_secret if keys else secrets.token_hex(32)
-        )
+        made = FenceKeys(self._hub_public, keys.client if keys else generate_keypair(), keys.root_secret if keys else secrets.token_hex(32))
         content = {
             "hub.pub": made.hub_public,
             "client.pub": made.client.public,
@@ -131,9 +140,7 @@ class FenceSecrets:
             "controller": True,
             "blockOwnerDeletion": False,
         }
-        await self._client.create(
-            SECRETS, namespace, _secret(namespace, name, content, {POOL_LABEL: metadata["name"]}, [owner])
-        )
+        await self._client.create(SECRETS, namespace, _secret(namespace, name, content, {POOL_LABEL: metadata["name"]}, [owner]))
         metrics.API_WRITES.labels(kind="Secret", operation="create").inc()
         log.info(
             "fence secret created",
@@ -141,7 +148,6 @@ class FenceSecrets:
             pool_uid=metadata["uid"],
             same_content=keys is not None,
         )
-        self._known[metadata["uid"]] = made
         return made
 
     async def _delete(self, found: Json, why: str) -> None:
@@ -149,15 +155,6 @@ class FenceSecrets:
         await self._client.delete(SECRETS, metadata["namespace"], metadata["name"], metadata["uid"])
         metrics.API_WRITES.labels(kind="Secret", operation="delete").inc()
         log.info("fence secret deleted", secret=f"{metadata['namespace']}/{metadata['name']}", reason=why)
-
-
-def _new_pair() -> KeyPair:
-    public, secret = generate_keypair()
-    return KeyPair(_text(public), _text(secret))
-
-
-def _text(key: bytes | str) -> str:
-    return key.decode() if isinstance(key, bytes) else key
 
 
 def _secret(namespace: str, name: str, content: dict[str, str], labels: dict[str, str], owners: list[Json]) -> Json:
@@ -185,8 +182,9 @@ def _field(secret: Json, key: str) -> str:
 
 
 def _parse(secret: Json) -> FenceKeys:
-    return FenceKeys(
-        _field(secret, "hub.pub"),
-        KeyPair(_field(secret, "client.pub"), _field(secret, "client.key")),
-        _field(secret, "root.secret"),
-    )
+    try:
+        client = KeyPair(_field(secret, "client.pub"), _field(secret, "client.key"))
+    except CredentialsError as error:
+        name = f"{secret['metadata']['namespace']}/{secret['metadata']['name']}"
+        raise SecretConflict(f"Secret {name}: {error}; delete it and the operator makes a new one") from error
+    return FenceKeys(_field(secret, "hub.pub"), client, _field(secret, "root.secret"))

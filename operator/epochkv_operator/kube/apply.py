@@ -43,9 +43,7 @@ class Applier:
 
     def __init__(self, client: KubeClient) -> None:
         self._client = client
-        self._applied: dict[
-            tuple[str, str, str], tuple[str, str, Any]
-        ] = {}  # -> uid, digest of the manifest, projection of the answer
+        self._applied: dict[tuple[str, str, str], tuple[str, str, Any]] = {}  # -> uid, digest of the manifest, projection of the answer
 
     def in_sync(self, desired: Json, live: Json | None) -> bool:
         """True when applying `desired` would change nothing in `live`."""

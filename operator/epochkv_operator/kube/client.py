@@ -187,9 +187,7 @@ class KubeClient:
             _raise(response.status, data, request, response.headers.get("Retry-After"))
         return cast(Json, json.loads(data)) if data else {}
 
-    async def get(
-        self, resource: Resource, namespace: str | None, name: str, deadline_seconds: float | None = None
-    ) -> Json:
+    async def get(self, resource: Resource, namespace: str | None, name: str, deadline_seconds: float | None = None) -> Json:
         """A quorum read: no resourceVersion parameter, so the answer is linearizable."""
         return await self.request("GET", resource.path(namespace, name), deadline_seconds=deadline_seconds)
 
@@ -214,9 +212,7 @@ class KubeClient:
     async def create(self, resource: Resource, namespace: str, body: Json) -> Json:
         return await self.request("POST", resource.path(namespace), body=body, query={"fieldManager": MANAGED_BY})
 
-    async def replace(
-        self, resource: Resource, namespace: str, body: Json, deadline_seconds: float | None = None
-    ) -> Json:
+    async def replace(self, resource: Resource, namespace: str, body: Json, deadline_seconds: float | None = None) -> Json:
         """PUT; compare-and-swap when the body carries metadata.resourceVersion."""
         path = resource.path(namespace, body["metadata"]["name"])
         return await self.request("PUT", path, body=body, deadline_seconds=deadline_seconds)
@@ -231,9 +227,7 @@ class KubeClient:
             content_type=APPLY_PATCH,
         )
 
-    async def patch_status(
-        self, ref: ObjectRef, resource_version: str, status: Json, deadline_seconds: float | None = None
-    ) -> Json:
+    async def patch_status(self, ref: ObjectRef, resource_version: str, status: Json, deadline_seconds: float | None = None) -> Json:
         """Merge-patch of the status, accepted only at `resource_version` (raises `Conflict` otherwise)."""
         return await self.request(
             "PATCH",
@@ -257,9 +251,7 @@ class KubeClient:
             },
         )
 
-    async def watch(
-        self, resource: Resource, namespace: str | None, resource_version: str, seconds: int = 60
-    ) -> AsyncIterator[Json]:
+    async def watch(self, resource: Resource, namespace: str | None, resource_version: str, seconds: int = 60) -> AsyncIterator[Json]:
         """Watch events as they come, for at most `seconds`. For tools and tests: the operator's own watches are
         kopf's.
         """

@@ -47,9 +47,7 @@ def term_of(lease: Json) -> LeaseTerm:
 class LeaseHolder:
     """Takes the Lease, keeps it, gives it back. `duration_seconds`: how long others wait after our last renewal."""
 
-    def __init__(
-        self, client: KubeClient, namespace: str, name: str, identity: str, duration_seconds: int = 15
-    ) -> None:
+    def __init__(self, client: KubeClient, namespace: str, name: str, identity: str, duration_seconds: int = 15) -> None:
         self.namespace = namespace
         self.name = name
         self.identity = identity
@@ -73,9 +71,7 @@ class LeaseHolder:
                 holder = term_of(self._lease).holder
                 if holder != waiting_for:
                     waiting_for = holder
-                    log.info(
-                        "standing by: another operator leads", lease=f"{self.namespace}/{self.name}", holder=holder
-                    )
+                    log.info("standing by: another operator leads", lease=f"{self.namespace}/{self.name}", holder=holder)
             except Conflict:
                 pass  # somebody was faster; look again
             except ApiError as error:
@@ -194,9 +190,7 @@ class LeaseHolder:
         except Conflict:
             self._lease = await self._client.get(LEASES, self.namespace, self.name, deadline_seconds)
             if term_of(self._lease) != self.term:
-                raise LeaseLost(
-                    f"Lease {self.namespace}/{self.name} is held by {term_of(self._lease).holder!r} now"
-                ) from None
+                raise LeaseLost(f"Lease {self.namespace}/{self.name} is held by {term_of(self._lease).holder!r} now") from None
             await self._put({}, deadline_seconds)
         except NotFound:
             raise LeaseLost(f"Lease {self.namespace}/{self.name} was deleted") from None

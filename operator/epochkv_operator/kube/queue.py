@@ -70,9 +70,7 @@ class WorkQueue(Generic[K]):
         self._failures[key] = failures + 1
         backoff = BACKOFF_FIRST_SECONDS * 2.0 ** min(failures, 16)
         delay = max(at_least_seconds, min(BACKOFF_MAX_SECONDS, backoff))
-        self._again.pop(
-            key, None
-        )  # whatever was added meanwhile is covered by the retry, and must not defeat the backoff
+        self._again.pop(key, None)  # whatever was added meanwhile is covered by the retry, and must not defeat the backoff
         self._release(key)
         self.add_after(key, delay)
         return delay

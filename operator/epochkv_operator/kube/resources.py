@@ -93,6 +93,4 @@ def by_kind(kind: str) -> Resource:
     try:
         return _BY_KIND[kind]
     except KeyError:
-        raise KeyError(
-            f"kind {kind!r} is not in the operator's resource table; add it to kube/resources.py and to the RBAC"
-        ) from None
+        raise KeyError(f"kind {kind!r} is not in the operator's resource table; add it to kube/resources.py and to the RBAC") from None

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from epochkv_operator import metrics
 from epochkv_operator.kube.client import Conflict, Json, KubeClient, NotFound, Unavailable
-from epochkv_operator.kube.resources import ObjectRef
+from epochkv_operator.kube.resources import ObjectRef, Resource
 from epochkv_operator.kube.store import Store, resource_version
 
 #: Status fields to merge in, from the object as it is, or None: leave it alone.
@@ -25,10 +25,15 @@ class ObjectGone(Exception):
 
 
 class StatusWriter:
-    """Writes statuses of objects that the store knows."""
+    """Writes statuses of objects that the store knows.
 
-    def __init__(self, client: KubeClient, store: Store, deadline_seconds: float = 10.0) -> None:
+    `news` takes every state that was read here: it may be newer than what the watches have brought, and when they
+    bring it, it is no news any more.
+    """
+
+    def __init__(self, client: KubeClient, store: Store, news: Callable[[Resource, Json], object], deadline_seconds: float = 10.0) -> None:
         self._client = client
+        self._news = news
         self._store = store
         self._deadline_seconds = deadline_seconds
 
@@ -44,7 +49,7 @@ class StatusWriter:
             raise ObjectGone(f"{ref} is gone") from error
         if obj["metadata"]["uid"] != ref.uid:
             raise ObjectGone(f"{ref} was recreated with uid {obj['metadata']['uid']}")
-        self._store.upsert(ref.resource.kind, obj)
+        self._news(ref.resource, obj)
         return obj
 
     async def update(self, ref: ObjectRef, decide: Decide, deadline_seconds: float | None = None) -> bool:

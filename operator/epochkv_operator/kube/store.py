@@ -26,8 +26,7 @@ def slim(obj: Json) -> Json:
     metadata = dict(obj["metadata"])
     fields = metadata.pop("managedFields", None) or []
     scaled = any(
-        entry.get("subresource") == "scale" and "f:replicas" in (entry.get("fieldsV1") or {}).get("f:spec", {})
-        for entry in fields
+        entry.get("subresource") == "scale" and "f:replicas" in (entry.get("fieldsV1") or {}).get("f:spec", {}) for entry in fields
     )
     slimmed = {**obj, "metadata": metadata}
     if scaled:
@@ -63,9 +62,7 @@ class Store:
         metadata = obj["metadata"]
         return self._drop(kind, metadata["uid"], resource_version(obj))
 
-    def replace(
-        self, kind: str, objects: Iterable[Json], list_version: int, namespace: str | None = None
-    ) -> list[Json]:
+    def replace(self, kind: str, objects: Iterable[Json], list_version: int, namespace: str | None = None) -> list[Json]:
         """Take a whole LIST (of one namespace, or of all) in. Returns the objects that changed or vanished since the
         last state known.
         """
@@ -97,8 +94,7 @@ class Store:
         return [
             obj
             for obj in self.all(kind)
-            if obj["metadata"].get("namespace") == namespace
-            and (obj["metadata"].get("labels") or {}).get(label) == value
+            if obj["metadata"].get("namespace") == namespace and (obj["metadata"].get("labels") or {}).get(label) == value
         ]
 
     def _index(self, kind: str, metadata: Json, uid: str) -> None:

@@ -1,0 +1,80 @@
+"""Reconciling an InferenceEngine: its objects around the pool it refers to, and its status."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
+from epochkv_operator.control.executor import Executor
+from epochkv_operator.control.keys import Key, pool_of
+from epochkv_operator.control.observe import context_for, now, observe
+from epochkv_operator.control.reporter import Reporter, invalid_status
+from epochkv_operator.control.secrets import FenceSecrets
+from epochkv_operator.hub.service import HubService
+from epochkv_operator.kube.client import Json
+from epochkv_operator.kube.resources import ENGINE_LABEL, ENGINES, POOLS
+from epochkv_operator.kube.store import Store
+from epochkv_operator.planning import Problem, engine_status, plan_engine
+from epochkv_operator.settings import Settings
+
+WAIT_FOR_KEYS_SECONDS = 0.1
+
+
+class EngineReconciler:
+    """Brings engines to what they should be. Raises what another try may solve. `wake`: look at a key again after a
+    delay.
+    """
+
+    kind = ENGINES.kind
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        executor: Executor,
+        reporter: Reporter,
+        secrets: FenceSecrets,
+        hub: HubService,
+        wake: Callable[[Key, float], None],
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._executor = executor
+        self._reporter = reporter
+        self._secrets = secrets
+        self._hub = hub
+        self._wake = wake
+
+    async def reconcile(self, key: Key) -> None:
+        obj = self._store.get(key.kind, key.namespace, key.name)
+        if obj is None or obj["metadata"].get("deletionTimestamp"):
+            return
+        name = pool_of(obj)
+        pool_obj = self._store.get(POOLS.kind, key.namespace, name) if name else None
+        try:
+            engine = parse_engine(obj)
+            pool = parse_pool(pool_obj) if pool_obj is not None else None
+        except InvalidObject as error:
+            # An unreadable pool is not a missing one: nothing is changed until it can be read.
+            message = str(error)
+            await self._reporter.report(obj, lambda newest: invalid_status(newest, message, now()))
+            return
+        if pool is not None and not self._secrets.decided(pool.metadata.uid):
+            self._wake(key, WAIT_FOR_KEYS_SECONDS)  # the pool is being reconciled; without its keys the engine would start twice
+            return
+        await self._bring_about(key, obj, engine, pool)
+
+    async def _bring_about(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool | None) -> None:
+        context = context_for(self._settings, self._secrets.known(pool.metadata.uid) if pool is not None else None)
+        plan = plan_engine(engine, pool, observe(self._store, key.namespace, ENGINE_LABEL, key.name), context)
+        refused, again = await self._executor.execute(str(key), plan)
+        problem: Problem | None = plan.problem or refused
+
+        def compute(newest: Json) -> Json:
+            view = self._hub.view(pool.metadata.uid) if pool is not None else None
+            seen = observe(self._store, key.namespace, ENGINE_LABEL, key.name, view, problem)
+            return engine_status(engine, pool, seen, newest.get("status") or {}, now())
+
+        await self._reporter.report(obj, compute)
+        if again is not None:
+            raise again

@@ -1,0 +1,68 @@
+"""Carries out a plan: applies in order, then prunes. What is already so costs nothing."""
+
+from __future__ import annotations
+
+import structlog
+
+from epochkv_operator import metrics
+from epochkv_operator.kube.apply import Applier
+from epochkv_operator.kube.client import ApiError, Conflict, Forbidden, Invalid, Json, KubeClient, NotFound
+from epochkv_operator.kube.resources import by_kind
+from epochkv_operator.kube.store import Store
+from epochkv_operator.planning import Plan, Problem
+
+log = structlog.get_logger(__name__)
+
+
+class Executor:
+    """Applies and deletes children, and takes the answers into the store."""
+
+    def __init__(self, client: KubeClient, store: Store) -> None:
+        self._client = client
+        self._store = store
+        self._applier = Applier(client)
+
+    async def execute(self, about: str, plan: Plan) -> tuple[Problem | None, ApiError | None]:
+        """Do what the plan says. Returns what to tell the user about objects that were refused, and, when another try
+        may help (rights that are missing, a quota), the error to try again on once the user was told.
+
+        Raises:
+            ApiError: something that another try may solve.
+        """
+        problem: Problem | None = None
+        again: ApiError | None = None
+        for desired in plan.apply:
+            live = self._live(desired)
+            try:
+                answer = await self._applier.apply(desired, live)
+            except (Invalid, Forbidden) as error:
+                name = f"{desired['kind']} {desired['metadata']['name']}"
+                problem = problem or Problem(_reason(error), f"{name}: {error.message}")
+                again = again or (error if isinstance(error, Forbidden) else None)
+                continue
+            if answer is None:
+                continue
+            self._store.upsert(desired["kind"], answer)
+            if live is None or answer["metadata"]["resourceVersion"] != live["metadata"]["resourceVersion"]:
+                verb = "created" if live is None else "updated"
+                log.info("child applied", object=about, child=f"{desired['kind']} {desired['metadata']['name']}", what=verb)
+        for child in plan.delete:
+            await self._delete(about, child)
+        return problem, again
+
+    async def _delete(self, about: str, child: Json) -> None:
+        metadata = child["metadata"]
+        try:
+            await self._client.delete(by_kind(child["kind"]), metadata["namespace"], metadata["name"], metadata["uid"])
+        except (NotFound, Conflict):
+            return  # gone, or a namesake: the watch will tell
+        metrics.API_WRITES.labels(kind=child["kind"], operation="delete").inc()
+        self._applier.forget(child["kind"], metadata["namespace"], metadata["name"])
+        log.info("child deleted", object=about, child=f"{child['kind']} {metadata['name']}", reason="the spec has no use for it any more")
+
+    def _live(self, desired: Json) -> Json | None:
+        return self._store.get(desired["kind"], desired["metadata"]["namespace"], desired["metadata"]["name"])
+
+
+def _reason(error: ApiError) -> str:
+    return "ApplyRefused" if isinstance(error, Invalid) else "ApplyForbidden"

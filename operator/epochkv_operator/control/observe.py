@@ -1,0 +1,40 @@
+"""What planning is given: the children and pods of one object as the store has them, and the operator's own settings."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import UTC, datetime
+
+from epochkv_operator import __version__
+from epochkv_operator.control.secrets import FenceKeys
+from epochkv_operator.kube.resources import CHILDREN, PODS
+from epochkv_operator.kube.store import Store
+from epochkv_operator.planning import Context, HubView, Observed, Problem
+from epochkv_operator.settings import Settings
+
+
+def observe(store: Store, namespace: str, label: str, value: str, hub: HubView | None = None, problem: Problem | None = None) -> Observed:
+    """Everything in a namespace that carries a label of the operator."""
+    children = [obj for resource in CHILDREN for obj in store.labelled(resource.kind, namespace, label, value)]
+    return Observed(tuple(children), tuple(store.labelled(PODS.kind, namespace, label, value)), hub, problem)
+
+
+def context_for(settings: Settings, keys: FenceKeys | None) -> Context:
+    """The settings that end up in objects. `keys` of the pool, when it has any."""
+    return Context(
+        hub_endpoint=settings.endpoint,
+        operator_namespace=settings.namespace,
+        operator_version=__version__,
+        store_image=settings.store_image,
+        engine_image=settings.engine_image,
+        credentials_revision=_revision(keys) if keys is not None else "",
+    )
+
+
+def now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _revision(keys: FenceKeys) -> str:
+    """Changes when engines must read their keys again. Of public keys only: it is shown in pod templates."""
+    return hashlib.sha256(f"{keys.hub_public} {keys.client.public}".encode()).hexdigest()[:12]

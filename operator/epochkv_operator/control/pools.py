@@ -1,0 +1,83 @@
+"""Reconciling a KVCachePool: its Secret, its place in the hub, its objects, its status."""
+
+from __future__ import annotations
+
+import structlog
+
+from epochkv_operator.api import InferenceEngine, InvalidObject, parse_engine, parse_pool
+from epochkv_operator.control.executor import Executor
+from epochkv_operator.control.keys import Key, engines_of
+from epochkv_operator.control.observe import context_for, now, observe
+from epochkv_operator.control.reporter import Reporter, invalid_status
+from epochkv_operator.control.secrets import FenceKeys, FenceSecrets, SecretConflict
+from epochkv_operator.hub.service import HubService
+from epochkv_operator.kube.client import Json
+from epochkv_operator.kube.resources import POOL_LABEL, POOLS
+from epochkv_operator.kube.store import Store
+from epochkv_operator.planning import Problem, plan_pool, pool_status, pool_weights_source
+from epochkv_operator.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+
+class PoolReconciler:
+    """Brings pools to what they should be. Raises what another try may solve."""
+
+    kind = POOLS.kind
+
+    def __init__(
+        self, settings: Settings, store: Store, executor: Executor, reporter: Reporter, secrets: FenceSecrets, hub: HubService
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._executor = executor
+        self._reporter = reporter
+        self._secrets = secrets
+        self._hub = hub
+
+    async def reconcile(self, key: Key) -> None:
+        obj = self._store.get(key.kind, key.namespace, key.name)
+        if obj is None:
+            for uid in self._hub.forget(key.namespace, key.name):
+                self._secrets.forget(uid)
+                log.info("pool gone", object=str(key), uid=uid)
+            return
+        if obj["metadata"].get("deletionTimestamp"):
+            return
+        try:
+            pool = parse_pool(obj)
+        except InvalidObject as error:
+            message = str(error)
+            await self._reporter.report(obj, lambda newest: invalid_status(newest, message, now()))
+            return
+        keys, problem = await self._keys(obj)
+        if keys is not None:
+            self._hub.ensure(pool, keys.client.public, pool_weights_source(self._engines(key)))
+        context = context_for(self._settings, keys)
+        plan = plan_pool(pool, observe(self._store, key.namespace, POOL_LABEL, key.name), context)
+        refused, again = await self._executor.execute(str(key), plan)
+        problem = problem or plan.problem or refused
+
+        def compute(newest: Json) -> Json:
+            seen = observe(self._store, key.namespace, POOL_LABEL, key.name, self._hub.view(pool.metadata.uid), problem)
+            return pool_status(pool, seen, context, newest.get("status") or {}, now())
+
+        await self._reporter.report(obj, compute)
+        if again is not None:
+            raise again
+
+    async def _keys(self, obj: Json) -> tuple[FenceKeys | None, Problem | None]:
+        try:
+            return await self._secrets.ensure(obj), None
+        except SecretConflict as error:
+            return None, Problem("SecretConflict", str(error))
+
+    def _engines(self, key: Key) -> list[InferenceEngine]:
+        """Engines of the pool that can be read; one that cannot counts as pushed (the safe side) by not counting."""
+        found = []
+        for engine in engines_of(self._store, key.namespace, key.name):
+            try:
+                found.append(parse_engine(engine))
+            except InvalidObject:
+                return []
+        return found

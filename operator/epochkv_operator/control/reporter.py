@@ -1,0 +1,110 @@
+"""Statuses, and what is said about them: written only when something changed, logged and evented only when a condition
+did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+import structlog
+
+from epochkv_operator.kube.client import Json
+from epochkv_operator.kube.events import EventRecorder
+from epochkv_operator.kube.resources import ref_of
+from epochkv_operator.kube.status import StatusWriter
+from epochkv_operator.planning.conditions import Condition
+from epochkv_operator.planning.status import conditions
+
+log = structlog.get_logger(__name__)
+#: Written by the hub's authority alone once they exist; here they may only be set for the first time or be raised.
+EPOCH_FIELDS = ("targetEpoch", "epoch")
+
+
+def merge_patch(old: Json, new: Json) -> Json:
+    """The JSON merge patch that turns `old` into `new`; empty when they are equal. Lists are replaced whole."""
+    patch: Json = {key: None for key in old if key not in new}
+    for key, value in new.items():
+        before = old.get(key)
+        if isinstance(value, dict) and isinstance(before, dict):
+            nested = merge_patch(before, value)
+            if nested:
+                patch[key] = nested
+        elif value != before or key not in old:
+            patch[key] = value
+    return patch
+
+
+def keep_epochs(old: Json, new: Json) -> Json:
+    """`new` with epochs never lower than in `old`, and with the `granting` note never taken back."""
+    kept = dict(new)
+    for field in EPOCH_FIELDS:
+        values = [status[field] for status in (old, new) if status.get(field) is not None]
+        if values:
+            kept[field] = max(values)
+    if old.get("granting"):
+        kept["granting"] = True
+    return kept
+
+
+def invalid_status(obj: Json, message: str, now: datetime) -> Json:
+    """The status of an object that this operator cannot read; everything but `Ready` stays as it was."""
+    before = obj.get("status") or {}
+    ready = Condition("Ready", "False", "InvalidSpec", message)
+    others = [condition for condition in before.get("conditions") or [] if condition["type"] != "Ready"]
+    return {**before, "conditions": [*conditions([ready], before, obj["metadata"].get("generation", 1), now), *others]}
+
+
+class Reporter:
+    """Writes statuses that planning computes."""
+
+    def __init__(self, statuses: StatusWriter, events: EventRecorder) -> None:
+        self._statuses = statuses
+        self._events = events
+
+    async def report(self, obj: Json, compute: Callable[[Json], Json]) -> None:
+        """Bring the status of `obj` to `compute(newest object)`.
+
+        Raises:
+            ObjectGone, ApiError; whatever `compute` raises.
+        """
+        before: Json = {}
+        after: Json = {}
+
+        def decide(newest: Json) -> Json | None:
+            nonlocal before, after
+            before = newest.get("status") or {}
+            after = keep_epochs(before, compute(newest))
+            return merge_patch(before, after) or None
+
+        if await self._statuses.update(ref_of(obj), decide):
+            self._tell(obj, before, after)
+
+    def _tell(self, obj: Json, before: Json, after: Json) -> None:
+        about = f"{obj['kind']} {obj['metadata']['namespace']}/{obj['metadata']['name']}"
+        old = _conditions(before)
+        for kind, condition in _conditions(after).items():
+            previous = old.get(kind)
+            if previous is not None and (previous["status"], previous["reason"]) == (condition["status"], condition["reason"]):
+                continue
+            status, reason, message = condition["status"], condition["reason"], condition["message"]
+            log.info("condition changed", object=about, condition=kind, status=status, reason=reason, message=message)
+            # On first sight nothing has changed yet; the condition itself is the news.
+            if previous is not None and previous["status"] != status:
+                self._events.emit(obj, warning=status != "True", reason=reason, action=kind, note=message or kind)
+        self._tell_reset(obj, about, before.get("reset") or {}, after.get("reset") or {})
+
+    def _tell_reset(self, obj: Json, about: str, before: Json, after: Json) -> None:
+        done = after.get("completionTime")
+        if not done or (done, after.get("epoch")) == (before.get("completionTime"), before.get("epoch")):
+            return
+        epoch, milliseconds = after.get("epoch"), after.get("durationMilliseconds")
+        log.info("epoch published", object=about, epoch=epoch, milliseconds=milliseconds)
+        took = f" after {milliseconds} ms" if milliseconds is not None else ""
+        note = f"epoch {epoch} published{took}: no engine uses an older one"
+        self._events.emit(obj, warning=False, reason="EpochPublished", action="Reset", note=note)
+
+
+def _conditions(status: Json) -> dict[str, dict[str, Any]]:
+    return {condition["type"]: condition for condition in status.get("conditions") or []}

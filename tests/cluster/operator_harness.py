@@ -1,0 +1,243 @@
+"""The operator as a real process against a real API server, and the few things that tests do around it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from hack.cluster.controlplane import ControlPlane, free_ports
+
+ROOT = Path(__file__).resolve().parents[2]
+POOLS = "/apis/epochkv.io/v1alpha1/namespaces/{}/kvcachepools"
+ENGINES = "/apis/epochkv.io/v1alpha1/namespaces/{}/inferenceengines"
+#: Where everything the operator makes is listed, by a short name.
+CHILDREN = {
+    "deployments": "/apis/apps/v1/namespaces/{}/deployments",
+    "statefulsets": "/apis/apps/v1/namespaces/{}/statefulsets",
+    "services": "/api/v1/namespaces/{}/services",
+    "configmaps": "/api/v1/namespaces/{}/configmaps",
+    "serviceaccounts": "/api/v1/namespaces/{}/serviceaccounts",
+    "poddisruptionbudgets": "/apis/policy/v1/namespaces/{}/poddisruptionbudgets",
+    "networkpolicies": "/apis/networking.k8s.io/v1/namespaces/{}/networkpolicies",
+    "secrets": "/api/v1/namespaces/{}/secrets",
+}
+T = TypeVar("T")
+
+
+def eventually(probe: Callable[[], T], what: str, seconds: float = 30.0) -> T:
+    """The first truthy result of `probe`, asked every 50 ms."""
+    deadline = time.monotonic() + seconds
+    while True:
+        result = probe()
+        if result:
+            return result
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds:g} s: {what}")
+        time.sleep(0.05)
+
+
+class Namespace:
+    """One namespace of the control plane, as admin."""
+
+    def __init__(self, plane: ControlPlane, name: str) -> None:
+        self.plane = plane
+        self.name = name
+
+    def request(self, method: str, path: str, body: Any = None, content_type: str = "application/json") -> Any:
+        """JSON answer; raises AssertionError with the server's message for anything but success."""
+        status, answer = self.plane.api.request(method, path, body, content_type, 15)
+        assert 200 <= status < 300, f"{method} {path}: {status} {answer.decode(errors='replace')[:800]}"
+        return json.loads(answer) if answer else None
+
+    def get(self, collection: str, name: str) -> Any | None:
+        status, answer = self.plane.api.request("GET", f"{collection.format(self.name)}/{name}", timeout=15)
+        assert status in (200, 404), f"GET {name}: {status} {answer.decode(errors='replace')[:800]}"
+        return json.loads(answer) if status == 200 else None
+
+    def create(self, collection: str, body: Any) -> Any:
+        return self.request("POST", collection.format(self.name), body)
+
+    def patch(self, collection: str, name: str, body: Any, subresource: str = "") -> Any:
+        path = f"{collection.format(self.name)}/{name}{subresource}"
+        return self.request("PATCH", path, body, "application/merge-patch+json")
+
+    def delete(self, collection: str, name: str) -> None:
+        self.request("DELETE", f"{collection.format(self.name)}/{name}", {"propagationPolicy": "Background"})
+
+    def names(self, kind: str) -> set[str]:
+        """Names of the objects of a kind that carry the operator's label."""
+        path = CHILDREN[kind].format(self.name) + "?labelSelector=app.kubernetes.io/managed-by%3Depochkv-operator"
+        return {item["metadata"]["name"] for item in self.request("GET", path)["items"]}
+
+    def versions(self) -> dict[str, str]:
+        """resourceVersion of every object of the operator and its user here, by kind and name. Leases are left out."""
+        found: dict[str, str] = {}
+        for path in (*CHILDREN.values(), POOLS, ENGINES, "/apis/events.k8s.io/v1/namespaces/{}/events"):
+            for item in self.request("GET", path.format(self.name))["items"]:
+                metadata = item["metadata"]
+                found[f"{path.rsplit('/', 1)[1]}/{metadata['name']}"] = f"{metadata['uid']}@{metadata['resourceVersion']}"
+        return found
+
+    def pool(self, name: str) -> Any:
+        return self.get(POOLS, name)
+
+    def status(self, name: str) -> dict[str, Any]:
+        """Status of a pool; empty when it has none."""
+        return (self.get(POOLS, name) or {}).get("status") or {}
+
+    def engine_status(self, name: str) -> dict[str, Any]:
+        return (self.get(ENGINES, name) or {}).get("status") or {}
+
+    def create_pool(self, name: str, **spec: Any) -> Any:
+        body = {"apiVersion": "epochkv.io/v1alpha1", "kind": "KVCachePool", "metadata": {"name": name}, "spec": spec}
+        return self.create(POOLS, body)
+
+    def create_engine(self, name: str, **spec: Any) -> Any:
+        body = {"apiVersion": "epochkv.io/v1alpha1", "kind": "InferenceEngine", "metadata": {"name": name}, "spec": spec}
+        return self.create(ENGINES, body)
+
+    def bump(self, pool: str, epoch: int) -> None:
+        self.patch(POOLS, pool, {"spec": {"resetEpoch": epoch}})
+
+
+def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
+    """One condition of a status; empty when it is not there."""
+    return next((item for item in status.get("conditions") or [] if item["type"] == kind), {})
+
+
+def install_crds(plane: ControlPlane) -> None:
+    """Apply the CRDs and wait until both are served."""
+    for file in sorted((ROOT / "crds").glob("*.yaml")):
+        crd = yaml.safe_load(file.read_text())
+        plane.api.apply(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{crd['metadata']['name']}", crd)
+    for plural in ("kvcachepools", "inferenceengines"):
+        eventually(lambda p=plural: plane.api.ok(f"/apis/epochkv.io/v1alpha1/{p}"), f"{plural} served")
+
+
+class OperatorProcess:
+    """`python -m epochkv_operator run` with ports of its own. Ended by pid."""
+
+    def __init__(
+        self,
+        plane: ControlPlane,
+        namespace: str,
+        directory: Path,
+        *,
+        hub_port: int | None = None,
+        kubeconfig: Path | None = None,
+        **flags: Any,
+    ) -> None:
+        ports = free_ports(3)
+        self.hub_port = hub_port or ports[0]
+        self.probe_port, self.metrics_port = ports[1:]
+        self.log_file = directory / f"operator-{self.probe_port}.log"
+        options = {
+            "namespace": namespace,
+            "watch-namespace": namespace,
+            "hub-bind": f"tcp://127.0.0.1:{self.hub_port}",
+            "hub-endpoint": f"tcp://127.0.0.1:{self.hub_port}",
+            "probe-bind": f"127.0.0.1:{self.probe_port}",
+            "metrics-bind": f"127.0.0.1:{self.metrics_port}",
+            "lease-duration-seconds": 3,
+            **{name.replace("_", "-"): value for name, value in flags.items()},
+        }
+        self.command = [sys.executable, "-m", "epochkv_operator", "run", *(f"--{name}={value}" for name, value in options.items())]
+        python_path = os.pathsep.join(str(ROOT / part) for part in ("fence", "operator"))
+        self.env = {**os.environ, "KUBECONFIG": str(kubeconfig or plane.kubeconfig), "PYTHONPATH": python_path}
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> OperatorProcess:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def start(self) -> OperatorProcess:
+        with self.log_file.open("ab") as log:
+            self.process = subprocess.Popen(self.command, env=self.env, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+        return self
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def freeze(self) -> None:
+        """SIGSTOP, and wait until the kernel says that every thread has stopped."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+        def stopped() -> bool:
+            states = (path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{self.pid}/task").glob("*/stat"))
+            return all(state == "T" for state in states)
+
+        eventually(stopped, f"process {self.pid} stopped")
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL and wait; nothing when it has ended."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait(10)
+
+    def terminate(self, seconds: float = 15.0) -> int:
+        """SIGTERM; the exit status."""
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(seconds)
+
+    def wait_ready(self, seconds: float = 60.0) -> OperatorProcess:
+        """Until /readyz answers 200: this process leads and its hub is bound."""
+        assert self.process is not None
+
+        def ready() -> bool:
+            assert self.process is not None
+            assert self.process.poll() is None, f"the operator ended with {self.process.returncode}:\n{self.tail()}"
+            return self.http("/readyz")[0] == 200
+
+        eventually(ready, f"operator ready\n{self.tail()}", seconds)
+        return self
+
+    def http(self, path: str) -> tuple[int, str]:
+        """Status and text of a probe; status 0 when nobody answers."""
+        port = self.metrics_port if path == "/metrics" else self.probe_port
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError:
+            return 0, ""
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric's samples over all labels; 0 when there are none."""
+        samples = (line for line in self.http("/metrics")[1].splitlines() if line.startswith((name + "{", name + " ")))
+        return sum(float(line.rsplit(" ", 1)[1]) for line in samples)
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """The log so far, one dict per line."""
+        for line in self.log_file.read_text(errors="replace").splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:
+                yield {"event": line, "level": "raw"}
+
+    def logged(self, text: str) -> list[dict[str, Any]]:
+        """Lines whose event contains `text`."""
+        return [line for line in self.lines() if text in str(line.get("event"))]
+
+    def tail(self, count: int = 25) -> str:
+        return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-count:]) if self.log_file.exists() else ""

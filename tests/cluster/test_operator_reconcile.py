@@ -1,0 +1,281 @@
+"""The operator against a real API server: what it makes, what it leaves alone, what it repairs. No kubelet: pods are
+made ready by hand.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hack.cluster.controlplane import ControlPlane
+from tests.cluster.operator_harness import (
+    CHILDREN,
+    ENGINES,
+    POOLS,
+    Namespace,
+    OperatorProcess,
+    condition,
+    eventually,
+    install_crds,
+)
+
+L1_AND_L2 = {
+    "local": {"capacity": "64Mi"},
+    "distributed": {"mooncake": {"store": {"replicas": 1, "segmentSize": "256Mi"}}},
+}
+ENGINE = {"poolRef": {"name": "policy"}, "model": {"name": "tiny"}, "replicas": 2}
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def plane(control_plane: ControlPlane) -> ControlPlane:
+    install_crds(control_plane)
+    return control_plane
+
+
+@pytest.fixture
+def namespace(plane: ControlPlane) -> Namespace:
+    space = Namespace(plane, f"reconcile-{next(_numbers)}")
+    space.request("POST", "/api/v1/namespaces", {"metadata": {"name": space.name}})
+    return space
+
+
+@pytest.fixture
+def operator(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> Iterator[OperatorProcess]:
+    with OperatorProcess(plane, namespace.name, tmp_path) as process:
+        yield process.wait_ready()
+
+
+def make_pods_ready(space: Namespace) -> None:
+    """What a kubelet would report: every pod runs and is ready."""
+    for pod in space.request("GET", f"/api/v1/namespaces/{space.name}/pods")["items"]:
+        if any(item["type"] == "Ready" for item in pod["status"].get("conditions") or []):
+            continue
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        status = {
+            "phase": "Running",
+            "conditions": [{"type": kind, "status": "True", "lastTransitionTime": now} for kind in ("Ready", "ContainersReady")],
+        }
+        path = f"/api/v1/namespaces/{space.name}/pods/{pod['metadata']['name']}/status"
+        space.request("PATCH", path, {"status": status}, "application/merge-patch+json")
+
+
+def ready(space: Namespace, status: dict[str, Any]) -> bool:
+    make_pods_ready(space)
+    return condition(status, "Ready").get("status") == "True"
+
+
+def kubectl(space: Namespace, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(space.plane.kubectl), f"--kubeconfig={space.plane.kubeconfig}", "-n", space.name, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_pool_and_an_engine_become_objects_and_then_ready(namespace: Namespace, operator: OperatorProcess) -> None:
+    pool = namespace.create_pool("policy", **L1_AND_L2)
+    engine = namespace.create_engine("rollout", **ENGINE)
+    expected = {
+        "deployments": {"policy-master", "rollout"},
+        "statefulsets": {"policy-store"},
+        "configmaps": {"policy-connection"},
+        "secrets": {"policy-fence", "epochkv-hub"},
+        "serviceaccounts": {"rollout"},
+    }
+    for kind, names in expected.items():
+        eventually(lambda k=kind, n=names: n <= namespace.names(k), f"{names} among the {kind}; log:\n{operator.tail()}")
+    assert {"policy-master", "policy-store", "rollout"} <= namespace.names("poddisruptionbudgets")
+    assert {"policy-master", "rollout"} <= namespace.names("services")
+    owners = {"policy-master": pool, "rollout": engine}
+    for name, owner in owners.items():
+        deployment = namespace.get(CHILDREN["deployments"], name)
+        assert deployment is not None
+        reference = deployment["metadata"]["ownerReferences"][0]
+        assert (reference["uid"], reference["controller"]) == (owner["metadata"]["uid"], True)
+    # No epoch in any pod template: a reset must never restart an engine.
+    template = json.dumps(namespace.get(CHILDREN["deployments"], "rollout")["spec"]["template"])  # type: ignore[index]
+    assert "resetEpoch" not in template
+    assert "kv-transfer-config" in template
+
+    eventually(lambda: ready(namespace, namespace.status("policy")), "pool Ready")
+    eventually(lambda: ready(namespace, namespace.engine_status("rollout")), "engine Ready")
+    waited = kubectl(namespace, "wait", "--for=condition=Ready", "kvp/policy", "ie/rollout", "--timeout=20s")
+    assert waited.returncode == 0, waited.stderr
+    listed = kubectl(namespace, "get", "kvp", "policy", "-o", "jsonpath={.status.targetEpoch}/{.status.epoch}")
+    assert listed.stdout == "0/0"
+
+
+def test_a_steady_cluster_sees_no_writes(namespace: Namespace, operator: OperatorProcess) -> None:
+    namespace.create_pool("policy", **L1_AND_L2)
+    namespace.create_engine("rollout", **ENGINE)
+    eventually(lambda: ready(namespace, namespace.status("policy")), f"pool Ready; log:\n{operator.tail()}")
+    eventually(lambda: ready(namespace, namespace.engine_status("rollout")), "engine Ready")
+    time.sleep(3)  # the tail of the rollout: counters of other controllers
+    before, writes = namespace.versions(), operator.metric("epochkv_operator_api_writes_total")
+    assert writes > 10  # the counter counts
+    requests = operator.metric("epochkv_operator_api_requests_total")
+    time.sleep(10)
+    assert namespace.versions() == before
+    assert operator.metric("epochkv_operator_api_writes_total") == writes
+    assert operator.metric("epochkv_operator_api_requests_total") > requests  # its Lease: the operator was not asleep
+
+
+def test_a_restarted_operator_writes_nothing_that_is_already_there(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path) as first:
+        first.wait_ready()
+        namespace.create_pool("policy", **L1_AND_L2)
+        namespace.create_engine("rollout", **ENGINE)
+        eventually(lambda: ready(namespace, namespace.status("policy")), f"pool Ready; log:\n{first.tail()}")
+        eventually(lambda: ready(namespace, namespace.engine_status("rollout")), "engine Ready")
+        time.sleep(2)
+        assert first.terminate() == 0
+    before = namespace.versions()
+    with OperatorProcess(plane, namespace.name, tmp_path) as second:
+        second.wait_ready()
+        eventually(lambda: second.metric("epochkv_operator_reconciles_total") >= 2, "both objects reconciled")
+        time.sleep(2)
+        assert namespace.versions() == before, second.tail()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("deployments", "rollout"), ("services", "policy-master"), ("configmaps", "policy-connection"), ("statefulsets", "policy-store")],
+)
+def test_a_deleted_child_comes_back(namespace: Namespace, operator: OperatorProcess, kind: str, name: str) -> None:
+    namespace.create_pool("policy", **L1_AND_L2)
+    namespace.create_engine("rollout", **ENGINE)
+    old = eventually(lambda: namespace.get(CHILDREN[kind], name), f"{name} made; log:\n{operator.tail()}")
+    namespace.delete(CHILDREN[kind], name)
+
+    def back() -> bool:
+        new = namespace.get(CHILDREN[kind], name)
+        return new is not None and new["metadata"]["uid"] != old["metadata"]["uid"]
+
+    eventually(back, f"{name} back")
+
+
+def test_a_changed_child_is_put_right_and_foreign_fields_stay(namespace: Namespace, operator: OperatorProcess) -> None:
+    namespace.create_pool("policy", **L1_AND_L2)
+    namespace.create_engine("rollout", **ENGINE)
+    eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout"), f"made; log:\n{operator.tail()}")
+    change = {"metadata": {"annotations": {"team": "a"}}, "spec": {"replicas": 7}}
+    namespace.patch(CHILDREN["deployments"], "rollout", change)
+    eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout")["spec"]["replicas"] == 2, "replicas put right")  # type: ignore[index]
+    assert namespace.get(CHILDREN["deployments"], "rollout")["metadata"]["annotations"]["team"] == "a"  # type: ignore[index]
+
+
+def test_a_deleted_fence_secret_comes_back_with_the_same_keys(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path, resync_seconds=2) as operator:
+        operator.wait_ready()
+        namespace.create_pool("policy", **L1_AND_L2)
+        old = eventually(lambda: namespace.get(CHILDREN["secrets"], "policy-fence"), "secret made")
+        assert set(old["data"]) == {"hub.pub", "client.pub", "client.key", "root.secret"}
+        assert len(bytes.fromhex(base64.b64decode(old["data"]["root.secret"]).decode())) == 32
+        namespace.delete(CHILDREN["secrets"], "policy-fence")
+        new = eventually(lambda: namespace.get(CHILDREN["secrets"], "policy-fence"), "secret back")
+        assert new["metadata"]["uid"] != old["metadata"]["uid"]
+        assert new["data"] == old["data"]
+
+
+def test_a_recreated_pool_gets_new_keys_and_starts_at_zero(namespace: Namespace, operator: OperatorProcess) -> None:
+    namespace.create_pool("policy", resetEpoch=5, **L1_AND_L2)
+    eventually(lambda: namespace.status("policy").get("epoch") == 5, f"epoch 5 published; log:\n{operator.tail()}")
+    old = namespace.get(CHILDREN["secrets"], "policy-fence")
+    assert old is not None
+    namespace.delete(POOLS, "policy")
+    eventually(lambda: namespace.pool("policy") is None, "pool gone")
+    pool = namespace.create_pool("policy", **L1_AND_L2)
+
+    def renewed() -> Any:
+        secret = namespace.get(CHILDREN["secrets"], "policy-fence")
+        return secret if secret and secret["metadata"]["ownerReferences"][0]["uid"] == pool["metadata"]["uid"] else None
+
+    new = eventually(renewed, f"a Secret of the new pool; log:\n{operator.tail()}")
+    assert new["data"]["root.secret"] != old["data"]["root.secret"]
+    assert new["data"]["client.pub"] != old["data"]["client.pub"]
+    eventually(lambda: namespace.status("policy").get("epoch") == 0, "the new pool starts at 0")
+
+    def adopted() -> bool:
+        master = namespace.get(CHILDREN["deployments"], "policy-master")
+        return master is not None and master["metadata"]["ownerReferences"][0]["uid"] == pool["metadata"]["uid"]
+
+    eventually(adopted, "objects belong to the new pool")
+
+
+def test_an_engine_whose_pool_vanishes_serves_without_cache(namespace: Namespace, operator: OperatorProcess) -> None:
+    namespace.create_pool("policy", **L1_AND_L2)
+    namespace.create_engine("rollout", **ENGINE)
+
+    def arguments() -> str:
+        deployment = namespace.get(CHILDREN["deployments"], "rollout")
+        return json.dumps(deployment["spec"]["template"]["spec"]) if deployment else ""
+
+    eventually(lambda: "kv-transfer-config" in arguments(), f"engine with connector; log:\n{operator.tail()}")
+    namespace.delete(POOLS, "policy")
+    eventually(lambda: arguments() and "kv-transfer-config" not in arguments(), "engine without connector")
+    bound = eventually(
+        lambda: next((c for c in [condition(namespace.engine_status("rollout"), "PoolBound")] if c.get("status") == "False"), None),
+        "PoolBound False",
+    )
+    assert bound["reason"] == "PoolNotFound"
+    eventually(lambda: not namespace.names("statefulsets"), "the pool's objects are collected")
+
+
+def test_an_engine_may_come_before_its_pool(namespace: Namespace, operator: OperatorProcess) -> None:
+    namespace.create_engine("rollout", **ENGINE)
+    eventually(lambda: condition(namespace.engine_status("rollout"), "PoolBound").get("status") == "False", "not bound")
+    namespace.create_pool("policy", **L1_AND_L2)
+    eventually(
+        lambda: condition(namespace.engine_status("rollout"), "PoolBound").get("status") == "True", f"bound; log:\n{operator.tail()}"
+    )
+
+
+def test_an_object_that_the_api_server_refuses_is_a_condition_not_a_crash(namespace: Namespace, operator: OperatorProcess) -> None:
+    bad = {"spec": {"nodeSelector": {"not a label": "x"}}}
+    namespace.create_pool("policy", **L1_AND_L2)
+    namespace.create_engine("rollout", **ENGINE, template=bad)
+    refused = eventually(
+        lambda: next((c for c in namespace.engine_status("rollout").get("conditions") or [] if "not a label" in c["message"]), None),
+        f"a condition that says so; log:\n{operator.tail()}",
+    )
+    assert refused["status"] == "False"
+    namespace.patch(ENGINES, "rollout", {"spec": {"template": None}})
+    eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout"), "made after the fix")
+
+
+def test_bad_input_is_refused_and_nothing_is_lost(namespace: Namespace, operator: OperatorProcess) -> None:
+    namespace.create_pool("policy", resetEpoch=3, **L1_AND_L2)
+    eventually(lambda: namespace.status("policy").get("epoch") == 3, f"epoch 3; log:\n{operator.tail()}")
+    lower = kubectl(namespace, "patch", "kvp", "policy", "--type=merge", "-p", '{"spec":{"resetEpoch":2}}')
+    assert lower.returncode != 0
+    assert "resetEpoch never goes down" in lower.stderr
+    assert namespace.status("policy")["epoch"] == 3
+
+
+def test_deletes_in_a_watch_gap_are_noticed(fresh_control_plane: ControlPlane, tmp_path: Path) -> None:
+    """The operator is frozen, the API server restarted (its watch history is gone), a child deleted; then the operator
+    goes on.
+    """
+    install_crds(fresh_control_plane)
+    space = Namespace(fresh_control_plane, "default")
+    with OperatorProcess(fresh_control_plane, "default", tmp_path, lease_duration_seconds=120) as operator:
+        operator.wait_ready()
+        space.create_pool("policy", **L1_AND_L2)
+        old = eventually(lambda: space.get(CHILDREN["deployments"], "policy-master"), f"made; log:\n{operator.tail()}")
+        operator.freeze()
+        fresh_control_plane.restart_apiserver()
+        space.delete(CHILDREN["deployments"], "policy-master")
+        eventually(lambda: space.get(CHILDREN["deployments"], "policy-master") is None, "deleted while nobody looked")
+        operator.thaw()
+
+        def back() -> bool:
+            new = space.get(CHILDREN["deployments"], "policy-master")
+            return new is not None and new["metadata"]["uid"] != old["metadata"]["uid"]
+
+        eventually(back, f"the Deployment is back; log:\n{operator.tail()}", 60)
