@@ -182,9 +182,7 @@ class Journey:
         self.claims.equal("tokens that the reference took from a cache", sum(answer.cached for answer in answers), 0)
         return [answer.tokens for answer in answers]
 
-    def _reuse(
-        self, label: str, prompts: Sequence[Prompt], writer: EngineApi, reader: EngineApi, expected: list[tuple[int, ...]]
-    ) -> None:
+    def _reuse(self, label: str, prompts: Sequence[Prompt], writer: EngineApi, reader: EngineApi, expected: list[tuple[int, ...]]) -> None:
         """The writer computes and saves, the reader loads; both must answer as expected."""
         count = len(prompts)
         epoch = self.epoch()

@@ -90,9 +90,7 @@ class Kube:
                 yield event["object"]
 
     @contextmanager
-    def _open(
-        self, method: str, path: str, body: bytes | None, content: str, seconds: float
-    ) -> Iterator[http.client.HTTPResponse]:
+    def _open(self, method: str, path: str, body: bytes | None, content: str, seconds: float) -> Iterator[http.client.HTTPResponse]:
         host, port = self._server.hostname or "", self._server.port or 443
         connection = http.client.HTTPSConnection(host, port, context=self._tls, timeout=seconds)
         try:
@@ -108,9 +106,7 @@ class Kube:
     def pods(self, namespace: str, selector: str) -> list[Json]:
         """Pods with these labels that are not being deleted, by name."""
         found = self.get(f"/api/v1/namespaces/{namespace}/pods?labelSelector={selector.replace('=', '%3D')}")["items"]
-        return sorted(
-            (pod for pod in found if not pod["metadata"].get("deletionTimestamp")), key=lambda pod: str(pod["metadata"]["name"])
-        )
+        return sorted((pod for pod in found if not pod["metadata"].get("deletionTimestamp")), key=lambda pod: str(pod["metadata"]["name"]))
 
     def pod_http(
         self, namespace: str, pod: str, port: int, method: str, path: str, body: bytes | None = None, seconds: float = 60.0

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from hack import models
 from hack.cluster import binaries
-from hack.cluster.environment import Claim, provide_claims
+from hack.cluster.environment import ENV_CLAIM, provide_folder
 from hack.cluster.provider import Provider, provider
 from hack.demo.journey import ENGINE, NAMESPACE, POOL, REFERENCE
 from hack.demo.kube import DemoError, Json, Kube, condition
 from hack.images.builder import Builder
-from hack.images.recipe import IMAGES
+from hack.images.recipe import IMAGES, Image
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFESTS = ROOT / "config/demo"
@@ -52,8 +52,21 @@ class Setup:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def build_images(self, note: Note) -> list[Path]:
-        """Operator, store and engine images; only what has changed."""
-        return Builder(note).ensure(IMAGES)
+        """Operator, store and engine images; only what has changed. With kind, the Docker daemon that runs it builds them."""
+        if os.environ.get("CLUSTER") != "kind":
+            return Builder(note).ensure(IMAGES)
+        return [self._docker_build(image, note) for image in IMAGES]
+
+    def _docker_build(self, image: Image, note: Note) -> Path:
+        note(f"docker build {image.reference}")
+        target = ["--target", image.target] if image.target else []
+        _docker("build", *target, "--tag", image.reference, "--file", str(ROOT / image.dockerfile), str(ROOT))
+        self.work.mkdir(parents=True, exist_ok=True)
+        digest = _docker("image", "inspect", "--format", "{{.Id}}", image.reference).strip().split(":")[-1][:12]
+        archive = self.work / f"{image.name}-{digest}.tar"
+        if not archive.exists():
+            _docker("save", "--output", str(archive), image.reference)
+        return archive
 
     def make_models(self, note: Note) -> None:
         """Two sets of weights, and the bytecode of vLLM, which read-only mounts cannot write."""
@@ -105,9 +118,8 @@ class Setup:
         """Namespace, volumes, then the manifests that a user writes."""
         kube = self.kube()
         kube.kubectl("apply", "-f", str(MANIFESTS / "namespace.yaml"))
-        claims = [Claim("vllm-env", self.engine_venv), Claim("models", self.models)]
-        for line in provide_claims(self.provider.kubeconfig(), self.cluster, NAMESPACE, claims):
-            note(line)
+        for claim, folder in ((ENV_CLAIM, self.engine_venv), ("models", self.models)):
+            note(provide_folder(self.provider.kubeconfig(), NAMESPACE, claim, folder))
         for name in ("pool", "engine", "reference"):
             note(kube.kubectl("apply", "-f", str(MANIFESTS / f"{name}.yaml")))
 
@@ -167,3 +179,10 @@ def _tool(name: str) -> Path:
             raise DemoError(f"{name} is not built: run 'python -m hack.cluster build'")
         return Path(system)
     return found.path(name)
+
+
+def _docker(*args: str) -> str:
+    done = subprocess.run(["docker", *args], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise DemoError(f"docker {args[0]}: {(done.stderr or done.stdout).strip()[-2000:]}")
+    return done.stdout

@@ -1,0 +1,172 @@
+"""`make demo-stock`: what goes wrong today, and what does not with EpochKV. No cluster: two vLLM engines and one Mooncake store.
+
+One story, told twice: engine A gets new weights and resets every cache it knows of; engine B is late, still has the old weights, and
+serves the same prompt, whose KV goes to the shared store; then A is asked. With vLLM's own MooncakeStoreConnector A finds B's
+old KV under the name of its own and answers from it. With EpochKV the names differ.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hack import models
+from hack.cluster.binaries import cache_root
+from hack.demo.claims import Claims
+from hack.demo.journey import ANSWER_TOKENS, BLOCKS, CACHED, PROMPT_TOKENS, Prompt, make_prompts
+from hack.demo.kube import wait_until
+from hack.demo.progress import Durations, Progress, clock
+from hack.engine_api import Answer
+from hack.standalone.engine import Engine
+from hack.standalone.mooncake import Mooncake
+from hack.standalone.pool import Pool
+
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Answers of an engine without any cache."""
+
+    old: tuple[int, ...]
+    new: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Folders of the two sets of weights."""
+
+    base: Path
+    new: Path
+
+
+def demo(console: Console, seed: int | None) -> int:
+    """Tell the story with both connectors; the exit status is 0 only when every claim held."""
+    seed = random.SystemRandom().randrange(1_000_000) if seed is None else seed
+    progress = Progress(console, Durations(cache_root() / "demo-stock-durations.json"), STEPS)
+    (prompt,) = make_prompts(seed, 1)
+    console.print(f"A prompt of {PROMPT_TOKENS} tokens is drawn with --seed {seed}.", highlight=False)
+    claims = Claims()
+    with tempfile.TemporaryDirectory(prefix="epochkv-demo-") as name:
+        folder = Path(name)
+        weights = Weights(models.make(folder / "base", 1), models.make(folder / "new", 2))
+        with progress.step("an engine without any cache answers first", 40):
+            reference = ask_reference(folder, weights, prompt)
+        claims.check("the new weights change the answer", reference.old != reference.new, "yes", _yes(reference.old != reference.new))
+        with Mooncake(folder / "stock") as mooncake:
+            connector, environ = stock_connector(folder, mooncake)
+            with progress.step("two engines with vLLM's MooncakeStoreConnector", 60):
+                a, b = start(folder / "stock", weights, connector, environ)
+            with a, b, progress.step("A resets, B is late", 5):
+                stale = late_reset(a, b, mooncake, weights, prompt, progress)
+        claims.equal("vLLM's connector: stale tokens that A reuses", stale.cached, CACHED)
+        wrong = stale.tokens != reference.new
+        claims.check("vLLM's connector: A's answer is wrong", wrong, "yes", _yes(wrong))
+        with Mooncake(folder / "ours") as mooncake, Pool(folder / "ours") as pool:
+            connector = pool.connector(local_bytes=64 << 20, master_address=mooncake.address)
+            with progress.step("two engines with EpochKV", 60):
+                a, b = start(folder / "ours", weights, connector, {})
+                pool.wait_engines(2)
+            with a, b:
+                with progress.step("the same story with EpochKV", 5):
+                    fresh = late_reset(a, b, mooncake, weights, prompt, progress)
+                claims.equal("EpochKV: stale tokens that A reuses", fresh.cached, 0)
+                claims.equal("EpochKV: A answers as without a cache", fresh.tokens, reference.new)
+                with progress.step("B catches up, the epoch is raised", 5):
+                    catch_up(a, b, mooncake, pool, weights, prompt, reference, claims)
+    claims.show(console, "One engine is late with its reset")
+    if claims.broken:
+        console.print(f"[bold red]{len(claims.broken)} of {len(claims.items)} claims did not hold.[/]")
+        return 1
+    console.print(
+        f"vLLM's own connector: [bold red]{stale.cached} stale tokens, wrong answer[/]. "
+        f"EpochKV: [bold green]{fresh.cached} stale tokens, right answer[/]. ({clock(progress.elapsed)})"
+    )
+    return 0
+
+
+def ask_reference(folder: Path, weights: Weights, prompt: Prompt) -> Reference:
+    """The prompt under both sets of weights, by an engine of its own."""
+    with Engine("reference", weights.base, folder, prefix_caching=False) as engine:
+        old = engine.complete(prompt, ANSWER_TOKENS)
+        engine.reload_weights(weights.new)
+        new = engine.complete(prompt, ANSWER_TOKENS)
+    return Reference(old.tokens, new.tokens)
+
+
+def stock_connector(folder: Path, mooncake: Mooncake) -> tuple[dict[str, Any], dict[str, str]]:
+    """`--kv-transfer-config` of vLLM's own connector, and the environment it reads the rest from."""
+    config = folder / "mooncake.json"
+    config.write_text(
+        json.dumps(
+            {
+                "metadata_server": "P2PHANDSHAKE",
+                "master_server_address": mooncake.address,
+                "protocol": "tcp",
+                "mode": "standalone-store",
+                "global_segment_size": 0,
+                "local_buffer_size": 64 << 20,
+            }
+        )
+    )
+    connector = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    return connector, {"MOONCAKE_CONFIG_PATH": str(config), "VLLM_HOST_IP": "127.0.0.1"}
+
+
+def start(folder: Path, weights: Weights, connector: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Engine, Engine]:
+    """Engines A and B with the old weights, both healthy."""
+    a, b = (Engine(name, weights.base, folder, connector, environ=environ) for name in ("A", "B"))
+    try:
+        a.wait_ready()
+        b.wait_ready()
+    except BaseException:
+        a.process.end()
+        b.process.end()
+        raise
+    return a, b
+
+
+def late_reset(a: Engine, b: Engine, mooncake: Mooncake, weights: Weights, prompt: Prompt, progress: Progress) -> Answer:
+    """The story; A's answer at its end."""
+    a.complete(prompt, ANSWER_TOKENS)
+    progress.note("A gets the new weights and resets its prefix cache, on the GPU side and in the store")
+    a.reload_weights(weights.new)
+    a.reset_prefix_cache(external=True)
+    progress.note("B still has the old weights and serves the prompt; its KV goes to the store")
+    b.complete(prompt, ANSWER_TOKENS)
+    wait_until(
+        lambda: len(mooncake.keys()) >= BLOCKS, 30.0, lambda: f"the store has {len(mooncake.keys())} of {BLOCKS} blocks"
+    )
+    progress.note("A, with the new weights, gets the prompt")
+    return a.complete(prompt, ANSWER_TOKENS)
+
+
+def catch_up(
+    a: Engine, b: Engine, mooncake: Mooncake, pool: Pool, weights: Weights, prompt: Prompt, reference: Reference, claims: Claims
+) -> None:
+    """B gets the new weights, the pool gets a new epoch: sharing works again, with new KV."""
+    b.reload_weights(weights.new)
+    epoch = pool.bump()
+    before = set(mooncake.keys())
+    first = a.complete(prompt, ANSWER_TOKENS)
+    wait_until(
+        lambda: len(set(mooncake.keys()) - before) >= BLOCKS,
+        30.0,
+        lambda: f"A stored {len(set(mooncake.keys()) - before)} of {BLOCKS} blocks of epoch {epoch}",
+    )
+    second = b.complete(prompt, ANSWER_TOKENS)
+    claims.equal("EpochKV: old tokens that A reuses in the new epoch", first.cached, 0)
+    claims.equal("EpochKV: tokens that B takes from A in the new epoch", second.cached, CACHED)
+    same = first.tokens == second.tokens == reference.new
+    claims.check("EpochKV: both answer as without a cache", same, "yes", _yes(same))
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
