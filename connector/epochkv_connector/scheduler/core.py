@@ -120,7 +120,7 @@ class SchedulerHalf:
         self._index = HostIndex(self.num_slots, max(1, len(layout.groups)), config.local is not None, on_evict)
         self._ledger = Ledger(num_ranks)
         self._known = KnownInStore(KNOWN_IN_STORE_CAPACITY)
-        self._saves = SavePlanner(layout, self._index, self._known)
+        self._saves = SavePlanner(layout, self._index, self._known, self._tracker)
         self._lookups: Lookups | None = None
         if store is not None and keys_of is not None:
             wait, deadline = config.lookup_wait_ms / 1e3, config.lookup_deadline_ms / 1e3
@@ -336,7 +336,7 @@ class SchedulerHalf:
     # -- names change --------------------------------------------------------------------------------------------
 
     def adopt(self, snap: Snapshot) -> set[str]:
-        """New names hold. Plans, queries and remembered answers go; L1 of an older root is first to be evicted.
+        """New names hold. Plans, queries and remembered answers go; L1 of another root is first to be evicted.
 
         Returns:
             Requests with a load under way or about to be sent: the caller poisons them.
@@ -344,7 +344,9 @@ class SchedulerHalf:
         if snap.root != self._root:
             self._root = snap.root
             self._forget_names()
-            self._index.renew()
+            found_again = self._index.renew(snap.root)
+            if self._tracker is not None:
+                self._tracker.confirm(found_again)
         self._planner.forget_all()
         return self.open_loads()
 
@@ -405,6 +407,7 @@ class SchedulerHalf:
         values |= {
             "slots": self.num_slots,
             "slots_indexed": self._index.num_indexed,
+            "slots_other_roots": self._index.num_dead,
             "slots_held": self._index.num_held,
             "slots_reserved": self._index.num_reserved,
             "slots_busy": self._ledger.num_busy_slots,

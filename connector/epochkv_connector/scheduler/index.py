@@ -2,7 +2,8 @@
 
 The only owner of these facts: workers copy and acknowledge, so eviction never needs reporting and rank skew cannot make
 indices differ. A slot is free, *anonymous* (held by a job that fills it), or *indexed* under (group, block hash);
-indexed slots without references wait in an LRU. Names of an older root are unreachable, so their slots go first.
+indexed slots without references wait in an LRU. Block hashes of another root can never be asked for, so its slots go
+first; they keep their names until then, because an engine that lost its lease for a moment returns to the same root.
 
 Taking happens in two phases, as in vLLM's own coordinator (vllm#33775): hits are referenced when they are planned, and
 what a hit still has to fetch is only *reserved*; slots are allocated, and others' blocks evicted for them, when the
@@ -11,7 +12,7 @@ whole step is known. A reservation is a promise that the later allocation succee
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from epochkv_connector.config import ConfigError, ConnectorConfig
@@ -48,7 +49,7 @@ class HostIndex:
         num_slots: size of the host region.
         num_groups: KV cache groups.
         indexed: False: a staging ring; nothing is ever found in it.
-        on_evict: told the name of every block that leaves the index while its root is current.
+        on_evict: told the name of every block that leaves the index.
     """
 
     def __init__(self, num_slots: int, num_groups: int, indexed: bool = True, on_evict: Callable[[Key], None] | None = None) -> None:
@@ -56,22 +57,21 @@ class HostIndex:
         self.indexed = indexed
         self.evictions = 0
         self._on_evict = on_evict
-        self._num_groups = num_groups
         self._maps: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._free = list(range(num_slots - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # current root, no references, oldest first
-        self._dead: deque[int] = deque()  # older roots, no references
+        self._dead: OrderedDict[int, None] = OrderedDict()  # other roots, no references, oldest first
         self._refs = [0] * num_slots
         self._names: list[Key | None] = [None] * num_slots
-        self._generations = [0] * num_slots
-        self._generation = 0
+        self._roots: list[bytes | None] = [None] * num_slots  # the root a name was made with
+        self._root: bytes | None = None
         self._reserved = 0
         self._held = 0
 
     # -- reading -------------------------------------------------------------------------------------------------
 
     def get(self, group: int, block_hash: bytes) -> int | None:
-        """Slot of a block of the current root, or None."""
+        """Slot of a block, or None."""
         return self._maps[group].get(block_hash)
 
     def is_idle(self, slot: int) -> bool:
@@ -95,8 +95,13 @@ class HostIndex:
 
     @property
     def num_indexed(self) -> int:
-        """Blocks that a lookup can find."""
+        """Blocks with a name, those of other roots included."""
         return sum(len(names) for names in self._maps)
+
+    @property
+    def num_dead(self) -> int:
+        """Blocks of other roots, to be evicted first."""
+        return len(self._dead)
 
     # -- promises and references ---------------------------------------------------------------------------------
 
@@ -117,9 +122,9 @@ class HostIndex:
         """Reference indexed slots, so that they stay. The caller has checked `num_available` for the idle ones."""
         for slot in slots:
             if self._refs[slot] == 0:
-                if slot not in self._idle:
+                if self._names[slot] is None:
                     raise SlotError(f"slot {slot} holds nothing that a hit can refer to")
-                del self._idle[slot]
+                del (self._idle if slot in self._idle else self._dead)[slot]
                 self._held += 1
             self._refs[slot] += 1
 
@@ -132,11 +137,12 @@ class HostIndex:
             self._refs[slot] = refs - 1
             if refs == 1:
                 self._held -= 1
-                if self._names[slot] is not None and self._generations[slot] == self._generation:
+                if self._names[slot] is None:
+                    self._free.append(slot)
+                elif self._roots[slot] == self._root:
                     self._idle[slot] = None
                 else:
-                    self._names[slot] = None
-                    self._free.append(slot)
+                    self._dead[slot] = None
 
     def allocate(self, count: int, reserved: bool = False) -> list[int]:
         """Anonymous slots with one reference each.
@@ -160,11 +166,8 @@ class HostIndex:
     def _take(self) -> int:
         if self._free:
             slot = self._free.pop()
-        elif self._dead:
-            slot = self._dead.popleft()
-            self._names[slot] = None
         else:
-            slot, _ = self._idle.popitem(last=False)
+            slot, _ = (self._dead or self._idle).popitem(last=False)
             self._unname(slot)
             self.evictions += 1
         self._refs[slot] = 1
@@ -181,7 +184,7 @@ class HostIndex:
             return False
         names[block_hash] = slot
         self._names[slot] = (group, block_hash)
-        self._generations[slot] = self._generation
+        self._roots[slot] = self._root
         return True
 
     def forget(self, group: int, block_hash: bytes) -> None:
@@ -191,13 +194,9 @@ class HostIndex:
             return
         self._unname(slot)
         if self._refs[slot] == 0:
-            del self._idle[slot]
+            self._idle.pop(slot, None)
+            self._dead.pop(slot, None)
             self._free.append(slot)
-
-    def touch(self, slot: int) -> None:
-        """Mark an idle block as just used."""
-        if slot in self._idle:
-            self._idle.move_to_end(slot)
 
     def _unname(self, slot: int) -> None:
         name = self._names[slot]
@@ -208,20 +207,26 @@ class HostIndex:
         if self._on_evict is not None:
             self._on_evict(name)
 
-    def renew(self) -> None:
-        """The root changed: nothing is findable any more; slots of the old root are handed out first."""
-        self._generation += 1
-        self._maps = [{} for _ in range(self._num_groups)]
-        self._dead.extend(self._idle)
-        self._idle = OrderedDict()
+    def renew(self, root: bytes) -> list[Key]:
+        """Another root holds. Returns the blocks that were saved under this very root before and are findable again."""
+        if root == self._root:
+            return []
+        self._root = root
+        back = [slot for slot in self._dead if self._roots[slot] == root]
+        self._dead.update(self._idle)
+        for slot in back:
+            del self._dead[slot]
+        self._idle = OrderedDict.fromkeys(back)
+        return [name for slot in back if (name := self._names[slot]) is not None]
 
     def clear(self) -> None:
-        """A reset: as `renew`, and the memory counts as free at once."""
-        self.renew()
-        for slot in self._dead:
-            self._names[slot] = None
-        self._free.extend(self._dead)
+        """A reset: no block is findable any more, and what nobody refers to is free at once."""
+        for slot, name in enumerate(self._names):
+            if name is not None:
+                self._unname(slot)
+        self._free.extend([*self._dead, *self._idle])
         self._dead.clear()
+        self._idle.clear()
 
     def check(self) -> None:
         """Raise `SlotError` if any slot has two owners or none (for tests; O(slots))."""
@@ -230,11 +235,11 @@ class HostIndex:
             raise SlotError("a slot has two owners, or none")
         if self.num_available < 0:
             raise SlotError(f"{-self.num_available} slots more are promised than exist")
-        for group, names in enumerate(self._maps):
-            for block_hash, slot in names.items():
-                if self._names[slot] != (group, block_hash) or self._generations[slot] != self._generation:
-                    raise SlotError(f"slot {slot} is found under a name that it does not have")
-                if slot in self._free or (self._refs[slot] == 0 and slot not in self._idle):
-                    raise SlotError(f"slot {slot} is found but not kept")
+        named = {slot: (group, name) for group, names in enumerate(self._maps) for name, slot in names.items()}
+        if named != {slot: name for slot, name in enumerate(self._names) if name is not None}:
+            raise SlotError("a slot is found under a name that it does not have")
+        for slot in named:
+            if self._refs[slot] == 0 and slot not in (self._idle if self._roots[slot] == self._root else self._dead):
+                raise SlotError(f"slot {slot} is found but not kept")
         if self._held != sum(1 for refs in self._refs if refs):
             raise SlotError("the count of held slots is wrong")

@@ -166,13 +166,13 @@ class HitPlanner:
     def _fill(self, plan: Plan, total: int, found: _Found) -> None:
         """Make the plan promise the longest hit up to `total` tokens that can be held. Takes nothing yet."""
         local, alignment = plan.num_local_tokens, self._layout.alignment_tokens
-        cap = max(self._unit_blocks, int(self._index.num_slots * HELD_FRACTION))
+        cap = int(self._index.num_slots * HELD_FRACTION)
         while total > local:
             self._choose(plan, total, found)
             while self._plans.num_held and self._plans.num_held + plan.num_held > cap:
                 self._evict_oldest()
             newly_held = sum(self._index.is_idle(slot) for slot, _ in plan.pinned.values()) + len(plan.missing)
-            excess = max(newly_held - self._index.num_available, plan.num_held - cap)
+            excess = newly_held - self._index.num_available
             if excess <= 0:
                 return
             self._count["hits_shrunk"] += 1

@@ -17,7 +17,8 @@ PLAN_TTL_SECONDS = 2.0
 """A plan that was not asked for in so many steps, or seconds, belongs to a request that vLLM dropped silently."""
 
 HELD_FRACTION = 0.5
-"""Share of the host region that plans together may hold; beyond it the oldest is aborted."""
+"""Share of the host region that plans together may hold; beyond it the oldest are aborted. One plan alone may hold more
+(a long prompt), up to what is there."""
 
 
 @dataclass(slots=True)

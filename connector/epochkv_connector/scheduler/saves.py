@@ -13,6 +13,7 @@ from epochkv_connector.records import BlockMove
 from epochkv_connector.scheduler.hits import align_down
 from epochkv_connector.scheduler.index import HostIndex, Key
 from epochkv_connector.scheduler.lookup import KnownInStore
+from epochkv_connector.scheduler.tracker import Tracker
 from epochkv_connector.scheduler.views import CacheLayout, ScheduledRequestView
 
 
@@ -37,10 +38,11 @@ class _Cursor:
 class SavePlanner:
     """Chooses, and takes slots. The names under way are told back with `over`."""
 
-    def __init__(self, layout: CacheLayout, index: HostIndex, known: KnownInStore) -> None:
+    def __init__(self, layout: CacheLayout, index: HostIndex, known: KnownInStore, tracker: Tracker | None = None) -> None:
         self._layout = layout
         self._index = index
         self._known = known
+        self._tracker = tracker
         self._cursors: dict[str, _Cursor] = {}
         self._saving: set[Key] = set()
         self.num_deferred = 0
@@ -122,6 +124,8 @@ class SavePlanner:
                 if (group, name) in self._saving:
                     continue
                 slot = self._index.get(group, name)
+                if slot is not None and self._tracker is not None:
+                    self._tracker.confirm([(group, name)])  # it may have been forgotten there; L1 holds it
                 put = namespace is not None and (group, name) not in self._known
                 if not put and (slot is not None or not self._index.indexed):
                     continue

@@ -1,0 +1,354 @@
+"""A small world around the scheduler half: GPU blocks, host slots and a store that really hold (names of) bytes.
+
+Content is modelled as the name it was computed under, so a block that ends up holding something else than its name says is
+a wrong answer in life. Ranks acknowledge late, in any interleaving, and may fail, drop or time out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from epochkv_connector.config import ConnectorConfig
+from epochkv_connector.records import JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.scheduler.core import SchedulerHalf, StepJobs
+from epochkv_connector.scheduler.views import (
+    CacheLayout,
+    Commit,
+    GroupKind,
+    GroupLayout,
+    RequestView,
+    ScheduledRequestView,
+)
+
+HASH_BLOCK = 4
+SHARDS = 2
+
+FULL = CacheLayout((GroupLayout(GroupKind.FULL, 4),), 4, 100)
+SLIDING_FIRST = CacheLayout((GroupLayout(GroupKind.SLIDING, 4, window_tokens=7), GroupLayout(GroupKind.FULL, 4)), 4, 100)
+THREE_GROUPS = CacheLayout(
+    (
+        GroupLayout(GroupKind.SLIDING, 4, window_tokens=9),
+        GroupLayout(GroupKind.FULL, 8),
+        GroupLayout(GroupKind.SLIDING, 8, window_tokens=12),
+    ),
+    8,
+    100,
+)
+LAYOUTS = {"full": FULL, "sliding first": SLIDING_FIRST, "three groups": THREE_GROUPS}
+
+
+@dataclass(frozen=True)
+class Snap:
+    """A snapshot as the facade makes it."""
+
+    root: bytes
+    epoch: int = 0
+    namespace: str | None = None
+    shared: bool = False
+
+
+def snap_of(epoch: int, *, shared: bool = True) -> Snap:
+    """Shared roots have a namespace; private ones have none."""
+    kind = "shared" if shared else "private"
+    return Snap(f"{kind} root {epoch}".encode(), epoch, f"pool/fp/e{epoch}" if shared else None, shared)
+
+
+def config(*, l1_slots: int = 0, l2: bool = False, ranks: int = 1, **options: object) -> ConnectorConfig:
+    """A configuration with that many L1 slots of 100 bytes on each rank (0: no L1)."""
+    extra: dict[str, object] = {"pool": {"name": "p", "namespace": "n", "uid": "u"}, **options}
+    if l1_slots:
+        extra["local"] = {"capacity_bytes": l1_slots * 100 * ranks}
+    if l2:
+        extra["distributed"] = {"master_address": "master:1"}
+    return ConnectorConfig.parse(extra, {})
+
+
+def chain(root: bytes, tokens: Sequence[int]) -> list[bytes]:
+    """Block hashes as vLLM makes them: each names its whole prefix and the root."""
+    hashes, parent = [], root
+    for start in range(0, len(tokens) - len(tokens) % HASH_BLOCK, HASH_BLOCK):
+        block = repr(tokens[start : start + HASH_BLOCK]).encode()
+        parent = hashlib.sha256(parent + block).digest()[:8]
+        hashes.append(parent)
+    return hashes
+
+
+def view(request_id: str, tokens: Sequence[int], root: bytes) -> RequestView:
+    """What the facade would show of a request with these tokens."""
+    return RequestView(request_id, len(tokens), chain(root, tokens), HASH_BLOCK, root)
+
+
+def keys_of(namespace: str, group: int, block_hash: bytes) -> list[str]:
+    """One key per shard, readable."""
+    return [f"{namespace}/g{group}/r{shard}/{block_hash.hex()}" for shard in range(SHARDS)]
+
+
+class Clock:
+    """Seconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Pool:
+    """GPU blocks with reference counts; block 0 is the null block. Freed blocks are reused, newest first."""
+
+    null_block_id = 0
+
+    def __init__(self) -> None:
+        self.refs: Counter[int] = Counter()
+        self._free: list[int] = []
+        self._next = itertools.count(1)
+
+    def new(self) -> int:
+        block = self._free.pop() if self._free else next(self._next)
+        assert self.refs[block] == 0, "a referenced GPU block was given out"
+        self.refs[block] = 1
+        return block
+
+    def touch(self, block_ids: Sequence[int]) -> None:
+        for block in block_ids:
+            assert self.refs[block] > 0, "a free GPU block was referenced"
+            self.refs[block] += 1
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        for block in block_ids:
+            assert block != self.null_block_id, "the null block was freed"
+            self.refs[block] -= 1
+            assert self.refs[block] >= 0, "a GPU block was freed twice"
+            if self.refs[block] == 0:
+                self._free.append(block)
+
+
+class Store:
+    """L2: names to content. Answers at once, never, or with an error."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, tuple[int, bytes]] = {}
+        self.answering = True
+        self.failing = False
+        self.queries: list[list[str]] = []
+        self.unanswered: list[tuple[Future[Sequence[bool]], list[str]]] = []
+
+    def exists(self, keys: Sequence[str]) -> Future[Sequence[bool]]:
+        future: Future[Sequence[bool]] = Future()
+        self.queries.append(list(keys))
+        if self.failing:
+            future.set_exception(ConnectionError("store is down"))
+        elif self.answering:
+            future.set_result([key in self.objects for key in keys])
+        else:
+            self.unanswered.append((future, list(keys)))
+        return future
+
+    def answer(self) -> None:
+        """Answer everything that waits."""
+        for future, keys in self.unanswered:
+            if not future.cancelled():
+                future.set_result([key in self.objects for key in keys])
+        self.unanswered.clear()
+
+    def put(self, namespace: str, group: int, block_hash: bytes, shards: Sequence[int] = range(SHARDS)) -> None:
+        for shard in shards:
+            self.objects[keys_of(namespace, group, block_hash)[shard]] = (group, block_hash)
+
+    def holds(self, namespace: str, group: int, block_hash: bytes) -> bool:
+        return all(key in self.objects for key in keys_of(namespace, group, block_hash))
+
+
+@dataclass
+class Worker:
+    """One rank: runs jobs only when told to, acknowledges in the protocol's order."""
+
+    rank: int
+    store: Store
+    gpu: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    slots: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    todo: deque[tuple[str, SaveJob | LoadJob]] = field(default_factory=deque)
+    late: dict[int, SaveJob | LoadJob] = field(default_factory=dict)  # jobs with slots still busy
+    reports: list[tuple[str, bool]] = field(default_factory=list)  # request id, failed
+
+    def receive(self, step: StepJobs) -> None:
+        self.todo.extend(("copy", job) for job in step.saves)
+        self.todo.extend(("load", job) for job in step.loads)
+        self.reports.extend((request_id, True) for request_id in step.poisoned)
+
+    def work(self, how: str = "ok") -> list[JobAck]:
+        """Do the next thing; `how`: ok, partial, drop or late (times out while transfers go on)."""
+        if not self.todo:
+            return []
+        what, job = self.todo.popleft()
+        if what == "load":
+            assert isinstance(job, LoadJob)
+            return self._load(job, how)
+        assert isinstance(job, SaveJob)
+        return self._copy(job, how) if what == "copy" else self._put(job, how)
+
+    def release(self) -> list[JobAck]:
+        """The transfers of one timed-out job end: only now do they write."""
+        if not self.late:
+            return []
+        job_id, job = self.late.popitem()
+        if isinstance(job, LoadJob):
+            self._fetch(job)
+        return [JobAck(job_id, self.rank, Phase.RELEASED, 0, 0)]
+
+    def _range(self, job: SaveJob, how: str) -> tuple[int, int]:
+        if how == "partial":
+            return job.start_block, job.num_blocks // 2
+        return job.start_block, 0 if how in ("drop", "late") else job.num_blocks
+
+    def _copy(self, job: SaveJob, how: str) -> list[JobAck]:
+        how = "drop" if how == "late" else how  # a device copy is waited for
+        start, num = self._range(job, how)
+        if how != "drop":
+            for move in job.moves:
+                if move.copy:
+                    self.slots[move.slot] = self.gpu[move.gpu_block]
+        if job.namespace is not None:
+            self.todo.append(("put", job))
+        return [JobAck(job.job_id, self.rank, Phase.COPIED, start, num, failed=how != "ok")]
+
+    def _put(self, job: SaveJob, how: str) -> list[JobAck]:
+        start, num = self._range(job, how)
+        assert job.namespace is not None
+        if how == "ok":
+            for move in job.moves:
+                if move.put and self.slots.get(move.slot) == (move.group, move.block_hash):
+                    for shard in range(SHARDS):
+                        self.store.put(job.namespace, move.group, move.block_hash, [shard])
+        busy: tuple[int, ...] = ()
+        if how == "late":
+            self.late[job.job_id] = job
+            busy = tuple(move.slot for move in job.moves)
+        return [JobAck(job.job_id, self.rank, Phase.STORED, start, num, failed=how != "ok", busy_slots=busy)]
+
+    def _fetch(self, job: LoadJob) -> tuple[set[int], set[int]]:
+        """Bring what L2 holds into the slots: (filled, missing)."""
+        filled, missing = set(), set()
+        for move in job.moves:
+            if move.source is Source.STORE:
+                found = job.namespace is not None and self.store.holds(job.namespace, move.group, move.block_hash)
+                (filled if found else missing).add(move.slot)
+                if found:
+                    self.slots[move.slot] = (move.group, move.block_hash)
+        return filled, missing
+
+    def _load(self, job: LoadJob, how: str) -> list[JobAck]:
+        if how == "late":
+            self.late[job.job_id] = job
+            every = tuple(move.slot for move in job.moves)
+            self.reports.append((job.request_id, True))
+            return [JobAck(job.job_id, self.rank, Phase.LOADED, 0, 0, True, (), every, every)]
+        if how == "drop":
+            self.reports.append((job.request_id, True))
+            return [JobAck(job.job_id, self.rank, Phase.LOADED, 0, 0, True)]
+        filled, missing = self._fetch(job)
+        if how == "partial" and job.moves:
+            missing.add(job.moves[-1].slot)
+            filled.discard(job.moves[-1].slot)
+        for move in job.moves:
+            if move.slot in missing:
+                continue
+            assert self.slots[move.slot] == (move.group, move.block_hash), "a slot had two owners"
+            self.gpu[move.gpu_block] = self.slots[move.slot]
+        self.reports.append((job.request_id, bool(missing)))
+        done = len(job.moves) - len(missing)
+        ack = JobAck(job.job_id, self.rank, Phase.LOADED, 0, done, bool(missing), tuple(filled), tuple(missing))
+        return [ack]
+
+
+class World:
+    """A scheduler half with its pool, store, ranks and clock."""
+
+    def __init__(self, cfg: ConnectorConfig, layout: CacheLayout = FULL, ranks: int = 1) -> None:
+        self.clock = Clock()
+        self.pool = Pool()
+        self.store = Store()
+        self.layout = layout
+        self.workers = [Worker(rank, self.store) for rank in range(ranks)]
+        self.half = SchedulerHalf(
+            cfg,
+            layout,
+            num_ranks=ranks,
+            store=self.store if cfg.distributed else None,
+            ids=itertools.count(),
+            clock=self.clock,
+            keys_of=keys_of,
+        )
+        self.half.bind_block_pool(self.pool)
+
+    def step(self) -> StepJobs:
+        """End a step and hand its jobs to the ranks."""
+        jobs = self.half.end_step()
+        for worker in self.workers:
+            worker.receive(jobs)
+        return jobs
+
+    def work(self, how: str = "ok") -> None:
+        """Every rank does everything."""
+        for worker in self.workers:
+            while acks := worker.work(how):
+                self.half.on_acks(acks)
+
+    def allocate(self, num_local: int, num_total: int) -> list[list[int]]:
+        """GPU blocks as vLLM would give them: null below the window of the next token, new ones otherwise."""
+        blocks = []
+        for group in self.layout.groups:
+            skipped = 0
+            if group.kind is GroupKind.SLIDING:
+                skipped = max(0, num_total - group.window_tokens + 1) // group.block_size
+            count = -(-num_total // group.block_size)
+            blocks.append([0 if index < skipped else self.pool.new() for index in range(count)])
+        return blocks
+
+    def compute(self, blocks: list[list[int]], hashes: Sequence[bytes], start: int, end: int) -> None:
+        """The forward pass of all ranks writes these tokens' KV."""
+        for group, spec in enumerate(self.layout.groups):
+            scale = spec.block_size // HASH_BLOCK
+            for index in range(start // spec.block_size, end // spec.block_size):
+                while len(blocks[group]) <= index:
+                    blocks[group].append(self.pool.new())
+                if blocks[group][index]:
+                    for worker in self.workers:
+                        worker.gpu[blocks[group][index]] = (group, hashes[(index + 1) * scale - 1])
+
+    def free(self, blocks: list[list[int]]) -> None:
+        """The request gives its blocks back."""
+        self.pool.free([block for group in blocks for block in group if block])
+
+    def save(self, request_id: str, tokens: Sequence[int], snap: Snap) -> list[list[int]]:
+        """Compute a prompt and save it, all ranks succeeding. Returns its blocks (still held)."""
+        hashes = chain(snap.root, tokens)
+        blocks = [[] for _ in self.layout.groups]
+        end = len(hashes) * HASH_BLOCK // self.layout.alignment_tokens * self.layout.alignment_tokens
+        self.compute(blocks, hashes, 0, end)
+        self.half.collect_saves([scheduled(request_id, tokens, snap.root, blocks, end)], snap)
+        self.step()
+        self.work()
+        return blocks
+
+    def load(self, request_id: str, tokens: Sequence[int], snap: Snap, local: int = 0) -> tuple[int, Commit]:
+        """Look up and accept everything. Returns the tokens answered and what became of them."""
+        hit = self.half.lookup(view(request_id, tokens, snap.root), local, snap)
+        assert hit.num_tokens is not None
+        blocks = self.allocate(local, local + hit.num_tokens)
+        return hit.num_tokens, self.half.commit(view(request_id, tokens, snap.root), blocks, hit.num_tokens, snap)
+
+    def assert_idle(self) -> None:
+        """Nothing is held by anybody."""
+        assert {name: count for name, count in self.half.leak_report().items() if count} == {}
+        self.half._index.check()
+
+
+def scheduled(request_id: str, tokens: Sequence[int], root: bytes, blocks: list[list[int]], confirmed: int) -> ScheduledRequestView:
+    """What the facade would show of a request that computes."""
+    return ScheduledRequestView(request_id, confirmed, chain(root, tokens), HASH_BLOCK, root, blocks)

@@ -1,0 +1,179 @@
+"""The ledger: ranks counted across steps, intersection and hull, nothing released that a rank may touch."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epochkv_connector.records import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.scheduler.jobs import Copied, Ledger, Loaded, Outcome, Released, Stored
+from epochkv_connector.scheduler.tracker import Tracker
+
+BLOCKS = 6
+
+
+def save_job(namespace: str | None = "ns") -> SaveJob:
+    moves = tuple(BlockMove(0, block, 10 + block, 20 + block, bytes([block])) for block in range(BLOCKS))
+    return SaveJob(1, "r", namespace, 0, BLOCKS, moves, 10.0)
+
+
+def load_job() -> LoadJob:
+    moves = tuple(
+        BlockMove(0, block, 10 + block, 20 + block, bytes([block]), Source.HOST if block < 2 else Source.STORE) for block in range(BLOCKS)
+    )
+    return LoadJob(2, "r", "ns", moves, 10.0)
+
+
+def opened(ranks: int, *, namespace: str | None = "ns") -> Ledger:
+    ledger = Ledger(ranks)
+    ledger.open_save(save_job(namespace), [10 + block for block in range(BLOCKS)], {0: 1}, 0.0)
+    ledger.open_load(load_job(), 0.0)
+    return ledger
+
+
+def feed(ledger: Ledger, acks: list[JobAck]) -> list[Outcome]:
+    return [outcome for ack in acks for outcome in ledger.acknowledge(ack)]
+
+
+def test_gpu_blocks_are_given_back_by_the_last_rank_only() -> None:
+    ledger = opened(2)
+    assert feed(ledger, [JobAck(1, 0, Phase.COPIED, 0, BLOCKS)]) == []
+    assert ledger.num_gpu_blocks == BLOCKS
+    (copied,) = feed(ledger, [JobAck(1, 1, Phase.COPIED, 0, BLOCKS)])
+    assert isinstance(copied, Copied)
+    assert copied.gpu_blocks == tuple(range(10, 16))
+    assert ledger.num_gpu_blocks == 0
+
+
+def test_without_a_namespace_a_save_ends_with_the_copy() -> None:
+    ledger = opened(1, namespace=None)
+    copied, released = feed(ledger, [JobAck(1, 0, Phase.COPIED, 0, BLOCKS)])
+    assert isinstance(copied, Copied)
+    assert isinstance(released, Released)
+    assert released.slots == tuple(range(25, 19, -1)), "the tail of a chain is to be evicted first"
+    assert ledger.num_saves == 0
+
+
+def test_a_rank_counts_once() -> None:
+    ledger = opened(2)
+    ack = JobAck(1, 0, Phase.COPIED, 0, BLOCKS)
+    assert feed(ledger, [ack, ack, ack]) == []
+    assert ledger.ignored_acks == 2
+    assert feed(ledger, [JobAck(99, 0, Phase.COPIED, 0, 1), JobAck(1, 0, Phase.LOADED, 0, 1)]) == []
+    assert ledger.ignored_acks == 4
+
+
+@given(
+    ranges=st.lists(st.tuples(st.integers(0, BLOCKS), st.integers(0, BLOCKS)), min_size=2, max_size=4),
+    data=st.data(),
+)
+@settings(max_examples=200, deadline=None)
+def test_saves_are_intersected_in_any_order(ranges: list[tuple[int, int]], data: st.DataObject) -> None:
+    ledger = opened(len(ranges))
+    acks = [JobAck(1, rank, Phase.COPIED, start, max(0, end - start)) for rank, (start, end) in enumerate(ranges)]
+    outcomes = feed(ledger, data.draw(st.permutations(acks)))
+    (copied,) = [outcome for outcome in outcomes if isinstance(outcome, Copied)]
+    expected = set(range(BLOCKS))
+    for start, end in ranges:
+        expected &= set(range(start, end))
+    assert {move.block for move in copied.saved} == expected
+
+
+@given(
+    missing=st.lists(st.sets(st.integers(0, BLOCKS - 1)), min_size=1, max_size=3),
+    data=st.data(),
+)
+@settings(max_examples=200, deadline=None)
+def test_failed_loads_are_hulled_in_any_order(missing: list[set[int]], data: st.DataObject) -> None:
+    ledger = opened(len(missing))
+    acks = []
+    for rank, gone in enumerate(missing):
+        filled = tuple(20 + block for block in range(2, BLOCKS) if block not in gone)
+        failed = tuple(20 + block for block in sorted(gone))
+        acks.append(JobAck(2, rank, Phase.LOADED, 0, BLOCKS - len(gone), bool(gone), filled, failed))
+    outcomes = feed(ledger, data.draw(st.permutations(acks)))
+    (loaded,) = [outcome for outcome in outcomes if isinstance(outcome, Loaded)]
+    all_missing = set().union(*missing)
+    assert loaded.failed == bool(all_missing)
+    assert {move.block for move in loaded.doubted} == all_missing
+    assert {move.block for move in loaded.filled} == set(range(2, BLOCKS)) - all_missing
+    hull = set(range(min(all_missing), max(all_missing) + 1)) if all_missing else set()
+    assert {move.block for move in loaded.hull} == hull
+
+
+def test_a_rank_that_names_no_block_blames_what_was_not_fetched() -> None:
+    ledger = opened(1)
+    (loaded, _) = feed(ledger, [JobAck(2, 0, Phase.LOADED, 0, 0, True, (22, 23))])
+    assert isinstance(loaded, Loaded)
+    assert {move.block for move in loaded.doubted} == {4, 5}
+    ledger = opened(1)
+    (loaded, _) = feed(ledger, [JobAck(2, 0, Phase.LOADED, 0, 0, True, (22, 23, 24, 25))])
+    assert isinstance(loaded, Loaded)
+    assert {move.block for move in loaded.doubted} == set(range(BLOCKS))
+
+
+def test_busy_slots_wait_for_every_rank_that_named_them() -> None:
+    ledger = opened(2)
+    busy = [JobAck(2, rank, Phase.LOADED, 0, 0, True, (), (), (24, 25)) for rank in (0, 1)]
+    loaded, released = feed(ledger, busy)
+    assert isinstance(loaded, Loaded)
+    assert isinstance(released, Released)
+    assert released.slots == (23, 22, 21, 20)
+    assert not ledger.is_loading("r"), "the request need not wait for the slots"
+    assert ledger.num_busy_slots == 2
+    assert feed(ledger, [JobAck(2, 0, Phase.RELEASED, 0, 0)]) == []
+    (released,) = feed(ledger, [JobAck(2, 1, Phase.RELEASED, 0, 0)])
+    assert released == Released((25, 24))
+    assert ledger.num_busy_slots == 0
+
+
+def test_slots_of_a_save_wait_for_the_puts() -> None:
+    ledger = opened(1)
+    (copied,) = feed(ledger, [JobAck(1, 0, Phase.COPIED, 0, BLOCKS)])
+    assert isinstance(copied, Copied)
+    stored, released = feed(ledger, [JobAck(1, 0, Phase.STORED, 0, 3)])
+    assert isinstance(stored, Stored)
+    assert [move.block for move in stored.stored] == [0, 1, 2]
+    assert isinstance(released, Released)
+    assert len(released.slots) == BLOCKS
+
+
+def test_overdue_jobs_are_counted_and_kept() -> None:
+    ledger = opened(1)
+    assert ledger.num_overdue(20.0) == 0
+    assert ledger.num_overdue(20.1) == 2
+    assert len(ledger) == 2
+
+
+@given(st.permutations(range(4)), st.integers(1, 4))
+@settings(max_examples=50, deadline=None)
+def test_every_interleaving_of_ranks_and_phases_ends_empty(order: list[int], ranks: int) -> None:
+    ledger = opened(ranks)
+    per_rank = [
+        [JobAck(1, r, Phase.COPIED, 0, BLOCKS), JobAck(2, r, Phase.LOADED, 0, BLOCKS), JobAck(1, r, Phase.STORED, 0, 1)]
+        for r in range(ranks)
+    ]
+    turn = itertools.cycle([rank % ranks for rank in order] + list(range(ranks)))
+    outcomes: list[Outcome] = []
+    while any(per_rank):
+        queue = per_rank[next(turn)]
+        if queue:
+            outcomes += ledger.acknowledge(queue.pop(0))
+    assert sorted(type(outcome).__name__ for outcome in outcomes) == sorted(["Copied", "Stored", "Loaded", "Released", "Released"])
+    assert len(ledger) == 0
+
+
+def test_the_tracker_keeps_the_newest_chains_and_their_heads() -> None:
+    tracker = Tracker(3)
+    tracker.confirm([(0, b"a0"), (0, b"a1")])
+    tracker.confirm([(0, b"b0"), (0, b"b1")])
+    assert [tracker.covers((0, name)) for name in (b"a0", b"a1", b"b0", b"b1")] == [True, False, True, True]
+    tracker.use([(0, b"a0")])
+    tracker.confirm([(0, b"c0")])
+    assert [tracker.covers((0, name)) for name in (b"a0", b"b0", b"b1", b"c0")] == [True, True, False, True]
+    tracker.forget((0, b"a0"))
+    assert not tracker.covers((0, b"a0"))
+    tracker.clear()
+    assert len(tracker) == 0
