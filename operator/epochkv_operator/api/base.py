@@ -127,8 +127,8 @@ Image = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^\S+$")]
 Address = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^\S+:\S+$")]
 
 
-def _labels(values: dict[str, str]) -> dict[str, str]:
-    for key in values:
+def _not_ours(values: dict[str, str] | None) -> dict[str, str] | None:
+    for key in values or ():
         if key.startswith(OWNED_LABEL_PREFIXES):
             raise ValueError(f"label {key} belongs to the operator; use a prefix of your own")
     return values
@@ -139,6 +139,7 @@ class TemplateMetadata(ApiModel):
 
     labels: Annotated[
         dict[str, Annotated[str, Field(max_length=63)]] | None,
+        AfterValidator(_not_ours),
         Field(
             max_length=64,
             json_schema_extra=rules(

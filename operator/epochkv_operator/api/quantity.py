@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from decimal import ROUND_CEILING, Decimal
 
-_PATTERN = re.compile(r"^(?P<number>[+-]?(?:\d+\.?\d*|\.\d+))(?P<suffix>[KMGTPE]i|[numkMGTPE]|[eE][+-]?\d+|)$")
+_PATTERN = re.compile(r"^(?P<number>[+-]?(?:\d+\.?\d*|\.\d+))(?P<suffix>[KMGTPE]i|[numkMGTPE]|[eE][+-]?\d+|)$", re.ASCII)
 _FACTORS = {
     "": Decimal(1),
     "n": Decimal("1e-9"),
@@ -31,7 +31,7 @@ def parse(value: int | str) -> Decimal:
         return Decimal(value)
     match = _PATTERN.match(value)
     if match is None:
-        raise ValueError(f"{value!r} is not a Kubernetes quantity such as 64Gi, 500M or 2")
+        raise ValueError(f"{value!r} must be a Kubernetes quantity such as 64Gi, 500M or 2")
     suffix = match["suffix"]
     factor = _FACTORS[suffix] if suffix in _FACTORS else Decimal(f"1e{suffix[1:]}")
     return Decimal(match["number"]) * factor

@@ -1,0 +1,204 @@
+"""What a real API server accepts and refuses, and what it says: every promise about bad input is kept before the operator sees it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hack.cluster.controlplane import ControlPlane
+from tests.helpers_api_corpus import CASES, CHANGES, MOONCAKE, Case, Change
+
+CRDS = sorted((Path(__file__).parents[2] / "crds").glob("*.yaml"))
+PLURALS = {"KVCachePool": "kvcachepools", "InferenceEngine": "inferenceengines"}
+NAMESPACE = "default"
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def plane(control_plane: ControlPlane) -> ControlPlane:
+    """The control plane with our CRDs served."""
+    assert len(CRDS) == 2
+    for path in CRDS:
+        crd = yaml.safe_load(path.read_text())
+        control_plane.api.apply(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{crd['metadata']['name']}", crd)
+    deadline = time.monotonic() + 60
+    while not all(control_plane.api.ok(collection(kind)) for kind in PLURALS):
+        assert time.monotonic() < deadline, "the CRDs are not served"
+        time.sleep(0.2)
+    return control_plane
+
+
+def collection(kind: str) -> str:
+    return f"/apis/epochkv.io/v1alpha1/namespaces/{NAMESPACE}/{PLURALS[kind]}"
+
+
+def manifest(kind: str, name: str, spec: Json | None) -> Json:
+    obj: Json = {"apiVersion": "epochkv.io/v1alpha1", "kind": kind, "metadata": {"name": name, "namespace": NAMESPACE}}
+    return obj if spec is None else {**obj, "spec": spec}
+
+
+def send(plane: ControlPlane, method: str, path: str, body: Json | None = None, content_type: str = "application/json") -> tuple[int, Json]:
+    status, answer = plane.api.request(method, path, body, content_type, timeout=15)
+    return status, json.loads(answer)
+
+
+def create(plane: ControlPlane, obj: Json, *, dry: bool) -> tuple[int, Json]:
+    query = "?fieldValidation=Strict" + ("&dryRun=All" if dry else "")
+    return send(plane, "POST", collection(obj["kind"]) + query, obj)
+
+
+@pytest.fixture
+def made(plane: ControlPlane, request: pytest.FixtureRequest):
+    """Create an object for one test."""
+    names: list[tuple[str, str]] = []
+
+    def make(kind: str, name: str, spec: Json) -> Json:
+        status, answer = create(plane, manifest(kind, name, spec), dry=False)
+        assert status == 201, answer["message"]
+        names.append((kind, name))
+        return answer
+
+    yield make
+    for kind, name in names:
+        send(plane, "DELETE", f"{collection(kind)}/{name}")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind[:3]}-{case.id}")
+def test_create(plane: ControlPlane, case: Case) -> None:
+    status, answer = create(plane, manifest(case.kind, case.name, case.spec), dry=True)
+    if case.says is None:
+        assert status == 201, answer.get("message")
+        return
+    assert status in (400, 422), answer
+    for fragment in case.says:
+        assert fragment in answer["message"]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: f"{change.kind[:3]}-{change.id}")
+def test_update(plane: ControlPlane, made: Any, change: Change) -> None:
+    old = made(change.kind, "changing", change.old)
+    new = {**manifest(change.kind, "changing", change.new)}
+    new["metadata"]["resourceVersion"] = old["metadata"]["resourceVersion"]
+    status, answer = send(plane, "PUT", f"{collection(change.kind)}/changing?fieldValidation=Strict&dryRun=All", new)
+    if change.says is None:
+        assert status == 200, answer.get("message")
+        return
+    assert status == 422, answer
+    for fragment in change.says:
+        assert fragment in answer["message"]
+
+
+def test_defaults_are_filled_in(made: Any) -> None:
+    """What a user may leave out, as documented."""
+    pool = made("KVCachePool", "defaults", {"distributed": MOONCAKE})
+    assert pool["spec"] == {
+        "resetEpoch": 0,
+        "reset": {"leaseSeconds": 30, "joinAfterSeconds": 60},
+        "distributed": {
+            "mooncake": {
+                "master": {"replicas": 1, "highAvailability": {"backend": "None"}},
+                "store": {"replicas": 1, "segmentSize": "256Mi"},
+                "transport": {"protocol": "TCP"},
+            }
+        },
+        "networkPolicy": {"mode": "Enabled"},
+    }
+    engine = made("InferenceEngine", "defaults", {"model": {"name": "tiny"}})
+    assert engine["spec"] == {"model": {"name": "tiny"}, "replicas": 1, "weightsSource": "Model", "parallelism": {"tensor": 1}}
+
+
+def patch_status(plane: ControlPlane, kind: str, name: str, status: Json | None) -> tuple[int, Json]:
+    path = f"{collection(kind)}/{name}/status?fieldValidation=Strict"
+    return send(plane, "PATCH", path, {"status": status}, "application/merge-patch+json")
+
+
+def test_epochs_in_status_never_go_down(plane: ControlPlane, made: Any) -> None:
+    """The API server refuses a regression, whoever writes it."""
+    made("KVCachePool", "monotone", {"local": {"capacity": "1Gi"}})
+    assert patch_status(plane, "KVCachePool", "monotone", {"targetEpoch": 5, "epoch": 4})[0] == 200
+    refused: list[tuple[Json | None, str]] = [
+        ({"targetEpoch": 4}, "status.targetEpoch never goes down"),
+        ({"epoch": 3}, "status.epoch never goes down"),
+        ({"epoch": 6}, "status.epoch cannot pass status.targetEpoch"),
+        ({"epoch": None}, "status.epoch never goes down and is never removed"),
+        ({"targetEpoch": None}, "never removed"),
+        (None, "never removed"),
+    ]
+    for status, text in refused:
+        code, answer = patch_status(plane, "KVCachePool", "monotone", status)
+        assert code == 422, (status, answer)
+        assert text in answer["message"]
+    code, answer = patch_status(plane, "KVCachePool", "monotone", {"epoch": 5})
+    assert (code, answer["status"]) == (200, {"targetEpoch": 5, "epoch": 5})
+
+
+def test_status_through_the_main_resource_is_ignored(plane: ControlPlane, made: Any) -> None:
+    made("KVCachePool", "split", {"local": {"capacity": "1Gi"}})
+    assert patch_status(plane, "KVCachePool", "split", {"targetEpoch": 5, "epoch": 5})[0] == 200
+    body = {"status": None, "spec": {"resetEpoch": 6}}
+    code, answer = send(plane, "PATCH", f"{collection('KVCachePool')}/split", body, "application/merge-patch+json")
+    assert (code, answer["status"]["epoch"], answer["spec"]["resetEpoch"]) == (200, 5, 6)
+
+
+def kubectl(plane: ControlPlane, *arguments: str, stdin: str | None = None, ok: bool = True) -> str:
+    command = [str(plane.kubectl), "--kubeconfig", str(plane.kubeconfig), *arguments]
+    done = subprocess.run(command, input=stdin, text=True, capture_output=True, timeout=60, check=False)
+    assert (done.returncode == 0) is ok, done.stdout + done.stderr
+    return done.stdout if ok else done.stderr
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"distributed": {"mooncake": {"master": {"replicas": 3}, "store": {"segmentSize": "1Gi"}}}}, "set backend: Etcd or replicas: 1"),
+        ({"local": {"capacity": "1Gi"}, "resetEpok": 1}, 'unknown field "spec.resetEpok"'),
+        ({"local": {"capacity": "lots"}}, "must be a Kubernetes quantity of at least 1Mi, such as 64Gi"),
+    ],
+)
+def test_kubectl_apply_refuses_with_a_sentence(plane: ControlPlane, spec: Json, says: str) -> None:
+    """Plain `kubectl apply -f`, without any flag."""
+    message = kubectl(plane, "apply", "-f", "-", stdin=json.dumps(manifest("KVCachePool", "wrong", spec)), ok=False)
+    assert says in message
+
+
+def test_kubectl_lists_scales_and_selects(plane: ControlPlane, made: Any) -> None:
+    """Short names, columns, scale subresource, category and the server-side field selector."""
+    made("KVCachePool", "wide", {"distributed": MOONCAKE, "resetEpoch": 2})
+    made("InferenceEngine", "rollout", {"model": {"name": "tiny"}, "poolRef": {"name": "wide"}})
+    made("InferenceEngine", "other", {"model": {"name": "tiny"}, "poolRef": {"name": "elsewhere"}})
+    assert patch_status(plane, "KVCachePool", "wide", {"targetEpoch": 2, "epoch": 1, "engines": {"summary": "1/2"}})[0] == 200
+    table = kubectl(plane, "get", "kvp", "wide").splitlines()
+    assert table[0].split() == ["NAME", "READY", "EPOCH", "TARGET", "ENGINES", "STORES", "AGE"]
+    assert table[1].split()[1:4] == ["1", "2", "1/2"]
+    assert kubectl(plane, "get", "ie").splitlines()[0].split()[:4] == ["NAME", "READY", "POOL", "DESIRED"]
+    kubectl(plane, "scale", "kvp/wide", "--replicas=3")
+    kubectl(plane, "scale", "ie/rollout", "--replicas=5")
+    assert kubectl(plane, "get", "kvp/wide", "-o", "jsonpath={.spec.distributed.mooncake.store.replicas}") == "3"
+    assert kubectl(plane, "get", "ie/rollout", "-o", "jsonpath={.spec.replicas}") == "5"
+    assert kubectl(plane, "get", "ie", "--field-selector=spec.poolRef.name=wide", "-o", "name").split() == [
+        "inferenceengine.epochkv.io/rollout"
+    ]
+    listed = kubectl(plane, "get", "inference", "-o", "name").split()
+    assert {"kvcachepool.epochkv.io/wide", "inferenceengine.epochkv.io/other"} <= set(listed)
+    message = kubectl(plane, "scale", "kvp/wide", "--replicas=0", ok=False)
+    assert "greater than or equal to 1" in message
+
+
+def test_kubectl_wait_sees_the_epoch(plane: ControlPlane, made: Any) -> None:
+    """The documented way to wait for a reset."""
+    made("KVCachePool", "waited", {"local": {"capacity": "1Gi"}, "resetEpoch": 7})
+    assert patch_status(plane, "KVCachePool", "waited", {"targetEpoch": 7, "epoch": 7})[0] == 200
+    kubectl(plane, "wait", "--for=jsonpath={.status.epoch}=7", "kvp/waited", "--timeout=10s")
+
+
+def test_every_field_is_explained(plane: ControlPlane) -> None:
+    for resource in ("kvp", "ie"):
+        text = kubectl(plane, "explain", resource, "--recursive=false")
+        assert "<no description>" not in text
+    assert "invalidate all KV of the pool" in kubectl(plane, "explain", "kvp.spec.resetEpoch")

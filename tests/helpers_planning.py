@@ -1,0 +1,128 @@
+"""Objects for planning tests, in few words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from epochkv_operator.api import InferenceEngine, KVCachePool, parse_engine, parse_pool
+from epochkv_operator.planning import Context
+
+Json = dict[str, Any]
+
+CONTEXT = Context(
+    hub_endpoint="tcp://epochkv-hub.epochkv-system.svc:7700",
+    operator_namespace="epochkv-system",
+    operator_version="0.1.0",
+    store_image="epochkv/store:dev",
+    engine_image="epochkv/engine:dev",
+    credentials_revision="keys-1",
+)
+POOL_SPECS: dict[str, Json] = {
+    "l1": {"local": {"capacity": "2Gi"}},
+    "l1-l2": {"resetEpoch": 7, "local": {"capacity": "1Gi"}, "distributed": {"mooncake": {"store": {"segmentSize": "256Mi"}}}},
+    "external": {"distributed": {"external": {"masterAddress": "mooncake.shared:50051"}}},
+    "ha": {
+        "distributed": {
+            "mooncake": {
+                "image": "registry.example/mooncake:1",
+                "master": {"replicas": 3, "highAvailability": {"backend": "Etcd", "etcd": {"endpoints": ["e0:2379", "e1:2379"]}}},
+                "store": {"replicas": 4, "segmentSize": "200Gi"},
+            }
+        }
+    },
+    "rdma": {
+        "networkPolicy": {"mode": "Disabled"},
+        "distributed": {
+            "mooncake": {"store": {"segmentSize": "1Gi"}, "transport": {"protocol": "RDMA", "devices": ["mlx5_0", "mlx5_1"]}}
+        },
+    },
+    "templates": {
+        "distributed": {
+            "mooncake": {
+                "master": {"template": {"spec": {"priorityClassName": "high", "containers": [{"name": "master", "resources": {"limits": {"memory": "1Gi"}}}]}}},
+                "store": {
+                    "segmentSize": "1Gi",
+                    "template": {
+                        "metadata": {"labels": {"team": "infra"}, "annotations": {"note": "hot"}},
+                        "spec": {
+                            "tolerations": [{"operator": "Exists"}],
+                            "terminationGracePeriodSeconds": None,
+                            "containers": [{"name": "exporter", "image": "exporter:1", "args": ["--x"]}],
+                        },
+                    },
+                },
+            }
+        }
+    },
+}  # fmt: skip
+ENGINE_SPECS: dict[str, Json] = {
+    "minimal": {"model": {"name": "tiny"}, "poolRef": {"name": "policy"}},
+    "no-pool": {"model": {"name": "tiny"}},
+    "full": {
+        "poolRef": {"name": "policy"},
+        "model": {"name": "Qwen/Qwen3-8B", "revision": "abc123", "source": "/models/qwen"},
+        "weightsSource": "Pushed",
+        "image": "registry.example/engine:2",
+        "imagePullPolicy": "Never",
+        "replicas": 4,
+        "parallelism": {"tensor": 2},
+        "args": ["--max-model-len=4096", "--served_model_name=policy", "--no-enable-prompt-tokens-details"],
+        "env": [
+            {"name": "HOME", "value": "/home/vllm"},
+            {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}},
+        ],
+        "resources": {"limits": {"nvidia.com/gpu": 2, "memory": "64Gi"}, "requests": {"memory": "32Gi", "cpu": "4"}},
+        "template": {
+            "metadata": {"labels": {"team": "rl"}},
+            "spec": {
+                "terminationGracePeriodSeconds": 300,
+                "nodeSelector": {"gpu": "h100"},
+                "volumes": [
+                    {"name": "models", "persistentVolumeClaim": {"claimName": "models", "readOnly": True}},
+                    {"name": "shm", "emptyDir": {"sizeLimit": "8Gi"}},
+                ],
+                "containers": [
+                    {
+                        "name": "engine",
+                        "volumeMounts": [{"name": "models", "mountPath": "/models", "readOnly": True}],
+                        "startupProbe": {"failureThreshold": 720},
+                    },
+                    {"name": "sidecar", "image": "sidecar:1"},
+                ],
+            },
+        },
+    },
+}
+
+
+def pool(
+    spec: Json | str = "l1-l2", name: str = "policy", uid: str = "11111111-0000-4000-8000-000000000001", **metadata: Any
+) -> KVCachePool:
+    chosen = POOL_SPECS[spec] if isinstance(spec, str) else spec
+    meta = {"name": name, "namespace": "rl", "uid": uid, "generation": 1, **metadata}
+    return parse_pool({"apiVersion": "epochkv.io/v1alpha1", "kind": "KVCachePool", "metadata": meta, "spec": chosen})
+
+
+def engine(
+    spec: Json | str = "minimal", name: str = "rollout", uid: str = "22222222-0000-4000-8000-000000000002", **metadata: Any
+) -> InferenceEngine:
+    chosen = ENGINE_SPECS[spec] if isinstance(spec, str) else spec
+    meta = {"name": name, "namespace": "rl", "uid": uid, "generation": 1, **metadata}
+    return parse_engine({"apiVersion": "epochkv.io/v1alpha1", "kind": "InferenceEngine", "metadata": meta, "spec": chosen})
+
+
+def one(objects: list[Json], kind: str, name: str | None = None) -> Json:
+    """The only object of that kind (and name)."""
+    found = [obj for obj in objects if obj["kind"] == kind and name in (None, obj["metadata"]["name"])]
+    assert len(found) == 1, [obj["metadata"]["name"] for obj in objects if obj["kind"] == kind]
+    return found[0]
+
+
+def containers(obj: Json) -> list[Json]:
+    spec = obj["spec"]["template"]["spec"]
+    return [*spec["containers"], *spec.get("initContainers", [])]
+
+
+def variables(container: Json) -> dict[str, Any]:
+    """Environment by name; a plain value, or the source as a dict."""
+    return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in container["env"]}

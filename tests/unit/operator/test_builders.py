@@ -1,0 +1,376 @@
+"""Builders: golden files show whole objects to a reviewer, and each promise has an assertion of its own.
+
+After an intended change run `EPOCHKV_UPDATE_GOLDEN=1 pytest tests/unit/operator/test_builders.py` and review the difference of the golden files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from epochkv_connector.config import ConnectorConfig
+from epochkv_operator.planning import Context, InvalidTemplate, connection, desired_engine, desired_pool, pool_weights_source
+from tests.helpers_planning import CONTEXT, ENGINE_SPECS, POOL_SPECS, containers, engine, one, pool, variables
+
+Json = dict[str, Any]
+GOLDEN = Path(__file__).parent / "golden"
+UPDATE = "EPOCHKV_UPDATE_GOLDEN"
+
+
+def golden(name: str, objects: list[Json]) -> None:
+    path = GOLDEN / f"{name}.yaml"
+    text = yaml.safe_dump_all(objects, sort_keys=False, width=120)
+    if os.environ.get(UPDATE):
+        path.write_text(text)
+    assert path.exists(), f"{path.name} does not exist: run with {UPDATE}=1 and review it"
+    assert list(yaml.safe_load_all(path.read_text())) == objects, (
+        f"differs from {path.name}: if intended, run with {UPDATE}=1 and review it"
+    )
+
+
+@pytest.mark.parametrize("spec", POOL_SPECS)
+def test_golden_pool(spec: str) -> None:
+    golden(f"pool-{spec}", desired_pool(pool(spec), CONTEXT))
+
+
+@pytest.mark.parametrize("spec", ENGINE_SPECS)
+def test_golden_engine(spec: str) -> None:
+    golden(f"engine-{spec}", desired_engine(engine(spec), None if spec == "no-pool" else pool("l1-l2"), CONTEXT))
+
+
+@pytest.mark.parametrize("spec", [name for name in POOL_SPECS if name not in ("l1", "external")])
+def test_what_a_pool_with_mooncake_runs(spec: str) -> None:
+    kinds = {(obj["kind"], obj["metadata"]["name"]) for obj in desired_pool(pool(spec), CONTEXT)}
+    expected = {
+        ("ConfigMap", "policy-connection"),
+        ("Deployment", "policy-master"),
+        ("PodDisruptionBudget", "policy-master"),
+        ("StatefulSet", "policy-store"),
+        ("Service", "policy-store"),
+        ("PodDisruptionBudget", "policy-store"),
+    }
+    if spec != "ha":
+        expected.add(("Service", "policy-master"))
+    if spec != "rdma":  # its policies are disabled
+        expected |= {("NetworkPolicy", "policy-master"), ("NetworkPolicy", "policy-store")}
+    assert kinds == expected
+
+
+@pytest.mark.parametrize("spec", ["l1", "external"])
+def test_a_pool_without_mooncake_runs_nothing(spec: str) -> None:
+    assert [obj["kind"] for obj in desired_pool(pool(spec), CONTEXT)] == ["ConfigMap"]
+
+
+@pytest.mark.parametrize("weights", ["Model", "Pushed"])
+@pytest.mark.parametrize("spec", POOL_SPECS)
+def test_the_connector_reads_what_is_rendered(spec: str, weights: str) -> None:
+    """Parsed with the connector's own parser, which refuses unknown keys."""
+    wanted = pool(spec)
+    deployment = one(desired_engine(engine({**ENGINE_SPECS["minimal"], "weightsSource": weights}), wanted, CONTEXT), "Deployment")
+    args = containers(deployment)[0]["args"]
+    transfer = json.loads(args[args.index("--kv-transfer-config") + 1])
+    assert transfer.keys() == {
+        "kv_connector",
+        "kv_connector_module_path",
+        "kv_role",
+        "kv_load_failure_policy",
+        "kv_connector_extra_config",
+    }
+    assert (transfer["kv_connector"], transfer["kv_connector_module_path"]) == ("EpochKVConnector", "epochkv_connector.connector")
+    assert (transfer["kv_role"], transfer["kv_load_failure_policy"]) == ("kv_both", "recompute")
+    config = ConnectorConfig.parse(transfer["kv_connector_extra_config"], environ={})
+    assert (config.pool.name, config.pool.namespace, config.pool.uid) == ("policy", "rl", wanted.metadata.uid)
+    assert config.hub is not None
+    assert (config.hub.endpoint, config.hub.credentials_dir) == (CONTEXT.hub_endpoint, "/etc/epochkv/fence")
+    assert config.weights_source == weights
+    assert config.tracker is (spec == "l1")
+    assert (config.local.capacity_bytes if config.local else None) == {"l1": 2147483648, "l1-l2": 1073741824}.get(spec)
+    addresses = {
+        "l1": None,
+        "external": "mooncake.shared:50051",
+        "ha": "etcd://e0:2379;e1:2379",
+    }
+    address = config.distributed.master_address if config.distributed else None
+    assert address == addresses.get(spec, "policy-master.rl.svc:50051")
+    if spec == "rdma":
+        assert config.distributed is not None
+        assert (config.distributed.protocol, config.distributed.device_name) == ("rdma", "mlx5_0,mlx5_1")
+
+
+def test_trainers_find_the_same_connection_in_the_config_map() -> None:
+    data = one(desired_pool(pool(), CONTEXT), "ConfigMap")["data"]
+    assert json.loads(data["connection.json"]) == connection(pool(), CONTEXT, "Pushed")
+    assert ConnectorConfig.parse(json.loads(data["connection.json"]), environ={}).weights_source == "Pushed"
+
+
+@pytest.mark.parametrize("spec", POOL_SPECS)
+def test_no_epoch_anywhere(spec: str) -> None:
+    """A reset changes no object at all."""
+
+    def everything(epoch: int) -> list[Json]:
+        wanted = pool({**POOL_SPECS[spec], "resetEpoch": epoch})
+        return desired_pool(wanted, CONTEXT) + desired_engine(engine("full"), wanted, CONTEXT)
+
+    assert everything(3) == everything(987654321)
+    assert "987654321" not in json.dumps(everything(987654321))
+
+
+def test_an_upgrade_of_the_operator_restarts_nothing() -> None:
+    newer = Context(**{**CONTEXT.__dict__, "operator_version": "0.2.0"})
+    for build in (lambda c: desired_pool(pool(), c), lambda c: desired_engine(engine(), pool(), c)):
+        for old, new in zip(build(CONTEXT), build(newer), strict=True):
+            assert old.get("spec") == new.get("spec")
+            assert old["metadata"]["annotations"] != new["metadata"]["annotations"]
+
+
+def test_engine_without_pool_has_no_trace_of_the_connector() -> None:
+    for wanted in (engine("no-pool"), engine("minimal")):
+        objects = desired_engine(wanted, None, CONTEXT)
+        text = json.dumps(one(objects, "Deployment")["spec"])
+        for word in ("--kv-transfer-config", "MC_", "MOONCAKE_", "EPOCHKV_", "epochkv-fence", "/etc/epochkv"):
+            assert word not in text
+        assert {obj["kind"] for obj in objects} == {"ServiceAccount", "Deployment", "Service", "PodDisruptionBudget"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: (pool("l1"), CONTEXT),
+        lambda: (pool(uid="33333333-0000-4000-8000-000000000003"), CONTEXT),
+        lambda: (pool(), Context(**{**CONTEXT.__dict__, "credentials_revision": "keys-2"})),
+        lambda: (pool(), Context(**{**CONTEXT.__dict__, "hub_endpoint": "tcp://elsewhere:7700"})),
+    ],
+    ids=["tiers", "recreated-pool", "new-keys", "hub-moved"],
+)
+def test_a_new_connection_rolls_the_engines(change: Any) -> None:
+    def template(wanted: Any, context: Context) -> Json:
+        result: Json = one(desired_engine(engine(), wanted, context), "Deployment")["spec"]["template"]
+        return result
+
+    assert template(pool(), CONTEXT) == template(pool(), CONTEXT)
+    assert template(*change())["metadata"]["annotations"] != template(pool(), CONTEXT)["metadata"]["annotations"]
+
+
+def test_the_secret_is_mounted_for_the_group_only() -> None:
+    spec = one(desired_engine(engine(), pool(), CONTEXT), "Deployment")["spec"]["template"]["spec"]
+    volume = next(volume for volume in spec["volumes"] if "secret" in volume)
+    assert volume["secret"] == {"secretName": "policy-fence", "defaultMode": 0o440}
+    mount = next(mount for mount in spec["containers"][0]["volumeMounts"] if mount["name"] == volume["name"])
+    assert (mount["mountPath"], mount["readOnly"]) == ("/etc/epochkv/fence", True)
+    assert spec["securityContext"]["fsGroup"] == spec["securityContext"]["runAsGroup"]
+
+
+@pytest.mark.parametrize(
+    ("resources", "expected"),
+    [
+        ({}, {"requests": {"memory": "1Gi"}}),
+        ({"limits": {"memory": "4Gi"}}, {"limits": {"memory": "5Gi"}}),
+        ({"requests": {"memory": "512Mi", "cpu": "1"}}, {"requests": {"memory": "1536Mi", "cpu": "1"}}),
+        (
+            {"requests": {"memory": "3Gi"}, "limits": {"memory": 4294967296, "nvidia.com/gpu": 1}},
+            {"requests": {"memory": "4Gi"}, "limits": {"memory": "5Gi", "nvidia.com/gpu": 1}},
+        ),
+        ({"limits": {"nvidia.com/gpu": 1}}, {"limits": {"nvidia.com/gpu": 1}, "requests": {"memory": "1Gi"}}),
+    ],
+)
+def test_l1_is_added_to_the_memory_asked_for(resources: Json, expected: Json) -> None:
+    deployment = one(desired_engine(engine({**ENGINE_SPECS["minimal"], "resources": resources}), pool("l1-l2"), CONTEXT), "Deployment")
+    assert containers(deployment)[0]["resources"] == expected
+    without = one(desired_engine(engine({**ENGINE_SPECS["minimal"], "resources": resources}), pool("external"), CONTEXT), "Deployment")
+    assert containers(without)[0]["resources"] == resources
+
+
+def test_store_memory_covers_segment_and_process() -> None:
+    """331 MiB were measured with a full segment of 256 MiB."""
+    store = containers(one(desired_pool(pool(), CONTEXT), "StatefulSet"))[0]
+    assert store["resources"]["limits"]["memory"] == store["resources"]["requests"]["memory"] == "592Mi"
+    values = variables(store)
+    assert values["MOONCAKE_GLOBAL_SEGMENT_SIZE"] == "268435456"
+    assert values["MOONCAKE_LOCAL_HOSTNAME"] == "$(POD_IP)"
+    assert values["MOONCAKE_MASTER"] == "policy-master.rl.svc:50051"
+    assert list(values).index("POD_IP") < list(values).index("MOONCAKE_LOCAL_HOSTNAME")  # or it would not be expanded
+
+
+# Measured in real failures; a missing one costs minutes or poisons a client.
+MOONCAKE_ENVIRONMENT = {
+    "MC_RPC_TIMEOUT_MS": "1000",
+    "MC_RPC_CONNECT_TIMEOUT_MS": "500",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "2",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "30000",
+    "MC_MIN_RPC_PORT": "15000",
+    "MC_MAX_RPC_PORT": "15063",
+    "MC_YLT_LOG_LEVEL": "warn",
+}
+
+
+def test_engine_environment() -> None:
+    values = variables(containers(one(desired_engine(engine(), pool(), CONTEXT), "Deployment"))[0])
+    assert values.items() >= MOONCAKE_ENVIRONMENT.items()
+    assert values["EPOCHKV_ENGINE_NAME"] == "rollout"
+    assert values["POD_NAME"] == {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.name"}}
+    assert values["POD_NAMESPACE"] == {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.namespace"}}
+    assert "PYTHONHASHSEED" not in values
+    assert "MC_STORE_CLUSTER_ID" not in values
+    l1 = variables(containers(one(desired_engine(engine(), pool("l1"), CONTEXT), "Deployment"))[0])
+    assert not [name for name in l1 if name.startswith(("MC_", "MOONCAKE_"))]
+
+
+def test_highly_available_masters_and_their_clients_agree_on_a_cluster() -> None:
+    objects = desired_pool(pool("ha"), CONTEXT)
+    master = one(objects, "Deployment")
+    assert master["spec"]["replicas"] == 3
+    args = containers(master)[0]["args"]
+    identity = f"epochkv-{pool().metadata.uid}"
+    assert {
+        "--rpc_address=$(POD_IP)",
+        "--enable_ha=true",
+        "--ha_backend_type=etcd",
+        "--ha_backend_connstring=e0:2379;e1:2379",
+        f"--cluster_id={identity}",
+        "--enable_oplog=true",
+    } <= set(args)
+    engine_env = variables(containers(one(desired_engine(engine(), pool("ha"), CONTEXT), "Deployment"))[0])
+    store_env = variables(containers(one(objects, "StatefulSet"))[0])
+    assert engine_env["MC_STORE_CLUSTER_ID"] == store_env["MC_STORE_CLUSTER_ID"] == identity
+    assert store_env["MOONCAKE_MASTER"] == "etcd://e0:2379;e1:2379"
+
+
+def test_a_single_master_is_never_two() -> None:
+    master = one(desired_pool(pool(), CONTEXT), "Deployment")["spec"]
+    assert (master["replicas"], master["strategy"]) == (1, {"type": "Recreate"})
+
+
+def arguments(spec: Json) -> list[str]:
+    deployment = one(desired_engine(engine({**ENGINE_SPECS["minimal"], **spec}), pool(), CONTEXT), "Deployment")
+    found: list[str] = containers(deployment)[0]["args"]
+    return found
+
+
+def test_user_arguments_replace_defaults() -> None:
+    assert arguments({}).count("--served-model-name") == 1
+    assert "--enable-prompt-tokens-details" in arguments({})
+    assert arguments({})[:2] == ["--shutdown-timeout", "40"]
+    custom = arguments({"args": ["--served_model_name", "x", "--no-enable-prompt-tokens-details", "--shutdown-timeout=9"]})
+    for option in ("--served-model-name", "--enable-prompt-tokens-details", "--shutdown-timeout"):
+        assert option not in custom
+    assert custom[custom.index("--no-enable-prompt-tokens-details") + 1] == "--shutdown-timeout=9"
+
+
+@pytest.mark.parametrize(("grace", "timeout"), [(None, "40"), (300, "280"), (20, "0"), (5, "0")])
+def test_shutdown_ends_well_before_the_kill(grace: int | None, timeout: str) -> None:
+    template = {} if grace is None else {"template": {"spec": {"terminationGracePeriodSeconds": grace}}}
+    assert arguments(template)[1] == timeout
+
+
+def test_tensor_ranks_and_their_shared_memory() -> None:
+    spec = {**ENGINE_SPECS["minimal"], "parallelism": {"tensor": 4}}
+    deployment = one(desired_engine(engine(spec), pool(), CONTEXT), "Deployment")
+    args = containers(deployment)[0]["args"]
+    assert args[args.index("--tensor-parallel-size") + 1] == "4"
+    shm = next(volume for volume in deployment["spec"]["template"]["spec"]["volumes"] if volume["name"] == "shm")
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
+
+
+def engine_template(spec: Json) -> Json:
+    wanted = {**ENGINE_SPECS["minimal"], "template": {"spec": spec}}
+    result: Json = one(desired_engine(engine(wanted), pool(), CONTEXT), "Deployment")["spec"]["template"]["spec"]
+    return result
+
+
+def test_templates_merge_like_strategic_patches() -> None:
+    full = one(desired_engine(engine("full"), pool(), CONTEXT), "Deployment")["spec"]["template"]
+    assert full["metadata"]["labels"]["team"] == "rl"
+    spec = full["spec"]
+    own, sidecar = spec["containers"]
+    assert (own["name"], sidecar["name"]) == ("engine", "sidecar")
+    assert own["startupProbe"]["failureThreshold"] == 720
+    assert own["startupProbe"]["httpGet"]["path"] == "/health"
+    assert [mount["mountPath"] for mount in own["volumeMounts"]] == ["/tmp", "/dev/shm", "/etc/epochkv/fence", "/models"]
+    shm = next(volume for volume in spec["volumes"] if volume["name"] == "shm")
+    assert shm == {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}
+    replaced = engine_template({"volumes": [{"name": "tmp", "persistentVolumeClaim": {"claimName": "scratch"}}]})
+    tmp = next(volume for volume in replaced["volumes"] if volume["name"] == "tmp")
+    assert tmp == {"name": "tmp", "persistentVolumeClaim": {"claimName": "scratch"}}
+    assert "livenessProbe" not in engine_template({"containers": [{"name": "engine", "livenessProbe": None}]})["containers"][0]
+    env = engine_template({"containers": [{"name": "engine", "env": [{"name": "HOME", "value": "/h"}, {"name": "A", "value": "b"}]}]})
+    values = variables(env["containers"][0])
+    assert (values["HOME"], values["A"], values["USER"]) == ("/h", "b", "vllm")
+
+
+def test_building_does_not_change_the_spec() -> None:
+    wanted = engine("full")
+    before = wanted.model_dump_json()
+    assert desired_engine(wanted, pool(), CONTEXT) == desired_engine(wanted, pool(), CONTEXT)
+    assert wanted.model_dump_json() == before
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"containers": [{"name": "engine", "command": ["sh"]}]}, "containers[engine].command belongs to the operator: use spec.args"),
+        ({"containers": [{"name": "engine", "args": ["--kv-transfer-config={}"]}]}, "containers[engine].args belongs to the operator"),
+        ({"containers": [{"name": "engine", "image": "x"}]}, "use spec.image"),
+        ({"containers": [{"name": "engine", "env": [{"name": "PYTHONHASHSEED", "value": "0"}]}]}, "PYTHONHASHSEED"),
+        ({"containers": [{"name": "engine", "env": [{"name": "MC_X", "value": "0"}]}]}, "belong to the operator: remove it"),
+        ({"containers": [{"name": "engine", "volumeMounts": [{"mountPath": "/etc/epochkv/fence/", "name": "x"}]}]}, "mount elsewhere"),
+        ({"volumes": [{"name": "epochkv-fence", "emptyDir": {}}]}, "choose another volume name"),
+        ({"volumes": [{"emptyDir": {}}]}, "spec.template.spec.volumes[0] has no name"),
+        ({"containers": {"name": "engine"}}, "spec.template.spec.containers must be a list of objects"),
+        ({"containers": [{"name": "engine", "$patch": "delete"}]}, "directives are not supported"),
+        ({"securityContext": "none"}, "it must be an object"),
+    ],
+)
+def test_templates_that_are_refused(spec: Json, says: str) -> None:
+    with pytest.raises(InvalidTemplate) as refusal:
+        engine_template(spec)
+    assert says in str(refusal.value)
+    assert str(refusal.value).startswith("spec.template.spec")
+
+
+def test_store_and_master_templates_are_guarded_too() -> None:
+    base = {"store": {"segmentSize": "1Gi"}}
+    for component in ("master", "store"):
+        part = {**base.get(component, {}), "template": {"spec": {"containers": [{"name": component, "command": ["sh"]}]}}}
+        with pytest.raises(InvalidTemplate, match=rf"^spec\.distributed\.mooncake\.{component}\.template\.spec\.containers\[{component}\]"):
+            desired_pool(pool({"distributed": {"mooncake": {**base, component: part}}}), CONTEXT)
+
+
+def rules(objects: list[Json], name: str) -> list[Json]:
+    found: list[Json] = one(objects, "NetworkPolicy", name)["spec"]["ingress"]
+    return found
+
+
+def test_network_policies_close_mooncake() -> None:
+    objects = desired_pool(pool(), CONTEXT)
+    members = [{"podSelector": {"matchLabels": {"epochkv.io/pool": "policy"}}}]
+    rpc, admin = rules(objects, "policy-master")
+    assert (rpc["from"], rpc["ports"]) == (members, [{"protocol": "TCP", "port": 50051}])
+    assert admin["ports"] == [{"protocol": "TCP", "port": 9003}]
+    assert admin["from"][0]["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "epochkv-system"}
+    assert all("namespaceSelector" in peer for peer in admin["from"])
+    transfer, health = rules(objects, "policy-store")
+    assert (transfer["from"], transfer["ports"]) == (members, [{"protocol": "TCP", "port": 15000, "endPort": 15063}])
+    assert health["ports"] == [{"protocol": "TCP", "port": 9300}]
+    everybody, pool_only = rules(desired_engine(engine(), pool(), CONTEXT), "rollout")
+    assert "from" not in everybody
+    covered = {port for entry in everybody["ports"] if entry["protocol"] == "TCP" for port in range(entry["port"], entry["endPort"] + 1)}
+    assert set(range(1, 65536)) - covered == set(range(15000, 15064))
+    assert (pool_only["from"], pool_only["ports"]) == (members, [{"protocol": "TCP", "port": 15000, "endPort": 15063}])
+    pod_labels = one(desired_engine(engine(), pool(), CONTEXT), "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert pod_labels["epochkv.io/pool"] == "policy"
+
+
+def test_what_the_hub_assumes_about_weights() -> None:
+    model, pushed = engine({**ENGINE_SPECS["minimal"], "weightsSource": "Model"}), engine("full")
+    assert pool_weights_source([]) == "Pushed"  # engines from outside are a trainer's
+    assert pool_weights_source([model, model]) == "Model"
+    assert pool_weights_source([model, pushed]) == "Pushed"
