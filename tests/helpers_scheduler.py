@@ -231,7 +231,8 @@ class Rig:
     """One engine: scheduler, connector, fake worker ranks, and the oracle.
 
     Attributes:
-        stale_tokens: token positions that a request began with although other weights had computed them, by request id.
+        stale_tokens: token positions that a request was admitted with (at first or after a preemption) although weights
+            other than the engine's had computed them, by request id. A load that vLLM has recorded is an admission.
         foreign_tokens: positions whose KV was made from other tokens (must never happen).
         cached: request id -> tokens that its first scheduling found computed.
     """
@@ -265,7 +266,7 @@ class Rig:
         self.stale_tokens: dict[str, int] = {}
         self.foreign_tokens: dict[str, int] = {}
         self.cached: dict[str, int] = {}
-        self.external: dict[str, int] = {}
+        self.recorded_weights: dict[str, str] = {}  # loads that vLLM has recorded and not yet promoted
         self.outputs: dict[str, list[int]] = {}
         self.finished: set[str] = set()
         self.max_num_seqs = max_num_seqs
@@ -441,6 +442,8 @@ class Rig:
                 self.outputs.setdefault(item.request_id, []).extend(item.new_token_ids)
                 if item.finish_reason is not None:
                     self.finished.add(item.request_id)
+        for request_id in self.scheduler.finished_recving_kv_req_ids - self.scheduler.failed_recving_kv_req_ids:
+            self.recorded_weights.setdefault(request_id, self.weights)
 
     def _connector_output(self, output: Any) -> KVConnectorOutput:
         made = []
@@ -460,14 +463,14 @@ class Rig:
 
     def _forward(self, output: Any) -> ModelRunnerOutput:
         order, sampled = [], []
+        admitted = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
             end = request.num_computed_tokens
             start = end - num_scheduled
             if request_id not in self.cached:
                 self.cached[request_id] = start
-                self.external[request_id] = getattr(request, "num_external_computed_tokens", 0)
-            self._check(request, start)
+            self._check(request, start, request_id in admitted)
             self._compute(request, start, end)
             order.append(request_id)
             done = end >= request.num_tokens
@@ -483,20 +486,20 @@ class Rig:
     def _blocks(self, request: Request) -> tuple[list[int], ...]:
         return tuple(self.scheduler.kv_cache_manager.get_block_ids(request.request_id))
 
-    def _check(self, request: Request, start: int) -> None:
-        """Whatever the request begins this step with must be a function of its own tokens."""
-        first = request.request_id not in self.stale_tokens
+    def _check(self, request: Request, start: int, admitted: bool) -> None:
+        """Whatever the request begins this step with must be a function of its own tokens, and, on admission, of the weights."""
         stale = foreign = 0
+        weights = self.recorded_weights.pop(request.request_id, self.weights)
         tokens = list(request.all_token_ids)
         blocks = self._blocks(request)[0]
         for position in range(start):
             held = self.gpu.get(blocks[position // BLOCK], (None,) * BLOCK)[position % BLOCK]
             if held is None or held[1] != cell("", tokens[: position + 1])[1]:
                 foreign += 1
-            elif held[0] != self.weights:
+            elif held[0] != weights:
                 stale += 1
-        if first:
-            self.stale_tokens[request.request_id] = stale
+        if admitted:
+            self.stale_tokens[request.request_id] = self.stale_tokens.get(request.request_id, 0) + stale
         self.foreign_tokens[request.request_id] = self.foreign_tokens.get(request.request_id, 0) + foreign
 
     def _compute(self, request: Request, start: int, end: int) -> None:
@@ -536,6 +539,7 @@ class Rig:
         assert self.leaks() == {}
         assert self.block_pool.get_num_free_blocks() == self.free_at_start
         assert not any(self.foreign_tokens.values()), f"KV of other tokens: {self.foreign_tokens}"
+        assert not any(self.stale_tokens.values()), f"KV of other weights: {self.stale_tokens}"
         errors = dict(self.connector._guard.errors)
         assert errors == {}, f"our code raised: {errors}"
 

@@ -30,11 +30,13 @@ from epochkv_connector.link import Credentials, FenceHooks, HubLink
 from epochkv_connector.scheduling import SchedulerSide
 from epochkv_connector.stats import EpochKVPromMetrics, EpochKVStats
 from epochkv_connector.wire import StepMetadata, WorkerReport
+from epochkv_connector.working import Half, RefusingHalf, WorkerSide
 
 logger = logging.getLogger("vllm.epochkv")
 
 T = TypeVar("T")
 STATS_INTERVAL_SECONDS = 1.0
+WORKER_GAUGES = ("held_slots", "open_", "store_state", "store_queue")
 
 _local_workers: weakref.WeakValueDictionary[str, EpochKVConnector] = weakref.WeakValueDictionary()
 """Worker objects of this process by vLLM's engine id: an in-process scheduler object finds its worker here."""
@@ -86,9 +88,10 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         compat.check_version(self._epochkv_config.allow_untested_vllm)
         compat.check_siblings()
         self._refuse_foreign_encoders()
+        self._stats_sent: Counter[str] = Counter()
+        self._stats_at = 0.0
         self._side: SchedulerSide | None = None
-        self._worker: Any = None
-        self._begun = False
+        self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._build_scheduler_side()
         else:
@@ -109,7 +112,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._hashing = compat.BlockHashing(vllm_config.cache_config.prefix_caching_hash_algo)
         root_port = compat.GlobalRoot()
         credentials = Credentials(config)
-        digest = fingerprint(compat.describe_engine(vllm_config, self._kv_cache_config))
+        digest = self._fingerprint = fingerprint(compat.describe_engine(vllm_config, self._kv_cache_config))
         self._link = HubLink(config, credentials)
         random_seed = compat.hash_seed_is_random(self._hashing.algorithm)
         if random_seed and config.distributed is not None:
@@ -128,7 +131,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         loads_off = self._why_no_loads()
         if loads_off is not None:
             logger.warning("EpochKV: loads are off: %s", loads_off)
-        self._tiers = self._guard.run("tiers", self._build_tiers, lambda: None)
+        self._tiers: tiers.SchedulerTiers | None = self._guard.run("tiers", self._build_tiers, lambda: None)
         self._side = SchedulerSide(
             config,
             fence,
@@ -137,8 +140,6 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             propose=self._link.propose if config.on_local_reset == "propose" else None,
             local_worker=self._find_local_worker,
         )
-        self._stats_sent: Counter[str] = Counter()
-        self._stats_at = 0.0
         hooks = FenceHooks(fence, self._gauges, self._reclaim)
         self._link.start(hooks, digest, int(vllm_config.parallel_config.data_parallel_rank or 0))
         if fence.policy.forced_bypass is not None:
@@ -176,12 +177,14 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
     def _build_tiers(self) -> tiers.SchedulerTiers | None:
         return tiers.build_scheduler_tiers(self._epochkv_config, self._vllm_config, self._kv_cache_config)
 
-    def _find_local_worker(self) -> Any:
+    def _find_local_worker(self) -> WorkerSide | None:
         connector = _local_workers.get(str(self._kv_transfer_config.engine_id))
         return connector._worker if connector is not None else None
 
-    def _reclaim(self, what: Any) -> int:
-        return self._tiers.reclaim(what) if self._tiers is not None else 0
+    def _reclaim(self, below: int) -> int:
+        if self._tiers is None:
+            return 0
+        return self._tiers.reclaim(self._epochkv_config.pool.uid, self._fingerprint, below)
 
     # ------------------------------------------------------------------ properties vLLM asks for
 
@@ -288,17 +291,28 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
     # ------------------------------------------------------------------ worker role
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Lay out the host region over the KV tensors; a layout that cannot be cut turns the tiers off."""
-        self._worker = self._guard.run(
-            "register_kv_caches",
-            lambda: tiers.build_worker(self._epochkv_config, self._vllm_config, self._kv_cache_config, kv_caches),
-            _nothing,
-        )
+        """Lay out the host region over the KV tensors; an engine that cannot be staged refuses every job."""
+        rank = compat.worker_rank()
+
+        def build() -> Half:
+            config = self._epochkv_config
+            if config.local is None and config.distributed is None:
+                return RefusingHalf(rank)
+            return tiers.build_worker(config, self._vllm_config, self._kv_cache_config, kv_caches)
+
+        self._worker = WorkerSide(self._guard.run("register_kv_caches", build, lambda: RefusingHalf(rank)), rank)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """A new step."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is None:  # the runner never registered: answer all the same
+            self._worker = WorkerSide(RefusingHalf(compat.worker_rank()), compat.worker_rank())
+        self._worker.new_step()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads touch only blocks no forward pass uses; saves must see this step's KV, so such steps begin later."""
-        if self.has_connector_metadata() and not self._metadata().saves:
-            self._begin_step()
+        """Loads begin; they touch only blocks that no forward pass uses."""
+        idle = getattr(forward_context, "attn_metadata", None) is None
+        self._step("start_step", lambda side, metadata: side.start(metadata, idle=idle))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: loads are asynchronous."""
@@ -307,47 +321,28 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing: saves are taken block by block after the forward pass."""
 
     def wait_for_save(self) -> None:
-        """Hand this step's jobs to the copy threads; returns at once (blocks stay referenced until acknowledged)."""
-        if self.has_connector_metadata():
-            self._begin_step()
+        """The forward pass was issued: saves begin behind it. Returns at once (blocks stay referenced until acknowledged)."""
+        self._step("finish_step", lambda side, metadata: side.finish(metadata))
 
-    def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """A new step."""
-        super().bind_connector_metadata(connector_metadata)
-        self._begun = False
-
-    def _metadata(self) -> StepMetadata:
+    def _step(self, where: str, work: Callable[[WorkerSide, StepMetadata], None]) -> None:
+        side = self._worker
+        if side is None or not self.has_connector_metadata():
+            return
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
-        return metadata
-
-    def _begin_step(self) -> None:
-        if self._begun:
-            return
-        self._begun = True
-        metadata = self._metadata()
-        if self._worker is None:
-            self._worker = tiers.AbsentWorker(compat.worker_rank())
-        self._guard.run("start_step", lambda: self._worker.start_step(metadata), lambda: self._refuse(metadata))
-
-    def _refuse(self, metadata: StepMetadata) -> None:
-        """The worker half cannot take the step: every job must still be answered exactly once."""
-        absent = tiers.AbsentWorker(compat.worker_rank())
-        absent.start_step(metadata)
-        self._worker = tiers.Both(self._worker, absent)
+        self._guard.run(where, lambda: work(side, metadata), lambda: side.refuse(metadata))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Loads that ended on this rank since the last call, each exactly once."""
-        if self._worker is None:
+        side = self._worker
+        if side is None:
             return KVConnectorTransferResults()
-        finished, failed = self._guard.run("results", lambda: self._worker.results(), lambda: (set(), set()))
-        return KVConnectorTransferResults(finished_recving=set(finished), failed_recving=set(failed))
+        finished, failed = self._guard.run("results", side.results, lambda: (set(), set()))
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> WorkerReport:
         """Acknowledgements; never None and never falsy, since vLLM's aggregator skips those."""
-        if self._worker is None:
-            return WorkerReport()
-        return self._guard.run("poll_acks", lambda: self._worker.poll_acks(), WorkerReport)
+        return self._guard.run("acks", self._worker.acks, WorkerReport) if self._worker is not None else WorkerReport()
 
     # ------------------------------------------------------------------ both roles
 
@@ -357,17 +352,29 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _collect_stats(self) -> EpochKVStats | None:
         if self._side is None:
-            numbers = self._worker.stats() if self._worker is not None else {}
-            stats = EpochKVStats.of(dict(numbers))
-            return None if stats.is_empty() else stats
-        now = time.monotonic()
-        if now - self._stats_at < STATS_INTERVAL_SECONDS:
+            return self._collect_worker_stats()
+        return self._increments(self._counters(), self._gauges()) if self._stats_due() else None
+
+    def _collect_worker_stats(self) -> EpochKVStats | None:
+        if self._worker is None or not self._stats_due():
             return None
-        self._stats_at = now
-        totals = self._counters()
+        numbers = self._worker.half.stats()
+        numbers.update({f"error_{where}": float(count) for where, count in self._guard.errors.items()})
+        gauges = {name: value for name, value in numbers.items() if name.startswith(WORKER_GAUGES)}
+        stats = self._increments({k: v for k, v in numbers.items() if k not in gauges}, gauges)
+        return None if stats.is_empty() else stats
+
+    def _stats_due(self) -> bool:
+        now = time.monotonic()
+        due = now - self._stats_at >= STATS_INTERVAL_SECONDS
+        if due:
+            self._stats_at = now
+        return due
+
+    def _increments(self, totals: dict[str, float], gauges: dict[str, float]) -> EpochKVStats:
         increments = {name: value - self._stats_sent[name] for name, value in totals.items()}
         self._stats_sent = Counter(totals)
-        return EpochKVStats.of(increments, self._gauges())
+        return EpochKVStats.of(increments, gauges)
 
     def _counters(self) -> dict[str, float]:
         side = self.side
@@ -421,5 +428,5 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
                 self._guard.run("tiers.close", self._tiers.close, _nothing)
         worker, self._worker = self._worker, None
         if worker is not None:
-            self._guard.run("worker.shutdown", worker.shutdown, _nothing)
+            self._guard.run("worker.shutdown", worker.half.shutdown, lambda: False)
 

@@ -51,7 +51,7 @@ class FenceHooks:
         self,
         fence: Fence,
         stats: Callable[[], dict[str, float]],
-        reclaim: Callable[[Any], int],
+        reclaim: Callable[[int], int],
     ) -> None:
         self._fence = fence
         self._stats = stats
@@ -77,9 +77,9 @@ class FenceHooks:
         """Numbers for status and metrics."""
         return self._stats()
 
-    def reclaim(self, what: Any) -> int:
-        """Remove L2 keys of older epochs; returns how many went."""
-        return self._reclaim(what)
+    def reclaim(self, below: int) -> int:
+        """Remove L2 keys of epochs below `below`; returns how many went. On a thread of its own."""
+        return self._reclaim(below)
 
 
 class HubLink:

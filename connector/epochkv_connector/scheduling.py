@@ -6,7 +6,6 @@ vLLM. The order inside each method is the point: *first* bring the bookkeeping t
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -24,14 +23,12 @@ from epochkv_fence.messages import Mode
 IDLE_DRAIN_SECONDS = 0.05
 """How long an in-process engine, which never steps after its last request, may wait for device-to-host copies."""
 
-DRAIN_POLL_SECONDS = 0.0005
-
 
 class LocalWorker(Protocol):
-    """A worker half in this very process."""
+    """A worker half in this very process (`working.WorkerSide`)."""
 
-    def poll_acks(self) -> WorkerReport:
-        """Acknowledgements that are ready now; never blocks."""
+    def drain(self, timeout: float) -> WorkerReport:
+        """Wait for device-to-host copies, at most `timeout` seconds; acknowledgements that are ready."""
 
 
 class SchedulerSide:
@@ -52,7 +49,6 @@ class SchedulerSide:
         loads_off: str | None = None,
         propose: Callable[[int], None] | None = None,
         local_worker: Callable[[], LocalWorker | None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self.fence = fence
@@ -60,7 +56,6 @@ class SchedulerSide:
         self._loads_off = loads_off
         self._propose = propose
         self._local_worker = local_worker
-        self._clock = clock
         self._pool: Any = None
         self._manager: Any = None
         self._applied: Snapshot = fence.snapshot
@@ -302,13 +297,7 @@ class SchedulerSide:
         worker = self._local_worker()
         if worker is None:
             return
-        deadline = self._clock() + IDLE_DRAIN_SECONDS
-        while self.half.holds_gpu_blocks() and self._clock() < deadline:
-            report = worker.poll_acks()
-            if report.acks:
-                self.half.on_report(report)
-            else:
-                time.sleep(DRAIN_POLL_SECONDS)
+        self.half.on_report(worker.drain(IDLE_DRAIN_SECONDS))
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; GPU pins protect its saves, so frees are never delayed."""

@@ -14,23 +14,31 @@ from typing import Any, Protocol
 
 from epochkv_connector import compat
 from epochkv_connector.config import ConnectorConfig
+from epochkv_connector.identity import namespace
 from epochkv_connector.keys import object_key
-from epochkv_connector.records import JobAck, Phase
 from epochkv_connector.scheduler.core import SchedulerHalf
+from epochkv_connector.scheduler.index import slot_count
 from epochkv_connector.scheduler.views import KeysOf, LookupClient
-from epochkv_connector.wire import StepMetadata, WorkerReport
+from epochkv_connector.store import StoreClient, StoreSettings
+from epochkv_connector.worker.layout import GroupSpec
+from epochkv_connector.worker.staging import HostRegion
+from epochkv_connector.worker.worker import WorkerHalf
 
 logger = logging.getLogger("vllm.epochkv.tiers")
 
+CLOSE_SECONDS = 2.0
 
-class ClosableLookup(LookupClient, Protocol):
-    """A lookup client that owns a thread."""
 
-    def close(self) -> None:
-        """End it within its own deadline."""
+RECLAIM_EPOCHS = 64
+"""Epochs below the published one that a reclaim looks at; older ones have long been evicted."""
 
-    def remove_below(self, pool_prefix: str, epoch: int) -> int:
-        """Remove L2 keys of the pool's epochs below `epoch`; best effort; how many went."""
+
+class LookupStore(LookupClient, Protocol):
+    """`store.StoreClient` as the scheduler half uses it."""
+
+    def close(self, timeout: float = 5.0) -> bool: ...
+    def remove_by_prefix(self, prefix: str, timeout: float = 10.0) -> int: ...
+    def stats(self) -> dict[str, float]: ...
 
 
 @dataclass
@@ -38,12 +46,23 @@ class SchedulerTiers:
     """The scheduler half and what it owns."""
 
     half: SchedulerHalf
-    store: ClosableLookup | None
+    store: LookupStore | None
+
+    def reclaim(self, pool_uid: str, fingerprint: str, below: int) -> int:
+        """Remove this layout's L2 keys of the epochs below `below`; how many went. Blocks: not for the scheduler thread.
+
+        Raises:
+            StoreUnavailable: the store gave no answer.
+        """
+        if self.store is None:
+            return 0
+        epochs = range(max(0, below - RECLAIM_EPOCHS), below)
+        return sum(self.store.remove_by_prefix(namespace(pool_uid, fingerprint, epoch) + "/") for epoch in epochs)
 
     def close(self) -> None:
         """Close the lookup client."""
         if self.store is not None:
-            self.store.close()
+            self.store.close(CLOSE_SECONDS)
 
 
 def build_scheduler_tiers(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any) -> SchedulerTiers | None:
@@ -73,43 +92,49 @@ def make_keys_of(num_shards: int) -> KeysOf:
     return keys_of
 
 
-def make_lookup_client(config: ConnectorConfig) -> ClosableLookup:
-    """The scheduler half's own store client, on its own thread."""
-    raise RuntimeError("the distributed tier is not built yet")
+def make_lookup_client(config: ConnectorConfig) -> LookupStore:
+    """The scheduler half's own store client: existence and removal only, on its own threads; connects in the background."""
+    settings = StoreSettings.of(config)
+    assert settings is not None
+    client = StoreClient(settings)
+    client.start()
+    return client
 
 
-class AbsentWorker:
-    """Answers every job at once as failed: what a rank without a host region owes the scheduler half."""
+def build_worker(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]) -> WorkerHalf:
+    """One rank's worker half over vLLM's KV tensors.
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._failed: set[str] = set()
-        self._acks: list[JobAck] = []
+    Raises:
+        LayoutError, ConfigError, OSError, RuntimeError: this engine cannot be staged.
+    """
+    layout = compat.cache_layout(vllm_config, kv_cache_config)
+    ranks, rank = compat.num_worker_ranks(vllm_config), compat.worker_rank()
+    shards = compat.num_kv_shards(vllm_config, kv_cache_config)
+    settings = StoreSettings.of(config)
 
-    def start_step(self, metadata: StepMetadata) -> None:
-        """Fail the loads, drop the saves, report the poisoned."""
-        for load in metadata.loads:
-            self._failed.add(load.request_id)
-            self._acks.append(JobAck(load.job_id, self._rank, Phase.LOADED, 0, 0, failed=True))
-        self._failed.update(metadata.poisoned)
-        for save in metadata.saves:
-            phases = (Phase.COPIED,) if save.namespace is None else (Phase.COPIED, Phase.STORED)
-            for phase in phases:
-                self._acks.append(JobAck(save.job_id, self._rank, phase, save.start_block, 0, failed=True))
+    def open_store(region: HostRegion) -> StoreClient:
+        assert settings is not None
+        client = StoreClient(settings, [(region.address, region.num_bytes)])
+        client.start()
+        return client
 
-    def results(self) -> tuple[set[str], set[str]]:
-        """(finished, failed) since the last call."""
-        failed, self._failed = self._failed, set()
-        return set(failed), failed
-
-    def poll_acks(self) -> WorkerReport:
-        """Acknowledgements since the last call."""
-        acks, self._acks = self._acks, []
-        return WorkerReport(acks=acks)
-
-    def stats(self) -> dict[str, float]:
-        """Nothing is moved."""
-        return {}
-
-    def shutdown(self) -> None:
-        """Nothing to end."""
+    half = WorkerHalf(
+        rank=rank,
+        world_size=ranks,
+        shard=rank // (ranks // shards),
+        num_shards=shards,
+        open_store=open_store if settings is not None else None,
+    )
+    groups = [GroupSpec(list(group.layer_names), group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups]
+    stride = half.register(
+        kv_caches, groups, slot_count(config, max(1, layout.slot_bytes), ranks), kv_cache_config.num_blocks
+    )
+    if stride != layout.slot_bytes:
+        logger.warning(
+            "EpochKV: a block takes %d bytes of host memory, %d were expected from the configuration; L1 uses %.2f times "
+            "local.capacity_bytes",
+            stride,
+            layout.slot_bytes,
+            stride / max(1, layout.slot_bytes),
+        )
+    return half

@@ -1,0 +1,256 @@
+"""Requests in every state across an adoption: none of them, and nobody after them, sees KV of the epoch before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from vllm.utils.hashing import sha256
+from vllm.v1.core import kv_cache_utils
+
+from tests.helpers_scheduler import BLOCK, RequestStatus, SharedStore, prompt
+
+MakeRig = Callable[..., Any]
+LENGTH = 8 * BLOCK + 3
+
+
+def evict(rig: Any, seeds: range = range(100, 104)) -> None:
+    """Push everything idle out of the GPU's prefix cache (of 12 blocks)."""
+    for seed in seeds:
+        rig.serve(prompt(seed, LENGTH))
+
+
+def test_a_naive_rebind_puts_old_kv_of_a_short_prompt_under_a_new_name(make_rig: MakeRig) -> None:
+    """The fault itself, without our hasher: what the next test excludes."""
+    rig = make_rig(connector=False)
+    short = rig.add(prompt(1, BLOCK - 6), max_tokens=BLOCK)
+    for _ in range(3):
+        rig.step()
+    assert short.block_hashes == []  # its first hash will be made during decode
+    rig.weights = "w1"
+    kv_cache_utils.NONE_HASH = b"new root".ljust(32, b".")
+    rig.run()
+    rig.serve(list(short.all_token_ids) + prompt(2, BLOCK))
+    assert rig.stale_tokens["r2"] == BLOCK - 4  # positions computed before the rebind, found under the new root
+
+
+def test_a_short_prompt_keeps_its_pin_when_its_first_hash_is_made_after_the_adoption(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.adopt(0)
+    short = rig.add(prompt(1, BLOCK - 6), max_tokens=BLOCK)
+    for _ in range(3):
+        rig.step()
+    assert short.block_hashes == []
+    rig.adopt(1, weights="w1")
+    assert rig.fence.carried() == 1
+    rig.run()
+    assert len(short.block_hashes) == 1
+    follower = rig.serve(list(short.all_token_ids) + prompt(2, BLOCK))
+    assert rig.cached[follower] == 0
+    rig.check_clean()
+
+
+def test_a_waiting_request_is_repinned(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    waiting = rig.add(tokens)
+    before = waiting.block_hashes
+    assert rig.block_pool.get_cached_block(before[0], [0]) is not None  # old KV lies under the name it now carries
+    rig.adopt(1, weights="w1")
+    rig.run()
+    assert waiting.block_hashes is not before  # never in place
+    assert waiting.block_hashes[0] != before[0]
+    assert rig.cached[waiting.request_id] == 0
+    again = rig.serve(tokens)
+    assert rig.cached[again] == 8 * BLOCK  # and reuse works in the new epoch
+    rig.check_clean()
+
+
+def test_a_request_hashed_with_the_old_global_and_added_after_the_adoption_is_rehashed(make_rig: MakeRig) -> None:
+    """The input thread hashes with the global of its moment."""
+    rig = make_rig()
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    late = rig.request(tokens)
+    rig.adopt(1, weights="w1")
+    rig.scheduler.add_request(late)
+    rig.run()
+    assert rig.cached[late.request_id] == 0
+    rig.check_clean()
+
+
+def test_a_waiting_request_that_skips_the_prefix_cache_is_repinned_at_once(make_rig: MakeRig) -> None:
+    """vLLM goes on with it in the same step, and caches its blocks under whatever its hashes are then."""
+    rig = make_rig()
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    skipping = rig.add(tokens, skip_reading_prefix_cache=True)
+    rig.adopt(1, weights="w1")
+    output = rig.step()
+    assert skipping.request_id in output.num_scheduled_tokens
+    rig.run()
+    follower = rig.serve(tokens)
+    assert rig.cached[follower] == 8 * BLOCK  # named in the new epoch
+    rig.check_clean()
+
+
+def test_a_load_under_way_is_poisoned(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=12)
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    evict(rig)
+    (worker,) = rig.workers
+    worker.hold_loads = True
+    loading = rig.add(tokens)
+    rig.step()
+    assert loading.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert len(worker.loads) == 1
+    rig.adopt(1, weights="w1")
+    worker.hold_loads = False
+    rig.step()  # the load succeeds, and its success is taken back
+    worker.work()
+    rig.run()
+    assert worker.poison_orders == [loading.request_id]
+    assert rig.cached[loading.request_id] == 0
+    assert rig.fence.carried() == 0
+    rig.check_clean()
+
+
+def test_a_load_recorded_before_the_adoption_is_carried_and_stays_private(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=12)
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    evict(rig)
+    loaded = rig.add(tokens, max_tokens=4)
+    rig.step()
+    while loaded.request_id not in rig.scheduler.finished_recving_kv_req_ids:
+        rig.step()
+    assert loaded.status is RequestStatus.WAITING_FOR_REMOTE_KVS  # recorded, not promoted
+    rig.adopt(1, weights="w1")
+    assert rig.fence.carried() == 1
+    rig.run()
+    assert rig.cached[loaded.request_id] == 8 * BLOCK  # its own, as before
+    assert rig.fence.carried() == 0
+    follower = rig.serve(tokens)
+    assert rig.cached[follower] == 0
+    rig.check_clean()
+
+
+def test_a_running_request_is_carried_and_saves_nothing_more(make_rig: MakeRig) -> None:
+    store = SharedStore()
+    rig = make_rig(store=store)
+    rig.adopt(0)
+    running = rig.add(prompt(1, LENGTH), max_tokens=3 * BLOCK)
+    rig.step()
+    before = set(store.objects)
+    assert len(before) == 8
+    rig.adopt(1, weights="w1")
+    assert rig.fence.carried() == 1
+    rig.run()
+    assert set(store.objects) == before
+    follower = rig.serve(list(running.all_token_ids))
+    assert rig.cached[follower] == 0
+    rig.check_clean()
+
+
+def test_a_preempted_request_is_repinned_and_recomputes(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.adopt(0)
+    preempted = rig.add(prompt(1, LENGTH), max_tokens=6)
+    rig.step()
+    rig.step()
+    rig.scheduler._preempt_request(rig.scheduler.running.pop(), 0.0)
+    assert preempted.status is RequestStatus.PREEMPTED
+    hashes = preempted.block_hashes
+    assert rig.block_pool.get_cached_block(hashes[0], [0]) is not None  # its own old KV is still findable by the old name
+    rig.adopt(1, weights="w1")
+    output = rig.step()
+    assert preempted.request_id not in output.num_scheduled_tokens  # the local hit was dropped
+    output = rig.step()
+    assert output.num_scheduled_tokens[preempted.request_id] >= LENGTH
+    rig.run()
+    rig.check_clean()
+
+
+def test_a_plan_that_an_adoption_overtakes_inside_schedule_is_doomed(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the answer and the allocation: the acknowledgement waits for the step, and the load never runs."""
+    rig = make_rig(num_blocks=12)
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    evict(rig)
+    answer = rig.connector.get_num_new_matched_tokens
+    busy: list[bool] = []
+
+    def overtaken(request: Any, num_local: int) -> Any:
+        found = answer(request, num_local)
+        busy.append(rig.fence.busy())
+        rig.adopt(1, weights="w1")
+        return found
+
+    hit = rig.add(tokens)
+    monkeypatch.setattr(rig.connector, "get_num_new_matched_tokens", overtaken)
+    rig.step()
+    assert hit.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    monkeypatch.undo()
+    assert busy == [True]
+    assert not rig.fence.busy()  # the step is over
+    rig.run()
+    assert rig.cached[hit.request_id] == 0
+    rig.check_clean()
+
+
+def test_names_are_right_under_fast_adoption(make_rig: MakeRig) -> None:
+    """The agent thread adopts as fast as it can while requests are made, added and scheduled: every name starts at its pin."""
+    rig = make_rig(num_blocks=256)
+    rig.adopt(0)
+    stop = threading.Event()
+    adopted = [0]
+
+    def adopt() -> None:
+        while not stop.is_set():
+            adopted[0] += 1
+            rig.adopt(adopted[0])
+            stop.wait(0.0005)
+
+    thread = threading.Thread(target=adopt)
+    thread.start()
+    try:
+        made = []
+        for seed in range(150):
+            made.append(rig.add(prompt(seed, LENGTH)))
+            if seed % 5 == 4:
+                rig.step()
+    finally:
+        stop.set()
+        thread.join()
+    assert adopted[0] > 20
+    wrong = 0
+    for request in made:
+        pin = rig.fence.pin_of(request)
+        expected = kv_cache_utils.hash_block_tokens(sha256, pin.root, request.all_token_ids[:BLOCK])
+        wrong += request.block_hashes[0] != expected
+    assert wrong == 0
+    rig.run(2000)
+    rig.check_clean()
+
+
+def test_the_clearing_event_precedes_events_of_new_blocks(make_rig: MakeRig) -> None:
+    rig = make_rig(kv_events=True)
+    rig.adopt(0)
+    rig.serve(prompt(1, LENGTH))
+    rig.block_pool.take_events()
+    rig.adopt(1, weights="w1")
+    rig.add(prompt(1, LENGTH))
+    rig.scheduler.schedule()
+    kinds = [type(event).__name__ for event in rig.block_pool.kv_event_queue]
+    rig.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    assert kinds[0] == "AllBlocksCleared"
+    assert kinds.count("AllBlocksCleared") == 1
