@@ -19,7 +19,7 @@ setup-engine: ## The same with vLLM on CPU and the connector (6 GB)
 	@$(SETUP) dev engine
 
 setup-cluster: ## Everything the local cluster needs: packages, Go-built Kubernetes, environments
-	@$(SETUP) system dev engine
+	@$(SETUP) $(if $(filter kind,$(CLUSTER)),,system) dev engine
 	@$(DEV) -m hack.cluster build
 
 demo: setup-cluster ## The main job: cluster, chart, pool, engines, prompts, new weights, resetEpoch, proof (CLUSTER=local|kind)

@@ -44,6 +44,14 @@ def down() -> None:
     Setup().remove(lambda line: console.print(line, markup=False, highlight=False))
 
 
+@app.command()
+def diagnose() -> None:
+    """Print what one would look at first when something fails: pods, warnings, the operator's last lines."""
+    from hack.demo.setup import Setup
+
+    console.print(Setup().diagnosis(), markup=False, highlight=False, soft_wrap=True)
+
+
 def main() -> None:
     """Entry point: known failures are one clear message and exit status 1."""
     try:

@@ -32,13 +32,17 @@ class Setup:
     """Names and folders of one demo."""
 
     cluster: str = os.environ.get("EPOCHKV_CLUSTER", "epochkv")
-    work: Path = ROOT / ".build/demo"
     engine_venv: Path = Path(os.environ.get("EPOCHKV_ENGINE_VENV") or ROOT / ".build/venv-engine")
 
     @property
     def provider(self) -> Provider:
         """The cluster's provider, chosen by `$CLUSTER`."""
         return provider(self.cluster)
+
+    @property
+    def work(self) -> Path:
+        """Where this demo keeps its files."""
+        return ROOT / ".build/demo" / self.cluster
 
     @property
     def models(self) -> Path:

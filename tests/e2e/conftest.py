@@ -1,0 +1,106 @@
+"""One cluster with the demo's pool and engines for the whole layer.
+
+`EPOCHKV_CLUSTER=NAME` uses (and keeps) that cluster, for example the one that `make demo` left; otherwise a cluster of its own is made
+and removed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from hack.demo.journey import NAMESPACE
+from hack.demo.kube import DemoError, Kube, condition, wait_until
+from hack.demo.setup import MANIFESTS, Setup
+
+OWN_CLUSTER = "e2e"
+SECONDS = 600.0
+
+
+@pytest.fixture(scope="session")
+def setup() -> Iterator[Setup]:
+    """Everything installed; pool, engines and reference Ready."""
+    given = os.environ.get("EPOCHKV_CLUSTER")
+    made = Setup(cluster=given or OWN_CLUSTER)
+    try:
+        archives = made.build_images(print)
+        made.make_models(print)
+        made.bring_up(print)
+        made.load_images(archives, print)
+        made.install(print)
+        made.apply(print)
+        made.wait_ready(lambda text: None)
+        yield made
+    finally:
+        if given is None:
+            made.remove(print)
+
+
+@pytest.fixture(scope="session")
+def kube(setup: Setup) -> Kube:
+    return setup.kube()
+
+
+@pytest.fixture
+def namespace(kube: Kube) -> Iterator[str]:
+    """The demo's namespace; pools and engines that a test adds carry the label `e2e` and go afterwards."""
+    yield NAMESPACE
+    kube.kubectl("-n", NAMESPACE, "delete", "ie,kvp", "-l", "e2e", "--wait=true", seconds=180)
+    wait_until(
+        lambda: not kube.pods(NAMESPACE, "epochkv.io/e2e=true"), 120, lambda: "pods of deleted engines are still there"
+    )
+
+
+def engine_manifest(name: str, pool: str | None) -> dict[str, Any]:
+    """The demo's engine under another name, one replica, in another pool (or none)."""
+    manifest: dict[str, Any] = yaml.safe_load((MANIFESTS / "engine.yaml").read_text())
+    manifest["metadata"] |= {"name": name, "labels": {"e2e": name}}
+    manifest["spec"]["replicas"] = 1
+    manifest["spec"]["template"]["metadata"] = {"labels": {"epochkv.io/e2e": "true"}}
+    manifest["spec"].pop("poolRef")
+    if pool is None:
+        manifest["spec"].pop("weightsSource")
+    else:
+        manifest["spec"]["poolRef"] = {"name": pool}
+    return manifest
+
+
+def pool_manifest(name: str, image: str) -> dict[str, Any]:
+    """The demo's pool under another name and with another store image."""
+    manifest: dict[str, Any] = yaml.safe_load((MANIFESTS / "pool.yaml").read_text())
+    manifest["metadata"] |= {"name": name, "labels": {"e2e": name}}
+    manifest["spec"]["distributed"]["mooncake"]["image"] = image
+    return manifest
+
+
+def apply(kube: Kube, *manifests: dict[str, Any]) -> None:
+    kube.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(manifests))
+
+
+def wait_condition(
+    kube: Kube, plural: str, name: str, kind: str, status: str, seconds: float = SECONDS
+) -> dict[str, Any]:
+    """The condition once it has this status."""
+    path = f"/apis/epochkv.io/v1alpha1/namespaces/{NAMESPACE}/{plural}/{name}"
+    found: dict[str, Any] = {}
+
+    def there() -> bool:
+        found.clear()
+        found.update(condition(kube.get(path), kind))
+        return found.get("status") == status
+
+    wait_until(there, seconds, lambda: f"{plural}/{name}: condition {kind} is {found or 'absent'}, wanted {status}")
+    return dict(found)
+
+
+def refused(kube: Kube, *args: str, stdin: str | None = None) -> str:
+    """kubectl's words; fails the test when the call is accepted."""
+    try:
+        out = kube.kubectl(*args, stdin=stdin)
+    except DemoError as error:
+        return str(error)
+    pytest.fail(f"accepted: kubectl {' '.join(args)}: {out}")

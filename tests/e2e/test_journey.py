@@ -1,0 +1,70 @@
+"""The main job in pods, as the demo tells it: share, push new weights, raise resetEpoch, nothing old is seen, share again."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hack.demo.journey import NAMESPACE, POOL, Journey
+from hack.demo.kube import Kube
+from hack.demo.setup import Setup
+
+pytestmark = pytest.mark.timeout(1500)
+
+
+@pytest.fixture(scope="module")
+def journey(setup: Setup) -> Journey:
+    """The journey, told once; the tests below look at what it saw."""
+    seed = random.SystemRandom().randrange(1_000_000)
+    print(f"journey: --seed {seed}")
+    told = Journey(setup.kube(), print, seed)
+    told.prepare()
+    told.share()
+    told.renew()
+    told.after()
+    return told
+
+
+def test_every_claim_of_the_demo_holds(journey: Journey) -> None:
+    assert [f"{claim.what}: expected {claim.expected}, saw {claim.seen}" for claim in journey.claims.broken] == []
+    # 1 + 6 for sharing, 2 for the bump, 2 + 2 x 6 afterwards: a claim that was not checked has not held.
+    assert len(journey.claims.items) == 23
+
+
+def test_the_published_epoch_is_in_the_status(journey: Journey, kube: Kube) -> None:
+    published = kube.kubectl("-n", NAMESPACE, "get", "kvp", POOL, "-o", "jsonpath={.status.epoch}/{.status.targetEpoch}/{.spec.resetEpoch}")
+    epoch = journey.bumps[-1].epoch
+    assert published == f"{epoch}/{epoch}/{epoch}"
+
+
+def test_no_pod_was_restarted_by_the_reset(journey: Journey, kube: Kube) -> None:
+    restarts = [
+        container["restartCount"]
+        for selector in ("epochkv.io/pool=policy", "epochkv.io/engine=reference")
+        for pod in kube.pods(NAMESPACE, selector)
+        for container in pod["status"]["containerStatuses"]
+    ]
+    assert len(restarts) == 5  # two engines, master, store, reference
+    names = {engine.name for engine in journey.engines}
+    assert names == {pod["metadata"]["name"] for pod in kube.pods(NAMESPACE, "epochkv.io/engine=rollout")}
+
+
+def test_a_steady_cluster_is_not_written_to(journey: Journey, kube: Kube) -> None:
+    """Between two looks without any change in between, no object of the pool has a new resourceVersion (the Lease apart)."""
+
+    def versions() -> dict[str, str]:
+        kinds = ("kvp", "ie", "deployment", "statefulset", "service", "configmap", "poddisruptionbudget", "networkpolicy")
+        lines = kube.kubectl(
+            "-n", NAMESPACE, "get", ",".join(kinds), "-o",
+            'jsonpath={range .items[*]}{.kind}/{.metadata.name}={.metadata.resourceVersion}{"\\n"}{end}',
+        )  # fmt: skip
+        return dict(line.split("=") for line in lines.splitlines())
+
+    import time
+
+    time.sleep(3.0)  # what the journey's last step set off is over
+    before = versions()
+    time.sleep(15.0)
+    assert versions() == before
+    assert len(before) > 10
