@@ -189,7 +189,7 @@ ENGINE_CASES = [
                 },
             },
         },
-    ),  # fmt: skip
+    ),
     engine("scaled-to-zero", {"replicas": 0}),
     engine("kv-flags-that-are-fine", {"args": ["--kv-cache-dtype=fp8", "--kv-events-config={}", "--kv-sharing-fast-prefill"]}),
     engine("config-format", {"args": ["--config-format", "hf", "--compilation-config={}", "--tokenizer", "x"]}),
@@ -237,7 +237,7 @@ ENGINE_CASES = [
                 "--uds=/tmp/s",
             ]
         )
-    ),  # fmt: skip
+    ),
     *(
         engine(f"env-{name}", {"env": [{"name": "OK", "value": "1"}, {"name": name, "value": "0"}]}, *_ENV)
         for name in (
@@ -252,7 +252,7 @@ ENGINE_CASES = [
             "POD_NAMESPACE",
             "POD_IP",
         )
-    ),  # fmt: skip
+    ),
     engine("env-from-elsewhere", {"env": [{"name": "MC_X", "valueFrom": {"fieldRef": {"fieldPath": "a"}}}]}, *_ENV),
     engine("env-twice", {"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}, "Duplicate value", schema=True),
     engine(

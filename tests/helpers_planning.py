@@ -17,6 +17,7 @@ CONTEXT = Context(
     engine_image="epochkv/engine:dev",
     credentials_revision="keys-1",
 )
+MASTER_LIMIT = {"name": "master", "resources": {"limits": {"memory": "1Gi"}}}
 POOL_SPECS: dict[str, Json] = {
     "l1": {"local": {"capacity": "2Gi"}},
     "l1-l2": {"resetEpoch": 7, "local": {"capacity": "1Gi"}, "distributed": {"mooncake": {"store": {"segmentSize": "256Mi"}}}},
@@ -32,14 +33,12 @@ POOL_SPECS: dict[str, Json] = {
     },
     "rdma": {
         "networkPolicy": {"mode": "Disabled"},
-        "distributed": {
-            "mooncake": {"store": {"segmentSize": "1Gi"}, "transport": {"protocol": "RDMA", "devices": ["mlx5_0", "mlx5_1"]}}
-        },
+        "distributed": {"mooncake": {"store": {"segmentSize": "1Gi"}, "transport": {"protocol": "RDMA", "devices": ["mlx5_0", "mlx5_1"]}}},
     },
     "templates": {
         "distributed": {
             "mooncake": {
-                "master": {"template": {"spec": {"priorityClassName": "high", "containers": [{"name": "master", "resources": {"limits": {"memory": "1Gi"}}}]}}},
+                "master": {"template": {"spec": {"priorityClassName": "high", "containers": [MASTER_LIMIT]}}},
                 "store": {
                     "segmentSize": "1Gi",
                     "template": {
@@ -54,7 +53,7 @@ POOL_SPECS: dict[str, Json] = {
             }
         }
     },
-}  # fmt: skip
+}
 ENGINE_SPECS: dict[str, Json] = {
     "minimal": {"model": {"name": "tiny"}, "poolRef": {"name": "policy"}},
     "no-pool": {"model": {"name": "tiny"}},

@@ -139,7 +139,6 @@ class TemplateMetadata(ApiModel):
 
     labels: Annotated[
         dict[str, Annotated[str, Field(max_length=63)]] | None,
-        AfterValidator(_not_ours),
         Field(
             max_length=64,
             json_schema_extra=rules(
@@ -150,6 +149,7 @@ class TemplateMetadata(ApiModel):
                 )
             ),
         ),
+        AfterValidator(_not_ours),
     ] = None
     """Labels added to the pods. Those under `epochkv.io/` and `app.kubernetes.io/` belong to the operator."""
     annotations: Annotated[dict[str, Annotated[str, Field(max_length=16384)]] | None, Field(max_length=64)] = None

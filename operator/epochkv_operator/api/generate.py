@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -15,9 +16,16 @@ _HEADER = "# Generated from the models by `python -m epochkv_operator.api.genera
 COMMAND = "python -m epochkv_operator.api.generate"
 
 
+class _Dumper(yaml.SafeDumper):
+    """Without anchors: each schema stands where it applies."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
 def render(crd: Crd) -> str:
     """The YAML file of one CRD."""
-    text: str = yaml.safe_dump(manifest(crd), sort_keys=False, width=4096, allow_unicode=True)
+    text: str = yaml.dump(manifest(crd), Dumper=_Dumper, sort_keys=False, width=4096, allow_unicode=True)
     return _HEADER + text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool, quantity
+from epochkv_operator.api.crd import CRDS, Crd, manifest
 from epochkv_operator.api.generate import main
 from tests.helpers_api_corpus import CASES, CHANGES, Case
 
@@ -101,3 +103,40 @@ def test_check_notices_a_difference(tmp_path: Path, capsys: pytest.CaptureFixtur
     changed.write_text(changed.read_text().replace("minimum: 1", "minimum: 0", 1))
     assert main(["--check", "--root", str(tmp_path)]) == 1
     assert "crds/epochkv.io_kvcachepools.yaml is not what the models say" in capsys.readouterr().err
+
+
+BOUNDS = {
+    "string": {"minLength", "maxLength", "pattern", "format", "enum"},
+    "integer": {"minimum", "maximum", "format"},
+    "boolean": set(),
+    "array": {"minItems", "maxItems", "items"},
+    "object": {"maxProperties", "properties", "additionalProperties", "required"},
+}
+
+
+def nodes(schema: Json, path: str) -> Iterator[tuple[str, Json]]:
+    yield path, schema
+    for name, child in schema.get("properties", {}).items():
+        yield from nodes(child, f"{path}.{name}")
+    for key in ("items", "additionalProperties"):
+        if key in schema:
+            yield from nodes(schema[key], f"{path}[]")
+
+
+@pytest.mark.parametrize("crd", CRDS, ids=lambda crd: crd.kind)
+def test_schemas_say_nothing_without_effect(crd: Crd) -> None:
+    """A bound on the wrong type is silently ignored by the API server, an unbounded string or list makes CEL too expensive."""
+    schema = manifest(crd)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    for path, node in nodes(schema, crd.kind):
+        if node.get("x-kubernetes-int-or-string"):
+            assert "maxLength" in node
+            continue
+        said = {key for key in node if not key.startswith("x-kubernetes-")} - {"description", "type", "default"}
+        assert said <= BOUNDS[node["type"]], f"{path}: {said - BOUNDS[node['type']]}"
+        if path.startswith(f"{crd.kind}.spec"):
+            assert "description" in node or path.endswith("[]"), f"{path} is not explained"
+            if node["type"] == "string":
+                assert "maxLength" in node or "enum" in node, f"{path} is unbounded"
+            if node["type"] == "array":
+                assert "maxItems" in node, f"{path} is unbounded"
+                assert node["x-kubernetes-list-type"] in ("atomic", "set", "map"), path

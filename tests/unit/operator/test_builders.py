@@ -1,6 +1,7 @@
 """Builders: golden files show whole objects to a reviewer, and each promise has an assertion of its own.
 
-After an intended change run `EPOCHKV_UPDATE_GOLDEN=1 pytest tests/unit/operator/test_builders.py` and review the difference of the golden files.
+After an intended change run `EPOCHKV_UPDATE_GOLDEN=1 pytest tests/unit/operator/test_builders.py` and review the
+difference of the golden files.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ UPDATE = "EPOCHKV_UPDATE_GOLDEN"
 
 def golden(name: str, objects: list[Json]) -> None:
     path = GOLDEN / f"{name}.yaml"
-    text = yaml.safe_dump_all(objects, sort_keys=False, width=120)
+    text = yaml.safe_dump_all(json.loads(json.dumps(objects)), sort_keys=False, width=120)
     if os.environ.get(UPDATE):
         path.write_text(text)
     assert path.exists(), f"{path.name} does not exist: run with {UPDATE}=1 and review it"
