@@ -55,7 +55,8 @@ environment() {
   ensure_uv
   say "environment $dir (about ${expected} s from cold)"
   [ -x "$dir/bin/python" ] || "$UV" venv -q -p "$PYTHON" "$dir"
-  "$UV" pip sync -q -p "$dir/bin/python" --require-hashes "hack/requirements/$name.txt"
+  # Compiled here once: engines run from a read-only mount, and importing vLLM without bytecode triples their start-up.
+  "$UV" pip sync -q -p "$dir/bin/python" --compile-bytecode --require-hashes "hack/requirements/$name.txt"
   "$UV" pip install -q -p "$dir/bin/python" --no-deps --no-build-isolation -e .
   printf '%s' "$key" >"$dir/.key"
 }
