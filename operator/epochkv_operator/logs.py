@@ -17,6 +17,8 @@ _QUIET = {
     "kopf": logging.WARNING,
     "kopf.objects": logging.WARNING,
     "aiohttp.access": logging.WARNING,
+    # Every attempt of every watch while the API server is away; kopf raises when it gives up.
+    "kopf._cogs.clients": logging.CRITICAL,
     "asyncio": logging.WARNING,
 }
 

@@ -211,11 +211,11 @@ class OperatorProcess:
         eventually(ready, f"operator ready\n{self.tail()}", seconds)
         return self
 
-    def http(self, path: str) -> tuple[int, str]:
+    def http(self, path: str, seconds: float = 5.0) -> tuple[int, str]:
         """Status and text of a probe; status 0 when nobody answers."""
         port = self.metrics_port if path == "/metrics" else self.probe_port
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=seconds) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()

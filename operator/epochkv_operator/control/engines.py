@@ -11,7 +11,7 @@ from epochkv_operator.control.observe import context_for, now, observe
 from epochkv_operator.control.reporter import Reporter, invalid_status
 from epochkv_operator.control.secrets import FenceSecrets
 from epochkv_operator.hub.service import HubService
-from epochkv_operator.kube.client import Json
+from epochkv_operator.kube.client import Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import ENGINE_LABEL, ENGINES, POOLS
 from epochkv_operator.kube.store import Store
 from epochkv_operator.planning import Problem, engine_status, plan_engine
@@ -35,6 +35,7 @@ class EngineReconciler:
         reporter: Reporter,
         secrets: FenceSecrets,
         hub: HubService,
+        client: KubeClient,
         wake: Callable[[Key, float], None],
     ) -> None:
         self._settings = settings
@@ -43,6 +44,7 @@ class EngineReconciler:
         self._reporter = reporter
         self._secrets = secrets
         self._hub = hub
+        self._client = client
         self._wake = wake
 
     async def reconcile(self, key: Key) -> None:
@@ -50,7 +52,7 @@ class EngineReconciler:
         if obj is None or obj["metadata"].get("deletionTimestamp"):
             return
         name = pool_of(obj)
-        pool_obj = self._store.get(POOLS.kind, key.namespace, name) if name else None
+        pool_obj = await self._pool(key.namespace, name) if name else None
         try:
             engine = parse_engine(obj)
             pool = parse_pool(pool_obj) if pool_obj is not None else None
@@ -64,11 +66,26 @@ class EngineReconciler:
             return
         await self._bring_about(key, obj, engine, pool)
 
+    async def _pool(self, namespace: str, name: str) -> Json | None:
+        """The pool, asked for at the API server before it counts as missing: events of pools and of engines overtake
+        each other, and an engine that is first made without its pool starts twice.
+        """
+        known = self._store.get(POOLS.kind, namespace, name)
+        if known is not None:
+            return known
+        try:
+            return await self._client.get(POOLS, namespace, name)
+        except NotFound:
+            return None
+
     async def _bring_about(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool | None) -> None:
         context = context_for(self._settings, self._secrets.known(pool.metadata.uid) if pool is not None else None)
         plan = plan_engine(engine, pool, observe(self._store, key.namespace, ENGINE_LABEL, key.name), context)
         refused, again = await self._executor.execute(str(key), plan)
         problem: Problem | None = plan.problem or refused
+
+        if pool is not None and not self._hub.knows(pool.metadata.uid):
+            return  # a new hub is about to read the pool's record, and wakes this engine then
 
         def compute(newest: Json) -> Json:
             view = self._hub.view(pool.metadata.uid) if pool is not None else None

@@ -58,6 +58,9 @@ class PoolReconciler:
         refused, again = await self._executor.execute(str(key), plan)
         problem = problem or plan.problem or refused
 
+        if keys is not None and not self._hub.knows(pool.metadata.uid):
+            return  # a new hub is about to read the pool's record, and wakes this pool then; until then it would look leaderless
+
         def compute(newest: Json) -> Json:
             seen = observe(self._store, key.namespace, POOL_LABEL, key.name, self._hub.view(pool.metadata.uid), problem)
             return pool_status(pool, seen, context, newest.get("status") or {}, now())

@@ -1,7 +1,7 @@
 """Whole LISTs of every kind, regularly: they heal edges that the watches lost, deletions in a gap above all.
 
-A kind is also listed again shortly after kopf listed it: kopf tells its handlers what exists, never what vanished
-while it was not watching.
+Everything is also listed again shortly after kopf listed something: kopf tells its handlers what exists, never what
+vanished while it was not watching.
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ class Resync:
         self._problem: dict[Resource, str] = {}
         self.listed_at: dict[Resource, float] = {}
 
-    def soon(self, resource: Resource) -> None:
-        """kopf has listed this kind (again): look for what vanished."""
+    def soon(self) -> None:
+        """kopf has listed some kind (again): look for what vanished, of every kind. A gap rarely hits one watch alone,
+        and a kind of which nothing is left shows nothing when it is listed.
+        """
         due = time.monotonic() + AFTER_RELIST_SECONDS
-        if due < self._due[resource]:
-            self._due[resource] = due
+        if due < min(self._due.values()):
+            self._due = dict.fromkeys(WATCHED, due)
             self._wakeup.set()
 
     async def initial(self) -> None:

@@ -19,7 +19,7 @@ from epochkv_operator import metrics
 from epochkv_operator.control import driver
 from epochkv_operator.control.engines import EngineReconciler
 from epochkv_operator.control.executor import Executor
-from epochkv_operator.control.keys import Key, affected
+from epochkv_operator.control.keys import Key, affected, engine_key, engines_of
 from epochkv_operator.control.pools import PoolReconciler
 from epochkv_operator.control.reporter import Reporter
 from epochkv_operator.control.resync import Resync
@@ -106,14 +106,14 @@ class Operator:
         statuses = StatusWriter(client, self.store, self._take)
         keys = await self._hub_keys(client)
         await resync.initial()
-        hub = self._hub = HubService(self.settings.hub_bind, keys, lease, statuses, self.queue.add_after)
+        hub = self._hub = HubService(self.settings.hub_bind, keys, lease, statuses, self._wake)
         await hub.start()
         events = EventRecorder(client, self.identity)
         executor = Executor(client, self.store)
         reporter = Reporter(statuses, events)
         secrets = FenceSecrets(client, keys.public)
         pools = PoolReconciler(self.settings, self.store, executor, reporter, secrets, hub)
-        engines = EngineReconciler(self.settings, self.store, executor, reporter, secrets, hub, self.queue.add_after)
+        engines = EngineReconciler(self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after)
         worker = Worker(self.queue, {pools.kind: pools.reconcile, engines.kind: engines.reconcile})
         self._start("hub", hub.run())
         self._start("resync", resync.run())
@@ -134,14 +134,14 @@ class Operator:
 
     def observed(self, resource: Resource, event_type: str | None, obj: Json) -> None:
         """`driver.Sink`: an object seen by a watch."""
+        if event_type is None and self._resync is not None:
+            self._resync.soon()
         if resource is LEASES:
             if (obj.get("spec") or {}).get("holderIdentity") == self.identity:
                 self._canary_seen = time.monotonic()
             return
         obj.setdefault("kind", resource.kind)
         obj.setdefault("apiVersion", resource.api_version)
-        if event_type is None and self._resync is not None:
-            self._resync.soon(resource)
         if event_type == "DELETED":
             if self.store.remove(resource.kind, obj):
                 self._enqueue(resource, obj)
@@ -178,6 +178,12 @@ class Operator:
     def _enqueue(self, resource: Resource, obj: Json) -> None:
         for key in affected(self.store, resource.kind, obj):
             self.queue.add(key)
+
+    def _wake(self, pool: Key, delay_seconds: float) -> None:
+        """The hub has news about a pool; its engines report epochs, too."""
+        self.queue.add_after(pool, delay_seconds)
+        for engine in engines_of(self.store, pool.namespace, pool.name):
+            self.queue.add_after(engine_key(pool.namespace, engine["metadata"]["name"]), delay_seconds)
 
     def _watches_alive(self) -> bool:
         """Whether the watches showed our own latest Lease renewals: then what they show now happened just now."""

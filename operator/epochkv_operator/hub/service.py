@@ -134,6 +134,12 @@ class HubService:
     def snapshot(self, pool_uid: str) -> PoolSnapshot | None:
         return self._server.snapshot(pool_uid) if pool_uid in self._configs else None
 
+    def knows(self, pool_uid: str) -> bool:
+        """Whether the hub has read the pool's record in its term; a pool without keys is never served and counts as
+        known.
+        """
+        return pool_uid not in self._configs or self._server.snapshot(pool_uid).leading
+
     def view(self, pool_uid: str) -> HubView | None:
         """What planning takes; None while the hub knows nothing about the pool that counts."""
         snapshot = self.snapshot(pool_uid)

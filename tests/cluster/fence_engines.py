@@ -1,0 +1,115 @@
+"""Engines as the hub sees them: the production agent on real sockets, with hooks that do what a connector would, and a
+Service in front of the hub.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from epochkv_fence.messages import Mode
+from epochkv_fence.transport import AgentThread, ClientKeys, EngineIdentity
+
+
+def client_keys(secret: dict[str, Any]) -> ClientKeys:
+    """The keys in a pool's Secret."""
+    data = {name: base64.b64decode(value).decode() for name, value in secret["data"].items()}
+    return ClientKeys(data["hub.pub"], data["client.pub"], data["client.key"])
+
+
+class FenceEngine:
+    """One engine boot. `hold` keeps the acknowledgement back, as a scheduler inside `schedule()` does."""
+
+    def __init__(self, endpoint: str, keys: ClientKeys, name: str) -> None:
+        self.adopted: list[tuple[int, Mode]] = []
+        self.hold = threading.Event()
+        self.agent = AgentThread(endpoint, keys, secrets.token_bytes(16), EngineIdentity("external", name), self)
+
+    def __enter__(self) -> FenceEngine:
+        self.agent.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.agent.stop(5.0)
+
+    @property
+    def epoch(self) -> int | None:
+        return self.agent.view.epoch
+
+    @property
+    def mode(self) -> Mode:
+        return self.agent.view.mode
+
+    # What the agent calls.
+
+    def ready(self) -> bool:
+        return True
+
+    def adopt(self, epoch: int, mode: Mode) -> None:
+        self.adopted.append((epoch, mode))
+
+    def busy(self) -> bool:
+        return self.hold.is_set()
+
+    def carried(self) -> int:
+        return 0
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    def reclaim(self, below: int) -> int:
+        return 0
+
+
+class Service:
+    """A TCP forwarder that, like a Kubernetes Service, sends each *new* connection to the endpoint that is ready now
+    and never cuts an old one.
+    """
+
+    def __init__(self, choose: Callable[[], int | None]) -> None:
+        self._choose = choose
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._sockets: list[socket.socket] = []
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def __enter__(self) -> Service:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sock in (self._listener, *self._sockets):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                threading.Thread(target=self._connect, args=(client,), daemon=True).start()
+
+    def _connect(self, client: socket.socket) -> None:
+        port = self._choose()
+        try:
+            server = socket.create_connection(("127.0.0.1", port or 1), timeout=5)
+        except OSError:
+            client.close()
+            return
+        server.settimeout(None)
+        self._sockets += [client, server]
+        for source, sink in ((client, server), (server, client)):
+            threading.Thread(target=_pump, args=(source, sink), daemon=True).start()
+
+
+def _pump(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            sink.sendall(data)
+    for sock in (source, sink):
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)

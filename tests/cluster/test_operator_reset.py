@@ -1,0 +1,342 @@
+"""A reset through the real operator, the real API server and real sockets; and what must hold when processes die or
+freeze in the middle of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epochkv_fence.messages import Mode
+from hack.cluster.controlplane import ControlPlane
+from tests.cluster.fence_engines import FenceEngine, Service, client_keys
+from tests.cluster.operator_harness import CHILDREN, POOLS, Namespace, OperatorProcess, condition, eventually, install_crds
+
+LEASE = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
+#: L1 only: nothing to run. Short leases, so that a takeover does not take a minute; every boot may join at once.
+POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2, "joinAfterSeconds": 0}}
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def plane(control_plane: ControlPlane) -> ControlPlane:
+    install_crds(control_plane)
+    return control_plane
+
+
+@pytest.fixture
+def namespace(plane: ControlPlane) -> Namespace:
+    space = Namespace(plane, f"reset-{next(_numbers)}")
+    space.request("POST", "/api/v1/namespaces", {"metadata": {"name": space.name}})
+    return space
+
+
+class History:
+    """Every (targetEpoch, epoch) of a pool, in the order of its resourceVersions, from a real watch."""
+
+    def __init__(self, space: Namespace) -> None:
+        command = [str(space.plane.kubectl), f"--kubeconfig={space.plane.kubeconfig}", "-n", space.name]
+        command += ["get", "kvp", "--watch", "-o", "json", "--output-watch-events"]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.epochs: list[tuple[int, int]] = []
+        self._thread = threading.Thread(target=self._read, daemon=True)
+
+    def __enter__(self) -> History:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait(10)
+        self._thread.join(10)
+
+    def _read(self) -> None:
+        decoder, text = json.JSONDecoder(), ""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            text += line
+            with contextlib.suppress(ValueError):
+                event, end = decoder.raw_decode(text.lstrip())
+                text = text.lstrip()[end:]
+                status = event["object"].get("status") or {}
+                self.epochs.append((status.get("targetEpoch", 0), status.get("epoch", 0)))
+
+    def assert_monotone(self) -> None:
+        assert self.epochs == sorted(self.epochs), self.epochs
+        assert all(epoch <= target for target, epoch in self.epochs), self.epochs
+
+
+@contextlib.contextmanager
+def engines(endpoint: str, space: Namespace, count: int = 2, pool: str = "policy") -> Iterator[list[FenceEngine]]:
+    """`count` engine boots that joined the pool."""
+    secret = eventually(lambda: space.get(CHILDREN["secrets"], f"{pool}-fence"), "the pool's Secret")
+    with contextlib.ExitStack() as stack:
+        keys = client_keys(secret)
+        found = [stack.enter_context(FenceEngine(endpoint, keys, f"engine-{index}")) for index in range(count)]
+        eventually(lambda: all(engine.epoch is not None for engine in found), "every engine has a grant")
+        yield found
+
+
+def published(space: Namespace, epoch: int, pool: str = "policy") -> dict[str, Any] | None:
+    """The status once the whole reset is reported in it."""
+    status = space.status(pool)
+    reset = status.get("reset") or {}
+    return status if status.get("epoch") == epoch and reset.get("epoch") == epoch and reset.get("completionTime") else None
+
+
+def holder(space: Namespace) -> str:
+    lease = space.get(LEASE, "epochkv-operator")
+    return (lease or {}).get("spec", {}).get("holderIdentity") or ""
+
+
+def test_a_raised_epoch_is_published_when_both_engines_have_adopted_it(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
+        operator.wait_ready()
+        namespace.create_pool("policy", **POOL)
+        with engines(f"tcp://127.0.0.1:{operator.hub_port}", namespace) as (first, second):
+            eventually(lambda: (namespace.status("policy").get("engines") or {}).get("summary") == "2/2", f"2/2; log:\n{operator.tail()}")
+            namespace.bump("policy", 1)
+            kubectl = [str(plane.kubectl), f"--kubeconfig={plane.kubeconfig}", "-n", namespace.name]
+            waited = subprocess.run(
+                [*kubectl, "wait", "--for=jsonpath={.status.epoch}=1", "kvp/policy", "--timeout=20s"],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert waited.returncode == 0, waited.stderr + operator.tail()
+            # Published means: both are there already, not soon.
+            assert (first.epoch, second.epoch) == (1, 1)
+            assert (first.mode, second.mode) == (Mode.USE, Mode.USE)
+            status = eventually(lambda: published(namespace, 1), "the reset reported")
+            assert status["reset"]["durationMilliseconds"] >= 0
+            assert status["engines"] | {"carriedRequests": 0} == {
+                "total": 2,
+                "converged": 2,
+                "bypassed": 0,
+                "carriedRequests": 0,
+                "summary": "2/2",
+            }
+            assert {engine["name"] for engine in status["externalEngines"]} == {"engine-0", "engine-1"}
+            eventually(lambda: condition(namespace.status("policy"), "EpochConverged").get("status") == "True", "EpochConverged")
+            eventually(lambda: operator.metric("epochkv_pool_published_epoch") == 1, "metric")
+            assert operator.metric("epochkv_pool_reset_seconds_count") == 1
+            events = namespace.request("GET", f"/apis/events.k8s.io/v1/namespaces/{namespace.name}/events")["items"]
+            eventually(lambda: operator.logged("epoch published"), "logged")
+            assert [event["reason"] for event in events].count("EpochPublished") <= 1
+
+
+def test_an_engine_that_holds_back_delays_publication_and_is_named(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
+        operator.wait_ready()
+        namespace.create_pool("policy", **{**POOL, "reset": {"leaseSeconds": 60, "joinAfterSeconds": 0}})
+        with engines(f"tcp://127.0.0.1:{operator.hub_port}", namespace) as (first, second):
+            second.hold.set()
+            namespace.bump("policy", 1)
+            eventually(lambda: first.epoch == 1, f"the first adopts; log:\n{operator.tail()}")
+            status = eventually(
+                lambda: s if (s := namespace.status("policy")).get("reset", {}).get("laggards") else None, "a laggard named"
+            )
+            assert [laggard["name"] for laggard in status["reset"]["laggards"]] == ["engine-1"]
+            assert (status["targetEpoch"], status["epoch"]) == (1, 0)
+            assert condition(status, "EpochConverged")["status"] == "False"
+            second.hold.clear()
+            status = eventually(lambda: published(namespace, 1), "published")
+            assert "laggards" not in status["reset"]
+
+
+def test_a_steady_pool_with_heartbeating_engines_sees_no_writes(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
+        operator.wait_ready()
+        namespace.create_pool("policy", **POOL)
+        with engines(f"tcp://127.0.0.1:{operator.hub_port}", namespace):
+            namespace.bump("policy", 1)
+            eventually(lambda: published(namespace, 1), f"published; log:\n{operator.tail()}")
+            time.sleep(3)
+            before, writes = namespace.versions(), operator.metric("epochkv_operator_api_writes_total")
+            time.sleep(10)  # fifteen heartbeats of each engine
+            assert namespace.versions() == before
+            assert operator.metric("epochkv_operator_api_writes_total") == writes
+
+
+def test_three_bumps_within_a_second_end_at_the_last(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
+        operator.wait_ready()
+        namespace.create_pool("policy", **POOL)
+        with engines(f"tcp://127.0.0.1:{operator.hub_port}", namespace) as found, History(namespace) as history:
+            for epoch in (1, 2, 7):
+                namespace.bump("policy", epoch)
+            eventually(lambda: published(namespace, 7), f"published; log:\n{operator.tail()}")
+            assert [engine.epoch for engine in found] == [7, 7]
+            for engine in found:
+                epochs = [epoch for epoch, _ in engine.adopted]
+                assert epochs == sorted(epochs)
+            eventually(lambda: history.epochs and history.epochs[-1] == (7, 7), "seen by the watch")
+        history.assert_monotone()
+
+
+def test_an_operator_killed_after_recording_leaves_a_reset_that_the_next_one_finishes(
+    plane: ControlPlane, namespace: Namespace, tmp_path: Path
+) -> None:
+    ports: list[int] = []
+    with Service(lambda: ports[-1]) as service, OperatorProcess(plane, namespace.name, tmp_path) as first:
+        ports.append(first.hub_port)
+        first.wait_ready()
+        namespace.create_pool("policy", **POOL)
+        with engines(service.endpoint, namespace) as found, History(namespace) as history:
+            for engine in found:
+                engine.hold.set()  # nobody acknowledges, so it cannot be published for a lease and a margin
+            namespace.bump("policy", 1)
+            eventually(lambda: namespace.status("policy").get("targetEpoch") == 1, f"recorded; log:\n{first.tail()}")
+            first.kill()
+            assert first.process is not None
+            assert first.process.returncode == -9
+            assert namespace.status("policy")["epoch"] == 0
+            for engine in found:
+                engine.hold.clear()
+            with OperatorProcess(plane, namespace.name, tmp_path) as second:
+                ports.append(second.hub_port)
+                second.wait_ready()
+                eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{second.tail()}", 60)
+                eventually(lambda: all(engine.epoch == 1 for engine in found), "adopted")
+                assert condition(namespace.status("policy"), "EpochConverged")["status"] == "True"
+        history.assert_monotone()
+
+
+def test_a_frozen_leader_that_wakes_up_after_a_reset_changes_nothing(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    operators: list[OperatorProcess] = []
+
+    def ready_port() -> int | None:
+        return next((operator.hub_port for operator in operators if operator.http("/readyz", 0.5)[0] == 200), None)
+
+    with contextlib.ExitStack() as stack:
+        operators += [stack.enter_context(OperatorProcess(plane, namespace.name, tmp_path)) for _ in range(2)]
+        service = stack.enter_context(Service(ready_port))
+        leader = eventually(
+            lambda: next((o for o in operators if o.http("/readyz")[0] == 200), None), f"a leader\n{operators[0].tail()}", 60
+        )
+        standby = next(operator for operator in operators if operator is not leader)
+        assert standby.http("/livez")[0] == 200  # alive, not ready
+        assert standby.http("/readyz")[0] == 503
+        namespace.create_pool("policy", **POOL)
+        found = stack.enter_context(engines(service.endpoint, namespace))
+        history = stack.enter_context(History(namespace))
+        old = holder(namespace)
+
+        leader.freeze()
+        standby.wait_ready()
+        assert holder(namespace) not in ("", old)
+        namespace.bump("policy", 1)
+        eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published by the new leader\n{standby.tail()}", 60)
+        leader.thaw()
+        assert leader.process is not None
+        eventually(lambda: leader.process is not None and leader.process.poll() is not None, "the old leader ends")
+        assert leader.process.returncode == 1
+        assert leader.logged("operator ends: a part ended")
+
+        namespace.bump("policy", 2)
+        eventually(lambda: namespace.status("policy").get("epoch") == 2, "published", 60)
+        eventually(lambda: all(engine.epoch == 2 for engine in found), "adopted")
+        history.assert_monotone()
+        for engine in found:
+            assert [epoch for epoch, _ in engine.adopted] == sorted(epoch for epoch, _ in engine.adopted)
+
+
+def test_a_storm_of_conflicting_writes_does_not_keep_an_epoch_from_publication(
+    plane: ControlPlane, namespace: Namespace, tmp_path: Path
+) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
+        operator.wait_ready()
+        namespace.create_pool("policy", **POOL)
+        stop = threading.Event()
+
+        def storm(number: int) -> None:
+            while not stop.is_set():
+                namespace.patch(POOLS, "policy", {"metadata": {"annotations": {f"storm-{number}": str(time.monotonic())}}})
+
+        with engines(f"tcp://127.0.0.1:{operator.hub_port}", namespace):
+            threads = [threading.Thread(target=storm, args=(number,)) for number in range(3)]
+            for thread in threads:
+                thread.start()
+            try:
+                for epoch in range(1, 11):
+                    namespace.bump("policy", epoch)
+                    eventually(lambda e=epoch: namespace.status("policy").get("epoch") == e, f"epoch {epoch}\n{operator.tail()}")
+            finally:
+                stop.set()
+                for thread in threads:
+                    thread.join(20)
+            conflicts = 'epochkv_operator_api_requests_total{code="409",verb="PATCH"}'
+            text = operator.http("/metrics")[1]
+            assert conflicts in text, "the storm never hit a write"
+
+
+def test_sigterm_releases_the_lease_and_the_standby_takes_over_with_the_engines(
+    plane: ControlPlane, namespace: Namespace, tmp_path: Path
+) -> None:
+    ports: list[int] = []
+    with Service(lambda: ports[-1]) as service, OperatorProcess(plane, namespace.name, tmp_path, lease_duration_seconds=60) as first:
+        ports.append(first.hub_port)
+        first.wait_ready()
+        namespace.create_pool("policy", **POOL)
+        with engines(service.endpoint, namespace) as found:
+            namespace.bump("policy", 1)
+            eventually(lambda: published(namespace, 1), f"published; log:\n{first.tail()}")
+            assert first.terminate() == 0
+            assert holder(namespace) == ""
+            assert first.logged("lease released")
+            # Its Lease would last another minute: only the release lets the next one in this fast.
+            with OperatorProcess(plane, namespace.name, tmp_path, lease_duration_seconds=60) as second:
+                ports.append(second.hub_port)
+                second.wait_ready(30)
+                namespace.bump("policy", 2)
+                eventually(lambda: namespace.status("policy").get("epoch") == 2, f"published; log:\n{second.tail()}", 60)
+                assert all(engine.epoch == 2 for engine in found)
+
+
+def test_a_restarted_api_server_costs_nothing_but_time(fresh_control_plane: ControlPlane, tmp_path: Path) -> None:
+    install_crds(fresh_control_plane)
+    space = Namespace(fresh_control_plane, "default")
+    with OperatorProcess(fresh_control_plane, "default", tmp_path, lease_duration_seconds=60) as operator:
+        operator.wait_ready()
+        space.create_pool("policy", **POOL)
+        with engines(f"tcp://127.0.0.1:{operator.hub_port}", space) as found:
+            space.bump("policy", 1)
+            eventually(lambda: published(space, 1), f"published; log:\n{operator.tail()}")
+            fresh_control_plane.restart_apiserver()
+            space.bump("policy", 2)
+            eventually(lambda: space.status("policy").get("epoch") == 2, f"published; log:\n{operator.tail()}", 60)
+            eventually(lambda: all(engine.epoch == 2 for engine in found), "adopted")
+            assert operator.http("/livez")[0] == 200
+            assert operator.process is not None
+            assert operator.process.poll() is None
+
+
+def test_a_lower_status_is_refused_by_the_server_itself(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    """The last line of defence: whoever writes, published epochs do not go down."""
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
+        operator.wait_ready()
+        namespace.create_pool("policy", resetEpoch=4, **POOL)
+        eventually(lambda: namespace.status("policy").get("epoch") == 4, f"published; log:\n{operator.tail()}")
+        for status in ({"epoch": 3}, {"targetEpoch": 3}, {"epoch": None}, None):
+            with pytest.raises(AssertionError, match="never goes down"):
+                namespace.patch(POOLS, "policy", {"status": status}, "/status")
+        assert namespace.status("policy")["epoch"] == 4
+
+
+def test_a_wrong_key_gets_nowhere(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
+        operator.wait_ready()
+        namespace.create_pool("policy", **POOL)
+        namespace.create_pool("other", **POOL)
+        with engines(f"tcp://127.0.0.1:{operator.hub_port}", namespace, 1, "other"):
+            eventually(lambda: (namespace.status("other").get("engines") or {}).get("total") == 1, "joined its own pool")
+            assert (namespace.status("policy").get("engines") or {}).get("total", 0) == 0
