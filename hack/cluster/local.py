@@ -5,12 +5,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 
 from hack.cluster import nodeconfig, state
@@ -34,6 +36,7 @@ COMPONENTS = (
     "coredns",
 )
 _SECONDS = 120.0  # for each step, on a busy machine; usually a few
+_KEY = re.compile(r"[0-9a-f]{12}")
 _TOOLS = {
     "containerd": "containerd",
     "ctr": "containerd",
@@ -125,9 +128,18 @@ class LocalCluster:
     def load_images(self, archives: Sequence[Path], report: Report) -> None:
         """Import into containerd's `k8s.io` namespace."""
         node = Node(self._state())
+        record = node.state.data / "loaded.json"
+        loaded: dict[str, str] = json.loads(record.read_text()) if record.exists() else {}
         for path in archives:
             started = time.monotonic()
+            # Archives of hack.images carry a hash of their content in the name: what is there is not imported again.
+            name, _, key = path.stem.rpartition("-")
+            if _KEY.fullmatch(key) and loaded.get(name) == key:
+                report(f"{path.name} is loaded")
+                continue
             self._import(node, path)
+            loaded[name] = key
+            record.write_text(json.dumps(loaded))
             report(f"loaded {path.name} in {time.monotonic() - started:.1f} s")
 
     def logs(self, component: str) -> str:
@@ -239,11 +251,12 @@ class LocalCluster:
             self._wait(node, lambda: self._import(node, pause_archive, quiet=True), "containerd")
         self._wait(node, lambda: api.ok("/readyz"), "kube-apiserver")
         step("API server is ready")
+        since = time.time() if "kubelet" in dead else 0.0  # after a crash, the node's old status still says Ready
         start("kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy")
         for path, obj in nodeconfig.dns_objects(cluster).items():
             self._wait(node, lambda path=path, obj=obj: _applied(api, path, obj), f"applying {path}")  # type: ignore[misc]
         start("coredns")
-        self._wait(node, lambda: _node_ready(api, cluster), f"node {cluster.node_name}")
+        self._wait(node, lambda: _node_ready(api, cluster, since), f"node {cluster.node_name}")
         step("node is Ready")
         self._wait(node, lambda: api.ok("/api/v1/namespaces/default/serviceaccounts/default"), "kube-controller-manager")
         self._wait(node, lambda: _answers(node, "http://127.0.0.1:8181/ready"), "coredns")
@@ -304,7 +317,8 @@ def _check_machine(mounts: Sequence[Path]) -> None:
             raise ClusterError(f"--mount {path}: no such file or folder on this machine")
 
 
-def _node_ready(api: Api, cluster: ClusterState) -> bool:
+def _node_ready(api: Api, cluster: ClusterState, since: float = 0.0) -> bool:
+    """True when the node is Ready by a heartbeat not older than `since` (Unix seconds)."""
     try:
         status, body = api.request("GET", f"/api/v1/nodes/{cluster.node_name}")
     except OSError:
@@ -312,7 +326,12 @@ def _node_ready(api: Api, cluster: ClusterState) -> bool:
     if status != 200:
         return False
     conditions = json.loads(body)["status"].get("conditions", [])
-    return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
+    return any(
+        condition["type"] == "Ready"
+        and condition["status"] == "True"
+        and datetime.fromisoformat(condition["lastHeartbeatTime"]).timestamp() >= int(since)
+        for condition in conditions
+    )
 
 
 def _applied(api: Api, path: str, obj: object) -> bool:

@@ -19,6 +19,12 @@ from hack.images import recipe
 from hack.images.recipe import Image
 
 _KEPT = 2  # archives kept for each image
+# As in Debian's own images: without these, every `apt-get update` in a Dockerfile leaves 80 MB of indexes in its layer.
+_APT_CONF = """Dir::Cache::pkgcache "";
+Dir::Cache::srcpkgcache "";
+Acquire::Languages "none";
+APT::Install-Recommends "false";
+"""
 _SECRETS = "/run/epochkv-build"  # where host files appear inside builds
 
 
@@ -97,6 +103,7 @@ class Builder:
 
             run(["debootstrap", "--variant=minbase", recipe.SUITE, str(root), mirror])
             (root / "etc/apt/sources.list").write_text(sources)
+            (root / "etc/apt/apt.conf.d/99-image").write_text(_APT_CONF)
             (root / "usr/sbin/policy-rc.d").write_text("#!/bin/sh\nexit 101\n")
             (root / "usr/sbin/policy-rc.d").chmod(0o755)
             shutil.copy("/etc/resolv.conf", root / "etc/resolv.conf")

@@ -97,7 +97,7 @@ def content_key(parts: Mapping[str, str], root: Path, files: Iterable[Path]) -> 
 
 def base_key(architecture: str) -> str:
     """Key of the base image."""
-    return content_key({"suite": SUITE, "packages": " ".join(BASE_PACKAGES), "arch": architecture, "v": "1"}, ROOT, [])
+    return content_key({"suite": SUITE, "packages": " ".join(BASE_PACKAGES), "arch": architecture, "v": "2"}, ROOT, [])
 
 
 def image_key(wanted: Image, architecture: str, root: Path = ROOT) -> str:
