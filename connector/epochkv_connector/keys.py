@@ -78,6 +78,26 @@ def prefix_pattern(prefix: str) -> str:
     return "^" + _ECMASCRIPT_SPECIAL.sub(r"\\\1", prefix)
 
 
+def older_pattern(pool: str, epoch: int) -> str:
+    """Regular expression (as `prefix_pattern`) that matches the keys of this pool, any fingerprint, with an epoch below `epoch`.
+
+    `pool` is the first part of a namespace. One pattern instead of one call per epoch: a reclaim costs one walk of the master.
+
+    Raises:
+        KeyCodecError: there is no epoch below 0, or `pool` is not the first part of a namespace.
+    """
+    if epoch <= 0 or not re.fullmatch(r"[0-9a-z]{1,8}", pool):
+        raise KeyCodecError(f"no keys of pool {pool!r} are older than epoch {epoch}; expected [0-9a-z]{{1,8}} and an epoch above 0")
+    digits = str(epoch)
+    below = [r"[0-9]"] if len(digits) > 1 else []
+    below += [rf"[1-9][0-9]{{{length - 1}}}" for length in range(2, len(digits))]
+    for place, digit in enumerate(digits):
+        lowest = 1 if place == 0 and len(digits) > 1 else 0
+        if int(digit) > lowest:
+            below.append(f"{digits[:place]}[{lowest}-{int(digit) - 1}][0-9]{{{len(digits) - place - 1}}}")
+    return rf"^{pool}\/[0-9a-f]{{16}}\/e({'|'.join(below)})\/"
+
+
 def replica_owner(block_hash: bytes, replicas: int) -> int:
     """Which of `replicas` ranks that hold the same KV shard puts this block (replicated heads are stored once, striped over ranks)."""
     return int.from_bytes(hashlib.blake2b(block_hash, digest_size=8).digest(), "little") % replicas

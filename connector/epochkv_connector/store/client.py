@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
-from epochkv_connector.keys import key_digest, prefix_pattern
+from epochkv_connector.keys import key_digest, older_pattern, prefix_pattern
 from epochkv_connector.store import envelope
 from epochkv_connector.store.connection import Connection, outcome_of
 from epochkv_connector.store.counters import Counters, Notices
@@ -103,13 +103,13 @@ class StoreClient:
             self._alarms.stop()
         return idle
 
-    def exists(self, keys: Sequence[str], timeout: float = 1.0) -> Future[list[bool]]:
+    def exists(self, keys: Sequence[str], timeout: float = 1.0) -> Future[Sequence[bool]]:
         """Ask which keys can be read, in order. Longer questions are split.
 
         Every hit is leased by the store, so ask only for what may be read. The future fails with `StoreUnavailable`
         when there is no answer (not connected, breaker open, `timeout` seconds passed).
         """
-        answer: Future[list[bool]] = Future()
+        answer: Future[Sequence[bool]] = Future()
         wanted = list(keys)
 
         def run() -> None:
@@ -148,8 +148,17 @@ class StoreClient:
         Raises:
             StoreUnavailable: no answer.
         """
+        return self._remove(prefix_pattern(prefix), timeout)
+
+    def remove_below(self, pool: str, epoch: int, timeout: float = 10.0) -> int:
+        """Remove the objects of this pool (first part of a namespace) that are named under an epoch below `epoch`.
+
+        As `remove_by_prefix`; 0 for epoch 0.
+        """
+        return self._remove(older_pattern(pool, epoch), timeout) if epoch > 0 else 0
+
+    def _remove(self, pattern: str, timeout: float) -> int:
         answer: Future[int] = Future()
-        pattern = prefix_pattern(prefix)
 
         def run() -> None:
             codes = self._link.call("remove", lambda connection: [connection.remove_matching(pattern)])
@@ -161,13 +170,13 @@ class StoreClient:
                 resolve(answer, codes[0])
 
         def abandon(outcome: Outcome) -> None:
-            refuse(answer, StoreUnavailable(outcome, f"removing {prefix!r}"))
+            refuse(answer, StoreUnavailable(outcome, f"removing {pattern!r}"))
 
         self._submit(self._admin, Op(run, abandon), timeout, lambda: abandon(Outcome.TIMEOUT))
         try:
             return answer.result(timeout + 1.0)
         except FutureTimeoutError:
-            raise StoreUnavailable(Outcome.TIMEOUT, f"removing {prefix!r}") from None
+            raise StoreUnavailable(Outcome.TIMEOUT, f"removing {pattern!r}") from None
 
     def stats(self) -> dict[str, float]:
         """Counters since start (calls, objects by outcome, bytes, seconds, defects) and gauges (state, depth of queues)."""

@@ -7,6 +7,7 @@ growing pauses, for ever, and a canary closes the breaker. A master that is abse
 
 from __future__ import annotations
 
+import atexit
 import enum
 import logging
 import threading
@@ -22,9 +23,10 @@ logger = logging.getLogger(__name__)
 
 Call = Callable[[Connection], list[int]]
 
-_LEAKED: list[Connection] = []
-"""Connections whose last call did not return in time: closing one is a crash, so they live as long as the process."""
+_OPEN: set[Link] = set()
+"""Links whose connection is not closed; `_close_at_exit` tries once more."""
 
+_EXIT_SECONDS = 10.0
 _MAX_CANARY_FAILURES = 3
 _RPC_FAILURES = frozenset((-900, -901))
 _RENEW_WAIT_SECONDS = 5.0
@@ -85,6 +87,7 @@ class Link:
         missing = prepare_environment()
         if missing:
             logger.warning("Mooncake variables not set in the environment, using defaults: %s", ", ".join(missing))
+        _OPEN.add(self)
         self._manager.start()
         return True
 
@@ -103,19 +106,23 @@ class Link:
         return True
 
     def finish_close(self, timeout: float) -> bool:
-        """Wait for calls in flight, then close. After `begin_close`.
+        """Wait for calls in flight, then close. After `begin_close`; may be called again.
 
         Returns:
-            False if a call was still in flight after `timeout` seconds; the connection is then left open for ever.
+            False if a call was still in flight after `timeout` seconds: closing would be a crash, so the connection stays open
+            and the end of the process tries again.
         """
         with self._changed:
             idle = self._changed.wait_for(lambda: self._in_flight == 0, timeout)
-            connection, self._connection = self._connection, None
-        if connection is not None and idle:
+            connection = self._connection
+            if idle:
+                self._connection = None
+        if idle and connection is not None:
             connection.close()
-        elif connection is not None:
+        if idle:
+            _OPEN.discard(self)
+        else:
             logger.warning("the store client still has a call in flight after %.1f s; it is left open", timeout)
-            _LEAKED.append(connection)
         if self._manager.is_alive():
             self._manager.join(timeout)
         with self._changed:
@@ -287,3 +294,15 @@ class Link:
         if connection is not None:
             self._open_breaker(connection, "every transfer fails although the objects exist; starting over")
         return True
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    """Let calls in flight return before the interpreter goes: the library would close its clients under them, which is a crash.
+
+    Calls are small (`StoreSettings.max_call_keys`), so even a hung peer holds one for a few seconds only.
+    """
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for link in list(_OPEN):
+        link.begin_close()
+        link.finish_close(max(0.1, deadline - time.monotonic()))

@@ -61,7 +61,7 @@ class StoreSettings:
     local_hostname: str | None = None
     verify_payload: bool = True
     get_threads: int = 2
-    max_call_keys: int = 8
+    max_call_keys: int = 4
     max_call_bytes: int = 32 << 20
     max_queued_puts: int = 4096
     max_exists_keys: int = 1024

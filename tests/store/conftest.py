@@ -1,0 +1,47 @@
+"""Fixtures of the store layer: real processes over TCP on loopback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from epochkv_connector.store import StoreClient
+from tests.helpers_store import Cluster, Memory, cluster, settings
+
+ConnectTo = Callable[..., StoreClient]
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[Cluster]:
+    """A cluster in which nothing runs yet; everything started in it ends with the test."""
+    with cluster(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A master and one store for the tests of a module that break nothing."""
+    with cluster(tmp_path_factory.mktemp("shared")) as made:
+        made.start_master()
+        made.start_store()
+        yield made
+
+
+@pytest.fixture
+def connect() -> Iterator[ConnectTo]:
+    """`connect(address, memory, **settings)`: started clients, closed after the test."""
+    clients: list[StoreClient] = []
+
+    def make(address: str, memory: Memory | None = None, *, wait: bool = True, **changes: object) -> StoreClient:
+        client = StoreClient(settings(address, **changes), [memory.region] if memory else [])
+        clients.append(client)
+        client.start()
+        if wait:
+            assert client.wait_ready(15), f"not connected to {address}: {client.state!r}, {client.stats()}"
+        return client
+
+    yield make
+    for client in clients:
+        client.close(10)

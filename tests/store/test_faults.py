@@ -1,0 +1,378 @@
+"""Masters and stores that die, freeze, forget, fill up: every fault is a miss in bounded time, and the client comes back by itself."""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from epochkv_connector.keys import object_key
+from epochkv_connector.store import Outcome, State, StoreClient, StoreUnavailable
+from tests.helpers_store import Cluster, Memory, RawClient, pattern, settings, wait_until
+from tests.store.conftest import ConnectTo
+
+
+def block_keys(count: int) -> list[str]:
+    return [object_key("0a1b2c3d/00112233445566ff/e7", 0, 0, secrets.token_bytes(16)) for _ in range(count)]
+
+
+def put(client: StoreClient, memory: Memory, keys: Sequence[str], timeout: float = 10) -> list[Outcome]:
+    return client.put([memory.transfer(key, slot) for slot, key in enumerate(keys)], timeout).done.result(timeout + 5)
+
+
+def get(client: StoreClient, memory: Memory, keys: Sequence[str], timeout: float = 10) -> list[Outcome]:
+    return client.get([memory.transfer(key, slot) for slot, key in enumerate(keys)], timeout).done.result(timeout + 5)
+
+
+def why_not(client: StoreClient, keys: Sequence[str]) -> Outcome:
+    with pytest.raises(StoreUnavailable) as caught:
+        client.exists(keys).result(10)
+    return caught.value.outcome
+
+
+# -- the master ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_master_that_is_absent_at_start_is_joined_when_it_appears(
+    stores: Cluster, connect: ConnectTo, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = Memory(1, 1000)
+    assert not stores.master_answers()
+    client = connect(stores.address, memory, wait=False)
+    time.sleep(1.0)  # several probes
+    assert client.state is State.PROBING
+    keys = block_keys(1)
+    assert put(client, memory, keys) == [Outcome.DOWN]
+    assert get(client, memory, keys) == [Outcome.DOWN]
+    assert why_not(client, keys) is Outcome.DOWN
+    assert len([r for r in caplog.records if "no Mooncake master answers" in r.message]) == 1
+
+    stores.start_master()
+    stores.start_store()
+    assert client.wait_ready(15)
+    assert put(client, memory, keys) == [Outcome.OK]
+    assert get(client, memory, keys) == [Outcome.OK]
+
+
+def test_a_killed_master_costs_one_call_and_its_successor_is_used(stores: Cluster, connect: ConnectTo) -> None:
+    memory = Memory(2, 1000)
+    master = stores.start_master()
+    stores.start_store()
+    client = connect(stores.address, memory)
+    keys = block_keys(2)
+    assert put(client, memory, keys) == [Outcome.OK] * 2
+
+    master.kill()
+    assert why_not(client, keys) is Outcome.UNREACHABLE
+    assert client.state is State.PROBING
+    assert client.stats()["breaker_opened"] == 1
+    calls = client.stats()["exists_calls"]
+    for _ in range(100):  # answered without a call
+        assert why_not(client, keys) is Outcome.DOWN
+        assert get(client, memory, keys) == [Outcome.DOWN] * 2
+    assert client.stats()["exists_calls"] == calls
+
+    stores.start_master()  # empty
+    assert client.wait_ready(15)
+    assert stores.keys() == []
+    assert client.exists(keys).result(10) == [False, False]
+    assert get(client, memory, keys)[0] is Outcome.ABSENT
+    wait_until(lambda: put(client, memory, keys) == [Outcome.OK] * 2, 30, "store remounted and puts accepted")
+    assert get(client, memory, keys) == [Outcome.OK] * 2
+
+
+def test_a_frozen_master_is_a_timeout_for_the_caller_and_then_an_open_breaker(stores: Cluster, connect: ConnectTo) -> None:
+    memory = Memory(2, 1000)
+    master = stores.start_master()
+    stores.start_store()
+    client = connect(stores.address, memory)
+    keys = block_keys(2)
+    assert put(client, memory, keys) == [Outcome.OK] * 2
+
+    master.freeze()
+    lookup = client.exists(keys, timeout=0.05)
+    with pytest.raises(StoreUnavailable) as caught:
+        lookup.result(10)
+    assert caught.value.outcome is Outcome.TIMEOUT
+    wait_until(lambda: client.state is State.PROBING, 10, "breaker open")
+    assert client.stats()["setups"] == 1
+    time.sleep(1.0)
+    assert client.state is State.PROBING, "a frozen process accepts TCP connections; that alone must not close the breaker"
+    assert client.stats()["setups"] == 1, "setup holds the GIL and must not be tried on a frozen master"
+
+    master.thaw()
+    assert client.wait_ready(15)
+    assert get(client, memory, keys) == [Outcome.OK] * 2
+
+
+# -- segment owners -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_store_is_a_miss_and_another_one_takes_over(stores: Cluster, connect: ConnectTo) -> None:
+    memory = Memory(2, 1000)
+    stores.start_master("--client_ttl=3")
+    store = stores.start_store()
+    client = connect(stores.address, memory)
+    keys = block_keys(2)
+    assert put(client, memory, keys) == [Outcome.OK] * 2
+
+    store.kill()
+    assert client.exists(keys).result(10) == [True, True]  # the master does not know yet
+    outcomes = get(client, memory, keys)
+    assert outcomes[0] is Outcome.TRANSFER
+    assert Outcome.OK not in outcomes
+    assert client.ready
+
+    stores.start_store()
+    wait_until(lambda: client.exists(keys).result(10) == [False, False], 30, "master dropped the dead segment")
+    assert get(client, memory, keys)[0] is Outcome.ABSENT
+    assert put(client, memory, keys) == [Outcome.OK] * 2
+    assert get(client, memory, keys) == [Outcome.OK] * 2
+
+
+def test_a_frozen_store_keeps_the_buffers_after_the_deadline(stores: Cluster, connect: ConnectTo) -> None:
+    memory = Memory(4, 1 << 18)
+    stores.start_master("--client_ttl=60")
+    store = stores.start_store()
+    client = connect(stores.address, memory)
+    keys = block_keys(4)
+    values = [memory.fill(slot, slot) for slot in range(4)]
+    assert put(client, memory, keys) == [Outcome.OK] * 4
+
+    store.freeze()
+    ticket = client.get([memory.transfer(key, slot) for slot, key in enumerate(keys)], 0.2)
+    assert ticket.done.result(5) == [Outcome.TIMEOUT] * 4
+    assert not ticket.released.done(), "the call is still in flight, so the buffers are not free"
+    assert client.stats()["in_flight"] == 1
+    ticket.released.result(30)
+    assert client.stats()["in_flight"] == 0
+    assert client.ready, "the master is fine, so lookups go on"
+
+    store.thaw()
+    wait_until(lambda: get(client, memory, keys) == [Outcome.OK] * 4, 30, "reads work again")
+    assert [bytes(memory.payload(slot)) for slot in range(4)] == values
+
+
+def test_without_any_store_puts_are_dropped_and_the_client_stays_ready(stores: Cluster, connect: ConnectTo) -> None:
+    memory = Memory(1, 1000)
+    stores.start_master()
+    client = connect(stores.address, memory)
+    keys = block_keys(1)
+    assert put(client, memory, keys) == [Outcome.FULL]
+    assert get(client, memory, keys) == [Outcome.ABSENT]
+    assert client.exists(keys).result(5) == [False]
+    assert client.ready
+
+
+def test_a_full_store_drops_puts_and_recovers(stores: Cluster, connect: ConnectTo) -> None:
+    memory = Memory(16, 1 << 20)
+    # Leases of an hour: nothing can be evicted, so full means full.
+    stores.start_master("--default_kv_lease_ttl=3600000")
+    stores.start_store(segment_bytes=16 << 20)
+    client = connect(stores.address, memory)
+    kept: list[str] = []
+    outcomes: list[Outcome] = []
+    while Outcome.FULL not in outcomes:
+        assert len(kept) < 100, "the store never filled up"
+        key = block_keys(1)[0]
+        memory.fill(0, len(kept))
+        outcomes = put(client, memory, [key])
+        if outcomes == [Outcome.OK]:
+            kept.append(key)
+            assert client.exists([key]).result(5) == [True]
+    calls = client.stats()["put_calls"]
+    assert put(client, memory, block_keys(1)) == [Outcome.FULL]
+    assert client.stats()["put_calls"] == calls, "backing off: not even tried"
+    memory.clear()
+    assert get(client, memory, [kept[-1]]) == [Outcome.OK]
+    assert bytes(memory.payload(0)) == pattern(len(kept) - 1, 1 << 20)
+
+    stores.flush()
+    wait_until(lambda: put(client, memory, block_keys(1)) == [Outcome.OK], 20, "puts accepted again")
+
+
+def test_every_transfer_failing_although_the_objects_exist_starts_a_new_client(stores: Cluster, connect: ConnectTo) -> None:
+    memory = Memory(1, 1000)
+    stores.start_master("--client_ttl=120")  # the dead owner stays listed: the same picture as a poisoned client
+    store = stores.start_store()
+    client = connect(stores.address, memory, poison_seconds=0.5, poison_calls=3)
+    keys = block_keys(1)
+    assert put(client, memory, keys) == [Outcome.OK]
+    store.kill()
+
+    def renewed() -> bool:
+        get(client, memory, keys)
+        return client.stats().get("renewed", 0) >= 1
+
+    wait_until(renewed, 30, "client renewed")
+    assert client.stats()["get_transfer"] >= 3
+    assert client.wait_ready(20)
+    assert client.stats()["setups"] == 2
+    stores.start_store()
+    wait_until(lambda: put(client, memory, block_keys(1)) == [Outcome.OK], 30, "puts go to the living store")
+
+
+# -- races --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_forced_flush_while_reading_never_yields_wrong_bytes(stores: Cluster, connect: ConnectTo) -> None:
+    payload_bytes = 16 << 20
+    memory = Memory(1, payload_bytes)
+    stores.start_master()
+    stores.start_store(segment_bytes=32 << 20)
+    reader = connect(stores.address, memory)
+    filler = RawClient(stores.address, 32 << 20)
+    junk = pattern(1001, 1 << 20)
+    reading, stop = threading.Event(), threading.Event()
+    flushes = 0
+
+    def vandal() -> None:
+        nonlocal flushes
+        delays = random.Random(5)
+        while not stop.is_set():
+            if reading.wait(0.1):
+                reading.clear()
+                time.sleep(delays.uniform(0, 0.01))  # a read takes 10-20 ms
+                stores.flush()
+                flushes += 1
+                filler.put_all({f"junk/{flushes}/{number}": junk for number in range(28)})  # into the memory just freed
+
+    thread = threading.Thread(target=vandal)
+    thread.start()
+    seen: Counter[str] = Counter()
+    wrong = 0
+    deadline = time.monotonic() + 60
+    try:
+        while time.monotonic() < deadline and seen["foreign"] < 3:
+            key = block_keys(1)[0]
+            value = memory.fill(0, seed=7)
+            if put(reader, memory, [key]) != [Outcome.OK]:
+                stores.flush()
+                continue
+            memory.clear()
+            reading.set()
+            outcome = get(reader, memory, [key])[0]
+            seen[outcome.value] += 1
+            if outcome is Outcome.OK and bytes(memory.payload(0)) != value:
+                wrong += 1
+    finally:
+        stop.set()
+        thread.join(30)
+        filler.close()
+    print(f"reads by outcome {dict(seen)}, flushes {flushes}, {reader.stats()}")
+    assert wrong == 0
+    assert seen["foreign"] >= 1, f"the store never handed out foreign bytes in {flushes} flushes: {seen}"
+
+
+def test_a_full_queue_drops_the_oldest_put(stores: Cluster, connect: ConnectTo) -> None:
+    memory = Memory(6, 1 << 18)
+    stores.start_master("--client_ttl=60")
+    store = stores.start_store()
+    client = connect(stores.address, memory, max_queued_puts=3)
+    store.freeze()
+    running = client.put([memory.transfer(block_keys(1)[0], 0)], 20)
+    wait_until(lambda: client.stats()["in_flight"] == 1, 5, "the first put is in flight")
+    waiting = [client.put([memory.transfer(block_keys(1)[0], slot)], 20) for slot in range(1, 6)]
+
+    assert [ticket.done.result(1) for ticket in waiting[:2]] == [[Outcome.DROPPED], [Outcome.DROPPED]]
+    assert all(ticket.released.done() for ticket in waiting[:2])
+    assert not any(ticket.done.done() for ticket in (running, *waiting[2:]))
+    assert client.stats()["put_dropped"] == 2
+    store.thaw()
+    for ticket in (running, *waiting[2:]):
+        ticket.released.result(30)
+    assert waiting[-1].done.result(1) == [Outcome.OK]
+
+
+# -- the end ------------------------------------------------------------------------------------------------------------------
+
+_CLOSE_IN_FLIGHT = """
+import sys, threading
+sys.path[:0] = [{root!r}]
+from tests.helpers_store import Memory, settings
+from epochkv_connector.store import StoreClient
+memory = Memory(8, 1 << 18)
+client = StoreClient(settings({address!r}), [memory.region])
+client.start()
+assert client.wait_ready(15)
+keys = [f"k{{i}}" for i in range(8)]
+put = client.put([memory.transfer(key, slot) for slot, key in enumerate(keys)], 20)
+assert put.done.result(20) == ["ok"] * 8
+print("stored", flush=True)
+sys.stdin.readline()  # the store is frozen now
+tickets = [client.get([memory.transfer(key, slot) for slot, key in enumerate(keys)], 30) for _ in range(3)]
+lookups = [client.exists(keys) for _ in range(3)]
+while client.stats()["in_flight"] < 2:
+    pass
+print("idle" if client.close({timeout}) else "busy", flush=True)
+print([ticket.done.done() for ticket in tickets[2:]], client.exists(keys).exception(1).outcome, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("timeout", "expected"), [(0.3, "busy"), (30.0, "idle")])
+def test_closing_with_calls_in_flight_does_not_crash(
+    stores: Cluster, request: pytest.FixtureRequest, timeout: float, expected: str
+) -> None:
+    stores.start_master("--client_ttl=60")
+    store = stores.start_store()
+    script = _CLOSE_IN_FLIGHT.format(root=str(request.config.rootpath), address=stores.address, timeout=timeout)
+    child = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert child.stdin
+    assert child.stdout
+    try:
+        assert child.stdout.readline() == "stored\n"
+        store.freeze()
+        out, _ = child.communicate("\n", timeout=60)
+    finally:
+        child.kill()
+    assert out.splitlines() == [expected, "[True] closed"]
+    assert child.returncode == 0
+
+
+def test_a_closed_client_answers_and_stays_closed(stores: Cluster, connect: ConnectTo) -> None:
+    memory = Memory(1, 100)
+    stores.start_master()
+    stores.start_store()
+    client = connect(stores.address, memory)
+    assert client.close(5)
+    assert client.state is State.CLOSED
+    keys = block_keys(1)
+    assert put(client, memory, keys) == [Outcome.CLOSED]
+    assert get(client, memory, keys) == [Outcome.CLOSED]
+    assert why_not(client, keys) is Outcome.CLOSED
+    with pytest.raises(StoreUnavailable):
+        client.remove_by_prefix("a/")
+    assert client.close(5)
+
+
+def test_closing_before_start_and_while_the_master_is_away_ends_at_once(stores: Cluster) -> None:
+    for start in (False, True):
+        client = StoreClient(settings(stores.address))
+        if start:
+            client.start()
+        assert client.close(5)
+        assert client.state is State.CLOSED
+
+
+def test_missing_variables_are_named_once(
+    stores: Cluster, connect: ConnectTo, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MC_RPC_TIMEOUT_MS", raising=False)
+    monkeypatch.delenv("MC_TCP_STATUS_TIMEOUT_SEC", raising=False)
+    with caplog.at_level(logging.WARNING):
+        connect(stores.address, wait=False)
+        connect(stores.address, wait=False)
+    named = [record.getMessage() for record in caplog.records if "Mooncake variables not set" in record.getMessage()]
+    assert len(named) == 1
+    assert "MC_RPC_TIMEOUT_MS" in named[0]
+    assert "MC_TCP_STATUS_TIMEOUT_SEC" in named[0]

@@ -1,0 +1,192 @@
+"""What is put is what is got, and nothing else ever is."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+
+from epochkv_connector.keys import object_key
+from epochkv_connector.store import Outcome, StoreClient
+from tests.helpers_store import END_BYTES, Cluster, Memory, RawClient, pattern
+from tests.store.conftest import ConnectTo
+
+NAMESPACE = "0a1b2c3d/00112233445566ff/e7"
+
+
+def unique_key(name: str = "block") -> str:
+    return object_key(NAMESPACE, 0, 0, name.encode() + secrets.token_bytes(8))
+
+
+def put(client: StoreClient, memory: Memory, keys: list[str]) -> list[Outcome]:
+    return client.put([memory.transfer(key, slot) for slot, key in enumerate(keys)], 10).done.result(15)
+
+
+def get(client: StoreClient, memory: Memory, keys: list[str]) -> list[Outcome]:
+    return client.get([memory.transfer(key, slot) for slot, key in enumerate(keys)], 10).done.result(15)
+
+
+@pytest.mark.parametrize("payload_bytes", [1, 4096, 300_001])
+@pytest.mark.parametrize("verify_payload", [True, False])
+def test_another_client_reads_exactly_what_was_put(shared: Cluster, connect: ConnectTo, payload_bytes: int, verify_payload: bool) -> None:
+    mine, theirs = Memory(9, payload_bytes), Memory(9, payload_bytes)
+    writer = connect(shared.address, mine, verify_payload=verify_payload)
+    reader = connect(shared.address, theirs, verify_payload=verify_payload)
+    keys = [unique_key() for _ in range(9)]
+    values = [mine.fill(slot, seed=slot) for slot in range(9)]
+
+    assert put(writer, mine, keys) == [Outcome.OK] * 9
+    assert get(reader, theirs, keys) == [Outcome.OK] * 9
+    assert [bytes(theirs.payload(slot)) for slot in range(9)] == values
+    assert set(keys) <= set(shared.keys())
+    assert reader.stats()["get_bytes"] == 9 * (payload_bytes + 2 * END_BYTES)
+
+
+def test_first_writer_wins_and_the_second_is_told_ok(shared: Cluster, connect: ConnectTo) -> None:
+    memory = Memory(1, 1000)
+    client = connect(shared.address, memory)
+    key = unique_key()
+    first = memory.fill(0, seed=1)
+    assert put(client, memory, [key]) == [Outcome.OK]
+    memory.fill(0, seed=2)
+    assert put(client, memory, [key]) == [Outcome.OK]
+    memory.clear()
+    assert get(client, memory, [key]) == [Outcome.OK]
+    assert bytes(memory.payload(0)) == first
+
+
+def test_existence_is_answered_in_order_and_long_questions_are_split(shared: Cluster, connect: ConnectTo) -> None:
+    memory = Memory(3, 100)
+    client = connect(shared.address, memory)
+    lookup = connect(shared.address)  # a client without memory, as the scheduler half has
+    there = [unique_key() for _ in range(3)]
+    put(client, memory, there)
+    question = [unique_key() for _ in range(2500)]
+    for key, place in zip(there, (0, 1024, 2499), strict=True):
+        question[place] = key
+    before = lookup.stats().get("exists_calls", 0)
+
+    answer = lookup.exists(question, timeout=5).result(10)
+
+    assert [place for place, found in enumerate(answer) if found] == [0, 1024, 2499]
+    assert lookup.stats()["exists_calls"] - before == 3
+
+
+def test_a_missing_key_is_a_miss_and_stops_the_request(shared: Cluster, connect: ConnectTo) -> None:
+    memory = Memory(8, 100)
+    client = connect(shared.address, memory, max_call_keys=2)
+    keys = [unique_key() for _ in range(8)]
+    put(client, memory, keys[:3])
+    outcomes = get(client, memory, keys)
+    assert outcomes[:4] == [Outcome.OK, Outcome.OK, Outcome.OK, Outcome.ABSENT]
+    assert outcomes[4:] == [Outcome.CANCELLED] * 4
+
+
+def test_removal_takes_the_prefix_and_nothing_that_only_looks_like_it(shared: Cluster, connect: ConnectTo) -> None:
+    memory = Memory(1, 10)
+    client = connect(shared.address, memory)
+    pool = secrets.token_hex(4)
+    fingerprint, other = secrets.token_hex(8), secrets.token_hex(8)
+
+    def key(epoch: int, fp: str = fingerprint, owner: str = pool) -> str:
+        return object_key(f"{owner}/{fp}/e{epoch}", 0, 0, b"x")
+
+    keep = [key(30), key(13), key(3, owner="f" * 8), "prefix/" + key(3)]
+    for name in [key(3), key(3, other), *keep]:
+        assert put(client, memory, [name]) == [Outcome.OK]
+
+    assert client.remove_by_prefix(f"{pool}/{fingerprint}/e3/") == 1
+    assert client.remove_below(pool, 4) == 1  # the other fingerprint's
+    assert client.remove_below(pool, 0) == 0
+    left = set(shared.keys())
+    assert set(keep) <= left
+    assert left.isdisjoint({key(3), key(3, other)})
+
+
+def test_leased_objects_survive_a_removal(shared: Cluster, connect: ConnectTo) -> None:
+    memory = Memory(1, 10)
+    client = connect(shared.address, memory)
+    pool = secrets.token_hex(4)
+    key = object_key(f"{pool}/{'0' * 16}/e1", 0, 0, b"x")
+    put(client, memory, [key])
+    assert client.exists([key]).result(5) == [True]  # grants the lease
+    assert client.remove_by_prefix(f"{pool}/") == 0
+    assert key in set(shared.keys())
+
+
+# -- bytes that are not ours ------------------------------------------------------------------------------------------------
+
+
+def sealed(client: StoreClient, memory: Memory, raw: RawClient, seed: int) -> bytes:
+    """The stored bytes of a good object under some other key."""
+    key = unique_key()
+    memory.fill(0, seed)
+    assert put(client, memory, [key]) == [Outcome.OK]
+    return raw.get(key, memory.object_bytes)
+
+
+@pytest.mark.parametrize(
+    ("what", "defect"),
+    [
+        ("random bytes", "magic"),
+        ("another key's object", "digest"),
+        ("zeros", "magic"),
+    ],
+)
+def test_foreign_bytes_of_the_right_length_are_refused(shared: Cluster, connect: ConnectTo, what: str, defect: str) -> None:
+    memory = Memory(1, 5000)
+    client = connect(shared.address, memory)
+    raw = RawClient(shared.address)
+    key = unique_key()
+    foreign = {
+        "random bytes": pattern(99, memory.object_bytes),
+        "another key's object": sealed(client, memory, raw, 3),
+        "zeros": bytes(memory.object_bytes),
+    }[what]
+    raw.put(key, foreign)
+    raw.close()
+    assert client.exists([key]).result(5) == [True]  # the store itself sees nothing wrong
+    assert get(client, memory, [key]) == [Outcome.FOREIGN]
+    assert client.stats()[f"defect_{defect}"] == 1
+
+
+def test_one_flipped_bit_anywhere_is_refused(shared: Cluster, connect: ConnectTo) -> None:
+    memory = Memory(1, 5000)
+    client = connect(shared.address, memory)
+    raw = RawClient(shared.address)
+    positions = [0, 9, 17, 40, 50, 63, 64, 64 + 2500, 64 + 4999, 64 + 5000, 64 + 5030, 64 + 5000 + 63]
+    refused = []
+    for position in positions:
+        key = unique_key()
+        memory.fill(0, seed=position)
+        assert put(client, memory, [key]) == [Outcome.OK]
+        damaged = bytearray(raw.get(key, memory.object_bytes))
+        damaged[position] ^= 1
+        shared.flush()
+        raw.put(key, bytes(damaged))
+        refused.append(get(client, memory, [key]) == [Outcome.FOREIGN])
+    raw.close()
+    assert dict(zip(positions, refused, strict=True)) == dict.fromkeys(positions, True)
+
+
+@pytest.mark.parametrize(("stored_bytes", "outcome"), [(4000, Outcome.SIZE), (6000, Outcome.ERROR)])
+def test_an_object_of_another_length_is_refused(shared: Cluster, connect: ConnectTo, stored_bytes: int, outcome: Outcome) -> None:
+    memory = Memory(1, 5000)
+    client = connect(shared.address, memory)
+    raw = RawClient(shared.address)
+    key = unique_key()
+    raw.put(key, sealed(client, memory, raw, 1)[:4000].ljust(stored_bytes, b"\0"))
+    raw.close()
+    assert get(client, memory, [key]) == [outcome]
+
+
+def test_an_object_without_checksum_is_refused_by_a_reader_that_wants_one(shared: Cluster, connect: ConnectTo) -> None:
+    memory = Memory(1, 5000)
+    lax = connect(shared.address, memory, verify_payload=False)
+    strict = connect(shared.address, memory)
+    key = unique_key()
+    memory.fill(0, 1)
+    assert put(lax, memory, [key]) == [Outcome.OK]
+    assert get(strict, memory, [key]) == [Outcome.FOREIGN]
+    assert strict.stats()["defect_no_checksum"] == 1
+    assert get(lax, memory, [key]) == [Outcome.OK]

@@ -1,0 +1,151 @@
+"""Names that cannot be mistaken, and bytes that cannot be mistaken for others."""
+
+from __future__ import annotations
+
+import re
+import struct
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epochkv_connector import keys
+from epochkv_connector.store import envelope
+from epochkv_connector.store.envelope import Defect
+
+hex_digits = "0123456789abcdef"
+namespaces = st.builds(
+    lambda uid, fp, epoch: f"{uid}/{fp}/e{epoch}",
+    st.text(hex_digits, min_size=8, max_size=8),
+    st.text(hex_digits, min_size=16, max_size=16),
+    st.integers(0, 10**6),
+)
+
+
+@given(namespaces, st.integers(0, 9), st.integers(0, 31), st.binary(min_size=1, max_size=40))
+def test_a_key_reads_back_as_its_parts(namespace: str, group: int, shard: int, block_hash: bytes) -> None:
+    key = keys.object_key(namespace, group, shard, block_hash)
+    uid, fingerprint, epoch = namespace.split("/")
+    assert key == f"{uid}/{fingerprint}/{epoch}/g{group}/r{shard}/{block_hash.hex()}"
+    assert keys.parse_key(key) == keys.BlockKey(uid, fingerprint, int(epoch[1:]), group, shard, block_hash)
+    assert keys.epoch_of(namespace) == int(epoch[1:])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "a/b/e1", "12345678/0123456789abcdef/e01", "12345678/0123456789abcdef/e1/", "12345678/0123456789ABCDEF/e1"],
+)
+def test_what_is_no_namespace_is_refused(text: str) -> None:
+    with pytest.raises(keys.KeyCodecError):
+        keys.epoch_of(text)
+    with pytest.raises(keys.KeyCodecError):
+        keys.parse_key(text + "/g0/r0/00")
+
+
+@given(st.text(min_size=1, max_size=20), st.text(max_size=10))
+def test_a_prefix_pattern_matches_the_prefix_literally(prefix: str, rest: str) -> None:
+    pattern = re.compile(keys.prefix_pattern(prefix))
+    assert pattern.search(prefix + rest)
+    assert not pattern.search("\x00" + prefix + rest) or ("\x00" + prefix + rest).startswith(prefix)
+
+
+@given(st.integers(1, 2000), st.integers(0, 4000))
+def test_older_pattern_compares_numbers(epoch: int, other: int) -> None:
+    pattern = re.compile(keys.older_pattern("0a1b2c3d", epoch))
+    key = f"0a1b2c3d/0123456789abcdef/e{other}/g0/r0/00"
+    assert bool(pattern.search(key)) == (other < epoch)
+    assert not pattern.search("1" + key)
+    assert not pattern.search(key.replace("0a1b2c3d", "0a1b2c3e"))
+
+
+def test_older_pattern_refuses_nonsense() -> None:
+    for pool, epoch in (("0a1b2c3d", 0), ("", 3), (".*", 3)):
+        with pytest.raises(keys.KeyCodecError):
+            keys.older_pattern(pool, epoch)
+
+
+@given(st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=50), st.integers(1, 8))
+def test_every_block_has_exactly_one_owner_among_replicas(hashes: list[bytes], replicas: int) -> None:
+    for block_hash in hashes:
+        owner = keys.replica_owner(block_hash, replicas)
+        assert [owner == rank for rank in range(replicas)].count(True) == 1
+
+
+def test_replicas_share_the_work() -> None:
+    owners = [keys.replica_owner(struct.pack("<I", number), 4) for number in range(400)]
+    assert min(owners.count(rank) for rank in range(4)) > 50
+
+
+# -- envelope -----------------------------------------------------------------------------------------------------------------
+
+DIGEST = b"d" * 16
+payloads = st.binary(min_size=1, max_size=300)
+
+
+def sealed(payload: bytes, digest: bytes = DIGEST, checksum: bool = True) -> bytearray:
+    raw = bytearray(bytes(64) + payload + bytes(64))
+    envelope.seal(memoryview(raw), digest, checksum=checksum)
+    return raw
+
+
+@given(payloads, st.booleans())
+def test_the_format_is_what_the_module_says(payload: bytes, checksum: bool) -> None:
+    raw = bytes(sealed(payload, checksum=checksum))
+    assert raw[64:-64] == payload
+    for end, magic in ((raw[:64], b"EPOCHKV<"), (raw[-64:], b">EPOCHKV")):
+        assert end[:8] == magic
+        codec, flags, zero = struct.unpack_from("<HHI", end, 8)
+        assert (codec, flags, zero) == (1, int(checksum), 0)
+        assert end[16:32] == DIGEST
+        assert struct.unpack_from("<Q", end, 32)[0] == len(payload)
+        assert end[40:56] == (xxhash.xxh3_128(payload).digest() if checksum else bytes(16))
+        assert struct.unpack_from("<Q", end, 56)[0] == xxhash.xxh3_64(end[:56]).intdigest()
+
+
+@given(payloads)
+def test_what_was_sealed_is_accepted(payload: bytes) -> None:
+    for checksum in (True, False):
+        raw = sealed(payload, checksum=True)
+        assert envelope.find_defect(memoryview(raw), DIGEST, checksum=checksum) is None
+    assert envelope.find_defect(memoryview(sealed(payload, checksum=False)), DIGEST, checksum=False) is None
+
+
+@given(payloads, st.data())
+def test_any_change_is_found(payload: bytes, data: st.DataObject) -> None:
+    raw = sealed(payload)
+    position = data.draw(st.integers(0, len(raw) - 1))
+    raw[position] ^= data.draw(st.integers(1, 255))
+    assert envelope.find_defect(memoryview(raw), DIGEST, checksum=True) is not None
+    in_an_end = position < 64 or position >= len(raw) - 64
+    assert (envelope.find_defect(memoryview(raw), DIGEST, checksum=False) is not None) == in_an_end
+
+
+@given(payloads, payloads)
+def test_ends_of_two_writes_do_not_fit_together(first: bytes, second: bytes) -> None:
+    one, other = sealed(first), sealed(second)
+    torn = memoryview(one[:-64] + other[-64:])
+    defect = envelope.find_defect(torn, DIGEST, checksum=False)
+    if len(first) != len(second):
+        assert defect is Defect.LENGTH
+    else:
+        assert defect is (None if first == second else Defect.TORN)
+
+
+def test_each_defect_has_its_name() -> None:
+    good = sealed(b"payload")
+
+    def defect(raw: bytes | bytearray, digest: bytes = DIGEST) -> Defect | None:
+        return envelope.find_defect(memoryview(bytearray(raw)), digest, checksum=True)
+
+    assert defect(bytes(len(good))) is Defect.MAGIC
+    assert defect(good, b"e" * 16) is Defect.DIGEST
+    assert defect(good[:64] + b"x" + good[64:]) is Defect.LENGTH
+    assert defect(sealed(b"payload", checksum=False)) is Defect.NO_CHECKSUM
+    assert defect(good[:64] + b"PAYLOAD" + good[-64:]) is Defect.CHECKSUM
+    assert defect(good[:20] + b"!" + good[21:]) is Defect.SEALED
+    other_codec = bytearray(good)
+    for start in (0, len(good) - 64):
+        struct.pack_into("<H", other_codec, start + 8, 2)
+        struct.pack_into("<Q", other_codec, start + 56, xxhash.xxh3_64_intdigest(bytes(other_codec[start : start + 56])))
+    assert defect(other_codec) is Defect.CODEC

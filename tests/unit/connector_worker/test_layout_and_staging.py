@@ -1,0 +1,237 @@
+"""Every layout that can be cut into blocks is copied byte for byte; every other one is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from epochkv_connector.worker.layout import GroupSpec, LayoutError, block_layout, group_view
+from epochkv_connector.worker.slots import num_slots, object_bytes, slot_stride
+from epochkv_connector.worker.staging import HostRegion, Pair, Staging, StagingStream
+
+DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn]
+
+
+@dataclass
+class Cache:
+    """KV tensors of one engine and, independently of their strides, the bytes of each block by plain indexing."""
+
+    caches: dict[str, torch.Tensor]
+    groups: list[list[str]]
+    num_blocks: int
+    block_dim: int
+    physical: list[int]  # logical dimensions behind the block dimension, in memory order
+
+    def block_bytes(self, group: int, block: int) -> bytes:
+        """Layer by layer, in memory order."""
+        parts = []
+        for name in self.groups[group]:
+            inner = self.caches[name].select(self.block_dim, block)
+            parts.append(inner.permute(self.physical).contiguous().view(torch.uint8).numpy().tobytes())
+        return b"".join(parts)
+
+    def everything(self) -> dict[str, bytes]:
+        return {name: t.contiguous().view(torch.uint8).numpy().tobytes() for name, t in self.caches.items()}
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    count = int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size()
+    raw = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, count, dtype=np.uint8))
+    return raw.view(dtype).view(shape)
+
+
+@st.composite
+def engines(draw: st.DrawFn) -> Cache:
+    """CPU (blocks first), K/V-first, transposed heads, all layers in one storage or not, groups that share storage."""
+    blocks = draw(st.integers(3, 7))
+    heads, tokens, size = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.sampled_from([1, 4, 8]))
+    layers, num_groups = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    dtype = draw(st.sampled_from(DTYPES))
+    kind = draw(st.sampled_from(["blocks_first", "kv_first", "blocks_first_transposed"]))
+    one_storage = draw(st.booleans())
+    shape = {
+        "blocks_first": (blocks, heads, tokens, 2 * size),
+        "kv_first": (2, blocks, tokens, heads, size),
+        "blocks_first_transposed": (blocks, tokens, heads, 2 * size),
+    }[kind]
+    seed = draw(st.integers(0, 2**16))
+    if one_storage:
+        whole = random_tensor((layers, *shape), dtype, seed)
+        tensors = [whole[i] for i in range(layers)]
+    else:
+        tensors = [random_tensor(shape, dtype, seed + i) for i in range(layers)]
+    physical = list(range(len(shape) - 1))
+    if kind == "blocks_first_transposed":
+        tensors = [t.transpose(1, 2) for t in tensors]  # logically heads before tokens, in memory tokens before heads
+        physical = [1, 0, 2]
+    # Groups share storage: layer i of every group is the same tensor, as vLLM's hybrid cache manager does it.
+    groups = [[f"g{g}.l{i}" for i in range(layers)] for g in range(num_groups)]
+    caches = {name: tensors[i] for group in groups for i, name in enumerate(group)}
+    return Cache(caches, groups, blocks, 1 if kind == "kv_first" else 0, physical)
+
+
+def staging(cache: Cache, slots: int) -> Staging:
+    return Staging(cache.caches, [GroupSpec(names, 16) for names in cache.groups], slots, cache.num_blocks)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(engines(), st.data())
+def test_gather_then_scatter_is_plain_indexing(cache: Cache, data: st.DataObject) -> None:
+    slots = 2 * cache.num_blocks
+    stage = staging(cache, slots)
+    stream = StagingStream(stage)
+    group = data.draw(st.integers(0, len(cache.groups) - 1))
+    sources = data.draw(st.lists(st.integers(0, cache.num_blocks - 1), min_size=1, max_size=cache.num_blocks, unique=True))
+    targets = data.draw(st.permutations(range(cache.num_blocks)))[: len(sources)]
+    places = data.draw(st.permutations(range(slots)))[: len(sources)]
+    expected = [cache.block_bytes(group, block) for block in sources]
+    before = [cache.block_bytes(group, block) for block in range(cache.num_blocks)]
+    size = stage.groups[group].payload_bytes
+    assert size == len(expected[0])
+
+    stream.gather([Pair(group, block, slot) for block, slot in zip(sources, places, strict=True)])
+    assert [stage.region.payload(slot, size).numpy().tobytes() for slot in places] == expected
+    assert [cache.block_bytes(group, block) for block in range(cache.num_blocks)] == before, "gather only reads"
+
+    stream.scatter([Pair(group, block, slot) for block, slot in zip(targets, places, strict=True)])
+    wanted = list(before)
+    for block, value in zip(targets, expected, strict=True):
+        wanted[block] = value
+    assert [cache.block_bytes(group, block) for block in range(cache.num_blocks)] == wanted
+
+
+@settings(max_examples=25, deadline=None)
+@given(engines())
+def test_the_bytes_of_a_block_do_not_depend_on_where_its_layers_lie(cache: Cache) -> None:
+    scattered = Cache(
+        {name: t.clone(memory_format=torch.preserve_format) for name, t in cache.caches.items()},
+        cache.groups,
+        cache.num_blocks,
+        cache.block_dim,
+        cache.physical,
+    )
+    payloads = []
+    for one in (cache, scattered):
+        stage = staging(one, 1)
+        StagingStream(stage).gather([Pair(0, one.num_blocks - 1, 0)])
+        payloads.append(stage.region.payload(0, stage.groups[0].payload_bytes).numpy().tobytes())
+    assert payloads[0] == payloads[1]
+
+
+def test_layers_at_equal_distances_are_one_view_and_others_a_loop() -> None:
+    whole = torch.zeros(4, 5, 3, 2)
+    names = ["a", "b", "c", "d"]
+    even = group_view(dict(zip(names, whole, strict=True)), GroupSpec(names), 5)
+    assert [tuple(part.shape) for part in even.parts] == [(5, 4, 24)]
+    uneven = group_view(dict(zip(names, whole, strict=True)), GroupSpec(["a", "b", "d"]), 5)
+    assert len(uneven.parts) == 3
+    backwards = group_view(dict(zip(names, whole, strict=True)), GroupSpec(["b", "a"]), 5)
+    assert len(backwards.parts) == 2
+
+
+def test_layers_that_share_one_tensor_are_stored_once() -> None:
+    tensor = torch.zeros(5, 8)
+    view = group_view({"owner": tensor, "sharer": tensor}, GroupSpec(["owner", "sharer"]), 5)
+    assert view.payload_bytes == 8 * 4
+
+
+def test_a_layer_may_have_several_tensors() -> None:
+    conv, ssm = torch.arange(12.0).view(4, 3), torch.arange(20.0).view(4, 5) + 100
+    stage = Staging({"mamba": [conv, ssm]}, [GroupSpec(["mamba"])], 1, 4)
+    StagingStream(stage).gather([Pair(0, 2, 0)])
+    assert stage.region.payload(0, 32).view(torch.float32).tolist() == [6, 7, 8, 110, 111, 112, 113, 114]
+
+
+def test_smaller_kernel_blocks_are_grouped_into_pool_blocks() -> None:
+    kernel = torch.arange(12 * 2.0).view(12, 2)  # 4 pool blocks of 3 kernel blocks
+    stage = Staging({"a": kernel}, [GroupSpec(["a"])], 1, 4)
+    StagingStream(stage).gather([Pair(0, 1, 0)])
+    assert stage.region.payload(0, 24).view(torch.float32).tolist() == [6, 7, 8, 9, 10, 11]
+
+
+def test_padded_pages_are_copied_without_the_padding() -> None:
+    pages = torch.arange(4 * 10.0).view(4, 10)[:, :7]
+    layout = block_layout("a", pages, 4)
+    assert (layout.block_stride, layout.shape) == (40, (28,))
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_blocks", "message"),
+    [
+        ((2, 2, 4), 2, r"dimensions \[0, 1\] of shape \(2, 2, 4\) could both count blocks"),
+        ((2, 4, 4), 2, None),  # 2 blocks, block dimension 0: dimension 1 does not count 2
+        ((5, 6, 4), 7, "no dimension of shape"),
+        ((3, 7, 4), 7, "no dimension of shape"),  # dimension 1 counts blocks only behind a leading 2
+        ((2, 6), 3, None),  # K/V first, two kernel blocks per block
+        ((), 1, "no dimension of shape"),
+    ],
+)
+def test_ambiguous_and_impossible_shapes_are_refused(shape: tuple[int, ...], num_blocks: int, message: str | None) -> None:
+    tensor = torch.zeros(shape)
+    if message is None:
+        assert block_layout("layer", tensor, num_blocks).num_bytes * num_blocks == tensor.numel() * 4
+    else:
+        with pytest.raises(LayoutError, match=message):
+            block_layout("layer", tensor, num_blocks)
+
+
+def test_overlapping_elements_are_refused() -> None:
+    with pytest.raises(LayoutError, match="overlapping"):
+        block_layout("layer", torch.zeros(4, 1).expand(4, 6), 4)
+    with pytest.raises(LayoutError, match="overlapping"):
+        block_layout("layer", torch.zeros(64).as_strided((4, 3, 4), (16, 2, 1)), 4)
+
+
+def test_missing_layers_and_unsaid_block_counts_are_refused() -> None:
+    with pytest.raises(LayoutError, match="'b' of a KV cache group was not registered"):
+        group_view({"a": torch.zeros(4, 4)}, GroupSpec(["a", "b"]), 4)
+    with pytest.raises(LayoutError, match="without layers"):
+        group_view({"a": torch.zeros(4, 4)}, GroupSpec([]), 4)
+    with pytest.raises(LayoutError, match="pass num_blocks"):
+        group_view({"a": torch.zeros(2, 4)}, GroupSpec(["a"]), None)
+    assert group_view({"a": torch.zeros(6, 4)}, GroupSpec(["a"]), None).num_blocks == 6
+
+
+def test_ids_out_of_range_touch_nothing() -> None:
+    stage = Staging({"a": torch.zeros(4, 4)}, [GroupSpec(["a"])], 2, 4)
+    stream = StagingStream(stage)
+    for pair in (Pair(0, 4, 0), Pair(0, -1, 0), Pair(0, 0, 2), Pair(0, 0, -1), Pair(1, 0, 0)):
+        with pytest.raises(IndexError):
+            stream.gather([pair])
+    assert bytes(stage.region.bytes) == bytes(stage.region.num_bytes)
+
+
+# -- slots --------------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 1 << 22), min_size=1, max_size=4), st.integers(0, 1 << 24))
+@example([4096 - 128], 4096)
+def test_slots_hold_the_largest_object_aligned(payloads: list[int], capacity: int) -> None:
+    stride = slot_stride(payloads)
+    assert stride % 256 == 0
+    assert max(payloads) + 128 <= stride < max(payloads) + 128 + 256
+    assert num_slots(capacity, payloads) * stride <= capacity < (num_slots(capacity, payloads) + 1) * stride
+
+
+def test_slots_without_bytes_are_refused() -> None:
+    for bad in ([], [0], [-1, 5]):
+        with pytest.raises(ValueError, match="positive size"):
+            slot_stride(bad)
+    with pytest.raises(ValueError, match="at least one"):
+        HostRegion(0, 256, pin=False)
+
+
+def test_slots_are_disjoint_and_objects_are_contiguous() -> None:
+    region = HostRegion(5, slot_stride([1000]), pin=False)
+    assert region.address % 4096 == 0
+    for slot in range(5):
+        region.object_view(slot, 1000)[:] = bytes([slot + 1]) * object_bytes(1000)
+    for slot in range(5):
+        assert bytes(region.object_view(slot, 1000)) == bytes([slot + 1]) * 1128
+        assert region.payload(slot, 1000).tolist() == [slot + 1] * 1000
+        assert region.payload(slot, 1000).data_ptr() == region.slot_address(slot) + 64
