@@ -9,7 +9,7 @@ design pages).
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import kopf
 
@@ -68,6 +68,8 @@ async def drive(sink: Sink, client: KubeClient, settings: Settings, started: asy
         clusterwide=not settings.watch_namespaces,
         namespaces=list(settings.watch_namespaces),
         ready_flag=started,
+        # kopf would ask for the user's name, which a container with a bare user id has not.
+        identity=cast(Any, settings.lease_name),
     )
 
 
