@@ -13,7 +13,8 @@ from hack.demo.kube import DemoError
 from hack.engine_api import EngineError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-console = Console()
+# A log file is no terminal and has no width: tables get a readable one there.
+console = Console() if Console().is_terminal else Console(width=120)
 Seed = Annotated[int | None, typer.Option(help="Seed of the prompts; another one each time by default.")]
 
 

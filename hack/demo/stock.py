@@ -78,7 +78,8 @@ def demo(console: Console, seed: int | None) -> int:
                 with progress.step("the same story with EpochKV", 5):
                     fresh = late_reset(a, b, mooncake, weights, prompt, progress)
                 claims.equal("EpochKV: stale tokens that A reuses", fresh.cached, 0)
-                claims.equal("EpochKV: A answers as without a cache", fresh.tokens, reference.new)
+                right = fresh.tokens == reference.new
+                claims.check("EpochKV: A answers as without a cache", right, "yes", _yes(right))
                 with progress.step("B catches up, the epoch is raised", 5):
                     catch_up(a, b, mooncake, pool, weights, prompt, reference, claims)
     claims.show(console, "One engine is late with its reset")

@@ -72,7 +72,8 @@ def test_the_operator_runs_under_restricted_pod_security(render: Render) -> None
     }
     assert {port["name"]: port["containerPort"] for port in container["ports"]} == {"hub": 7700, "probes": 8080, "metrics": 9090}
     assert container["livenessProbe"]["httpGet"] == {"path": "/livez", "port": "probes"}
-    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "probes"}
+    # A standby must become Ready too, or a rollout with two replicas would never end.
+    assert container["readinessProbe"]["httpGet"] == {"path": "/livez", "port": "probes"}
     assert all("hostPath" not in volume for volume in pod["volumes"])
 
 
@@ -111,6 +112,14 @@ def test_watch_namespaces_give_roles_there_and_no_cluster_role(render: Render) -
     assert "--watch-namespace=epochkv-system" in arguments
 
 
+def test_default_images_follow_the_operator(render: Render) -> None:
+    def arguments(*values: str) -> list[str]:
+        return list(render(*values).one("Deployment", "epochkv-operator")["spec"]["template"]["spec"]["containers"][0]["args"])
+
+    assert {"--store-image=epochkv/store:dev", "--engine-image=epochkv/engine:dev"} <= set(arguments("--set", "image.tag=dev"))
+    assert "--store-image=mirror.example/store:1" in arguments("--set", "defaults.storeImage=mirror.example/store:1")
+
+
 def test_the_hub_is_a_service_on_7700(render: Render) -> None:
     rendered = render()
     service = rendered.one("Service", "epochkv-hub")
@@ -120,7 +129,9 @@ def test_the_hub_is_a_service_on_7700(render: Render) -> None:
 
 
 def test_the_network_policy_lets_in_three_ports_only(render: Render) -> None:
-    policy = render("--set", "networkPolicy.metricsFrom[0].namespaceSelector.matchLabels.name=monitoring").one("NetworkPolicy", "epochkv-operator")
+    policy = render("--set", "networkPolicy.metricsFrom[0].namespaceSelector.matchLabels.name=monitoring").one(
+        "NetworkPolicy", "epochkv-operator"
+    )
     assert policy["spec"]["policyTypes"] == ["Ingress"]
     assert sorted(port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]) == [7700, 8080, 9090]
     (metrics,) = [rule for rule in policy["spec"]["ingress"] if rule["ports"][0]["port"] == 9090]
@@ -140,7 +151,9 @@ def test_crds_come_with_the_release_and_outlive_it(render: Render) -> None:
 def test_rendered_crds_equal_the_generated_ones(render: Render) -> None:
     """Templating must not change a rule: compared after parsing, apart from the annotations that the chart adds."""
     rendered = {crd["metadata"]["name"]: crd["spec"] for crd in render().all("CustomResourceDefinition")}
-    generated = {crd["metadata"]["name"]: crd["spec"] for crd in (yaml.safe_load(path.read_text()) for path in (ROOT / "crds").glob("*.yaml"))}
+    generated = {
+        crd["metadata"]["name"]: crd["spec"] for crd in (yaml.safe_load(path.read_text()) for path in (ROOT / "crds").glob("*.yaml"))
+    }
     assert rendered == generated
 
 
@@ -187,5 +200,7 @@ def test_notes_tell_how_to_reset(helm: str, tmp_path: Path) -> None:
 
 
 def test_the_copies_of_the_crds_are_up_to_date() -> None:
-    result = subprocess.run([sys.executable, "-m", "hack.sync_chart", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(
+        [sys.executable, "-m", "hack.sync_chart", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert result.returncode == 0, result.stderr
