@@ -116,7 +116,7 @@ class SchedulerHalf:
         self.num_slots = slot_count(config, max(1, layout.slot_bytes), num_ranks)
         self._count: Counter[str] = Counter()
         self._tracker = Tracker(config.tracker_capacity) if config.tracker and config.local else None
-        on_evict = self._tracker.forget if self._tracker else None
+        on_evict = None if self._tracker is None else self._tracker.forget
         self._index = HostIndex(self.num_slots, max(1, len(layout.groups)), config.local is not None, on_evict)
         self._ledger = Ledger(num_ranks)
         self._known = KnownInStore(KNOWN_IN_STORE_CAPACITY)

@@ -1,0 +1,359 @@
+"""Random schedules: every way vLLM accepts, shrinks, drops or cancels, on ranks that are late, partial or failing.
+
+Held at every moment: no slot and no GPU block has two owners, a referenced block is not evicted, a load never fills a block
+with anything but what its name says, and a hit equals a reference computed here from what the ranks confirmed (while nothing
+was evicted). At the end nothing is left.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epochkv_connector.records import LoadJob, Phase, SaveJob, Source
+from epochkv_connector.scheduler.views import CacheLayout, Commit, GroupKind, RequestView
+from tests.unit.connector_scheduler.rig import HASH_BLOCK, LAYOUTS, Snap, World, chain, config, scheduled, snap_of, view
+
+OUTCOMES = ("ok",) * 15 + ("partial", "drop", "late")
+
+
+@dataclass
+class Live:
+    """A request as vLLM has it."""
+
+    request_id: str
+    tokens: list[int]
+    root: bytes
+    state: str = "waiting"  # waiting, loading, running
+    blocks: list[list[int]] = field(default_factory=list)
+    computed: int = 0
+    loaded_to: int = 0
+    poisoned: bool = False
+    finished: bool = False
+    cooldown: bool = False
+    asleep: int = 0  # steps in which vLLM does not get to this request
+
+
+class Schedule:
+    """One random run, driven by a seed; `ample` keeps L1 large enough that nothing is evicted or cut."""
+
+    def __init__(self, seed: int, layout: CacheLayout, *, l1: bool, l2: bool, ranks: int, ample: bool) -> None:
+        self.random = random.Random(seed)
+        self.layout = layout
+        self.ample = ample
+        slots = 800 if ample else self.random.choice([12, 30, 60])
+        tracker = l1 and not l2 and self.random.random() < 0.5
+        cfg = config(l1_slots=slots if l1 else 0, l2=l2, ranks=ranks, staging_slots=slots, tracker=tracker)
+        self.world = World(cfg, layout, ranks)
+        self.l2 = l2
+        self.l1 = l1
+        self.snap = snap_of(0)
+        self.world.half.adopt(self.snap)
+        self.epoch = 0
+        self.live: dict[str, Live] = {}
+        self.loads: list[LoadJob] = []
+        self.heard: dict[str, int] = {}  # request id -> final reports of its load so far
+        self.failed: set[str] = set()
+        self.saves: dict[int, SaveJob] = {}
+        self.copied: dict[int, int] = {}  # save -> ranks that have copied it
+        self.in_l1: set[tuple[int, bytes]] = set()  # what the last rank has confirmed
+        self.number = 0
+        self.judged = 0
+
+    # -- what vLLM does ----------------------------------------------------------------------------------------------
+
+    def arrive(self) -> None:
+        self.number += 1
+        family = self.random.randrange(2)
+        length = self.random.choice([3, 20, 33, 41, 44])
+        tokens = [family * 1000 + position for position in range(length)]
+        if self.random.random() < 0.3 and length > 12:
+            tokens[12:] = [self.number * 10_000 + position for position in range(length - 12)]
+        live = Live(f"r{self.number}", tokens, self.snap.root)
+        if self.l2 and self.snap.namespace and self.random.random() < 0.4:
+            self._elsewhere(tokens, self.snap.namespace)
+        self.live[live.request_id] = live
+        if self.random.random() < 0.7:
+            self.world.half.begin_lookup(view(live.request_id, tokens, live.root), self.snap)
+
+    def _elsewhere(self, tokens: list[int], namespace: str) -> None:
+        """Another engine has stored this prompt."""
+        hashes = chain(self.snap.root, tokens)
+        for group, spec in enumerate(self.layout.groups):
+            scale = spec.block_size // HASH_BLOCK
+            for block in range(len(hashes) // scale):
+                self.world.store.put(namespace, group, hashes[(block + 1) * scale - 1])
+
+    def schedule(self) -> None:
+        """One `schedule()` and its step."""
+        half, snap = self.world.half, self.snap
+        for live in list(self.live.values()):
+            live.asleep -= live.asleep > 0
+            if live.state == "waiting" and not live.finished and not live.asleep:
+                self._admit(live, snap)
+            if live.state == "running" and not live.finished:
+                step = self.random.randrange(1, 50)
+                end = min(len(live.tokens), live.computed + step)
+                self.world.compute(live.blocks, chain(live.root, live.tokens), live.computed, end)
+                live.computed, live.cooldown = end, False
+        views = [
+            scheduled(live.request_id, live.tokens, live.root, live.blocks, live.computed)
+            for live in self.live.values()
+            if live.state == "running" and not live.finished
+        ]
+        half.collect_saves(views, snap)
+        jobs = self.world.step()
+        self.saves.update((job.job_id, job) for job in jobs.saves)
+        self.loads.extend(jobs.loads)
+
+    def _admit(self, live: Live, snap: Snap) -> None:
+        half, request = self.world.half, view(live.request_id, live.tokens, snap.root)
+        live.root = snap.root  # a waiting request holds no blocks and is re-pinned
+        local = 0
+        if self.random.random() < 0.3:  # the GPU's own prefix cache has something
+            local = self.random.randrange(len(live.tokens)) // self.layout.alignment_tokens
+            local *= self.layout.alignment_tokens
+        if live.cooldown:
+            hit_tokens = 0
+        else:
+            if self.ample:
+                half.abort(live.request_id)  # judge what is there now, not what was remembered
+            hit = half.lookup(request, local, snap)
+            again = half.lookup(request, local, snap)
+            assert again == hit or hit.num_tokens is None
+            if again.num_tokens is None:
+                return
+            hit_tokens = again.num_tokens
+            assert sum(again.sources.values()) == hit_tokens
+            assert local + hit_tokens < len(live.tokens)
+            if self.ample:
+                assert hit_tokens == self._reference(live, local) - local
+                self.judged += hit_tokens > 0
+        choice = self.random.random()
+        if choice < 0.15:
+            live.asleep = self.random.choice([0, 12])
+            return  # dropped silently: no budget, no blocks, ...
+        if choice < 0.3:
+            self._run(live, request, local, 0)
+            return
+        if hit_tokens and choice < 0.45:
+            units = hit_tokens // self.layout.alignment_tokens
+            hit_tokens = self.random.randrange(units) * self.layout.alignment_tokens
+        self._run(live, request, local, hit_tokens)
+
+    def _run(self, live: Live, request: RequestView, local: int, num_external: int) -> None:
+        live.blocks = self.world.allocate(local, local + num_external)
+        self.world.compute(live.blocks, request.block_hashes, 0, local)
+        outcome = self.world.half.commit(request, live.blocks, num_external, self.snap)
+        if num_external == 0:
+            assert outcome is Commit.NOTHING
+            live.state, live.computed = "running", local
+            return
+        live.state, live.loaded_to = "loading", local + num_external
+        live.poisoned = outcome is Commit.DOOMED
+        assert (live.request_id in self.world.half.open_loads()) == (outcome is Commit.LOADING)
+        if outcome is Commit.LOADING and self.random.random() < 0.2:
+            assert self.world.half.commit(request, live.blocks, num_external, self.snap) is Commit.LOADING
+
+    def finish(self) -> None:
+        """A request ends, or is cancelled in whatever state it is."""
+        if self.live:
+            live = self.random.choice(list(self.live.values()))
+            if not live.finished:
+                live.finished = True
+                self.world.half.finish(live.request_id)
+            if live.state != "loading":
+                self._remove(live)
+
+    def _remove(self, live: Live) -> None:
+        self.world.free(live.blocks)
+        del self.live[live.request_id]
+
+    def preempt(self) -> None:
+        running = [live for live in self.live.values() if live.state == "running" and not live.finished]
+        if running:
+            live = self.random.choice(running)
+            self.world.free(live.blocks)
+            live.blocks, live.computed, live.state = [], 0, "waiting"
+
+    # -- what ranks do -----------------------------------------------------------------------------------------------
+
+    def work(self, how: str | None = None) -> None:
+        worker = self.random.choice(self.world.workers)
+        how = how or self.random.choice(OUTCOMES)
+        acks = worker.release() if self.random.random() < 0.2 else worker.work(how)
+        self.world.half.on_acks(acks)
+        for ack in acks:
+            if ack.phase is Phase.COPIED:
+                self.copied[ack.job_id] = self.copied.get(ack.job_id, 0) + 1
+                if self.copied[ack.job_id] == len(self.world.workers):
+                    self.in_l1.update((move.group, move.block_hash) for move in self.saves[ack.job_id].moves)
+        self._reports()
+
+    def _reports(self) -> None:
+        """Count each rank's reports of a load; the last one ends it, as vLLM's aggregator does."""
+        for worker in self.world.workers:
+            for request_id, failed in worker.reports:
+                self.heard[request_id] = self.heard.get(request_id, 0) + 1
+                if failed:
+                    self.failed.add(request_id)
+            worker.reports.clear()
+        for request_id, count in list(self.heard.items()):
+            if count == len(self.world.workers):
+                del self.heard[request_id]
+                self._load_over(self.live[request_id])
+
+    def _load_over(self, live: Live) -> None:
+        failed = live.request_id in self.failed
+        self.failed.discard(live.request_id)
+        assert live.request_id not in self.world.half.open_loads()
+        if live.poisoned and not failed:
+            live.poisoned = False  # the success is held back; every rank reports once more
+            self.failed.add(live.request_id)
+            self.world.half.poison([live.request_id])
+            return
+        live.poisoned = False
+        if not failed:
+            self._check_filled(live)
+        if live.finished:
+            self._remove(live)
+            return
+        if failed:
+            self.world.free(live.blocks)
+            live.blocks, live.computed, live.state, live.cooldown = [], 0, "waiting", True
+        else:
+            live.state, live.computed = "running", live.loaded_to
+
+    def _check_filled(self, live: Live) -> None:
+        hashes = chain(live.root, live.tokens)
+        for group, spec in enumerate(self.layout.groups):
+            scale = spec.block_size // HASH_BLOCK
+            for index, block in enumerate(live.blocks[group]):
+                if block:
+                    expected = (group, hashes[(index + 1) * scale - 1])
+                    for worker in self.world.workers:
+                        assert worker.gpu[block] == expected, "a load brought something else than its name says"
+
+    # -- what else happens -------------------------------------------------------------------------------------------
+
+    def change_names(self) -> None:
+        kind = self.random.randrange(4)
+        if kind == 0:
+            overtaken = self.world.half.reset()
+        else:
+            self.epoch += kind == 1
+            self.snap = snap_of(self.epoch, shared=kind != 2)
+            overtaken = self.world.half.adopt(self.snap)
+        for request_id in overtaken:
+            self.live[request_id].poisoned = True
+
+    def disturb_store(self) -> None:
+        kind = self.random.randrange(12)
+        self.world.store.answering = kind != 0
+        self.world.store.failing = kind == 1
+        if kind == 2:
+            self.world.store.objects.clear()
+        if kind == 3:
+            self.world.store.answer()
+
+    def wait(self) -> None:
+        self.world.clock.now += self.random.choice([0.001, 0.03, 1.0, 6.0])
+
+    # -- what must hold ----------------------------------------------------------------------------------------------
+
+    def _reference(self, live: Live, local: int) -> int:
+        """Longest prefix, by definition, that was confirmed and leaves a token to compute."""
+        hashes = chain(live.root, live.tokens)
+        unit = self.layout.alignment_tokens
+        for total in range((len(live.tokens) - 1) // unit * unit, local, -unit):
+            if all(self._serves(group, hashes, local, total) for group in range(len(self.layout.groups))):
+                return total
+        return local
+
+    def _serves(self, group: int, hashes: list[bytes], local: int, total: int) -> bool:
+        spec = self.layout.groups[group]
+        first = local
+        if spec.kind is GroupKind.SLIDING:
+            first = max(local, total - (spec.window_tokens - 1))
+        scale = spec.block_size // HASH_BLOCK
+        blocks = {token // spec.block_size for token in range(first, total)}
+        return all((group, hashes[(block + 1) * scale - 1]) in self.in_l1 for block in blocks)
+
+    def run(self, steps: int) -> None:
+        quiet = self.ample
+        actions = [self.arrive, self.schedule, self.schedule, self.work, self.work, self.work, self.work, self.finish]
+        actions += [self.preempt, self.wait] + ([] if quiet else [self.change_names, self.disturb_store])
+        for number in range(steps):
+            action = self.random.choice(actions)
+            if action == self.work:
+                for _ in range(self.random.randrange(1, 6)):
+                    self.work("ok" if quiet else None)
+            elif action != self.change_names or self.random.random() < 0.2:
+                action()
+            if number % 5 == 0:
+                self.world.half._index.check()
+        self.end()
+
+    def end(self) -> None:
+        for live in list(self.live.values()):
+            if not live.finished:
+                live.finished = True
+                self.world.half.finish(live.request_id)
+            if live.state != "loading":
+                self._remove(live)
+        for _ in range(3):  # a poisoned load needs one more round
+            self.world.step()
+            for worker in self.world.workers:
+                while acks := worker.work() + worker.release():
+                    self.world.half.on_acks(acks)
+            self._reports()
+        assert self.live == {}, "a load was never reported"
+        assert sum(self.world.pool.refs.values()) == 0, "GPU blocks leaked"
+        self.world.assert_idle()
+
+
+MODES = {"L1": (True, False), "L2": (False, True), "L1+L2": (True, True)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@given(seed=st.integers(0, 2**32), ranks=st.integers(1, 3))
+@settings(max_examples=120, deadline=None)
+def test_nothing_leaks_and_nothing_lies(mode: tuple[bool, bool], layout: CacheLayout, seed: int, ranks: int) -> None:
+    Schedule(seed, layout, l1=mode[0], l2=mode[1], ranks=ranks, ample=False).run(150)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@given(seed=st.integers(0, 2**32), ranks=st.integers(1, 2))
+@settings(max_examples=40, deadline=None)
+def test_hits_equal_the_reference(layout: CacheLayout, seed: int, ranks: int) -> None:
+    Schedule(seed, layout, l1=True, l2=False, ranks=ranks, ample=True).run(150)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_reference_judges_real_hits(layout: CacheLayout) -> None:
+    schedule = Schedule(7, layout, l1=True, l2=False, ranks=2, ample=True)
+    schedule.run(400)
+    assert schedule.judged > 5
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_the_schedules_exercise_what_they_claim(mode: tuple[bool, bool]) -> None:
+    """Hits, loads from both tiers, evictions, dooms, failures and expiries all happen in a handful of seeds."""
+    seen: dict[str, float] = {}
+    sources: set[Source] = set()
+    for seed in range(80):
+        schedule = Schedule(seed, LAYOUTS["sliding first"], l1=mode[0], l2=mode[1], ranks=2, ample=False)
+        schedule.run(200)
+        for name, value in schedule.world.half.stats().items():
+            seen[name] = seen.get(name, 0) + value
+        sources |= {move.source for job in schedule.loads for move in job.moves}
+    assert sources == {source for source, on in zip((Source.HOST, Source.STORE), mode, strict=True) if on}
+    expected = ["plans_committed", "plans_aborted", "plans_expired", "plans_dropped", "loads_failed", "saves_deferred"]
+    expected += ["evictions"] if mode[0] else []
+    expected += ["queries_late", "queries_failed", "lookups_deferred"] if mode[1] else []
+    assert {name for name in expected if not seen[name]} == set()
