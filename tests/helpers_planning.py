@@ -18,6 +18,7 @@ CONTEXT = Context(
     credentials_revision="keys-1",
 )
 MASTER_LIMIT = {"name": "master", "resources": {"limits": {"memory": "1Gi"}}}
+SPREAD = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
 POOL_SPECS: dict[str, Json] = {
     "l1": {"local": {"capacity": "2Gi"}},
     "l1-l2": {"resetEpoch": 7, "local": {"capacity": "1Gi"}, "distributed": {"mooncake": {"store": {"segmentSize": "256Mi"}}}},
@@ -38,7 +39,7 @@ POOL_SPECS: dict[str, Json] = {
     "templates": {
         "distributed": {
             "mooncake": {
-                "master": {"template": {"spec": {"priorityClassName": "high", "containers": [MASTER_LIMIT]}}},
+                "master": {"template": {"spec": {"topologySpreadConstraints": [SPREAD], "containers": [MASTER_LIMIT]}}},
                 "store": {
                     "segmentSize": "1Gi",
                     "template": {

@@ -34,7 +34,7 @@ from epochkv_operator.api.base import (
 
 # vLLM's parser takes unambiguous abbreviations and reads '_' as '-', so the shortest forms count too (checked on 0.32).
 FORBIDDEN_ARG = "^--(kv[-_](t|o)|config(=|$))"
-OWNED_ARG = "^(--(model|uds|po?r?t?|ho?s?t?|te[a-z_-]*|rev[a-z]*)(=.*)?|-tp.*)$"
+OWNED_ARG = "^(--(model|u(ds?)?|po?r?t?|ho?s?t?|te[a-z_-]*|rev[a-z]*)(=.*)?|-t.*)$"
 _EC_ARG = "^--ec[-_]t"
 FORBIDDEN_ARG_TEXT = (
     "--kv-transfer-config, --kv-offloading-* (also abbreviated) and --config belong to the operator: remove them from spec.args;"

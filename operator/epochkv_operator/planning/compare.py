@@ -22,7 +22,9 @@ def difference(desired: Json, live: Json) -> str | None:
     annotation = (live["metadata"].get("annotations") or {}).get(HASH_ANNOTATION)
     if annotation != desired["metadata"]["annotations"][HASH_ANNOTATION]:
         return "what the operator wants has changed"
-    found = _differs(desired, live, "")
+    # Items of a list come without apiVersion and kind, and the caller has matched those already.
+    wanted = {key: value for key, value in desired.items() if key not in ("apiVersion", "kind")}
+    found = _differs(wanted, live, "")
     return f"{found[1:]} was changed by somebody else" if found is not None else None
 
 

@@ -1,0 +1,234 @@
+"""Everything the planner wants, against a real API server: applied as it is, stable once applied, admitted as `restricted`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from epochkv_operator.api import parse_engine, parse_pool
+from epochkv_operator.planning import HubEngine, HubView, Observed, Plan, engine_status, plan_engine, plan_pool, pool_status
+from hack.cluster.controlplane import ControlPlane
+from tests.helpers_planning import CONTEXT, ENGINE_SPECS, POOL_SPECS
+
+Json = dict[str, Any]
+NAMESPACE = "planned"
+MANAGER = "fieldManager=epochkv-operator&force=true"
+PATHS = {
+    "ConfigMap": "/api/v1/namespaces/{}/configmaps",
+    "Service": "/api/v1/namespaces/{}/services",
+    "ServiceAccount": "/api/v1/namespaces/{}/serviceaccounts",
+    "Pod": "/api/v1/namespaces/{}/pods",
+    "Deployment": "/apis/apps/v1/namespaces/{}/deployments",
+    "StatefulSet": "/apis/apps/v1/namespaces/{}/statefulsets",
+    "PodDisruptionBudget": "/apis/policy/v1/namespaces/{}/poddisruptionbudgets",
+    "NetworkPolicy": "/apis/networking.k8s.io/v1/namespaces/{}/networkpolicies",
+    "KVCachePool": "/apis/epochkv.io/v1alpha1/namespaces/{}/kvcachepools",
+    "InferenceEngine": "/apis/epochkv.io/v1alpha1/namespaces/{}/inferenceengines",
+}
+CHILDREN = [kind for kind in PATHS if kind not in ("Pod", "KVCachePool", "InferenceEngine")]
+
+
+class Cluster:
+    """The few requests that these tests make, in one namespace at Pod Security level `restricted`."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self.plane = plane
+
+    def request(self, method: str, path: str, body: Json | None = None, content_type: str = "application/json") -> tuple[int, Json]:
+        status, answer = self.plane.api.request(method, path, body, content_type, timeout=20)
+        return status, json.loads(answer)
+
+    def collection(self, kind: str) -> str:
+        return PATHS[kind].format(NAMESPACE)
+
+    def create(self, kind: str, name: str, spec: Json) -> Json:
+        obj = {"apiVersion": "epochkv.io/v1alpha1", "kind": kind, "metadata": {"name": name, "namespace": NAMESPACE}, "spec": spec}
+        status, answer = self.request("POST", self.collection(kind), obj)
+        assert status == 201, answer
+        return answer
+
+    def apply(self, obj: Json) -> Json:
+        path = f"{self.collection(obj['kind'])}/{obj['metadata']['name']}?{MANAGER}"
+        status, answer = self.request("PATCH", path, obj, "application/apply-patch+yaml")
+        assert status in (200, 201), answer
+        return answer
+
+    def children(self) -> list[Json]:
+        found = []
+        for kind in CHILDREN:
+            status, answer = self.request("GET", f"{self.collection(kind)}?labelSelector=app.kubernetes.io/managed-by=epochkv-operator")
+            assert status == 200, answer
+            found += [{**item, "kind": kind} for item in answer["items"]]
+        return found
+
+    def execute(self, plan: Plan) -> None:
+        assert plan.problem is None
+        for obj in plan.apply:
+            self.apply(obj)
+        for obj in plan.delete:
+            body = {"preconditions": {"uid": obj["metadata"]["uid"]}, "propagationPolicy": "Background"}
+            status, answer = self.request("DELETE", f"{self.collection(obj['kind'])}/{obj['metadata']['name']}", body)
+            assert status == 200, answer
+
+    def settled_children(self, kind: str, name: str) -> list[Json]:
+        """Children once the controllers have had their say about a workload."""
+        deadline = time.monotonic() + 30
+        while True:
+            children = self.children()
+            workload = next(child for child in children if (child["kind"], child["metadata"]["name"]) == (kind, name))
+            if workload.get("status", {}).get("observedGeneration") == workload["metadata"]["generation"]:
+                return children
+            assert time.monotonic() < deadline, f"no controller has looked at {kind} {name}"
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def cluster(control_plane: ControlPlane) -> Cluster:
+    found = Cluster(control_plane)
+    for path in sorted((Path(__file__).parents[2] / "crds").glob("*.yaml")):
+        crd = yaml.safe_load(path.read_text())
+        control_plane.api.apply(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{crd['metadata']['name']}", crd)
+    level = {"pod-security.kubernetes.io/enforce": "restricted"}
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": level}}
+    control_plane.api.apply(f"/api/v1/namespaces/{NAMESPACE}", namespace)
+    waited = [found.collection(kind) for kind in ("KVCachePool", "InferenceEngine")]
+    waited.append(f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/default")
+    deadline = time.monotonic() + 60
+    while not all(control_plane.api.ok(path) for path in waited):
+        assert time.monotonic() < deadline, "the CRDs are not served"
+        time.sleep(0.2)
+    return found
+
+
+@pytest.fixture
+def clean(cluster: Cluster) -> Iterator[Cluster]:
+    """The namespace, emptied after the test."""
+    yield cluster
+    for kind in ("InferenceEngine", "KVCachePool", *CHILDREN):
+        selector = "" if kind in ("InferenceEngine", "KVCachePool") else "?labelSelector=app.kubernetes.io/managed-by=epochkv-operator"
+        status, answer = cluster.request("GET", f"{cluster.collection(kind)}{selector}")
+        assert status == 200, answer
+        for item in answer["items"]:
+            cluster.request("DELETE", f"{cluster.collection(kind)}/{item['metadata']['name']}", {"propagationPolicy": "Background"})
+
+
+def admit_pods(cluster: Cluster, children: list[Json]) -> list[tuple[int, str]]:
+    """What admission says about a pod of each workload (dry run)."""
+    verdicts = []
+    for child in children:
+        if "template" in child.get("spec", {}):
+            template = child["spec"]["template"]
+            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {**template["metadata"], "name": "probe"}, "spec": template["spec"]}
+            status, answer = cluster.request("POST", f"{cluster.collection('Pod')}?dryRun=All", pod)
+            verdicts.append((status, str(answer.get("message", ""))))
+    return verdicts
+
+
+@pytest.mark.parametrize("spec", POOL_SPECS)
+def test_a_pool_settles(clean: Cluster, spec: str) -> None:
+    """Applied, defaulted and acted on by the controllers: the next plan is empty, and an apply would write nothing."""
+    pool = parse_pool(clean.create("KVCachePool", "policy", POOL_SPECS[spec]))
+    first = plan_pool(pool, Observed(clean.children()), CONTEXT)
+    clean.execute(first)
+    has_store = any(obj["kind"] == "StatefulSet" for obj in first.apply)
+    children = clean.settled_children("StatefulSet", "policy-store") if has_store else clean.children()
+    assert plan_pool(pool, Observed(children), CONTEXT) == Plan()
+    for obj in first.apply:
+        if obj["kind"] not in ("Deployment", "StatefulSet", "PodDisruptionBudget"):  # controllers write their status at any time
+            path = f"{clean.collection(obj['kind'])}/{obj['metadata']['name']}"
+            before = clean.request("GET", path)[1]["metadata"]["resourceVersion"]
+            assert clean.apply(obj)["metadata"]["resourceVersion"] == before
+    verdicts = admit_pods(clean, children)
+    if spec == "rdma":
+        assert sorted(status for status, _ in verdicts) == [201, 403]  # the master is restricted, the store is not
+        assert "violates PodSecurity" in next(text for status, text in verdicts if status == 403)
+    else:
+        assert [status for status, _ in verdicts] == [201] * len(verdicts), verdicts
+    assert len(verdicts) == (2 if has_store else 0)
+
+
+@pytest.mark.parametrize("bound", [True, False], ids=["with-pool", "pool-missing"])
+@pytest.mark.parametrize("spec", ENGINE_SPECS)
+def test_an_engine_settles(clean: Cluster, spec: str, bound: bool) -> None:
+    pool = parse_pool(clean.create("KVCachePool", "policy", POOL_SPECS["l1-l2"])) if bound and spec != "no-pool" else None
+    engine = parse_engine(clean.create("InferenceEngine", "rollout", ENGINE_SPECS[spec]))
+    clean.execute(plan_engine(engine, pool, Observed(clean.children()), CONTEXT))
+    children = clean.settled_children("Deployment", "rollout")
+    assert plan_engine(engine, pool, Observed(children), CONTEXT) == Plan()
+    assert [status for status, _ in admit_pods(clean, children)] == [201]
+
+
+def test_plans_follow_a_changing_pool(clean: Cluster) -> None:
+    """L1 and L2, then L1 alone, then both again; children of the engine stay what they are."""
+    live = clean.create("KVCachePool", "policy", POOL_SPECS["l1-l2"])
+    engine = parse_engine(clean.create("InferenceEngine", "rollout", ENGINE_SPECS["minimal"]))
+    generations = []
+    for distributed in (POOL_SPECS["l1-l2"]["distributed"], None, POOL_SPECS["l1-l2"]["distributed"]):
+        body = {"spec": {"distributed": distributed}}
+        status, live = clean.request("PATCH", f"{clean.collection('KVCachePool')}/policy", body, "application/merge-patch+json")
+        assert status == 200, live
+        pool = parse_pool(live)
+        clean.execute(plan_pool(pool, Observed(clean.children()), CONTEXT))
+        clean.execute(plan_engine(engine, pool, Observed(clean.children()), CONTEXT))
+        children = clean.children()
+        assert plan_pool(pool, Observed(children), CONTEXT) == Plan()
+        assert plan_engine(engine, pool, Observed(children), CONTEXT) == Plan()
+        stores = [child for child in children if child["kind"] == "StatefulSet"]
+        assert len(stores) == (1 if distributed else 0)
+        deployment = next(child for child in children if (child["kind"], child["metadata"]["name"]) == ("Deployment", "rollout"))
+        generations.append(deployment["metadata"]["generation"])
+    assert generations[0] < generations[1] < generations[2]  # each change of tiers rolls the engines
+
+
+def test_an_epoch_writes_to_no_child(clean: Cluster) -> None:
+    pool = parse_pool(clean.create("KVCachePool", "policy", POOL_SPECS["l1-l2"]))
+    clean.execute(plan_pool(pool, Observed(clean.children()), CONTEXT))
+    body = {"spec": {"resetEpoch": 8}}
+    status, live = clean.request("PATCH", f"{clean.collection('KVCachePool')}/policy", body, "application/merge-patch+json")
+    assert status == 200
+    assert plan_pool(parse_pool(live), Observed(clean.children()), CONTEXT) == Plan()
+
+
+def test_drift_is_repaired(clean: Cluster) -> None:
+    pool = parse_pool(clean.create("KVCachePool", "policy", POOL_SPECS["l1-l2"]))
+    clean.execute(plan_pool(pool, Observed(clean.children()), CONTEXT))
+    path = f"{clean.collection('StatefulSet')}/policy-store"
+    drift = {"spec": {"template": {"spec": {"containers": [{"name": "store", "image": "evil:1"}]}}}}
+    assert clean.request("PATCH", path, drift, "application/strategic-merge-patch+json")[0] == 200
+    plan = plan_pool(pool, Observed(clean.children()), CONTEXT)
+    assert plan.details == (
+        "apply StatefulSet planned/policy-store: spec.template.spec.containers[store].image was changed by somebody else",
+    )
+    clean.execute(plan)
+    assert clean.request("GET", path)[1]["spec"]["template"]["spec"]["containers"][0]["image"] == CONTEXT.store_image
+    assert plan_pool(pool, Observed(clean.children()), CONTEXT) == Plan()
+
+
+def test_statuses_fit_the_schema(clean: Cluster) -> None:
+    """Whole statuses, with everything in them, pass strict validation, and come back as they were written."""
+    now = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
+    pool = parse_pool(clean.create("KVCachePool", "policy", POOL_SPECS["l1-l2"]))
+    engine = parse_engine(clean.create("InferenceEngine", "rollout", ENGINE_SPECS["minimal"]))
+    clean.execute(plan_pool(pool, Observed(), CONTEXT))
+    clean.execute(plan_engine(engine, pool, Observed(clean.children()), CONTEXT))
+    crowd = [HubEngine("rollout", f"ray-{number}", 0, 6, "Bypass", 1) for number in range(80)]
+    hub = HubView(7, 6, crowd, True, [(f"ray-{number}", "Behind") for number in range(20)], 7, now, now, 12)
+    observed = Observed(clean.children(), (), hub)
+    for kind, name, status in (
+        ("KVCachePool", "policy", pool_status(pool, observed, CONTEXT, {}, now)),
+        ("InferenceEngine", "rollout", engine_status(engine, pool, observed, {}, now)),
+    ):
+        path = f"{clean.collection(kind)}/{name}/status?fieldValidation=Strict"
+        code, answer = clean.request("PATCH", path, {"status": status}, "application/merge-patch+json")
+        assert code == 200, answer
+        assert answer["status"] == status
+    reread = parse_pool(clean.request("GET", f"{clean.collection('KVCachePool')}/policy")[1])
+    assert reread.status is not None
+    assert (reread.status.target_epoch, reread.status.epoch, reread.status.granting) == (7, 6, True)

@@ -1,0 +1,362 @@
+"""Conditions and statuses, as tables: what is observed, and what a user reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from epochkv_operator.planning import (
+    HubEngine,
+    HubView,
+    Observed,
+    Problem,
+    desired_engine,
+    desired_pool,
+    engine_conditions,
+    engine_status,
+    pool_conditions,
+    pool_status,
+)
+from tests.helpers_planning import CONTEXT, engine, one, pool
+
+Json = dict[str, Any]
+NOW = datetime(2026, 3, 1, 12, 0, 0, 123456, tzinfo=UTC)
+POLICY, ROLLOUT = pool({"resetEpoch": 7, "distributed": {"mooncake": {"store": {"segmentSize": "1Gi"}}}}), engine()
+SEEN = {"observedGeneration": 1}
+CONVERGED = HubView(target=7, published=7)
+
+
+def workload(objects: list[Json], kind: str, name: str, **status: Any) -> Json:
+    obj = one(objects, kind, name)
+    return {**obj, "metadata": {**obj["metadata"], "generation": 1}, "status": {**SEEN, **status}}
+
+
+def ready(count: int) -> Json:
+    return {"replicas": count, "readyReplicas": count, "updatedReplicas": count}
+
+
+def pool_children(master: Json | None = None, store: Json | None = None) -> list[Json]:
+    objects = desired_pool(POLICY, CONTEXT)
+    return [
+        workload(objects, "Deployment", "policy-master", **(ready(1) if master is None else master)),
+        workload(objects, "StatefulSet", "policy-store", **(ready(1) if store is None else store)),
+    ]
+
+
+def engine_children(status: Json, replicas: int = 2, wanted: Any = None) -> list[Json]:
+    deployment = workload(desired_engine(wanted or ROLLOUT, POLICY, CONTEXT), "Deployment", "rollout", **status)
+    return [{**deployment, "spec": {**deployment["spec"], "replicas": replicas}}]
+
+
+def pod(name: str, labels: Json, **status: Any) -> Json:
+    return {"kind": "Pod", "metadata": {"name": name, "namespace": "rl", "labels": labels}, "status": status}
+
+
+def engine_pod(name: str, **status: Any) -> Json:
+    return pod(name, {"epochkv.io/engine": "rollout", "app.kubernetes.io/component": "engine"}, **status)
+
+
+def master_pod(**status: Any) -> Json:
+    return pod("policy-master-x", {"epochkv.io/pool": "policy", "app.kubernetes.io/component": "master"}, **status)
+
+
+def waiting(container: str, reason: str, message: str = "", **extra: Any) -> Json:
+    state = {"name": container, "image": "img:1", "state": {"waiting": {"reason": reason, "message": message}}, **extra}
+    return {"containerStatuses": [state]}
+
+
+def rank(name: str, epoch: int | None = 7, mode: Any = "Use", **extra: Any) -> HubEngine:
+    return HubEngine(engine="rollout", pod=name, rank=extra.pop("rank", 0), epoch=epoch, mode=mode, **extra)
+
+
+def by_type(conditions: Any) -> Json:
+    return {condition.type: (condition.status, condition.reason) for condition in conditions}
+
+
+def message(conditions: Any, kind: str) -> str:
+    return next(str(condition.message) for condition in conditions if condition.type == kind)
+
+
+DENIED = {
+    "replicas": 0,
+    "conditions": [
+        {
+            "type": "ReplicaFailure",
+            "status": "True",
+            "reason": "FailedCreate",
+            "message": 'pods "x" is forbidden: violates PodSecurity "restricted:latest"',
+        }
+    ],
+}
+STUCK = {
+    "replicas": 1,
+    "conditions": [{"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded", "message": "no progress"}],
+}
+UNSCHEDULABLE = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/1 nodes"}]}
+
+
+@pytest.mark.parametrize(
+    ("master", "pods", "reason", "says"),
+    [
+        (ready(1), [], "Available", "1 of 1 replicas of the master are ready"),
+        ({"replicas": 1}, [], "Starting", "0 of 1 replicas"),
+        ({**ready(1), "observedGeneration": 0}, [], "Starting", "the master"),
+        (
+            {"replicas": 1},
+            [master_pod(**waiting("master", "ImagePullBackOff", "not found"))],
+            "ImagePullFailed",
+            "cannot pull img:1: not found",
+        ),
+        ({"replicas": 1}, [master_pod(**waiting("master", "ErrImageNeverPull"))], "ImagePullFailed", "ErrImageNeverPull"),
+        ({"replicas": 1}, [master_pod(**waiting("master", "CreateContainerConfigError", "no secret"))], "StartFailed", "no secret"),
+        (
+            {"replicas": 1},
+            [
+                master_pod(
+                    **waiting(
+                        "master", "CrashLoopBackOff", restartCount=4, lastState={"terminated": {"exitCode": 0, "reason": "Completed"}}
+                    )
+                )
+            ],
+            "CrashLooping",
+            "restarted 4 times, last exit 0 (Completed)",
+        ),
+        ({"replicas": 1}, [master_pod(**UNSCHEDULABLE)], "Unschedulable", "fits on no node: 0/1 nodes"),
+        (DENIED, [], "PodSecurityDenied", "violates PodSecurity"),
+        ({**DENIED, "conditions": [{**DENIED["conditions"][0], "message": "exceeded quota"}]}, [], "CreateFailed", "exceeded quota"),
+        (STUCK, [], "RolloutStuck", "no progress"),
+    ],
+)
+def test_master_available(master: Json, pods: list[Json], reason: str, says: str) -> None:
+    conditions = pool_conditions(POLICY, Observed(pool_children(master), pods, CONVERGED))
+    status = "True" if reason == "Available" else "False"
+    assert by_type(conditions)["MasterAvailable"] == (status, reason)
+    assert says in message(conditions, "MasterAvailable")
+    assert by_type(conditions)["Ready"] == (status, "Ready" if status == "True" else reason)
+
+
+def test_troubles_of_other_pods_are_not_ours() -> None:
+    """Pods of another pool, namespace or component, and pods that are going."""
+    trouble = waiting("master", "ImagePullBackOff")
+    mine = master_pod(**trouble)
+    others = [
+        {**mine, "metadata": {**mine["metadata"], "namespace": "other"}},
+        pod("a", {"epochkv.io/pool": "other", "app.kubernetes.io/component": "master"}, **trouble),
+        pod("b", {"epochkv.io/pool": "policy", "app.kubernetes.io/component": "engine"}, **trouble),
+        {**mine, "metadata": {**mine["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}},
+    ]
+    conditions = pool_conditions(POLICY, Observed(pool_children({"replicas": 1}), others, CONVERGED))
+    assert by_type(conditions)["MasterAvailable"] == ("False", "Starting")
+
+
+def test_children_of_a_namesake_do_not_count() -> None:
+    children = pool_children()
+    for child in children:
+        child["metadata"] = {
+            **child["metadata"],
+            "ownerReferences": [{**child["metadata"]["ownerReferences"][0], "uid": "of-a-deleted-namesake"}],
+        }
+    conditions = by_type(pool_conditions(POLICY, Observed(children, (), CONVERGED)))
+    assert conditions["MasterAvailable"] == conditions["StoreAvailable"] == ("False", "NotCreated")
+
+
+@pytest.mark.parametrize(
+    ("hub", "status", "reason", "says"),
+    [
+        (None, "Unknown", "HubUnavailable", "bypass"),
+        (HubView(6, 6), "False", "Recording", "epoch 7 is asked for, 6 is recorded"),
+        (HubView(7, 6), "False", "WaitingForEngines", "7 is recorded, 6 is published"),
+        (HubView(7, 6, laggards=[("a", "LeaseRunning")]), "False", "WaitingForEngines", "waiting for a (LeaseRunning)"),
+        (HubView(7, 6, laggards=[(str(n), "Slow") for n in range(9)]), "False", "WaitingForEngines", "and 5 more"),
+        (CONVERGED, "True", "Published", "no engine uses an epoch below 7"),
+        (HubView(9, 9), "True", "Published", "below 9"),  # a trainer or an engine asked for more than the spec
+        (HubView(9, 8), "False", "WaitingForEngines", "9 is recorded"),
+        (HubView(7, 7, [rank("p", mode="Bypass")]), "True", "Published", "in bypass: p"),
+    ],
+)
+def test_epoch_converged(hub: HubView | None, status: str, reason: str, says: str) -> None:
+    conditions = pool_conditions(POLICY, Observed(pool_children(), (), hub))
+    assert by_type(conditions)["EpochConverged"] == (status, reason)
+    assert by_type(conditions)["Ready"][0] == status
+    assert says in message(conditions, "EpochConverged")
+
+
+def test_conditions_that_do_not_apply_are_absent() -> None:
+    hub = HubView(0, 0)
+    for spec in ("l1", "external"):
+        assert set(by_type(pool_conditions(pool(spec), Observed(hub=hub)))) == {"Ready", "EpochConverged"}
+    alone = engine("no-pool")
+    children = [workload(desired_engine(alone, None, CONTEXT), "Deployment", "rollout", **ready(1))]
+    assert by_type(engine_conditions(alone, None, Observed(children))) == {
+        "Ready": ("True", "Ready"),
+        "Available": ("True", "Available"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("status", "pods", "reason"),
+    [
+        (ready(2), [], "Available"),
+        ({"replicas": 2, "readyReplicas": 1, "updatedReplicas": 2}, [], "Starting"),
+        ({"replicas": 2, "readyReplicas": 2, "updatedReplicas": 1}, [], "Updating"),
+        ({"replicas": 2, "updatedReplicas": 2}, [engine_pod("p", **waiting("engine", "ImagePullBackOff"))], "ImagePullFailed"),
+        (DENIED, [], "PodSecurityDenied"),
+    ],
+)
+def test_engine_available(status: Json, pods: list[Json], reason: str) -> None:
+    conditions = by_type(engine_conditions(ROLLOUT, POLICY, Observed(engine_children(status), pods, CONVERGED)))
+    assert conditions["Available"] == ("True" if reason in ("Available", "Updating") else "False", reason)
+
+
+PODS = [engine_pod("p0"), engine_pod("p1")]
+
+
+@pytest.mark.parametrize(
+    ("hub", "pods", "status", "reason"),
+    [
+        (None, PODS, "Unknown", "HubUnavailable"),
+        (HubView(7, 7, [rank("p0"), rank("p1")]), PODS, "True", "Current"),
+        (HubView(7, 7, [rank("p0"), rank("p1", mode="Bypass")]), PODS, "True", "Current"),
+        (HubView(7, 6, [rank("p0"), rank("p1", 6)]), PODS, "False", "Advancing"),
+        (HubView(7, 6, [rank("p0"), rank("p1", None)]), PODS, "False", "Advancing"),
+        (HubView(7, 6, [rank("p0"), rank("p1"), rank("p1", 6, rank=1)]), PODS, "False", "Advancing"),
+        (HubView(7, 7, [rank("p0")]), PODS, "False", "NotReporting"),
+        (HubView(7, 7, [rank("p0"), rank("gone")]), [PODS[0]], "False", "Advancing"),  # the second pod does not exist yet
+    ],
+)
+def test_epoch_current(hub: HubView | None, pods: list[Json], status: str, reason: str) -> None:
+    conditions = engine_conditions(ROLLOUT, POLICY, Observed(engine_children(ready(2)), pods, hub))
+    assert by_type(conditions)["EpochCurrent"] == (status, reason)
+    assert by_type(conditions)["PoolBound"] == ("True", "Bound")
+    assert by_type(conditions)["Ready"][0] == status
+
+
+@pytest.mark.parametrize("going", [False, True], ids=["missing", "being-deleted"])
+def test_pool_not_found(going: bool) -> None:
+    """The engine serves; the condition says what is missing and what to do."""
+    target = pool("l1-l2", deletionTimestamp="2026-01-01T00:00:00Z") if going else None
+    conditions = engine_conditions(ROLLOUT, target, Observed(engine_children(ready(2)), PODS))
+    assert by_type(conditions) == {
+        "Ready": ("False", "PoolNotFound"),
+        "Available": ("True", "Available"),
+        "PoolBound": ("False", "PoolNotFound"),
+        "EpochCurrent": ("False", "PoolNotFound"),
+    }
+    assert "KVCachePool rl/policy does not exist" in message(conditions, "PoolBound")
+    assert "create the pool" in message(conditions, "PoolBound")
+
+
+def test_scaled_to_zero_is_ready() -> None:
+    idle = engine({"model": {"name": "tiny"}, "poolRef": {"name": "policy"}, "replicas": 0})
+    conditions = by_type(engine_conditions(idle, POLICY, Observed(engine_children({}, 0, idle), (), CONVERGED)))
+    assert conditions["Available"] == conditions["EpochCurrent"] == ("True", "ScaledToZero")
+    assert conditions["Ready"] == ("True", "Ready")
+
+
+def test_a_problem_of_the_plan_comes_first() -> None:
+    trouble = Problem("InvalidTemplate", "spec.template.spec.containers[engine].command belongs to the operator: use spec.args")
+    conditions = engine_conditions(ROLLOUT, POLICY, Observed(engine_children(ready(2)), PODS, None, trouble))
+    assert by_type(conditions)["Ready"] == ("False", "InvalidTemplate")
+    assert [condition.type for condition in conditions] == ["Ready", "Available", "PoolBound", "EpochCurrent"]
+    assert message(conditions, "Ready") == trouble.message
+    assert by_type(pool_conditions(POLICY, Observed(pool_children(), (), CONVERGED, trouble)))["Ready"] == ("False", "InvalidTemplate")
+
+
+def test_transition_times_move_only_on_change() -> None:
+    observed = Observed(pool_children(), (), HubView(7, 6))
+    first = pool_status(POLICY, observed, CONTEXT, {}, NOW)
+    later = NOW + timedelta(seconds=90)
+    assert pool_status(POLICY, observed, CONTEXT, first, later) == first
+    done = pool_status(POLICY, Observed(pool_children(), (), CONVERGED), CONTEXT, first, later)
+    times = {condition["type"]: condition["lastTransitionTime"] for condition in done["conditions"]}
+    assert times == {
+        "Ready": "2026-03-01T12:01:30Z",
+        "EpochConverged": "2026-03-01T12:01:30Z",
+        "MasterAvailable": "2026-03-01T12:00:00Z",
+        "StoreAvailable": "2026-03-01T12:00:00Z",
+    }
+
+
+def test_pool_status_in_full() -> None:
+    hub = HubView(
+        target=8,
+        published=7,
+        engines=[
+            rank("p0", 8, carried=2),
+            rank("p1", 7),
+            HubEngine("trainer-a", "ray-1", 3, None, "Bypass", 1),
+            HubEngine("trainer-b", "", 0, 8, "Use"),
+        ],
+        granting=True,
+        laggards=[("p1", "Behind"), ("ray-1/3", "NotAssigned")],
+        reset_epoch=8,
+        reset_started=NOW,
+    )
+    status = pool_status(POLICY, Observed(pool_children(), PODS, hub), CONTEXT, {"targetEpoch": 7, "epoch": 7}, NOW)
+    assert (status["targetEpoch"], status["epoch"], status["granting"]) == (8, 7, True)
+    assert status["engines"] == {"total": 4, "converged": 2, "bypassed": 1, "carriedRequests": 3, "summary": "2/4"}
+    assert status["externalEngines"] == [{"name": "ray-1/3", "mode": "Bypass"}, {"name": "trainer-b", "mode": "Use", "epoch": 8}]
+    assert status["reset"] == {
+        "epoch": 8,
+        "startTime": "2026-03-01T12:00:00.123Z",
+        "laggards": [{"name": "p1", "reason": "Behind"}, {"name": "ray-1/3", "reason": "NotAssigned"}],
+    }
+    assert status["master"] == {"replicas": 1, "readyReplicas": 1, "address": "policy-master.rl.svc:50051"}
+    assert status["store"]["selector"] == "app.kubernetes.io/component=store,epochkv.io/pool=policy"
+    assert status["endpoints"] == {
+        "hub": CONTEXT.hub_endpoint,
+        "master": "policy-master.rl.svc:50051",
+        "configMap": "policy-connection",
+        "secret": "policy-fence",
+    }
+    done = replace(hub, published=8, laggards=[], reset_completed=NOW + timedelta(milliseconds=57), reset_milliseconds=57)
+    after = pool_status(POLICY, Observed(pool_children(), PODS, done), CONTEXT, status, NOW)
+    assert after["reset"] == {
+        "epoch": 8,
+        "startTime": "2026-03-01T12:00:00.123Z",
+        "completionTime": "2026-03-01T12:00:00.180Z",
+        "durationMilliseconds": 57,
+    }
+
+
+def test_a_hub_that_knows_less_takes_nothing_away() -> None:
+    """After a restart the hub has heard of no engine and led no reset; without a hub nothing is known at all."""
+    before = {
+        "targetEpoch": 9,
+        "epoch": 9,
+        "granting": True,
+        "engines": {"total": 2, "summary": "2/2"},
+        "reset": {"epoch": 9, "startTime": "a", "completionTime": "b", "durationMilliseconds": 3},
+    }
+    fresh = pool_status(POLICY, Observed(pool_children(), (), HubView(0, 0)), CONTEXT, before, NOW)
+    assert (fresh["targetEpoch"], fresh["epoch"], fresh["granting"], fresh["reset"]) == (9, 9, True, before["reset"])
+    none = pool_status(POLICY, Observed(pool_children()), CONTEXT, before, NOW)
+    assert {key: none[key] for key in before} == before
+
+
+def test_limits_of_lists_and_messages() -> None:
+    crowd = [HubEngine(f"e{n:03}", "", 0, 7, "Use") for n in range(100)]
+    hub = HubView(7, 6, crowd, laggards=[(f"e{n:03}", "Slow" * 40) for n in range(40)], reset_epoch=7, reset_started=NOW)
+    trouble = Problem("InvalidTemplate", "x" * 9999)
+    status = pool_status(POLICY, Observed(pool_children(), (), hub, trouble), CONTEXT, {}, NOW)
+    assert len(status["externalEngines"]) == 64
+    assert len(status["reset"]["laggards"]) == 16
+    assert max(len(entry["reason"]) for entry in status["reset"]["laggards"]) <= 64
+    assert max(len(condition["message"]) for condition in status["conditions"]) <= 4096
+
+
+def test_engine_status() -> None:
+    hub = HubView(7, 6, [rank("p0"), rank("p1", 6), rank("elsewhere", 1)])
+    status = engine_status(ROLLOUT, POLICY, Observed(engine_children(ready(2)), PODS, hub), {}, NOW)
+    assert {key: status[key] for key in ("replicas", "readyReplicas", "updatedReplicas", "epochReplicas", "epoch")} == {
+        "replicas": 2,
+        "readyReplicas": 2,
+        "updatedReplicas": 2,
+        "epochReplicas": 1,
+        "epoch": 6,
+    }
+    assert status["selector"] == "app.kubernetes.io/component=engine,epochkv.io/engine=rollout"
+    assert "epochReplicas" not in engine_status(ROLLOUT, None, Observed(engine_children(ready(2)), PODS), {}, NOW)

@@ -1,0 +1,306 @@
+"""Plans: what is applied, deleted or left alone, and why; and properties that hold for every valid spec."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from epochkv_operator.planning import Observed, Plan, plan_engine, plan_pool
+from tests.helpers_planning import CONTEXT, ENGINE_SPECS, POOL_SPECS, containers, engine, one, pool
+
+Json = dict[str, Any]
+
+
+def served(objects: tuple[Json, ...] | list[Json]) -> list[Json]:
+    """What an API server makes of applied objects: identity, and defaults that nobody asked for."""
+    live = copy.deepcopy(list(objects))
+    for number, obj in enumerate(live):
+        obj["metadata"] |= {"uid": f"child-{number}", "resourceVersion": "1", "generation": 1}
+        obj["status"] = {"observedGeneration": 1}
+        if "template" in obj.get("spec", {}):
+            obj["spec"]["template"]["spec"] |= {"restartPolicy": "Always", "dnsPolicy": "ClusterFirst"}
+            for container in containers(obj):
+                container["terminationMessagePath"] = "/dev/termination-log"
+        if obj["kind"] == "Service":
+            obj["spec"].setdefault("clusterIP", "10.96.0.7")
+    return live
+
+
+def settle_pool(spec: Json | str = "l1-l2") -> list[Json]:
+    return served(plan_pool(pool(spec), Observed(), CONTEXT).apply)
+
+
+def names(objects: tuple[Json, ...]) -> set[str]:
+    return {f"{obj['kind']}/{obj['metadata']['name']}" for obj in objects}
+
+
+def test_first_plan_creates_everything_and_says_so() -> None:
+    plan = plan_pool(pool("l1"), Observed(), CONTEXT)
+    assert names(plan.apply) == {"ConfigMap/policy-connection"}
+    assert (plan.delete, plan.problem) == ((), None)
+    assert plan.details == ("apply ConfigMap rl/policy-connection: it does not exist",)
+
+
+@pytest.mark.parametrize("spec", POOL_SPECS)
+def test_second_plan_is_empty(spec: str) -> None:
+    assert plan_pool(pool(spec), Observed(settle_pool(spec)), CONTEXT) == Plan()
+    for wanted in (pool(spec), None):
+        first = plan_engine(engine("full"), wanted, Observed(), CONTEXT)
+        assert plan_engine(engine("full"), wanted, Observed(served(first.apply)), CONTEXT) == Plan()
+
+
+def test_a_changed_spec_touches_only_what_it_changes() -> None:
+    scaled = copy.deepcopy(POOL_SPECS["l1-l2"])
+    scaled["distributed"]["mooncake"]["store"]["replicas"] = 3
+    plan = plan_pool(pool(scaled), Observed(settle_pool()), CONTEXT)
+    assert names(plan.apply) == {"StatefulSet/policy-store"}
+    assert plan.details == ("apply StatefulSet rl/policy-store: what the operator wants has changed",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "damage", "where"),
+    [
+        ("Deployment", "policy-master", lambda obj: obj["spec"].update(replicas=5), "spec.replicas"),
+        (
+            "Deployment",
+            "policy-master",
+            lambda obj: containers(obj)[0].update(image="evil:1"),
+            "spec.template.spec.containers[master].image",
+        ),
+        ("StatefulSet", "policy-store", lambda obj: containers(obj)[0]["env"].pop(3), "spec.template.spec.containers[store].env["),
+        ("ConfigMap", "policy-connection", lambda obj: obj["data"].clear(), "data.connection.json"),
+        ("NetworkPolicy", "policy-master", lambda obj: obj["spec"]["ingress"].append({}), "spec.ingress"),
+        ("Service", "policy-master", lambda obj: obj["metadata"]["labels"].pop("epochkv.io/pool"), "metadata.labels.epochkv.io/pool"),
+        (
+            "StatefulSet",
+            "policy-store",
+            lambda obj: containers(obj)[0]["resources"]["limits"].update(memory="1Gi"),
+            "spec.template.spec.containers[store].resources.limits.memory",
+        ),
+    ],
+)
+def test_what_somebody_else_changed_is_put_back(kind: str, name: str, damage: Any, where: str) -> None:
+    live = settle_pool()
+    damage(one(live, kind, name))
+    plan = plan_pool(pool(), Observed(live), CONTEXT)
+    assert names(plan.apply) == {f"{kind}/{name}"}
+    assert plan.details[0].startswith(f"apply {kind} rl/{name}: {where}")
+    assert plan.details[0].endswith("was changed by somebody else")
+
+
+def test_what_others_add_is_left_alone() -> None:
+    live = settle_pool()
+    store = one(live, "StatefulSet", "policy-store")
+    store["metadata"]["annotations"]["somebody/else"] = "1"
+    store["spec"]["template"]["spec"]["containers"].append({"name": "injected", "image": "mesh:1"})
+    containers(store)[0]["resources"]["limits"]["memory"] = "620756992"  # 592Mi as another writer puts it
+    assert plan_pool(pool(), Observed(live), CONTEXT) == Plan()
+
+
+def test_what_the_spec_no_longer_wants_is_deleted() -> None:
+    live = settle_pool()
+    plan = plan_pool(pool({"local": {"capacity": "1Gi"}}), Observed(live), CONTEXT)
+    assert names(plan.apply) == {"ConfigMap/policy-connection"}
+    assert names(plan.delete) == names(tuple(live)) - {"ConfigMap/policy-connection"}
+    assert {obj["metadata"]["uid"] for obj in plan.delete} <= {obj["metadata"]["uid"] for obj in live}
+    assert sum("the spec has no use for it any more" in detail for detail in plan.details) == len(plan.delete)
+    going = [{**obj, "metadata": {**obj["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}} for obj in live]
+    assert plan_pool(pool({"local": {"capacity": "1Gi"}}), Observed(going), CONTEXT).delete == ()
+
+
+def test_only_own_objects_are_deleted() -> None:
+    """Not another owner's, not a Secret, not one without owner."""
+    surplus = one(settle_pool(), "Service", "policy-store")
+    meta = surplus["metadata"]
+    other_uid = {**meta, "ownerReferences": [{**meta["ownerReferences"][0], "uid": "other"}]}
+    candidates = [
+        {**surplus, "metadata": other_uid},
+        {**surplus, "metadata": {key: value for key, value in meta.items() if key != "ownerReferences"}},
+        {**surplus, "kind": "Secret", "metadata": {**meta, "name": "policy-fence"}},
+    ]
+    connection = settle_pool("l1")
+    for candidate in candidates:
+        assert plan_pool(pool("l1"), Observed([*connection, candidate]), CONTEXT) == Plan()
+
+
+def test_a_deleted_owner_needs_nothing() -> None:
+    gone = {"deletionTimestamp": "2026-01-01T00:00:00Z"}
+    assert plan_pool(pool("l1-l2", **gone), Observed(), CONTEXT) == Plan()
+    assert plan_engine(engine(**gone), pool(), Observed(), CONTEXT) == Plan()
+
+
+def test_a_pool_that_is_being_deleted_counts_as_gone() -> None:
+    going = pool("l1-l2", deletionTimestamp="2026-01-01T00:00:00Z")
+    assert plan_engine(engine(), going, Observed(), CONTEXT) == plan_engine(engine(), None, Observed(), CONTEXT)
+
+
+def test_two_owners_that_want_one_name() -> None:
+    """An engine named like a pool's master must not take its Deployment over."""
+    plan = plan_engine(engine(name="policy-master"), pool(), Observed(settle_pool()), CONTEXT)
+    assert (plan.apply, plan.delete) == ((), ())
+    assert plan.problem is not None
+    assert plan.problem.reason == "NameConflict"
+    assert plan.problem.message == "Deployment rl/policy-master belongs to KVCachePool policy: rename one of the two"
+
+
+def test_a_recreated_pool_waits_for_its_namesakes_objects() -> None:
+    plan = plan_pool(pool(uid="99999999-0000-4000-8000-000000000009"), Observed(settle_pool()), CONTEXT)
+    assert plan.apply == ()
+    assert plan.problem is not None
+    assert "belongs to a deleted KVCachePool of the same name" in plan.problem.message
+
+
+def test_an_object_that_is_nobodys_is_not_taken_over() -> None:
+    foreign = {"kind": "Service", "metadata": {"name": "rollout", "namespace": "rl"}}
+    plan = plan_engine(engine(), pool(), Observed([foreign]), CONTEXT)
+    assert plan.apply == ()
+    assert plan.problem is not None
+    assert "is not controlled by this operator" in plan.problem.message
+
+
+def test_an_invalid_template_changes_nothing() -> None:
+    live = served(plan_engine(engine(), pool(), Observed(), CONTEXT).apply)
+    wrong = engine({**ENGINE_SPECS["minimal"], "replicas": 9, "template": {"spec": {"containers": [{"name": "engine", "args": ["x"]}]}}})
+    plan = plan_engine(wrong, pool(), Observed(live), CONTEXT)
+    assert (plan.apply, plan.delete) == ((), ())
+    assert plan.problem is not None
+    assert plan.problem.reason == "InvalidTemplate"
+
+
+# -- properties -------------------------------------------------------------------------------------------------------------------------
+
+quantities = st.one_of(
+    st.integers(2**20, 2**44), st.builds("{}{}".format, st.integers(2, 999), st.sampled_from(["Mi", "Gi", "Ti", "M", "G"]))
+)
+labels = st.dictionaries(st.sampled_from(["team", "cost/center", "x"]), st.sampled_from(["a", "b", ""]), max_size=2)
+pod_overrides = st.fixed_dictionaries(
+    {},
+    optional={
+        "nodeSelector": labels,
+        "tolerations": st.just([{"operator": "Exists"}]),
+        "terminationGracePeriodSeconds": st.integers(0, 3600),
+        "containers": st.just([{"name": "sidecar", "image": "sidecar:1"}]),
+        "initContainers": st.just([{"name": "prepare", "image": "prepare:1", "command": ["true"]}]),
+        "volumes": st.just([{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}]),
+        "priorityClassName": st.sampled_from(["high", None]),
+    },
+)
+templates = st.fixed_dictionaries(
+    {}, optional={"spec": pod_overrides, "metadata": st.fixed_dictionaries({}, optional={"labels": labels, "annotations": labels})}
+)
+etcd = st.just({"backend": "Etcd", "etcd": {"endpoints": ["e:2379"]}})
+masters = st.one_of(
+    st.fixed_dictionaries({}, optional={"template": templates}),
+    st.fixed_dictionaries({"replicas": st.integers(1, 5), "highAvailability": etcd}, optional={"template": templates}),
+)
+stores = st.fixed_dictionaries({"segmentSize": quantities}, optional={"replicas": st.integers(1, 1000), "template": templates})
+distributed = st.one_of(
+    st.just({"external": {"masterAddress": "m:1"}}),
+    st.fixed_dictionaries({"mooncake": st.fixed_dictionaries({"store": stores}, optional={"master": masters, "image": st.just("i:1")})}),
+)
+common = {
+    "resetEpoch": st.integers(0, 2**53 - 1),
+    "networkPolicy": st.fixed_dictionaries({"mode": st.sampled_from(["Enabled", "Disabled"])}),
+}
+pools = st.one_of(
+    st.fixed_dictionaries({"local": st.fixed_dictionaries({"capacity": quantities})}, optional={"distributed": distributed, **common}),
+    st.fixed_dictionaries({"distributed": distributed}, optional=common),
+)
+amounts = st.fixed_dictionaries(
+    {}, optional={"memory": quantities, "cpu": st.sampled_from([1, "500m", "2.5"]), "nvidia.com/gpu": st.just(1)}
+)
+engines = st.fixed_dictionaries(
+    {"model": st.fixed_dictionaries({"name": st.sampled_from(["tiny", "org/model-1.5"])}, optional={"source": st.just("/models/x")})},
+    optional={
+        "poolRef": st.just({"name": "policy"}),
+        "replicas": st.integers(0, 5000),
+        "parallelism": st.fixed_dictionaries({"tensor": st.integers(1, 8)}),
+        "args": st.lists(st.sampled_from(["--enforce-eager", "--max-model-len=99", "--shutdown-timeout=1", "--served_model_name", "x"])),
+        "env": st.lists(st.sampled_from([{"name": "A", "value": "$(POD_IP)"}]), max_size=1),
+        "resources": st.fixed_dictionaries({}, optional={"limits": amounts, "requests": amounts}),
+        "template": templates,
+    },
+)
+thorough = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def everything(pool_spec: Json, engine_spec: Json) -> tuple[Json, ...]:
+    wanted = pool(pool_spec)
+    plans = plan_pool(wanted, Observed(), CONTEXT), plan_engine(engine(engine_spec), wanted, Observed(), CONTEXT)
+    assert [plan.problem for plan in plans] == [None, None]
+    return plans[0].apply + plans[1].apply
+
+
+@thorough
+@given(pools, engines)
+def test_plans_settle(pool_spec: Json, engine_spec: Json) -> None:
+    """Planning again on the result yields nothing, for the pool and the engine, whoever else's objects are about."""
+    wanted, live = pool(pool_spec), served(everything(pool_spec, engine_spec))
+    assert plan_pool(wanted, Observed(live), CONTEXT) == Plan()
+    assert plan_engine(engine(engine_spec), wanted, Observed(live), CONTEXT) == Plan()
+
+
+@thorough
+@given(pools, pools, engines)
+def test_a_changed_pool_settles_after_one_plan(before: Json, after: Json, engine_spec: Json) -> None:
+    live = {(obj["kind"], obj["metadata"]["name"]): obj for obj in served(everything(before, engine_spec))}
+    wanted = pool(after)
+    for plan in (
+        plan_pool(wanted, Observed(list(live.values())), CONTEXT),
+        plan_engine(engine(engine_spec), wanted, Observed(list(live.values())), CONTEXT),
+    ):
+        live |= {(obj["kind"], obj["metadata"]["name"]): obj for obj in served(plan.apply)}
+        for gone in plan.delete:
+            del live[(gone["kind"], gone["metadata"]["name"])]
+    assert set(live) == {(obj["kind"], obj["metadata"]["name"]) for obj in everything(after, engine_spec)}
+    assert plan_pool(wanted, Observed(list(live.values())), CONTEXT) == Plan()
+    assert plan_engine(engine(engine_spec), wanted, Observed(list(live.values())), CONTEXT) == Plan()
+
+
+@thorough
+@given(pools, engines, st.integers(0, 2**53 - 1))
+def test_an_epoch_changes_no_object(pool_spec: Json, engine_spec: Json, epoch: int) -> None:
+    assert everything(pool_spec, engine_spec) == everything({**pool_spec, "resetEpoch": epoch}, engine_spec)
+
+
+@thorough
+@given(pools, engines)
+def test_every_pod_satisfies_restricted(pool_spec: Json, engine_spec: Json) -> None:
+    """The Pod Security Standard `restricted`, v1.34, by hand; the API server's own judgement is asked in the cluster tests."""
+    pods = [obj["spec"]["template"]["spec"] for obj in everything(pool_spec, engine_spec) if "template" in obj.get("spec", {})]
+    assert pods
+    for spec in pods:
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["enableServiceLinks"] is False
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in [*spec["containers"], *spec.get("initContainers", [])]:
+            security = container["securityContext"]
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["capabilities"] == {"drop": ["ALL"]}
+        for volume in spec.get("volumes", []):
+            assert set(volume) - {"name"} <= {"configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
+
+
+@thorough
+@given(pools, engines)
+def test_objects_are_owned_labelled_and_plain_json(pool_spec: Json, engine_spec: Json) -> None:
+    objects = everything(pool_spec, engine_spec)
+    assert json.loads(json.dumps(objects)) == list(objects)
+    seen = [(obj["kind"], obj["metadata"]["name"]) for obj in objects]
+    assert len(seen) == len(set(seen))
+    for obj in objects:
+        meta = obj["metadata"]
+        assert meta["namespace"] == "rl"
+        assert meta["labels"]["app.kubernetes.io/managed-by"] == "epochkv-operator"
+        assert [owner["controller"] for owner in meta["ownerReferences"]] == [True]
+        if "template" in obj.get("spec", {}):
+            selector, labelled = obj["spec"]["selector"]["matchLabels"], obj["spec"]["template"]["metadata"]["labels"]
+            assert selector.items() <= labelled.items()
