@@ -13,6 +13,7 @@ from epochkv_operator.settings import LogFormat, Settings
 
 app = typer.Typer(
     no_args_is_help=True,
+    pretty_exceptions_enable=False,  # a plain traceback: no local variables, which may be keys
     add_completion=False,
     help="EpochKV operator: KV-cache pools that can be invalidated as a whole, provably.",
 )

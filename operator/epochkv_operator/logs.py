@@ -17,6 +17,8 @@ _QUIET = {
     "kopf": logging.WARNING,
     "kopf.objects": logging.WARNING,
     "aiohttp.access": logging.WARNING,
+    # How it ends when it is told to.
+    "kopf._core.reactor.running": logging.ERROR,
     # Every attempt of every watch while the API server is away; kopf raises when it gives up.
     "kopf._cogs.clients": logging.CRITICAL,
     "asyncio": logging.WARNING,

@@ -90,11 +90,11 @@ def test_a_pool_and_an_engine_become_objects_and_then_ready(namespace: Namespace
         "configmaps": {"policy-connection"},
         "secrets": {"policy-fence", "epochkv-hub"},
         "serviceaccounts": {"rollout"},
+        "poddisruptionbudgets": {"policy-master", "policy-store", "rollout"},
+        "services": {"policy-master", "policy-store", "rollout"},
     }
     for kind, names in expected.items():
         eventually(lambda k=kind, n=names: n <= namespace.names(k), f"{names} among the {kind}; log:\n{operator.tail()}")
-    assert {"policy-master", "policy-store", "rollout"} <= namespace.names("poddisruptionbudgets")
-    assert {"policy-master", "rollout"} <= namespace.names("services")
     owners = {"policy-master": pool, "rollout": engine}
     for name, owner in owners.items():
         deployment = namespace.get(CHILDREN["deployments"], name)

@@ -14,6 +14,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 import structlog
+from kubernetes.aio.config import ConfigException
 
 from epochkv_operator import metrics
 from epochkv_operator.control import driver
@@ -23,9 +24,9 @@ from epochkv_operator.control.keys import Key, affected, engine_key, engines_of
 from epochkv_operator.control.pools import PoolReconciler
 from epochkv_operator.control.reporter import Reporter
 from epochkv_operator.control.resync import Resync
-from epochkv_operator.control.secrets import FenceSecrets, hub_keys
+from epochkv_operator.control.secrets import FenceSecrets, SecretConflict, hub_keys
 from epochkv_operator.control.worker import Worker
-from epochkv_operator.hub.service import HubService
+from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed, HubService
 from epochkv_operator.kube.client import ApiError, Json, KubeClient
 from epochkv_operator.kube.events import EventRecorder
 from epochkv_operator.kube.lease import LeaseHolder, new_identity
@@ -57,14 +58,20 @@ class Operator:
         self._resync: Resync | None = None
 
     async def main(self) -> int:
-        """Run until SIGTERM, SIGINT or a failure. Returns the exit status."""
+        """Run until SIGTERM, SIGINT or a failure, and say in the log what it was. Returns the exit status."""
+        try:
+            return await self._run()
+        except (OSError, SecretConflict, HubFailed, ConfigException) as error:
+            log.error("operator ends: it cannot work like this", reason=f"{type(error).__name__}: {error}")
+            return 1
+        except Exception:
+            log.exception("operator ends: unexpected error")
+            return 1
+
+    async def _run(self) -> int:
         self._catch_signals()
-        log.info(
-            "operator starts",
-            identity=self.identity,
-            namespace=self.settings.namespace,
-            watches=self.settings.watch_namespaces or "all namespaces",
-        )
+        watches = self.settings.watch_namespaces or "all namespaces"
+        log.info("operator starts", identity=self.identity, namespace=self.settings.namespace, watches=watches)
         self._add_probes()
         await self.probes.serve(self.settings.probe_bind, self.settings.metrics_bind)
         client = await KubeClient.connect()
@@ -82,6 +89,7 @@ class Operator:
         finally:
             await lease.release()
             metrics.LEADER.set(0)
+            await _cancel(list(self._tasks), 2.0)  # kopf: it writes nothing, so the Lease need not wait for it
             await self.probes.close()
             await client.close()
 
@@ -157,7 +165,8 @@ class Operator:
         """
         if not self.store.upsert(resource.kind, obj):
             return
-        self._enqueue(resource, obj)
+        resetting = resource is POOLS and self._hub is not None and self._hub.resetting(obj["metadata"]["uid"])
+        self._enqueue(resource, obj, OPEN_SECONDS if resetting else 0.0)
         if resource is POOLS:
             # A listing does not say when an epoch was asked for. The watch does, if it lives: let it come first.
             asyncio.get_running_loop().call_later(WATCH_FIRST_SECONDS, self._late, obj)
@@ -175,9 +184,12 @@ class Operator:
         for obj in self.store.replace(resource.kind, objects, version, scope):
             self._enqueue(resource, obj)
 
-    def _enqueue(self, resource: Resource, obj: Json) -> None:
+    def _enqueue(self, resource: Resource, obj: Json, delay_seconds: float = 0.0) -> None:
         for key in affected(self.store, resource.kind, obj):
-            self.queue.add(key)
+            if delay_seconds:  # the hub is at it, and wakes the key when it is through: do not write in between
+                self.queue.add_after(key, delay_seconds)
+            else:
+                self.queue.add(key)
 
     def _wake(self, pool: Key, delay_seconds: float) -> None:
         """The hub has news about a pool; its engines report epochs, too."""
@@ -245,8 +257,6 @@ class Operator:
         if self._hub is not None:
             await self._hub.close()
             self._hub = None
-        if kopf_task is not None:
-            kopf_task.cancel()  # awaited by nobody: it writes nothing, and its own shutdown may take seconds
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()

@@ -24,9 +24,10 @@ from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.planning import HubView
 
 log = structlog.get_logger(__name__)
-#: A reset's progress reaches the status after this; short, so that `kubectl` shows it, but long enough to join the
-#: steps of one reset.
-PROGRESS_SECONDS = 0.02
+#: A published epoch reaches the rest of the status after this.
+DONE_SECONDS = 0.01
+#: A reset that is still open after this is reported as such. Most are through by then, and cost one status write less.
+OPEN_SECONDS = 0.25
 #: Everything else about engines (carried requests, joins, losses) is written at most this often.
 QUIET_SECONDS = 1.0
 WATCHDOG_SECONDS = 1.0
@@ -131,6 +132,10 @@ class HubService:
         self._server.observe(uid, record_of(pool))
         self._server.request(uid, int((pool.get("spec") or {}).get("resetEpoch") or 0), fresh=fresh)
 
+    def resetting(self, pool_uid: str) -> bool:
+        """Whether an epoch that was asked for is not published yet."""
+        return pool_uid in self._configs and not self._server.snapshot(pool_uid).converged
+
     def snapshot(self, pool_uid: str) -> PoolSnapshot | None:
         return self._server.snapshot(pool_uid) if pool_uid in self._configs else None
 
@@ -167,8 +172,8 @@ class HubService:
         if before is not None and epochs[1] > before[1] and snapshot.reset_seconds is not None:
             metrics.RESET_SECONDS.labels(namespace=key.namespace, pool=key.name).observe(snapshot.reset_seconds)
         if epochs != before:
-            self._wake(key, PROGRESS_SECONDS)
+            self._wake(key, OPEN_SECONDS if epochs[0] > epochs[1] else DONE_SECONDS)
             return
-        delay = max(PROGRESS_SECONDS, self._told_at.get(uid, 0.0) + QUIET_SECONDS - now)
+        delay = max(OPEN_SECONDS, self._told_at.get(uid, 0.0) + QUIET_SECONDS - now)
         self._told_at[uid] = now + delay
         self._wake(key, delay)
