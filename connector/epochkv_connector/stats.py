@@ -23,8 +23,8 @@ class EpochKVStats(KVConnectorStats):
 
     @classmethod
     def of(cls, counters: dict[str, float], gauges: dict[str, float] | None = None) -> EpochKVStats:
-        """Build from plain numbers; zero increments are left out."""
-        return cls({COUNTERS: {k: v for k, v in counters.items() if v}, GAUGES: dict(gauges or {})})
+        """Build from plain numbers. Only increments above zero are kept: the API process dies of a counter that falls."""
+        return cls({COUNTERS: {k: v for k, v in counters.items() if v > 0}, GAUGES: dict(gauges or {})})
 
     def reset(self) -> None:
         """Forget everything."""
