@@ -161,7 +161,9 @@ def test_any_order_of_events_ends_at_the_newest_state(order: list[int], deleted_
 
 def test_managed_fields_are_dropped_but_an_autoscalers_claim_is_remembered() -> None:
     body = obj("d", "u", 1)
-    body["metadata"]["managedFields"] = [{"manager": "kube-controller-manager", "subresource": "scale", "fieldsV1": {"f:spec": {"f:replicas": {}}}}]
+    body["metadata"]["managedFields"] = [
+        {"manager": "kube-controller-manager", "subresource": "scale", "fieldsV1": {"f:spec": {"f:replicas": {}}}}
+    ]
     assert slim(body) == {**obj("d", "u", 1), "x-scaled-by-others": True}
     body["metadata"]["managedFields"] = [{"manager": "epochkv-operator", "fieldsV1": {"f:spec": {"f:replicas": {}}}}]
     assert slim(body) == obj("d", "u", 1)
@@ -169,6 +171,13 @@ def test_managed_fields_are_dropped_but_an_autoscalers_claim_is_remembered() -> 
 
 def test_projection_sees_our_paths_only() -> None:
     desired = {"spec": {"containers": [{"name": "c", "image": "i"}], "ports": [1, 2]}}
-    live = {"spec": {"containers": [{"name": "side", "image": "x"}, {"name": "c", "image": "i2", "tty": True}], "ports": [1], "other": 1}, "status": {}}
+    live = {
+        "spec": {
+            "containers": [{"name": "side", "image": "x"}, {"name": "c", "image": "i2", "tty": True}],
+            "ports": [1],
+            "other": 1,
+        },
+        "status": {},
+    }
     assert project(desired, live) == {"spec": {"containers": [{"name": "c", "image": "i2"}], "ports": [1]}}
     assert project(desired, {"spec": {"containers": []}}) == {"spec": {"containers": [None], "ports": None}}
