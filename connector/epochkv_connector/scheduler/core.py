@@ -402,8 +402,8 @@ class SchedulerHalf:
         }
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start, and gauges of now."""
-        values: dict[str, float] = {name: self._count[name] for name in COUNTERS}
+        """Counters since the start, and gauges of now. The one method that may be called on another thread."""
+        values: dict[str, float] = {name: self._count.get(name, 0) for name in COUNTERS}
         values |= {
             "slots": self.num_slots,
             "slots_indexed": self._index.num_indexed,

@@ -110,7 +110,8 @@ class Ledger:
     @property
     def num_busy_slots(self) -> int:
         """Slots held back because a rank may still touch them after a deadline."""
-        return len({slot for entry in self._jobs.values() for slots in entry.busy.values() for slot in slots})
+        entries = list(self._jobs.values())  # a copy: metrics are read on other threads
+        return len({slot for entry in entries for slots in list(entry.busy.values()) for slot in list(slots)})
 
     def loading(self) -> set[str]:
         """Requests with a load under way."""
@@ -122,7 +123,7 @@ class Ledger:
 
     def num_overdue(self, now: float) -> int:
         """Jobs that a rank should have acknowledged as dropped by now (a rank that hangs, or lost metadata)."""
-        return sum(1 for entry in self._jobs.values() if now - entry.opened_at > 2 * entry.job.deadline_seconds)
+        return sum(1 for entry in list(self._jobs.values()) if now - entry.opened_at > 2 * entry.job.deadline_seconds)
 
     def open_load(self, job: LoadJob, now: float, abandoned: bool = False) -> None:
         """A load goes out; `abandoned`: its root is not current any more, so its blocks must not be indexed."""

@@ -29,12 +29,12 @@ HASH_BLOCK = 4
 SHARDS = 2
 
 FULL = CacheLayout((GroupLayout(GroupKind.FULL, 4),), 4, 100)
-SLIDING_FIRST = CacheLayout((GroupLayout(GroupKind.SLIDING, 4, window_tokens=7), GroupLayout(GroupKind.FULL, 4)), 4, 100)
+SLIDING_FIRST = CacheLayout((GroupLayout(GroupKind.SLIDING, 4, window_tokens=6), GroupLayout(GroupKind.FULL, 4)), 4, 100)
 THREE_GROUPS = CacheLayout(
     (
         GroupLayout(GroupKind.SLIDING, 4, window_tokens=9),
         GroupLayout(GroupKind.FULL, 8),
-        GroupLayout(GroupKind.SLIDING, 8, window_tokens=12),
+        GroupLayout(GroupKind.SLIDING, 8, window_tokens=10),
     ),
     8,
     100,

@@ -333,7 +333,7 @@ def test_a_hit_without_a_plan_is_doomed() -> None:
 
 
 def test_a_shrunk_window_is_taken_from_l1_or_doomed() -> None:
-    # 24 tokens end with the window of blocks 4 and 5 (7 tokens); the plan for 40 holds blocks 8 and 9.
+    # 24 tokens end with the window of blocks 4 and 5 (5 tokens before the next); the plan for 40 holds blocks 8 and 9.
     world = planned(layout=SLIDING_FIRST, l1_tokens=24)
     assert commit(world, 24) is Commit.LOADING
     (job,) = world.step().loads
