@@ -20,8 +20,9 @@ class BootRecord:
         seq: of its newest heartbeat.
         epoch: highest epoch heard; a late heartbeat never lowers it.
         mode: reported for that epoch; USE stays USE.
-        born: upper bound for the time of its start on the hub's clock, from the ages it reports (a heartbeat that comes
-            late makes it look younger, which is the safe side).
+        born: upper bound for the time of its start on the hub's clock, from the ages it reports: a heartbeat that comes
+            late makes it look younger, and ages are discounted by the clock rate that the margin allows for (a fast clock
+            would otherwise let a young boot grow into an epoch that was asked for before its weights were there).
         heard_at: when it was last heard from.
         granted_at: when it was last granted anything.
         live_until: when every grant of the present target is dead by its clock.
@@ -41,11 +42,11 @@ class BootRecord:
     live_until: float = NEVER
     below_until: float = NEVER
 
-    def hear(self, peer: bytes, beat: Heartbeat, now: float) -> bool:
-        """Take a heartbeat; returns whether anything that status shows has changed."""
+    def hear(self, peer: bytes, beat: Heartbeat, now: float, max_rate: float) -> bool:
+        """Take a heartbeat; returns whether anything that status shows has changed. `max_rate`: of the engine's clock."""
         before = (self.epoch, self.mode, self.newest.carried)
         self.heard_at = now
-        self.born = min(self.born, now - beat.boot_age_seconds)
+        self.born = min(self.born, now - beat.boot_age_seconds / max_rate)
         if beat.seq > self.seq:
             self.seq, self.peer, self.newest = beat.seq, peer, beat
         self._raise_epoch(beat)
@@ -79,7 +80,7 @@ class BootRecord:
             converged=self.at_least(target),
             alive=now < self.heard_at + config.lease_seconds,
             carried=self.newest.carried,
-            age_seconds=max(0.0, now - self.born),
+            age_seconds=self.newest.boot_age_seconds,
             silent_seconds=max(0.0, now - self.heard_at),
             fingerprint=self.newest.fingerprint,
             stats=dict(self.newest.stats),

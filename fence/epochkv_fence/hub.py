@@ -325,7 +325,7 @@ class Hub:
             record = self._boots[beat.boot] = BootRecord(beat.boot, beat)
             self._behind.add(beat.boot)
             self._forget_at = min(self._forget_at, now + self.config.hold_seconds)
-        changed = record.hear(peer, beat, now)
+        changed = record.hear(peer, beat, now, self.config.max_clock_rate)
         if record.at_least(self.target):
             self._behind.discard(beat.boot)
         if beat.seq >= self._waiting.get(beat.boot, (b"", -1))[1]:

@@ -58,6 +58,11 @@ class PoolConfig:
         """Lease and margin: after this a grant is dead by anybody's clock."""
         return self.lease_seconds + margin_seconds(self.lease_seconds)
 
+    @property
+    def max_clock_rate(self) -> float:
+        """How much faster than ours another machine's clock may run: what the margin allows for."""
+        return self.hold_seconds / self.lease_seconds
+
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
@@ -69,7 +74,7 @@ class EngineView:
         converged: `epoch` is the target or above.
         alive: heard from within the last lease.
         carried: requests it still runs under an older root.
-        age_seconds: lower bound for the age of its process.
+        age_seconds: age of its process when it sent its newest heartbeat.
         silent_seconds: since it was last heard from.
     """
 
