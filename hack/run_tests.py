@@ -41,7 +41,7 @@ LAYERS = (
     Layer(
         "unit-connector",
         ENGINE,
-        ("tests/unit/connector_worker", "tests/unit/connector_scheduler", "tests/unit/connector_identity"),
+        ("tests/unit/connector_worker", "tests/unit/connector_scheduler", "tests/unit/connector_identity", "tests/unit/operator_arguments"),
         60,
     ),
     Layer("scheduler", ENGINE, ("tests/scheduler",), 90),
