@@ -21,10 +21,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
-from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.keys import KeyCodecError, epoch_of, object_key, replica_owner
 from epochkv_connector.records import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
-from epochkv_connector.store import StoreClient, StoreSettings
 from epochkv_connector.store.counters import Counters, Notices
 from epochkv_connector.store.lanes import Outcome, Transfer
 from epochkv_connector.worker.staging import GroupSpec, HostRegion, Pair, Staging, StagingStream, compute_event
@@ -39,20 +37,6 @@ OpenStore = Callable[[HostRegion], BlockStore]
 
 _KEPT: list[Staging] = []
 """Regions that a store call in flight may still touch after shutdown: they live as long as the process."""
-
-
-def store_opener(config: ConnectorConfig) -> OpenStore | None:
-    """How the worker half opens the L2 tier of this configuration; None: it has none."""
-    settings = StoreSettings.of(config)
-    if settings is None:
-        return None
-
-    def open_store(region: HostRegion) -> BlockStore:
-        client = StoreClient(settings, [(region.address, region.num_bytes)])
-        client.start()
-        return client
-
-    return open_store
 
 
 class JobFailed(Exception):

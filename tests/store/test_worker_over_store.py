@@ -1,0 +1,131 @@
+"""Two worker halves that share KV through a real store, with its owner freezing under them."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from epochkv_connector.records import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.store import StoreClient
+from epochkv_connector.worker.layout import GroupSpec
+from epochkv_connector.worker.staging import HostRegion
+from epochkv_connector.worker.worker import WorkerHalf
+from tests.helpers_store import Cluster, settings, wait_until
+
+LAYERS, BLOCKS, SLOTS = 4, 32, 16
+NAMESPACE = "0a1b2c3d/00112233445566ff/e7"
+
+
+@dataclass
+class Step:
+    loads: tuple[LoadJob, ...] = ()
+    saves: tuple[SaveJob, ...] = ()
+    poisoned: tuple[str, ...] = ()
+    newest_epoch: int = -1
+
+
+class Engine:
+    """KV tensors, a worker half, and everything it reported."""
+
+    def __init__(self, address: str, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.kv = torch.randn(LAYERS, BLOCKS, 2, 16, 64, generator=generator)
+        self.clients: list[StoreClient] = []
+
+        def open_store(region: HostRegion) -> StoreClient:
+            client = StoreClient(settings(address), [(region.address, region.num_bytes)])
+            self.clients.append(client)
+            client.start()
+            return client
+
+        names = [f"l{i}" for i in range(LAYERS)]
+        self.worker = WorkerHalf(open_store=open_store)
+        self.worker.register(dict(zip(names, self.kv, strict=True)), [GroupSpec(names, 16)], SLOTS, BLOCKS)
+        self.finished: list[str] = []
+        self.failed: list[str] = []
+        self.acks: list[JobAck] = []
+        assert self.clients[0].wait_ready(15)
+
+    def step(self, **parts: object) -> None:
+        self.worker.start_step(Step(**parts))  # type: ignore[arg-type]
+        self.worker.finish_step()
+
+    def wait(self, job_id: int, phase: Phase) -> JobAck:
+        def found() -> JobAck | None:
+            finished, failed, acks = self.worker.results(0.001)
+            self.finished += finished
+            self.failed += failed
+            self.acks += acks
+            return next((ack for ack in self.acks if (ack.job_id, ack.phase) == (job_id, phase)), None)
+
+        wait_until(found, 20, f"job {job_id} {phase.name}")
+        ack = found()
+        assert ack is not None
+        return ack
+
+
+@pytest.fixture
+def engines(stores: Cluster):  # type: ignore[no-untyped-def]
+    stores.start_master("--client_ttl=60")
+    stores.start_store()
+    made = [Engine(stores.address, seed) for seed in (1, 2)]
+    yield made
+    for engine in made:
+        assert engine.worker.shutdown(10)
+
+
+def moves(count: int, first_block: int, names: list[bytes], source: Source) -> tuple[BlockMove, ...]:
+    return tuple(BlockMove(0, i, first_block + i, i, names[i], source) for i in range(count))
+
+
+def test_kv_saved_by_one_worker_is_loaded_by_another(engines: list[Engine]) -> None:
+    one, two = engines
+    names = [secrets.token_bytes(32) for _ in range(10)]
+    one.step(saves=(SaveJob(1, "a", NAMESPACE, 0, 10, moves(10, 3, names, Source.HOST), 20.0),))
+    assert not one.wait(1, Phase.STORED).failed
+    before = two.kv.clone()
+
+    two.step(loads=(LoadJob(1, "b", NAMESPACE, moves(10, 20, names, Source.STORE), 20.0),))
+    ack = two.wait(1, Phase.LOADED)
+    assert (ack.failed, ack.num_blocks, ack.filled_slots) == (False, 10, tuple(range(10)))
+    assert (two.finished, two.failed) == (["b"], [])
+    assert torch.equal(two.kv[:, 20:30], one.kv[:, 3:13])
+    assert torch.equal(two.kv[:, :20], before[:, :20])
+    assert torch.equal(two.kv[:, 30:], before[:, 30:])
+
+    # Another epoch is another name: nothing is found, nothing is written.
+    other = NAMESPACE.replace("/e7", "/e8")
+    two.step(loads=(LoadJob(2, "c", other, moves(10, 5, names, Source.STORE), 20.0),))
+    assert two.wait(2, Phase.LOADED).failed
+    assert two.failed == ["c"]
+    assert torch.equal(two.kv[:, :20], before[:, :20])
+
+
+def test_a_frozen_store_fails_the_load_at_its_deadline_and_frees_the_slots_later(stores: Cluster, engines: list[Engine]) -> None:
+    one, two = engines
+    names = [secrets.token_bytes(32) for _ in range(4)]
+    one.step(saves=(SaveJob(1, "a", NAMESPACE, 0, 4, moves(4, 3, names, Source.HOST), 20.0),))
+    assert not one.wait(1, Phase.STORED).failed
+    before = two.kv.clone()
+
+    stores.stores[0].freeze()
+    two.step(loads=(LoadJob(1, "b", NAMESPACE, moves(4, 20, names, Source.STORE), 0.2),))
+    ack = two.wait(1, Phase.LOADED)
+    assert (ack.failed, ack.busy_slots) == (True, (0, 1, 2, 3))
+    assert two.finished == two.failed == ["b"]
+    assert not any(ack.phase is Phase.RELEASED for ack in two.acks)
+    stores.stores[0].thaw()
+    two.wait(1, Phase.RELEASED)
+    assert torch.equal(two.kv, before)
+    assert two.finished == ["b"]
+
+    def loaded() -> bool:
+        job_id = len(two.acks) + 10
+        two.step(loads=(LoadJob(job_id, f"r{job_id}", NAMESPACE, moves(4, 20, names, Source.STORE), 5.0),))
+        return not two.wait(job_id, Phase.LOADED).failed
+
+    wait_until(loaded, 30, "loads work again")
+    assert torch.equal(two.kv[:, 20:24], one.kv[:, 3:7])
