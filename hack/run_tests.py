@@ -19,9 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DEV = ROOT / ".build/venv/bin/python"
 ENGINE = ROOT / ".build/venv-engine/bin/python"
-CACHE = Path(
-    os.environ.get("EPOCHKV_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "epochkv"
-)
+CACHE = Path(os.environ.get("EPOCHKV_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "epochkv")
 SUMMARY = re.compile(r"^=+ (.*\b(?:passed|failed|error|errors|skipped|no tests ran)\b.*) =+$")
 
 
@@ -89,9 +87,7 @@ def run_layer(layer: Layer, extra: list[str]) -> tuple[int, str]:
         "EPOCHKV_PYTHON_ENGINE": str(ENGINE),
     }
     command = [str(layer.python), "-m", "pytest", *paths, *extra]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout
         for line in process.stdout:
             sys.stdout.write(line)

@@ -63,7 +63,7 @@ def client_environment(pool: KVCachePool) -> dict[str, str]:
     distributed = pool.spec.distributed
     if distributed is None:
         return {}
-    environment = {**_CLIENT_ENV, "MOONCAKE_LOCAL_HOSTNAME": "$(POD_IP)"}
+    environment = dict(_CLIENT_ENV)
     if distributed.mooncake is not None and etcd_endpoints(distributed.mooncake) is not None:
         environment["MC_STORE_CLUSTER_ID"] = cluster_id(pool)
     return environment

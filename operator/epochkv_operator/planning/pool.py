@@ -133,6 +133,7 @@ def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
     memory = quantity.from_bytes(_round_up(segment + _STORE_LOCAL_BUFFER_BYTES + _STORE_OVERHEAD_BYTES, 2**20))
     variables = {
         **wiring.client_environment(pool),
+        "MOONCAKE_LOCAL_HOSTNAME": "$(POD_IP)",  # localhost otherwise
         "MOONCAKE_MASTER": wiring.master_address(pool) or "",
         "MOONCAKE_TE_META_DATA_SERVER": "P2PHANDSHAKE",
         "MOONCAKE_PROTOCOL": mooncake.transport.protocol.lower(),
