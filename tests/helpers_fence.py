@@ -172,7 +172,9 @@ class FenceWorld:
 
         return self.thread.call(take)
 
-    def agent(self, endpoint: str, keys: ClientKeys | None = None, name: str = "rollout") -> tuple[AgentThread, FakeEngine]:
+    def agent(
+        self, endpoint: str, keys: ClientKeys | None = None, name: str = "rollout"
+    ) -> tuple[AgentThread, FakeEngine]:
         engine = FakeEngine()
         number = len(self.agents)
         identity = EngineIdentity(name, f"{name}-{number}", 0, "fp")
