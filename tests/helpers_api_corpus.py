@@ -194,7 +194,9 @@ ENGINE_CASES = [
     engine("kv-flags-that-are-fine", {"args": ["--kv-cache-dtype=fp8", "--kv-events-config={}", "--kv-sharing-fast-prefill"]}),
     engine("config-format", {"args": ["--config-format", "hf", "--compilation-config={}", "--tokenizer", "x"]}),
     engine("pushed-with-pool", {**_POOL_REF, "weightsSource": "Pushed"}),
-    engine("ec-with-model-weights", {**_POOL_REF, "args": ["--ec-transfer-config={}"]}),
+    engine("pushed-without-pool", {"weightsSource": "Pushed"}),
+    engine("ec-without-pool", {"args": ["--ec-transfer-config={}"]}),
+    engine("ec-with-model-weights", {**_POOL_REF, "weightsSource": "Model", "args": ["--ec-transfer-config={}"]}),
     engine("empty-lists", {"args": [], "env": []}),
     # the connector is ours
     *(
@@ -263,7 +265,6 @@ ENGINE_CASES = [
     engine("env-number", {"env": [{"name": "A", "value": 1}]}, "must be of type string", schema=True),
     engine("env-without-name", {"env": [{"value": "1"}]}, "name: Required value", schema=True),
     # weights and pools
-    engine("pushed-without-pool", {"weightsSource": "Pushed"}, "spec.weightsSource is Pushed but spec.poolRef is not set", "or set Model"),
     engine(
         "pushed-with-ec", {**_POOL_REF, "weightsSource": "Pushed", "args": ["--ec-transfer-config={}"]}, "--ec-transfer-config", "remove it"
     ),

@@ -177,12 +177,7 @@ class InferenceEngineSpec(ApiModel):
                 reason="FieldValueForbidden",
             ),
             rule(
-                "self.weightsSource != 'Pushed' || has(self.poolRef)",
-                "spec.weightsSource is Pushed but spec.poolRef is not set: name the pool whose epoch orders the pushes, or set Model",
-                path=".weightsSource",
-            ),
-            rule(
-                f"self.weightsSource != 'Pushed' || !has(self.args) || !self.args.exists(a, a.matches('{_EC_ARG}'))",
+                f"self.weightsSource != 'Pushed' || !has(self.poolRef) || !has(self.args) || !self.args.exists(a, a.matches('{_EC_ARG}'))",
                 "spec.args has --ec-transfer-config with weightsSource Pushed: encoder outputs are not named by the weights; remove it",
                 path=".args",
                 reason="FieldValueForbidden",
@@ -195,10 +190,10 @@ class InferenceEngineSpec(ApiModel):
     KV. Immutable."""
     model: Model
     """What to serve."""
-    weights_source: Literal["Model", "Pushed"] = "Model"
-    """`Pushed`: a trainer pushes new weights into running engines, and raises the pool's epoch after each push. `Model`: weights
-    are only ever
-    those of `model`."""
+    weights_source: Literal["Model", "Pushed"] = "Pushed"
+    """`Pushed`, the safe choice: weights may change under a running engine, and the pool's epoch is raised after each push. A pod
+    that starts after a reset has base weights, so it does not share KV until a reset finds it old enough. `Model`: weights are
+    only ever those of `model`, so every pod may share KV at once."""
     image: Image | None = None
     """Image with vLLM and the EpochKV connector. The operator's own default when unset."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
@@ -267,15 +262,11 @@ class InferenceEngineSpec(ApiModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.weights_source == "Pushed":
-            if self.pool_ref is None:
-                raise ValueError(
-                    "spec.weightsSource is Pushed but spec.poolRef is not set: name the pool whose epoch orders the pushes, or set Model"
-                )
-            if any(re.search(_EC_ARG, arg) for arg in self.args or ()):
-                raise ValueError(
-                    "spec.args has --ec-transfer-config with weightsSource Pushed: encoder outputs are not named by the weights; remove it"
-                )
+        pushed = self.weights_source == "Pushed" and self.pool_ref is not None
+        if pushed and any(re.search(_EC_ARG, arg) for arg in self.args or ()):
+            raise ValueError(
+                "spec.args has --ec-transfer-config with weightsSource Pushed: encoder outputs are not named by the weights; remove it"
+            )
         return self
 
 
