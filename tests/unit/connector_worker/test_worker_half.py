@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from epochkv_connector.records import BlockMove, JobAck, LoadJob, Phase, SaveJob
 from epochkv_connector.store import Outcome, Ticket, Transfer
 from epochkv_connector.store.lanes import resolve
 from epochkv_connector.worker.layout import GroupSpec, LayoutError
+from epochkv_connector.worker.staging import StagingStream
 from epochkv_connector.worker.tasks import Report
 from epochkv_connector.worker.worker import WorkerHalf
 from tests.helpers_store import wait_until
@@ -360,6 +362,37 @@ def test_poisoned_ids_are_reported_once_more_and_only_once(store: ObedientStore)
     for _ in range(3):
         rig.collect()
     assert (rig.finished["r1"], rig.failed["r1"]) == (1, 1)
+
+
+@pytest.mark.parametrize("poison", [True, False])
+def test_a_copy_into_gpu_blocks_is_reported_only_when_it_is_over(monkeypatch: pytest.MonkeyPatch, poison: bool) -> None:
+    rig = Rig()
+    wanted = rig.block(3)
+    rig.step(saves=[save(1, [move(3, 0, 30)])])
+    rig.until_acked(1, Phase.COPIED)
+    copying, go_on = threading.Event(), threading.Event()
+    scatter = StagingStream.scatter
+
+    def slow_scatter(*args: Any) -> None:
+        copying.set()
+        assert go_on.wait(10)
+        scatter(*args)
+
+    monkeypatch.setattr(StagingStream, "scatter", slow_scatter)
+    rig.step(loads=[load(2, [move(8, 0, 30)], deadline=0.05)])
+    assert copying.wait(10)
+    if poison:
+        rig.step(poisoned=["r2"])
+    time.sleep(0.1)  # past the deadline
+    for _ in range(3):
+        rig.collect()
+    assert rig.finished == {}, "its blocks are being written, so nobody else may have them yet"
+    go_on.set()
+    ack = rig.until_acked(2, Phase.LOADED)
+    for _ in range(3):
+        rig.collect()
+    assert (rig.finished["r2"], rig.failed["r2"], ack.failed) == (1, int(poison), poison)
+    assert rig.block(8) == wanted
 
 
 def test_jobs_without_a_store_or_a_registration_fail(store: ObedientStore) -> None:
