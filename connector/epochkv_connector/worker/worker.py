@@ -407,7 +407,8 @@ class WorkerHalf:
             raise JobFailed("stale", f"save job {save.job.job_id} is of an older epoch ({namespace})")
         if self._store is None:
             raise JobFailed("no_store", f"save job {save.job.job_id} names L2, but there is none")
-        ours = [move for move in save.job.moves if replica_owner(move.block_hash, self.replicas) == self.replica]
+        wanted = (move for move in save.job.moves if move.put)
+        ours = [move for move in wanted if replica_owner(move.block_hash, self.replicas) == self.replica]
         if not ours:
             self._acknowledge(save, Phase.STORED, failed=False)
             return

@@ -320,6 +320,19 @@ def test_blocks_that_are_in_their_slot_are_put_without_a_copy(store: ObedientSto
     assert store.objects[object_key(NAMESPACE, 0, 0, name_of(30))] == wanted
 
 
+def test_blocks_that_the_store_has_are_copied_and_not_put(store: ObedientStore) -> None:
+    rig = Rig(store)
+    wanted = rig.block(3)
+    there = BlockMove(0, 3, 3, 0, name_of(30), put=False)
+    rig.step(saves=[save(1, [there, move(4, 1, 40)], NAMESPACE), save(2, [BlockMove(0, 5, 5, 2, name_of(50), put=False)], NAMESPACE)])
+    assert not rig.until_acked(1, Phase.STORED).failed
+    assert not rig.until_acked(2, Phase.STORED).failed, "nothing to put is nothing missing"
+    assert set(store.objects) == {object_key(NAMESPACE, 0, 0, name_of(40))}
+    rig.step(loads=[load(3, [move(8, 0, 30)])])
+    assert not rig.until_acked(3, Phase.LOADED).failed
+    assert rig.block(8) == wanted
+
+
 def test_a_slot_that_holds_another_block_is_refused(store: ObedientStore) -> None:
     rig = Rig(store)
     before = rig.kv.clone()
