@@ -36,7 +36,7 @@ logger = logging.getLogger("vllm.epochkv")
 
 T = TypeVar("T")
 STATS_INTERVAL_SECONDS = 1.0
-WORKER_GAUGES = ("held_slots", "open_", "store_state", "store_queue")
+WORKER_GAUGES = ("held_slots", "open_", "store_state", "store_breaker_open", "store_queue", "store_in_flight")
 
 _local_workers: weakref.WeakValueDictionary[str, EpochKVConnector] = weakref.WeakValueDictionary()
 """Worker objects of this process by vLLM's engine id: an in-process scheduler object finds its worker here."""
@@ -139,6 +139,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             loads_off=loads_off,
             propose=self._link.propose if config.on_local_reset == "propose" else None,
             local_worker=self._find_local_worker,
+            on_error=self._guard.note,
         )
         hooks = FenceHooks(fence, self._gauges, self._reclaim)
         self._link.start(hooks, digest, int(vllm_config.parallel_config.data_parallel_rank or 0))

@@ -38,6 +38,8 @@ class SchedulerSide:
         half: bookkeeping of the tiers; None when no tier is configured (the fence still works).
         loads_off: why loads are never answered, or None.
         propose: asks the hub for an epoch after a local reset; None: do not ask.
+        local_worker: finds the worker half when it lives in this process.
+        on_error: told of errors that were dealt with here.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class SchedulerSide:
         loads_off: str | None = None,
         propose: Callable[[int], None] | None = None,
         local_worker: Callable[[], LocalWorker | None] = lambda: None,
+        on_error: Callable[[str, Exception], None] = lambda where, error: None,
     ) -> None:
         self._config = config
         self.fence = fence
@@ -56,6 +59,7 @@ class SchedulerSide:
         self._loads_off = loads_off
         self._propose = propose
         self._local_worker = local_worker
+        self._on_error = on_error
         self._pool: Any = None
         self._manager: Any = None
         self._applied: Snapshot = fence.snapshot
@@ -64,7 +68,8 @@ class SchedulerSide:
         self._poisoned: set[str] = set()  # loads in flight that must end as failures
         self._reissued: set[str] = set()  # of these: result stripped once, named in metadata, final report awaited
         self._doomed: set[str] = set()  # no job was sent; the only report is the final one
-        self._unanswered: list[str] = []  # doomed here, to be named in the next metadata
+        self._to_name: list[str] = []  # to be reported finished and failed, in the next metadata
+        self._written_off: set[str] = set()
         self._sent_loads: set[str] = set()
         self._broken = False
         self._cooldown: set[str] = set()  # a load failed: no external hit until scheduled once
@@ -89,10 +94,21 @@ class SchedulerSide:
         if changed_root:
             compat.queue_all_blocks_cleared(self._pool, drop_pending=False)
         if self.half is not None:
-            overtaken = self.half.adopt(snapshot)
-            self._poisoned.update(overtaken)
-            self.counters["poisoned_loads"] += len(overtaken)
+            self._poison(self._overtaken(self.half, snapshot))
         return snapshot
+
+    def _overtaken(self, half: SchedulerHalf, snapshot: Snapshot) -> set[str]:
+        """Requests whose load was overtaken; when the bookkeeping cannot tell, every load that was ever sent out."""
+        try:
+            return half.adopt(snapshot)
+        except Exception as error:
+            self._broken = True
+            self._on_error("adopt", error)
+            return set(self._sent_loads)
+
+    def _poison(self, request_ids: set[str]) -> None:
+        self.counters["poisoned_loads"] += len(request_ids - self._poisoned)
+        self._poisoned.update(request_ids)
 
     # ------------------------------------------------------------------ requests
 
@@ -176,7 +192,7 @@ class SchedulerSide:
         if outcome is not Commit.LOADING:
             self._doomed.add(request_id)
             if outcome is Commit.NOTHING:
-                self._unanswered.append(request_id)
+                self._to_name.append(request_id)
 
     def doom(self, request: Any) -> None:
         """An error of ours met an accepted hit: vLLM waits for it, so it must be reported as failed, exactly once."""
@@ -186,7 +202,7 @@ class SchedulerSide:
             self._poisoned.add(request_id)
             return
         self._doomed.add(request_id)
-        self._unanswered.append(request_id)
+        self._to_name.append(request_id)
 
     def hit_sources(self, request: Any, num_external: int) -> dict[Any, int]:
         """Which tier supplies how many of the external tokens."""
@@ -202,30 +218,34 @@ class SchedulerSide:
         scheduled: dict[str, int] = scheduler_output.num_scheduled_tokens
         self._cooldown.difference_update(scheduled)
         try:
-            if self.half is None or self._broken:
-                return self._answer_rest(StepMetadata(newest_epoch=snapshot.epoch))
+            if self._broken:
+                return self.emergency_meta()
+            if self.half is None:
+                return StepMetadata(newest_epoch=snapshot.epoch)
             if snapshot.mode is Mode.USE and scheduled:
                 views = list(self._views(scheduler_output, snapshot))
                 if views:
                     self.half.collect_saves(views, snapshot)
             metadata = self.half.build(snapshot.epoch)
             self._sent_loads.update(load.request_id for load in metadata.loads)
-            return self._answer_rest(metadata)
+            return self._with_names(metadata)
         finally:
             self.fence.leave_schedule()
 
-    def _answer_rest(self, metadata: StepMetadata) -> StepMetadata:
-        unanswered, self._unanswered = self._unanswered, []
-        metadata.poisoned = (*metadata.poisoned, *unanswered)
+    def _with_names(self, metadata: StepMetadata) -> StepMetadata:
+        names, self._to_name = self._to_name, []
+        metadata.poisoned = (*metadata.poisoned, *names)
         return metadata
 
     def emergency_meta(self) -> StepMetadata:
-        """The bookkeeping failed while building a step: answer what vLLM waits for, and use the tiers no more."""
+        """The bookkeeping has failed: answer what vLLM waits for and no rank was told of, and use the tiers no more."""
         self._broken = True
-        unsent = (self.half.open_loads() if self.half is not None else set()) - self._sent_loads
+        unsent = (self.half.open_loads() if self.half is not None else set()) - self._sent_loads - self._written_off
+        self._written_off.update(unsent)
         self._doomed.update(unsent)
         self._poisoned.difference_update(unsent)
-        return self._answer_rest(StepMetadata(poisoned=tuple(sorted(unsent)), newest_epoch=self._applied.epoch))
+        self._to_name.extend(sorted(unsent))
+        return self._with_names(StepMetadata(newest_epoch=self._applied.epoch))
 
     def _views(self, scheduler_output: Any, snapshot: Snapshot) -> Iterable[ScheduledRequestView]:
         size = compat.hash_block_size_of(self._pool)
@@ -281,10 +301,8 @@ class SchedulerSide:
             self.fence.end_load(request, succeeded=request_id not in failed)
         if stripped:
             output.finished_recving = set(output.finished_recving) - stripped
-            for request_id in sorted(stripped):
-                self._reissued.add(request_id)
-                if self.half is not None:
-                    self.half.poison((request_id,))
+            self._reissued.update(stripped)
+            self._to_name.extend(sorted(stripped))
 
     def _close_load(self, request_id: str) -> None:
         for open_ids in (self._poisoned, self._reissued, self._doomed, self._sent_loads):
@@ -339,8 +357,7 @@ class SchedulerSide:
         rotated = self.fence.reset()
         self._apply()
         if self.half is not None:
-            overtaken = self.half.reset()
-            self._poisoned.update(overtaken)
+            self._poison(self.half.reset())
         compat.queue_all_blocks_cleared(self._pool, drop_pending=True)
         self.counters["local_resets"] += 1
         if rotated and self._propose is not None:
@@ -366,7 +383,7 @@ class SchedulerSide:
             "doomed": len(self._doomed),
             "cooldown": len(self._cooldown),
             "sent_loads": len(self._sent_loads),
-            "unanswered": len(self._unanswered),
+            "to_name": len(self._to_name),
             "offered": len(self._offered_blocks),
             "carried": self.fence.carried() + self.fence.carried_sessions(),
         }

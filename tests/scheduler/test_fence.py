@@ -1,0 +1,557 @@
+"""Bypass, lease, the overwritten global, local resets, siblings, adapters: when the root is whose, with the real Scheduler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.lora.request import LoRARequest
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
+
+from tests.helpers_scheduler import BLOCK, Mode, RequestStatus, SharedStore, global_root, prompt
+
+MakeRig = Callable[..., Any]
+LENGTH = 8 * BLOCK + 3
+
+
+def push_out(rig: Any) -> None:
+    """Evict everything idle from a GPU cache of 12 blocks."""
+    for seed in range(100, 104):
+        rig.serve(prompt(seed, LENGTH))
+
+
+# ---------------------------------------------------------------------------------------------- construction
+
+
+def test_nothing_is_adopted_before_vllm_has_set_its_own_global(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready: list[bool] = []
+    original = init_none_hash
+
+    def observed(function: Any) -> None:
+        from epochkv_connector.compat import GlobalRoot
+
+        for item in live_ports:
+            assert isinstance(item, GlobalRoot)
+            ready.append(item.ready())
+        original(function)
+        ready.extend(item.ready() for item in live_ports)
+
+    live_ports: list[Any] = []
+    from epochkv_connector import compat
+
+    class Recorded(compat.GlobalRoot):
+        def __init__(self) -> None:
+            super().__init__()
+            live_ports.append(self)
+
+    monkeypatch.setattr(compat, "GlobalRoot", Recorded)
+    monkeypatch.setattr("tests.helpers_scheduler.init_none_hash", observed)
+    make_rig()
+    assert ready == [False, True]
+
+
+def test_the_adopted_root_is_the_global(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    vllms_own = global_root()
+    rig.adopt(0)
+    zero = global_root()
+    rig.adopt(1)
+    assert len({vllms_own, zero, global_root()}) == 3
+    assert global_root() is rig.fence.snapshot.root
+
+
+def test_a_lower_epoch_is_refused(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.adopt(3)
+    root = global_root()
+    rig.adopt(2)
+    assert rig.fence.snapshot.epoch == 3
+    assert global_root() is root
+
+
+# ---------------------------------------------------------------------------------------------- bypass
+
+
+def test_unassigned_with_pushed_weights_reuses_nothing(make_rig: MakeRig) -> None:
+    store = SharedStore()
+    rig = make_rig(store=store)
+    tokens = prompt(1, LENGTH)
+    first, second = rig.serve(tokens), rig.serve(tokens)
+    assert (rig.cached[first], rig.cached[second]) == (0, 0)
+    assert rig.outputs[first] == rig.outputs[second]
+    assert store.objects == {}
+    assert store.asked == []
+    assert rig.half.stats()["slots_indexed"] == 0
+    rig.check_clean()
+
+
+def test_granted_bypass_with_pushed_weights_reuses_nothing_until_use(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.adopt(1, mode=Mode.BYPASS)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    bypassed = rig.serve(tokens)
+    assert rig.cached[bypassed] == 0
+    rig.adopt(1, mode=Mode.USE)
+    rig.serve(tokens)
+    used = rig.serve(tokens)
+    assert rig.cached[used] == 8 * BLOCK
+    rig.check_clean()
+
+
+def test_bypass_with_fixed_weights_keeps_one_private_root(make_rig: MakeRig) -> None:
+    rig = make_rig(weights_source="Model")
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    again = rig.serve(tokens)
+    assert rig.cached[again] == 8 * BLOCK  # vLLM's own prefix cache
+    assert rig.half.stats()["slots_indexed"] == 0  # but no tier
+    rig.check_clean()
+
+
+def test_no_hub_and_fixed_weights_use_l1_under_a_private_root(make_rig: MakeRig) -> None:
+    store = SharedStore()
+    rig = make_rig(hub=False, weights_source="Model", num_blocks=12, store=store)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    push_out(rig)
+    again = rig.serve(tokens)
+    assert rig.cached[again] == 8 * BLOCK
+    assert store.objects == {}  # private names never leave the engine
+    rig.check_clean()
+
+
+def test_no_hub_and_pushed_weights_reuse_nothing(make_rig: MakeRig) -> None:
+    rig = make_rig(hub=False)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    again = rig.serve(tokens)
+    assert rig.cached[again] == 0
+    rig.check_clean()
+
+
+@pytest.mark.parametrize("broken", ["endpoint", "secret", "key", "absent"])
+def test_a_broken_hub_configuration_is_bypass_said_once(
+    make_rig: MakeRig, tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    from tests.helpers_scheduler import write_credentials
+
+    credentials = write_credentials(tmp_path / "broken")
+    endpoint = "tcp://127.0.0.1:9"
+    if broken == "endpoint":
+        endpoint = "http://hub"
+    elif broken == "secret":
+        (credentials / "root.secret").write_text("not hex")
+    elif broken == "key":
+        (credentials / "client.key").write_text("short")
+    else:
+        credentials = tmp_path / "nowhere"
+    with caplog.at_level(logging.WARNING, logger="vllm.epochkv"):
+        logging.getLogger("vllm").propagate = True
+        rig = make_rig(hub=False, extra={"hub": {"endpoint": endpoint, "credentials_dir": str(credentials)}})
+    said = [record for record in caplog.records if "without the pool's caches" in record.getMessage()]
+    assert len(said) == 1
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    again = rig.serve(tokens)
+    assert rig.cached[again] == 0
+    assert rig.connector._gauges()["hub_unusable"] == 1.0
+    rig.check_clean()
+
+
+# ---------------------------------------------------------------------------------------------- lease
+
+
+def test_a_lost_lease_is_bypass_and_its_return_finds_the_old_names_again(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    waiting = rig.add(tokens)
+    rig.lease_until = 0.0
+    rig.run()
+    assert rig.cached[waiting.request_id] == 0  # pinned to the shared root before, and asked after the loss
+    during = rig.serve(tokens)
+    assert rig.cached[during] == 0
+    rig.lease_until = float("inf")
+    after = rig.serve(tokens)
+    assert rig.cached[after] == 8 * BLOCK
+    rig.check_clean()
+
+
+def test_a_lease_lost_while_a_load_runs_fails_the_load(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=12)
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    push_out(rig)
+    (worker,) = rig.workers
+    worker.hold_loads = True
+    request = rig.add(tokens)
+    rig.step()
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    rig.lease_until = 0.0
+    worker.hold_loads = False
+    worker.work()
+    rig.run()
+    assert worker.poison_orders == [request.request_id]
+    assert rig.cached[request.request_id] == 0
+    rig.check_clean()
+
+
+def test_running_requests_are_current_again_when_the_lease_returns(make_rig: MakeRig) -> None:
+    store = SharedStore()
+    rig = make_rig(store=store)
+    rig.adopt(0)
+    running = rig.add(prompt(1, LENGTH), max_tokens=2 * BLOCK)
+    rig.step()
+    rig.lease_until = 0.0
+    rig.step()
+    assert rig.fence.carried() == 1
+    rig.lease_until = float("inf")
+    rig.step()
+    assert rig.fence.carried() == 0
+    rig.run()
+    assert running.request_id in rig.finished
+    assert len(store.objects) == (LENGTH + 2 * BLOCK - 1) // BLOCK  # blocks completed after the return were saved too
+    rig.check_clean()
+
+
+# ---------------------------------------------------------------------------------------------- the overwritten global
+
+
+def test_an_overwritten_global_is_bypass_for_this_boot(make_rig: MakeRig) -> None:
+    store = SharedStore()
+    rig = make_rig(store=store)
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    saved = dict(store.objects)
+    init_none_hash(sha256)  # a second engine core in this process
+    foreign = global_root()
+    again = rig.serve(tokens)
+    assert rig.cached[again] == 0
+    rig.adopt(1, weights="w1")
+    later = rig.serve(tokens)
+    assert rig.cached[later] == 0
+    assert store.objects == saved
+    assert global_root() is foreign  # it is not fought over
+    assert rig.fence.counters["root_overwritten"] == 1
+    assert rig.connector._gauges()["root_overwritten"] == 1.0
+    rig.check_clean()
+
+
+def test_a_second_engine_in_the_process_moves_the_first_into_bypass(make_rig: MakeRig) -> None:
+    store = SharedStore()
+    first = make_rig(store=store)
+    first.adopt(0)
+    tokens = prompt(1, LENGTH)
+    first.serve(tokens)
+    second = make_rig(store=store)
+    second.adopt(0)
+    assert second.cached[second.serve(tokens)] == 8 * BLOCK
+    assert first.cached[first.serve(tokens)] == 0
+    first.check_clean()
+    second.check_clean()
+
+
+# ---------------------------------------------------------------------------------------------- local reset
+
+
+def test_a_local_reset_before_anything_was_admitted_keeps_the_root(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.adopt(0)
+    rig.serve(prompt(1, LENGTH))
+    rig.adopt(1, weights="w1")
+    root = global_root()
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True)
+    assert global_root() is root
+    tokens = prompt(2, LENGTH)
+    rig.serve(tokens)
+    assert rig.cached[rig.serve(tokens)] == 8 * BLOCK
+    rig.check_clean()
+
+
+def test_a_local_reset_goes_private_until_the_next_epoch(make_rig: MakeRig) -> None:
+    store = SharedStore()
+    rig = make_rig(store=store)
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    saved = set(store.objects)
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True)
+    rig.weights = "w1"  # what the caller does next
+    assert rig.cached[rig.serve(tokens)] == 0
+    assert rig.cached[rig.serve(tokens)] == 0
+    assert set(store.objects) == saved
+    assert rig.connector._gauges()["waiting_after_reset"] == 1.0
+    rig.adopt(1)
+    rig.serve(tokens)
+    assert rig.cached[rig.serve(tokens)] == 8 * BLOCK
+    assert set(store.objects) > saved
+    rig.check_clean()
+
+
+def test_a_local_reset_with_requests_running(make_rig: MakeRig) -> None:
+    """reset_running_requests preempts them; they come back under the private root and see nothing old."""
+    rig = make_rig()
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    running = [rig.add(tokens, max_tokens=8), rig.add(prompt(2, LENGTH), max_tokens=8)]
+    rig.step()
+    rig.step()
+    assert all(request.status is RequestStatus.RUNNING for request in running)
+    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    rig.weights = "w1"
+    rig.run()
+    assert {request.request_id for request in running} <= rig.finished
+    rig.check_clean()
+
+
+def test_a_refused_gpu_reset_leaves_old_kv_unreachable_all_the_same(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    running = rig.add(tokens, max_tokens=8)
+    rig.step()
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True) is False  # the running request holds blocks
+    assert rig.fence.snapshot.shared is False
+    rig.weights = "w1"
+    follower = rig.serve(tokens)
+    assert rig.cached[follower] == 0
+    assert running.request_id in rig.finished
+    rig.check_clean()
+
+
+def test_a_local_reset_poisons_a_load_under_way(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=12)
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    push_out(rig)
+    (worker,) = rig.workers
+    worker.hold_loads = True
+    request = rig.add(tokens)
+    rig.step()
+    rig.scheduler.reset_connector_cache()
+    rig.weights = "w1"
+    worker.hold_loads = False
+    worker.work()
+    rig.run()
+    assert rig.cached[request.request_id] == 0
+    rig.check_clean()
+
+
+def test_a_reset_in_bypass_does_not_keep_the_engine_out_of_the_same_epoch(make_rig: MakeRig) -> None:
+    """Fence first: the epoch is raised, weights are pushed while in bypass, frameworks reset, then the hub says Use."""
+    rig = make_rig()
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    rig.adopt(1, mode=Mode.BYPASS)
+    rig.serve(tokens)
+    rig.scheduler.reset_prefix_cache(reset_connector=True)
+    rig.adopt(1, weights="w1", mode=Mode.USE)
+    assert rig.cached[rig.serve(tokens)] == 0
+    assert rig.cached[rig.serve(tokens)] == 8 * BLOCK
+    rig.check_clean()
+
+
+def test_a_reset_while_the_lease_is_lost_is_remembered(make_rig: MakeRig) -> None:
+    """The lease may return; the shared root named KV of weights that the caller is about to replace."""
+    rig = make_rig()
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    running = rig.add(tokens, max_tokens=4 * BLOCK)
+    rig.step()
+    rig.lease_until = 0.0
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True) is False
+    rig.weights = "w1"
+    rig.lease_until = float("inf")
+    assert rig.cached[rig.serve(tokens)] == 0
+    assert running.request_id in rig.finished
+    rig.check_clean()
+
+
+def test_a_reset_without_a_hub_replaces_the_private_root(make_rig: MakeRig) -> None:
+    rig = make_rig(hub=False, weights_source="Model", num_blocks=12)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    root = global_root()
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True)
+    assert global_root() is not root
+    assert rig.cached[rig.serve(tokens)] == 0
+    assert rig.cached[rig.serve(tokens)] == 8 * BLOCK
+    rig.check_clean()
+
+
+def test_on_local_reset_propose_asks_for_the_next_epoch(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig(extra={"on_local_reset": "propose"})
+    asked: list[int] = []
+    monkeypatch.setattr(rig.side, "_propose", asked.append)
+    rig.adopt(4)
+    rig.serve(prompt(1, LENGTH))
+    rig.scheduler.reset_prefix_cache(reset_connector=True)
+    assert asked == [5]
+
+
+# ---------------------------------------------------------------------------------------------- what the hash does not name
+
+
+def test_a_request_fed_by_another_engine_is_private_unless_the_producer_shows_our_tag(make_rig: MakeRig) -> None:
+    store = SharedStore()
+    rig = make_rig(store=store)
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    fed = rig.serve(tokens, params={"do_remote_prefill": True, "remote_engine_id": "x"})
+    assert store.objects == {}
+    assert rig.cached[rig.serve(tokens)] == 0  # it cached nothing that others can find
+    assert rig.fence.counters["foreign_kv_requests"] == 1
+    produced = rig.add(prompt(2, LENGTH), params={"do_remote_decode": True})
+    rig.step()
+    _, answer = rig.connector.request_finished(produced, [])
+    assert answer is not None
+    rig.scheduler.finish_requests(produced.request_id, RequestStatus.FINISHED_ABORTED)
+    tagged = rig.serve(prompt(3, LENGTH), params={"do_remote_prefill": True, **answer})
+    assert rig.cached[rig.serve(prompt(3, LENGTH))] == 8 * BLOCK
+    rig.adopt(1, weights="w1")
+    outdated = prompt(4, LENGTH)
+    rig.serve(outdated, params={"do_remote_prefill": True, **answer})
+    assert rig.cached[rig.serve(outdated)] == 0
+    assert {fed, tagged} <= rig.finished
+    rig.check_clean()
+
+
+def test_an_adapter_loaded_again_in_place_has_other_names(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+
+    def ask(*, load_inplace: bool = False) -> int:
+        request = rig.request(tokens)
+        request.lora_request = LoRARequest("adapter", 1, "/adapters/a", load_inplace=load_inplace)
+        request.block_hashes = rig.hasher(_without_hashes(request))
+        rig.scheduler.add_request(request)
+        rig.run()
+        return int(rig.cached[request.request_id])
+
+    assert ask() == 0
+    assert ask() == 8 * BLOCK
+    assert ask(load_inplace=True) == 0
+    assert ask() == 8 * BLOCK
+    rig.check_clean()
+
+
+def _without_hashes(request: Any) -> Any:
+    request.block_hashes = []
+    return request
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+def test_foreign_encoder_outputs_with_pushed_weights_are_refused(make_rig: MakeRig) -> None:
+    from epochkv_connector.compat import UnsupportedEngine
+    from epochkv_connector.connector import EpochKVConnector
+
+    rig = make_rig()
+    rig.vllm_config.ec_transfer_config = object()
+    connector = rig.connector
+    with pytest.raises(UnsupportedEngine, match="ec_transfer_config"):
+        EpochKVConnector(rig.vllm_config, connector.role, rig.kv_cache_config)
+    rig.vllm_config.ec_transfer_config = None
+
+
+@pytest.mark.parametrize("sibling", ["OffloadingConnector", "SimpleCPUOffloadConnector"])
+def test_a_multiconnector_with_an_untested_sibling_is_refused(make_rig: MakeRig, sibling: str) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    from epochkv_connector.compat import UnsupportedEngine
+
+    rig = make_rig()
+    ours = rig.vllm_config.kv_transfer_config
+    children = [
+        {
+            "kv_connector": "EpochKVConnector",
+            "kv_connector_module_path": "epochkv_connector.connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": ours.kv_connector_extra_config,
+        },
+        {"kv_connector": sibling, "kv_role": "kv_both"},
+    ]
+    rig.vllm_config.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": children}
+    )
+    with pytest.raises(UnsupportedEngine, match=sibling):
+        MultiConnector(rig.vllm_config, KVConnectorRole.SCHEDULER, rig.kv_cache_config)
+    rig.vllm_config.kv_transfer_config = ours
+
+
+# ---------------------------------------------------------------------------------------------- our own errors
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["begin_lookup", "lookup", "commit", "abort", "collect_saves", "build", "on_report", "adopt", "finish"],
+)
+def test_an_exception_of_ours_never_reaches_vllm(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    rig = make_rig(num_blocks=12)
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    push_out(rig)
+    raised: list[str] = []
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raised.append(method)
+        raise RuntimeError(f"{method} is broken")
+
+    monkeypatch.setattr(rig.half, method, broken)
+    request = rig.add(tokens)
+    if method == "adopt":
+        rig.adopt(1, weights="w1")
+    for _ in range(60):
+        if request.request_id in rig.finished:
+            break
+        rig.step()
+    assert request.request_id in rig.finished
+    assert raised
+    assert sum(rig.connector._guard.errors.values()) >= 1
+    assert not any(rig.foreign_tokens.values())
+    assert not any(rig.stale_tokens.values())
+
+
+def test_bookkeeping_that_fails_during_an_adoption_still_poisons_what_is_under_way(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(num_blocks=12)
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    push_out(rig)
+    (worker,) = rig.workers
+    worker.hold_loads = True
+    request = rig.add(tokens)
+    rig.step()
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+
+    def broken(snapshot: Any) -> set[str]:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(rig.half, "adopt", broken)
+    rig.adopt(1, weights="w1")
+    worker.hold_loads = False
+    worker.work()
+    rig.run()
+    assert worker.poison_orders == [request.request_id]
+    assert rig.cached[request.request_id] == 0
+    assert not any(rig.stale_tokens.values())
+    assert rig.connector._guard.errors == {"adopt": 1}

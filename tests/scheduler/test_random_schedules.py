@@ -1,0 +1,144 @@
+"""Random schedules: everything that can happen between any two steps, in any order, with the oracle watching.
+
+Invariants after every step: no request is admitted with KV of other tokens or other weights; at the end nothing is left
+(pins, plans, jobs, GPU blocks) and every request has ended. A failing seed is in the test's name.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.helpers_scheduler import BLOCK, Mode, RequestStatus, SharedStore, prompt
+
+MakeRig = Callable[..., Any]
+SEEDS = [*range(10), int(os.environ.get("EPOCHKV_SEED", random.SystemRandom().randrange(10**6)))]
+
+
+class Chaos:
+    """One random schedule over one engine."""
+
+    def __init__(self, rig: Any, store: SharedStore | None, source: random.Random) -> None:
+        self.rig, self.store, self.source = rig, store, source
+        self.epoch = 0
+        self.families = [prompt(seed, 9 * BLOCK) for seed in range(3)]
+        self.happened: dict[str, int] = {}
+        rig.adopt(0, weights="w0")
+
+    def tokens(self) -> list[int]:
+        """Prompts share prefixes of random length, some shorter than a block."""
+        family = self.source.choice(self.families)
+        kept = self.source.choice([BLOCK - 3, 3 * BLOCK, 5 * BLOCK + 7, 9 * BLOCK])
+        return family[:kept] + prompt(self.source.randrange(4), self.source.randrange(3, 2 * BLOCK))
+
+    def act(self) -> None:
+        """One thing happens."""
+        name = self.source.choices(
+            ["step", "add", "adopt", "bypass", "lease", "abort", "preempt", "reset", "hold", "fail", "lose", "shrink"],
+            [40, 14, 3, 1, 2, 3, 2, 1, 4, 2, 2, 1],
+        )[0]
+        self.happened[name] = self.happened.get(name, 0) + 1
+        getattr(self, f"_{name}")()
+
+    def _step(self) -> None:
+        self.rig.step()
+        for worker in self.rig.workers:
+            if self.source.random() < 0.5:
+                worker.work()
+
+    def _add(self) -> None:
+        if len(self.rig.scheduler.requests) < 10:
+            self.rig.add(
+                self.tokens(),
+                max_tokens=self.source.choice([1, 4, BLOCK, 2 * BLOCK]),
+                skip_reading_prefix_cache=True if self.source.random() < 0.1 else None,
+            )
+
+    def _adopt(self) -> None:
+        self.epoch += 1
+        self.rig.adopt(self.epoch, weights=f"w{self.epoch}")
+
+    def _bypass(self) -> None:
+        self.epoch += 1
+        self.rig.adopt(self.epoch, weights=f"w{self.epoch}", mode=Mode.BYPASS)
+
+    def _lease(self) -> None:
+        self.rig.lease_until = 0.0 if self.rig.lease_until else float("inf")
+
+    def _abort(self) -> None:
+        living = sorted(self.rig.scheduler.requests)
+        if living:
+            self.rig.scheduler.finish_requests(self.source.choice(living), RequestStatus.FINISHED_ABORTED)
+
+    def _preempt(self) -> None:
+        running = self.rig.scheduler.running
+        if running:
+            self.rig.scheduler._preempt_request(running.pop(), 0.0)
+
+    def _reset(self) -> None:
+        self.rig.scheduler.reset_prefix_cache(reset_connector=True)
+
+    def _hold(self) -> None:
+        for worker in self.rig.workers:
+            worker.hold_loads = self.source.random() < 0.5
+            worker.hold_saves = self.source.random() < 0.3
+
+    def _fail(self) -> None:
+        chance = self.source.choice([0.0, 0.3])
+        for worker in self.rig.workers:
+            worker.fail_loads = lambda job, chance=chance: self.source.random() < chance
+
+    def _lose(self) -> None:
+        if self.store is not None:
+            chance = self.source.choice([0.0, 0.2])
+            self.store.lose = lambda key, chance=chance: self.source.random() < chance
+            self.store.down = self.source.random() < 0.2
+
+    def _shrink(self) -> None:
+        """A plan that nobody commits, and one that is committed in part, as other parts of vLLM make them."""
+        answer = type(self.rig.connector).get_num_new_matched_tokens
+        mode = self.source.choice(["drop", "shrink", "off"])
+
+        def altered(request: Any, num_local: int) -> Any:
+            found, load = answer(self.rig.connector, request, num_local)
+            if not found or mode == "off":
+                return found, load
+            kept = 0 if mode == "drop" else max(0, found - BLOCK)
+            return kept, kept > 0
+
+        self.rig.connector.get_num_new_matched_tokens = altered
+
+    def finish(self) -> None:
+        """Everything is let go and runs to its end."""
+        for worker in self.rig.workers:
+            worker.hold_loads = worker.hold_saves = False
+            worker.work()
+        self.rig.run(3000)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("tiers", ["l1", "l2", "both"])
+def test_random_schedules(make_rig: MakeRig, tiers: str, seed: int) -> None:
+    source = random.Random(f"{tiers}{seed}")
+    store = SharedStore() if tiers != "l1" else None
+    rig = make_rig(
+        num_blocks=source.choice([24, 40, 64]),
+        store=store,
+        l1_bytes=None if tiers == "l2" else source.choice([40, 400]) * 2304,
+        num_ranks=source.choice([1, 2]),
+        max_batched_tokens=source.choice([64, 8192]),
+        extra={"staging_slots": source.choice([16, 64]), "lookup_wait_ms": 20.0, "lookup_deadline_ms": 100.0},
+    )
+    chaos = Chaos(rig, store, source)
+    for _ in range(300):
+        chaos.act()
+        assert not any(rig.foreign_tokens.values()), f"KV of other tokens: {rig.foreign_tokens}"
+        assert not any(rig.stale_tokens.values()), f"KV of other weights: {rig.stale_tokens}"
+    chaos.finish()
+    rig.check_clean()
+    assert chaos.happened["adopt"] > 0
+    assert len(rig.finished) > 5
