@@ -82,7 +82,7 @@ class Hub:
         self._noting = False
         self._lead_until = math.inf
         self._boots: dict[bytes, BootRecord] = {}
-        self._behind: set[bytes] = set()
+        self._behind: dict[bytes, None] = {}  # boots not at the target, in a replayable order
         self._waiting: dict[bytes, tuple[bytes, int]] = {}
         self._round: _Round | None = None
         self._last_round = NEVER
@@ -284,7 +284,7 @@ class Hub:
         for record in self._boots.values():
             record.below_until = max(record.below_until, record.live_until)
             record.live_until = NEVER
-        self._behind = {boot for boot, record in self._boots.items() if not record.at_least(target)}
+        self._behind = {boot: None for boot, record in self._boots.items() if not record.at_least(target)}
         marked = self._marks.pop(target, set())
         self._marks = {epoch: boots for epoch, boots in self._marks.items() if epoch > target}
         known = ask is not None and ask.epoch == target
@@ -323,11 +323,11 @@ class Hub:
                 text = f"pool {self.config.name} already has {MAX_BOOTS} engine boots; wait until some are forgotten"
                 return [ev.Send(peer, Error(Refusal.LIMIT, text))]
             record = self._boots[beat.boot] = BootRecord(beat.boot, beat)
-            self._behind.add(beat.boot)
+            self._behind[beat.boot] = None
             self._forget_at = min(self._forget_at, now + self.config.hold_seconds)
         changed = record.hear(peer, beat, now, self.config.max_clock_rate)
         if record.at_least(self.target):
-            self._behind.discard(beat.boot)
+            self._behind.pop(beat.boot, None)
         if beat.seq >= self._waiting.get(beat.boot, (b"", -1))[1]:
             self._waiting[beat.boot] = (peer, beat.seq)
         return ([ev.Changed()] if new or changed else []) + self._note()
@@ -522,7 +522,7 @@ class Hub:
         ]
         for boot in dead:
             del self._boots[boot]
-            self._behind.discard(boot)
+            self._behind.pop(boot, None)
             self._waiting.pop(boot, None)
         return [ev.Changed()] if dead else []
 

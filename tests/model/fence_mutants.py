@@ -128,7 +128,7 @@ class _ForgetAtOnce(Hub):
     def _forget(self, now: float) -> list[ev.Action]:
         for boot in [boot for boot, record in self._boots.items() if now > record.heard_at + 1.0]:
             del self._boots[boot]
-            self._behind.discard(boot)
+            self._behind.pop(boot, None)
         self._forget_at = now + 0.5
         return []
 
@@ -178,35 +178,35 @@ class _HeardMayFall(Hub):
             record.epoch = beat.epoch
         actions = super()._heartbeat(peer, beat, now)
         if not self._boots[beat.boot].at_least(self.target):
-            self._behind.add(beat.boot)
+            self._behind[beat.boot] = None
             self._boots[beat.boot].below_until = now + self._hold()
         return actions
 
 
 MUTANTS: dict[str, tuple[int, Faults]] = {
-    "grants without a leadership read": (633, Faults(verify_always=True)),
-    "the read before the heartbeats are collected": (1145, Faults(read_before_collecting=True)),
-    "the read compares the holder, not the term": (633, Faults(holder_only=True)),
-    "a new leader reads the record from a cache": (372, Faults(stale_load=True)),
-    "a late Record lowers the target": (1063, Faults(record_lowers=True)),
-    "lease counted from receipt": (20, Faults(agent=_LeaseFromReceipt)),
+    "grants without a leadership read": (14, Faults(verify_always=True)),
+    "the read before the heartbeats are collected": (146, Faults(read_before_collecting=True)),
+    "the read compares the holder, not the term": (2607, Faults(holder_only=True)),
+    "a new leader reads the record from a cache": (147, Faults(stale_load=True)),
+    "a late Record lowers the target": (439, Faults(record_lowers=True)),
+    "lease counted from receipt": (16, Faults(agent=_LeaseFromReceipt)),
     "grants not bound to boots": (11, Faults(agent=_AnyBoot)),
-    "an engine takes a lower epoch": (31, Faults(agent=_AnyEpoch)),
-    "the lease moves before the epoch is adopted": (27, Faults(agent=_LeaseBeforeAdoption)),
-    "acknowledged before adopted": (728, Faults(agent=_AcknowledgeBeforeAdoption)),
-    "no waiting after leadership": (6, Faults(hub=_NoLeadWait)),
-    "no margin for slow clocks": (125, Faults(hub=_NoMargin)),
-    "older grants are not waited for": (16, Faults(hub=_NoFenceWait)),
-    "no second read before publishing": (6, Faults(hub=_NoSecondRead)),
-    "the epoch taken before the read": (73, Faults(hub=_EpochBeforeRead)),
-    "granting before the note is durable": (925, Faults(hub=_GrantBeforeNote)),
-    "a target seen late leaves older grants uncounted": (16, Faults(hub=_LateTargetMovesNothing)),
-    "a new leader keeps the target it remembers": (43, Faults(hub=_NewLeaderForgetsTarget)),
-    "boots forgotten while their grants live": (81, Faults(hub=_ForgetAtOnce)),
-    "every boot joins": (0, Faults(hub=_EveryoneJoins)),
-    "an old ask counts as made now": (1090, Faults(hub=_FreshMeansNothing)),
-    "Use is kept over epochs": (1038, Faults(hub=_KeptOverEpochs)),
-    "age taken when granted": (4, Faults(hub=_AgeAtGrant)),
-    "heard epochs may fall": (0, Faults(hub=_HeardMayFall)),
+    "an engine takes a lower epoch": (18, Faults(agent=_AnyEpoch)),
+    "the lease moves before the epoch is adopted": (101, Faults(agent=_LeaseBeforeAdoption)),
+    "acknowledged before adopted": (861, Faults(agent=_AcknowledgeBeforeAdoption)),
+    "no waiting after leadership": (14, Faults(hub=_NoLeadWait)),
+    "no margin for slow clocks": (733, Faults(hub=_NoMargin)),
+    "older grants are not waited for": (15, Faults(hub=_NoFenceWait)),
+    "no second read before publishing": (14, Faults(hub=_NoSecondRead)),
+    "the epoch taken before the read": (85, Faults(hub=_EpochBeforeRead)),
+    "granting before the note is durable": (81, Faults(hub=_GrantBeforeNote)),
+    "a target seen late leaves older grants uncounted": (139, Faults(hub=_LateTargetMovesNothing)),
+    "a new leader keeps the target it remembers": (6, Faults(hub=_NewLeaderForgetsTarget)),
+    "boots forgotten while their grants live": (101, Faults(hub=_ForgetAtOnce)),
+    "every boot joins": (2, Faults(hub=_EveryoneJoins)),
+    "an old ask counts as made now": (344, Faults(hub=_FreshMeansNothing)),
+    "Use is kept over epochs": (194, Faults(hub=_KeptOverEpochs)),
+    "age taken when granted": (7, Faults(hub=_AgeAtGrant)),
+    "heard epochs may fall": (1, Faults(hub=_HeardMayFall)),
 }
 """Rule taken away -> (a seed that showed it when this was written, the mutant)."""

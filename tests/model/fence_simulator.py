@@ -180,8 +180,8 @@ class World:
             (0.3 * trouble, self._restart_hub),
             (1.2 * trouble, self._freeze),
             (1.4 * self.rng.choice([0.2, 0.5, 1.0]), self._takeover),
-            (0.6, self._told_late),
-            (0.8, self._observe),
+            (0.6 * self.rng.choice([0.1, 1.0]), self._told_late),
+            (0.8 * self.rng.choice([0.1, 1.0]), self._observe),
         ]
         weights = [weight for weight, _ in choices]
         calls = [call for _, call in choices]
@@ -213,7 +213,7 @@ class World:
 
     def _late(self) -> float:
         """Until when a message or an answer is held back: mostly not at all, sometimes for longer than any lease."""
-        return self.now + self.rng.choice([0.5, 2.0, 4.0, 9.0]) if self.rng.random() < 0.1 else 0.0
+        return self.now + self.rng.choice([0.5, 2.0, 6.0, 12.0]) if self.rng.random() < 0.1 else 0.0
 
     def _deliver(self) -> None:
         ready = [index for index, packet in enumerate(self.packets) if packet.not_before <= self.now]
