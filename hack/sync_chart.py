@@ -17,7 +17,12 @@ SOURCE = ROOT / "crds"
 TARGET = ROOT / "charts/epochkv/templates/crds"
 
 HEADER = "{{- /* Made from crds/%s by hack/sync_chart.py; do not edit. */}}\n{{- if .Values.crds.install }}\n"
-KEEP = '    {{- if .Values.crds.keep }}\n    helm.sh/resource-policy: keep\n    {{- end }}\n    epochkv.io/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}\n'
+KEEP = """\
+    {{- if .Values.crds.keep }}
+    helm.sh/resource-policy: keep
+    {{- end }}
+    epochkv.io/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+"""
 
 
 class BadCrd(ValueError):

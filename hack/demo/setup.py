@@ -110,9 +110,10 @@ class Setup:
     def install(self, note: Note) -> None:
         """The chart."""
         command = [
-            str(_tool("helm")), "upgrade", "--install", "epochkv", str(ROOT / "charts/epochkv"), "--namespace", SYSTEM, "--create-namespace",
-            "--values", str(MANIFESTS / "values.yaml"), "--kubeconfig", str(self.provider.kubeconfig()), "--wait", "--timeout", "3m",
-        ]  # fmt: skip
+            *(str(_tool("helm")), "upgrade", "--install", "epochkv", str(ROOT / "charts/epochkv")),
+            *("--namespace", SYSTEM, "--create-namespace", "--values", str(MANIFESTS / "values.yaml")),
+            *("--kubeconfig", str(self.provider.kubeconfig()), "--wait", "--timeout", "3m"),
+        ]
         note("helm upgrade --install epochkv charts/epochkv --values config/demo/values.yaml --wait")
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:

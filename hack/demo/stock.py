@@ -142,9 +142,7 @@ def late_reset(a: Engine, b: Engine, mooncake: Mooncake, weights: Weights, promp
     a.reset_prefix_cache(external=True)
     progress.note("B still has the old weights and serves the prompt; its KV goes to the store")
     b.complete(prompt, ANSWER_TOKENS)
-    wait_until(
-        lambda: len(mooncake.keys()) >= BLOCKS, 30.0, lambda: f"the store has {len(mooncake.keys())} of {BLOCKS} blocks"
-    )
+    wait_until(lambda: len(mooncake.keys()) >= BLOCKS, 30.0, lambda: f"the store has {len(mooncake.keys())} of {BLOCKS} blocks")
     progress.note("A, with the new weights, gets the prompt")
     return a.complete(prompt, ANSWER_TOKENS)
 

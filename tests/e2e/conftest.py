@@ -50,9 +50,7 @@ def namespace(kube: Kube) -> Iterator[str]:
     """The demo's namespace; pools and engines that a test adds carry the label `e2e` and go afterwards."""
     yield NAMESPACE
     kube.kubectl("-n", NAMESPACE, "delete", "ie,kvp", "-l", "e2e", "--wait=true", seconds=180)
-    wait_until(
-        lambda: not kube.pods(NAMESPACE, "epochkv.io/e2e=true"), 120, lambda: "pods of deleted engines are still there"
-    )
+    wait_until(lambda: not kube.pods(NAMESPACE, "epochkv.io/e2e=true"), 120, lambda: "pods of deleted engines are still there")
 
 
 def engine_manifest(name: str, pool: str | None) -> dict[str, Any]:
@@ -81,9 +79,7 @@ def apply(kube: Kube, *manifests: dict[str, Any]) -> None:
     kube.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(manifests))
 
 
-def wait_condition(
-    kube: Kube, plural: str, name: str, kind: str, status: str, seconds: float = SECONDS
-) -> dict[str, Any]:
+def wait_condition(kube: Kube, plural: str, name: str, kind: str, status: str, seconds: float = SECONDS) -> dict[str, Any]:
     """The condition once it has this status."""
     path = f"/apis/epochkv.io/v1alpha1/namespaces/{NAMESPACE}/{plural}/{name}"
     found: dict[str, Any] = {}
