@@ -36,6 +36,13 @@ COMPONENTS = (
     "coredns",
 )
 _SECONDS = 120.0  # for each step, on a busy machine; usually a few
+# Whose configuration a file is; CNI and resolv.conf are read anew for every pod.
+_READER = {
+    "containerd.toml": "containerd",
+    "kubelet.json": "kubelet",
+    "kube-proxy.json": "kube-proxy",
+    "Corefile": "coredns",
+}
 _KEY = re.compile(r"[0-9a-f]{12}")
 _TOOLS = {
     "containerd": "containerd",
@@ -76,7 +83,7 @@ class LocalCluster:
                 self._forget_processes(node)
             if node.ensure():
                 step(f"node {cluster.node_name}: own namespaces, {cluster.network.node} on {cluster.network.device}")
-            self._write_configuration(cluster)
+            self._write_configuration(node)
             self._start_components(node, binaries, pause_archive, step)
         step(f"cluster {self.name} is ready: export KUBECONFIG={self.kubeconfig()}")
 
@@ -208,7 +215,9 @@ class LocalCluster:
             shutil.rmtree(node.state.run / name, ignore_errors=True)
 
     @staticmethod
-    def _write_configuration(cluster: ClusterState) -> None:
+    def _write_configuration(node: Node) -> None:
+        """Credentials and files; a component whose file changed is ended, so that it starts with the new one."""
+        cluster = node.state
         layout, run = cluster.layout, cluster.run
         (run / "cni").mkdir(exist_ok=True)
         write_credentials(layout)
@@ -232,7 +241,13 @@ class LocalCluster:
             "resolv.conf": f"nameserver {cluster.network.node}\n",
         }
         for name, text in files.items():
-            (run / name).write_text(text)
+            path = run / name
+            if path.exists() and path.read_text() == text:
+                continue  # kube-proxy exits when its file is as much as touched
+            component = node.table.get(_READER[name]) if name in _READER else None
+            if component is not None:
+                component.end()
+            path.write_text(text)
 
     def _start_components(self, node: Node, binaries: Binaries, pause_archive: Path, step: Report) -> None:
         cluster, api = node.state, Api(node.state.layout)
@@ -252,12 +267,13 @@ class LocalCluster:
         self._wait(node, lambda: api.ok("/readyz"), "kube-apiserver")
         step("API server is ready")
         since = time.time() if "kubelet" in dead else 0.0  # after a crash, the node's old status still says Ready
-        start("kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy")
+        start("kube-controller-manager", "kube-scheduler", "kubelet")
         for path, obj in nodeconfig.dns_objects(cluster).items():
             self._wait(node, lambda path=path, obj=obj: _applied(api, path, obj), f"applying {path}")  # type: ignore[misc]
         start("coredns")
         self._wait(node, lambda: _node_ready(api, cluster, since), f"node {cluster.node_name}")
         step("node is Ready")
+        start("kube-proxy")  # after the node: it exits when the node's address changes
         self._wait(node, lambda: api.ok("/api/v1/namespaces/default/serviceaccounts/default"), "kube-controller-manager")
         self._wait(node, lambda: _answers(node, "http://127.0.0.1:8181/ready"), "coredns")
         self._wait(node, lambda: _answers(node, "http://127.0.0.1:10256/healthz"), "kube-proxy")

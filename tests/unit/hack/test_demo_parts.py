@@ -34,9 +34,7 @@ def read_safetensors(path: Path) -> dict[str, tuple[list[int], bytes]]:
     (size,) = struct.unpack("<Q", raw[:8])
     header = json.loads(raw[8 : 8 + size])
     data = raw[8 + size :]
-    return {
-        name: (entry["shape"], data[slice(*entry["data_offsets"])]) for name, entry in header.items() if name != "__metadata__"
-    }
+    return {name: (entry["shape"], data[slice(*entry["data_offsets"])]) for name, entry in header.items() if name != "__metadata__"}
 
 
 def test_a_model_has_every_tensor_of_its_architecture(tmp_path: Path) -> None:

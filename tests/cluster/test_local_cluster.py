@@ -1,0 +1,287 @@
+"""Full local clusters: pods from a locally built image, DNS, Services, two side by side, repair, and nothing left afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from hack.cluster.binaries import build
+from hack.cluster.errors import ClusterError
+from hack.cluster.local import COMPONENTS, LocalCluster
+from hack.cluster.process import wait_for
+from hack.cluster.state import run_root
+from hack.images.builder import Builder
+from hack.images.recipe import image
+from tests.cluster import audit
+
+pytestmark = [
+    pytest.mark.timeout(900),  # the first image build fetches packages
+    pytest.mark.skipif(os.geteuid() != 0, reason="namespaces of a local cluster need root"),
+]
+
+# Answers with the name of the pod.
+SERVER = (
+    "import http.server, os\n"
+    "class H(http.server.BaseHTTPRequestHandler):\n"
+    "    def do_GET(self):\n"
+    "        self.send_response(200); self.end_headers(); self.wfile.write(os.environ['HOSTNAME'].encode())\n"
+    "    def log_message(self, *a): pass\n"
+    "http.server.ThreadingHTTPServer(('', 8000), H).serve_forever()\n"
+)
+CLIENT = (
+    "import socket, sys, urllib.request\n"
+    "print(socket.gethostbyname(sys.argv[1]))\n"
+    "for _ in range(40): print(urllib.request.urlopen(f'http://{sys.argv[1]}', timeout=5).read().decode())\n"
+)
+
+
+def _workload() -> list[dict[str, object]]:
+    container = {
+        "name": "web",
+        "image": image("store").reference,
+        "imagePullPolicy": "Never",
+        "command": ["python3", "-c", SERVER],
+        "readinessProbe": {"httpGet": {"path": "/", "port": 8000}, "periodSeconds": 1},
+        "resources": {"limits": {"memory": "64Mi"}},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+    }
+    pod = {
+        "enableServiceLinks": False,
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": 1,
+        "securityContext": {"runAsNonRoot": True, "runAsUser": 65532, "seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [container],
+    }
+    labels = {"app": "web"}
+    template = {"metadata": {"labels": labels}, "spec": pod}
+    enforce = {"pod-security.kubernetes.io/enforce": "restricted"}
+    return [
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "probe", "labels": enforce}},
+        {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {"name": "web", "namespace": "probe"},
+            "spec": {"replicas": 2, "selector": {"matchLabels": labels}, "template": template},
+        },
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": "web", "namespace": "probe"},
+            "spec": {"selector": labels, "ports": [{"port": 80, "targetPort": 8000}]},
+        },
+    ]
+
+
+class Cluster(LocalCluster):
+    """A local cluster with what these tests ask of it."""
+
+    def kubectl(self, *args: str, stdin: str | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
+        command = [str(build().path("kubectl")), f"--kubeconfig={self.kubeconfig()}", *args]
+        return subprocess.run(command, input=stdin, check=check, capture_output=True, text=True, timeout=120)
+
+    def apply(self, *objects: object) -> None:
+        for obj in objects:
+            self.kubectl("apply", "-f", "-", stdin=json.dumps(obj))
+
+    def pids(self) -> dict[str, int]:
+        table = self.node.table
+        return {name: found.pid for name in ("init", *COMPONENTS) if (found := table.get(name))}
+
+    def run_workload(self) -> None:
+        self.load_images(Builder(print).ensure([image("store")]), print)
+        self.apply(*_workload())
+        self.kubectl("-n", "probe", "rollout", "status", "deployment/web", "--timeout=120s")
+
+    def pods(self) -> list[str]:
+        items = json.loads(self.kubectl("-n", "probe", "get", "pods", "-l", "app=web", "-o", "json").stdout)["items"]
+        return [item["metadata"]["name"] for item in items]
+
+    def answers(self, pod: str) -> list[str]:
+        """From inside a pod: the address of the Service's name, then who answered 40 requests to that name."""
+        name = "web.probe.svc.cluster.local"
+        done = self.kubectl("-n", "probe", "exec", pod, "--", "python3", "-c", CLIENT, name)
+        return done.stdout.split()
+
+
+def _name(suffix: str) -> str:
+    return f"t{os.getpid() % 10**7}{suffix}"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    found = Cluster(_name("a"))
+    try:
+        found.up(print)
+        found.run_workload()
+        yield found
+    finally:
+        found.down(print)
+
+
+@pytest.fixture
+def other() -> Iterator[Cluster]:
+    found = Cluster(_name("b"))
+    try:
+        yield found
+    finally:
+        found.down(print)
+
+
+def test_pods_find_each_other_by_name_through_a_service(cluster: Cluster) -> None:
+    pods = cluster.pods()
+    assert len(pods) == 2
+    service = json.loads(cluster.kubectl("-n", "probe", "get", "service", "web", "-o", "json").stdout)
+    for pod in pods:  # each also reaches itself through the Service
+        address, *answers = cluster.answers(pod)
+        assert address == service["spec"]["clusterIP"]
+        assert len(answers) == 40
+        assert set(answers) == set(pods)
+
+
+def test_pods_run_restricted_and_see_only_cluster_names(cluster: Cluster) -> None:
+    pod = cluster.pods()[0]
+    assert cluster.kubectl("-n", "probe", "exec", pod, "--", "id", "-u").stdout.strip() == "65532"
+    lookup = "import socket; socket.gethostbyname('www.example.com')"
+    refused = cluster.kubectl("-n", "probe", "exec", pod, "--", "python3", "-c", lookup, check=False)
+    assert refused.returncode != 0
+    assert "gaierror" in refused.stderr
+    root = cluster.kubectl("-n", "probe", "run", "root", f"--image={image('store').reference}", check=False)
+    assert root.returncode != 0
+    assert "violates PodSecurity" in root.stderr
+
+
+def test_this_machine_reaches_services_and_pods(cluster: Cluster) -> None:
+    service = json.loads(cluster.kubectl("-n", "probe", "get", "service", "web", "-o", "json").stdout)
+    with urllib.request.urlopen(f"http://{service['spec']['clusterIP']}", timeout=10) as answer:
+        assert answer.read().decode() in cluster.pods()
+    item = json.loads(cluster.kubectl("-n", "probe", "get", "pod", cluster.pods()[0], "-o", "json").stdout)
+    with urllib.request.urlopen(f"http://{item['status']['podIP']}:8000", timeout=10) as answer:
+        assert answer.read().decode() == cluster.pods()[0]
+
+
+def test_up_again_changes_nothing_and_repairs_what_died(cluster: Cluster) -> None:
+    before = cluster.pids()
+    cluster.up(print)
+    assert cluster.pids() == before
+    cluster.signal("kube-proxy", signal.SIGKILL)
+    dead = [line for line in cluster.status() if not line.alive]
+    assert [line.name for line in dead] == ["kube-proxy"]
+    assert dead[0].detail  # the last lines of its log
+    command = [sys.executable, "-m", "hack.cluster", "status", "--name", cluster.name]
+    assert subprocess.run(command, check=False, capture_output=True).returncode == 1
+    cluster.up(print)
+    after = cluster.pids()
+    assert {name for name in after if after[name] != before[name]} == {"kube-proxy"}
+    assert all(line.alive for line in cluster.status())
+    assert set(cluster.answers(cluster.pods()[0])[1:]) == set(cluster.pods())
+
+
+def test_a_node_that_died_comes_back_with_its_objects_and_pods(cluster: Cluster) -> None:
+    killed = cluster.pids()
+    cluster.signal("init", signal.SIGKILL)
+    assert wait_for(lambda: not any(line.alive for line in cluster.status()), 20)
+    cluster.up(print)
+    assert set(cluster.pids().values()).isdisjoint(killed.values())
+
+    def serving() -> bool:
+        pods = cluster.pods()
+        done = cluster.kubectl("-n", "probe", "exec", pods[0], "--", "python3", "-c", CLIENT, "web.probe.svc.cluster.local", check=False)
+        return done.returncode == 0 and set(done.stdout.split()[1:]) == set(pods)
+
+    assert wait_for(serving, 90, 1)
+
+
+def test_two_clusters_side_by_side_and_nothing_is_left_of_one(cluster: Cluster, other: Cluster) -> None:
+    rules, sysctls, links = audit.host_iptables(), audit.host_sysctls(), audit.interfaces()
+    other.up(print)
+    other.run_workload()
+    assert set(other.answers(other.pods()[0])[1:]) == set(other.pods())
+    assert set(cluster.answers(cluster.pods()[0])[1:]) == set(cluster.pods())
+    assert set(other.pods()).isdisjoint(cluster.pods())
+
+    network, run, data = other.network, other.kubeconfig().parent, other.node.state.data
+    octets = tuple(int(cidr.split(".")[1]) for cidr in (network.range, network.services))
+    pids, inside = set(other.pids().values()), audit.namespaces(other.pids()["init"])
+    containers = audit.cgroup_pids(other.name)
+    lives = audit.started(pids | containers)
+    # What is to disappear is there now: otherwise the checks below would mean nothing.
+    assert len(containers) >= 2
+    assert set(lives) == pids | containers
+    assert audit.processes_in(inside) >= pids
+    assert audit.interfaces() - links == {network.device}
+    assert audit.routes_within(octets)
+    assert "KUBE-SERVICES" in other.node.run(["iptables-save"]).stdout
+    assert audit.cgroups(other.name)
+
+    other.down(print)
+    assert audit.processes_in(inside) == set()
+    assert audit.started(pids | containers).items() & lives.items() == set()
+    assert audit.processes_naming(str(run)) == []
+    assert audit.mounts_with(str(run), str(data)) == []
+    assert audit.interfaces() == links
+    assert audit.routes_within(octets) == []
+    assert audit.host_iptables() == rules
+    assert audit.host_sysctls() == sysctls
+    assert audit.cgroups(other.name) == []
+    assert not run.exists()
+    assert not data.exists()
+    assert all(line.alive for line in cluster.status())
+    assert set(cluster.answers(cluster.pods()[0])[1:]) == set(cluster.pods())
+
+
+def test_down_works_after_an_up_that_was_killed_and_on_nothing(other: Cluster) -> None:
+    log = subprocess.DEVNULL
+    command = [sys.executable, "-m", "hack.cluster", "up", "--name", other.name]
+    starting = subprocess.Popen(command, stdout=log, stderr=log)
+    records = run_root() / other.name / "pids"
+    assert wait_for((records / "etcd.json").exists, 60, 0.01)
+    starting.kill()
+    starting.wait()
+    # The worst case: the records of processes that run are lost as well.
+    init = other.pids()["init"]
+    inside = audit.namespaces(init)
+    for file in records.iterdir():
+        file.unlink()
+    assert audit.processes_in(inside)
+    other.down(print)
+    assert audit.processes_in(inside) == set()
+    assert audit.cgroups(other.name) == []
+    assert not records.parent.exists()
+    other.down(print)  # nothing there: success
+    done = subprocess.run([sys.executable, "-m", "hack.cluster", "down", "--name", other.name], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_component_that_cannot_run_is_reported_with_its_log(other: Cluster) -> None:
+    other.up(print)
+    # A kubelet that cannot read its root folder ends at once.
+    other.signal("kubelet", signal.SIGKILL)
+    folder = other.node.state.data / "kubelet"
+    os.rename(folder, f"{folder}.away")
+    folder.write_text("in the way")
+    started = time.monotonic()
+    with pytest.raises(ClusterError, match=r"kubelet of cluster \S+ ended; its last log lines:\n.*kubelet"):
+        other.up(print)
+    assert time.monotonic() - started < 100  # said when it happened, not when patience ended
+
+
+def test_commands_on_an_absent_cluster_say_what_to_do() -> None:
+    for command in ("kubeconfig", "env"):
+        done = subprocess.run(
+            [sys.executable, "-m", "hack.cluster", command, "--name", "absent"], check=False, capture_output=True, text=True
+        )
+        assert done.returncode == 1
+        assert "up --name absent" in done.stderr
+        assert "Traceback" not in done.stderr

@@ -1,0 +1,58 @@
+"""The cache key of the Go binaries covers everything that they are built from."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+
+from hack.cluster import binaries
+from hack.cluster.errors import ClusterError
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Path:
+    shutil.copytree(binaries.TOOLS, tmp_path / "tools")
+    return tmp_path / "tools"
+
+
+@pytest.mark.parametrize("file", ["go.mod", "go.sum", "tools.go"])
+def test_key_changes_with_each_file(tools: Path, file: str) -> None:
+    before = binaries.module_hash("etcd", "go1.24.0", tools)
+    assert binaries.module_hash("etcd", "go1.24.0", tools) == before
+    with (tools / "etcd" / file).open("a") as handle:
+        handle.write("\n")
+    assert binaries.module_hash("etcd", "go1.24.0", tools) != before
+
+
+def test_key_changes_with_the_toolchain_and_differs_between_modules() -> None:
+    assert binaries.module_hash("etcd", "go1.24.0") != binaries.module_hash("etcd", "go1.24.1")
+    assert len({binaries.module_hash(module.name, "go1.24.0") for module in binaries.MODULES}) == len(binaries.MODULES)
+
+
+def test_every_module_pins_its_packages() -> None:
+    for module in binaries.MODULES:
+        imports = (binaries.TOOLS / module.name / "tools.go").read_text()
+        for package in module.packages.values():
+            assert f'_ "{package}"' in imports
+    assert f"k8s.io/kubernetes {binaries.KUBERNETES_VERSION}" in (binaries.TOOLS / "kubernetes/go.mod").read_text()
+
+
+def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EPOCHKV_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert binaries.cache_root() == Path("/x/epochkv")
+    monkeypatch.setenv("EPOCHKV_CACHE", "/y")
+    assert binaries.cache_root() == Path("/y")
+
+
+def test_missing_binary_says_how_to_build_it(tmp_path: Path) -> None:
+    found = binaries.Binaries((tmp_path,))
+    assert [module.name for module in found.missing()] == ["etcd", "kubernetes", "helm", "coredns"]
+    with pytest.raises(ClusterError, match=r"python -m hack\.cluster build"):
+        found.path("etcd")
+    (tmp_path / "etcd").touch(mode=stat.S_IRWXU)
+    assert found.path("etcd") == tmp_path / "etcd"
+    assert [module.name for module in found.missing()] == ["kubernetes", "helm", "coredns"]

@@ -1,0 +1,67 @@
+"""The command line: errors are one sentence, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hack.cluster.environment import provide_folder, volume_objects
+from hack.cluster.errors import ClusterError
+from hack.cluster.provider import provider
+
+
+def _run(tmp_path: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    full = {**os.environ, "EPOCHKV_RUN": str(tmp_path / "run"), "EPOCHKV_DATA": str(tmp_path / "data"), **env}
+    full.pop("CLUSTER", None) if "CLUSTER" not in env else None
+    return subprocess.run([sys.executable, "-m", "hack.cluster", *args], check=False, capture_output=True, text=True, env=full)
+
+
+def test_status_of_nothing_has_its_own_exit_code(tmp_path: Path) -> None:
+    done = _run(tmp_path, "status")
+    assert done.returncode == 3
+    assert "no cluster 'epochkv'" in done.stdout
+
+
+def test_unknown_provider_and_bad_name(tmp_path: Path) -> None:
+    done = _run(tmp_path, "up", CLUSTER="minikube")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: unknown cluster provider 'minikube'")
+    done = _run(tmp_path, "up", "--name", "Bad_Name")
+    assert done.returncode == 1
+    assert "lower-case" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_image_archive_is_named(tmp_path: Path) -> None:
+    done = _run(tmp_path, "load-image", str(tmp_path / "absent.tar"))
+    assert done.returncode == 1
+    assert "absent.tar" in done.stderr
+    assert "hack.images build" in done.stderr
+
+
+def test_kind_without_docker_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ClusterError, match="docker is not installed"):
+        provider("x", "kind").status()
+
+
+def test_static_volume_is_reserved_for_its_claim_and_read_only() -> None:
+    volume, claim = volume_objects("ml", "vllm-env", Path("/srv/venv"))
+    assert volume["metadata"] == {"name": "ml-vllm-env"}
+    spec = volume["spec"]
+    assert isinstance(spec, dict)
+    assert (spec["claimRef"]["namespace"], spec["claimRef"]["name"]) == ("ml", "vllm-env")
+    assert spec["accessModes"] == ["ReadOnlyMany"]
+    assert spec["hostPath"] == {"path": "/srv/venv", "type": "Directory"}
+    assert claim["spec"]["volumeName"] == "ml-vllm-env"  # type: ignore[index]
+    # The default class of a cluster must not make another volume.
+    assert claim["spec"]["storageClassName"] == ""  # type: ignore[index]
+
+
+def test_folder_that_is_not_there_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match="is not a folder"):
+        provide_folder(tmp_path / "no-kubeconfig", "ml", "vllm-env", tmp_path / "absent")
