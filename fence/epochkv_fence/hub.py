@@ -90,6 +90,7 @@ class Hub:
         self._gate = Gate()
         self._marks: dict[int, set[bytes]] = {}
         self._recording: int | None = None
+        self._tried = 0  # highest epoch this hub ever tried to record
         self._publishing: int | None = None
         self._retry_at = NEVER
         self._nudge_at = math.inf
@@ -254,13 +255,13 @@ class Hub:
     def _record(self, now: float) -> list[ev.Action]:
         if not self._record_due() or now < self._retry_at:
             return []
-        self._recording = self._wanted()
+        self._recording = self._tried = self._wanted()
         return [ev.Record(self._recording)]
 
     def _recorded(self, epoch: int, now: float) -> list[ev.Action]:
         self._recording = None
         self._durable = max(self._durable, epoch)
-        return [*self._raise_target(epoch, now, ask=self._ask), *self._record(now)]
+        return [*self._raise_target(epoch, now), *self._record(now)]
 
     def _observe(self, record: PoolRecord, now: float) -> list[ev.Action]:
         """A durable target above our own raises ours: an old leader's late Record is harmless."""
@@ -272,11 +273,12 @@ class Hub:
         self._durable = max(self._durable, record.target)
         return self._raise_target(record.target, now) or ([ev.Changed()] if changed else [])
 
-    def _raise_target(self, target: int, now: float, ask: _Ask | None = None) -> list[ev.Action]:
+    def _raise_target(self, target: int, now: float) -> list[ev.Action]:
         """`target` is durable: every grant so far may be below it.
 
-        Only when this hub itself recorded what it was asked for does it know how old a boot was at that moment (`ask`).
-        A target that is found recorded may have been asked for at any time, so no boot's age proves anything.
+        Only of an epoch that this hub itself tried to record is it known how old a boot was when it was asked for (the
+        write may be seen before it answers, or long after it failed to). Any other target that is found recorded may have
+        been asked for at any time, so no boot's age proves anything.
         """
         if target <= self.target:
             return []
@@ -287,9 +289,9 @@ class Hub:
         self._behind = {boot: None for boot, record in self._boots.items() if not record.at_least(target)}
         marked = self._marks.pop(target, set())
         self._marks = {epoch: boots for epoch, boots in self._marks.items() if epoch > target}
-        known = ask is not None and ask.epoch == target
-        self._gate = Gate(ask.at if ask is not None and known and not (ask.listed or marked) else None, marked)
-        self._started_at = ask.seen if ask is not None and known else now
+        ask = self._ask if self._ask is not None and self._ask.epoch == target <= self._tried else None
+        self._gate = Gate(ask.at if ask is not None and not (ask.listed or marked) else None, marked)
+        self._started_at = ask.seen if ask is not None else now
         return [ev.Changed(), *self._nudge(self._behind, now)]
 
     # ------------------------------------------------------------------ messages

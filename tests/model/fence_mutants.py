@@ -107,10 +107,11 @@ class _GrantBeforeNote(Hub):
 
 
 class _LateTargetMovesNothing(Hub):
-    def _raise_target(self, target: int, now: float, ask: object = None) -> list[ev.Action]:
-        kept = {boot: record.live_until for boot, record in self._boots.items()}
-        actions = super()._raise_target(target, now, ask)  # type: ignore[arg-type]
-        if ask is None:
+    def _observe(self, record: PoolRecord, now: float) -> list[ev.Action]:
+        kept = {boot: known.live_until for boot, known in self._boots.items()}
+        before = self.target
+        actions = super()._observe(record, now)
+        if self.target > before:
             for boot, live_until in kept.items():
                 self._boots[boot].below_until = float("-inf")
                 self._boots[boot].live_until = live_until
@@ -149,8 +150,8 @@ class _FreshMeansNothing(Hub):
 class _KeptOverEpochs(Hub):
     """Keeps `Use` although it was granted for another epoch."""
 
-    def _raise_target(self, target: int, now: float, ask: object = None) -> list[ev.Action]:
-        actions = super()._raise_target(target, now, ask)  # type: ignore[arg-type]
+    def _raise_target(self, target: int, now: float) -> list[ev.Action]:
+        actions = super()._raise_target(target, now)
         self._gate = _GateThatKeeps(self._gate.asked_at, self._gate.marked)
         return actions
 
