@@ -114,6 +114,7 @@ class Operator:
         statuses = StatusWriter(client, self.store, self._take)
         keys = await self._hub_keys(client)
         await resync.initial()
+        self._canary_seen = time.monotonic()  # what the watches show from here on happened after this listing
         hub = self._hub = HubService(self.settings.hub_bind, keys, lease, statuses, self._wake)
         await hub.start()
         events = EventRecorder(client, self.identity)

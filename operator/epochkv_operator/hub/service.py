@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import structlog
 
-from epochkv_fence.authority import Term
+from epochkv_fence.authority import PoolRecord, Term
 from epochkv_fence.pool import PoolConfig, PoolSnapshot
 from epochkv_fence.transport import HubKeys, HubServer
 from epochkv_operator import metrics
@@ -129,7 +129,8 @@ class HubService:
         uid = pool["metadata"]["uid"]
         if uid not in self._configs:
             return
-        self._server.observe(uid, record_of(pool))
+        # Only the target: our own publication may be seen here before its answer comes, and the hub times it by the answer.
+        self._server.observe(uid, PoolRecord(target=record_of(pool).target))
         self._server.request(uid, int((pool.get("spec") or {}).get("resetEpoch") or 0), fresh=fresh)
 
     def resetting(self, pool_uid: str) -> bool:
