@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from epochkv_fence.authority import AuthorityError, PoolRecord, Term
@@ -112,6 +113,18 @@ class LoopThread:
 
         return self.run(wrapper(), timeout)
 
+    def freeze(self) -> threading.Event:
+        """Stop everything in this loop, as SIGSTOP would, until the event that is returned is set."""
+        thawed, frozen = threading.Event(), threading.Event()
+
+        def sleep() -> None:
+            frozen.set()
+            thawed.wait(60)
+
+        self.loop.call_soon_threadsafe(sleep)
+        assert frozen.wait(10)
+        return thawed
+
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(5)
@@ -172,12 +185,16 @@ class FenceWorld:
 
         return self.thread.call(take)
 
+    def reconfigure(self, **change: Any) -> PoolConfig:
+        """The pool's configuration with some fields replaced."""
+        return replace(self.config, **change)
+
     def agent(
-        self, endpoint: str, keys: ClientKeys | None = None, name: str = "rollout"
+        self, endpoint: str, keys: ClientKeys | None = None, engine: FakeEngine | None = None
     ) -> tuple[AgentThread, FakeEngine]:
-        engine = FakeEngine()
-        number = len(self.agents)
-        identity = EngineIdentity(name, f"{name}-{number}", 0, "fp")
+        """Start an agent; its pod is `rollout-<number>`."""
+        engine = engine or FakeEngine()
+        identity = EngineIdentity("rollout", f"rollout-{len(self.agents)}", 0, "fp")
         agent = AgentThread(endpoint, keys or self.client_keys, secrets.token_bytes(16), identity, engine)
         agent.start()
         self.agents.append(agent)

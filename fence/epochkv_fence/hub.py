@@ -36,7 +36,9 @@ from epochkv_fence.reclaim import Reclaimer
 
 NUDGE_SECONDS: Final = 0.25
 ROUND_SECONDS: Final = 1.0
-"""Pause between grant rounds while no reset is open."""
+"""Longest pause between grant rounds while no reset is open."""
+ROUNDS_PER_LEASE: Final = 10
+"""A grant is worth what is left of its lease since the heartbeat was sent, so short leases need quicker rounds."""
 RETRY_SECONDS: Final = 0.25
 MAX_BOOTS: Final = 20_000
 MAX_WAITERS: Final = 1_000
@@ -119,7 +121,8 @@ class Hub:
             return math.inf
         due = math.inf
         if self._waiting and self._noted:
-            due = now if self.open else max(now, self._last_round + ROUND_SECONDS)
+            pause = 0.0 if self.open else min(ROUND_SECONDS, self.config.lease_seconds / ROUNDS_PER_LEASE)
+            due = max(now, self._last_round + pause)
         if self._durable >= self.target > self.published and self._publishing is None:
             due = min(due, self._publish_at(now))
         return due
@@ -516,7 +519,6 @@ class Hub:
     def _forget(self, now: float) -> list[ev.Action]:
         """Drop boots that were silent for a lease and margin; by then every grant they had is dead."""
         hold = self.config.hold_seconds
-        self._forget_at = now + hold / 3 if self._boots else math.inf
         dead = [
             boot
             for boot, record in self._boots.items()
@@ -526,6 +528,7 @@ class Hub:
             del self._boots[boot]
             self._behind.pop(boot, None)
             self._waiting.pop(boot, None)
+        self._forget_at = now + hold / 3 if self._boots else math.inf
         return [ev.Changed()] if dead else []
 
     def _reclaim_after(self, at: float) -> None:

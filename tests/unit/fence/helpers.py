@@ -1,0 +1,92 @@
+"""A hub under a clock that the test moves, with an authority that answers at once."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from epochkv_fence import hub_events as ev
+from epochkv_fence.authority import PoolRecord, Term
+from epochkv_fence.hub import Hub
+from epochkv_fence.messages import Grant, Heartbeat, Message, Mode, Nudge
+from epochkv_fence.pool import PoolConfig
+
+M = TypeVar("M", bound=Message)
+LEASE, HOLD = 30.0, 33.0
+TERM = Term("hub-a", 1)
+
+
+def boot(number: int) -> bytes:
+    return bytes([number]) * 16
+
+
+class Driver:
+    """Steps a hub. Writes are answered at once unless `hold_writes`; rounds are begun and verified by hand."""
+
+    def __init__(self, **config: Any) -> None:
+        keys = {"lease_seconds": LEASE, "join_after_seconds": 60.0, **config}
+        self.hub = Hub(PoolConfig("uid", "ns/pool", (), **keys))
+        self.now = 1000.0
+        self.sent: list[tuple[bytes, Message]] = []
+        self.writes: list[ev.Action] = []
+        self.hold_writes = False
+        self.rounds = 0
+        self.seqs: dict[bytes, int] = {}
+
+    def step(self, event: ev.Event) -> list[ev.Action]:
+        actions = self.hub.step(event, self.now)
+        for action in actions:
+            match action:
+                case ev.Send(peer, message):
+                    self.sent.append((peer, message))
+                case ev.Record(epoch):
+                    self._write(action, ev.Recorded(epoch))
+                case ev.Publish(epoch):
+                    self._write(action, ev.Published(epoch))
+                case ev.NoteGranting():
+                    self._write(action, ev.Noted())
+                case ev.Changed():
+                    pass
+        return actions
+
+    def _write(self, action: ev.Action, answer: ev.Event) -> None:
+        self.writes.append(action)
+        if not self.hold_writes:
+            self.step(answer)
+
+    def lead(self, target: int = 0, published: int = 0, granting: bool = False, term: Term = TERM) -> None:
+        self.step(ev.Acquired(term, PoolRecord(target, published, granting)))
+
+    def ask(self, epoch: int, fresh: bool = True) -> None:
+        self.step(ev.Asked(epoch, self.now if fresh else None))
+
+    def beat(
+        self, number: int, epoch: int | None = None, mode: Mode = Mode.USE, age: float = 1000.0, **extra: Any
+    ) -> int:
+        seq = extra.pop("seq", None)
+        if seq is None:
+            seq = self.seqs.get(boot(number), -1) + 1
+            self.seqs[boot(number)] = seq
+        beat = Heartbeat(boot(number), seq, epoch, mode, boot_age_seconds=age, **extra)
+        self.step(ev.Heard(b"peer%d" % number, beat))
+        return seq
+
+    def begin(self) -> int:
+        self.rounds += 1
+        self.step(ev.RoundBegan(self.rounds))
+        return self.rounds
+
+    def round(self) -> list[Grant]:
+        """A round whose leadership read passes; returns its grants."""
+        before = len(self.sent)
+        self.step(ev.RoundVerified(self.begin()))
+        return [message for _, message in self.sent[before:] if isinstance(message, Grant)]
+
+    def of(self, kind: type[M]) -> list[M]:
+        return [message for _, message in self.sent if isinstance(message, kind)]
+
+    def nudged(self) -> list[bytes]:
+        return [nudge.boot for nudge in self.of(Nudge)]
+
+    @property
+    def published(self) -> list[int]:
+        return [action.epoch for action in self.writes if isinstance(action, ev.Publish)]

@@ -1,0 +1,201 @@
+"""The agent's rules, one by one, under a clock that the test moves."""
+
+from __future__ import annotations
+
+import pytest
+
+from epochkv_fence.agent import (
+    Adopt,
+    Adopted,
+    AdoptFailed,
+    Agent,
+    AgentState,
+    Beat,
+    Poked,
+    Proposed,
+    Received,
+    RemoveOld,
+    Send,
+    Settle,
+    Settled,
+    Started,
+    Tick,
+)
+from epochkv_fence.messages import Grant, Mode, Nudge, Propose, Reclaim
+
+BOOT, OTHER = b"B" * 16, b"O" * 16
+LEASE = 30.0
+
+
+def grant(seq: int, epoch: int, mode: Mode = Mode.USE, boot: bytes = BOOT) -> Received:
+    return Received(Grant(boot, seq, epoch, mode, LEASE))
+
+
+def started(at: float = 100.0) -> Agent:
+    agent = Agent(BOOT)
+    assert agent.step(Started(), at) == [Beat(0, None, Mode.BYPASS)]
+    return agent
+
+
+def at_epoch(epoch: int, at: float = 100.0, mode: Mode = Mode.USE) -> Agent:
+    """An agent whose heartbeat 0 was sent at `at`, granted, adopted and acknowledged (heartbeat 1) at once."""
+    agent = started(at)
+    assert agent.step(grant(0, epoch, mode), at) == [Adopt(epoch, mode)]
+    assert agent.step(Adopted(epoch, mode), at) == [Settle()]
+    assert agent.step(Settled(), at) == [Beat(1, epoch, mode)]
+    return agent
+
+
+def test_a_boot_has_16_bytes() -> None:
+    with pytest.raises(ValueError, match="16 random bytes"):
+        Agent(b"short")
+
+
+def test_nothing_is_sent_or_taken_before_the_engine_can_adopt() -> None:
+    agent = Agent(BOOT)
+    assert agent.deadline() == float("inf")
+    assert agent.step(Tick(), 5.0) == []
+    assert agent.step(Poked(), 5.0) == []
+    assert agent.step(grant(0, 1), 5.0) == []
+    assert agent.refused == {"not_started": 1}
+
+
+def test_a_lease_counts_from_sending() -> None:
+    agent = started(100.0)
+    agent.step(grant(0, 1), 110.0)
+    agent.step(Adopted(1, Mode.USE), 111.0)
+    assert agent.view == (1, Mode.USE, 130.0)
+    assert agent.state(129.9) is AgentState.USE
+    assert agent.state(130.0) is AgentState.UNASSIGNED
+
+
+def test_the_lease_moves_only_once_the_epoch_is_adopted() -> None:
+    agent = at_epoch(1)  # lease until 130
+    agent.step(Poked(), 120.0)
+    assert agent.step(grant(2, 2), 121.0) == [Adopt(2, Mode.USE)]
+    assert agent.view == (1, Mode.USE, 130.0)
+    agent.step(Adopted(2, Mode.USE), 122.0)
+    assert agent.view == (2, Mode.USE, 150.0)
+
+
+def test_an_adoption_that_fails_changes_nothing_and_is_tried_again() -> None:
+    agent = at_epoch(1)
+    agent.step(Poked(), 101.0)
+    agent.step(grant(2, 2), 101.0)
+    agent.step(AdoptFailed(), 101.0)
+    assert agent.view == (1, Mode.USE, 130.0)
+    assert agent.step(grant(2, 2), 102.0) == [Adopt(2, Mode.USE)]
+
+
+@pytest.mark.parametrize(
+    ("message", "now", "reason"),
+    [
+        (grant(0, 5, boot=OTHER), 101.0, "other_boot"),
+        (grant(7, 5), 101.0, "unknown_seq"),
+        (grant(0, 5), 130.0, "expired"),
+        (grant(1, 2), 101.0, "lower_epoch"),
+    ],
+)
+def test_grants_that_are_dropped(message: Received, now: float, reason: str) -> None:
+    agent = at_epoch(3)
+    before = agent.view
+    assert agent.step(message, now) == []
+    assert agent.refused == {reason: 1}
+    assert agent.view == before
+
+
+def test_the_epoch_survives_lease_loss() -> None:
+    agent = at_epoch(3)
+    agent.step(Tick(), 500.0)  # heartbeat 2, long after the lease
+    assert agent.state(500.0) is AgentState.UNASSIGNED
+    assert agent.step(grant(2, 2), 500.0) == []
+    assert agent.step(grant(2, 3), 500.0) == []  # same epoch: nothing to adopt
+    assert agent.view == (3, Mode.USE, 530.0)
+
+
+def test_while_adopting_no_other_grant_is_taken() -> None:
+    agent = started()
+    agent.step(grant(0, 1), 100.0)
+    assert agent.step(grant(0, 2), 100.0) == []
+    assert agent.refused == {"adopting": 1}
+
+
+def test_an_overtaken_grant_extends_but_does_not_change_the_mode() -> None:
+    agent = at_epoch(1, mode=Mode.BYPASS)  # heartbeats 0 and 1
+    agent.step(Poked(), 105.0)  # heartbeat 2
+    assert agent.step(grant(2, 1, Mode.USE), 106.0) == [Adopt(1, Mode.USE)]
+    agent.step(Adopted(1, Mode.USE), 106.0)
+    assert agent.step(grant(1, 1, Mode.BYPASS), 107.0) == []
+    assert agent.view == (1, Mode.USE, 135.0)
+
+
+def test_the_acknowledgement_waits_until_the_scheduler_is_outside() -> None:
+    agent = at_epoch(1)
+    agent.step(Poked(), 101.0)
+    agent.step(grant(2, 2), 101.0)
+    assert agent.step(Adopted(2, Mode.USE), 101.0) == [Settle()]
+    assert agent.step(Poked(), 102.0) == [Beat(3, 1, Mode.USE)]  # still speaks of the old epoch
+    assert agent.step(Settled(), 103.0) == [Beat(4, 2, Mode.USE)]
+    assert agent.step(Settled(), 104.0) == []
+
+
+def test_heartbeats_come_every_third_of_a_lease_and_faster_without_one() -> None:
+    agent = at_epoch(1)
+    assert agent.deadline() == pytest.approx(110.0)
+    assert agent.step(Tick(), 109.0) == []
+    sent = 0
+    now = 100.0
+    while now < 190.0:
+        now = agent.deadline()
+        actions = agent.step(Tick(), now)
+        sent += sum(isinstance(action, Beat) for action in actions)
+        for action in actions:
+            if isinstance(action, Beat):
+                agent.step(grant(action.seq, 1), now)
+    assert sent == 9  # 90 s, one per 10 s: nothing else is sent in steady state
+    lost = agent.deadline()
+    agent.step(Tick(), lost)
+    agent.step(Tick(), lost + 10)
+    agent.step(Tick(), lost + 20)
+    agent.step(Tick(), lost + 30)  # the lease is over now
+    assert agent.deadline() == pytest.approx(lost + 31)
+
+
+def test_a_nudge_asks_for_a_heartbeat_and_a_flood_of_them_for_few() -> None:
+    agent = at_epoch(1)
+    assert agent.step(Received(Nudge(BOOT)), 101.0) == [Beat(2, 1, Mode.USE)]
+    assert agent.step(Received(Nudge(OTHER)), 102.0) == []
+    flood = [agent.step(Received(Nudge(BOOT)), 102.0 + i * 1e-5) for i in range(1000)]  # 10 ms
+    assert sum(map(len, flood)) <= 3
+
+
+def test_a_nudge_just_after_a_heartbeat_is_answered_a_moment_later() -> None:
+    agent = at_epoch(1)
+    assert agent.step(Received(Nudge(BOOT)), 100.001) == []
+    assert agent.deadline() == pytest.approx(100.005)
+    assert agent.step(Tick(), 100.006) == [Beat(2, 1, Mode.USE)]
+
+
+def test_old_seqs_are_forgotten_and_then_refused() -> None:
+    agent = started()
+    for i in range(300):
+        agent.step(Poked(), 101.0 + i * 0.01)
+    agent.step(grant(0, 1), 105.0)
+    assert agent.refused == {"unknown_seq": 1}
+    assert agent.step(grant(300, 1), 105.0) == [Adopt(1, Mode.USE)]
+
+
+def test_a_proposal_is_repeated_until_its_epoch_is_reached() -> None:
+    agent = at_epoch(4)
+    proposal = Send(Propose(BOOT, 5))
+    assert agent.step(Proposed(5), 101.0) == [proposal]
+    assert agent.step(Tick(), 110.0) == [Beat(2, 4, Mode.USE), proposal]
+    agent.step(grant(2, 5), 110.0)
+    agent.step(Adopted(5, Mode.USE), 110.0)
+    assert agent.step(Settled(), 110.0) == [Beat(3, 5, Mode.USE)]
+
+
+def test_reclaim_is_for_the_boot_it_names() -> None:
+    agent = at_epoch(4)
+    assert agent.step(Received(Reclaim(BOOT, 4)), 101.0) == [RemoveOld(4)]
+    assert agent.step(Received(Reclaim(OTHER, 4)), 101.0) == []

@@ -1,0 +1,455 @@
+"""The hub's rules, one by one, under a clock that the test moves. L = 30 s, margin 3 s."""
+
+from __future__ import annotations
+
+import pytest
+
+from epochkv_fence import hub_events as ev
+from epochkv_fence.authority import PoolRecord, Term
+from epochkv_fence.hub import MAX_BOOTS
+from epochkv_fence.messages import (
+    Bump,
+    BumpStatus,
+    Error,
+    Heartbeat,
+    Mode,
+    Propose,
+    Reclaim,
+    Reclaimed,
+    Refusal,
+    Status,
+)
+from epochkv_fence.pool import PoolConfig, margin_seconds
+from tests.unit.fence.helpers import HOLD, LEASE, TERM, Driver, boot
+
+
+@pytest.mark.parametrize(("lease", "margin"), [(4.0, 1.0), (10.0, 1.0), (30.0, 3.0), (300.0, 30.0)])
+def test_margin_is_a_tenth_of_the_lease_and_at_least_a_second(lease: float, margin: float) -> None:
+    assert margin_seconds(lease) == pytest.approx(margin)
+
+
+# ---------------------------------------------------------------------------------------------------------------- rounds
+
+
+def test_nothing_is_granted_before_the_record_is_read() -> None:
+    hub = Driver()
+    hub.beat(1)
+    assert hub.hub.round_at(hub.now) == float("inf")
+    assert hub.round() == []
+    hub.lead(target=3, granting=True)
+    (grant,) = hub.round()
+    assert (grant.boot, grant.seq, grant.epoch, grant.lease_seconds) == (boot(1), 0, 3, LEASE)
+
+
+def test_a_heartbeat_after_the_read_began_waits_for_the_next_round() -> None:
+    hub = Driver()
+    hub.lead(granting=True)
+    hub.beat(1)
+    number = hub.begin()
+    hub.beat(2)
+    hub.step(ev.RoundVerified(number))
+    assert [grant.boot for grant in hub.round()] == [boot(2)]
+
+
+def test_the_epoch_is_taken_after_the_read() -> None:
+    hub = Driver()
+    hub.lead(granting=True)
+    hub.beat(1)
+    number = hub.begin()
+    hub.ask(4)
+    hub.step(ev.RoundVerified(number))
+    assert hub.sent[-1][1].epoch == 4  # type: ignore[union-attr]
+
+
+def test_a_read_without_an_answer_grants_nothing_and_loses_no_heartbeat() -> None:
+    hub = Driver()
+    hub.lead(granting=True)
+    seq = hub.beat(1)
+    hub.step(ev.RoundDropped(hub.begin()))
+    assert hub.sent == []
+    assert hub.hub.term == TERM
+    assert [(grant.boot, grant.seq) for grant in hub.round()] == [(boot(1), seq)]
+
+
+def test_a_change_of_term_discards_what_was_evaluated() -> None:
+    hub = Driver()
+    hub.lead()
+    hub.ask(1)  # nobody is there, nobody was granted: it may be published
+    number = hub.begin()
+    hub.step(ev.SteppedDown())
+    hub.lead(target=1, granting=True, term=Term("hub-a", 2))
+    hub.step(ev.RoundVerified(number))
+    assert hub.published == []
+    assert hub.sent == []
+
+
+def test_the_note_is_durable_before_a_round_collects() -> None:
+    hub = Driver()
+    hub.hold_writes = True
+    hub.lead()
+    hub.beat(1)
+    assert hub.writes == [ev.NoteGranting()]
+    assert hub.round() == []
+    hub.step(ev.NoteFailed())
+    hub.now += 1.0
+    hub.step(ev.Tick())
+    assert hub.writes == [ev.NoteGranting()] * 2
+    hub.step(ev.Noted())
+    assert len(hub.round()) == 1
+
+
+def test_rounds_come_once_a_second_and_at_once_while_a_reset_is_open() -> None:
+    hub = Driver()
+    hub.lead(granting=True)
+    hub.beat(1)
+    assert hub.hub.round_at(hub.now) == hub.now
+    hub.round()
+    hub.now += 0.1
+    hub.beat(1, epoch=0)
+    assert hub.hub.round_at(hub.now) == pytest.approx(hub.now + 0.9)
+    hub.ask(1)
+    assert hub.hub.round_at(hub.now) == hub.now
+
+
+def test_a_short_lease_has_quicker_rounds() -> None:
+    hub = Driver(lease_seconds=1.0)
+    hub.lead(granting=True)
+    hub.beat(1)
+    hub.round()
+    hub.beat(1, epoch=0)
+    assert hub.hub.round_at(hub.now) == pytest.approx(hub.now + 0.1, abs=1e-6)
+
+
+def test_steady_state_asks_for_nothing() -> None:
+    hub = Driver()
+    hub.lead(granting=True)
+    hub.beat(1)
+    hub.round()
+    hub.beat(1, epoch=0)
+    hub.round()
+    sent = len(hub.sent)
+    for _ in range(3):
+        hub.now += 10.0
+        hub.step(ev.Tick())
+        assert hub.hub.round_at(hub.now) == float("inf")
+        assert hub.hub.tick_at() > hub.now
+    assert hub.writes == []
+    assert len(hub.sent) == sent
+    hub.now += HOLD
+    hub.step(ev.Tick())
+    assert hub.hub.tick_at() == float("inf")  # nobody is left
+
+
+# --------------------------------------------------------------------------------------------------------------- publish
+
+
+def led(epoch: int = 0) -> Driver:
+    """A hub long past its own leadership wait, with boots 1 and 2 at `epoch`."""
+    hub = Driver()
+    hub.lead(target=epoch, published=epoch, granting=True)
+    hub.now += HOLD
+    for number in (1, 2):
+        hub.beat(number)
+    hub.round()
+    for number in (1, 2):
+        hub.beat(number, epoch=epoch)
+    hub.round()
+    return hub
+
+
+def test_published_as_soon_as_everyone_agrees() -> None:
+    hub = led()
+    hub.ask(1)
+    hub.beat(1, epoch=1)
+    hub.round()
+    assert hub.published == []
+    hub.beat(2, epoch=1, mode=Mode.BYPASS)  # either mode
+    hub.round()
+    assert hub.published == [1]
+    assert hub.hub.snapshot(hub.now).published == 1
+
+
+def test_a_silent_engine_delays_by_lease_and_margin_after_its_last_older_grant() -> None:
+    hub = led()
+    granted = hub.now
+    hub.ask(1)
+    hub.beat(1, epoch=1)
+    hub.now = granted + HOLD - 0.01
+    hub.round()
+    assert hub.published == []
+    assert hub.hub.round_at(hub.now) == pytest.approx(granted + HOLD)
+    hub.now = granted + HOLD
+    hub.round()
+    assert hub.published == [1]
+
+
+def test_grants_of_the_target_never_delay() -> None:
+    hub = led()
+    granted = hub.now
+    hub.ask(1)
+    while hub.now < granted + HOLD:
+        hub.now += 5.0
+        hub.beat(1, epoch=0)
+        hub.beat(2, epoch=0)
+        hub.round()  # both get grants of 1 and never acknowledge
+    assert hub.published == [1]
+
+
+def test_a_new_leader_waits_for_the_grants_of_others() -> None:
+    hub = Driver()
+    hub.lead(target=1, published=0, granting=True)
+    began = hub.now
+    hub.beat(1, epoch=1)
+    hub.now = began + HOLD - 0.01
+    hub.round()
+    assert hub.published == []
+    hub.now = began + HOLD
+    hub.round()
+    assert hub.published == [1]
+
+
+def test_nobody_was_ever_granted_for_so_nothing_is_waited_for() -> None:
+    hub = Driver()
+    hub.lead(target=1, published=0, granting=False)
+    hub.round()
+    assert hub.published == [1]
+
+
+def test_a_late_heartbeat_never_lowers_what_was_heard() -> None:
+    hub = led()
+    hub.ask(1)
+    hub.beat(1, epoch=1)
+    hub.beat(2, epoch=1)
+    hub.beat(1, epoch=0, seq=0)
+    hub.round()
+    assert hub.published == [1]
+    assert {view.epoch for view in hub.hub.snapshot(hub.now).engines} == {1}
+
+
+def test_a_longer_lease_holds_for_the_grants_made_under_it() -> None:
+    hub = led()
+    hub.step(ev.Configured(PoolConfig("uid", "ns/pool", (), lease_seconds=300.0)))
+    hub.beat(1, epoch=0)
+    hub.round()
+    granted = hub.now
+    hub.step(ev.Configured(PoolConfig("uid", "ns/pool", (), lease_seconds=30.0)))
+    hub.ask(1)
+    hub.now = granted + 329.0
+    hub.round()
+    assert hub.published == []
+    hub.now = granted + 330.0
+    hub.round()
+    assert hub.published == [1]
+
+
+def test_a_publish_that_fails_is_tried_again_after_the_target_is_recorded_again() -> None:
+    hub = led()
+    hub.hold_writes = True
+    hub.ask(1)
+    hub.step(ev.Recorded(1))
+    hub.beat(1, epoch=1)
+    hub.beat(2, epoch=1)
+    hub.round()
+    hub.step(ev.PublishFailed(1))
+    hub.now += 1.0
+    hub.step(ev.Tick())
+    assert hub.writes == [ev.Record(1), ev.Publish(1), ev.Record(1)]
+    hub.step(ev.Recorded(1))
+    hub.round()
+    assert hub.writes[-1] == ev.Publish(1)
+
+
+# ---------------------------------------------------------------------------------------------------------------- record
+
+
+def test_an_ask_before_leadership_is_remembered() -> None:
+    hub = Driver()
+    hub.ask(5)
+    assert hub.writes == []
+    hub.lead(target=2)
+    assert hub.writes == [ev.Record(5)]
+    assert hub.hub.target == 5
+
+
+def test_the_target_is_raised_only_once_it_is_durable_and_newer_asks_supersede() -> None:
+    hub = Driver()
+    hub.hold_writes = True
+    hub.lead()
+    hub.ask(1)
+    hub.ask(2)
+    hub.ask(3)
+    assert hub.writes == [ev.Record(1)]
+    assert hub.hub.target == 0
+    hub.step(ev.Recorded(1))
+    assert hub.hub.target == 1
+    assert hub.writes == [ev.Record(1), ev.Record(3)]
+
+
+def test_a_record_that_fails_is_tried_again() -> None:
+    hub = Driver()
+    hub.hold_writes = True
+    hub.lead()
+    hub.ask(1)
+    hub.step(ev.RecordFailed(1))
+    due = hub.hub.tick_at()
+    assert hub.now < due <= hub.now + 1.0
+    hub.now = due
+    hub.step(ev.Tick())
+    assert hub.writes == [ev.Record(1), ev.Record(1)]
+
+
+def test_a_durable_target_above_the_own_raises_it_and_counts_older_grants() -> None:
+    hub = led()
+    granted = hub.now
+    hub.step(ev.Observed(PoolRecord(target=7)))
+    assert hub.hub.target == 7
+    hub.now = granted + HOLD - 0.01
+    hub.round()
+    assert hub.published == []
+    hub.step(ev.Observed(PoolRecord(target=3)))  # an old view changes nothing
+    assert hub.hub.target == 7
+
+
+def test_lower_and_repeated_asks_change_nothing() -> None:
+    hub = led(epoch=5)
+    hub.ask(5)
+    hub.ask(1)
+    assert hub.writes == []
+
+
+# ----------------------------------------------------------------------------------------------------- nudges, dead boots
+
+
+def test_nudges_go_to_those_behind_at_record_and_every_quarter_second() -> None:
+    hub = led()
+    hub.step(ev.Tick())
+    hub.ask(1)
+    assert hub.nudged() == [boot(1), boot(2)]
+    hub.beat(1, epoch=1)
+    hub.now += 0.24
+    assert hub.hub.tick_at() == pytest.approx(hub.now + 0.01, abs=1e-6)
+    hub.now += 0.01
+    hub.step(ev.Tick())
+    assert hub.nudged() == [boot(1), boot(2), boot(2)]
+    hub.beat(2, epoch=1)
+    hub.round()
+    hub.now += 1.0
+    hub.step(ev.Tick())
+    assert len(hub.nudged()) == 3
+
+
+def test_dead_boots_are_forgotten_after_lease_and_margin_of_silence() -> None:
+    hub = led()
+    hub.now += HOLD - 1
+    hub.beat(2, epoch=0)
+    hub.now += 2
+    hub.step(ev.Tick())
+    assert [view.boot for view in hub.hub.snapshot(hub.now).engines] == [boot(2)]
+    assert boot(1) not in {grant.boot for grant in hub.round()}
+
+
+def test_the_number_of_boots_is_limited() -> None:
+    hub = Driver()
+    for number in range(MAX_BOOTS):
+        hub.hub.step(ev.Heard(b"p", Heartbeat(number.to_bytes(16, "big"), 0)), hub.now)
+    hub.step(ev.Heard(b"p", Heartbeat(b"\xff" * 16, 0)))
+    ((_, error),) = hub.sent
+    assert isinstance(error, Error)
+    assert error.code is Refusal.LIMIT
+
+
+# ------------------------------------------------------------------------------------------- proposals, trainers, status
+
+
+def test_many_proposals_for_one_epoch_cause_one_bump() -> None:
+    hub = led(epoch=4)
+    for number in (1, 2, 1):
+        hub.step(ev.Heard(b"p", Propose(boot(number), 5)))
+    assert hub.writes == [ev.Record(5)]
+    hub.step(ev.Heard(b"p", Propose(boot(2), 5)))  # made at 4, arrives at 5
+    hub.step(ev.Heard(b"p", Propose(boot(2), 9)))  # not the next one
+    assert hub.writes == [ev.Record(5)]
+
+
+def test_a_trainer_bumps_repeats_itself_and_hears_of_the_publication() -> None:
+    hub = led()
+    for _ in range(2):
+        hub.step(ev.Heard(b"trainer", Bump(request=9, epoch=1)))
+    assert hub.writes == [ev.Record(1)]
+    hub.beat(1, epoch=1, carried=2)
+    hub.beat(2, epoch=1)
+    hub.round()
+    answers = hub.of(BumpStatus)
+    assert [(a.request, a.epoch, a.target, a.published) for a in answers] == [(9, 1, 0, 0), (9, 1, 1, 0), (9, 1, 1, 1)]
+    assert (answers[-1].engines, answers[-1].laggards, answers[-1].carried) == (2, 0, 2)
+
+
+def test_status_lists_live_boots_in_pages() -> None:
+    hub = Driver()
+    hub.lead(granting=True)
+    for number in range(100):
+        hub.beat(number, pod=f"pod-{number:03}", engine="e")
+    hub.step(ev.Heard(b"trainer", Status(request=1)))
+    hub.step(ev.Heard(b"trainer", Status(request=2, first=64)))
+    first, second = hub.of(Status)
+    assert (first.request, first.total, second.total) == (1, 100, 100)
+    assert [engine.pod for engine in first.engines + second.engines] == [f"pod-{n:03}" for n in range(100)]
+
+
+def test_a_message_that_is_not_for_a_hub_is_answered() -> None:
+    hub = led()
+    hub.step(ev.Heard(b"p", BumpStatus(1, 1, 1, 1)))
+    peer, error = hub.sent[-1]
+    assert peer == b"p"
+    assert isinstance(error, Error)
+    assert "BumpStatus" in error.text
+
+
+def test_the_snapshot_names_laggards_and_carried_requests() -> None:
+    hub = led()
+    hub.ask(1)
+    hub.now += 2.0
+    hub.beat(1, epoch=1, carried=3, pod="a", engine="rollout", rank=1, fingerprint="f", stats={"x": 1.0})
+    snapshot = hub.hub.snapshot(hub.now)
+    assert (snapshot.target, snapshot.published, snapshot.asked, snapshot.carried) == (1, 0, 1, 3)
+    assert [view.boot for view in snapshot.laggards] == [boot(2)]
+    assert not snapshot.converged
+    view = next(view for view in snapshot.engines if view.boot == boot(1))
+    assert (view.pod, view.engine, view.rank, view.epoch, view.converged) == ("a", "rollout", 1, 1, True)
+    assert view.stats == {"x": 1.0}
+    hub.beat(2, epoch=1)
+    hub.round()
+    snapshot = hub.hub.snapshot(hub.now)
+    assert snapshot.converged
+    assert snapshot.reset_seconds == pytest.approx(2.0)
+
+
+# --------------------------------------------------------------------------------------------------------------- reclaim
+
+
+def test_one_engine_at_a_time_is_asked_to_reclaim_until_nothing_is_left() -> None:
+    hub = led()
+    hub.ask(1)
+    hub.beat(1, epoch=1)
+    hub.beat(2, epoch=1)
+    hub.round()
+    hub.step(ev.Tick())
+    (first,) = hub.of(Reclaim)
+    assert first.below == 1
+    hub.step(ev.Heard(b"p", Reclaimed(first.boot, 1, removed=12)))
+    assert hub.hub.snapshot(hub.now).reclaimed == 0
+    hub.now += 10.0
+    hub.step(ev.Tick())
+    second = hub.of(Reclaim)[-1]
+    assert second.boot != first.boot
+    hub.step(ev.Heard(b"p", Reclaimed(second.boot, 1, removed=0)))
+    assert hub.hub.snapshot(hub.now).reclaimed == 1
+    hub.now += 100.0
+    hub.step(ev.Tick())
+    assert len(hub.of(Reclaim)) == 2
+
+
+def test_a_lie_about_reclaiming_a_future_epoch_is_ignored() -> None:
+    hub = led(epoch=1)
+    hub.step(ev.Heard(b"p", Reclaimed(boot(1), 9, removed=0)))
+    assert hub.hub.snapshot(hub.now).reclaimed == 0

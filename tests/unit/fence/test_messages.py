@@ -1,0 +1,146 @@
+"""The wire: what goes in comes out, and everything else is named in an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from epochkv_fence.messages import (
+    MAX_MESSAGE_BYTES,
+    TAGS,
+    Bump,
+    BumpStatus,
+    EngineStatus,
+    Error,
+    Grant,
+    Heartbeat,
+    Message,
+    Mode,
+    Nudge,
+    Propose,
+    Reclaim,
+    Reclaimed,
+    Refusal,
+    Status,
+    WireError,
+    decode,
+    encode,
+)
+from epochkv_fence.pool import PoolConfig
+from epochkv_fence.transport.keys import ClientKeys, CredentialsError, HubKeys, KeyPair, generate_keypair
+
+BOOT = bytes(range(16))
+MESSAGES: list[Message] = [
+    Heartbeat(BOOT, 7, 3, Mode.USE, 2, 12.5, "rollout", "rollout-0", 1, "abc", {"hits": 0.5}),
+    Heartbeat(BOOT, 0),
+    Grant(BOOT, 7, 3, Mode.BYPASS, 30.0),
+    Nudge(BOOT),
+    Propose(BOOT, 4),
+    Bump(1, 4, [BOOT]),
+    Bump(1, 4),
+    BumpStatus(1, 4, 4, 3, 2, 1, 0),
+    Status(1),
+    Status(1, 0, 4, 3, 1, [EngineStatus(BOOT, "rollout", "rollout-0", 0, 3, Mode.USE, 0)]),
+    Reclaim(BOOT, 4),
+    Reclaimed(BOOT, 4, 12),
+    Error(Refusal.TAG, "what"),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_round_trip(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+def test_every_type_is_covered() -> None:
+    assert {type(message).__name__ for message in MESSAGES} == set(TAGS)
+
+
+def test_the_bytes_on_the_wire_do_not_change_by_accident() -> None:
+    version, payload = encode(Nudge(BOOT))
+    assert version == b"\x01"
+    assert msgspec.msgpack.decode(payload) == {"type": "Nudge", "boot": BOOT}
+
+
+def test_a_field_of_a_newer_peer_is_ignored() -> None:
+    payload = msgspec.msgpack.encode({"type": "Nudge", "boot": BOOT, "why": "new"})
+    assert decode([b"\x01", payload]) == Nudge(BOOT)
+
+
+def test_a_list_of_3000_boots_fits() -> None:
+    assert sum(map(len, encode(Bump(1, 1, [BOOT] * 3000)))) <= MAX_MESSAGE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("frames", "code", "named"),
+    [
+        ([], Refusal.FRAMES, "0 frames"),
+        ([b"\x01"], Refusal.FRAMES, "1 frames"),
+        ([b"\x01", b"", b""], Refusal.FRAMES, "3 frames"),
+        ([b"\x02", encode(Nudge(BOOT))[1]], Refusal.VERSION, "tag 'Nudge' has version 2; this side speaks version 1"),
+        ([b"", encode(Nudge(BOOT))[1]], Refusal.VERSION, "(empty)"),
+        ([b"\x01", msgspec.msgpack.encode({"type": "Wipe"})], Refusal.TAG, "unknown tag 'Wipe' in version 1"),
+        ([b"\x01", b""], Refusal.MALFORMED, "version 1"),
+        ([b"\x01", b"\xc1\xff"], Refusal.MALFORMED, "tag (none)"),
+        ([b"\x01", encode(Nudge(BOOT))[1][:-1]], Refusal.MALFORMED, "version 1"),
+        ([b"\x01", msgspec.msgpack.encode({"type": "Nudge", "boot": b"short"})], Refusal.MALFORMED, "tag 'Nudge'"),
+        ([b"\x01", msgspec.msgpack.encode({"type": "Propose", "boot": BOOT, "epoch": -1})], Refusal.MALFORMED, "epoch"),
+        ([b"\x01", msgspec.msgpack.encode({"type": "Propose", "boot": BOOT})], Refusal.MALFORMED, "epoch"),
+        ([b"\x01", b"\x93" * 40_000], Refusal.MALFORMED, "version 1"),
+        ([b"\x01", b"x" * (MAX_MESSAGE_BYTES + 1)], Refusal.SIZE, "at most 65536"),
+    ],
+)
+def test_refused(frames: list[bytes], code: Refusal, named: str) -> None:
+    with pytest.raises(WireError) as refused:
+        decode(frames)
+    assert refused.value.code is code
+    assert named in refused.value.text
+
+
+def test_what_the_other_side_would_refuse_is_not_sent() -> None:
+    with pytest.raises(WireError, match="Heartbeat has"):
+        encode(Heartbeat(BOOT, 0, stats={f"{'x' * 240}{n:03}": 0.0 for n in range(300)}))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"uid": ""}, "uid is empty"),
+        ({"lease_seconds": 0.0}, "lease_seconds is 0.0"),
+        ({"join_after_seconds": -1.0}, "join_after_seconds is -1.0"),
+        ({"weights_source": "Elsewhere"}, "'Pushed' or 'Model'"),
+    ],
+)
+def test_a_pool_configuration_that_cannot_be(change: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        PoolConfig(**{"uid": "u", "name": "ns/p", "client_public_keys": (), **change})  # type: ignore[arg-type]
+
+
+def test_keys_are_read_from_files_and_never_shown(tmp_path: Path) -> None:
+    hub, client = generate_keypair(), generate_keypair()
+    for name, key in (
+        ("hub.pub", hub.public),
+        ("hub.key", hub.secret),
+        ("client.pub", client.public),
+        ("client.key", client.secret),
+    ):
+        (tmp_path / name).write_text(key + "\n")
+    keys = ClientKeys.load(tmp_path)
+    assert (keys.hub_public, keys.public, keys.secret) == (hub.public, client.public, client.secret)
+    assert tuple(HubKeys.load(tmp_path)) == (hub.public, hub.secret)
+    assert client.secret not in repr(keys)
+    assert hub.secret not in repr(HubKeys.load(tmp_path))
+
+
+def test_bad_credentials_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CredentialsError, match=r"hub\.pub: cannot read the key"):
+        ClientKeys.load(tmp_path)
+    pair = generate_keypair()
+    (tmp_path / "hub.pub").write_text(pair.public)
+    (tmp_path / "client.pub").write_text("no key")
+    with pytest.raises(CredentialsError, match=r"client\.pub is not a CURVE key"):
+        ClientKeys.load(tmp_path)
+    with pytest.raises(CredentialsError, match="does not belong"):
+        KeyPair(pair.public, generate_keypair().secret)

@@ -1,0 +1,328 @@
+"""Agents and hubs over real sockets on loopback, with an authority in memory."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from epochkv_fence.authority import PoolRecord, Term
+from epochkv_fence.messages import Mode
+from epochkv_fence.transport import AgentThread, ClientKeys, HubServer, UnknownPool, generate_keypair
+from tests.helpers_fence import POOL, FakeEngine, FenceWorld, eventually
+
+Agents = list[tuple[AgentThread, FakeEngine]]
+
+
+@pytest.fixture
+def world() -> Iterator[FenceWorld]:
+    made = FenceWorld(join_after_seconds=0.0)
+    yield made
+    made.close()
+
+
+def serving(world: FenceWorld, num_agents: int = 2) -> tuple[HubServer, Agents]:
+    hub = world.hub()
+    world.lead(hub)
+    agents = [world.agent(hub.endpoint) for _ in range(num_agents)]
+    eventually(lambda: all(agent.view.epoch is not None for agent, _ in agents), what="everyone is granted")
+    return hub, agents
+
+
+def using(agent: AgentThread, epoch: int) -> bool:
+    view = agent.view
+    return view.epoch == epoch and view.mode is Mode.USE and time.monotonic() < view.lease_until
+
+
+def test_an_epoch_is_asked_for_and_published_by_agreement(world: FenceWorld) -> None:
+    hub, agents = serving(world)
+    agents[0][1].num_carried = 3
+    started = time.monotonic()
+    world.request(hub, 1)
+    eventually(lambda: world.published() == 1, what="published")
+    assert world.authority.published[0][0] - started < world.config.lease_seconds  # not by waiting for leases
+    for agent, engine in agents:
+        assert engine.adopted == [(0, Mode.USE), (1, Mode.USE)]
+        assert using(agent, 1)
+    snapshot = world.thread.call(lambda: hub.snapshot(POOL))
+    assert (snapshot.target, snapshot.published, snapshot.converged, snapshot.carried) == (1, 1, True, 3)
+    assert sorted(view.pod for view in snapshot.engines) == ["rollout-0", "rollout-1"]
+    assert snapshot.published_at is not None
+    assert abs(snapshot.published_at - time.time()) < 60
+    eventually(lambda: POOL in world.changes)
+
+
+def test_older_keys_are_removed_after_publication(world: FenceWorld) -> None:
+    hub, agents = serving(world, 1)
+    engine = agents[0][1]
+    world.request(hub, 1)
+    eventually(lambda: world.thread.call(lambda: hub.snapshot(POOL)).reclaimed == 1)
+    assert engine.reclaims == [1]
+
+
+def test_a_restarted_agent_is_a_new_boot_and_joins(world: FenceWorld) -> None:
+    hub, agents = serving(world)
+    assert agents[0][0].stop()
+    agent, engine = world.agent(hub.endpoint)
+    eventually(lambda: agent.view.epoch == 0)
+    assert engine.adopted == [(0, Mode.USE)]
+    assert not using(agents[0][0], 0)
+
+
+def test_a_restarted_hub_takes_nobodys_lease_and_goes_on(world: FenceWorld) -> None:
+    hub, agents = serving(world)
+    world.request(hub, 1)
+    eventually(lambda: world.published() == 1)
+    before = [agent.view.lease_until for agent, _ in agents]
+    world.thread.run(hub.stop())
+    assert all(using(agent, 1) for agent, _ in agents)
+    second = world.hub(hub.endpoint)
+    world.lead(second)
+    eventually(lambda: all(agent.view.lease_until > old for (agent, _), old in zip(agents, before, strict=True)))
+    assert all(engine.adopted[-1] == (1, Mode.USE) for _, engine in agents)  # nobody lost `Use`
+    world.request(second, 2)
+    eventually(lambda: all(agent.view.epoch == 2 for agent, _ in agents))
+    snapshot = world.thread.call(lambda: second.snapshot(POOL))
+    assert (snapshot.target, snapshot.published) == (2, 1)  # older leases may live: not yet
+
+
+def test_a_hub_that_lost_leadership_in_its_sleep_grants_and_publishes_nothing(world: FenceWorld) -> None:
+    hub, agents = serving(world)
+    world.authority.term = Term("another", 99)
+    before = [agent.view.lease_until for agent, _ in agents]
+    grants_until = world.thread.call(lambda: hub.counters["received"])
+    world.request(hub, 1)  # its Record lands: harmless
+    eventually(lambda: not hub.leading, what="stepped down")
+    assert world.thread.call(lambda: hub.counters["received"]) > grants_until
+    assert [agent.view.lease_until for agent, _ in agents] == before
+    assert world.published() == 0
+
+
+def test_a_hub_frozen_through_a_reset_grants_nothing_when_it_thaws() -> None:
+    world = FenceWorld(lease_seconds=1.0, join_after_seconds=0.0)
+    second = FenceWorld(lease_seconds=1.0, join_after_seconds=0.0)
+    second.authority = world.authority
+    try:
+        hub, agents = serving(world, 1)
+        agent = agents[0][0]
+        thaw = world.thread.freeze()
+        successor = second.hub()
+        second.thread.call(lambda: successor.set_pool(world.config))
+        second.lead(successor)
+        second.request(successor, 1)
+        eventually(lambda: world.published() == 1, what="the successor publishes after lease and margin")
+        assert time.monotonic() >= agent.view.lease_until  # the engine of the frozen hub is in bypass by then
+        before, received = agent.view, hub.counters["received"]
+        thaw.set()
+        eventually(lambda: not hub.leading, what="the old hub steps down")
+        assert hub.counters["received"] > received  # it did have heartbeats to grant
+        assert agent.view == before
+        assert successor.leading
+    finally:
+        thaw.set()
+        world.close()
+        second.close()
+
+
+def test_a_read_that_does_not_answer_grants_nothing_but_is_no_stepping_down(world: FenceWorld) -> None:
+    hub = world.hub(deadline=0.1)
+    world.lead(hub)
+    agent, _ = world.agent(hub.endpoint)
+    eventually(lambda: agent.view.epoch == 0)
+    world.thread.call(world.authority.gate.clear)
+    before = agent.view.lease_until
+    agent.poke()
+    eventually(lambda: hub.counters["verify_failed"] >= 2)
+    assert hub.leading
+    assert agent.view.lease_until == before
+    world.thread.call(world.authority.gate.set)
+    eventually(lambda: agent.view.lease_until > before)
+
+
+def test_an_authority_that_fails_is_tried_again(world: FenceWorld) -> None:
+    hub, agents = serving(world, 1)
+    world.authority.failing = True
+    world.request(hub, 1)
+    eventually(lambda: hub.counters["record_failed"] >= 2)
+    assert agents[0][0].view.epoch == 0
+    world.authority.failing = False
+    eventually(lambda: world.published() == 1)
+
+
+def test_asked_before_it_leads(world: FenceWorld) -> None:
+    hub = world.hub()
+    agent, _ = world.agent(hub.endpoint)
+    world.request(hub, 3)
+    eventually(lambda: hub.counters["received"] >= 1)
+    assert agent.view.epoch is None
+    world.lead(hub)
+    eventually(lambda: world.published() == 3)
+    assert world.authority.records[POOL] == PoolRecord(3, 3, True)
+
+
+def test_an_engine_that_never_acknowledges_is_waited_for_no_longer_than_lease_and_margin() -> None:
+    world = FenceWorld(lease_seconds=1.0, join_after_seconds=0.0)
+    try:
+        hub, agents = serving(world)
+        (_, stuck), (well, _) = agents
+        stuck.is_busy = True  # it never acknowledges, and it goes on sending heartbeats
+        world.request(hub, 1)
+        eventually(lambda: world.published() == 1)
+        assert world.authority.published[0][0] <= time.monotonic()
+        assert using(well, 1) or eventually(lambda: using(well, 1))
+        snapshot = world.thread.call(lambda: hub.snapshot(POOL))
+        assert [view.pod for view in snapshot.laggards] == ["rollout-0"]
+        stuck.is_busy = False
+        eventually(lambda: not world.thread.call(lambda: hub.snapshot(POOL)).laggards)
+    finally:
+        world.close()
+
+
+def test_without_a_hub_the_lease_runs_out(world: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
+    short = FenceWorld(lease_seconds=0.5, join_after_seconds=0.0)
+    try:
+        hub, agents = serving(short, 1)
+        with caplog.at_level(logging.INFO):
+            short.thread.run(hub.stop())
+            eventually(lambda: time.monotonic() >= agents[0][0].view.lease_until)
+            eventually(lambda: "no live lease" in caplog.text)
+        assert agents[0][0].view.epoch == 0
+    finally:
+        short.close()
+
+
+def test_an_engine_that_is_not_ready_is_not_heard_of(world: FenceWorld) -> None:
+    hub = world.hub()
+    world.lead(hub)
+    engine = FakeEngine()
+    engine.is_ready = False
+    agent, _ = world.agent(hub.endpoint, engine=engine)
+    eventually(lambda: hub.counters["connections_accepted"] == 1)
+    assert hub.counters["received"] == 0
+    engine.is_ready = True
+    eventually(lambda: using(agent, 0))
+
+
+def test_the_acknowledgement_waits_for_the_scheduler(world: FenceWorld) -> None:
+    hub, agents = serving(world, 1)
+    agent, engine = agents[0]
+    engine.is_busy = True
+    world.request(hub, 1)
+    eventually(lambda: engine.adopted[-1] == (1, Mode.USE))
+    received = hub.counters["received"]
+    agent.poke()
+    eventually(lambda: hub.counters["received"] > received)
+    assert world.published() == 0
+    engine.is_busy = False
+    eventually(lambda: world.published() == 1)
+
+
+def test_an_engine_that_cannot_adopt_stays_in_bypass_and_says_so_once(
+    world: FenceWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub = world.hub()
+    world.lead(hub)
+
+    class Broken(FakeEngine):
+        def adopt(self, epoch: int, mode: Mode) -> None:
+            raise RuntimeError("no root here")
+
+    agent, _ = world.agent(hub.endpoint, engine=Broken())
+    eventually(lambda: agent.counters["adopt_errors"] >= 1)
+    agent.poke()
+    eventually(lambda: agent.counters["adopt_errors"] >= 2, timeout=30)
+    assert agent.view.epoch is None
+    assert caplog.text.count("cannot adopt epoch 0") == 1
+
+
+def test_a_proposal_bumps_the_pool_once(world: FenceWorld) -> None:
+    _, agents = serving(world)
+    for agent, _engine in agents:
+        agent.propose(1)
+    eventually(lambda: world.published() == 1)
+    eventually(lambda: all(agent.view.epoch == 1 for agent, _ in agents))
+    assert world.authority.calls.count("record") == 1
+
+
+def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
+    world = FenceWorld()
+    try:
+        agent, engine = world.agent("tcp://127.0.0.1:1")
+        eventually(lambda: "no connection to the hub" in caplog.text, timeout=15)
+        assert engine.adopted == []
+        assert agent.stop()
+    finally:
+        world.close()
+
+
+def test_an_endpoint_that_is_none_is_logged_and_never_raised(caplog: pytest.LogCaptureFixture) -> None:
+    world = FenceWorld()
+    try:
+        agent, _ = world.agent("nonsense://x")
+        eventually(lambda: "the agent's session failed" in caplog.text)
+        assert agent.view == (None, Mode.BYPASS, 0.0)
+        assert agent.stop()
+    finally:
+        world.close()
+
+
+def test_a_key_is_replaced_without_a_gap(world: FenceWorld) -> None:
+    hub, agents = serving(world, 1)
+    fresh = generate_keypair()
+    both = world.reconfigure(client_public_keys=(world.pool_pair.public, fresh.public))
+    world.thread.call(lambda: hub.set_pool(both))
+    newcomer, _ = world.agent(hub.endpoint, ClientKeys(world.hub_pair.public, *fresh))
+    eventually(lambda: using(newcomer, 0))
+    only_new = world.reconfigure(client_public_keys=(fresh.public,))
+    world.thread.call(lambda: hub.set_pool(only_new))
+    agents[0][0].poke()
+    eventually(lambda: hub.counters["refused_pool"] >= 1)  # an open connection with the old key is refused, too
+    assert using(newcomer, 0)
+
+
+def test_a_removed_pool_is_gone_and_may_come_back(world: FenceWorld) -> None:
+    hub, agents = serving(world, 1)
+    world.thread.call(lambda: hub.remove_pool(POOL))
+    agents[0][0].poke()
+    eventually(lambda: agents[0][0].counters["refused_by_hub"] >= 1)
+    with pytest.raises(UnknownPool, match="call set_pool first"):
+        world.thread.call(lambda: hub.snapshot(POOL))
+    before = agents[0][0].view.lease_until
+    world.thread.call(lambda: hub.set_pool(world.config))
+    agents[0][0].poke()
+    eventually(lambda: agents[0][0].view.lease_until > before)
+
+
+def test_two_pools_share_a_hub_and_not_a_key(world: FenceWorld) -> None:
+    hub, agents = serving(world, 1)
+    other = generate_keypair()
+    second = world.reconfigure(uid="pool-uid-2", name="default/second", client_public_keys=(world.pool_pair.public,))
+    with pytest.raises(ValueError, match="has the client key of pool 'default/policy'"):
+        world.thread.call(lambda: hub.set_pool(second))
+    second = world.reconfigure(uid="pool-uid-2", name="default/second", client_public_keys=(other.public,))
+    world.thread.call(lambda: hub.set_pool(second))
+    agent, engine = world.agent(hub.endpoint, ClientKeys(world.hub_pair.public, *other))
+    eventually(lambda: using(agent, 0))
+    world.thread.call(lambda: hub.request("pool-uid-2", 1))
+    eventually(lambda: world.authority.records["pool-uid-2"].published == 1)
+    assert engine.adopted[-1] == (1, Mode.USE)
+    assert agents[0][1].adopted == [(0, Mode.USE)]
+
+
+def test_stopping_is_quick_even_when_the_authority_hangs(world: FenceWorld) -> None:
+    hub, agents = serving(world, 1)
+    world.thread.call(world.authority.gate.clear)
+    world.request(hub, 1)
+    eventually(lambda: world.authority.calls.count("record") == 1)
+    world.thread.run(hub.stop(), timeout=5)
+    world.thread.call(world.authority.gate.set)
+    assert agents[0][0].stop()
+    assert agents[0][0].view.lease_until == 0.0
+
+
+def test_a_port_in_use_is_an_error_that_names_it(world: FenceWorld) -> None:
+    hub = world.hub()
+    with pytest.raises(OSError, match="hub cannot listen on"):
+        world.hub(hub.endpoint)

@@ -1,0 +1,136 @@
+"""Who may use an epoch: the table of the design page "fence", section 5, line by line."""
+
+from __future__ import annotations
+
+import pytest
+
+from epochkv_fence import hub_events as ev
+from epochkv_fence.authority import PoolRecord
+from epochkv_fence.messages import Bump, Mode
+from tests.unit.fence.helpers import Driver, boot
+
+
+def pool(**config: object) -> Driver:
+    hub = Driver(**config)
+    hub.lead(granting=True)
+    return hub
+
+
+def modes(hub: Driver) -> dict[int, Mode]:
+    return {grant.boot[0]: grant.mode for grant in hub.round()}
+
+
+def test_weights_that_are_never_pushed_are_always_there() -> None:
+    hub = pool(weights_source="Model")
+    hub.ask(3)
+    hub.beat(1, age=0.1)
+    assert modes(hub) == {1: Mode.USE}
+
+
+def test_everyone_has_the_base_weights() -> None:
+    hub = pool()
+    hub.beat(1, age=0.1)
+    assert modes(hub) == {1: Mode.USE}
+
+
+def test_only_boots_old_enough_when_it_was_asked_for_join() -> None:
+    hub = pool()
+    hub.beat(1, age=70.0)
+    hub.beat(2, age=50.0)
+    hub.ask(1)
+    hub.now += 1000.0  # getting older later does not help
+    hub.beat(1, age=1070.0)
+    hub.beat(2, age=1050.0)
+    hub.beat(3, age=900.0)  # first heard of later; started after the ask
+    hub.beat(4, age=1200.0)  # first heard of later; 200 s old at the ask, by a clock that may be 10 % fast: 90 s
+    assert modes(hub) == {1: Mode.USE, 2: Mode.BYPASS, 3: Mode.BYPASS, 4: Mode.USE}
+
+
+def test_a_fast_clock_does_not_let_a_young_boot_join() -> None:
+    hub = pool()
+    hub.ask(1)
+    asked = hub.now
+    hub.now = asked + 990.0
+    hub.beat(1, age=1.09 * (990.0 - 5.0))  # started 5 s after the ask, its clock runs 9 % fast
+    assert modes(hub) == {1: Mode.BYPASS}
+
+
+def test_a_late_heartbeat_makes_a_boot_younger_never_older() -> None:
+    hub = pool()
+    hub.beat(1, age=200.0)
+    hub.beat(1, age=1.0, seq=0)  # its first heartbeat, hours late
+    hub.ask(1)
+    hub.beat(1, age=201.0)
+    assert modes(hub) == {1: Mode.USE}
+
+
+def test_an_ask_of_unknown_age_lets_nobody_join() -> None:
+    hub = pool()
+    hub.beat(1, age=10_000.0)
+    hub.ask(1, fresh=False)
+    assert modes(hub) == {1: Mode.BYPASS}
+
+
+def test_a_target_found_recorded_lets_nobody_join_but_those_who_have_it() -> None:
+    hub = Driver()
+    hub.lead(target=4, published=4, granting=True)
+    hub.ask(4)
+    hub.beat(1, age=10_000.0)
+    hub.beat(2, age=10.0, epoch=4, mode=Mode.USE)
+    hub.beat(3, age=10_000.0, epoch=3, mode=Mode.USE)
+    hub.beat(4, age=10_000.0, epoch=4, mode=Mode.BYPASS)
+    assert modes(hub) == {1: Mode.BYPASS, 2: Mode.USE, 3: Mode.BYPASS, 4: Mode.BYPASS}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_own_record_seen_before_its_answer_or_after_its_failure_counts_as_own(late: bool) -> None:
+    hub = pool()
+    hub.beat(1, age=100.0)
+    hub.hold_writes = True
+    hub.ask(1)
+    if late:
+        hub.step(ev.RecordFailed(1))
+    hub.step(ev.Observed(PoolRecord(target=1)))
+    assert modes(hub) == {1: Mode.USE}
+
+
+def test_use_is_kept_within_its_epoch_only() -> None:
+    hub = pool()
+    hub.beat(1, age=5.0, epoch=0, mode=Mode.USE)
+    hub.ask(1)
+    hub.beat(1, age=6.0, epoch=0, mode=Mode.USE)
+    assert modes(hub) == {1: Mode.BYPASS}
+
+
+def test_with_a_list_exactly_those_boots_join() -> None:
+    hub = pool()
+    hub.beat(1, age=1.0)
+    hub.beat(2, age=10_000.0)
+    hub.step(ev.Heard(b"t", Bump(1, 1, [boot(1)])))
+    assert modes(hub) == {1: Mode.USE, 2: Mode.BYPASS}
+
+
+def test_a_list_that_was_lost_with_a_hub_is_taken_from_the_repetition() -> None:
+    hub = Driver()
+    hub.lead(target=1, granting=True)
+    hub.beat(1, age=10_000.0)
+    assert modes(hub) == {1: Mode.BYPASS}
+    hub.step(ev.Heard(b"t", Bump(1, 1, [boot(1)])))
+    hub.beat(1, age=10_000.0)
+    assert modes(hub) == {1: Mode.USE}
+
+
+def test_a_list_for_an_older_epoch_marks_nobody() -> None:
+    hub = Driver()
+    hub.lead(target=2, granting=True)
+    hub.step(ev.Heard(b"t", Bump(1, 1, [boot(1)])))
+    hub.beat(1, age=10_000.0)
+    assert modes(hub) == {1: Mode.BYPASS}
+
+
+def test_a_bump_without_a_list_goes_by_age() -> None:
+    hub = pool()
+    hub.beat(1, age=100.0)
+    hub.beat(2, age=10.0)
+    hub.step(ev.Heard(b"t", Bump(1, 1)))
+    assert modes(hub) == {1: Mode.USE, 2: Mode.BYPASS}
