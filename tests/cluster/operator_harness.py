@@ -126,7 +126,7 @@ def install_crds(plane: ControlPlane) -> None:
 
 
 class OperatorProcess:
-    """`python -m epochkv_operator run` with ports of its own. Ended by pid."""
+    """`python -m epochkv_operator run` with ports of its own. A flag that is None is left out. Ended by pid."""
 
     def __init__(
         self,
@@ -152,7 +152,8 @@ class OperatorProcess:
             "lease-duration-seconds": 3,
             **{name.replace("_", "-"): value for name, value in flags.items()},
         }
-        self.command = [sys.executable, "-m", "epochkv_operator", "run", *(f"--{name}={value}" for name, value in options.items())]
+        given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        self.command = [sys.executable, "-m", "epochkv_operator", "run", *given]
         python_path = os.pathsep.join(str(ROOT / part) for part in ("fence", "operator"))
         self.env = {**os.environ, "KUBECONFIG": str(kubeconfig or plane.kubeconfig), "PYTHONPATH": python_path}
         self.process: subprocess.Popen[bytes] | None = None

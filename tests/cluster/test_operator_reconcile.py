@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from hack.cluster.controlplane import ControlPlane
 from tests.cluster.operator_harness import (
     CHILDREN,
     ENGINES,
     POOLS,
+    ROOT,
     Namespace,
     OperatorProcess,
     condition,
@@ -279,3 +281,42 @@ def test_deletes_in_a_watch_gap_are_noticed(fresh_control_plane: ControlPlane, t
             return new is not None and new["metadata"]["uid"] != old["metadata"]["uid"]
 
         eventually(back, f"the Deployment is back; log:\n{operator.tail()}", 60)
+
+
+def test_the_whole_cluster_with_nothing_but_the_charts_rights(fresh_control_plane: ControlPlane, tmp_path: Path) -> None:
+    """Cluster-wide, as the chart's service account: pools in two namespaces, a reset, a prune, a recreated pool."""
+    plane, home = fresh_control_plane, "epochkv-system"
+    install_crds(plane)
+    admin = Namespace(plane, home)
+    for name in (home, "team-a", "team-b"):
+        admin.request("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
+    chart = str(ROOT / "charts" / "epochkv")
+    command = [str(plane.helm), "template", "epochkv", chart, "-n", home, "--kube-version", "1.34.4", "--set", "crds.install=false"]
+    rendered = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    rules = [obj for obj in yaml.safe_load_all(rendered) if obj and "rbac.authorization.k8s.io" in obj["apiVersion"]]
+    assert {obj["kind"] for obj in rules} == {"ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"}
+    (tmp_path / "rbac.yaml").write_text(yaml.safe_dump_all(rules))
+    applied = kubectl(admin, "apply", "-f", str(tmp_path / "rbac.yaml"))
+    assert applied.returncode == 0, applied.stderr
+    account = f"system:serviceaccount:{home}:epochkv-operator"
+    config = plane.kubeconfig_for(account, ("system:serviceaccounts", "system:authenticated"))
+    flags: dict[str, Any] = {"watch_namespace": None, "kubeconfig": config}
+    with OperatorProcess(plane, home, tmp_path, **flags) as operator:
+        operator.wait_ready()
+        for name in ("team-a", "team-b"):
+            space = Namespace(plane, name)
+            space.create_pool("policy", resetEpoch=1, **L1_AND_L2)
+            space.create_engine("rollout", **ENGINE)
+            eventually(lambda s=space: up(s), f"{name} up; log:\n{operator.tail()}", 60)
+            eventually(lambda s=space: s.status("policy").get("epoch") == 1, f"{name} published; log:\n{operator.tail()}")
+        space = Namespace(plane, "team-a")
+        space.patch(POOLS, "policy", {"spec": {"distributed": None}})
+        eventually(lambda: not space.names("statefulsets"), f"pruned; log:\n{operator.tail()}")
+        space.delete(POOLS, "policy")
+        eventually(lambda: space.pool("policy") is None, "pool gone")
+        space.create_pool("policy", resetEpoch=2, **L1_AND_L2)
+        eventually(lambda: space.status("policy").get("epoch") == 2, f"recreated; log:\n{operator.tail()}")
+        assert operator.http("/livez")[0] == 200
+        assert 'code="403"' not in operator.http("/metrics")[1], operator.tail()
+        refused = [line for line in operator.lines() if "orbidden" in json.dumps(line)]
+        assert not refused
