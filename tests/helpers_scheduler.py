@@ -270,6 +270,7 @@ class Rig:
         self.outputs: dict[str, list[int]] = {}
         self.finished: set[str] = set()
         self.max_num_seqs = max_num_seqs
+        self.groups = tuple(groups)
         self._next_id = 0
         config: dict[str, Any] = {
             "pool": {"name": "policy", "namespace": "default", "uid": pool_uid},
@@ -491,13 +492,14 @@ class Rig:
         stale = foreign = 0
         weights = self.recorded_weights.pop(request.request_id, self.weights)
         tokens = list(request.all_token_ids)
-        blocks = self._blocks(request)[0]
-        for position in range(start):
-            held = self.gpu.get(blocks[position // BLOCK], (None,) * BLOCK)[position % BLOCK]
-            if held is None or held[1] != cell("", tokens[: position + 1])[1]:
-                foreign += 1
-            elif held[0] != weights:
-                stale += 1
+        for kind, blocks in zip(self.groups, self._blocks(request), strict=True):
+            needed = range(start) if kind == "full" else range(max(0, start - int(kind) + 1), start)
+            for position in needed:
+                held = self.gpu.get(blocks[position // BLOCK], (None,) * BLOCK)[position % BLOCK]
+                if held is None or held[1] != cell("", tokens[: position + 1])[1]:
+                    foreign += 1
+                elif held[0] != weights:
+                    stale += 1
         if admitted:
             self.stale_tokens[request.request_id] = self.stale_tokens.get(request.request_id, 0) + stale
         self.foreign_tokens[request.request_id] = self.foreign_tokens.get(request.request_id, 0) + foreign
@@ -507,6 +509,8 @@ class Rig:
         for group_blocks in self._blocks(request):
             for position in range(start, end):
                 block = group_blocks[position // BLOCK]
+                if block == self.block_pool.null_block.block_id:
+                    continue
                 content = list(self.gpu.get(block, (None,) * BLOCK))
                 content[position % BLOCK] = cell(self.weights, tokens[: position + 1])
                 self.gpu[block] = tuple(content)

@@ -66,7 +66,10 @@ class EpochKVPromMetrics(KVConnectorPromMetrics):
             name=f"{PREFIX}events", documentation="What the EpochKV connector counted.", labelnames=[*labelnames, "event"]
         )
         self._state = self._gauge_cls(
-            name=f"{PREFIX}state", documentation="What holds now in the EpochKV connector.", labelnames=[*labelnames, "of"]
+            name=f"{PREFIX}state",
+            documentation="What holds now in the EpochKV connector.",
+            multiprocess_mode="mostrecent",
+            labelnames=[*labelnames, "of"],
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
