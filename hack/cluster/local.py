@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -109,7 +110,7 @@ class LocalCluster:
                 report(f"cluster {self.name} is removed")
             (state.run_root() / f".{self.name}.lock").unlink(missing_ok=True)
         for root in (state.run_root(), state.data_root()):
-            if root.is_dir() and not any(root.iterdir()):
+            with contextlib.suppress(OSError):  # other clusters are in it, or it is gone
                 root.rmdir()
 
     def status(self) -> list[ComponentStatus]:
@@ -183,10 +184,11 @@ class LocalCluster:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """One `up` or `down` of a name at a time; network indexes are handed out under the shared lock in `_state_or_new`."""
-        state.run_root().mkdir(parents=True, exist_ok=True)
-        with (state.run_root() / f".{self.name}.lock").open("w") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        handle = _lock(state.run_root() / f".{self.name}.lock")
+        try:
             yield
+        finally:
+            os.close(handle)
 
     def _state(self) -> ClusterState:
         found = state.load(self.name)
@@ -320,6 +322,18 @@ class LocalCluster:
                     return False
                 raise
         return True
+
+
+def _lock(path: Path) -> int:
+    """Lock a file and return its descriptor. A `down` removes the file and, when empty, the folder: what is locked must still be there."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if path.exists() and os.fstat(handle).st_ino == path.stat().st_ino:
+                return handle
+            os.close(handle)
 
 
 def _check_machine(mounts: Sequence[Path]) -> None:

@@ -34,7 +34,7 @@ mount -t tmpfs -o mode=755 tmpfs /run
 mkdir -p "$run" /run/lock /run/netns
 mount -c --bind /proc/self/fd/3 "$run"
 exec 3<&-
-mkdir -p "$data/log" "$data/cni-cache"
+mkdir -p "$data/log" "$data/cni-cache" /var/lib/cni  # libcni's cache folder cannot be configured: a mount point only
 mount --bind "$data/log" /var/log
 mount --bind "$data/cni-cache" /var/lib/cni
 mount --make-rshared /
@@ -86,7 +86,6 @@ class Node:
         return new
 
     def _start_init(self) -> None:
-        Path("/var/lib/cni").mkdir(exist_ok=True)  # Only a mount point: libcni's cache folder cannot be configured.
         ready = self.state.run / ".init-ready"
         ready.unlink(missing_ok=True)
         arguments = [str(self.state.run), str(self.state.data), self.state.node_name, str(ready)]

@@ -55,8 +55,8 @@ def test_restart_keeps_address_and_data(fresh_control_plane: ControlPlane) -> No
 def test_a_stopped_api_server_answers_nothing_until_continued(fresh_control_plane: ControlPlane) -> None:
     plane = fresh_control_plane
     plane.stop("kube-apiserver")
-    stat = Path(f"/proc/{plane.component('kube-apiserver').pid}/stat").read_text()
-    assert stat.rpartition(")")[2].split()[0] == "T"
+    stat = Path(f"/proc/{plane.component('kube-apiserver').pid}/stat")
+    assert wait_for(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", 10)
     silent = kubectl(plane, "get", "--raw", "/readyz", "--request-timeout=1s")
     assert silent.returncode != 0
     plane.cont("kube-apiserver")
