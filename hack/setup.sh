@@ -69,7 +69,7 @@ for stage in "$@"; do
       apt libibverbs1 ibverbs-providers librdmacm1 libnuma1 liburing2 libcurl4
       environment engine .build/venv-engine 120 ;;
     system)
-      apt containerd runc iptables containernetworking-plugins debootstrap buildah iproute2 conntrack procps ca-certificates openssl ;;
+      apt containerd runc iptables containernetworking-plugins debootstrap buildah iproute2 conntrack procps ca-certificates openssl gcc libc6-dev ;;
     *) die "unknown stage '$stage'; there are: dev, engine, system" ;;
   esac
 done
