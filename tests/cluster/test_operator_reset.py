@@ -224,8 +224,8 @@ def test_a_frozen_leader_that_wakes_up_after_a_reset_changes_nothing(plane: Cont
             lambda: next((o for o in operators if o.http("/readyz")[0] == 200), None), f"a leader\n{operators[0].tail()}", 60
         )
         standby = next(operator for operator in operators if operator is not leader)
-        assert standby.http("/livez")[0] == 200  # alive, not ready
-        assert standby.http("/readyz")[0] == 503
+        eventually(lambda: standby.http("/livez")[0] == 200, "the standby alive")
+        assert standby.http("/readyz")[0] == 503  # but not ready
         namespace.create_pool("policy", **POOL)
         found = stack.enter_context(engines(service.endpoint, namespace))
         history = stack.enter_context(History(namespace))
