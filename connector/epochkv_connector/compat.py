@@ -192,23 +192,21 @@ def is_multimodal(vllm_config: Any) -> bool:
 def _plain(value: Any) -> Any:
     """JSON for the values found in vLLM configurations; addresses never get in."""
     if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted(str(_plain(item)) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            "type": type(value).__name__,
-            **{f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)},
-        }
-    name = getattr(value, "name", None)
-    if isinstance(name, str):
-        return name
-    text = str(value)
-    return re.sub(r" at 0x[0-9a-f]+", "", text)
+        plain: Any = value
+    elif isinstance(value, dict):
+        plain = {str(key): _plain(item) for key, item in value.items()}
+    elif isinstance(value, (list, tuple)):
+        plain = [_plain(item) for item in value]
+    elif isinstance(value, (set, frozenset)):
+        plain = sorted(str(_plain(item)) for item in value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        plain = {"type": type(value).__name__, **fields}
+    elif isinstance(getattr(value, "name", None), str):
+        plain = value.name
+    else:
+        plain = re.sub(r" at 0x[0-9a-f]+", "", str(value))
+    return plain
 
 
 _VOLATILE_HF_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "_attn_implementation_autoset")
@@ -216,7 +214,7 @@ _VOLATILE_HF_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "_a
 
 def _model_digest(model_config: Any) -> str:
     hf_config = getattr(model_config, "hf_config", None)
-    described = hf_config.to_dict() if hasattr(hf_config, "to_dict") else {}
+    described = hf_config.to_dict() if hf_config is not None and hasattr(hf_config, "to_dict") else {}
     kept = {key: value for key, value in described.items() if key not in _VOLATILE_HF_KEYS}
     text = json.dumps(_plain(kept), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

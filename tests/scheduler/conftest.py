@@ -15,8 +15,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 @pytest.fixture
 def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Build engines; each is closed at the end."""
-    from tests.helpers_scheduler import Rig
     from vllm.v1.core import kv_cache_utils
+
+    from tests.helpers_scheduler import Rig
 
     had = hasattr(kv_cache_utils, "NONE_HASH")
     before = getattr(kv_cache_utils, "NONE_HASH", None)

@@ -1,0 +1,193 @@
+"""The borders with vLLM: versions, fingerprint fields, layouts, stats, registration by name, the worker facade."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.helpers_scheduler import BLOCK, prompt
+
+MakeRig = Callable[..., Any]
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.0", "0.33.0rc1"])
+def test_tested_versions_are_taken(version: str) -> None:
+    from epochkv_connector import compat
+
+    compat.check_version(False, version)
+
+
+@pytest.mark.parametrize("version", ["0.29.9", "0.34.0", "1.32.0", "dev"])
+def test_other_versions_are_refused_in_a_sentence(version: str) -> None:
+    from epochkv_connector import compat
+
+    with pytest.raises(compat.UnsupportedEngine, match=r"0\.30 to 0\.33.*allow_untested_vllm"):
+        compat.check_version(False, version)
+    compat.check_version(True, version)
+
+
+def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig) -> None:
+    from epochkv_connector import compat
+    from epochkv_connector.identity import fingerprint
+
+    rig = make_rig()
+    config, cache = rig.vllm_config, rig.kv_cache_config
+
+    def digest() -> str:
+        return fingerprint(compat.describe_engine(config, cache))
+
+    base = digest()
+    assert digest() == base
+    seen = {base}
+
+    def changed(owner: Any, name: str, value: Any) -> None:
+        before = getattr(owner, name)
+        object.__setattr__(owner, name, value)
+        seen.add(digest())
+        object.__setattr__(owner, name, before)
+
+    spec = cache.kv_cache_groups[0].kv_cache_spec
+    changes = [
+        (config.model_config, "model", "another/model"),
+        (config.model_config, "revision", "abc"),
+        (config.model_config, "quantization", "fp8"),
+        (config.cache_config, "cache_dtype", "fp8"),
+        (config.cache_config, "prefix_caching_hash_algo", "sha256_cbor"),
+        (config.parallel_config, "pipeline_parallel_size", 2),
+        (config.parallel_config, "decode_context_parallel_size", 2),
+        (spec, "block_size", 32),
+        (spec, "num_kv_heads", 4),
+        (spec, "head_size", 64),
+        (cache, "kv_cache_layout", "HND"),
+        (config.model_config.hf_config, "rms_norm_eps", 1e-5),
+        (cache.kv_cache_groups[0], "layer_names", ["other"]),
+    ]
+    for owner, name, value in changes:
+        changed(owner, name, value)
+    assert len(seen) == 1 + len(changes)
+    config.parallel_config.tensor_parallel_size = 8  # replicated heads share: only what a rank holds counts
+    assert digest() == base
+
+
+def test_a_random_hash_seed_keeps_names_at_home(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from epochkv_connector import compat
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert compat.hash_seed_is_random("xxhash")
+    assert compat.hash_seed_is_random("xxhash_cbor")
+    assert not compat.hash_seed_is_random("sha256")
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert not compat.hash_seed_is_random("xxhash")
+    monkeypatch.delenv("PYTHONHASHSEED")
+    monkeypatch.setattr(compat, "hash_seed_is_random", lambda algorithm: True)
+    rig = make_rig()
+    rig.adopt(0)
+    assert rig.fence.snapshot.shared
+    assert rig.fence.snapshot.namespace is None
+
+
+def test_the_layout_tells_groups_apart(make_rig: MakeRig) -> None:
+    from epochkv_connector import compat
+    from epochkv_connector.scheduler.views import GroupKind
+
+    rig = make_rig(groups=("48", "full"))
+    layout = compat.cache_layout(rig.vllm_config, rig.kv_cache_config)
+    assert [group.kind for group in layout.groups] == [GroupKind.SLIDING, GroupKind.FULL]
+    assert layout.groups[0].window_tokens == 48
+    assert layout.alignment_tokens == BLOCK
+    assert layout.slot_bytes == 2304  # 16 tokens x (16 + 16) values x 4 bytes + 128 of envelope, aligned to 256
+
+
+def test_stats_travel_add_up_and_reach_prometheus(make_rig: MakeRig) -> None:
+    from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+    from epochkv_connector.connector import EpochKVConnector
+
+    rig = make_rig()
+    rig.connector._stats_at = float("inf")  # nothing is told while it serves
+    rig.adopt(3)
+    rig.serve(prompt(1, 4 * BLOCK))
+    rig.connector._stats_at = float("-inf")
+    first = rig.connector.get_kv_connector_stats()
+    assert first is not None
+    assert first.data["gauges"]["epoch"] == 3.0
+    assert first.data["counters"]["adoptions"] == 1
+    assert rig.connector.get_kv_connector_stats() is None  # at most once a second
+    rig.connector._stats_at = float("-inf")
+    second = rig.connector.get_kv_connector_stats()
+    assert second is not None
+    assert "adoptions" not in second.data["counters"]  # increments
+    rebuilt = EpochKVConnector.build_kv_connector_stats(first.to_dict())
+    rebuilt.aggregate(EpochKVConnector.build_kv_connector_stats({"counters": {"adoptions": 2}, "gauges": {"epoch": 4.0}}))
+    assert rebuilt.reduce()["adoptions"] == 3
+    assert rebuilt.reduce()["epoch"] == 4.0
+    metrics = EpochKVConnector.build_prom_metrics(
+        rig.vllm_config, {Gauge: Gauge, Counter: Counter, Histogram: Histogram}, ["engine"], {0: ["0"]}
+    )
+    metrics.observe(rebuilt.to_dict())
+    assert REGISTRY.get_sample_value("vllm:epochkv_events_total", {"engine": "0", "event": "adoptions"}) == 3
+    assert REGISTRY.get_sample_value("vllm:epochkv_state", {"engine": "0", "of": "epoch"}) == 4.0
+
+
+def test_registration_by_name_may_be_repeated() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from epochkv_connector import plugin
+    from epochkv_connector.connector import EpochKVConnector
+
+    plugin.register()
+    plugin.register()
+    assert KVConnectorFactory.get_connector_class_by_name("EpochKVConnector") is EpochKVConnector
+
+
+def test_a_rank_that_cannot_be_staged_answers_every_job_once() -> None:
+    from epochkv_connector.records import BlockMove, LoadJob, Phase, SaveJob
+    from epochkv_connector.wire import StepMetadata
+    from epochkv_connector.working import RefusingHalf, WorkerSide
+
+    side = WorkerSide(RefusingHalf(1), 1)
+    move = BlockMove(0, 0, 5, 0, b"h")
+    step = StepMetadata(
+        loads=(LoadJob(1, "a", None, (move,), 1.0),),
+        saves=(SaveJob(2, "b", "ns", 0, 1, (move,), 1.0), SaveJob(3, "b", None, 1, 1, (move,), 1.0)),
+        poisoned=("c",),
+    )
+    side.new_step()
+    side.start(step, idle=True)
+    side.finish(step)
+    side.start(step, idle=True)  # asked twice, as vLLM does
+    assert side.results() == ({"a", "c"}, {"a", "c"})
+    assert side.results() == (set(), set())
+    acks = [(ack.job_id, ack.phase, ack.failed, ack.num_blocks) for ack in side.acks().acks]
+    assert acks == [(1, Phase.LOADED, True, 0), (2, Phase.COPIED, True, 0), (2, Phase.STORED, True, 0), (3, Phase.COPIED, True, 0)]
+    assert side.acks().acks == []
+
+
+def test_what_a_drain_collects_is_kept_for_the_next_results() -> None:
+    """An in-process engine drains between steps; a load that ended meanwhile must still be reported to vLLM, once."""
+    from epochkv_connector.records import LoadJob
+    from epochkv_connector.wire import StepMetadata
+    from epochkv_connector.working import RefusingHalf, WorkerSide
+
+    side = WorkerSide(RefusingHalf(0), 0)
+    side.new_step()
+    side.start(StepMetadata(loads=(LoadJob(1, "a", None, (), 1.0),)), idle=False)
+    assert [ack.job_id for ack in side.drain(0.0).acks] == [1]
+    assert side.results() == ({"a"}, {"a"})
+    assert side.acks().acks == []
+
+
+def test_a_half_that_raises_is_replaced_by_one_that_refuses() -> None:
+    from epochkv_connector.records import LoadJob
+    from epochkv_connector.wire import StepMetadata
+    from epochkv_connector.working import RefusingHalf, WorkerSide
+
+    side = WorkerSide(RefusingHalf(0), 0)
+    side.new_step()
+    side.refuse(StepMetadata(loads=(LoadJob(1, "a", None, (), 1.0),)))
+    assert side.results() == ({"a"}, {"a"})
+    side.new_step()
+    side.start(StepMetadata(loads=(LoadJob(2, "b", None, (), 1.0),)), idle=False)
+    assert side.results() == ({"b"}, {"b"})

@@ -1,0 +1,126 @@
+"""Other shapes of engine and request: hybrid groups, no prefix caching, streaming sessions, many waiting requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.helpers_scheduler import BLOCK, SharedStore, prompt
+
+MakeRig = Callable[..., Any]
+LENGTH = 8 * BLOCK + 3
+
+
+@pytest.mark.parametrize("tier", ["l1", "l2"])
+@pytest.mark.parametrize("groups", [("full", "48"), ("48", "full"), ("full", "32", "80")])
+def test_hybrid_groups_come_back_whole(make_rig: MakeRig, groups: tuple[str, ...], tier: str) -> None:
+    """The sliding groups load only their window; the oracle checks every position that attention can still see."""
+    store = SharedStore() if tier == "l2" else None
+    options: dict[str, Any] = {"l1_bytes": None, "extra": {"staging_slots": 64}} if tier == "l2" else {}
+    rig = make_rig(groups=groups, num_blocks=12 * len(groups), store=store, **options)
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    first = rig.serve(tokens, max_tokens=4)
+    for seed in range(100, 108):
+        rig.serve(prompt(seed, LENGTH))
+    again = rig.serve(tokens, max_tokens=4)
+    assert rig.half.stats()["loads_done"] >= 1
+    assert rig.cached[again] == 8 * BLOCK
+    assert rig.outputs[again] == rig.outputs[first]
+    rig.adopt(1, weights="w1")
+    assert rig.cached[rig.serve(tokens)] == 0
+    rig.check_clean()
+
+
+def test_a_hybrid_load_overtaken_by_an_adoption(make_rig: MakeRig) -> None:
+    rig = make_rig(groups=("full", "48"), num_blocks=24)
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    for seed in range(100, 108):
+        rig.serve(prompt(seed, LENGTH))
+    (worker,) = rig.workers
+    worker.hold_loads = True
+    request = rig.add(tokens)
+    rig.step()
+    assert len(worker.loads) == 1
+    rig.adopt(1, weights="w1")
+    worker.hold_loads = False
+    worker.work()
+    rig.run()
+    assert worker.poison_orders == [request.request_id]
+    assert rig.cached[request.request_id] == 0
+    rig.check_clean()
+
+
+def test_without_prefix_caching_the_tiers_still_work(make_rig: MakeRig) -> None:
+    rig = make_rig(caching=False)
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    again = rig.serve(tokens)
+    assert rig.cached[again] == 8 * BLOCK
+    rig.adopt(1, weights="w1")
+    assert rig.cached[rig.serve(tokens)] == 0
+    rig.check_clean()
+
+
+def test_rehashing_is_spread_over_steps(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a budget that one request exceeds, each step re-hashes one and the others wait their turn."""
+    monkeypatch.setattr("epochkv_connector.fencing.REHASH_BUDGET_SECONDS", 1e-9)
+    rig = make_rig(num_blocks=128)
+    rig.adopt(0)
+    waiting = [rig.add(prompt(seed, LENGTH)) for seed in range(5)]
+    rig.adopt(1, weights="w1")
+    scheduled_in: dict[str, int] = {}
+    for step in range(12):
+        for request_id in rig.step().num_scheduled_tokens:
+            scheduled_in.setdefault(request_id, step)
+    assert len(scheduled_in) == len(waiting)
+    assert len(set(scheduled_in.values())) == len(waiting)  # one a step
+    rig.run()
+    rig.check_clean()
+
+
+def test_a_streaming_session_keeps_its_root_and_is_counted_apart(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.adopt(0)
+    session = rig.request(prompt(1, LENGTH), max_tokens=3)
+    session.resumable = True
+    rig.scheduler.add_request(session)
+    rig.step()
+    rig.adopt(1, weights="w1")
+    assert rig.fence.carried() == 0
+    assert rig.fence.carried_sessions() == 1
+    root = rig.fence.pin_of(session).root
+    for _ in range(4):
+        rig.step()
+    assert rig.fence.pin_of(session).root == root
+    from vllm.v1.request import RequestStatus
+
+    rig.scheduler.finish_requests(session.request_id, RequestStatus.FINISHED_ABORTED)
+    rig.run()
+    assert rig.fence.carried_sessions() == 0
+    assert rig.cached[rig.serve(prompt(1, LENGTH))] == 0
+    rig.check_clean()
+
+
+def test_a_session_that_never_ran_is_repinned(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    session = rig.request(tokens, max_tokens=2)
+    session.resumable = True
+    rig.scheduler.add_request(session)
+    rig.adopt(1, weights="w1")
+    for _ in range(3):
+        rig.step()
+    assert rig.cached[session.request_id] == 0
+    from vllm.v1.request import RequestStatus
+
+    rig.scheduler.finish_requests(session.request_id, RequestStatus.FINISHED_ABORTED)
+    rig.run()
+    rig.check_clean()

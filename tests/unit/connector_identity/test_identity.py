@@ -1,0 +1,102 @@
+"""Names: computed by hand from the protocol's text, and different whenever anything they are made of differs."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epochkv_connector import identity, keys
+from epochkv_connector.identity import IdentityError
+
+SECRET = bytes(range(32))
+UID = "6f1c2d3e-0000-4000-8000-000000000001"
+FINGERPRINT = "ab" * 32
+
+
+def by_hand(secret: bytes, *fields: bytes) -> bytes:
+    """HMAC-SHA256 over length-prefixed fields."""
+    return hmac.new(secret, b"".join(len(f).to_bytes(8, "big") + f for f in fields), hashlib.sha256).digest()
+
+
+def test_the_shared_root_is_what_the_protocol_says() -> None:
+    expected = by_hand(SECRET, b"epochkv", UID.encode(), (7).to_bytes(8, "big"), FINGERPRINT.encode())
+    assert identity.shared_root(SECRET, UID, 7, FINGERPRINT) == expected
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.text(min_size=1, max_size=5), st.integers(0, 300), st.text("0123456789abcdef", min_size=1, max_size=5)
+        ),
+        unique=True,
+        min_size=2,
+        max_size=6,
+    )
+)
+def test_different_inputs_never_share_a_root(inputs: list[tuple[str, int, str]]) -> None:
+    roots = [identity.shared_root(SECRET, *each) for each in inputs]
+    assert all(first != second for first, second in combinations(roots, 2))
+
+
+def test_a_root_needs_every_part() -> None:
+    good = (SECRET, UID, 0, FINGERPRINT)
+    for index, bad in enumerate((b"", "", -1, "")):
+        arguments: Any = (*good[:index], bad, *good[index + 1 :])
+        with pytest.raises(IdentityError):
+            identity.shared_root(*arguments)
+
+
+def test_an_adapters_root_depends_on_its_version() -> None:
+    root = identity.shared_root(SECRET, UID, 1, FINGERPRINT)
+    expected = by_hand(root, b"adapter", b"a", b"/p", (2).to_bytes(8, "big"))
+    assert identity.adapter_root(root, "a", "/p", 2) == expected
+    changes = (("a", "/p", 2), ("a", "/p", 3), ("a", "/q", 2), ("b", "/p", 2), ("a/", "p", 2))
+    versions = {identity.adapter_root(root, *each) for each in changes}
+    assert len(versions) == 5
+    assert root not in versions
+
+
+def test_the_fingerprint_ignores_order_and_notices_everything_else() -> None:
+    fields = {"model": "m", "groups": [{"block_size": 16}], "layout": None}
+    same = {"layout": None, "groups": [{"block_size": 16}], "model": "m"}
+    assert identity.fingerprint(fields) == identity.fingerprint(same)
+    assert len(identity.fingerprint(fields)) == 64
+    for other in ({**fields, "model": "n"}, {**fields, "groups": [{"block_size": 32}]}, {**fields, "new": None}):
+        assert identity.fingerprint(other) != identity.fingerprint(fields)
+
+
+def test_a_fingerprint_of_an_object_is_refused() -> None:
+    with pytest.raises(IdentityError, match="not JSON"):
+        identity.fingerprint({"model": object()})
+
+
+def test_the_namespace_is_one_that_the_key_codec_reads() -> None:
+    uid8 = hashlib.sha256(UID.encode()).hexdigest()[:8]
+    space = identity.namespace(UID, FINGERPRINT, 12)
+    assert space == f"{uid8}/{'ab' * 8}/e12"
+    assert keys.epoch_of(space) == 12
+    parsed = keys.parse_key(keys.object_key(space, 1, 0, b"\x01\x02"))
+    assert (parsed.pool, parsed.epoch, parsed.group, parsed.block_hash) == (uid8, 12, 1, b"\x01\x02")
+    assert identity.pool_prefix("any text / with ümlauts") != identity.pool_prefix(UID)
+    assert keys.epoch_of(identity.namespace("any text / with ümlauts", FINGERPRINT, 0)) == 0
+
+
+def test_the_secret_is_read_or_the_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "root.secret"
+    with pytest.raises(IdentityError, match=r"root\.secret cannot be read"):
+        identity.read_secret(str(tmp_path))
+    path.write_text(SECRET.hex() + "\n")
+    assert identity.read_secret(str(tmp_path)) == SECRET
+    path.write_text("00ff")
+    with pytest.raises(IdentityError, match="holds 2 bytes"):
+        identity.read_secret(str(tmp_path))
+    path.write_text("no hex")
+    with pytest.raises(IdentityError, match="not hex"):
+        identity.read_secret(str(tmp_path))
