@@ -308,7 +308,10 @@ def engine_change(id: str, old: Json, new: Json, *says: str) -> Change:
 
 CHANGES = [
     pool_change("raise-epoch", {"resetEpoch": 1}, {"resetEpoch": 9}),
-    pool_change("keep-epoch", {"resetEpoch": 3}, {"resetEpoch": 3, "reset": {"leaseSeconds": 10}}),
+    pool_change("keep-epoch", {"resetEpoch": 3}, {"resetEpoch": 3, "reset": {"joinAfterSeconds": 10}}),
+    pool_change("raise-lease", {"reset": {"leaseSeconds": 10}}, {"reset": {"leaseSeconds": 20}}),
+    pool_change("lower-lease", {"reset": {"leaseSeconds": 40}}, {"reset": {"leaseSeconds": 39}}, "spec.reset.leaseSeconds never goes down"),
+    pool_change("drop-long-lease", {"reset": {"leaseSeconds": 40}}, {}, "spec.reset.leaseSeconds never goes down"),
     pool_change("lower-epoch", {"resetEpoch": 7}, {"resetEpoch": 6}, "spec.resetEpoch", "it is 7; to reset, set 8 or higher"),
     pool_change("remove-epoch", {"resetEpoch": 7}, {}, "spec.resetEpoch", "it is 7"),
     pool_change("remove-local", {"distributed": MOONCAKE}, {"distributed": MOONCAKE}),

@@ -110,7 +110,7 @@ def test_defaults_are_filled_in(made: Any) -> None:
         "networkPolicy": {"mode": "Enabled"},
     }
     engine = made("InferenceEngine", "defaults", {"model": {"name": "tiny"}})
-    assert engine["spec"] == {"model": {"name": "tiny"}, "replicas": 1, "weightsSource": "Model", "parallelism": {"tensor": 1}}
+    assert engine["spec"] == {"model": {"name": "tiny"}, "replicas": 1, "weightsSource": "Pushed", "parallelism": {"tensor": 1}}
 
 
 def patch_status(plane: ControlPlane, kind: str, name: str, status: Json | None) -> tuple[int, Json]:

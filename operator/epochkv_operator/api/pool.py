@@ -34,7 +34,8 @@ class Reset(ApiModel):
     lease_seconds: Annotated[int, Field(ge=1, le=3600, json_schema_extra={"format": "int32"})] = 30
     """Seconds an engine may use an epoch without hearing from the hub again. An engine that is frozen or cut off delays the
     publication of a
-    new epoch by at most this plus a margin for clock rates (10 %, at least 1 s). Engines send a heartbeat every third of it."""
+    new epoch by at most this plus a margin for clock rates (10 %, at least 1 s). Engines send a heartbeat every third of it.
+    Never goes down: a new hub could not know that longer leases are still out."""
     join_after_seconds: Annotated[int, Field(ge=0, le=86400, json_schema_extra={"format": "int32"})] = 60
     """With pushed weights, an engine process younger than this when the epoch was raised is taken to have missed the push; it
     serves in bypass
@@ -244,6 +245,12 @@ class KVCachePoolSpec(ApiModel):
                 expression="'spec.resetEpoch never goes down: it is %d; to reset, set %d or higher'"
                 ".format([oldSelf.resetEpoch, oldSelf.resetEpoch + 1])",
                 path=".resetEpoch",
+            ),
+            rule(
+                "!has(self.reset.leaseSeconds) || !has(oldSelf.reset) || !has(oldSelf.reset.leaseSeconds)"
+                " || self.reset.leaseSeconds >= oldSelf.reset.leaseSeconds",
+                "spec.reset.leaseSeconds never goes down: a longer lease may still be out; keep it, or create a new pool",
+                path=".reset.leaseSeconds",
             ),
             rule(
                 "has(self.local) || has(self.distributed)",
