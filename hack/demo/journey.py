@@ -24,6 +24,7 @@ PROMPT_TOKENS = 1000
 BLOCKS = PROMPT_TOKENS // 128
 CACHED = BLOCKS * 128
 ANSWER_TOKENS = 16
+MAX_REPLACED = 8  # prompts per step that may be replaced because a lookup missed its deadline
 
 Prompt = tuple[int, ...]
 
@@ -192,17 +193,40 @@ class Journey:
         written = [writer.complete(prompt, ANSWER_TOKENS) for prompt in prompts]
         self.claims.equal(f"{label}: cached tokens on the first engine", [answer.cached for answer in written], [0] * count)
         self.claims.equal(f"{label}: tokens it took from L2", _external(writer) - hits[writer.name], 0)
-        wait_until(
-            lambda: self.stored_blocks(epoch) >= before + BLOCKS * count,
-            60.0,
-            lambda: f"{self.stored_blocks(epoch) - before} of {BLOCKS * count} blocks of epoch {epoch} arrived in the store",
-        )
+        self._wait_stored(epoch, before + BLOCKS * count)
         self.note(f"{label}: the same prompts to {reader.name}")
-        read = [reader.complete(prompt, ANSWER_TOKENS) for prompt in prompts]
+        late, replaced = _late(reader), 0
+        read, right = [], list(expected)
+        for index, prompt in enumerate(prompts):
+            answer = reader.complete(prompt, ANSWER_TOKENS)
+            while answer.cached == 0 and replaced < MAX_REPLACED and _late(reader) > late:
+                # On a busy machine the store's answer may come after the lookup's deadline: a miss, never a lie. Still it must be right.
+                self._same(f"{label}: an answer computed after a late lookup", [answer], [right[index]])
+                late, replaced = _late(reader), replaced + 1
+                self.note(f"{label}: a lookup came too late on this busy machine; once more with another prompt")
+                answer, right[index] = self._once_more(epoch, writer, reader, self.seed * 1000 + replaced)
+            read.append(answer)
         self.claims.equal(f"{label}: cached tokens on the other engine", [answer.cached for answer in read], [CACHED] * count)
         self.claims.equal(f"{label}: of these through L2", _external(reader) - hits[reader.name], CACHED * count)
         self._same(f"{label}: answers of the first engine", written, expected)
-        self._same(f"{label}: answers of the other engine", read, expected)
+        self._same(f"{label}: answers of the other engine", read, right)
+
+    def _once_more(self, epoch: int, writer: EngineApi, reader: EngineApi, seed: int) -> tuple[Answer, tuple[int, ...]]:
+        """A fresh prompt to the writer, then to the reader: the reader's answer and the right one."""
+        assert self.reference is not None
+        (prompt,) = make_prompts(seed, 1)
+        before = self.stored_blocks(epoch)
+        writer.complete(prompt, ANSWER_TOKENS)
+        self._wait_stored(epoch, before + BLOCKS)
+        right = self.reference.complete(prompt, ANSWER_TOKENS)
+        return reader.complete(prompt, ANSWER_TOKENS), right.tokens
+
+    def _wait_stored(self, epoch: int, blocks: int) -> None:
+        wait_until(
+            lambda: self.stored_blocks(epoch) >= blocks,
+            60.0,
+            lambda: f"{self.stored_blocks(epoch)} of {blocks} blocks of epoch {epoch} are in the store",
+        )
 
     def _same(self, what: str, answers: Sequence[Answer], expected: Sequence[tuple[int, ...]]) -> None:
         wrong = sum(answer.tokens != right for answer, right in zip(answers, expected, strict=True))
@@ -212,3 +236,8 @@ class Journey:
 def _external(engine: EngineApi) -> int:
     """Prompt tokens that this engine has taken from another engine's KV so far."""
     return int(engine.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer"))
+
+
+def _late(engine: EngineApi) -> int:
+    """Lookups of this engine that ended by their deadline (the connector's own count)."""
+    return int(engine.metric("vllm:epochkv_state", of="queries_late"))
