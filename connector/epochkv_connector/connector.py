@@ -7,6 +7,7 @@ ours becomes a miss, is counted and logged once per kind; it never reaches vLLM.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -402,7 +403,8 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             "errors": float(sum(self._guard.errors.values())),
         }
         if self._side.half is not None:
-            gauges.update(self._side.half.stats())
+            with contextlib.suppress(RuntimeError):  # a dictionary that the scheduler thread changes meanwhile
+                gauges.update(self._side.half.stats())
         return gauges
 
     @classmethod
