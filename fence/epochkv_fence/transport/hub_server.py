@@ -134,9 +134,11 @@ class HubServer:
             4 * MAX_MESSAGE_BYTES
         )  # what is between this and the limit is answered, what is above is cut off
         router.backlog = 1024
-        router.heartbeat_ivl = 5_000
-        router.heartbeat_timeout = 15_000
-        router.tcp_keepalive = 1
+        router.tcp_keepalive = 1  # and no ZMTP heartbeats: see AgentThread
+        router.tcp_keepalive_idle = 10
+        router.tcp_keepalive_intvl = 5
+        router.tcp_keepalive_cnt = 3
+        router.tcp_maxrt = 15_000
         router.zap_domain = ZAP_DOMAIN.encode()
         router.curve_server = 1
         router.curve_publickey = self._keys.public.encode()

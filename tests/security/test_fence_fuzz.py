@@ -1,0 +1,132 @@
+"""Every decoder and both state machines take whatever a peer can make them decode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from epochkv_fence import hub_events as ev
+from epochkv_fence.agent import Agent, Received, Started
+from epochkv_fence.authority import PoolRecord, Term
+from epochkv_fence.hub import Hub
+from epochkv_fence.messages import MAX_EPOCH, TAGS, Message, WireError, decode, encode
+from epochkv_fence.pool import PoolConfig
+from epochkv_fence.transport.keys import CredentialsError, check_key, generate_keypair
+
+BOOT = b"B" * 16
+FUZZ = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**64 - 1),
+    st.floats(),
+    st.text(max_size=40),
+    st.binary(max_size=40),
+    st.sampled_from([BOOT, 0, 1, MAX_EPOCH, MAX_EPOCH + 1, "Use", "Bypass", -1, 30.0]),
+)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+)
+FIELDS = (
+    "boot",
+    "seq",
+    "epoch",
+    "mode",
+    "lease_seconds",
+    "request",
+    "boots",
+    "below",
+    "removed",
+    "first",
+    "code",
+    "text",
+)
+near_misses = st.fixed_dictionaries(
+    {"type": st.sampled_from(TAGS)},
+    optional={
+        **dict.fromkeys(FIELDS, values),
+        **{field: st.sampled_from([BOOT, 0, 1, 2, "Use", 30.0, "size"]) for field in FIELDS[:6]},
+    },
+)
+
+
+def refused_or_message(frames: list[bytes]) -> Message | None:
+    try:
+        return decode(frames)
+    except WireError as error:
+        if not 0 < len(error.text) <= 1024:
+            raise AssertionError(f"a refusal that cannot be sent as an answer: {error.text!r}") from error
+        return None
+
+
+def taken(payload: bytes) -> Message | None:
+    """What a receiver makes of it: a message or nothing; any other exception is the finding."""
+    message = refused_or_message([b"\x01", payload])
+    if message is None:
+        return None
+    assert decode(encode(message)) == message or "nan" in repr(message)
+    return message
+
+
+@FUZZ
+@given(st.lists(st.binary(max_size=200), max_size=4))
+def test_any_frames(frames: list[bytes]) -> None:
+    refused_or_message(frames)
+
+
+@FUZZ
+@given(st.binary(max_size=400))
+def test_any_payload(payload: bytes) -> None:
+    taken(payload)
+
+
+@FUZZ
+@given(st.lists(near_misses, min_size=1, max_size=6))
+def test_any_fields_reach_both_state_machines_or_none(bodies: list[dict[str, Any]]) -> None:
+    hub = Hub(PoolConfig("u", "p", ()))
+    hub.step(ev.Acquired(Term("h", 1), PoolRecord(1, 0, True)), 100.0)
+    agent = Agent(BOOT)
+    agent.step(Started(), 100.0)
+    now = 100.0
+    for number, body in enumerate(bodies):
+        now += 0.1
+        message = taken(msgspec.msgpack.encode(body))
+        if message is None:
+            continue
+        hub.step(ev.Heard(b"p", message), now)
+        hub.step(ev.RoundBegan(number), now)
+        for action in hub.step(ev.RoundVerified(number), now):
+            if isinstance(action, ev.Send):
+                encode(action.message)
+        hub.step(ev.Tick(), now)
+        hub.snapshot(now)
+        agent.step(Received(message), now)
+        agent.deadline()
+
+
+@FUZZ
+@given(st.binary(min_size=1, max_size=60), st.integers(0, 10**6), st.integers(0, 255))
+def test_a_flipped_byte(noise: bytes, where: int, value: int) -> None:
+    frames = encode(Hub(PoolConfig("u", "p", ()))._status(1, 0, 0.0))  # a message with every kind of field
+    payload = bytearray(frames[1])
+    payload[where % len(payload)] = value
+    taken(bytes(payload))
+    taken(bytes(payload) + noise)
+
+
+@FUZZ
+@given(st.text(max_size=60))
+def test_any_key(text: str) -> None:
+    try:
+        check_key("k", text)
+    except CredentialsError:
+        return
+    assert len(text) == 40
+
+
+def test_a_real_key_passes() -> None:
+    check_key("k", generate_keypair().public)
