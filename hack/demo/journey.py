@@ -123,6 +123,7 @@ class Journey:
         self._load(NEW_WEIGHTS)
         bump = self.bump()
         self.claims.equal("status.epoch after the bump", self.epoch(), bump.epoch)
+        self.claims.equal("engines at that epoch, and in bypass", self._engine_counts(), (2, 0))
         converged = condition(self.pool(), "EpochConverged")
         self.claims.equal("condition EpochConverged", converged.get("status"), "True")
         return bump
@@ -171,6 +172,16 @@ class Journey:
         if status != 200:
             raise DemoError(f"the master's /get_all_keys: HTTP {status}")
         return sum(f"/e{epoch}/" in key for key in body.decode().split())
+
+    def _engine_counts(self, seconds: float = 10.0) -> tuple[int, int]:
+        """Converged and bypassed engines of the status, which follows a moment after the epoch."""
+        deadline = time.monotonic() + seconds
+        while True:
+            engines = self.pool()["status"].get("engines") or {}
+            counts = int(engines.get("converged", 0)), int(engines.get("bypassed", 0))
+            if counts == (2, 0) or time.monotonic() > deadline:
+                return counts
+            time.sleep(0.1)
 
     def _load(self, weights: str) -> None:
         assert self.reference is not None
