@@ -20,7 +20,7 @@ setup-engine: ## The same with vLLM on CPU and the connector (6 GB)
 
 setup-cluster: ## Everything the local cluster needs: packages, Go-built Kubernetes, environments
 	@$(SETUP) $(if $(filter kind,$(CLUSTER)),,system) dev engine
-	@$(DEV) -m hack.cluster build
+	@$(if $(filter kind,$(CLUSTER)),true,$(DEV) -m hack.cluster build)
 
 demo: setup-cluster ## The main job: cluster, chart, pool, engines, prompts, new weights, resetEpoch, proof (CLUSTER=local|kind)
 	@$(DEV) -m hack.demo run

@@ -10,7 +10,7 @@ import statistics
 from rich.console import Console
 from rich.table import Table
 
-from hack.cluster.binaries import build, cache_root
+from hack.cluster.binaries import cache_root
 from hack.demo.journey import ENGINE, NAMESPACE, POOL, Journey
 from hack.demo.progress import Durations, Progress, clock
 from hack.demo.setup import Setup
@@ -26,7 +26,7 @@ def demo(console: Console, seed: int | None, bumps: int) -> int:
     progress = Progress(console, durations, STEPS)
     note = progress.note
     with progress.step("Kubernetes binaries", 420):
-        build(note)
+        setup.build_tools(note)
     with progress.step("images", 180):
         archives = setup.build_images(note)
     with progress.step("models", 60):

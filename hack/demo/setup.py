@@ -55,6 +55,13 @@ class Setup:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
+    def build_tools(self, note: Note) -> None:
+        """Kubernetes, Helm and etcd; with kind only kubectl and Helm are needed, and PATH may have them."""
+        if os.environ.get("CLUSTER") == "kind" and shutil.which("kubectl") and shutil.which("helm"):
+            note("kubectl and helm are on PATH")
+        else:
+            binaries.build(note)
+
     def build_images(self, note: Note) -> list[Path]:
         """Operator, store and engine images; only what has changed. With kind, the Docker daemon that runs it builds them."""
         if os.environ.get("CLUSTER") != "kind":

@@ -27,6 +27,7 @@ def setup() -> Iterator[Setup]:
     given = os.environ.get("EPOCHKV_CLUSTER")
     made = Setup(cluster=given or OWN_CLUSTER)
     try:
+        made.build_tools(print)
         archives = made.build_images(print)
         made.make_models(print)
         made.bring_up(print)
