@@ -19,7 +19,6 @@ from epochkv_fence.boots import NEVER, BootRecord, Gate
 from epochkv_fence.messages import (
     Bump,
     BumpStatus,
-    EngineStatus,
     Error,
     Grant,
     Heartbeat,
@@ -31,8 +30,9 @@ from epochkv_fence.messages import (
     Refusal,
     Status,
 )
-from epochkv_fence.pool import EngineView, PoolConfig, PoolSnapshot
+from epochkv_fence.pool import PoolConfig, PoolSnapshot
 from epochkv_fence.reclaim import Reclaimer
+from epochkv_fence.trainers import Trainers, status_page
 
 NUDGE_SECONDS: Final = 0.25
 ROUND_SECONDS: Final = 1.0
@@ -41,9 +41,6 @@ ROUNDS_PER_LEASE: Final = 10
 """A grant is worth what is left of its lease since the heartbeat was sent, so short leases need quicker rounds."""
 RETRY_SECONDS: Final = 0.25
 MAX_BOOTS: Final = 20_000
-MAX_WAITERS: Final = 1_000
-MAX_MARKED_EPOCHS: Final = 16
-STATUS_PAGE: Final = 64
 
 
 @dataclass(slots=True)
@@ -90,7 +87,6 @@ class Hub:
         self._last_round = NEVER
         self._ask: _Ask | None = None
         self._gate = Gate()
-        self._marks: dict[int, set[bytes]] = {}
         self._recording: int | None = None
         self._tried = 0  # highest epoch this hub ever tried to record
         self._publishing: int | None = None
@@ -98,7 +94,7 @@ class Hub:
         self._nudge_at = math.inf
         self._forget_at = math.inf
         self._reclaimer = Reclaimer()
-        self._waiters: dict[tuple[bytes, int], int] = {}
+        self._trainers = Trainers()
         self._started_at: float | None = None
         self._published_at: float | None = None
         self._reset_seconds: float | None = None
@@ -290,8 +286,7 @@ class Hub:
             record.below_until = max(record.below_until, record.live_until)
             record.live_until = NEVER
         self._behind = {boot: None for boot, record in self._boots.items() if not record.at_least(target)}
-        marked = self._marks.pop(target, set())
-        self._marks = {epoch: boots for epoch, boots in self._marks.items() if epoch > target}
+        marked = self._trainers.marked(target)
         ask = self._ask if self._ask is not None and self._ask.epoch == target <= self._tried else None
         self._gate = Gate(ask.at if ask is not None and not (ask.listed or marked) else None, marked)
         self._started_at = ask.seen if ask is not None else now
@@ -311,7 +306,8 @@ class Hub:
             case Bump():
                 return self._bump(peer, message, now)
             case Status(request=request, first=first):
-                return [ev.Send(peer, self._status(request, first, now))]
+                views = self.snapshot(now).engines
+                return [ev.Send(peer, status_page(request, first, self.target, self.published, views))]
             case Reclaimed(below=below, removed=removed):
                 return [ev.Changed()] if self._reclaimer.answered(below, removed, self.published) else []
             case Error():
@@ -343,8 +339,8 @@ class Hub:
         actions = []
         if bump.epoch > self.target:
             actions = self._asked(_Ask(bump.epoch, now, now, listed=bump.boots is not None), now)
-        if bump.epoch > self.published and len(self._waiters) < MAX_WAITERS:
-            self._waiters[peer, bump.request] = bump.epoch
+        if bump.epoch > self.published:
+            self._trainers.wait(peer, bump.request, bump.epoch)
         return [*actions, ev.Send(peer, self._bump_status(bump.request, bump.epoch))]
 
     def _mark(self, epoch: int, boots: Iterable[bytes]) -> None:
@@ -352,8 +348,8 @@ class Hub:
         if epoch == self.target:
             self._gate.marked.update(boots)
             self._gate.asked_at = None
-        elif epoch > self.target and (epoch in self._marks or len(self._marks) < MAX_MARKED_EPOCHS):
-            self._marks.setdefault(epoch, set()).update(boots)
+        elif epoch > self.target:
+            self._trainers.mark(epoch, boots)
 
     def _bump_status(self, request: int, epoch: int) -> BumpStatus:
         return BumpStatus(
@@ -364,17 +360,6 @@ class Hub:
             engines=len(self._boots),
             laggards=len(self._behind),
             carried=sum(record.newest.carried for record in self._boots.values()),
-        )
-
-    def _status(self, request: int, first: int, now: float) -> Status:
-        views = [view for view in self.snapshot(now).engines if view.alive]
-        return Status(
-            request=request,
-            first=first,
-            target=self.target,
-            published=self.published,
-            total=len(views),
-            engines=[_engine_status(view) for view in views[first : first + STATUS_PAGE]],
         )
 
     def _nudge(self, boots: Iterable[bytes], now: float) -> list[ev.Action]:
@@ -487,10 +472,9 @@ class Hub:
         if epoch == self.target and self._started_at is not None:
             self._reset_seconds = now - self._started_at
         self._reclaim_after(now)
-        done = [(key, asked) for key, asked in self._waiters.items() if asked <= epoch]
-        for key, _ in done:
-            del self._waiters[key]
-        answers = [ev.Send(peer, self._bump_status(request, asked)) for (peer, request), asked in done]
+        answers = [
+            ev.Send(peer, self._bump_status(request, asked)) for peer, request, asked in self._trainers.served(epoch)
+        ]
         return [ev.Changed(), *answers]
 
     def _publish_failed(self, now: float) -> list[ev.Action]:
@@ -543,7 +527,3 @@ class Hub:
         ]
         chosen = self._reclaimer.choose(self.published, able, self.config.reclaim_seconds, now)
         return [] if chosen is None else [ev.Send(chosen.peer, Reclaim(chosen.boot, self.published))]
-
-
-def _engine_status(view: EngineView) -> EngineStatus:
-    return EngineStatus(view.boot, view.engine, view.pod, view.rank, view.epoch, view.mode, view.carried)

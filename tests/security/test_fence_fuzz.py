@@ -12,7 +12,7 @@ from epochkv_fence import hub_events as ev
 from epochkv_fence.agent import Agent, Received, Started
 from epochkv_fence.authority import PoolRecord, Term
 from epochkv_fence.hub import Hub
-from epochkv_fence.messages import MAX_EPOCH, TAGS, Message, WireError, decode, encode
+from epochkv_fence.messages import MAX_EPOCH, TAGS, Heartbeat, Message, Mode, WireError, decode, encode
 from epochkv_fence.pool import PoolConfig
 from epochkv_fence.transport.keys import CredentialsError, check_key, generate_keypair
 
@@ -111,7 +111,7 @@ def test_any_fields_reach_both_state_machines_or_none(bodies: list[dict[str, Any
 @FUZZ
 @given(st.binary(min_size=1, max_size=60), st.integers(0, 10**6), st.integers(0, 255))
 def test_a_flipped_byte(noise: bytes, where: int, value: int) -> None:
-    frames = encode(Hub(PoolConfig("u", "p", ()))._status(1, 0, 0.0))  # a message with every kind of field
+    frames = encode(Heartbeat(BOOT, 7, 3, Mode.USE, 2, 12.5, "e", "p", 1, "f", {"hits": 0.5}))
     payload = bytearray(frames[1])
     payload[where % len(payload)] = value
     taken(bytes(payload))
