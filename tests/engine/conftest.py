@@ -1,4 +1,7 @@
-"""Real vLLM CPU engines behind their OpenAI server, a real Mooncake, the production hub; answers are compared with an engine that caches nothing."""
+"""Real vLLM CPU engines behind their OpenAI server, a real Mooncake, the production hub.
+
+Answers are compared with those of an engine that caches nothing.
+"""
 
 from __future__ import annotations
 

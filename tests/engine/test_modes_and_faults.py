@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,23 @@ from hack.standalone.process import Process, ProcessError, free_port
 from tests.engine.conftest import BLOCKS, CACHED, Prompts, Reference, Weights, eventually
 
 
+@pytest.fixture(scope="module")
+def pool(folder: Path) -> Iterator[Pool]:
+    """Any engine that was there when the epoch was raised may share in it, however young."""
+    with Pool(folder, lease_seconds=6.0, join_after_seconds=0.0) as pool:
+        yield pool
+
+
+def join(pool: Pool) -> None:
+    """Raise the epoch: the engine was there before, so it may share in the new one."""
+    pool.bump()
+    pool.wait_engines(1)
+
+
 def test_l1_only(weights: Weights, folder: Path, pool: Pool, prompts: Prompts, reference: Reference) -> None:
     prompt, other = prompts(), prompts()
     with Engine("l1", weights.base, folder, pool.connector(local_bytes=64 << 20)) as engine:
-        pool.wait_engines(1)
+        join(pool)
         assert engine.complete(prompt).cached == 0
         assert engine.reset_prefix_cache(external=False)
         assert engine.complete(other).cached == 0
@@ -34,6 +49,7 @@ def test_l2_only_and_a_master_that_comes_later(weights: Weights, folder: Path, p
     prompt = prompts()
     mooncake = Mooncake(folder / "late")
     with Engine("l2", weights.base, folder, pool.connector(master_address=mooncake.address)) as engine:
+        join(pool)
         answer = engine.complete(prompt)
         assert (answer.cached, answer.tokens) == (0, reference(prompt, weights.base))
         with mooncake:
@@ -64,7 +80,7 @@ def test_two_tensor_parallel_ranks(
     connector = pool.connector(master_address=mooncake.address)
     args = ("--tensor-parallel-size", "2")
     with Engine("tp2", weights.base, folder, connector, args=args, environ={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}) as engine:
-        pool.wait_engines(1)
+        join(pool)
         before = set(mooncake.keys())
         assert engine.complete(prompt).tokens == reference(prompt, weights.base)
         eventually(lambda: len(set(mooncake.keys()) - before) == 2 * BLOCKS, "both shards of every block in the store")
@@ -105,7 +121,7 @@ def test_unknown_configuration_key_is_one_clear_error(weights: Weights, folder: 
 
 
 IN_PROCESS = """
-    import json, sys
+    import json, os, sys, time
     from vllm import LLM, SamplingParams
     model, connector, prompt = json.load(open(sys.argv[1]))
     llm = LLM(model=model, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=2048, enable_prefix_caching=True,
@@ -114,7 +130,8 @@ IN_PROCESS = """
     def ask():
         output = llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)[0]
         return [output.num_cached_tokens, list(output.outputs[0].token_ids)]
-    import time
+    while not os.path.exists(sys.argv[2]):
+        time.sleep(0.1)
     first = ask()
     time.sleep(1)
     reset = llm.reset_prefix_cache()
@@ -122,22 +139,21 @@ IN_PROCESS = """
 """
 
 
-def test_engine_core_in_process(
-    weights: Weights, folder: Path, pool: Pool, mooncake: Mooncake, prompts: Prompts, reference: Reference
-) -> None:
-    import json
-
+def test_engine_core_in_process(weights: Weights, folder: Path, mooncake: Mooncake, prompts: Prompts, reference: Reference) -> None:
     prompt = prompts()
-    job, script = folder / "job.json", folder / "in_process.py"
-    connector = pool.connector(local_bytes=64 << 20, master_address=mooncake.address)
-    job.write_text(json.dumps([str(weights.base), connector, prompt]))
+    job, go, script = folder / "job.json", folder / "go", folder / "in_process.py"
     script.write_text(textwrap.dedent(IN_PROCESS))
     environ = {**CPU_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    with Process("in-process engine", [sys.executable, str(script), str(job)], folder / "in_process.log", environ) as process:
-        try:
-            process.popen.wait(240)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"the in-process engine hangs:\n{process.tail(60)}")
+    with Pool(folder / "in-process") as pool:
+        connector = pool.connector(local_bytes=64 << 20, master_address=mooncake.address)
+        job.write_text(json.dumps([str(weights.base), connector, prompt]))
+        with Process("in-process engine", [sys.executable, str(script), str(job), str(go)], folder / "in_process.log", environ) as process:
+            pool.wait_engines(1, 240)
+            go.touch()
+            try:
+                process.popen.wait(60)
+            except subprocess.TimeoutExpired:
+                pytest.fail(f"the in-process engine hangs:\n{process.tail(60)}")
     results = [line for line in process.log.read_text().splitlines() if line.startswith("RESULT ")]
     assert results, process.tail(60)
     (cold, reset, warm) = json.loads(results[0].removeprefix("RESULT "))
