@@ -151,9 +151,7 @@ class FenceWorld:
         self.authority = self.thread.call(MemoryAuthority)
         self.hub_pair = HubKeys(*generate_keypair())
         self.pool_pair = generate_keypair()
-        self.config = PoolConfig(
-            POOL, "default/policy", (self.pool_pair.public,), lease_seconds=lease_seconds, **config
-        )
+        self.config = PoolConfig(POOL, "default/policy", (self.pool_pair.public,), lease_seconds=lease_seconds, **config)
         self.hubs: list[HubServer] = []
         self.agents: list[AgentThread] = []
         self.changes: list[str] = []
@@ -165,9 +163,7 @@ class FenceWorld:
 
     def hub(self, bind: str = "tcp://127.0.0.1:0", deadline: float = 1.0) -> HubServer:
         async def make() -> HubServer:
-            hub = HubServer(
-                bind, self.hub_pair, self.authority, on_change=self.changes.append, authority_deadline_seconds=deadline
-            )
+            hub = HubServer(bind, self.hub_pair, self.authority, on_change=self.changes.append, authority_deadline_seconds=deadline)
             await hub.start()
             hub.set_pool(self.config)
             return hub
@@ -189,9 +185,7 @@ class FenceWorld:
         """The pool's configuration with some fields replaced."""
         return replace(self.config, **change)
 
-    def agent(
-        self, endpoint: str, keys: ClientKeys | None = None, engine: FakeEngine | None = None
-    ) -> tuple[AgentThread, FakeEngine]:
+    def agent(self, endpoint: str, keys: ClientKeys | None = None, engine: FakeEngine | None = None) -> tuple[AgentThread, FakeEngine]:
         """Start an agent; its pod is `rollout-<number>`."""
         engine = engine or FakeEngine()
         identity = EngineIdentity("rollout", f"rollout-{len(self.agents)}", 0, "fp")

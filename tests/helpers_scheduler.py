@@ -450,16 +450,10 @@ class Rig:
         made = []
         for worker in self.workers:
             finished, failed = worker.results()
-            made.append(
-                KVConnectorOutput(
-                    finished_recving=finished, failed_recving=failed, kv_connector_worker_meta=worker.poll_acks()
-                )
-            )
+            made.append(KVConnectorOutput(finished_recving=finished, failed_recving=failed, kv_connector_worker_meta=worker.poll_acks()))
         if self._aggregator is None:
             return made[0]
-        merged = self._aggregator.aggregate(
-            [ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=one) for one in made]
-        )
+        merged = self._aggregator.aggregate([ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=one) for one in made])
         return merged.kv_connector_output
 
     def _forward(self, output: Any) -> ModelRunnerOutput:
@@ -476,9 +470,7 @@ class Rig:
             order.append(request_id)
             done = end >= request.num_tokens
             sampled.append([self._sample(request)] if done else [])
-        return ModelRunnerOutput(
-            req_ids=order, req_id_to_index={name: i for i, name in enumerate(order)}, sampled_token_ids=sampled
-        )
+        return ModelRunnerOutput(req_ids=order, req_id_to_index={name: i for i, name in enumerate(order)}, sampled_token_ids=sampled)
 
     def _sample(self, request: Request) -> int:
         digest = hashlib.sha256(json.dumps([self.weights, list(request.all_token_ids)]).encode()).digest()
@@ -521,9 +513,7 @@ class Rig:
             if not self.scheduler.has_requests():
                 return count
             self.step()
-        raise AssertionError(
-            f"not idle after {max_steps} steps: requests {sorted(self.scheduler.requests)}, leaks {self.leaks()}"
-        )
+        raise AssertionError(f"not idle after {max_steps} steps: requests {sorted(self.scheduler.requests)}, leaks {self.leaks()}")
 
     def serve(self, tokens: Sequence[int], **kwargs: Any) -> str:
         """Add one request and run until idle; returns its id."""

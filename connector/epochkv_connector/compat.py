@@ -178,10 +178,7 @@ def holds_blocks(request: Any) -> bool:
     """Whether the request holds KV blocks now (then it must never be re-hashed)."""
     from vllm.v1.request import RequestStatus
 
-    return bool(
-        request.num_computed_tokens > 0
-        or request.status in (RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.RUNNING)
-    )
+    return bool(request.num_computed_tokens > 0 or request.status in (RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.RUNNING))
 
 
 def is_multimodal(vllm_config: Any) -> bool:
@@ -249,9 +246,7 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         "quantization": _plain(getattr(model, "quantization", None)),
         "cache_dtype": str(cache.cache_dtype),
         "layout": _plain(getattr(kv_cache_config, "kv_cache_layout", None) or getattr(cache, "kv_cache_layout", None)),
-        "hash_block_size": _plain(
-            getattr(kv_cache_config, "hash_block_size", None) or getattr(cache, "prefix_match_unit", None)
-        ),
+        "hash_block_size": _plain(getattr(kv_cache_config, "hash_block_size", None) or getattr(cache, "prefix_match_unit", None)),
         "groups": groups,
         "pipeline": int(parallel.pipeline_parallel_size),
         "decode_context": int(getattr(parallel, "decode_context_parallel_size", 1)),

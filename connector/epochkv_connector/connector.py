@@ -210,9 +210,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         """Pin the request and begin its lookup."""
-        self._guard.run(
-            "on_new_request", lambda: self.side.on_new_request(request), lambda: self._isolate(request)
-        )
+        self._guard.run("on_new_request", lambda: self.side.on_new_request(request), lambda: self._isolate(request))
 
     def _isolate(self, request: Any) -> None:
         self._guard.run("isolate", lambda: self.side.isolate(request), _nothing)
@@ -256,17 +254,13 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Results of a step."""
-        self._guard.run(
-            "update_connector_output", lambda: self.side.update_connector_output(connector_output), _nothing
-        )
+        self._guard.run("update_connector_output", lambda: self.side.update_connector_output(connector_output), _nothing)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Single-group form of `request_finished_all_groups`."""
         return self.request_finished_all_groups(request, (block_ids,))
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Frees are never delayed: saves hold their own references."""
         return self._guard.run("request_finished", lambda: self.side.request_finished(request), lambda: (False, None))
 
@@ -432,4 +426,3 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         worker, self._worker = self._worker, None
         if worker is not None:
             self._guard.run("worker.shutdown", worker.half.shutdown, lambda: False)
-

@@ -209,11 +209,7 @@ class Fence:
         if kind == "shared":
             assert self._identity.secret is not None
             root = shared_root(self._identity.secret, self._identity.pool_uid, epoch, self._identity.fingerprint)
-            space = (
-                namespace(self._identity.pool_uid, self._identity.fingerprint, epoch)
-                if self._identity.l2_allowed
-                else None
-            )
+            space = namespace(self._identity.pool_uid, self._identity.fingerprint, epoch) if self._identity.l2_allowed else None
             if self._shared_generation[0] != epoch:
                 self._shared_generation = (epoch, generation)
             # Back from a lost lease: requests pinned to this very root before are current again.

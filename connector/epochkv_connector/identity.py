@@ -109,9 +109,7 @@ def fingerprint(fields: Mapping[str, Any]) -> str:
         IdentityError: a value is not JSON.
     """
     try:
-        canonical = json.dumps(
-            {"codec": CODEC_VERSION, **fields}, sort_keys=True, separators=(",", ":"), allow_nan=False
-        )
+        canonical = json.dumps({"codec": CODEC_VERSION, **fields}, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise IdentityError(f"fingerprint fields are not JSON: {error}") from error
     return hashlib.sha256(canonical.encode()).hexdigest()

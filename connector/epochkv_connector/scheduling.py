@@ -185,9 +185,7 @@ class SchedulerSide:
             return
         outcome = Commit.NOTHING
         if self.half is not None:
-            outcome = self.half.commit(
-                self._view(request, snapshot), blocks.get_block_ids(), num_external, snapshot
-            )
+            outcome = self.half.commit(self._view(request, snapshot), blocks.get_block_ids(), num_external, snapshot)
         self.fence.begin_load(request)
         if outcome is not Commit.LOADING:
             self._doomed.add(request_id)
@@ -335,20 +333,12 @@ class SchedulerSide:
         """A P/D producer's request under a current, shareable pin: its KV may be named by our tag."""
         params = request.kv_transfer_params
         pin = self.fence.pin_of(request)
-        return bool(
-            params
-            and params.get("do_remote_decode")
-            and pin is not None
-            and pin.saveable
-            and self.fence.is_current(pin)
-        )
+        return bool(params and params.get("do_remote_decode") and pin is not None and pin.saveable and self.fence.is_current(pin))
 
     @property
     def has_pending_work(self) -> bool:
         """Keep a multiprocess engine stepping: a save holds GPU blocks, or a poisoned load is not finally reported."""
-        return bool(self._poisoned or self._reissued or self._doomed) or (
-            self.half is not None and self.half.holds_gpu_blocks()
-        )
+        return bool(self._poisoned or self._reissued or self._doomed) or (self.half is not None and self.half.holds_gpu_blocks())
 
     # ------------------------------------------------------------------ reset
 

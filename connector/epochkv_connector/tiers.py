@@ -126,9 +126,7 @@ def build_worker(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any
         open_store=open_store if settings is not None else None,
     )
     groups = [GroupSpec(list(group.layer_names), group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups]
-    stride = half.register(
-        kv_caches, groups, slot_count(config, max(1, layout.slot_bytes), ranks), kv_cache_config.num_blocks
-    )
+    stride = half.register(kv_caches, groups, slot_count(config, max(1, layout.slot_bytes), ranks), kv_cache_config.num_blocks)
     if stride != layout.slot_bytes:
         logger.warning(
             "EpochKV: a block takes %d bytes of host memory, %d were expected from the configuration; L1 uses %.2f times "

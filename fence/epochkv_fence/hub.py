@@ -472,9 +472,7 @@ class Hub:
         if epoch == self.target and self._started_at is not None:
             self._reset_seconds = now - self._started_at
         self._reclaim_after(now)
-        answers = [
-            ev.Send(peer, self._bump_status(request, asked)) for peer, request, asked in self._trainers.served(epoch)
-        ]
+        answers = [ev.Send(peer, self._bump_status(request, asked)) for peer, request, asked in self._trainers.served(epoch)]
         return [ev.Changed(), *answers]
 
     def _publish_failed(self, now: float) -> list[ev.Action]:
@@ -504,9 +502,7 @@ class Hub:
         """Drop boots that were silent for a lease and margin; by then every grant they had is dead."""
         hold = self.config.hold_seconds
         dead = [
-            boot
-            for boot, record in self._boots.items()
-            if now >= max(record.silent_since() + hold, record.live_until, record.below_until)
+            boot for boot, record in self._boots.items() if now >= max(record.silent_since() + hold, record.live_until, record.below_until)
         ]
         for boot in dead:
             del self._boots[boot]

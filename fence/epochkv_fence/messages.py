@@ -215,9 +215,7 @@ def encode(message: Message) -> list[bytes]:
     """
     payload = _encoder.encode(message)
     if len(payload) > MAX_MESSAGE_BYTES:
-        raise WireError(
-            Refusal.SIZE, f"{type(message).__name__} has {len(payload)} bytes; at most {MAX_MESSAGE_BYTES} are allowed"
-        )
+        raise WireError(Refusal.SIZE, f"{type(message).__name__} has {len(payload)} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
     return [VERSION_FRAME, payload]
 
 

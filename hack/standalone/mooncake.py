@@ -73,9 +73,7 @@ class Mooncake:
             "--max-wait-time",
             "60",
         ]
-        store = Process(
-            f"mooncake store {len(self.stores)}", command, self.directory / f"store-{len(self.stores)}.log", environ
-        )
+        store = Process(f"mooncake store {len(self.stores)}", command, self.directory / f"store-{len(self.stores)}.log", environ)
         self.stores.append(store)
         store.wait_until(lambda: self.num_segments() > before, 60, "mounted")
         return store
@@ -104,8 +102,6 @@ class Mooncake:
             self.start_store()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for process in [*self.stores, *([self.master] if self.master else [])]:
             process.end(5.0)

@@ -78,9 +78,7 @@ class Process:
                     f"{self.name} ended with status {self.popen.returncode} before {what}; its log {self.log} ends with\n{self.tail()}"
                 )
             if time.monotonic() > deadline:
-                raise ProcessError(
-                    f"{self.name}: not {what} after {seconds:.0f} s; its log {self.log} ends with\n{self.tail()}"
-                )
+                raise ProcessError(f"{self.name}: not {what} after {seconds:.0f} s; its log {self.log} ends with\n{self.tail()}")
             time.sleep(0.1)
 
     def signal(self, number: signal.Signals) -> None:
@@ -103,7 +101,5 @@ class Process:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.end()

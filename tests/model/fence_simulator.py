@@ -250,8 +250,7 @@ class World:
         able = [
             engine
             for engine in self.engines
-            if not self._frozen(engine)
-            and (engine.queue or engine.settling or self.engine_clock(engine) >= engine.agent.deadline())
+            if not self._frozen(engine) and (engine.queue or engine.settling or self.engine_clock(engine) >= engine.agent.deadline())
         ]
         if not able:
             return
@@ -457,11 +456,7 @@ class World:
                     self._hub(process, ev.RoundBegan(operation.value))
                 self._hub(process, ev.RoundVerified(operation.value))
             case "lead":
-                if (
-                    process.term is None
-                    or operation.term is None
-                    or process.term.transitions < operation.term.transitions
-                ):
+                if process.term is None or operation.term is None or process.term.transitions < operation.term.transitions:
                     self._installed(process, operation)
             case "load":
                 if process.term == operation.term and operation.term is not None:
@@ -547,9 +542,7 @@ class World:
             if engine.bound_mode is Mode.USE and not engine.paused:
                 expected = self.epoch_weights.get(engine.bound)
                 if engine.weights != expected:
-                    raise Violation(
-                        f"I1: e{engine.index} has weights {engine.weights} and uses epoch {engine.bound} of weights {expected}"
-                    )
+                    raise Violation(f"I1: e{engine.index} has weights {engine.weights} and uses epoch {engine.bound} of weights {expected}")
         self._never_lower("target", self.record.target)
         self._never_lower("published", self.record.published)
         if self.record.published > self.record.target:

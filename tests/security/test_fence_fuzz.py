@@ -28,9 +28,7 @@ scalars = st.one_of(
     st.binary(max_size=40),
     st.sampled_from([BOOT, 0, 1, MAX_EPOCH, MAX_EPOCH + 1, "Use", "Bypass", -1, 30.0]),
 )
-values = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-)
+values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3))
 FIELDS = (
     "boot",
     "seq",

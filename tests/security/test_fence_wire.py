@@ -98,9 +98,7 @@ def test_without_curve_nothing_is_heard(world: FenceWorld, hub: HubServer) -> No
     assert pool_boots(world, hub) == set()
 
 
-def test_an_unknown_key_is_refused_and_the_agent_says_so_once(
-    world: FenceWorld, hub: HubServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unknown_key_is_refused_and_the_agent_says_so_once(world: FenceWorld, hub: HubServer, caplog: pytest.LogCaptureFixture) -> None:
     agent, engine = world.agent(hub.endpoint, ClientKeys(world.hub_pair.public, *generate_keypair()))
     eventually(lambda: hub.counters["connections_refused"] >= 3, what="it keeps trying")
     assert agent.view.epoch is None
@@ -299,9 +297,7 @@ class FakeHub:
         return encode(Grant(**fields))  # type: ignore[arg-type]
 
 
-def test_replayed_and_foreign_grants_and_garbage_change_nothing(
-    world: FenceWorld, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_replayed_and_foreign_grants_and_garbage_change_nothing(world: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
     fake = FakeHub(world.hub_pair)
     try:
         agent, engine = world.agent(fake.endpoint)

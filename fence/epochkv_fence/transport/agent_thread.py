@@ -100,9 +100,7 @@ class AgentThread:
         boot: 16 random bytes drawn when this process started.
     """
 
-    def __init__(
-        self, endpoint: str, keys: ClientKeys, boot: bytes, identity: EngineIdentity, hooks: AgentHooks
-    ) -> None:
+    def __init__(self, endpoint: str, keys: ClientKeys, boot: bytes, identity: EngineIdentity, hooks: AgentHooks) -> None:
         self.endpoint = endpoint
         self.counters: Counter[str] = Counter()
         self._keys = keys
@@ -368,9 +366,7 @@ class AgentThread:
                 self._reclaim(below)
             case ag.HubRefused(error):
                 self.counters["refused_by_hub"] += 1
-                self._say(
-                    "refusal", error.code.value, logging.WARNING, "the hub did not take a message: %s", error.text
-                )
+                self._say("refusal", error.code.value, logging.WARNING, "the hub did not take a message: %s", error.text)
 
     def _heartbeat(self, seq: int, epoch: int | None, mode: Mode) -> Heartbeat:
         none: dict[str, float] = {}

@@ -130,9 +130,7 @@ class HubServer:
         pool could take over the connection of another pool's engine."""
         router = context.socket(zmq.ROUTER)
         router.linger = 0
-        router.maxmsgsize = (
-            4 * MAX_MESSAGE_BYTES
-        )  # what is between this and the limit is answered, what is above is cut off
+        router.maxmsgsize = 4 * MAX_MESSAGE_BYTES  # what is between this and the limit is answered, what is above is cut off
         router.backlog = 1024
         router.tcp_keepalive = 1  # and no ZMTP heartbeats: see AgentThread
         router.tcp_keepalive_idle = 10
@@ -172,9 +170,7 @@ class HubServer:
             check_key(f"client public key of pool {config.name!r}", key)
             owner = self._by_key.get(key)
             if owner is not None and owner.config.uid != config.uid:
-                raise ValueError(
-                    f"pool {config.name!r} has the client key of pool {owner.config.name!r}; give each pool its own key pair"
-                )
+                raise ValueError(f"pool {config.name!r} has the client key of pool {owner.config.name!r}; give each pool its own key pair")
         pool = self._pools.get(config.uid)
         if pool is None:
             pool = self._pools[config.uid] = _Pool(config)
@@ -369,9 +365,7 @@ class HubServer:
             case ev.Changed():
                 self._changed.add(uid)
 
-    async def _write(
-        self, pool: _Pool, what: str, write: Callable[[], Awaitable[None]], done: ev.Event, failed: ev.Event
-    ) -> None:
+    async def _write(self, pool: _Pool, what: str, write: Callable[[], Awaitable[None]], done: ev.Event, failed: ev.Event) -> None:
         async def answer() -> bool:
             await write()
             return True

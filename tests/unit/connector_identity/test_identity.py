@@ -32,9 +32,7 @@ def test_the_shared_root_is_what_the_protocol_says() -> None:
 
 @given(
     st.lists(
-        st.tuples(
-            st.text(min_size=1, max_size=5), st.integers(0, 300), st.text("0123456789abcdef", min_size=1, max_size=5)
-        ),
+        st.tuples(st.text(min_size=1, max_size=5), st.integers(0, 300), st.text("0123456789abcdef", min_size=1, max_size=5)),
         unique=True,
         min_size=2,
         max_size=6,

@@ -59,9 +59,7 @@ class Driver:
     def ask(self, epoch: int, fresh: bool = True) -> None:
         self.step(ev.Asked(epoch, self.now if fresh else None))
 
-    def beat(
-        self, number: int, epoch: int | None = None, mode: Mode = Mode.USE, age: float = 1000.0, **extra: Any
-    ) -> int:
+    def beat(self, number: int, epoch: int | None = None, mode: Mode = Mode.USE, age: float = 1000.0, **extra: Any) -> int:
         seq = extra.pop("seq", None)
         if seq is None:
             seq = self.seqs.get(boot(number), -1) + 1

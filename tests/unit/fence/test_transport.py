@@ -219,9 +219,7 @@ def test_the_acknowledgement_waits_for_the_scheduler(world: FenceWorld) -> None:
     eventually(lambda: world.published() == 1)
 
 
-def test_an_engine_that_cannot_adopt_stays_in_bypass_and_says_so_once(
-    world: FenceWorld, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_that_cannot_adopt_stays_in_bypass_and_says_so_once(world: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
     hub = world.hub()
     world.lead(hub)
 
