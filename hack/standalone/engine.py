@@ -45,9 +45,9 @@ class Engine(EngineApi):
     ) -> None:
         self.name, self.model, self.port = name, "model", free_port()
         command = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "model", "--host", "127.0.0.1",
-            "--port", str(self.port), "--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "8",
-            "--enable-prompt-tokens-details", "--shutdown-timeout", "5",
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "model",
+            "--host", "127.0.0.1", "--port", str(self.port), "--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32",
+            "--max-model-len", "2048", "--max-num-seqs", "8", "--enable-prompt-tokens-details", "--shutdown-timeout", "5",
             "--enable-prefix-caching" if prefix_caching else "--no-enable-prefix-caching", *args,
         ]  # fmt: skip
         if connector is not None:

@@ -43,7 +43,8 @@ class Mooncake:
     def start_master(self) -> Process:
         """Start (or start again) the master; returns once it accepts connections."""
         command = [
-            executable("mooncake_master"), "--rpc_address=127.0.0.1", f"--rpc_port={self.rpc_port}", "--rpc_thread_num=2", "--metrics_host=127.0.0.1",
+            executable("mooncake_master"), "--rpc_address=127.0.0.1", f"--rpc_port={self.rpc_port}", "--rpc_thread_num=2",
+            "--metrics_host=127.0.0.1",
             f"--metrics_port={self.admin_port}", "--client_ttl=10", "--default_kv_lease_ttl=10000", "--eviction_high_watermark_ratio=0.85",
             "--eviction_ratio=0.10", "--put_start_discard_timeout_sec=30", "--logtostderr=true",
         ]  # fmt: skip
