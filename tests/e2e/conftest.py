@@ -51,7 +51,7 @@ def namespace(kube: Kube) -> Iterator[str]:
     """The demo's namespace; pools and engines that a test adds carry the label `e2e` and go afterwards."""
     yield NAMESPACE
     kube.kubectl("-n", NAMESPACE, "delete", "ie,kvp", "-l", "e2e", "--wait=true", seconds=180)
-    wait_until(lambda: not kube.pods(NAMESPACE, "epochkv.io/e2e=true"), 120, lambda: "pods of deleted engines are still there")
+    wait_until(lambda: not kube.pods(NAMESPACE, "e2e=true"), 120, lambda: "pods of deleted engines are still there")
 
 
 def engine_manifest(name: str, pool: str | None) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def engine_manifest(name: str, pool: str | None) -> dict[str, Any]:
     manifest: dict[str, Any] = yaml.safe_load((MANIFESTS / "engine.yaml").read_text())
     manifest["metadata"] |= {"name": name, "labels": {"e2e": name}}
     manifest["spec"]["replicas"] = 1
-    manifest["spec"]["template"]["metadata"] = {"labels": {"epochkv.io/e2e": "true"}}
+    manifest["spec"]["template"]["metadata"] = {"labels": {"e2e": "true"}}
     manifest["spec"].pop("poolRef")
     if pool is None:
         manifest["spec"].pop("weightsSource")
