@@ -43,6 +43,22 @@ def eventually(condition: Callable[[], bool], what: str, seconds: float = 30.0) 
         time.sleep(0.05)
 
 
+# A loaded machine may answer a lookup later than the 20 ms that an engine waits by default, which is a miss and no fault.
+PATIENT = {"lookup_deadline_ms": 5000.0}
+
+
+def settled_keys(mooncake: Mooncake, seconds: float = 30.0) -> set[str]:
+    """What the store holds once nothing has arrived for half a second."""
+    keys, since, deadline = set(mooncake.keys()), time.monotonic(), time.monotonic() + seconds
+    while time.monotonic() - since < 0.5:
+        assert time.monotonic() < deadline, f"puts still arrive after {seconds} s"
+        time.sleep(0.05)
+        now = set(mooncake.keys())
+        if now != keys:
+            keys, since = now, time.monotonic()
+    return keys
+
+
 class Prompts:
     """Prompts that share nothing with each other, so that every hit has one explanation."""
 

@@ -15,7 +15,7 @@ from hack.standalone.engine import CPU_ENVIRONMENT, Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
 from hack.standalone.process import Process, ProcessError, free_port
-from tests.engine.conftest import BLOCKS, CACHED, Prompts, Reference, Weights, eventually
+from tests.engine.conftest import BLOCKS, CACHED, PATIENT, Prompts, Reference, Weights, eventually, settled_keys
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +48,13 @@ def test_l1_only(weights: Weights, folder: Path, pool: Pool, prompts: Prompts, r
 def test_l2_only_and_a_master_that_comes_later(weights: Weights, folder: Path, pool: Pool, prompts: Prompts, reference: Reference) -> None:
     prompt = prompts()
     mooncake = Mooncake(folder / "late")
-    with Engine("l2", weights.base, folder, pool.connector(master_address=mooncake.address)) as engine:
+    with Engine("l2", weights.base, folder, pool.connector(master_address=mooncake.address, **PATIENT)) as engine:
         join(pool)
         answer = engine.complete(prompt)
         assert (answer.cached, answer.tokens) == (0, reference(prompt, weights.base))
         with mooncake:
             eventually(lambda: _stored(engine, mooncake, prompts()), "the engine joins the store", 60.0)
-            before = set(mooncake.keys())
+            before = settled_keys(mooncake)
             prompt = prompts()
             assert engine.complete(prompt).tokens == reference(prompt, weights.base)
             eventually(lambda: len(set(mooncake.keys()) - before) == BLOCKS, "blocks in the store")
@@ -77,11 +77,11 @@ def test_two_tensor_parallel_ranks(
     weights: Weights, folder: Path, pool: Pool, mooncake: Mooncake, prompts: Prompts, reference: Reference
 ) -> None:
     prompt = prompts()
-    connector = pool.connector(master_address=mooncake.address)
+    connector = pool.connector(master_address=mooncake.address, **PATIENT)
     args = ("--tensor-parallel-size", "2")
     with Engine("tp2", weights.base, folder, connector, args=args, environ={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}) as engine:
         join(pool)
-        before = set(mooncake.keys())
+        before = settled_keys(mooncake)
         assert engine.complete(prompt).tokens == reference(prompt, weights.base)
         eventually(lambda: len(set(mooncake.keys()) - before) == 2 * BLOCKS, "both shards of every block in the store")
         assert engine.reset_prefix_cache(external=False)
@@ -145,7 +145,7 @@ def test_engine_core_in_process(weights: Weights, folder: Path, mooncake: Moonca
     script.write_text(textwrap.dedent(IN_PROCESS))
     environ = {**CPU_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     with Pool(folder / "in-process") as pool:
-        connector = pool.connector(local_bytes=64 << 20, master_address=mooncake.address)
+        connector = pool.connector(local_bytes=64 << 20, master_address=mooncake.address, **PATIENT)
         job.write_text(json.dumps([str(weights.base), connector, prompt]))
         with Process("in-process engine", [sys.executable, str(script), str(job), str(go)], folder / "in_process.log", environ) as process:
             pool.wait_engines(1, 240)

@@ -12,7 +12,7 @@ from epochkv_fence.messages import Mode
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
-from tests.engine.conftest import BLOCKS, CACHED, Prompts, Reference, Weights, eventually
+from tests.engine.conftest import BLOCKS, CACHED, PATIENT, Prompts, Reference, Weights, eventually, settled_keys
 
 L1_BYTES = 64 << 20
 
@@ -26,7 +26,7 @@ class Pair:
 
     def save_through_a(self, prompt: list[int]) -> tuple[int, ...]:
         """A computes the prompt; returns its answer once its blocks are in the store."""
-        before = set(self.mooncake.keys())
+        before = settled_keys(self.mooncake)
         answer = self.a.complete(prompt)
         assert answer.cached == 0
         eventually(lambda: len(set(self.mooncake.keys()) - before) == BLOCKS, f"{BLOCKS} blocks in the store")
@@ -35,7 +35,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(weights: Weights, folder: Path, pool: Pool, mooncake: Mooncake) -> Iterator[Pair]:
-    connector = pool.connector(local_bytes=L1_BYTES, master_address=mooncake.address)
+    connector = pool.connector(local_bytes=L1_BYTES, master_address=mooncake.address, **PATIENT)
     with ExitStack() as stack:
         a, b = (Engine(name, weights.base, folder, connector) for name in "AB")
         for engine in (a, b):
@@ -75,7 +75,8 @@ def test_shared_beginnings_of_prompts_are_reused(pair: Pair, prompts: Prompts, r
     begin = prompts(512)
     first, second = begin + prompts(300), begin + prompts(300)
     pair.a.complete(first)
-    eventually(lambda: pair.b.complete(second, 1).cached >= 512, "the common blocks in the store")
+    settled_keys(pair.mooncake)
+    assert pair.b.complete(second, 1).cached == 512
     assert pair.b.complete(second).tokens == reference(second, pair.model)
 
 
@@ -127,9 +128,9 @@ def test_a_restarted_engine_with_base_weights_does_not_join(
     assert pair.model == weights.new
     prompt = prompts()
     pair.save_through_a(prompt)
-    keys = set(pair.mooncake.keys())
+    keys = settled_keys(pair.mooncake)
     pair.b.process.end()
-    connector = pair.pool.connector(local_bytes=L1_BYTES, master_address=pair.mooncake.address)
+    connector = pair.pool.connector(local_bytes=L1_BYTES, master_address=pair.mooncake.address, **PATIENT)
     pair.b = Engine("B-restarted", weights.base, folder, connector)
     try:
         pair.b.wait_ready()
@@ -137,7 +138,7 @@ def test_a_restarted_engine_with_base_weights_does_not_join(
         eventually(lambda: any(view.alive and view.mode is Mode.BYPASS for view in pair.pool.snapshot().engines), f"B ({port}) in bypass")
         answer = pair.b.complete(prompt)
         assert (answer.cached, answer.tokens) == (0, reference(prompt, weights.base))
-        assert set(pair.mooncake.keys()) == keys, "an engine in bypass has written to the store"
+        assert settled_keys(pair.mooncake) == keys, "an engine in bypass has written to the store"
         pair.b.reload_weights(weights.new)
         pair.pool.bump()
         pair.pool.wait_engines(2)
