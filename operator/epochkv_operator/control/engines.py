@@ -13,11 +13,13 @@ from epochkv_operator.control.secrets import FenceSecrets
 from epochkv_operator.hub.service import HubService
 from epochkv_operator.kube.client import Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import ENGINE_LABEL, ENGINES, POOLS
+from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Store
 from epochkv_operator.planning import Problem, engine_status, plan_engine
 from epochkv_operator.settings import Settings
 
-WAIT_FOR_KEYS_SECONDS = 0.1
+#: The pool wakes its engines when it has keys; this is for the case that it was not looked at yet.
+WAIT_FOR_KEYS_SECONDS = 1.0
 
 
 class EngineReconciler:
@@ -49,7 +51,9 @@ class EngineReconciler:
 
     async def reconcile(self, key: Key) -> None:
         obj = self._store.get(key.kind, key.namespace, key.name)
-        if obj is None or obj["metadata"].get("deletionTimestamp"):
+        if obj is None:
+            raise ObjectGone(f"{key} is gone")
+        if obj["metadata"].get("deletionTimestamp"):
             return
         name = pool_of(obj)
         pool_obj = await self._pool(key.namespace, name) if name else None
@@ -61,10 +65,18 @@ class EngineReconciler:
             message = str(error)
             await self._reporter.report(obj, lambda newest: invalid_status(newest, message, now()))
             return
-        if pool is not None and not self._secrets.decided(pool.metadata.uid):
-            self._wake(key, WAIT_FOR_KEYS_SECONDS)  # the pool is being reconciled; without its keys the engine would start twice
+        if pool is not None and pool.metadata.deletion_timestamp is None and not self._secrets.decided(pool.metadata.uid):
+            await self._wait_for_keys(key, obj, engine, pool)
             return
         await self._bring_about(key, obj, engine, pool)
+
+    async def _wait_for_keys(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool) -> None:
+        """The pool is being reconciled; without its keys the engine would start twice, or wait for a volume."""
+        refusal = self._secrets.refusal(pool.metadata.uid)
+        if refusal is None:
+            self._wake(key, WAIT_FOR_KEYS_SECONDS)
+            return
+        await self._report(key, obj, engine, pool, Problem("PoolNotReady", f"KVCachePool {pool.metadata.name} has no keys: {refusal}"))
 
     async def _pool(self, namespace: str, name: str) -> Json | None:
         """The pool, asked for at the API server before it counts as missing: events of pools and of engines overtake
@@ -80,18 +92,18 @@ class EngineReconciler:
 
     async def _bring_about(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool | None) -> None:
         context = context_for(self._settings, self._secrets.known(pool.metadata.uid) if pool is not None else None)
-        plan = plan_engine(engine, pool, observe(self._store, key.namespace, ENGINE_LABEL, key.name), context)
-        refused, again = await self._executor.execute(str(key), plan)
-        problem: Problem | None = plan.problem or refused
-
+        children = observe(self._store, key.namespace, ENGINE_LABEL, key.name)
+        problem, again = await self._executor.bring_about(str(key), children, lambda seen: plan_engine(engine, pool, seen, context))
         if pool is not None and not self._hub.knows(pool.metadata.uid):
             return  # a new hub is about to read the pool's record, and wakes this engine then
+        await self._report(key, obj, engine, pool, problem)
+        if again is not None:
+            raise again
 
+    async def _report(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool | None, problem: Problem | None) -> None:
         def compute(newest: Json) -> Json:
             view = self._hub.view(pool.metadata.uid) if pool is not None else None
             seen = observe(self._store, key.namespace, ENGINE_LABEL, key.name, view, problem)
             return engine_status(engine, pool, seen, newest.get("status") or {}, now())
 
         await self._reporter.report(obj, compute)
-        if again is not None:
-            raise again

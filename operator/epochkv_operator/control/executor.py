@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import structlog
 
 from epochkv_operator import metrics
@@ -9,7 +12,7 @@ from epochkv_operator.kube.apply import Applier
 from epochkv_operator.kube.client import ApiError, Conflict, Forbidden, Invalid, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import by_kind
 from epochkv_operator.kube.store import Store
-from epochkv_operator.planning import Plan, Problem
+from epochkv_operator.planning import Observed, Plan, Problem
 
 log = structlog.get_logger(__name__)
 
@@ -22,9 +25,50 @@ class Executor:
         self._store = store
         self._applier = Applier(client)
 
+    async def bring_about(
+        self, about: str, seen: Observed, planned: Callable[[Observed], Plan]
+    ) -> tuple[Problem | None, ApiError | None]:
+        """Plan, and do what the plan says, unless an object that it would make is there already and is somebody else's:
+        an apply would take that over by force. Returns as `execute`.
+
+        Raises:
+            ApiError: something that another try may solve.
+        """
+        plan = planned(seen)
+        try:
+            strangers = await self._strangers(seen, plan)
+        except Forbidden as error:
+            return Problem("ReadForbidden", error.message), error
+        if strangers:
+            plan = planned(replace(seen, children=(*seen.children, *strangers)))
+        return (plan.problem, None) if plan.problem is not None else await self.execute(about, plan)
+
+    async def _strangers(self, seen: Observed, plan: Plan) -> list[Json]:
+        """Live objects of wanted names that do not carry the label which `seen` was selected by: those of another pool or
+        engine, and those that the watches do not show because this operator never made them.
+        """
+        known = {_identity(child) for child in seen.children}
+        found = []
+        for desired in plan.apply:
+            if _identity(desired) in known:
+                continue
+            live = self._live(desired)
+            if live is None:
+                metadata = desired["metadata"]
+                try:
+                    live = await self._client.get(by_kind(desired["kind"]), metadata["namespace"], metadata["name"])
+                except NotFound:
+                    continue
+            found.append(live)
+        return found
+
+    def forget(self, kind: str, obj: Json) -> None:
+        """A child is gone: what was applied to it is not worth remembering."""
+        self._applier.forget(kind, obj["metadata"]["namespace"], obj["metadata"]["name"])
+
     async def execute(self, about: str, plan: Plan) -> tuple[Problem | None, ApiError | None]:
-        """Do what the plan says. Returns what to tell the user about objects that were refused, and, when another try
-        may help (rights that are missing, a quota), the error to try again on once the user was told.
+        """Do what the plan says. Returns what to tell the user about objects that were refused, and the error to try
+        again on once the user was told: rights and quotas change, and so does what admission refuses.
 
         Raises:
             ApiError: something that another try may solve.
@@ -38,7 +82,7 @@ class Executor:
             except (Invalid, Forbidden) as error:
                 name = f"{desired['kind']} {desired['metadata']['name']}"
                 problem = problem or Problem(_reason(error), f"{name}: {error.message}")
-                again = again or (error if isinstance(error, Forbidden) else None)
+                again = again or error
                 continue
             if answer is None:
                 continue
@@ -62,6 +106,10 @@ class Executor:
 
     def _live(self, desired: Json) -> Json | None:
         return self._store.get(desired["kind"], desired["metadata"]["namespace"], desired["metadata"]["name"])
+
+
+def _identity(obj: Json) -> tuple[str, str, str]:
+    return obj["kind"], obj["metadata"]["namespace"], obj["metadata"]["name"]
 
 
 def _reason(error: ApiError) -> str:

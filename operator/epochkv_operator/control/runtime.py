@@ -31,7 +31,7 @@ from epochkv_operator.kube.client import ApiError, Json, KubeClient
 from epochkv_operator.kube.events import EventRecorder
 from epochkv_operator.kube.lease import LeaseHolder, new_identity
 from epochkv_operator.kube.queue import WorkQueue
-from epochkv_operator.kube.resources import LEASES, POOLS, PRIMARY, Resource
+from epochkv_operator.kube.resources import CHILDREN, LEASES, POOLS, PRIMARY, Resource
 from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.kube.store import Store
 from epochkv_operator.probes import Probes
@@ -56,6 +56,7 @@ class Operator:
         self._canary_seen = 0.0
         self._hub: HubService | None = None
         self._resync: Resync | None = None
+        self._executor: Executor | None = None
 
     async def main(self) -> int:
         """Run until SIGTERM, SIGINT or a failure, and say in the log what it was. Returns the exit status."""
@@ -118,10 +119,10 @@ class Operator:
         hub = self._hub = HubService(self.settings.hub_bind, keys, lease, statuses, self._wake)
         await hub.start()
         events = EventRecorder(client, self.identity)
-        executor = Executor(client, self.store)
+        executor = self._executor = Executor(client, self.store)
         reporter = Reporter(statuses, events)
         secrets = FenceSecrets(client, keys.public)
-        pools = PoolReconciler(self.settings, self.store, executor, reporter, secrets, hub)
+        pools = PoolReconciler(self.settings, self.store, executor, reporter, secrets, hub, self.queue.add_after)
         engines = EngineReconciler(self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after)
         worker = Worker(self.queue, {pools.kind: pools.reconcile, engines.kind: engines.reconcile})
         self._start("hub", hub.run())
@@ -154,6 +155,8 @@ class Operator:
         if event_type == "DELETED":
             if self.store.remove(resource.kind, obj):
                 self._enqueue(resource, obj)
+            if resource in CHILDREN and self._executor is not None:
+                self._executor.forget(resource.kind, obj)
             return
         if resource is POOLS and event_type is not None and self._hub is not None:
             # The fast path: an epoch that was asked for does not wait in the queue.

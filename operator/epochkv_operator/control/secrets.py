@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import base64
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
 from epochkv_fence.transport import CredentialsError, HubKeys, KeyPair, generate_keypair
 from epochkv_operator import metrics
-from epochkv_operator.kube.client import AlreadyExists, Json, KubeClient, NotFound
+from epochkv_operator.kube.client import AlreadyExists, Forbidden, Invalid, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import MANAGED_BY, POOL_LABEL, POOLS, SECRETS
 
 log = structlog.get_logger(__name__)
@@ -33,7 +33,7 @@ class FenceKeys:
 
     hub_public: str
     client: KeyPair
-    root_secret: str
+    root_secret: str = field(repr=False)
 
 
 def fence_secret_name(pool: str) -> str:
@@ -74,6 +74,7 @@ class FenceSecrets:
         self._hub_public = hub_public
         self._known: dict[str, FenceKeys] = {}
         self._conflicts: set[str] = set()
+        self._refusals: dict[str, str] = {}
 
     def known(self, pool_uid: str) -> FenceKeys | None:
         return self._known.get(pool_uid)
@@ -82,9 +83,14 @@ class FenceSecrets:
         """Whether the pool's keys are known, or known to be impossible to have."""
         return pool_uid in self._known or pool_uid in self._conflicts
 
+    def refusal(self, pool_uid: str) -> str | None:
+        """What the API server said when it refused the pool's Secret; None unless it did so at the last try."""
+        return self._refusals.get(pool_uid)
+
     def forget(self, pool_uid: str) -> None:
         self._known.pop(pool_uid, None)
         self._conflicts.discard(pool_uid)
+        self._refusals.pop(pool_uid, None)
 
     async def ensure(self, pool: Json) -> FenceKeys:
         """Make sure the pool's Secret exists, is bound to this pool's uid and names this hub.
@@ -94,10 +100,15 @@ class FenceSecrets:
             ApiError
         """
         uid = pool["metadata"]["uid"]
+        self._refusals.pop(uid, None)
         try:
             self._known[uid] = await self._ensure(pool)
         except SecretConflict:
             self._conflicts.add(uid)
+            raise
+        except (Forbidden, Invalid) as error:
+            name = f"{pool['metadata']['namespace']}/{fence_secret_name(pool['metadata']['name'])}"
+            self._refusals[uid] = f"Secret {name} with the pool's keys cannot be read or made: {error.message}"
             raise
         self._conflicts.discard(uid)
         return self._known[uid]
@@ -110,7 +121,7 @@ class FenceSecrets:
         except NotFound:
             return await self._create(pool, self._known.get(uid))
         owners = found["metadata"].get("ownerReferences") or []
-        owner = next((ref for ref in owners if ref.get("kind") == POOLS.kind), None)
+        owner = next((ref for ref in owners if (ref.get("kind"), ref.get("name")) == (POOLS.kind, metadata["name"])), None)
         if owner is None:
             raise SecretConflict(f"Secret {namespace}/{name} exists and is not this operator's; delete it, the pool needs that name")
         if owner["uid"] != uid:

@@ -9,17 +9,17 @@ In the watched namespaces (ClusterRole, or one Role per watched namespace):
 |-------------------|--------------------------------------------------------|------------------------------------|
 | epochkv.io        | kvcachepools, inferenceengines                         | get, list, watch                   |
 | epochkv.io        | kvcachepools/status, inferenceengines/status           | patch                              |
-| epochkv.io        | kvcachepools/finalizers, inferenceengines/finalizers   | update (1)                         |
-| apps              | deployments, statefulsets                              | list, watch, create, patch, delete |
-| ""                | services, configmaps, serviceaccounts                  | list, watch, create, patch, delete |
-| policy            | poddisruptionbudgets                                   | list, watch, create, patch, delete |
-| networking.k8s.io | networkpolicies                                        | list, watch, create, patch, delete |
+| apps              | deployments, statefulsets                              | (1), list, watch                   |
+| ""                | services, configmaps, serviceaccounts                  | (1), list, watch                   |
+| policy            | poddisruptionbudgets                                   | (1), list, watch                   |
+| networking.k8s.io | networkpolicies                                        | (1), list, watch                   |
 | ""                | pods                                                   | list, watch                        |
 | ""                | secrets                                                | get, create, delete (2)            |
 | events.k8s.io     | events                                                 | create                             |
 
-(1) only checked where OwnerReferencesPermissionEnforcement is on, for `blockOwnerDeletion`. (2) no list, no watch:
-Secrets of others stay out of reach of anybody who does not know their names.
+(1) get, create, patch, delete. `get` is for names that are not taken yet: the watches show this operator's own objects
+only, and an apply would take over somebody else's. (2) no list, no watch: Secrets of others stay out of reach of
+anybody who does not know their names. No right on `finalizers`: no owner reference sets `blockOwnerDeletion`.
 
 In the operator's own namespace (Role):
 
@@ -185,7 +185,10 @@ class KubeClient:
         metrics.API_REQUESTS.labels(verb=verb, code=str(response.status)).inc()
         if not 200 <= response.status < 300:
             _raise(response.status, data, request, response.headers.get("Retry-After"))
-        return cast(Json, json.loads(data)) if data else {}
+        try:
+            return cast(Json, json.loads(data)) if data else {}
+        except ValueError as error:  # a proxy in between, say
+            raise Unavailable(response.status, "NotJson", data[:200].decode(errors="replace"), request) from error
 
     async def get(self, resource: Resource, namespace: str | None, name: str, deadline_seconds: float | None = None) -> Json:
         """A quorum read: no resourceVersion parameter, so the answer is linearizable."""

@@ -1,0 +1,156 @@
+"""The operator beside others: names that are taken already, counts that autoscalers own, Secrets that a quota refuses."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hack.cluster.controlplane import ControlPlane
+from tests.cluster.operator_harness import CHILDREN, ENGINES, POOLS, Namespace, OperatorProcess, condition, eventually, install_crds
+
+L1 = {"local": {"capacity": "64Mi"}}
+L2 = {"distributed": {"mooncake": {"store": {"replicas": 1, "segmentSize": "256Mi"}}}}
+ENGINE: dict[str, Any] = {"model": {"name": "tiny"}, "replicas": 2}
+HPAS = "/apis/autoscaling/v2/namespaces/{}/horizontalpodautoscalers"
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def plane(control_plane: ControlPlane) -> ControlPlane:
+    install_crds(control_plane)
+    return control_plane
+
+
+@pytest.fixture
+def namespace(plane: ControlPlane) -> Namespace:
+    space = Namespace(plane, f"beside-{next(_numbers)}")
+    space.request("POST", "/api/v1/namespaces", {"metadata": {"name": space.name}})
+    return space
+
+
+@pytest.fixture
+def operator(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> Iterator[OperatorProcess]:
+    with OperatorProcess(plane, namespace.name, tmp_path) as process:
+        yield process.wait_ready()
+
+
+def ready(status: dict[str, Any], reason: str) -> dict[str, Any] | None:
+    """The Ready condition once it has this reason."""
+    found = condition(status, "Ready")
+    return found if found.get("reason") == reason else None
+
+
+def scale(space: Namespace, what: str, replicas: int) -> None:
+    command = [str(space.plane.kubectl), f"--kubeconfig={space.plane.kubeconfig}", "-n", space.name]
+    subprocess.run([*command, "scale", what, f"--replicas={replicas}"], check=True, capture_output=True, timeout=60)
+
+
+def replicas_of(space: Namespace, deployment: str) -> int | None:
+    found = space.get(CHILDREN["deployments"], deployment)
+    return found["spec"]["replicas"] if found is not None else None
+
+
+def poke(space: Namespace, collection: str, name: str) -> None:
+    """Have an object looked at now rather than at the next round."""
+    space.patch(collection, name, {"metadata": {"annotations": {"poked": "yes"}}})
+
+
+def test_an_engine_named_like_a_master_takes_nothing_from_the_pool(namespace: Namespace, operator: OperatorProcess) -> None:
+    pool = namespace.create_pool("policy", **L2)
+    eventually(lambda: namespace.get(CHILDREN["services"], "policy-master"), f"master made; log:\n{operator.tail()}")
+    namespace.create_engine("policy-master", **ENGINE)
+    refused = eventually(lambda: ready(namespace.engine_status("policy-master"), "NameConflict"), f"a condition; log:\n{operator.tail()}")
+    assert refused["status"] == "False"
+    assert refused["message"].endswith(f"{namespace.name}/policy-master belongs to KVCachePool policy: rename one of the two")
+    master = namespace.get(CHILDREN["deployments"], "policy-master")
+    assert master is not None
+    assert [owner["uid"] for owner in master["metadata"]["ownerReferences"]] == [pool["metadata"]["uid"]]
+    assert master["spec"]["template"]["spec"]["containers"][0]["name"] == "master"
+    assert "policy-master" not in namespace.names("serviceaccounts")
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "about"),
+    [
+        ("configmaps", {"data": {"mine": "yes"}}, "policy-connection"),
+        ("services", {"spec": {"ports": [{"port": 80}], "selector": {"app": "mine"}}}, "policy-master"),
+    ],
+)
+def test_a_users_object_of_a_wanted_name_is_left_alone(
+    namespace: Namespace, operator: OperatorProcess, kind: str, body: dict[str, Any], about: str
+) -> None:
+    """It carries none of the operator's labels, so no watch shows it."""
+    mine = namespace.create(CHILDREN[kind], {"metadata": {"name": about}, **body})
+    namespace.create_pool("policy", **L1, **L2)
+    refused = eventually(lambda: ready(namespace.status("policy"), "NameConflict"), f"a condition; log:\n{operator.tail()}")
+    assert f"{namespace.name}/{about} is not controlled by this operator: delete it, or give it another name" in refused["message"]
+    assert namespace.get(CHILDREN[kind], about) == mine
+    namespace.delete(CHILDREN[kind], about)
+    poke(namespace, POOLS, "policy")
+    eventually(lambda: about in namespace.names(kind), f"made once the name is free; log:\n{operator.tail()}")
+    eventually(lambda: not ready(namespace.status("policy"), "NameConflict"), "the condition goes")
+
+
+def test_a_child_that_lost_its_labels_is_still_the_operators(namespace: Namespace, operator: OperatorProcess) -> None:
+    namespace.create_pool("policy", **L1)
+    eventually(lambda: "policy-connection" in namespace.names("configmaps"), f"made; log:\n{operator.tail()}")
+    before = namespace.get(CHILDREN["configmaps"], "policy-connection")
+    assert before is not None
+    namespace.patch(CHILDREN["configmaps"], "policy-connection", {"metadata": {"labels": None}})
+    eventually(lambda: "policy-connection" in namespace.names("configmaps"), f"labelled again; log:\n{operator.tail()}")
+    after = namespace.get(CHILDREN["configmaps"], "policy-connection")
+    assert after is not None
+    assert after["metadata"]["uid"] == before["metadata"]["uid"]
+    assert not ready(namespace.status("policy"), "NameConflict")
+
+
+def test_scaling_an_engine_scales_its_pods_and_tells_the_autoscaler(namespace: Namespace, operator: OperatorProcess) -> None:
+    namespace.create_engine("rollout", **ENGINE)
+    eventually(lambda: replicas_of(namespace, "rollout") == 2, f"made; log:\n{operator.tail()}")
+    scale(namespace, "ie/rollout", 5)
+    eventually(lambda: replicas_of(namespace, "rollout") == 5, f"scaled up; log:\n{operator.tail()}")
+    scale(namespace, "ie/rollout", 0)
+    eventually(lambda: condition(namespace.engine_status("rollout"), "Available").get("reason") == "ScaledToZero", "scaled to zero")
+    scale(namespace, "ie/rollout", 1)
+
+    def seen() -> dict[str, Any] | None:
+        answer: dict[str, Any] = namespace.request("GET", f"{ENGINES.format(namespace.name)}/rollout/scale")
+        return answer if answer["status"].get("replicas") == 1 else None
+
+    # What an autoscaler reads: pods that exist, and how to find them.
+    status = eventually(seen, f"one pod in the scale subresource; log:\n{operator.tail()}")["status"]
+    assert status["selector"] == "app.kubernetes.io/component=engine,epochkv.io/engine=rollout"
+
+
+def test_a_horizontal_pod_autoscaler_drives_an_engine(namespace: Namespace, operator: OperatorProcess) -> None:
+    """Below its minimum it needs no metrics, so the real controller acts."""
+    namespace.create_engine("rollout", **{**ENGINE, "replicas": 1})
+    eventually(lambda: replicas_of(namespace, "rollout") == 1, f"made; log:\n{operator.tail()}")
+    target = {"apiVersion": "epochkv.io/v1alpha1", "kind": "InferenceEngine", "name": "rollout"}
+    namespace.create(HPAS, {"metadata": {"name": "rollout"}, "spec": {"minReplicas": 3, "maxReplicas": 4, "scaleTargetRef": target}})
+    eventually(lambda: replicas_of(namespace, "rollout") == 3, f"scaled; log:\n{operator.tail()}", 90)
+    conditions = (namespace.get(HPAS, "rollout") or {}).get("status") or {}
+    assert condition(conditions, "AbleToScale").get("status") == "True"
+
+
+def test_a_pool_without_its_secret_says_why_and_goes_on_when_it_may(namespace: Namespace, operator: OperatorProcess) -> None:
+    path = "/api/v1/namespaces/{}/resourcequotas"
+    namespace.create(path, {"metadata": {"name": "tight"}, "spec": {"hard": {"count/secrets": "1"}}})
+    eventually(lambda: (namespace.get(path, "tight") or {}).get("status", {}).get("used", {}).get("count/secrets") == "1", "quota in force")
+    namespace.create_pool("policy", **L1)
+    namespace.create_engine("rollout", poolRef={"name": "policy"}, **ENGINE)
+    refused = eventually(lambda: ready(namespace.status("policy"), "SecretRefused"), f"a condition; log:\n{operator.tail()}")
+    assert "policy-fence" in refused["message"]
+    assert "exceeded quota" in refused["message"]
+    waiting = eventually(lambda: ready(namespace.engine_status("rollout"), "PoolNotReady"), f"the engine says so; log:\n{operator.tail()}")
+    assert "KVCachePool policy has no keys" in waiting["message"]
+    assert "exceeded quota" in waiting["message"]
+    assert replicas_of(namespace, "rollout") is None  # its pods would wait for a volume that does not exist
+    namespace.delete(path, "tight")
+    eventually(lambda: replicas_of(namespace, "rollout") == 2, f"the engine starts; log:\n{operator.tail()}", 60)
+    eventually(lambda: not ready(namespace.status("policy"), "SecretRefused"), "the condition goes")
