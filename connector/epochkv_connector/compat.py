@@ -268,12 +268,23 @@ def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
     """The KV cache groups as the scheduler half sees them."""
     dcp = int(getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1))
     groups = tuple(_group_layout(group, dcp) for group in kv_cache_config.kv_cache_groups)
+    if _drops_last_block(vllm_config) and not any(group.eagle for group in groups):
+        groups = tuple(dataclasses.replace(group, eagle=True) for group in groups)  # as `KVCacheCoordinator.__init__` does
     payloads = [group_payload_bytes(group) for group in kv_cache_config.kv_cache_groups]
     return CacheLayout(
         groups=groups,
         alignment_tokens=math.lcm(*(group.block_size for group in groups)),
         slot_bytes=slot_stride(payloads) if payloads else 0,
     )
+
+
+def _drops_last_block(vllm_config: Any) -> bool:
+    """Whether vLLM drops the last block of every hit (EAGLE/MTP: its last position depends on the next token)."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is None:
+        return False
+    drops = getattr(speculative, "use_eagle_block_drop", None) or speculative.use_eagle  # the former from 0.32 on
+    return bool(drops())
 
 
 def num_worker_ranks(vllm_config: Any) -> int:
@@ -291,12 +302,12 @@ def num_kv_replicas(kv_cache_config: Any) -> int:
     return int(getattr(kv_cache_config, "kv_tp_replicas", 1) or 1)
 
 
-def worker_rank() -> int:
-    """This worker's rank in its engine."""
+def worker_rank(vllm_config: Any) -> int:
+    """This worker's rank in its engine; vLLM's world group may span the engines of a data-parallel group, one after another."""
     from vllm.distributed import parallel_state
 
     group = parallel_state.get_world_group()
-    return int(group.rank_in_group) if group is not None else 0
+    return int(group.rank_in_group) % num_worker_ranks(vllm_config) if group is not None else 0
 
 
 def group_payload_bytes(group: Any) -> int:

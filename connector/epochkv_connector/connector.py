@@ -113,7 +113,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._hashing = compat.BlockHashing(vllm_config.cache_config.prefix_caching_hash_algo)
         root_port = compat.GlobalRoot()
         credentials = Credentials(config)
-        digest = self._fingerprint = fingerprint(compat.describe_engine(vllm_config, self._kv_cache_config))
+        digest = fingerprint(compat.describe_engine(vllm_config, self._kv_cache_config))
         self._link = HubLink(config, credentials)
         random_seed = compat.hash_seed_is_random(self._hashing.algorithm)
         if random_seed and config.distributed is not None:
@@ -185,8 +185,10 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _reclaim(self, below: int) -> int:
         if self._tiers is None:
+            if self._epochkv_config.distributed is not None:  # 0 would say that nothing is left
+                raise RuntimeError("this engine has no store client: its tiers could not be built")
             return 0
-        return self._tiers.reclaim(self._epochkv_config.pool.uid, self._fingerprint, below)
+        return self._tiers.reclaim(self._epochkv_config.pool.uid, below)
 
     # ------------------------------------------------------------------ properties vLLM asks for
 
@@ -288,7 +290,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Lay out the host region over the KV tensors; an engine that cannot be staged refuses every job."""
-        rank = compat.worker_rank()
+        rank = compat.worker_rank(self._vllm_config)
 
         def build() -> Half:
             config = self._epochkv_config
@@ -296,13 +298,15 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
                 return RefusingHalf(rank)
             return tiers.build_worker(config, self._vllm_config, self._kv_cache_config, kv_caches)
 
-        self._worker = WorkerSide(self._guard.run("register_kv_caches", build, lambda: RefusingHalf(rank)), rank)
+        half = self._guard.run("register_kv_caches", build, lambda: RefusingHalf(rank))
+        self._worker = WorkerSide(half, rank, self._guard.note)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """A new step."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is None:  # the runner never registered: answer all the same
-            self._worker = WorkerSide(RefusingHalf(compat.worker_rank()), compat.worker_rank())
+            rank = compat.worker_rank(self._vllm_config)
+            self._worker = WorkerSide(RefusingHalf(rank), rank, self._guard.note)
         self._worker.new_step()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from epochkv_connector import compat
 from epochkv_connector.config import ConnectorConfig
-from epochkv_connector.identity import namespace
+from epochkv_connector.identity import pool_prefix
 from epochkv_connector.keys import object_key
 from epochkv_connector.scheduler.core import SchedulerHalf
 from epochkv_connector.scheduler.index import slot_count
@@ -29,15 +29,11 @@ logger = logging.getLogger("vllm.epochkv.tiers")
 CLOSE_SECONDS = 2.0
 
 
-RECLAIM_EPOCHS = 64
-"""Epochs below the published one that a reclaim looks at; older ones have long been evicted."""
-
-
 class LookupStore(LookupClient, Protocol):
     """`store.StoreClient` as the scheduler half uses it."""
 
     def close(self, timeout: float = 5.0) -> bool: ...
-    def remove_by_prefix(self, prefix: str, timeout: float = 10.0) -> int: ...
+    def remove_below(self, pool: str, epoch: int, timeout: float = 10.0) -> int: ...
     def stats(self) -> dict[str, float]: ...
 
 
@@ -48,16 +44,15 @@ class SchedulerTiers:
     half: SchedulerHalf
     store: LookupStore | None
 
-    def reclaim(self, pool_uid: str, fingerprint: str, below: int) -> int:
-        """Remove this layout's L2 keys of the epochs below `below`; how many went. Blocks: not for the scheduler thread.
+    def reclaim(self, pool_uid: str, below: int) -> int:
+        """Remove the pool's L2 keys of the epochs below `below`, of every layout; how many went. Blocks: not for the scheduler thread.
 
         Raises:
             StoreUnavailable: the store gave no answer.
         """
         if self.store is None:
             return 0
-        epochs = range(max(0, below - RECLAIM_EPOCHS), below)
-        return sum(self.store.remove_by_prefix(namespace(pool_uid, fingerprint, epoch) + "/") for epoch in epochs)
+        return self.store.remove_below(pool_prefix(pool_uid), below)
 
     def close(self) -> None:
         """Close the lookup client."""
@@ -108,7 +103,7 @@ def build_worker(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any
         LayoutError, ConfigError, OSError, RuntimeError: this engine cannot be staged.
     """
     layout = compat.cache_layout(vllm_config, kv_cache_config)
-    ranks, rank = compat.num_worker_ranks(vllm_config), compat.worker_rank()
+    ranks, rank = compat.num_worker_ranks(vllm_config), compat.worker_rank(vllm_config)
     shards = compat.num_kv_shards(vllm_config, kv_cache_config)
     settings = StoreSettings.of(config)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers_scheduler import BLOCK, prompt
+from tests.helpers_scheduler import BLOCK, SharedStore, prompt
 
 MakeRig = Callable[..., Any]
 
@@ -98,6 +98,93 @@ def test_the_layout_tells_groups_apart(make_rig: MakeRig) -> None:
     assert layout.groups[0].window_tokens == 48
     assert layout.alignment_tokens == BLOCK
     assert layout.slot_bytes == 2304  # 16 tokens x (16 + 16) values x 4 bytes + 128 of envelope, aligned to 256
+
+
+class Speculative:
+    """vLLM's speculative configuration, as far as blocks are concerned."""
+
+    def __init__(self, eagle: bool, drop: bool) -> None:
+        self.use_eagle, self.use_eagle_block_drop = lambda: eagle, lambda: drop
+
+
+@pytest.mark.parametrize(
+    ("speculative", "flagged", "expected"),
+    [
+        (None, (), [False, False]),
+        (Speculative(False, False), (), [False, False]),  # ngram
+        (Speculative(True, True), (), [True, True]),  # nobody is flagged: vLLM drops the last block of all groups
+        (Speculative(True, True), (1,), [False, True]),
+        (Speculative(True, False), (), [False, False]),  # disable_eagle_block_drop
+    ],
+)
+def test_groups_drop_their_last_block_where_vllm_drops_it(
+    make_rig: MakeRig, speculative: Any, flagged: tuple[int, ...], expected: list[bool]
+) -> None:
+    from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
+
+    from epochkv_connector import compat
+
+    rig = make_rig(groups=("48", "full"))
+    for index in flagged:
+        rig.kv_cache_config.kv_cache_groups[index].is_eagle_group = True
+    object.__setattr__(rig.vllm_config, "speculative_config", speculative)
+    assert [group.eagle for group in compat.cache_layout(rig.vllm_config, rig.kv_cache_config).groups] == expected
+    coordinator = get_kv_cache_coordinator(
+        kv_cache_config=rig.kv_cache_config,
+        max_model_len=4096,
+        max_in_flight_tokens=8192,
+        use_eagle=bool(speculative and speculative.use_eagle_block_drop()),
+        enable_caching=True,
+        enable_kv_cache_events=False,
+        dcp_world_size=1,
+        pcp_world_size=1,
+        hash_block_size=BLOCK,
+        scheduler_block_size=BLOCK,
+    )
+    assert [manager.use_eagle for manager in coordinator.single_type_managers] == expected
+
+
+@pytest.mark.parametrize(("rank_in_world", "expected"), [(0, 0), (1, 1), (2, 0), (5, 1)])
+def test_ranks_are_counted_within_the_engine(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, rank_in_world: int, expected: int) -> None:
+    """With data parallelism vLLM's world group spans several engines; keys must name the shard within one."""
+    from vllm.distributed import parallel_state
+
+    from epochkv_connector import compat
+
+    class Group:
+        rank_in_group = rank_in_world
+
+    rig = make_rig(num_ranks=2)
+    monkeypatch.setattr(parallel_state, "get_world_group", Group)
+    assert compat.worker_rank(rig.vllm_config) == expected
+
+
+def test_a_reclaim_is_one_walk_over_the_pools_older_names(make_rig: MakeRig) -> None:
+    from epochkv_connector.identity import pool_prefix
+
+    class Store(SharedStore):
+        asked_to_remove: list[tuple[str, int]] = []  # noqa: RUF012
+
+        def remove_below(self, pool: str, epoch: int, timeout: float = 10.0) -> int:
+            self.asked_to_remove.append((pool, epoch))
+            return 5
+
+    store = Store()
+    rig = make_rig(store=store, pool_uid="u-1")
+    assert rig.connector._reclaim(700) == 5
+    assert store.asked_to_remove == [(pool_prefix("u-1"), 700)]
+
+
+def test_an_engine_without_its_store_client_does_not_say_that_nothing_is_left(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from epochkv_connector import tiers
+
+    def broken(*_: Any) -> None:
+        raise OSError("no threads left")
+
+    monkeypatch.setattr(tiers, "build_scheduler_tiers", broken)
+    rig = make_rig(store=SharedStore())
+    with pytest.raises(RuntimeError, match="tiers could not be built"):
+        rig.connector._reclaim(3)
 
 
 def test_stats_travel_add_up_and_reach_prometheus(make_rig: MakeRig) -> None:
