@@ -6,12 +6,17 @@ acknowledgements between steps: whatever a collection brings is kept until the c
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Protocol
 
-from epochkv_connector.records import JobAck, Phase
+from epochkv_connector.records import JobAck, LoadJob, Phase, SaveJob
 from epochkv_connector.wire import StepMetadata, WorkerReport
 from epochkv_connector.worker.tasks import Report
 from epochkv_connector.worker.worker import IDLE_WAIT_SECONDS
+
+REFUSE_SECONDS = 2.0
+"""How long a half that raised may take to end its copies before the engine goes on without it."""
 
 
 class Half(Protocol):
@@ -21,6 +26,7 @@ class Half(Protocol):
     def finish_step(self) -> None: ...
     def results(self, wait_seconds: float = 0.0) -> Report: ...
     def wait_copied(self, timeout: float) -> bool: ...
+    def open_jobs(self) -> set[int]: ...
     def stats(self) -> dict[str, float]: ...
     def shutdown(self, timeout: float = 5.0) -> bool: ...
 
@@ -56,6 +62,10 @@ class RefusingHalf:
         """Nothing is copied."""
         return True
 
+    def open_jobs(self) -> set[int]:
+        """Everything is answered at once."""
+        return set()
+
     def stats(self) -> dict[str, float]:
         """Nothing is moved."""
         return {}
@@ -65,13 +75,61 @@ class RefusingHalf:
         return True
 
 
+class _Debts:
+    """What a rank owes the scheduler half and vLLM: one report for each load and poisoned request, one acknowledgement
+    for each phase of each job. Whoever pays, nothing is paid twice."""
+
+    def __init__(self) -> None:
+        self.loads: dict[int, LoadJob] = {}
+        self.saves: dict[int, tuple[SaveJob, set[Phase]]] = {}
+        self._reports: set[str] = set()
+
+    def take_on(self, step: StepMetadata) -> None:
+        """A step's orders. Job ids are never reused, so an order that comes twice is one."""
+        self._reports.update(step.poisoned)
+        for load in step.loads:
+            self.loads[load.job_id] = load
+            self._reports.add(load.request_id)
+        for save in step.saves:
+            self.saves[save.job_id] = (save, {Phase.COPIED} if save.namespace is None else {Phase.COPIED, Phase.STORED})
+
+    def pay(self, report: Report) -> Report:
+        """What of a half's report is owed."""
+        finished = report.finished_recving & self._reports
+        self._reports -= finished
+        return Report(finished, report.failed_recving & finished, [ack for ack in report.acks if self._is_owed(ack)])
+
+    def _is_owed(self, ack: JobAck) -> bool:
+        if ack.phase is Phase.LOADED:
+            return self.loads.pop(ack.job_id, None) is not None
+        save, phases = self.saves.get(ack.job_id, (None, set()))
+        if ack.phase is Phase.RELEASED or ack.phase not in phases:
+            return ack.phase is Phase.RELEASED
+        phases.discard(ack.phase)
+        if not phases:
+            del self.saves[ack.job_id]
+        return save is not None
+
+    def failing(self, spared: set[int], rank: int) -> Report:
+        """A report that fails everything owed, except the jobs in `spared`."""
+        acks = [JobAck(job_id, rank, Phase.LOADED, 0, 0, failed=True) for job_id in self.loads if job_id not in spared]
+        for job_id, (save, phases) in self.saves.items():
+            if job_id not in spared:
+                acks += [JobAck(job_id, rank, phase, save.start_block, 0, failed=True) for phase in sorted(phases)]
+        failed = self._reports - {load.request_id for job_id, load in self.loads.items() if job_id in spared}
+        return Report(set(failed), set(failed), acks)
+
+
 class WorkerSide:
     """One rank's facade. Model-runner thread; in-process engines also call `drain` on the scheduler's (the same) thread."""
 
-    def __init__(self, half: Half, rank: int) -> None:
+    def __init__(self, half: Half, rank: int, on_error: Callable[[str, Exception], None] = lambda where, error: None) -> None:
         self.half = half
+        self._on_error = on_error
         self._rank = rank
         self._kept = Report(set(), set(), [])
+        self._debts = _Debts()
+        self._retired: Half | None = None  # it raised; asked for ever, as slots may be released late
         self._started = self._finished = True
         self._idle = False
 
@@ -84,6 +142,7 @@ class WorkerSide:
         if self._started:
             return
         self._started, self._idle = True, idle
+        self._debts.take_on(metadata)
         self.half.start_step(metadata)
 
     def finish(self, metadata: StepMetadata) -> None:
@@ -94,16 +153,32 @@ class WorkerSide:
             self.half.finish_step()
 
     def refuse(self, metadata: StepMetadata) -> None:
-        """The half raised while taking a step: its jobs are answered here, each once, and it gets no more."""
-        refusing = RefusingHalf(self._rank)
-        refusing.start_step(metadata)
-        self._collect(refusing.results())
-        self.half = refusing
+        """The half raised while taking a step: it is shut down and gets no more jobs.
+
+        Everything it owes is answered once. What it is still copying when its shutdown has to go on is answered when that
+        ends and not before: the blocks of a load that was reported are given to others at once.
+        """
+        if not self._started:
+            self._debts.take_on(metadata)
         self._started = self._finished = True
+        old, self.half = self.half, RefusingHalf(self._rank)
+        self._retired = old
+        with contextlib.suppress(Exception):  # it has raised before; what it cannot end is refused below
+            old.shutdown(REFUSE_SECONDS)
+        self._collect_retired()
 
     def results(self) -> tuple[set[str], set[str]]:
-        """(finished, failed) loads, each once."""
+        """(finished, failed) loads, each once. Never raises: a half that does is refused."""
+        try:
+            return self._results()
+        except Exception as error:
+            self._on_error("results", error)
+            self.refuse(StepMetadata())
+            return self._results()
+
+    def _results(self) -> tuple[set[str], set[str]]:
         self._collect(self.half.results(IDLE_WAIT_SECONDS if self._idle else 0.0))
+        self._collect_retired()
         finished, failed = self._kept.finished_recving, self._kept.failed_recving
         self._kept = Report(set(), set(), self._kept.acks)
         return finished, failed
@@ -118,9 +193,24 @@ class WorkerSide:
         """Wait until no save holds GPU blocks (at most `timeout` seconds); loads that ended meanwhile are kept."""
         self.half.wait_copied(timeout)
         self._collect(self.half.results())
+        self._collect_retired()
         return self.acks()
 
+    def _collect_retired(self) -> None:
+        """What the retired half has ended, and a refusal of everything owed that it is not working on."""
+        retired = self._retired
+        if retired is None:
+            return
+        spared: set[int] = set()
+        try:
+            self._collect(retired.results())
+            spared = retired.open_jobs()
+        except Exception:  # nobody will ever know more than this
+            spared = set()
+        self._collect(self._debts.failing(spared | self.half.open_jobs(), self._rank))
+
     def _collect(self, report: Report) -> None:
-        self._kept.finished_recving.update(report.finished_recving)
-        self._kept.failed_recving.update(report.failed_recving)
-        self._kept.acks.extend(report.acks)
+        owed = self._debts.pay(report)
+        self._kept.finished_recving.update(owed.finished_recving)
+        self._kept.failed_recving.update(owed.failed_recving)
+        self._kept.acks.extend(owed.acks)

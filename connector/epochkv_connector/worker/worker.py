@@ -99,6 +99,7 @@ class WorkerHalf:
         self._changed = threading.Condition()
         self._loads: dict[int, Load] = {}
         self._copies: dict[int, Save] = {}
+        self._puts: set[int] = set()  # saves that are copied and not yet stored or given up
         self._unsubmitted: list[Save] = []
         self._over: list[Load] = []
         self._acks: list[tuple[Save, Phase, bool]] = []
@@ -235,6 +236,12 @@ class WorkerHalf:
         report.finished_recving.update(poisoned)
         report.failed_recving.update(poisoned)
         return report
+
+    def open_jobs(self) -> set[int]:
+        """Jobs with something left to be acknowledged, save for RELEASED, by a later `results`."""
+        with self._changed:
+            ended = [load.job.job_id for load in self._over] + [save.job.job_id for save, _, _ in self._acks]
+            return {*self._loads, *self._copies, *self._puts, *ended}
 
     def wait_copied(self, timeout: float) -> bool:
         """Wait until no save holds GPU blocks; then `results` has every COPIED. False after `timeout` seconds."""
@@ -450,11 +457,14 @@ class WorkerHalf:
         with self._changed:
             save.stage = Stage.OVER
             self._copies.pop(save.job.job_id, None)
+            if save.job.namespace is not None:
+                self._puts.add(save.job.job_id)
             self._acks.append((save, Phase.COPIED, save.failed))
             self._changed.notify_all()
 
     def _acknowledge(self, save: Save, phase: Phase, *, failed: bool) -> None:
         with self._changed:
+            self._puts.discard(save.job.job_id)
             self._acks.append((save, phase, failed))
             self._changed.notify_all()
 

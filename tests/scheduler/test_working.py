@@ -1,0 +1,135 @@
+"""A rank whose worker half breaks down: everything it took is answered once, and never before its copies have ended."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from epochkv_connector.records import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.store.lanes import Outcome
+from epochkv_connector.wire import StepMetadata
+from epochkv_connector.worker.layout import GroupSpec
+from epochkv_connector.worker.staging import StagingStream
+from epochkv_connector.worker.worker import WorkerHalf
+from epochkv_connector.working import WorkerSide
+from tests.helpers_store import wait_until
+from tests.unit.connector_worker.test_worker_half import NAMESPACE, ObedientStore
+
+NUM_BLOCKS = 8
+
+
+class Side:
+    """A worker facade over a real half, and a collector that insists on exactly once."""
+
+    def __init__(self, store: ObedientStore | None = None) -> None:
+        self.kv = torch.zeros((NUM_BLOCKS, 64), dtype=torch.uint8)
+        self.half = WorkerHalf(open_store=(lambda region: store) if store else None)
+        self.half.register({"l0": self.kv}, [GroupSpec(["l0"], 16)], 6, NUM_BLOCKS)
+        self.errors: list[str] = []
+        self.side = WorkerSide(self.half, 0, lambda where, error: self.errors.append(where))
+        self.finished: Counter[str] = Counter()
+        self.failed: set[str] = set()
+        self.acks: dict[tuple[int, Phase], JobAck] = {}
+
+    def step(self, raising: str = "", **parts: Any) -> None:
+        """One step as the facade makes it; `raising`: the call of the half that raises."""
+        metadata = StepMetadata(**parts)
+        self.side.new_step()
+        if raising:
+            setattr(self.side.half, raising, self._raise)
+        try:
+            self.side.start(metadata, idle=True)
+            self.side.finish(metadata)
+        except MemoryError:
+            self.side.refuse(metadata)
+        self.collect()
+
+    @staticmethod
+    def _raise(*_: Any) -> Any:
+        raise MemoryError("no more")
+
+    def collect(self) -> None:
+        finished, failed = self.side.results()
+        assert failed <= finished
+        self.finished.update(finished)
+        self.failed |= failed
+        for ack in self.side.acks().acks:
+            assert (ack.job_id, ack.phase) not in self.acks, f"acknowledged twice: {ack}"
+            self.acks[ack.job_id, ack.phase] = ack
+
+    def until(self, wanted: set[tuple[int, Phase]]) -> None:
+        def arrived() -> bool:
+            self.collect()
+            return wanted <= set(self.acks)
+
+        wait_until(arrived, 10.0, f"acknowledgements {wanted}")
+
+
+def move(block: int, slot: int, source: Source = Source.HOST) -> BlockMove:
+    return BlockMove(0, block, block, slot, bytes([block]) * 32, source)
+
+
+def load(job_id: int, moves: Sequence[BlockMove]) -> LoadJob:
+    return LoadJob(job_id, f"r{job_id}", NAMESPACE, tuple(moves), 30.0)
+
+
+def save(job_id: int, moves: Sequence[BlockMove], namespace: str | None = None) -> SaveJob:
+    return SaveJob(job_id, f"s{job_id}", namespace, 0, len(moves), tuple(moves), 30.0)
+
+
+@pytest.mark.parametrize("raising", ["start_step", "finish_step", "results"])
+def test_a_half_that_breaks_down_owes_nothing_afterwards(raising: str) -> None:
+    """Loads and saves of earlier steps are open then, and those of the step it broke down in."""
+    store = ObedientStore(policy=lambda kind, transfers: None)  # leaves every request open
+    side = Side(store)
+    side.step(saves=[save(1, [move(1, 0)], NAMESPACE)])
+    side.until({(1, Phase.COPIED)})
+    side.step(loads=[load(2, [move(2, 1, Source.STORE)])])
+    assert side.finished == {}
+    for request in store.open:  # a real store answers what waits when it is closed
+        store.answer(request, Outcome.CLOSED) if request.kind == "put" else None
+    side.step(raising=raising, loads=[load(3, [move(3, 2, Source.STORE)])], saves=[save(4, [move(4, 3)])], poisoned=["p"])
+    expected = {(1, Phase.COPIED), (1, Phase.STORED), (2, Phase.LOADED), (3, Phase.LOADED), (4, Phase.COPIED)}
+    side.until(expected)
+    assert side.finished == {"r2": 1, "r3": 1, "p": 1}
+    assert side.failed == {"r2", "r3", "p"}
+    assert side.errors == (["results"] if raising == "results" else [])
+    assert store.closed
+    # Transfers that are still under way hold their slots until they end.
+    busy = [job for job in (2, 3) if side.acks[job, Phase.LOADED].busy_slots]
+    for request in store.open:
+        store.release(request)
+    side.until({*expected, *((job, Phase.RELEASED) for job in busy)})
+    side.step(loads=[load(9, [move(5, 4)])])
+    assert side.finished == {"r2": 1, "r3": 1, "p": 1, "r9": 1}
+    assert "r9" in side.failed
+
+
+def test_a_copy_under_way_is_reported_when_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reported load's blocks are given to others at once, so a late copy would overwrite somebody else's KV."""
+    monkeypatch.setattr("epochkv_connector.working.REFUSE_SECONDS", 0.05)
+    side = Side()
+    side.step(saves=[save(1, [move(1, 0)])])
+    side.until({(1, Phase.COPIED)})
+    begun, may_end = threading.Event(), threading.Event()
+    scatter = StagingStream.scatter
+
+    def slow(self: StagingStream, *args: Any) -> None:
+        begun.set()
+        assert may_end.wait(10.0)
+        scatter(self, *args)
+
+    monkeypatch.setattr(StagingStream, "scatter", slow)
+    side.step(loads=[load(2, [move(1, 0)])])
+    assert begun.wait(10.0)
+    side.step(raising="start_step", loads=[load(3, [move(1, 0)])])
+    assert side.finished == {"r3": 1}
+    may_end.set()
+    side.until({(2, Phase.LOADED)})
+    assert side.finished == {"r3": 1, "r2": 1}
+    assert side.failed == {"r3"}, "the copy came to its end: what it loaded is good"
