@@ -151,6 +151,8 @@ class Setup:
         """Everything the demo made, apart from caches of downloads and builds."""
         self.provider.down(note)
         shutil.rmtree(self.work, ignore_errors=True)
+        if self.work.parent.is_dir() and not any(self.work.parent.iterdir()):
+            self.work.parent.rmdir()
 
     def diagnosis(self) -> str:
         """Pods, warnings and the operator's last lines: what one would look at first."""
