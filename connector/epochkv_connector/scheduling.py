@@ -221,7 +221,7 @@ class SchedulerSide:
             if self.half is None:
                 return StepMetadata(newest_epoch=snapshot.epoch)
             if snapshot.mode is Mode.USE and scheduled:
-                views = list(self._views(scheduler_output, snapshot))
+                views = list(self._views(self.half, scheduler_output, snapshot))
                 if views:
                     self.half.collect_saves(views, snapshot)
             metadata = self.half.build(snapshot.epoch)
@@ -245,7 +245,8 @@ class SchedulerSide:
         self._to_name.extend(sorted(unsent))
         return self._with_names(StepMetadata(newest_epoch=self._applied.epoch))
 
-    def _views(self, scheduler_output: Any, snapshot: Snapshot) -> Iterable[ScheduledRequestView]:
+    def _views(self, half: SchedulerHalf, scheduler_output: Any, snapshot: Snapshot) -> Iterable[ScheduledRequestView]:
+        """Requests with something new to save: another complete block, or slots for what was left out before."""
         size = compat.hash_block_size_of(self._pool)
         drafts = scheduler_output.scheduled_spec_decode_tokens
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
@@ -255,7 +256,7 @@ class SchedulerSide:
                 continue
             confirmed = compat.num_confirmed_tokens(request, num_scheduled, len(drafts.get(request_id, ())))
             complete = min(confirmed // size, len(request.block_hashes))
-            if complete <= self._offered_blocks.get(request_id, 0):
+            if complete <= self._offered_blocks.get(request_id, 0) and not half.may_continue_save(request_id):
                 continue
             self._offered_blocks[request_id] = complete
             yield ScheduledRequestView(

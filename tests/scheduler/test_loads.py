@@ -290,3 +290,13 @@ def test_saves_hold_gpu_blocks_until_the_copy_is_acknowledged(make_rig: MakeRig)
     release(rig)
     rig.run()
     rig.check_clean()
+
+
+def test_saves_that_found_no_slot_are_made_in_later_steps(make_rig: MakeRig) -> None:
+    """Also when no further block is completed meanwhile: here the staging ring holds a quarter of the prompt."""
+    store = SharedStore()
+    rig = make_rig(store=store, l1_bytes=None, extra={"staging_slots": 2})
+    rig.adopt(0)
+    rig.serve(prompt(1, 8 * BLOCK + 3), max_tokens=6)
+    assert len(store.objects) == 8
+    rig.check_clean()

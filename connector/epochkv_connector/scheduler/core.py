@@ -234,6 +234,10 @@ class SchedulerHalf:
                 if draft is not None:
                     self._open_save(draft, view.hash_block_size, self._pool)
 
+    def may_continue_save(self, request_id: str) -> bool:
+        """Whether blocks of this request were not saved for lack of slots, and there are slots now."""
+        return self._saves.may_continue(request_id)
+
     def _open_save(self, draft: SaveDraft, hash_block_size: int, pool: BlockPoolPort) -> None:
         job = SaveJob(
             job_id=next(self._ids),
@@ -398,6 +402,7 @@ class SchedulerHalf:
             "gpu_blocks": self._ledger.num_gpu_blocks,
             "names_saving": self._saves.num_saving,
             "save_cursors": self._saves.num_cursors,
+            "saves_lacking_slots": self._saves.num_lacking,
             "queries": 0 if self._lookups is None else len(self._lookups),
         }
 

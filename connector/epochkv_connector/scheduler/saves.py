@@ -45,6 +45,7 @@ class SavePlanner:
         self._tracker = tracker
         self._cursors: dict[str, _Cursor] = {}
         self._saving: set[Key] = set()
+        self._lacking: dict[str, int] = {}  # request -> slots that its next unit needs and did not find
         self.num_deferred = 0
 
     @property
@@ -57,9 +58,19 @@ class SavePlanner:
         """Names under way."""
         return len(self._saving)
 
+    @property
+    def num_lacking(self) -> int:
+        """Requests whose save waits for slots."""
+        return len(self._lacking)
+
+    def may_continue(self, request_id: str) -> bool:
+        """Whether the request's save was deferred and there are slots for its next unit now."""
+        return self._lacking.get(request_id, self._index.num_slots + 1) <= self._index.num_available
+
     def forget_request(self, request_id: str) -> None:
         """The request is finished."""
         self._cursors.pop(request_id, None)
+        self._lacking.pop(request_id, None)
 
     def over(self, moves: tuple[BlockMove, ...]) -> None:
         """A save has ended, one way or the other."""
@@ -69,6 +80,7 @@ class SavePlanner:
     def clear(self) -> None:
         """The names changed: everything begins anew."""
         self._cursors.clear()
+        self._lacking.clear()
 
     def draft(self, view: ScheduledRequestView, namespace: str | None, null_block: int) -> SaveDraft | None:
         """Take slots for the request's new blocks, or None if nothing is to be saved."""
@@ -79,6 +91,7 @@ class SavePlanner:
         start = 0
         if cursor is not None and cursor.root == view.root and cursor.namespace == namespace:
             start = cursor.token
+        self._lacking.pop(view.request_id, None)
         moves: list[BlockMove] = []
         token = start
         while token < end:
@@ -98,7 +111,9 @@ class SavePlanner:
         wanted = self._wanted(view, token, namespace, null_block)
         held = [slot for *_, slot, _ in wanted if slot is not None]
         num_new = len(wanted) - len(held)
-        if num_new + sum(1 for slot in held if self._index.is_idle(slot)) > self._index.num_available:
+        needed = num_new + sum(1 for slot in held if self._index.is_idle(slot))
+        if needed > self._index.num_available:
+            self._lacking[view.request_id] = needed
             return None
         self._index.pin(held)
         fresh = iter(self._index.allocate(num_new))
