@@ -47,6 +47,7 @@ class Load:
     stage: Stage = Stage.QUEUED
     failed: bool = False
     filled: tuple[int, ...] = ()
+    bad: tuple[int, ...] = ()  # slots that are to blame for a failure, where that is known
     ticket: Ticket | None = None
     busy: tuple[int, ...] = ()  # slots the ticket writes to
 
@@ -60,6 +61,7 @@ class Load:
             num_blocks=0 if self.failed else len(self.job.moves),
             failed=self.failed,
             filled_slots=self.filled,
+            failed_slots=self.bad if self.failed else (),
             busy_slots=self.busy if is_open(self.ticket) else (),
         )
 

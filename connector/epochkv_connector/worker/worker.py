@@ -305,6 +305,7 @@ class WorkerHalf:
             if load.stage is not Stage.QUEUED:
                 return
             load.filled = tuple(move.slot for move in filled)
+            load.bad = tuple(move.slot for move, outcome in zip(moves, outcomes, strict=True) if outcome is not Outcome.OK)
             for move in filled:
                 self._contents[move.slot] = (move.group, move.block_hash)
         if bad is None:
@@ -326,6 +327,7 @@ class WorkerHalf:
         self._end_load(load)
 
     def _copy_load(self, load: Load, stream: StagingStream) -> None:
+        load.bad = self._mismatched(load.job.moves)
         self._check_contents(load.job.moves)
         pairs = [Pair(move.group, move.gpu_block, move.slot) for move in load.job.moves]
         began = time.monotonic()
@@ -494,9 +496,12 @@ class WorkerHalf:
 
     def _check_contents(self, moves: Iterable[BlockMove]) -> None:
         """A slot must hold the very block that the scheduler half believes it holds."""
-        for move in moves:
-            if self._contents.get(move.slot) != (move.group, move.block_hash):
-                raise JobFailed("slot_mismatch", f"slot {move.slot} does not hold the block that was asked for")
+        bad = self._mismatched(moves)
+        if bad:
+            raise JobFailed("slot_mismatch", f"slots {bad} do not hold the blocks that were asked for")
+
+    def _mismatched(self, moves: Iterable[BlockMove]) -> tuple[int, ...]:
+        return tuple(move.slot for move in moves if self._contents.get(move.slot) != (move.group, move.block_hash))
 
     def _release(self, slots: Iterable[int]) -> None:
         with self._changed:

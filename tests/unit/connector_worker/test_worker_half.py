@@ -531,3 +531,16 @@ def is_over(rig: Rig, job: int, stored: bool) -> bool:
     acks = {phase: ack for (job_id, phase), ack in rig.acks.items() if job_id == job}
     last = acks.get(Phase.LOADED) or acks.get(Phase.STORED if stored else Phase.COPIED)
     return last is not None and not (last.busy_slots and Phase.RELEASED not in acks)
+
+
+def test_a_failed_load_blames_only_the_slots_whose_blocks_are_missing(store: ObedientStore) -> None:
+    rig = Rig(store)
+    rig.step(saves=[save(1, [move(3, 0, 30), move(4, 1, 40)], NAMESPACE)])
+    rig.until_acked(1, Phase.STORED)
+    rig.step(loads=[load(2, [move(8, 0, 30), move(9, 1, 41)])])  # slot 1 holds another block than the scheduler half believes
+    assert rig.until_acked(2, Phase.LOADED).failed_slots == (1,)
+    rig.step(loads=[load(3, [move(8, 5, 30, Source.STORE), move(9, 6, 99, Source.STORE), move(10, 0, 30)], NAMESPACE)])
+    ack = rig.until_acked(3, Phase.LOADED)  # nobody ever stored 99
+    assert (ack.failed, ack.failed_slots, ack.filled_slots) == (True, (6,), (5,))
+    rig.step(loads=[load(4, [move(8, 0, 30)])])
+    assert rig.until_acked(4, Phase.LOADED).failed_slots == ()
