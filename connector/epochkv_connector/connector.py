@@ -8,7 +8,6 @@ ours becomes a miss, is counted and logged once per kind; it never reaches vLLM.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import time
 import weakref
@@ -359,7 +358,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None or not self._stats_due():
             return None
         numbers = self._worker.half.stats()
-        numbers.update({f"error_{where}": float(count) for where, count in self._guard.errors.items()})
+        numbers.update({f"error_{where}": float(count) for where, count in dict(self._guard.errors).items()})
         gauges = {name: value for name, value in numbers.items() if name.startswith(WORKER_GAUGES)}
         stats = self._increments({k: v for k, v in numbers.items() if k not in gauges}, gauges)
         return None if stats.is_empty() else stats
@@ -378,8 +377,9 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _counters(self) -> dict[str, float]:
         side = self.side
-        totals: dict[str, float] = dict(itertools.chain(side.counters.items(), side.fence.counters.items()))
-        totals.update({f"error_{where}": count for where, count in self._guard.errors.items()})
+        # `dict` copies at once; the agent's thread counts in the fence meanwhile.
+        totals: dict[str, float] = {**dict(side.counters), **dict(side.fence.counters)}
+        totals.update({f"error_{where}": count for where, count in dict(self._guard.errors).items()})
         return totals
 
     def _gauges(self) -> dict[str, float]:
@@ -398,7 +398,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             "root_overwritten": float(fence.distrusted),
             "hub_unusable": float(self._link.problem is not None),
             "lease_remaining_seconds": max(0.0, self._link.lease_until() - time.monotonic()),
-            "errors": float(sum(self._guard.errors.values())),
+            "errors": float(sum(dict(self._guard.errors).values())),
         }
         if self._side.half is not None:
             with contextlib.suppress(RuntimeError):  # a dictionary that the scheduler thread changes meanwhile
@@ -408,7 +408,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> EpochKVStats:
         """Rebuild stats in the API process."""
-        return EpochKVStats(data) if data else EpochKVStats()
+        return EpochKVStats.received(data)
 
     @classmethod
     def build_prom_metrics(

@@ -6,13 +6,27 @@ flat dictionaries of numbers, so that they survive the trip to the API process.
 
 from __future__ import annotations
 
+import logging
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+logger = logging.getLogger("vllm.epochkv.stats")
+
 PREFIX = "vllm:epochkv_"
 COUNTERS, GAUGES = "counters", "gauges"
+
+
+def _numbers(data: object, kind: str) -> dict[str, float]:
+    """The numbers of one kind in a report, by name; of counters the finite ones."""
+    values = data.get(kind) if isinstance(data, dict) else None
+    if not isinstance(values, dict):
+        return {}
+    return {
+        str(name): value for name, value in values.items() if isinstance(value, (int, float)) and (kind == GAUGES or math.isfinite(value))
+    }
 
 
 @dataclass
@@ -25,6 +39,12 @@ class EpochKVStats(KVConnectorStats):
     def of(cls, counters: dict[str, float], gauges: dict[str, float] | None = None) -> EpochKVStats:
         """Build from plain numbers. Only increments above zero are kept: the API process dies of a counter that falls."""
         return cls({COUNTERS: {k: v for k, v in counters.items() if v > 0}, GAUGES: dict(gauges or {})})
+
+    @classmethod
+    def received(cls, data: object) -> EpochKVStats:
+        """What another process sent, without whatever in it is no number: an error here would end vLLM's output handler."""
+        counters, gauges = (_numbers(data, kind) for kind in (COUNTERS, GAUGES))
+        return cls.of(counters, gauges)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -62,6 +82,7 @@ class EpochKVPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._said = False
         self._events = self._counter_cls(
             name=f"{PREFIX}events", documentation="What the EpochKV connector counted.", labelnames=[*labelnames, "event"]
         )
@@ -73,9 +94,15 @@ class EpochKVPromMetrics(KVConnectorPromMetrics):
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record one report."""
-        labels = self.per_engine_labelvalues.get(engine_idx, [])
-        for name, value in transfer_stats_data.get(COUNTERS, {}).items():
-            self._events.labels(*labels, name).inc(value)
-        for name, value in transfer_stats_data.get(GAUGES, {}).items():
-            self._state.labels(*labels, name).set(value)
+        """Record one report. Never raises, whatever comes: that would end vLLM's output handler, and with it every request."""
+        try:
+            labels = self.per_engine_labelvalues[engine_idx]
+            stats = EpochKVStats.received(transfer_stats_data).data
+            for name, value in stats[COUNTERS].items():
+                self._events.labels(*labels, name).inc(value)
+            for name, value in stats[GAUGES].items():
+                self._state.labels(*labels, name).set(value)
+        except Exception as error:
+            if not self._said:
+                self._said = True
+                logger.warning("EpochKV: metrics of engine %s cannot be recorded: %r (said once)", engine_idx, error)
