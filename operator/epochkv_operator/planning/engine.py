@@ -21,6 +21,7 @@ from epochkv_operator.planning.names import (
 from epochkv_operator.planning.network import engine_policy
 
 _GRACE_SECONDS = 60
+_KUBERNETES_GRACE_SECONDS = 30  # where a template removes ours
 _PRE_STOP_SECONDS = 5
 _SHUTDOWN_MARGIN_SECONDS = 15
 _SHM_BYTES_PER_RANK = 256 * 2**20  # 64 MiB is too little for one rank
@@ -47,7 +48,7 @@ def desired_engine(engine: InferenceEngine, pool: KVCachePool | None, context: C
         child("v1", "ServiceAccount", {"automountServiceAccountToken": False}),
         child("apps/v1", "Deployment", {"spec": _deployment(engine, pool, context)}),
         child("v1", "Service", {"spec": {"selector": selector, "ports": [port]}}),
-        child("policy/v1", "PodDisruptionBudget", {"spec": {"maxUnavailable": 1, "selector": {"matchLabels": selector}}}),
+        child("policy/v1", "PodDisruptionBudget", podspec.budget(selector)),
         *(engine_policy(engine, pool, context) if pool is not None else []),
     ]
 
@@ -134,7 +135,7 @@ def _set_shutdown_timeout(pod: Json, spec: InferenceEngineSpec) -> None:
     """Let running requests finish before the kubelet kills: the default aborts them. Depends on the merged grace period."""
     if "--shutdown-timeout" in _flags(spec.args or ()):
         return
-    grace = pod.get("terminationGracePeriodSeconds", _GRACE_SECONDS)
+    grace = pod.get("terminationGracePeriodSeconds", _KUBERNETES_GRACE_SECONDS)
     seconds = max(0, int(grace) - _PRE_STOP_SECONDS - _SHUTDOWN_MARGIN_SECONDS)
     container = next(container for container in pod["containers"] if container["name"] == "engine")
     container["args"] = ["--shutdown-timeout", str(seconds), *container["args"]]

@@ -112,7 +112,10 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _refuse(overrides: Json, container: str, path: str) -> None:
-    """Raise for what only the operator may set."""
+    """Raise for what only the operator may set, and for shapes that no pod can be built with."""
+    for key in ("containers", "volumes"):
+        _refuse_removal(overrides, key, path)
+    _refuse_shapes(overrides, path)
     for volume in _objects(overrides.get("volumes")):
         if volume.get("name") == FENCE_VOLUME:
             raise InvalidTemplate(f"{path}.volumes: {FENCE_VOLUME} belongs to the operator: choose another volume name")
@@ -120,6 +123,8 @@ def _refuse(overrides: Json, container: str, path: str) -> None:
         if item.get("name") != container:
             continue
         here = f"{path}.containers[{container}]"
+        for key in ("env", "volumeMounts"):
+            _refuse_removal(item, key, here)
         for key, remedy in (
             ("command", "use spec.args" if container == "engine" else "remove it"),
             ("args", "use spec.args" if container == "engine" else "remove it"),
@@ -133,6 +138,22 @@ def _refuse(overrides: Json, container: str, path: str) -> None:
         for mount in _objects(item.get("volumeMounts")):
             if str(mount.get("mountPath", "")).rstrip("/").startswith(CREDENTIALS_DIR):
                 raise InvalidTemplate(f"{here}.volumeMounts: {CREDENTIALS_DIR} belongs to the operator: mount elsewhere")
+
+
+def _refuse_removal(overrides: Json, key: str, path: str) -> None:
+    if key in overrides and overrides[key] is None:
+        raise InvalidTemplate(f"{path}.{key} is null, which would remove the operator's own {key} too: leave it out")
+
+
+def _refuse_shapes(overrides: Json, path: str) -> None:
+    for key in ("containers", "initContainers"):
+        for item in _objects(overrides.get(key)):
+            security = item.get("securityContext")
+            if security is not None and not isinstance(security, dict):
+                raise InvalidTemplate(f"{path}.{key}[{item.get('name')}].securityContext is {security!r}; it must be an object")
+    grace = overrides.get("terminationGracePeriodSeconds")
+    if grace is not None and (isinstance(grace, bool) or not isinstance(grace, int) or grace < 0):
+        raise InvalidTemplate(f"{path}.terminationGracePeriodSeconds is {grace!r}; it must be a number of seconds, 0 or more")
 
 
 def _objects(value: Any) -> list[Json]:

@@ -192,7 +192,7 @@ def _store_service(pool: KVCachePool, context: Context) -> Json:
 
 def _budget(pool: KVCachePool, component: str, context: Context) -> Json:
     name = pool.metadata.name
-    body = {"spec": {"maxUnavailable": 1, "selector": {"matchLabels": component_selector(name, component)}}}
+    body = podspec.budget(component_selector(name, component))
     return owned_object("policy/v1", "PodDisruptionBudget", f"{name}-{component}", pool, pool_labels(name, component), context, body)
 
 

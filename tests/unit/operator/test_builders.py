@@ -266,9 +266,18 @@ def test_user_arguments_replace_defaults() -> None:
     assert custom[custom.index("--no-enable-prompt-tokens-details") + 1] == "--shutdown-timeout=9"
 
 
-@pytest.mark.parametrize(("grace", "timeout"), [(None, "40"), (300, "280"), (20, "0"), (5, "0")])
-def test_shutdown_ends_well_before_the_kill(grace: int | None, timeout: str) -> None:
-    template = {} if grace is None else {"template": {"spec": {"terminationGracePeriodSeconds": grace}}}
+@pytest.mark.parametrize(
+    ("overrides", "timeout"),
+    [
+        ({}, "40"),
+        ({"terminationGracePeriodSeconds": 300}, "280"),
+        ({"terminationGracePeriodSeconds": 20}, "0"),
+        ({"terminationGracePeriodSeconds": 5}, "0"),
+        ({"terminationGracePeriodSeconds": None}, "10"),  # Kubernetes' own 30 s
+    ],
+)
+def test_shutdown_ends_well_before_the_kill(overrides: Json, timeout: str) -> None:
+    template = {"template": {"spec": overrides}}
     assert arguments(template)[1] == timeout
 
 
@@ -328,6 +337,14 @@ def test_building_does_not_change_the_spec() -> None:
         ({"containers": {"name": "engine"}}, "spec.template.spec.containers must be a list of objects"),
         ({"containers": [{"name": "engine", "$patch": "delete"}]}, "directives are not supported"),
         ({"securityContext": "none"}, "it must be an object"),
+        ({"containers": None}, "containers is null, which would remove the operator's own"),
+        ({"volumes": None}, "volumes is null, which would remove the operator's own"),
+        ({"containers": [{"name": "engine", "env": None}]}, "containers[engine].env is null"),
+        ({"containers": [{"name": "engine", "volumeMounts": None}]}, "containers[engine].volumeMounts is null"),
+        ({"containers": [{"name": "sidecar", "securityContext": "none"}]}, "containers[sidecar].securityContext is 'none'"),
+        ({"initContainers": [{"name": "prepare", "securityContext": [1]}]}, "initContainers[prepare].securityContext is [1]"),
+        ({"terminationGracePeriodSeconds": "soon"}, "terminationGracePeriodSeconds is 'soon'; it must be a number of seconds"),
+        ({"terminationGracePeriodSeconds": -1}, "terminationGracePeriodSeconds is -1"),
     ],
 )
 def test_templates_that_are_refused(spec: Json, says: str) -> None:
