@@ -1,0 +1,142 @@
+"""The operator behind an API server that refuses, and the operator killed after each of its writes."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hack.cluster.controlplane import ControlPlane
+from tests.cluster.fault_proxy import Fault, FaultProxy, is_write
+from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, condition, eventually, install_crds
+
+LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
+POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}}
+ENGINE: dict[str, Any] = {"poolRef": {"name": "policy"}, "model": {"name": "tiny"}, "replicas": 2}
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def plane(control_plane: ControlPlane) -> ControlPlane:
+    install_crds(control_plane)
+    return control_plane
+
+
+@pytest.fixture
+def namespace(plane: ControlPlane) -> Namespace:
+    space = Namespace(plane, f"faults-{next(_numbers)}")
+    space.request("POST", "/api/v1/namespaces", {"metadata": {"name": space.name}})
+    return space
+
+
+@pytest.fixture
+def proxy(plane: ControlPlane, tmp_path: Path) -> Iterator[FaultProxy]:
+    with FaultProxy(plane, tmp_path) as made:
+        yield made
+
+
+def settled(space: Namespace, epoch: int) -> bool:
+    """Everything is made, reported and published."""
+    expected = {
+        "deployments": {"rollout"},
+        "services": {"rollout"},
+        "serviceaccounts": {"rollout"},
+        "poddisruptionbudgets": {"rollout"},
+        "configmaps": {"policy-connection"},
+        "secrets": {"policy-fence", "epochkv-hub"},
+    }
+    pool, engine = space.status("policy"), space.engine_status("rollout")
+    return (
+        all(space.names(kind) == names for kind, names in expected.items())
+        and (pool.get("targetEpoch"), pool.get("epoch")) == (epoch, epoch)
+        and condition(pool, "Ready").get("reason") == "Ready"
+        and condition(engine, "PoolBound").get("status") == "True"
+        and condition(engine, "Ready").get("reason") == "Starting"  # no kubelet here
+    )
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Fault(409), Fault(422), Fault(429), Fault(500), Fault(500, carried_out=True)],
+    ids=["409", "422", "429", "500", "500-but-written"],
+)
+def test_work_is_done_once_a_storm_is_over(namespace: Namespace, proxy: FaultProxy, tmp_path: Path, fault: Fault) -> None:
+    """Every write fails for a while: when a pool and its engine are new, and again when an epoch is asked for."""
+    with OperatorProcess(namespace.plane, namespace.name, tmp_path, kubeconfig=proxy.kubeconfig) as operator:
+        operator.wait_ready()
+
+        def storm(method: str, path: str) -> Fault | None:
+            return fault if is_write(method, path) else None
+
+        proxy.decide = storm
+        namespace.create_pool("policy", **POOL)
+        namespace.create_engine("rollout", **ENGINE)
+        eventually(lambda: len(proxy.faults) >= 6, f"the storm hits; log:\n{operator.tail()}")
+        proxy.decide = lambda method, path: None
+        eventually(lambda: settled(namespace, 0), f"all is well after the storm; log:\n{operator.tail()}", 60)
+
+        hit = len(proxy.faults)
+        proxy.decide = storm
+        namespace.bump("policy", 1)
+        eventually(lambda: len(proxy.faults) >= hit + 3, f"the storm hits the reset; log:\n{operator.tail()}")
+        proxy.decide = lambda method, path: None
+        eventually(lambda: settled(namespace, 1), f"published after the storm; log:\n{operator.tail()}", 60)
+        assert operator.http("/livez")[0] == 200
+        assert all(found == fault for _, _, found in proxy.faults)
+
+
+class OneWrite:
+    """Lets one write through, and holds back its answer and every other write: the operator is killed at exactly this point."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.written = ""
+
+    def __call__(self, method: str, path: str) -> Fault | None:
+        if not is_write(method, path):
+            return None
+        with self._lock:
+            first, self.written = not self.written, self.written or f"{method} {path}"
+        return Fault(0, carried_out=first)
+
+
+@pytest.mark.timeout(600)
+def test_killed_after_each_single_write_the_next_one_goes_on(namespace: Namespace, proxy: FaultProxy, tmp_path: Path) -> None:
+    namespace.create_pool("policy", resetEpoch=1, **POOL)
+    namespace.create_engine("rollout", **ENGINE)
+    operator = OperatorProcess(namespace.plane, namespace.name, tmp_path, kubeconfig=proxy.kubeconfig)
+    lives: list[str] = []
+    keys: Any = None
+    while not settled(namespace, 1):
+        assert len(lives) < 40, lives
+        proxy.decide = one = OneWrite()
+        with operator.start():
+            eventually(lambda one=one: one.written or settled(namespace, 1), f"a write; log:\n{operator.tail()}", 60)
+            if one.written:
+                eventually(lambda one=one: any(f"{m} {p}" == one.written for m, p, _ in proxy.faults), f"{one.written} carried out")
+        lives.append(one.written)
+        # Its holder is dead: the next one need not wait until the Lease is over.
+        if namespace.get(LEASES, "epochkv-operator") is not None:
+            namespace.delete(LEASES, "epochkv-operator")
+        secret = namespace.get(CHILDREN["secrets"], "policy-fence")
+        keys = keys or (secret and secret["data"])
+        assert (secret and secret["data"]) == keys, "running engines would hold other keys"
+    assert len([write for write in lives if write]) >= 9, lives
+
+    # Nothing is left to do for the next life.
+    writes: list[str] = []
+
+    def note(method: str, path: str) -> None:
+        if is_write(method, path):
+            writes.append(f"{method} {path}")
+
+    proxy.decide = note
+    with operator.start():
+        operator.wait_ready()
+        eventually(lambda: operator.metric("epochkv_operator_reconciles_total") >= 2, f"both looked at; log:\n{operator.tail()}")
+        assert settled(namespace, 1), operator.tail()
+    assert writes == []
