@@ -25,9 +25,7 @@ class Executor:
         self._store = store
         self._applier = Applier(client)
 
-    async def bring_about(
-        self, about: str, seen: Observed, planned: Callable[[Observed], Plan]
-    ) -> tuple[Problem | None, ApiError | None]:
+    async def bring_about(self, about: str, seen: Observed, planned: Callable[[Observed], Plan]) -> tuple[Problem | None, ApiError | None]:
         """Plan, and do what the plan says, unless an object that it would make is there already and is somebody else's:
         an apply would take that over by force. Returns as `execute`.
 
