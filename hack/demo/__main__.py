@@ -11,6 +11,7 @@ from rich.console import Console
 from hack.cluster.errors import ClusterError
 from hack.demo.kube import DemoError
 from hack.engine_api import EngineError
+from hack.standalone.process import ProcessError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 # A log file is no terminal and has no width: tables get a readable one there.
@@ -57,7 +58,7 @@ def main() -> None:
     """Entry point: known failures are one clear message and exit status 1."""
     try:
         app()
-    except (ClusterError, DemoError, EngineError) as error:
+    except (ClusterError, DemoError, EngineError, ProcessError, TimeoutError) as error:
         console.print("error:", style="bold red", end=" ")
         console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         sys.exit(1)
