@@ -190,6 +190,21 @@ def test_kubectl_lists_scales_and_selects(plane: ControlPlane, made: Any) -> Non
     assert "greater than or equal to 1" in message
 
 
+def test_an_epoch_that_is_out_already_is_no_reset(plane: ControlPlane, made: Any) -> None:
+    """Engines and trainers raise the target, too: a user who counts from `spec.resetEpoch` would wait for nothing and be told yes."""
+    made("KVCachePool", "counted", {"local": {"capacity": "1Gi"}, "resetEpoch": 3})
+    assert patch_status(plane, "KVCachePool", "counted", {"targetEpoch": 5, "epoch": 5})[0] == 200
+    for epoch in (4, 5):
+        patch = json.dumps({"spec": {"resetEpoch": epoch}})
+        message = kubectl(plane, "patch", "kvp/counted", "--type=merge", "-p", patch, ok=False)
+        assert f"spec.resetEpoch {epoch} would reset nothing, epoch 5 is out already: set 6 or higher" in message
+    lower = kubectl(plane, "patch", "kvp/counted", "--type=merge", "-p", '{"spec":{"resetEpoch":2}}', ok=False)
+    assert "never goes down" in lower
+    assert "would reset nothing" not in lower
+    kubectl(plane, "patch", "kvp/counted", "--type=merge", "-p", '{"spec":{"reset":{"joinAfterSeconds":1}}}')
+    kubectl(plane, "patch", "kvp/counted", "--type=merge", "-p", '{"spec":{"resetEpoch":6}}')
+
+
 def test_kubectl_wait_sees_the_epoch(plane: ControlPlane, made: Any) -> None:
     """The documented way to wait for a reset."""
     made("KVCachePool", "waited", {"local": {"capacity": "1Gi"}, "resetEpoch": 7})

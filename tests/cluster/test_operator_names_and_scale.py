@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,6 +126,27 @@ def test_scaling_an_engine_scales_its_pods_and_tells_the_autoscaler(namespace: N
     # What an autoscaler reads: pods that exist, and how to find them.
     status = eventually(seen, f"one pod in the scale subresource; log:\n{operator.tail()}")["status"]
     assert status["selector"] == "app.kubernetes.io/component=engine,epochkv.io/engine=rollout"
+
+
+def test_a_count_set_on_the_deployment_itself_is_left_alone_and_said(namespace: Namespace, operator: OperatorProcess) -> None:
+    """An autoscaler that targets the Deployment must not be fought; but whoever scales the engine then has to learn why nothing happens."""
+    namespace.create_engine("rollout", **ENGINE)
+    eventually(lambda: replicas_of(namespace, "rollout") == 2, f"made; log:\n{operator.tail()}")
+    scale(namespace, "deployment/rollout", 4)
+
+    def note() -> str | None:
+        text = condition(namespace.engine_status("rollout"), "Available").get("message", "")
+        return text if "somebody scaled Deployment rollout itself to 4" in text else None
+
+    said = eventually(note, f"a note in the condition; log:\n{operator.tail()}")
+    assert replicas_of(namespace, "rollout") == 4
+    remedy = said.rpartition("to have them count, ")[2].split(" ", 1)[1]
+    space = [str(namespace.plane.kubectl), f"--kubeconfig={namespace.plane.kubeconfig}", "-n", namespace.name]
+    subprocess.run([*space, *shlex.split(remedy)], check=True, capture_output=True, timeout=60)
+    eventually(lambda: replicas_of(namespace, "rollout") == 2, "handed back")
+    scale(namespace, "ie/rollout", 1)
+    eventually(lambda: replicas_of(namespace, "rollout") == 1, f"the engine's own count counts again; log:\n{operator.tail()}")
+    assert note() is None
 
 
 def test_a_horizontal_pod_autoscaler_drives_an_engine(namespace: Namespace, operator: OperatorProcess) -> None:

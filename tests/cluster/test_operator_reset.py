@@ -207,7 +207,8 @@ def test_an_operator_killed_after_recording_leaves_a_reset_that_the_next_one_fin
                 second.wait_ready()
                 eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{second.tail()}", 60)
                 eventually(lambda: all(engine.epoch == 1 for engine in found), "adopted")
-                assert condition(namespace.status("policy"), "EpochConverged")["status"] == "True"
+                # The epoch is written first, what is said about it right after.
+                eventually(lambda: condition(namespace.status("policy"), "EpochConverged").get("status") == "True", "reported")
         history.assert_monotone()
 
 

@@ -261,9 +261,9 @@ class KVCachePoolSpec(ApiModel):
     )
 
     reset_epoch: Epoch = 0
-    """Raise it to invalidate all KV of the pool. `status.epoch` reaches it when that is proved. It never goes down. Leave it out
-    of charts and
-    GitOps manifests that do not own resets."""
+    """Raise it to invalidate all KV of the pool: above `status.targetEpoch`, which is higher where engines or trainers asked for resets
+    themselves. `status.epoch` reaches it when that is proved. It never goes down. Leave it out of charts and GitOps manifests that do not
+    own resets."""
     reset: Annotated[Reset, Field(default_factory=Reset, json_schema_extra=default_of(Reset))]
     """How a reset treats engines that are slow, gone or new."""
     local: Local | None = None
@@ -416,10 +416,20 @@ def _never_down(field: str) -> dict[str, object]:
     )
 
 
+_RAISED_FOR_A_RESET = rule(
+    "!has(oldSelf.status) || !has(oldSelf.status.targetEpoch) || !has(self.spec.resetEpoch) || !has(oldSelf.spec.resetEpoch)"
+    " || self.spec.resetEpoch <= oldSelf.spec.resetEpoch || self.spec.resetEpoch > oldSelf.status.targetEpoch",
+    "spec.resetEpoch must be raised above status.targetEpoch: that epoch is out already, so nothing would be reset",
+    expression="'spec.resetEpoch %d would reset nothing, epoch %d is out already: set %d or higher'"
+    ".format([self.spec.resetEpoch, oldSelf.status.targetEpoch, oldSelf.status.targetEpoch + 1])",
+    path=".spec.resetEpoch",
+)
+
+
 class KVCachePool(ApiModel):
     """A set of engines that share KV, the tiers they share it through, and the epoch that names all of it."""
 
-    model_config = ConfigDict(json_schema_extra=rules(NAME_RULE, _never_down("targetEpoch"), _never_down("epoch")))
+    model_config = ConfigDict(json_schema_extra=rules(NAME_RULE, _never_down("targetEpoch"), _never_down("epoch"), _RAISED_FOR_A_RESET))
 
     api_version: Annotated[Literal["epochkv.io/v1alpha1"], Field(default=API_VERSION)]
     kind: Annotated[Literal["KVCachePool"], Field(default="KVCachePool")]

@@ -63,7 +63,9 @@ def master_health(pool: KVCachePool, observed: Observed) -> Health:
 
 def store_health(pool: KVCachePool, observed: Observed) -> Health:
     """State of the pool's stores."""
-    return _pool_health(pool, observed, "StatefulSet", "store", store_name(pool.metadata.name), "the store")
+    distributed = pool.spec.distributed
+    asked = distributed.mooncake.store.replicas if distributed is not None and distributed.mooncake is not None else None
+    return _pool_health(pool, observed, "StatefulSet", "store", store_name(pool.metadata.name), "the store", asked)
 
 
 def engine_health(engine: InferenceEngine, observed: Observed) -> Health:
@@ -71,7 +73,7 @@ def engine_health(engine: InferenceEngine, observed: Observed) -> Health:
     metadata = engine.metadata
     workload = find(observed.children, "Deployment", metadata.name, metadata.uid)
     pods = select(observed.pods, engine_selector(metadata.name), metadata.namespace)
-    return health(workload, pods, "the engine")
+    return health(workload, pods, "the engine", engine.spec.replicas)
 
 
 def engine_ranks(engine: InferenceEngine, observed: Observed) -> dict[str, list[HubEngine]]:
@@ -88,10 +90,12 @@ def at_target(ranks: Iterable[HubEngine], target: int) -> bool:
     return bool(epochs) and all(epoch is not None and epoch >= target for epoch in epochs)
 
 
-def _pool_health(pool: KVCachePool, observed: Observed, kind: str, component: str, name: str, what: str) -> Health:
+def _pool_health(
+    pool: KVCachePool, observed: Observed, kind: str, component: str, name: str, what: str, asked: int | None = None
+) -> Health:
     metadata = pool.metadata
     pods = select(observed.pods, component_selector(metadata.name, component), metadata.namespace)
-    return health(find(observed.children, kind, name, metadata.uid), pods, what)
+    return health(find(observed.children, kind, name, metadata.uid), pods, what, asked)
 
 
 def _workload_condition(kind: str, state: Health) -> Condition:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from epochkv_operator.planning.context import Json
 
@@ -57,8 +57,25 @@ def select(pods: Iterable[Json], labels: dict[str, str], namespace: str) -> list
     ]
 
 
-def health(workload: Json | None, pods: Sequence[Json], what: str) -> Health:
-    """Reduce a workload and its pods. `what` names it in messages, such as `the master`."""
+def health(workload: Json | None, pods: Sequence[Json], what: str, asked: int | None = None) -> Health:
+    """Reduce a workload and its pods. `what` names it in messages, such as `the master`; `asked` is the count in the user's own
+    object, when somebody may have scaled the workload behind its back.
+    """
+    found = _health(workload, pods, what)
+    return found if workload is None else replace(found, message=found.message + _scaled_elsewhere(workload, asked))
+
+
+def _scaled_elsewhere(workload: Json, asked: int | None) -> str:
+    """A count set through the workload's own scale subresource (the store notes that) is left alone. Say so: `spec.replicas` is dead."""
+    count = workload["spec"].get("replicas", 1)
+    if asked is None or count == asked or not workload.get("x-scaled-by-others"):
+        return ""
+    kind, name = workload["kind"], workload["metadata"]["name"]
+    back = f"kubectl patch {kind.lower()} {name} --type=merge -p '{{\"spec\":{{\"replicas\":{asked}}}}}'"
+    return f"; somebody scaled {kind} {name} itself to {count}, so the {asked} asked for here do not count: to have them count, {back}"
+
+
+def _health(workload: Json | None, pods: Sequence[Json], what: str) -> Health:
     if workload is None:
         return Health(0, 0, 0, 0, "NotCreated", f"{what} does not exist yet")
     status = workload.get("status") or {}

@@ -75,6 +75,13 @@ def test_the_operator_runs_under_restricted_pod_security(render: Render) -> None
     assert all("hostPath" not in volume for volume in pod["volumes"])
 
 
+def test_leader_and_standby_prefer_different_nodes(render: Render) -> None:
+    template = render().one("Deployment", "epochkv-operator")["spec"]["template"]
+    (constraint,) = template["spec"]["topologySpreadConstraints"]
+    assert (constraint["topologyKey"], constraint["whenUnsatisfiable"]) == ("kubernetes.io/hostname", "ScheduleAnyway")
+    assert constraint["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+
+
 def test_cluster_wide_rights_are_exactly_those_the_operator_uses(render: Render) -> None:
     rendered = render()
     role = rendered.one("ClusterRole", "epochkv-operator")
