@@ -71,7 +71,7 @@ def demo(console: Console, seed: int | None) -> int:
         claims.check("vLLM's connector: A's answer is wrong", wrong, "yes", _yes(wrong))
         with Mooncake(folder / "ours") as mooncake, Pool(folder / "ours") as pool:
             # Two engines share two cores here: a lookup that is late would be a miss, and the demo wants to show hits.
-            connector = pool.connector(local_bytes=64 << 20, master_address=mooncake.address, lookup_deadline_ms=500)
+            connector = pool.connector(local_bytes=64 << 20, master_address=mooncake.address, lookup_deadline_ms=500.0)
             with progress.step("two engines with EpochKV", 60):
                 a, b = start(folder / "ours", weights, connector, {})
                 pool.wait_engines(2)
