@@ -80,19 +80,11 @@ class Setup:
         return archive
 
     def make_models(self, note: Note) -> None:
-        """Two sets of weights, and the bytecode of vLLM, which read-only mounts cannot write."""
+        """Two sets of weights."""
         for name, seed in (("base", 1), ("new", 2)):
             models.make(self.models / name, seed)
-        python = self.engine_venv / "bin/python"
-        if not python.exists():
+        if not (self.engine_venv / "bin/python").exists():
             raise DemoError(f"{self.engine_venv} is no environment with vLLM: run 'make setup-engine'")
-        mark = self.engine_venv / ".bytecode"
-        if not mark.exists():
-            note("compiling vLLM's bytecode once: engine pods start in half the time")
-            packages = [str(path) for path in self.engine_venv.glob("lib/python3*/site-packages")]
-            # Some packages ship files for other Python versions, which do not compile: the exit status says nothing.
-            subprocess.run([str(python), "-m", "compileall", "-q", "-j", "2", *packages], capture_output=True, check=False)
-            mark.touch()
 
     def bring_up(self, note: Note) -> None:
         """The cluster."""
