@@ -340,7 +340,7 @@ def _group_layout(group: Any, dcp: int) -> GroupLayout:
 
 
 class BlockPoolAdapter:
-    """vLLM's block pool by block id (`scheduler.views.BlockPoolPort`): four stable names of it and nothing else."""
+    """vLLM's block pool by block id (`scheduler.views.BlockPoolPort`): five stable names of it and nothing else."""
 
     def __init__(self, block_pool: Any) -> None:
         self._pool = block_pool
@@ -349,6 +349,10 @@ class BlockPoolAdapter:
     def null_block_id(self) -> int:
         """Id of the placeholder block; it is never touched or freed (0.32 counts references to it, 0.33 does not)."""
         return int(self._pool.null_block.block_id)
+
+    def num_references(self, block_id: int) -> int:
+        """How many requests and saves hold the block."""
+        return int(self._pool.blocks[block_id].ref_cnt)
 
     def touch(self, block_ids: Sequence[int]) -> None:
         """Take a reference on each block."""

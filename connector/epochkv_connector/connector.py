@@ -214,14 +214,19 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._guard.run("on_new_request", lambda: self.side.on_new_request(request), lambda: self._isolate(request))
 
     def _isolate(self, request: Any) -> None:
-        self._guard.run("isolate", lambda: self.side.isolate(request), _nothing)
+        self._isolated(request)
+
+    def _isolated(self, request: Any) -> bool:
+        """See `SchedulerSide.isolate`; True also when that fails."""
+        return self._guard.run("isolate", lambda: self.side.isolate(request), lambda: True)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See `SchedulerSide.get_num_new_matched_tokens`."""
 
         def miss() -> tuple[int | None, bool]:
-            self._isolate(request)
-            return 0, False
+            # vLLM looked into its own cache before it asked: under names that may be old. It drops that hit on None only.
+            renamed = self._isolated(request)
+            return (None if renamed and not request.skip_reading_prefix_cache else 0), False
 
         return self._guard.run(
             "get_num_new_matched_tokens",
@@ -234,7 +239,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._guard.run(
             "update_state_after_alloc",
             lambda: self.side.update_state_after_alloc(request, blocks, num_external_tokens),
-            lambda: self.side.doom(request) if num_external_tokens else None,
+            lambda: self.side.doom(request) if num_external_tokens else self.side.admit(request),
         )
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
@@ -250,7 +255,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._guard.run(
             "build_connector_meta",
             lambda: self.side.build_connector_meta(scheduler_output),
-            self.side.emergency_meta,
+            lambda: self._guard.run("emergency", self.side.emergency_meta, StepMetadata),
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -273,13 +278,13 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether waiting for a save would release blocks instead of a preemption."""
         return self._guard.run(
             "has_pending_block_frees",
-            lambda: self.side.half is not None and self.side.half.holds_gpu_blocks(),
+            lambda: self.side.half is not None and self.side.half.would_free_gpu_blocks(),
             lambda: False,
         )
 
     def reset_cache(self) -> bool:
-        """Clear on every tier. Always True: the names make it true."""
-        return self._guard.run("reset_cache", self.side.reset_cache, lambda: True)
+        """Clear on every tier. True: the names make it true. False only if they could not be changed."""
+        return self._guard.run("reset_cache", self.side.reset_cache, lambda: False)
 
     def take_events(self) -> Iterable[Any]:
         """Events go through the block pool's own queue, in order with its own."""

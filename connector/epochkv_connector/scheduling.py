@@ -69,7 +69,7 @@ class SchedulerSide:
         self._reissued: set[str] = set()  # of these: result stripped once, named in metadata, final report awaited
         self._doomed: set[str] = set()  # no job was sent; the only report is the final one
         self._to_name: list[str] = []  # to be reported finished and failed, in the next metadata
-        self._written_off: set[str] = set()
+        self._unsent: set[str] = set()  # hits vLLM waits for, whose load no rank was told of yet
         self._sent_loads: set[str] = set()
         self._broken = False
         self._cooldown: set[str] = set()  # a load failed: no external hit until scheduled once
@@ -90,11 +90,11 @@ class SchedulerSide:
         if snapshot is self._applied:
             return snapshot
         changed_root = snapshot.root != self._applied.root
-        self._applied = snapshot
-        if changed_root:
-            compat.queue_all_blocks_cleared(self._pool, drop_pending=False)
         if self.half is not None:
             self._poison(self._overtaken(self.half, snapshot))
+        self._applied = snapshot  # from here on an error cannot leave a load unpoisoned
+        if changed_root:
+            compat.queue_all_blocks_cleared(self._pool, drop_pending=False)
         return snapshot
 
     def _overtaken(self, half: SchedulerHalf, snapshot: Snapshot) -> set[str]:
@@ -177,20 +177,25 @@ class SchedulerSide:
         snapshot = self._apply()
         request_id = request.request_id
         if num_external == 0:
+            self.admit(request)
             if self.half is not None:
                 self.half.abort(request_id)
-            pin = self.fence.pin_of(request)
-            if pin is not None and not pin.loading:
-                self.fence.admit(request)
             return
         outcome = Commit.NOTHING
         if self.half is not None:
             outcome = self.half.commit(self._view(request, snapshot), blocks.get_block_ids(), num_external, snapshot)
         self.fence.begin_load(request)
-        if outcome is not Commit.LOADING:
+        if outcome is Commit.LOADING:
+            self._unsent.add(request_id)
+        else:
             self._doomed.add(request_id)
-            if outcome is Commit.NOTHING:
-                self._to_name.append(request_id)
+            self._to_name.append(request_id)
+
+    def admit(self, request: Any) -> None:
+        """vLLM computes tokens of this request from now on."""
+        pin = self.fence.pin_of(request)
+        if pin is not None and not pin.loading:
+            self.fence.admit(request)
 
     def doom(self, request: Any) -> None:
         """An error of ours met an accepted hit: vLLM waits for it, so it must be reported as failed, exactly once."""
@@ -198,6 +203,7 @@ class SchedulerSide:
         self.fence.begin_load(request)
         if self.half is not None and request_id in self.half.open_loads():
             self._poisoned.add(request_id)
+            self._unsent.add(request_id)
             return
         self._doomed.add(request_id)
         self._to_name.append(request_id)
@@ -212,10 +218,10 @@ class SchedulerSide:
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """End of a `schedule()`: emit saves, collect jobs, let acknowledgements go."""
-        snapshot = self._apply()
         scheduled: dict[str, int] = scheduler_output.num_scheduled_tokens
         self._cooldown.difference_update(scheduled)
         try:
+            snapshot = self._apply()
             if self._broken:
                 return self.emergency_meta()
             if self.half is None:
@@ -225,21 +231,24 @@ class SchedulerSide:
                 if views:
                     self.half.collect_saves(views, snapshot)
             metadata = self.half.build(snapshot.epoch)
-            self._sent_loads.update(load.request_id for load in metadata.loads)
+            told = {load.request_id for load in metadata.loads}
+            self._sent_loads |= told
+            self._unsent -= told
             return self._with_names(metadata)
         finally:
             self.fence.leave_schedule()
 
     def _with_names(self, metadata: StepMetadata) -> StepMetadata:
         names, self._to_name = self._to_name, []
-        metadata.poisoned = (*metadata.poisoned, *names)
+        metadata.poisoned = tuple(dict.fromkeys((*metadata.poisoned, *names)))
         return metadata
 
     def emergency_meta(self) -> StepMetadata:
         """The bookkeeping has failed: answer what vLLM waits for and no rank was told of, and use the tiers no more."""
         self._broken = True
-        unsent = (self.half.open_loads() if self.half is not None else set()) - self._sent_loads - self._written_off
-        self._written_off.update(unsent)
+        if self.half is not None:
+            self.half.drop_unsent_saves()
+        unsent, self._unsent = self._unsent, set()
         self._doomed.update(unsent)
         self._poisoned.difference_update(unsent)
         self._to_name.extend(sorted(unsent))
@@ -274,11 +283,38 @@ class SchedulerSide:
         try:
             self._apply()
             self._record_loads(output)
+        except Exception as error:
+            self._on_error("record_loads", error)
+            self._distrust_loads(output)
         finally:
             self.fence.leave_report()
         if self.half is not None and isinstance(output.kv_connector_worker_meta, WorkerReport):
-            self.half.on_report(output.kv_connector_worker_meta)
+            self._count_acks(self.half, output.kv_connector_worker_meta)
         self._drain_when_idle()
+
+    def _distrust_loads(self, output: Any) -> None:
+        """The bookkeeping has failed: take every success back, as if it was poisoned, and use the tiers no more."""
+        self._broken = True
+        known = set(output.failed_recving or ()) | self._reissued | self._doomed
+        unsure = {request_id for request_id in output.finished_recving or () if request_id in self._requests} - known
+        self._take_back(output, unsure)
+
+    def _take_back(self, output: Any, request_ids: set[str]) -> None:
+        """vLLM has consumed `failed_recving` already, so a success cannot be turned into a failure here: hide it, and have
+        every rank report once more, finished and failed."""
+        if request_ids:
+            output.finished_recving = set(output.finished_recving) - request_ids
+            self._reissued.update(request_ids)
+            self._to_name.extend(sorted(request_ids))
+
+    def _count_acks(self, half: SchedulerHalf, report: WorkerReport) -> None:
+        """One by one: what one acknowledgement breaks must not keep the blocks of others."""
+        for ack in report.acks:
+            try:
+                half.on_acks((ack,))
+            except Exception as error:
+                self._broken = True
+                self._on_error("acknowledgement", error)
 
     def _record_loads(self, output: Any) -> None:
         failed = set(output.failed_recving or ())
@@ -287,8 +323,6 @@ class SchedulerSide:
             request = self._requests.get(request_id)
             final = request_id in failed or request_id in self._reissued or request_id in self._doomed
             if request_id in self._poisoned and not final and request is not None:
-                # vLLM has consumed failed_recving already, so the success cannot be turned into a failure here:
-                # take it back, and have every rank report once more, finished and failed.
                 stripped.add(request_id)
                 continue
             self._close_load(request_id)
@@ -298,10 +332,7 @@ class SchedulerSide:
                 self._cooldown.add(request_id)
                 self._offered_blocks.pop(request_id, None)
             self.fence.end_load(request, succeeded=request_id not in failed)
-        if stripped:
-            output.finished_recving = set(output.finished_recving) - stripped
-            self._reissued.update(stripped)
-            self._to_name.extend(sorted(stripped))
+        self._take_back(output, stripped)
 
     def _close_load(self, request_id: str) -> None:
         for open_ids in (self._poisoned, self._reissued, self._doomed, self._sent_loads):
@@ -314,7 +345,7 @@ class SchedulerSide:
         worker = self._local_worker()
         if worker is None:
             return
-        self.half.on_report(worker.drain(IDLE_DRAIN_SECONDS))
+        self._count_acks(self.half, worker.drain(IDLE_DRAIN_SECONDS))
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; GPU pins protect its saves, so frees are never delayed."""
@@ -348,7 +379,7 @@ class SchedulerSide:
         rotated = self.fence.reset()
         self._apply()
         if self.half is not None:
-            self._poison(self.half.reset())
+            self._poison(self._cleared(self.half))
         compat.queue_all_blocks_cleared(self._pool, drop_pending=True)
         self.counters["local_resets"] += 1
         if rotated and self._propose is not None:
@@ -357,13 +388,31 @@ class SchedulerSide:
                 self._propose(epoch)
         return True
 
+    def _cleared(self, half: SchedulerHalf) -> set[str]:
+        """Requests whose load the reset overtook. When the bookkeeping cannot be cleared, it is used no more."""
+        try:
+            return half.reset()
+        except Exception as error:
+            self._broken = True
+            self._on_error("reset", error)
+            return set(self._sent_loads)
+
     # ------------------------------------------------------------------ errors
 
-    def isolate(self, request: Any) -> None:
-        """An error of ours met this request: whatever it computes must be invisible to everybody."""
+    def isolate(self, request: Any) -> bool:
+        """An error of ours met this request: whatever it computes must be invisible to everybody.
+
+        Returns:
+            Whether it has new names now, so that a local hit found before must be dropped. A request that is alone under a
+            current root already keeps its names.
+        """
         self._requests.setdefault(request.request_id, request)
-        if not compat.holds_blocks(request):
-            self.fence.isolate(request)
+        pin = self.fence.pin_of(request)
+        alone = pin is not None and not pin.saveable and self.fence.is_current(pin)
+        if alone or compat.holds_blocks(request):
+            return False
+        self.fence.isolate(request)
+        return True
 
     def leak_report(self) -> dict[str, int]:
         """What is still open; all zero when the engine is idle and every acknowledgement arrived."""
@@ -374,6 +423,7 @@ class SchedulerSide:
             "doomed": len(self._doomed),
             "cooldown": len(self._cooldown),
             "sent_loads": len(self._sent_loads),
+            "unsent_loads": len(self._unsent),
             "to_name": len(self._to_name),
             "offered": len(self._offered_blocks),
             "carried": self.fence.carried() + self.fence.carried_sessions(),

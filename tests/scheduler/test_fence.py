@@ -498,7 +498,7 @@ def test_a_multiconnector_with_an_untested_sibling_is_refused(make_rig: MakeRig,
 
 @pytest.mark.parametrize(
     "method",
-    ["begin_lookup", "lookup", "commit", "abort", "collect_saves", "build", "on_report", "adopt", "finish"],
+    ["begin_lookup", "lookup", "commit", "abort", "collect_saves", "build", "on_acks", "adopt", "finish"],
 )
 def test_an_exception_of_ours_never_reaches_vllm(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str

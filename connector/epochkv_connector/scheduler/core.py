@@ -5,7 +5,7 @@ This half guarantees that every hit it answers is either loaded or named as fail
 slots, GPU references, plans, queries) is given back on every way a request can take.
 
 All methods run on vLLM's scheduler thread. Order within one step: `lookup`, then `commit` or `abort`, for each waiting
-request; then `collect_saves`; then `build`. `on_report`, `finish`, `adopt`, `reset` and `poison` come at any other time.
+request; then `collect_saves`; then `build`. `on_acks`, `finish`, `adopt`, `reset` and `poison` come at any other time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from epochkv_connector.config import ConnectorConfig
-from epochkv_connector.records import JobAck, LoadJob, SaveJob, Source
+from epochkv_connector.records import JobAck, LoadJob, Phase, SaveJob, Source
 from epochkv_connector.scheduler.index import HostIndex, slot_count
 from epochkv_connector.scheduler.jobs import Copied, Ledger, Loaded, Outcome, Released, Stored
 from epochkv_connector.scheduler.lookup import KnownInStore, Lookups
@@ -37,7 +37,7 @@ from epochkv_connector.scheduler.views import (
 )
 
 if TYPE_CHECKING:  # wire imports vLLM, which takes seconds and which the bookkeeping does not need
-    from epochkv_connector.wire import StepMetadata, WorkerReport
+    from epochkv_connector.wire import StepMetadata
 
 logger = logging.getLogger(__name__)
 
@@ -268,12 +268,20 @@ class SchedulerHalf:
         """`build` without vLLM's base class: allocate the slots of accepted hits, give out the jobs, age the plans."""
         now = self._clock()
         loads = tuple(self._open_load(draft, now) for draft in self._load_drafts.values())
+        self._planner.end_step()
         step = StepJobs(loads, tuple(self._save_jobs), tuple(self._poisoned))
         self._load_drafts, self._save_jobs, self._poisoned = {}, [], {}
         self._doomed.clear()
         self._sources.clear()
-        self._planner.end_step()
         return step
+
+    def drop_unsent_saves(self) -> None:
+        """The step's jobs reach no worker: end its saves, so that their GPU blocks and slots come back."""
+        jobs, self._save_jobs = self._save_jobs, []
+        for job in jobs:
+            for rank in range(self._ledger.num_ranks):
+                for phase in (Phase.COPIED,) if job.namespace is None else (Phase.COPIED, Phase.STORED):
+                    self.on_acks([JobAck(job.job_id, rank, phase, job.start_block, 0, failed=True)])
 
     def _open_load(self, draft: LoadDraft, now: float) -> LoadJob:
         fresh = iter(self._index.allocate(draft.num_reserved, reserved=True))
@@ -283,12 +291,8 @@ class SchedulerHalf:
         self._ledger.open_load(job, now, draft.abandoned)
         return job
 
-    def on_report(self, report: WorkerReport) -> None:
-        """Acknowledgements of any number of ranks, in order."""
-        self.on_acks(report.acks)
-
     def on_acks(self, acks: Iterable[JobAck]) -> None:
-        """`on_report` without vLLM's base class."""
+        """Acknowledgements of any number of ranks, in order."""
         for ack in acks:
             for outcome in self._ledger.acknowledge(ack):
                 self._apply(outcome)
@@ -381,6 +385,11 @@ class SchedulerHalf:
     def holds_gpu_blocks(self) -> bool:
         """Whether a save still references GPU blocks."""
         return self._ledger.num_gpu_blocks > 0
+
+    def would_free_gpu_blocks(self) -> bool:
+        """Whether the end of a save would free a GPU block: one that nobody but the save holds."""
+        pool = self._pool
+        return pool is not None and any(pool.num_references(block) <= 1 for block in self._ledger.gpu_blocks())
 
     def open_loads(self) -> set[str]:
         """Requests whose load some rank has not reported (including hits accepted in this step)."""

@@ -8,7 +8,7 @@ Saves are aggregated over ranks by intersection (a block is saved if every rank 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from epochkv_connector.records import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
@@ -96,6 +96,12 @@ class Ledger:
     def num_gpu_blocks(self) -> int:
         """GPU blocks referenced by saves."""
         return self._num_gpu_blocks
+
+    def gpu_blocks(self) -> Iterator[int]:
+        """GPU blocks referenced by saves."""
+        for entry in self._jobs.values():
+            if Phase.COPIED not in entry.done:
+                yield from entry.gpu_blocks
 
     @property
     def num_loads(self) -> int:

@@ -114,6 +114,9 @@ class Pool:
         self.refs[block] = 1
         return block
 
+    def num_references(self, block_id: int) -> int:
+        return self.refs[block_id]
+
     def touch(self, block_ids: Sequence[int]) -> None:
         for block in block_ids:
             assert self.refs[block] > 0, "a free GPU block was referenced"

@@ -1,0 +1,202 @@
+"""Errors of our own code: each costs a miss or a recompute, and never an old answer, a lost block or a request that waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.helpers_scheduler import BLOCK, SharedStore, prompt
+from tests.scheduler.test_loads import begin_load, filled, release
+
+MakeRig = Callable[..., Any]
+LENGTH = 8 * BLOCK + 3
+
+
+class FailsOnce:
+    """In the place of a function: raises once (before, or after the function has run), then is the function."""
+
+    def __init__(self, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch, *, after: bool = False) -> None:
+        self.function, self.after, self.raised = getattr(owner, name), after, False
+        monkeypatch.setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.raised:
+            return self.function(*args, **kwargs)
+        self.raised = True
+        if self.after:
+            self.function(*args, **kwargs)
+        raise RuntimeError("an error of ours")
+
+
+def check_unharmed(rig: Any) -> None:
+    """Nothing old or foreign was used, every GPU block is back, the engine may sleep."""
+    assert not any(rig.foreign_tokens.values())
+    assert not any(rig.stale_tokens.values())
+    assert rig.block_pool.get_num_free_blocks() == rig.free_at_start
+    assert not rig.connector.has_pending_push_work()
+    assert rig.fence.carried() == 0
+    assert not rig.fence.busy()
+    assert sum(rig.connector._guard.errors.values()) > 0, "nothing was counted"
+
+
+@pytest.mark.parametrize("failing", ["abort", "begin_lookup"])
+def test_a_local_hit_found_under_the_old_root_is_dropped(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    """vLLM looks into its own cache before it asks us; an error in our answer must not let it keep what it found."""
+    rig = make_rig(store=SharedStore())
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    request = rig.add(tokens)
+    rig.adopt(1, weights="w1")
+    failure = FailsOnce(rig.half, failing, monkeypatch)
+    rig.run()
+    assert failure.raised
+    assert rig.cached[request.request_id] == 0
+    check_unharmed(rig)
+    rig.serve(tokens)
+    again = rig.serve(tokens)
+    assert rig.cached[again] == 8 * BLOCK
+
+
+def test_a_request_that_always_fails_is_served_alone(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig()
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("an error of ours")
+
+    monkeypatch.setattr(rig.fence, "repin", broken)
+    request = rig.serve(tokens)
+    assert rig.cached[request] == 0
+    check_unharmed(rig)
+
+
+def test_a_load_overtaken_while_our_code_fails_is_no_success(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, tokens = filled(make_rig)
+    request = begin_load(rig, tokens)
+    output = rig.scheduler.schedule()
+    rig.adopt(1, weights="w1")
+    release(rig)
+    failure = FailsOnce(rig.side, "_record_loads", monkeypatch)
+    rig.update(output)
+    assert failure.raised
+    rig.run()
+    assert request.request_id in rig.finished
+    check_unharmed(rig)
+
+
+def test_one_acknowledgement_that_cannot_be_applied_loses_no_other(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig()
+    rig.adopt(0)
+    rig.workers[0].hold_saves = True
+    for seed in (1, 2):
+        rig.add(prompt(seed, LENGTH))
+    rig.step()
+    failure = FailsOnce(rig.half._index, "insert", monkeypatch)
+    release(rig)
+    rig.run()
+    assert failure.raised
+    check_unharmed(rig)
+
+
+@pytest.mark.parametrize(("owner", "failing"), [("half", "build"), ("half._planner", "end_step"), ("half._saves", "draft")])
+def test_saves_that_were_never_sent_give_their_blocks_back(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, owner: str, failing: str
+) -> None:
+    rig = make_rig(store=SharedStore())
+    rig.adopt(0)
+    target = rig
+    for name in owner.split("."):
+        target = getattr(target, name)
+    failure = FailsOnce(target, failing, monkeypatch, after=failing == "draft")
+    requests = [rig.add(prompt(seed, LENGTH), max_tokens=3) for seed in (1, 2)]
+    rig.run()
+    assert failure.raised
+    assert {request.request_id for request in requests} <= rig.finished
+    check_unharmed(rig)
+
+
+@pytest.mark.parametrize("doomed", [True, False])
+def test_a_hit_that_no_rank_is_told_of_is_a_failed_load(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, doomed: bool) -> None:
+    rig, tokens = filled(make_rig)
+    if doomed:
+        monkeypatch.setattr(rig.half._planner, "accept", lambda *_: None)
+    failure = FailsOnce(rig.half, "build", monkeypatch)
+    request = rig.serve(tokens)
+    assert failure.raised
+    assert rig.cached[request] == 0
+    check_unharmed(rig)
+
+
+def test_a_report_that_was_not_counted_is_not_asked_for_again(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM dies of a finished load that it does not wait for."""
+    rig, tokens = filled(make_rig)
+    failure = FailsOnce(rig.half, "on_acks", monkeypatch)
+    request = rig.serve(tokens, max_tokens=4)
+    assert failure.raised
+    assert rig.cached[request] == 8 * BLOCK
+    check_unharmed(rig)
+
+
+def test_what_is_computed_after_an_error_counts_as_used(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a reset with requests running would keep the root, and KV of the old weights under it."""
+    rig = make_rig()
+    rig.adopt(0)
+    failure = FailsOnce(rig.half, "abort", monkeypatch)
+    rig.add(prompt(1, LENGTH), max_tokens=3)
+    rig.step()
+    assert failure.raised
+    root = rig.fence.snapshot.root
+    rig.scheduler.reset_connector_cache()
+    assert rig.fence.snapshot.root != root
+    assert rig.fence.carried() == 1
+    rig.run()
+    check_unharmed(rig)
+
+
+def test_an_error_at_the_end_of_a_step_does_not_hold_acknowledgements_back(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from epochkv_connector import compat
+
+    rig = make_rig()
+    rig.adopt(0)
+    rig.add(prompt(1, LENGTH), max_tokens=3)
+    rig.step()
+    rig.adopt(1, weights="w1")
+    failure = FailsOnce(compat, "queue_all_blocks_cleared", monkeypatch)
+    rig.scheduler.schedule()
+    assert failure.raised
+    assert not rig.fence.busy()
+
+
+def test_a_reset_that_fails_is_no_success(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig()
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    FailsOnce(rig.fence, "reset", monkeypatch)
+    assert not rig.scheduler.reset_prefix_cache(reset_connector=True)
+    FailsOnce(rig.half, "reset", monkeypatch)
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True)  # the names changed, which makes it true
+    request = rig.serve(tokens)
+    assert rig.cached[request] == 0
+    check_unharmed(rig)
+
+
+def test_blocks_that_requests_hold_anyhow_do_not_put_preemption_off(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.adopt(0)
+    rig.workers[0].hold_saves = True
+    request = rig.add(prompt(1, LENGTH), max_tokens=4)
+    rig.step()
+    assert rig.half.holds_gpu_blocks()
+    assert not rig.connector.has_pending_block_frees()  # the end of the save would free nothing
+    while request.request_id not in rig.finished:
+        rig.step()
+    assert rig.connector.has_pending_block_frees()
+    release(rig)
+    rig.run()
+    rig.check_clean()
