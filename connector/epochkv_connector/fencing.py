@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from epochkv_connector.identity import (
@@ -75,7 +75,7 @@ class PoolIdentity:
 
     pool_uid: str
     fingerprint: str
-    secret: bytes | None
+    secret: bytes | None = field(repr=False)
     l2_allowed: bool = True
 
 
