@@ -78,7 +78,7 @@ async def measure(namespace: str, pool: str, bumps: int, pause_seconds: float, d
     task = asyncio.create_task(watcher.run(current["metadata"]["resourceVersion"]))
     results: list[Bump] = []
     try:
-        epoch = int(current["spec"].get("resetEpoch") or 0)
+        epoch = max(int(current["spec"].get("resetEpoch") or 0), int((current.get("status") or {}).get("targetEpoch") or 0))
         for _ in range(bumps):
             await asyncio.sleep(pause_seconds)
             epoch += 1
