@@ -184,7 +184,7 @@ def test_a_request_of_another_root_gets_nothing() -> None:
 
 
 def test_a_slow_store_defers_until_the_deadline_then_l1_answers() -> None:
-    world = World(BOTH)
+    world = World(config(l1_slots=200, l2=True, lookup_deadline_ms=20.0))
     world.free(world.save("a", PROMPT[:20], SNAP))
     world.store.answering = False
     assert world.half.lookup(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens is None
