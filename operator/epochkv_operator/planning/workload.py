@@ -87,7 +87,7 @@ def _health(workload: Json | None, pods: Sequence[Json], what: str) -> Health:
     if seen and ready >= wanted and updated >= wanted and replicas <= max(wanted, updated):
         text = f"{ready} of {wanted} replicas of {what} are ready" if wanted else f"{what} is scaled to zero"
         return Health(wanted, replicas, ready, updated, "Available" if wanted else "ScaledToZero", text)
-    reason, text = _trouble(workload, pods) or ("Starting", "")
+    reason, text = _trouble(workload, pods) or ("Starting", _starting(workload, pods))
     if seen and reason == "Starting" and ready >= wanted:
         reason, text = "Updating", f"{updated} of {wanted} replicas run the current spec"
     counts = f"{ready} of {wanted} replicas of {what} are ready"
@@ -106,6 +106,25 @@ def _trouble(workload: Json, pods: Sequence[Json]) -> tuple[str, str] | None:
         if condition.get("type") == "Progressing" and condition.get("reason") == "ProgressDeadlineExceeded":
             return "RolloutStuck", str(condition.get("message", ""))
     return None
+
+
+def _starting(workload: Json, pods: Sequence[Json]) -> str:
+    """What the first pod that is not ready is at; a store that never gets ready has no deadline that would tell."""
+    if not pods and workload["kind"] == "StatefulSet":  # which has no condition for pods that admission refuses
+        name = workload["metadata"]["name"]
+        return f"it has no pod; if that lasts, kubectl describe statefulset {name} says why (Pod Security: RDMA needs privileged; a quota)"
+    for pod in sorted(pods, key=lambda pod: str(pod["metadata"]["name"])):
+        name, status = pod["metadata"]["name"], pod.get("status") or {}
+        ready = any(item.get("type") == "Ready" and item.get("status") == "True" for item in status.get("conditions") or [])
+        if ready or pod["metadata"].get("deletionTimestamp") is not None:
+            continue
+        containers = status.get("containerStatuses") or []
+        if any("waiting" in (container.get("state") or {}) for container in containers):
+            return f"pod {name} waits for its image, volumes or network; kubectl describe pod {name} says for which"
+        if containers:
+            return f"pod {name} runs, but its readiness probe does not succeed yet"
+        return f"pod {name} is {str(status.get('phase', 'Pending')).lower()}"
+    return ""
 
 
 def _creation_trouble(message: str) -> tuple[str, str]:

@@ -103,6 +103,19 @@ UNSCHEDULABLE = {"conditions": [{"type": "PodScheduled", "status": "False", "rea
     [
         (ready(1), [], "Available", "1 of 1 replicas of the master are ready"),
         ({"replicas": 1}, [], "Starting", "0 of 1 replicas"),
+        ({"replicas": 1}, [master_pod(phase="Pending")], "Starting", "0 of 1 replicas of the master are ready: pod policy-master-x is pending"),
+        (
+            {"replicas": 1},
+            [master_pod(**waiting("master", "ContainerCreating"))],
+            "Starting",
+            "waits for its image, volumes or network; kubectl describe pod policy-master-x",
+        ),
+        (
+            {"replicas": 1},
+            [master_pod(containerStatuses=[{"name": "master", "ready": False, "state": {"running": {}}}])],
+            "Starting",
+            "pod policy-master-x runs, but its readiness probe does not succeed yet",
+        ),
         ({**ready(1), "observedGeneration": 0}, [], "Starting", "the master"),
         (
             {"replicas": 1},
@@ -136,6 +149,13 @@ def test_master_available(master: Json, pods: list[Json], reason: str, says: str
     assert by_type(conditions)["MasterAvailable"] == (status, reason)
     assert says in message(conditions, "MasterAvailable")
     assert by_type(conditions)["Ready"] == (status, "Ready" if status == "True" else reason)
+
+
+def test_a_store_whose_pods_are_refused_says_where_to_look() -> None:
+    """A StatefulSet tells of refused pods in Events only, so nothing in its status can be quoted."""
+    conditions = pool_conditions(POLICY, Observed(pool_children(store={"replicas": 0}), (), CONVERGED))
+    assert by_type(conditions)["StoreAvailable"] == ("False", "Starting")
+    assert "it has no pod; if that lasts, kubectl describe statefulset policy-store says why" in message(conditions, "StoreAvailable")
 
 
 def test_troubles_of_other_pods_are_not_ours() -> None:
