@@ -103,7 +103,7 @@ UNSCHEDULABLE = {"conditions": [{"type": "PodScheduled", "status": "False", "rea
     [
         (ready(1), [], "Available", "1 of 1 replicas of the master are ready"),
         ({"replicas": 1}, [], "Starting", "0 of 1 replicas"),
-        ({"replicas": 1}, [master_pod(phase="Pending")], "Starting", "0 of 1 replicas of the master are ready: pod policy-master-x is pending"),
+        ({"replicas": 1}, [master_pod(phase="Pending")], "Starting", "are ready: pod policy-master-x is pending"),
         (
             {"replicas": 1},
             [master_pod(**waiting("master", "ContainerCreating"))],
