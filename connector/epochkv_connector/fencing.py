@@ -134,7 +134,8 @@ class Fence:
         self._used_epoch = -1  # latest epoch under whose shared root something was admitted
         self._last_generation = 0
         self._shared_generation = (-1, 0)  # (epoch, generation) of the latest shared snapshot
-        self._adapter_loads: Counter[str] = Counter()
+        self._adapter_loads: Counter[str] = Counter()  # in place, by name
+        self._adapter_secret = random_bytes(ROOT_BYTES)
         self.counters: Counter[str] = Counter()
         self._fenced_hasher: FencedHasher | None = None
         self._state: tuple[Any, ...] = ()
@@ -284,8 +285,8 @@ class Fence:
         return getattr(request, PIN_ATTRIBUTE, None)
 
     def is_current(self, pin: Pin) -> bool:
-        """Whether the pin was made under what holds now."""
-        return pin.generation == self._snapshot.generation
+        """Whether the pin was made under what holds now, and its adapter was not loaded in place since."""
+        return pin.generation == self._snapshot.generation and not self._adapter_loads[pin.adapter]
 
     def pin(self, request: Any) -> Snapshot:
         """Pin a new request to what holds now, and re-hash it if its hashes were made with anything else."""
@@ -306,14 +307,21 @@ class Fence:
         snapshot = self._snapshot
         if snapshot.fresh_pins or not self._may_share(request):
             return Pin(self._random(ROOT_BYTES), snapshot.generation, saveable=False)
-        root = snapshot.root
         adapter = getattr(request, "lora_request", None)
-        if adapter is not None:
-            if getattr(adapter, "load_inplace", False):
-                self._adapter_loads[adapter.lora_name] += 1
-            loads = self._adapter_loads[adapter.lora_name]
-            root = adapter_root(root, adapter.lora_name, getattr(adapter, "lora_path", ""), loads)
-        return Pin(root, snapshot.generation)
+        if adapter is None:
+            return Pin(snapshot.root, snapshot.generation)
+        return self._adapter_pin(adapter, snapshot)
+
+    def _adapter_pin(self, adapter: Any, snapshot: Snapshot) -> Pin:
+        """An adapter is named by its path until it is loaded in place: then nobody else can know which version this engine
+        has, and the next boot will count from 0 again, so its names are this boot's own and go to no tier."""
+        name, path = adapter.lora_name, getattr(adapter, "lora_path", "")
+        if getattr(adapter, "load_inplace", False):
+            self._adapter_loads[name] += 1
+        loads = self._adapter_loads[name]
+        if not loads:
+            return Pin(adapter_root(snapshot.root, name, path, 0), snapshot.generation, adapter=name)
+        return Pin(adapter_root(self._adapter_secret + snapshot.root, name, path, loads), snapshot.generation, saveable=False)
 
     def _may_share(self, request: Any) -> bool:
         """False for a request whose KV may come from another engine under a name we cannot vouch for (P/D)."""

@@ -64,6 +64,7 @@ class Pin:
         admitted: the request holds, or was answered, KV under this pin: it is carried when the pin is not current.
         loading: an asynchronous load of ours is in flight.
         session: a streaming-input session.
+        adapter: name of the adapter that the root was made for as nobody has loaded it in place yet; else empty.
     """
 
     root: bytes
@@ -72,6 +73,7 @@ class Pin:
     admitted: bool = False
     loading: bool = False
     session: bool = False
+    adapter: str = ""
 
 
 def _packed(*fields: bytes) -> bytes:

@@ -128,7 +128,7 @@ class SchedulerSide:
             and snapshot.mode is Mode.USE
             and pin is not None
             and pin.saveable
-            and pin.generation == snapshot.generation
+            and self.fence.is_current(pin)
             and not request.skip_reading_prefix_cache
             and not (pin.session and pin.admitted)
         )
@@ -261,7 +261,7 @@ class SchedulerSide:
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
             pin = self.fence.pin_of(request) if request is not None else None
-            if request is None or pin is None or not pin.saveable or pin.generation != snapshot.generation:
+            if request is None or pin is None or not pin.saveable or not self.fence.is_current(pin):
                 continue
             confirmed = compat.num_confirmed_tokens(request, num_scheduled, len(drafts.get(request_id, ())))
             complete = min(confirmed // size, len(request.block_hashes))

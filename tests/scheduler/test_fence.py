@@ -447,6 +447,40 @@ def test_an_adapter_loaded_again_in_place_has_other_names(make_rig: MakeRig) -> 
     rig.check_clean()
 
 
+def test_versions_of_an_adapter_loaded_in_place_are_never_shared(make_rig: MakeRig) -> None:
+    """Two engines that loaded it in place may have two versions, and an engine that starts anew counts from 0."""
+    store = SharedStore()
+    tokens = prompt(1, LENGTH)
+
+    def add(rig: Any, *, load_inplace: bool = False) -> Any:
+        request = rig.request(tokens, max_tokens=2 * BLOCK)
+        request.lora_request = LoRARequest("adapter", 1, "/adapters/a", load_inplace=load_inplace)
+        request.block_hashes = rig.hasher(_without_hashes(request))
+        rig.scheduler.add_request(request)
+        return request
+
+    first = make_rig(num_blocks=24, store=store)
+    first.adopt(0)
+    # A request runs and another waits while the adapter is loaded in place: neither may save what it computes from now on.
+    running = add(first)
+    for _ in range(3):
+        first.step()
+    saved = len(store.objects)
+    assert saved == 8
+    add(first, load_inplace=True)
+    first.run()
+    assert len(store.objects) == saved
+    assert running.request_id in first.finished
+    first.check_clean()
+    second = make_rig(store=store, weights="w1")  # its version of the adapter
+    second.adopt(0)
+    other = add(second, load_inplace=True)
+    second.run()
+    assert second.cached[other.request_id] == 0
+    assert len(store.objects) == saved
+    second.check_clean()
+
+
 def _without_hashes(request: Any) -> Any:
     request.block_hashes = []
     return request
