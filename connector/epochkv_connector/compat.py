@@ -242,6 +242,7 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         "revision": _plain(getattr(model, "revision", None)),
         "code_revision": _plain(getattr(model, "code_revision", None)),
         "hf_config": _model_digest(model),
+        "max_model_len": _plain(getattr(model, "max_model_len", None)),  # picks LongRoPE factors and Llama 4's temperature
         "dtype": str(model.dtype),
         "quantization": _plain(getattr(model, "quantization", None)),
         "cache_dtype": str(cache.cache_dtype),

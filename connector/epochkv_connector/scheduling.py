@@ -351,14 +351,14 @@ class SchedulerSide:
         """Forget the request; GPU pins protect its saves, so frees are never delayed."""
         request_id = request.request_id
         tag = self.fence.tag() if self._may_hand_off(request) else None
-        if self.half is not None:
-            self.half.finish(request_id)
         self.fence.release(request)
         self._requests.pop(request_id, None)
         self._offered_blocks.pop(request_id, None)
         self._cooldown.discard(request_id)
         if request_id not in self._reissued:
             self._poisoned.discard(request_id)
+        if self.half is not None:
+            self.half.finish(request_id)
         return False, ({TAG_KEY: tag} if tag is not None else None)
 
     def _may_hand_off(self, request: Any) -> bool:

@@ -53,6 +53,7 @@ def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig) -> None:
         (config.model_config, "model", "another/model"),
         (config.model_config, "revision", "abc"),
         (config.model_config, "quantization", "fp8"),
+        (config.model_config, "max_model_len", 2048),
         (config.cache_config, "cache_dtype", "fp8"),
         (config.cache_config, "prefix_caching_hash_algo", "sha256_cbor"),
         (config.parallel_config, "pipeline_parallel_size", 2),

@@ -158,6 +158,17 @@ def test_what_is_computed_after_an_error_counts_as_used(make_rig: MakeRig, monke
     check_unharmed(rig)
 
 
+def test_a_request_that_cannot_be_forgotten_is_not_carried_for_ever(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig()
+    rig.adopt(0)
+    failure = FailsOnce(rig.half, "finish", monkeypatch)
+    rig.serve(prompt(1, LENGTH))
+    rig.adopt(1, weights="w1")
+    assert failure.raised
+    assert {name: count for name, count in rig.leaks().items() if not name.startswith("half.")} == {}
+    check_unharmed(rig)
+
+
 def test_an_error_at_the_end_of_a_step_does_not_hold_acknowledgements_back(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     from epochkv_connector import compat
 
