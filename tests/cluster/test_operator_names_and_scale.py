@@ -160,6 +160,24 @@ def test_a_horizontal_pod_autoscaler_drives_an_engine(namespace: Namespace, oper
     assert condition(conditions, "AbleToScale").get("status") == "True"
 
 
+def test_a_users_secret_of_the_pools_name_is_left_alone(namespace: Namespace, operator: OperatorProcess) -> None:
+    """The engine serves all the same, without sharing, and says why."""
+    mine = namespace.create(CHILDREN["secrets"], {"metadata": {"name": "policy-fence"}, "stringData": {"mine": "yes"}})
+    namespace.create_pool("policy", **L1)
+    namespace.create_engine("rollout", poolRef={"name": "policy"}, **ENGINE)
+    conflict = eventually(lambda: ready(namespace.status("policy"), "SecretConflict"), f"a condition; log:\n{operator.tail()}")
+    assert "policy-fence exists and is not this operator's; delete it" in conflict["message"]
+    waiting = eventually(lambda: ready(namespace.engine_status("rollout"), "PoolNotReady"), f"the engine says so; log:\n{operator.tail()}")
+    assert "policy-fence exists and is not this operator's; delete it" in waiting["message"]
+    eventually(lambda: replicas_of(namespace, "rollout") == 2, f"the engine serves; log:\n{operator.tail()}")
+    assert namespace.get(CHILDREN["secrets"], "policy-fence") == mine
+    namespace.delete(CHILDREN["secrets"], "policy-fence")
+    poke(namespace, POOLS, "policy")
+    eventually(lambda: "policy-fence" in namespace.names("secrets"), f"made once the name is free; log:\n{operator.tail()}")
+    eventually(lambda: ready(namespace.status("policy"), "Ready"), "the pool is well")
+    eventually(lambda: not ready(namespace.engine_status("rollout"), "PoolNotReady"), "the engine knows")
+
+
 def test_a_pool_without_its_secret_says_why_and_goes_on_when_it_may(namespace: Namespace, operator: OperatorProcess) -> None:
     path = "/api/v1/namespaces/{}/resourcequotas"
     namespace.create(path, {"metadata": {"name": "tight"}, "spec": {"hard": {"count/secrets": "1"}}})

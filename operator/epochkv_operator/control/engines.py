@@ -76,7 +76,7 @@ class EngineReconciler:
         if refusal is None:
             self._wake(key, WAIT_FOR_KEYS_SECONDS)
             return
-        await self._report(key, obj, engine, pool, Problem("PoolNotReady", f"KVCachePool {pool.metadata.name} has no keys: {refusal}"))
+        await self._report(key, obj, engine, pool, _not_ready(pool, refusal))
 
     async def _pool(self, namespace: str, name: str) -> Json | None:
         """The pool, asked for at the API server before it counts as missing: events of pools and of engines overtake
@@ -94,6 +94,9 @@ class EngineReconciler:
         context = context_for(self._settings, self._secrets.known(pool.metadata.uid) if pool is not None else None)
         children = observe(self._store, key.namespace, ENGINE_LABEL, key.name)
         problem, again = await self._executor.bring_about(str(key), children, lambda seen: plan_engine(engine, pool, seen, context))
+        refusal = self._secrets.refusal(pool.metadata.uid) if pool is not None else None
+        if pool is not None and refusal is not None:
+            problem = problem or _not_ready(pool, refusal)
         if pool is not None and not self._hub.knows(pool.metadata.uid):
             return  # a new hub is about to read the pool's record, and wakes this engine then
         await self._report(key, obj, engine, pool, problem)
@@ -107,3 +110,7 @@ class EngineReconciler:
             return engine_status(engine, pool, seen, newest.get("status") or {}, now())
 
         await self._reporter.report(obj, compute)
+
+
+def _not_ready(pool: KVCachePool, refusal: str) -> Problem:
+    return Problem("PoolNotReady", f"KVCachePool {pool.metadata.name} has no keys: {refusal}")

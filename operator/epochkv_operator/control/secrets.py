@@ -84,8 +84,8 @@ class FenceSecrets:
         return pool_uid in self._known or pool_uid in self._conflicts
 
     def refusal(self, pool_uid: str) -> str | None:
-        """What the API server said when it refused the pool's Secret; None unless it did so at the last try."""
-        return self._refusals.get(pool_uid)
+        """Why the pool has no keys, in words; None when it has some or was not looked at yet."""
+        return None if pool_uid in self._known else self._refusals.get(pool_uid)
 
     def forget(self, pool_uid: str) -> None:
         self._known.pop(pool_uid, None)
@@ -103,8 +103,9 @@ class FenceSecrets:
         self._refusals.pop(uid, None)
         try:
             self._known[uid] = await self._ensure(pool)
-        except SecretConflict:
+        except SecretConflict as error:
             self._conflicts.add(uid)
+            self._refusals[uid] = str(error)
             raise
         except (Forbidden, Invalid) as error:
             name = f"{pool['metadata']['namespace']}/{fence_secret_name(pool['metadata']['name'])}"
