@@ -32,7 +32,7 @@ from epochkv_fence.messages import (
 )
 from epochkv_fence.pool import PoolConfig, PoolSnapshot
 from epochkv_fence.reclaim import Reclaimer
-from epochkv_fence.trainers import Trainers, status_page
+from epochkv_fence.trainers import Trainers, add_marks, status_page
 
 NUDGE_SECONDS: Final = 0.25
 ROUND_SECONDS: Final = 1.0
@@ -346,7 +346,7 @@ class Hub:
     def _mark(self, epoch: int, boots: Iterable[bytes]) -> None:
         """Exactly these boots got the weights of `epoch`. A long list comes in several messages."""
         if epoch == self.target:
-            self._gate.marked.update(boots)
+            add_marks(self._gate.marked, boots)
             self._gate.asked_at = None
         elif epoch > self.target:
             self._trainers.mark(epoch, boots)

@@ -10,7 +10,17 @@ from epochkv_fence.pool import EngineView
 
 MAX_WAITERS: Final = 1_000
 MAX_MARKED_EPOCHS: Final = 16
+MAX_MARKED_BOOTS: Final = 20_000
+"""For one epoch; a list comes in several messages, and a client that makes boots up must not fill the memory of all pools."""
 STATUS_PAGE: Final = 64
+
+
+def add_marks(marked: set[bytes], boots: Iterable[bytes]) -> None:
+    """Add boots to a list, up to the limit."""
+    for boot in boots:
+        if len(marked) >= MAX_MARKED_BOOTS:
+            return
+        marked.add(boot)
 
 
 class Trainers:
@@ -35,7 +45,7 @@ class Trainers:
     def mark(self, epoch: int, boots: Iterable[bytes]) -> None:
         """These boots got the weights of `epoch`, which is not the target yet."""
         if epoch in self._marks or len(self._marks) < MAX_MARKED_EPOCHS:
-            self._marks.setdefault(epoch, set()).update(boots)
+            add_marks(self._marks.setdefault(epoch, set()), boots)
 
     def marked(self, target: int) -> set[bytes]:
         """The boots marked for `target`; marks up to it are forgotten."""

@@ -134,3 +134,15 @@ def test_a_bump_without_a_list_goes_by_age() -> None:
     hub.beat(2, age=10.0)
     hub.step(ev.Heard(b"t", Bump(1, 1)))
     assert modes(hub) == {1: Mode.USE, 2: Mode.BYPASS}
+
+
+@pytest.mark.parametrize("epoch", [1, 5])
+def test_a_client_that_makes_boots_up_fills_no_memory(epoch: int) -> None:
+    """At the target, and for an epoch to come; the hub serves other pools, too."""
+    hub = Driver()
+    hub.lead(target=1)
+    hub.hold_writes = True  # the epoch to come stays to come
+    for start in range(0, 60_000, 3000):
+        hub.step(ev.Heard(b"t", Bump(1, epoch, [number.to_bytes(16, "big") for number in range(start, start + 3000)])))
+    marks = hub.hub._gate.marked if epoch == hub.hub.target else hub.hub._trainers.marked(epoch)
+    assert len(marks) <= 20_000
