@@ -12,7 +12,7 @@ import pytest
 
 from hack.cluster.controlplane import ControlPlane
 from tests.cluster.fault_proxy import Fault, FaultProxy, is_write
-from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, condition, eventually, install_crds
+from tests.cluster.operator_harness import CHILDREN, ENGINES, Namespace, OperatorProcess, condition, eventually, install_crds
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
 POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}}
@@ -87,6 +87,30 @@ def test_work_is_done_once_a_storm_is_over(namespace: Namespace, proxy: FaultPro
         eventually(lambda: settled(namespace, 1), f"published after the storm; log:\n{operator.tail()}", 60)
         assert operator.http("/livez")[0] == 200
         assert all(found == fault for _, _, found in proxy.faults)
+
+
+def test_rights_that_are_taken_away_and_given_back(namespace: Namespace, proxy: FaultProxy, tmp_path: Path) -> None:
+    """403 to everything but the Lease, reads and new watches, too; what is asked for meanwhile comes through the open watches."""
+    with OperatorProcess(namespace.plane, namespace.name, tmp_path, kubeconfig=proxy.kubeconfig) as operator:
+        operator.wait_ready()
+        namespace.create_pool("policy", **POOL)
+        namespace.create_engine("rollout", **ENGINE)
+        eventually(lambda: settled(namespace, 0), f"settled; log:\n{operator.tail()}", 60)
+        before = namespace.pool("policy")["status"]
+        proxy.decide = lambda method, path: None if "/leases" in path else Fault(403)
+        namespace.patch(ENGINES, "rollout", {"spec": {"replicas": 3}})
+        namespace.delete(CHILDREN["services"], "rollout")
+        eventually(lambda: len(proxy.faults) >= 6, f"requests are refused; log:\n{operator.tail()}")
+        assert {method for method, _, _ in proxy.faults} >= {"GET"}
+        assert namespace.pool("policy")["status"] == before
+        proxy.decide = lambda method, path: None
+
+        def replicas() -> int:
+            return int(namespace.get(CHILDREN["deployments"], "rollout")["spec"]["replicas"])  # type: ignore[index]
+
+        eventually(lambda: replicas() == 3, f"scaled; log:\n{operator.tail()}", 60)
+        eventually(lambda: settled(namespace, 0), f"settled again; log:\n{operator.tail()}", 60)
+        assert operator.http("/livez")[0] == 200
 
 
 class OneWrite:
