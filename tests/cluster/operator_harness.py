@@ -165,6 +165,7 @@ class OperatorProcess:
         self.kill()
 
     def start(self) -> OperatorProcess:
+        assert self.process is None or self.process.poll() is not None, f"process {self.process.pid} still runs"
         with self.log_file.open("ab") as log:
             self.process = subprocess.Popen(self.command, env=self.env, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
         return self

@@ -138,7 +138,7 @@ def test_killed_after_each_single_write_the_next_one_goes_on(namespace: Namespac
     while not settled(namespace, 1):
         assert len(lives) < 40, lives
         proxy.decide = one = OneWrite()
-        with operator.start():
+        with operator:
             eventually(lambda one=one: one.written or settled(namespace, 1), f"a write; log:\n{operator.tail()}", 60)
             if one.written:
                 eventually(lambda one=one: any(f"{m} {p}" == one.written for m, p, _ in proxy.faults), f"{one.written} carried out")
@@ -159,7 +159,7 @@ def test_killed_after_each_single_write_the_next_one_goes_on(namespace: Namespac
             writes.append(f"{method} {path}")
 
     proxy.decide = note
-    with operator.start():
+    with operator:
         operator.wait_ready()
         eventually(lambda: operator.metric("epochkv_operator_reconciles_total") >= 2, f"both looked at; log:\n{operator.tail()}")
         assert settled(namespace, 1), operator.tail()
