@@ -87,13 +87,17 @@ def run_layer(layer: Layer, extra: list[str]) -> tuple[int, str]:
         "EPOCHKV_PYTHON_ENGINE": str(ENGINE),
     }
     command = [str(layer.python), "-m", "pytest", *paths, *extra]
-    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         assert process.stdout
-        for line in process.stdout:
-            sys.stdout.write(line)
-            sys.stdout.flush()
-            if match := SUMMARY.match(line.strip()):
-                summary = match[1]
+        rest = b""
+        # Chunks, not lines: pytest prints a dot per test, and a line of dots may take minutes.
+        while chunk := os.read(process.stdout.fileno(), 65536):
+            sys.stdout.buffer.write(chunk)
+            sys.stdout.buffer.flush()
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                if match := SUMMARY.match(line.decode(errors="replace").strip()):
+                    summary = match[1]
     return process.returncode, summary
 
 
