@@ -207,7 +207,8 @@ def test_a_recreated_pool_gets_new_keys_and_starts_at_zero(namespace: Namespace,
         master = namespace.get(CHILDREN["deployments"], "policy-master")
         return master is not None and master["metadata"]["ownerReferences"][0]["uid"] == pool["metadata"]["uid"]
 
-    eventually(adopted, "objects belong to the new pool")
+    # A garbage collector that has just met the CRDs learns of the kind only in its next round, half a minute later.
+    eventually(adopted, f"objects belong to the new pool; log:\n{operator.tail()}", 120)
 
 
 def test_an_engine_whose_pool_vanishes_serves_without_cache(namespace: Namespace, operator: OperatorProcess) -> None:
@@ -226,7 +227,7 @@ def test_an_engine_whose_pool_vanishes_serves_without_cache(namespace: Namespace
         "PoolBound False",
     )
     assert bound["reason"] == "PoolNotFound"
-    eventually(lambda: not namespace.names("statefulsets"), "the pool's objects are collected")
+    eventually(lambda: not namespace.names("statefulsets"), "the pool's objects are collected", 120)
 
 
 def test_an_engine_may_come_before_its_pool(namespace: Namespace, operator: OperatorProcess) -> None:

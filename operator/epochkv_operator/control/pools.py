@@ -49,8 +49,8 @@ class PoolReconciler:
     async def reconcile(self, key: Key) -> None:
         obj = self._store.get(key.kind, key.namespace, key.name)
         if obj is None:
+            self._secrets.forget(key.namespace, key.name)
             for uid in self._hub.forget(key.namespace, key.name):
-                self._secrets.forget(uid)
                 log.info("pool gone", object=str(key), uid=uid)
             raise ObjectGone(f"{key} is gone")
         if obj["metadata"].get("deletionTimestamp"):

@@ -75,6 +75,7 @@ class FenceSecrets:
         self._known: dict[str, FenceKeys] = {}
         self._conflicts: set[str] = set()
         self._refusals: dict[str, str] = {}
+        self._uids: dict[tuple[str, str], str] = {}
 
     def known(self, pool_uid: str) -> FenceKeys | None:
         return self._known.get(pool_uid)
@@ -87,10 +88,12 @@ class FenceSecrets:
         """Why the pool has no keys, in words; None when it has some or was not looked at yet."""
         return None if pool_uid in self._known else self._refusals.get(pool_uid)
 
-    def forget(self, pool_uid: str) -> None:
-        self._known.pop(pool_uid, None)
-        self._conflicts.discard(pool_uid)
-        self._refusals.pop(pool_uid, None)
+    def forget(self, namespace: str, pool: str) -> None:
+        """The pool is gone, or another one of its name has come: nobody may ever be given its keys again."""
+        uid = self._uids.pop((namespace, pool), "")
+        self._known.pop(uid, None)
+        self._conflicts.discard(uid)
+        self._refusals.pop(uid, None)
 
     async def ensure(self, pool: Json) -> FenceKeys:
         """Make sure the pool's Secret exists, is bound to this pool's uid and names this hub.
@@ -99,7 +102,10 @@ class FenceSecrets:
             SecretConflict: the Secret belongs to somebody else.
             ApiError
         """
-        uid = pool["metadata"]["uid"]
+        uid, place = pool["metadata"]["uid"], (pool["metadata"]["namespace"], pool["metadata"]["name"])
+        if self._uids.get(place) != uid:
+            self.forget(*place)
+            self._uids[place] = uid
         self._refusals.pop(uid, None)
         try:
             self._known[uid] = await self._ensure(pool)
