@@ -140,7 +140,8 @@ class Journey:
 
     def bump(self) -> Bump:
         """Raise the epoch by one with kubectl, wait with kubectl, and measure with a watch of our own."""
-        epoch = int(self.pool()["spec"].get("resetEpoch") or 0) + 1
+        pool = self.pool()
+        epoch = max(int(pool["spec"].get("resetEpoch") or 0), int((pool.get("status") or {}).get("targetEpoch") or 0)) + 1
         watch = EpochWatch(self.kube, NAMESPACE, POOL, 120.0)
         patch = f'{{"spec":{{"resetEpoch":{epoch}}}}}'
         self.note(f"kubectl patch kvp {POOL} --type=merge -p '{patch}'")
