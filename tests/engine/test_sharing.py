@@ -138,7 +138,7 @@ def test_a_restarted_engine_with_base_weights_does_not_join(
         eventually(lambda: any(view.alive and view.mode is Mode.BYPASS for view in pair.pool.snapshot().engines), f"B ({port}) in bypass")
         answer = pair.b.complete(prompt)
         assert (answer.cached, answer.tokens) == (0, reference(prompt, weights.base))
-        assert settled_keys(pair.mooncake) == keys, "an engine in bypass has written to the store"
+        assert settled_keys(pair.mooncake) <= keys, "an engine in bypass has written to the store"  # reclaim may take old ones
         pair.b.reload_weights(weights.new)
         pair.pool.bump()
         pair.pool.wait_engines(2)
