@@ -71,7 +71,7 @@ def _scaled_elsewhere(workload: Json, asked: int | None) -> str:
     if asked is None or count == asked or not workload.get("x-scaled-by-others"):
         return ""
     kind, name = workload["kind"], workload["metadata"]["name"]
-    back = f"kubectl patch {kind.lower()} {name} --type=merge -p '{{\"spec\":{{\"replicas\":{asked}}}}}'"
+    back = f'kubectl patch {kind.lower()} {name} --type=merge -p \'{{"spec":{{"replicas":{asked}}}}}\''
     return f"; somebody scaled {kind} {name} itself to {count}, so the {asked} asked for here do not count: to have them count, {back}"
 
 
