@@ -2,8 +2,8 @@
 
 A pool's record is the pool object's status: `targetEpoch`, `epoch`, `granting`. Leadership is the operator's Lease.
 Reads are plain GETs, which the API server answers from a quorum; never a LIST, a watch cache or `resourceVersion=0`.
-Writes are compare-and-swap on the resourceVersion, so a check made on the state that was read still holds when the
-write lands.
+Writes are compare-and-swap, on the resourceVersion first and after a conflict on the record's own fields, so a check made on
+the state that was read still holds when the write lands.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from epochkv_operator.kube.client import ApiError, Json, NotFound
 from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.resources import POOLS, ObjectRef
 from epochkv_operator.kube.status import Decide, ObjectGone, StatusWriter
+
+RECORD_FIELDS = ("targetEpoch", "epoch", "granting")
 
 
 class KubernetesAuthority:
@@ -86,7 +88,7 @@ class KubernetesAuthority:
     async def _update(self, pool_uid: str, decide: Decide) -> None:
         ref = self._ref(pool_uid)
         try:
-            await self._statuses.update(ref, decide, self._deadline_seconds)
+            await self._statuses.update(ref, decide, self._deadline_seconds, depends_on=RECORD_FIELDS)
         except ObjectGone as error:
             raise PoolGone(str(error)) from error
         except ApiError as error:

@@ -55,6 +55,7 @@ Json = dict[str, Any]
 
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
+JSON_PATCH = "application/json-patch+json"
 LIST_CHUNK = 500
 
 
@@ -160,7 +161,7 @@ class KubeClient:
         path: str,
         *,
         query: Mapping[str, str] | None = None,
-        body: Json | None = None,
+        body: Json | list[Json] | None = None,
         content_type: str = "application/json",
         deadline_seconds: float | None = None,
     ) -> Json:
@@ -238,6 +239,28 @@ class KubeClient:
             query={"fieldManager": MANAGED_BY},
             body={"metadata": {"resourceVersion": resource_version}, "status": status},
             content_type=MERGE_PATCH,
+            deadline_seconds=deadline_seconds,
+        )
+
+    async def patch_status_fields(self, ref: ObjectRef, seen: Json, status: Json, deadline_seconds: float | None = None) -> Json:
+        """Set fields of an existing status, accepted only by the object with this uid in which the fields `seen` still hold.
+
+        The API server tests and writes on the newest object and tries again by itself, so writes to the rest of the object do not get
+        in the way as they do with a resourceVersion.
+
+        Raises:
+            Invalid: a field has changed, or a namesake with another uid stands there.
+            Conflict: the API server gave up trying.
+        """
+        operations: list[Json] = [{"op": "test", "path": "/metadata/uid", "value": ref.uid}]
+        operations += [{"op": "test", "path": f"/status/{name}", "value": value} for name, value in seen.items()]
+        operations += [{"op": "add", "path": f"/status/{name}", "value": value} for name, value in status.items()]
+        return await self.request(
+            "PATCH",
+            ref.resource.path(ref.namespace, ref.name, "status"),
+            query={"fieldManager": MANAGED_BY},
+            body=operations,
+            content_type=JSON_PATCH,
             deadline_seconds=deadline_seconds,
         )
 

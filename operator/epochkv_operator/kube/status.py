@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from epochkv_operator import metrics
-from epochkv_operator.kube.client import Conflict, Json, KubeClient, NotFound, Unavailable
+from epochkv_operator.kube.client import Conflict, Invalid, Json, KubeClient, NotFound, Unavailable
 from epochkv_operator.kube.resources import ObjectRef, Resource
 from epochkv_operator.kube.store import Store, resource_version
 
@@ -52,11 +52,14 @@ class StatusWriter:
         self._news(ref.resource, obj)
         return obj
 
-    async def update(self, ref: ObjectRef, decide: Decide, deadline_seconds: float | None = None) -> bool:
+    async def update(
+        self, ref: ObjectRef, decide: Decide, deadline_seconds: float | None = None, depends_on: Sequence[str] | None = None
+    ) -> bool:
         """Merge what `decide(object)` returns into the status, unless it is None; True when something was sent.
 
         `decide` runs again on each newer state. The patch is accepted only at the resourceVersion that `decide` saw, so
-        what it checked still holds at the write.
+        what it checked still holds at the write. Where it depends on few fields of the status (`depends_on`), a conflict makes it
+        compare those alone: somebody who keeps writing to the rest of the object cannot hold it up.
 
         Raises:
             ObjectGone, ApiError (`Unavailable` at the deadline); anything `decide` raises.
@@ -72,10 +75,10 @@ class StatusWriter:
             if remaining <= 0:
                 raise Unavailable(0, "Timeout", f"changed under each of {attempt} writes", f"PATCH status of {ref}")
             try:
-                answer = await self._client.patch_status(ref, str(resource_version(obj)), patch, remaining)
+                answer = await self._send(ref, obj, patch, remaining, depends_on if attempt else None)
             except NotFound as error:
                 raise ObjectGone(f"{ref} is gone") from error
-            except Conflict:
+            except (Conflict, _FieldsChanged):
                 attempt += 1
                 if attempt > 3:
                     await asyncio.sleep(min(0.005 * 2 ** min(attempt, 6), 0.2))
@@ -85,3 +88,17 @@ class StatusWriter:
                 metrics.API_WRITES.labels(kind=ref.resource.kind, operation="status").inc()
             self._store.upsert(ref.resource.kind, answer)
             return True
+
+    async def _send(self, ref: ObjectRef, obj: Json, patch: Json, seconds: float, depends_on: Sequence[str] | None) -> Json:
+        status = obj.get("status")
+        if not depends_on or not status:
+            return await self._client.patch_status(ref, str(resource_version(obj)), patch, seconds)
+        try:
+            seen = {name: status[name] for name in depends_on if name in status}
+            return await self._client.patch_status_fields(ref, seen, patch, seconds)
+        except Invalid as error:
+            raise _FieldsChanged from error
+
+
+class _FieldsChanged(Exception):
+    """What `decide` depended on is not what it saw."""
