@@ -15,7 +15,7 @@ from hack.standalone.engine import CPU_ENVIRONMENT, Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
 from hack.standalone.process import Process, ProcessError, free_port
-from tests.engine.conftest import BLOCKS, CACHED, PATIENT, Prompts, Reference, Weights, eventually, settled_keys
+from tests.engine.conftest import BLOCKS, CACHED, PATIENT, PATIENT_ENVIRON, Prompts, Reference, Weights, eventually, settled_keys
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,8 @@ def test_l1_only(weights: Weights, folder: Path, pool: Pool, prompts: Prompts, r
 def test_l2_only_and_a_master_that_comes_later(weights: Weights, folder: Path, pool: Pool, prompts: Prompts, reference: Reference) -> None:
     prompt = prompts()
     mooncake = Mooncake(folder / "late")
-    with Engine("l2", weights.base, folder, pool.connector(master_address=mooncake.address, **PATIENT)) as engine:
+    connector = pool.connector(master_address=mooncake.address, **PATIENT)
+    with Engine("l2", weights.base, folder, connector, environ=PATIENT_ENVIRON) as engine:
         join(pool)
         answer = engine.complete(prompt)
         assert (answer.cached, answer.tokens) == (0, reference(prompt, weights.base))
@@ -79,7 +80,9 @@ def test_two_tensor_parallel_ranks(
     prompt = prompts()
     connector = pool.connector(master_address=mooncake.address, **PATIENT)
     args = ("--tensor-parallel-size", "2")
-    with Engine("tp2", weights.base, folder, connector, args=args, environ={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}) as engine:
+    with Engine(
+        "tp2", weights.base, folder, connector, args=args, environ={**PATIENT_ENVIRON, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    ) as engine:
         join(pool)
         before = settled_keys(mooncake)
         assert engine.complete(prompt).tokens == reference(prompt, weights.base)
@@ -143,7 +146,7 @@ def test_engine_core_in_process(weights: Weights, folder: Path, mooncake: Moonca
     prompt = prompts()
     job, go, script = folder / "job.json", folder / "go", folder / "in_process.py"
     script.write_text(textwrap.dedent(IN_PROCESS))
-    environ = {**CPU_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environ = {**CPU_ENVIRONMENT, **PATIENT_ENVIRON, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     with Pool(folder / "in-process") as pool:
         connector = pool.connector(local_bytes=64 << 20, master_address=mooncake.address, **PATIENT)
         job.write_text(json.dumps([str(weights.base), connector, prompt]))

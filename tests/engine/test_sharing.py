@@ -12,7 +12,7 @@ from epochkv_fence.messages import Mode
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
-from tests.engine.conftest import BLOCKS, CACHED, PATIENT, Prompts, Reference, Weights, eventually, settled_keys
+from tests.engine.conftest import BLOCKS, CACHED, PATIENT, PATIENT_ENVIRON, Prompts, Reference, Weights, eventually, settled_keys
 
 L1_BYTES = 64 << 20
 
@@ -37,7 +37,7 @@ class Pair:
 def pair(weights: Weights, folder: Path, pool: Pool, mooncake: Mooncake) -> Iterator[Pair]:
     connector = pool.connector(local_bytes=L1_BYTES, master_address=mooncake.address, **PATIENT)
     with ExitStack() as stack:
-        a, b = (Engine(name, weights.base, folder, connector) for name in "AB")
+        a, b = (Engine(name, weights.base, folder, connector, environ=PATIENT_ENVIRON) for name in "AB")
         for engine in (a, b):
             stack.callback(engine.process.end)
         for engine in (a, b):
@@ -131,15 +131,15 @@ def test_a_restarted_engine_with_base_weights_does_not_join(
     keys = settled_keys(pair.mooncake)
     pair.b.process.end()
     connector = pair.pool.connector(local_bytes=L1_BYTES, master_address=pair.mooncake.address, **PATIENT)
-    pair.b = Engine("B-restarted", weights.base, folder, connector)
+    pair.b = Engine("B-restarted", weights.base, folder, connector, environ=PATIENT_ENVIRON)
     try:
         pair.b.wait_ready()
-        port = str(pair.b.port)
-        eventually(lambda: any(view.alive and view.mode is Mode.BYPASS for view in pair.pool.snapshot().engines), f"B ({port}) in bypass")
+        eventually(lambda: any(view.alive and view.mode is Mode.BYPASS for view in pair.pool.snapshot().engines), "B in bypass")
         answer = pair.b.complete(prompt)
         assert (answer.cached, answer.tokens) == (0, reference(prompt, weights.base))
         assert settled_keys(pair.mooncake) <= keys, "an engine in bypass has written to the store"  # reclaim may take old ones
         pair.b.reload_weights(weights.new)
+        eventually(lambda: all(view.age_seconds > 4.0 for view in pair.pool.snapshot().engines if view.alive), "B is old enough to join")
         pair.pool.bump()
         pair.pool.wait_engines(2)
         assert pair.save_through_a(prompt) == reference(prompt, weights.new)
