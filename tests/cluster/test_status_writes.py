@@ -1,0 +1,76 @@
+"""The hub's writes on the real API server: what they depend on is compared, what they do not depend on cannot hold them up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from epochkv_operator.kube.client import Conflict, Invalid, KubeClient
+from epochkv_operator.kube.resources import ref_of
+from hack.cluster.controlplane import ControlPlane
+from tests.cluster.operator_harness import POOLS, Namespace, install_crds
+
+L1 = {"local": {"capacity": "64Mi"}}
+
+
+@pytest.fixture(scope="module")
+def space(control_plane: ControlPlane) -> Namespace:
+    install_crds(control_plane)
+    space = Namespace(control_plane, "status-writes")
+    space.request("POST", "/api/v1/namespaces", {"metadata": {"name": space.name}})
+    return space
+
+
+@pytest.fixture
+def pool(space: Namespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """A pool at target 3, published 2."""
+    monkeypatch.setenv("KUBECONFIG", str(space.plane.kubeconfig))
+    space.create_pool("policy", **L1)
+    found = space.get(POOLS, "policy")
+    assert found is not None
+    run(lambda client: client.patch_status(ref_of(found), found["metadata"]["resourceVersion"], {"targetEpoch": 3, "epoch": 2}))
+    yield found
+    space.delete(POOLS, "policy")
+
+
+def run(work: Callable[[KubeClient], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        client = await KubeClient.connect()
+        try:
+            return await work(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(main())
+
+
+def test_writes_to_the_rest_of_the_object_do_not_hold_an_epoch_up(space: Namespace, pool: dict[str, Any]) -> None:
+    ref = ref_of(pool)
+    space.patch(POOLS, "policy", {"metadata": {"annotations": {"somebody": "writes"}}})
+    with pytest.raises(Conflict):
+        run(lambda client: client.patch_status(ref, pool["metadata"]["resourceVersion"], {"epoch": 3}))
+    run(lambda client: client.patch_status_fields(ref, {"targetEpoch": 3, "epoch": 2}, {"epoch": 3, "granting": True}))
+    status = space.status("policy")
+    assert (status["targetEpoch"], status["epoch"], status["granting"]) == (3, 3, True)
+
+
+def test_a_field_that_has_changed_refuses_the_write(space: Namespace, pool: dict[str, Any]) -> None:
+    with pytest.raises(Invalid):
+        run(lambda client: client.patch_status_fields(ref_of(pool), {"targetEpoch": 2, "epoch": 2}, {"epoch": 3}))
+    assert space.status("policy")["epoch"] == 2
+
+
+def test_an_epoch_never_goes_down_this_way_either(space: Namespace, pool: dict[str, Any]) -> None:
+    with pytest.raises(Invalid, match="never goes"):
+        run(lambda client: client.patch_status_fields(ref_of(pool), {"targetEpoch": 3}, {"epoch": 1}))
+    assert space.status("policy")["epoch"] == 2
+
+
+def test_a_namesake_is_left_alone(space: Namespace, pool: dict[str, Any]) -> None:
+    namesake = ref_of(pool)._replace(uid="another-life")
+    with pytest.raises(Invalid):
+        run(lambda client: client.patch_status_fields(namesake, {"targetEpoch": 3}, {"targetEpoch": 9}))
+    assert space.status("policy")["targetEpoch"] == 3
