@@ -61,7 +61,7 @@ def demo(console: Console, seed: int | None, bumps: int) -> int:
         console.print(setup.diagnosis(), markup=False, highlight=False)
         return 1
     console.print(f"[bold green]All {len(journey.claims.items)} claims held[/] in {clock(progress.elapsed)}.")
-    show_next(console)
+    show_next(console, journey.epoch() + 1)
     return 0
 
 
@@ -86,15 +86,15 @@ def show_numbers(console: Console, first: float, samples: list[float], seconds: 
     console.print(table)
 
 
-def show_next(console: Console) -> None:
+def show_next(console: Console, epoch: int) -> None:
     """What to try on the cluster that is left up."""
     lines = f"""
 The cluster is still up. Try:
   eval "$(.build/venv/bin/python -m hack.cluster env)"
   kubectl -n {NAMESPACE} get kvp,ie,pods
-  kubectl -n {NAMESPACE} patch kvp {POOL} --type=merge -p '{{"spec":{{"resetEpoch":1000}}}}' && \\
-    kubectl -n {NAMESPACE} wait kvp/{POOL} --for=jsonpath='{{.status.epoch}}'=1000
-  kubectl -n {NAMESPACE} patch kvp {POOL} --type=merge -p '{{"spec":{{"resetEpoch":1}}}}'    # refused: it never goes down
+  kubectl -n {NAMESPACE} patch kvp {POOL} --type=merge -p '{{"spec":{{"resetEpoch":{epoch}}}}}' && \\
+    kubectl -n {NAMESPACE} wait kvp/{POOL} --for=jsonpath='{{.status.epoch}}'={epoch}
+  kubectl -n {NAMESPACE} patch kvp {POOL} --type=merge -p '{{"spec":{{"resetEpoch":0}}}}'    # refused: it never goes down
   kubectl -n {NAMESPACE} describe ie {ENGINE}
   make demo    # again, on the warm cluster
   make down    # remove everything"""

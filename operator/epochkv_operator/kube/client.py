@@ -56,6 +56,8 @@ Json = dict[str, Any]
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 JSON_PATCH = "application/json-patch+json"
+UNTYPED = "failed to create typed patch object"
+"""How the API server answers, with 500, to an apply of a field that the schema does not have."""
 LIST_CHUNK = 500
 
 
@@ -107,7 +109,7 @@ def _raise(status: int, body: bytes, request: str, retry_after: str | None) -> N
         kind = NotFound
     elif status == 409:
         kind = AlreadyExists if reason == "AlreadyExists" else Conflict
-    elif status in (400, 422):
+    elif status in (400, 422) or (status == 500 and UNTYPED in message):
         kind = Invalid
     elif status in (401, 403):
         kind = Forbidden

@@ -128,7 +128,7 @@ def _bypass_note(engines: Sequence[HubEngine]) -> str:
         return ""
     return (
         f"; in bypass: {', '.join(bypassed[:4])}{' and more' if len(bypassed) > 4 else ''}"
-        " (their weights are not known to be those of the epoch: they join at the next one)"
+        " (they started after the reset was asked for, or no operator saw it asked: raise resetEpoch once more when they have the weights)"
     )
 
 

@@ -36,6 +36,13 @@ async def ask(status: int, body: str, headers: dict[str, str]) -> object:
         await runner.cleanup()
 
 
+def test_a_field_that_the_schema_lacks_is_no_outage() -> None:
+    """As the API server of 1.34 answers an apply with `nodeSelectr` in a pod template: 500, for ever."""
+    message = "failed to create typed patch object (ns/x; apps/v1, Kind=Deployment): .spec.template.spec.nodeSelectr: field not declared"
+    error = asyncio.run(ask(500, json.dumps({"reason": "", "message": message}), {}))
+    assert type(error) is Invalid
+
+
 @pytest.mark.parametrize(
     ("status", "reason", "kind"),
     [
