@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 import os
 import platform
@@ -58,6 +59,18 @@ def check_version(allow_untested: bool, version: str | None = None) -> None:
         f"vLLM {found} is not supported: EpochKV was tested with {first[0]}.{first[1]} to {last[0]}.{last[1]}; "
         "install one of these, or set allow_untested_vllm to true in kv_connector_extra_config at your own risk"
     )
+
+
+def share_log_handlers() -> None:
+    """Let our packages log as vLLM does (time, level, module, process); without handlers their lines would be bare, and
+    INFO would be lost. Does nothing where somebody has set up logging for them.
+    """
+    handlers = logging.getLogger("vllm").handlers
+    for name in ("epochkv_connector", "epochkv_fence"):
+        logger = logging.getLogger(name)
+        if not logger.handlers and logger.level == logging.NOTSET and handlers:
+            logger.handlers = list(handlers)
+            logger.setLevel(logging.INFO)
 
 
 def check_siblings() -> None:

@@ -83,6 +83,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         ConfigError, compat.UnsupportedEngine: the engine must not start like this; the message says what to change.
         """
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        compat.share_log_handlers()
         self._guard = Guard()
         self._epochkv_config = ConnectorConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
         compat.check_version(self._epochkv_config.allow_untested_vllm)
