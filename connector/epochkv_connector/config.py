@@ -61,7 +61,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tracker: bool = False
     on_local_reset: Literal["private", "propose"] = "private"
     lookup_wait_ms: float = 1.0
-    lookup_deadline_ms: float = 100.0
+    lookup_deadline_ms: float = 500.0
     min_load_tokens: int = 0
     job_deadline_seconds: float = 10.0
     verify: Literal["full", "header"] = "full"
