@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from epochkv_fence.authority import AuthorityError, PoolRecord, Term
+from epochkv_fence.authority import AuthorityError, Origin, PoolRecord, Term
 from epochkv_fence.messages import Mode
 from epochkv_fence.pool import PoolConfig
 from epochkv_fence.transport import AgentThread, ClientKeys, EngineIdentity, HubKeys, HubServer, generate_keypair
@@ -45,10 +45,11 @@ class MemoryAuthority:
         await self._enter("load")
         return self.records.get(pool_uid, PoolRecord())
 
-    async def record(self, pool_uid: str, target: int) -> None:
+    async def record(self, pool_uid: str, target: int, origin: Origin | None = None) -> None:
         await self._enter("record")
         old = self.records.get(pool_uid, PoolRecord())
-        self.records[pool_uid] = PoolRecord(max(old.target, target), old.published, old.granting)
+        if target > old.target:
+            self.records[pool_uid] = replace(old, target=target, origin=origin)
 
     async def publish(self, pool_uid: str, epoch: int) -> None:
         await self._enter("publish")
@@ -56,12 +57,12 @@ class MemoryAuthority:
         if epoch > old.target:
             raise AuthorityError(f"epoch {epoch} is above the recorded target {old.target}")
         self.published.append((time.monotonic(), epoch))
-        self.records[pool_uid] = PoolRecord(old.target, max(old.published, epoch), old.granting)
+        self.records[pool_uid] = replace(old, published=max(old.published, epoch))
 
     async def note_granting(self, pool_uid: str) -> None:
         await self._enter("note")
         old = self.records.get(pool_uid, PoolRecord())
-        self.records[pool_uid] = PoolRecord(old.target, old.published, True)
+        self.records[pool_uid] = replace(old, granting=True)
 
 
 class FakeEngine:

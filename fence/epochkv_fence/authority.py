@@ -6,13 +6,16 @@ three promises below, so an implementation states how it keeps each of them.
 1. `verify` is linearizable: it is True only if, at some moment between call and return, the stored holder *and*
    transitions were those of the term asked about.
 2. `load` is linearizable: it sees every write that returned before it was called. Never a watch cache.
-3. `record` and `publish` never decrease anything, whoever calls them and however late they land.
+3. `record` and `publish` never decrease anything, whoever calls them and however late they land. `record` writes a target
+   and its origin in one atomic write, and leaves both alone unless it raises the target.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
+
+from epochkv_fence.messages import Source
 
 
 class AuthorityError(Exception):
@@ -37,6 +40,19 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a target comes from.
+
+    Attributes:
+        source: who asked for it first.
+        weights_version: what the asker calls the weights of this epoch; empty: it did not say.
+    """
+
+    source: Source
+    weights_version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class PoolRecord:
     """Everything a hub must remember about a pool.
 
@@ -44,11 +60,13 @@ class PoolRecord:
         target: highest epoch durably recorded.
         published: highest epoch proved to be the oldest in use; never above `target`.
         granting: some hub has (or may have) granted for this pool; never taken back.
+        origin: of `target`; None: target 0, or a record from before origins were kept.
     """
 
     target: int = 0
     published: int = 0
     granting: bool = False
+    origin: Origin | None = None
 
 
 class Authority(Protocol):
@@ -60,8 +78,11 @@ class Authority(Protocol):
     async def load(self, pool_uid: str) -> PoolRecord:
         """What is durably recorded (promise 2)."""
 
-    async def record(self, pool_uid: str, target: int) -> None:
-        """Raise the durable target to at least `target`; returns after the write is durable."""
+    async def record(self, pool_uid: str, target: int, origin: Origin | None = None) -> None:
+        """Raise the durable target to at least `target`; returns after the write is durable.
+
+        `origin` is written with it, in the same atomic write, and only if the target rises.
+        """
 
     async def publish(self, pool_uid: str, epoch: int) -> None:
         """Raise the durable published epoch to at least `epoch`; returns after the write is durable."""

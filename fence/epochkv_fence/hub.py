@@ -71,8 +71,9 @@ class Hub:
         target, published: as known here; both were durable before they were raised here.
     """
 
-    def __init__(self, config: PoolConfig) -> None:
+    def __init__(self, config: PoolConfig, instance: bytes | None = None) -> None:
         self.config = config
+        self._instance = instance
         self.term: Term | None = None
         self.target = 0
         self.published = 0
@@ -194,6 +195,8 @@ class Hub:
                 return self._publish_failed(now)
             case ev.Configured(config):
                 return self._configure(config, now)
+            case ev.Wiped() | ev.WipeFailed() | ev.Swept() | ev.SweepFailed():
+                return []
 
     # ------------------------------------------------------------------ leadership
 
@@ -512,7 +515,7 @@ class Hub:
         return [ev.Changed()] if dead else []
 
     def _reclaim_after(self, at: float) -> None:
-        if self.config.reclaim and self.term is not None:
+        if self.config.reclaim == "Delete" and self.term is not None:
             self._reclaimer.start(self.published, at)
 
     def _reclaim(self, now: float) -> list[ev.Action]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
-from epochkv_fence.authority import PoolRecord, Term
-from epochkv_fence.messages import Message
+from epochkv_fence.authority import Origin, PoolRecord, Term
+from epochkv_fence.messages import Message, Source
 from epochkv_fence.pool import PoolConfig
+
+OWNER: Final = Origin(Source.SPEC)
 
 # ---------------------------------------------------------------------------------------------------------------- events
 
@@ -33,10 +36,16 @@ class Configured:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A message from a client of this pool; `peer` is where an answer goes."""
+    """A message from a client of this pool.
+
+    Attributes:
+        peer: where an answer goes.
+        key_index: which of the pool's accepted keys the peer proved to have, 0 the newest.
+    """
 
     peer: bytes
     message: Message
+    key_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +54,15 @@ class Asked:
 
     Attributes:
         at: when it was asked for, on the hub's clock, or earlier; None: unknown, so no boot's age proves anything.
+        origin: who asks, with the version of the weights it is for.
+        ready: the weights of this version are where they should be. False: nobody may use the epoch until it is asked
+            for again, by the same owner, with True.
     """
 
     epoch: int
     at: float | None
+    origin: Origin = OWNER
+    ready: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +132,38 @@ class PublishFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Wiped:
+    """The `Wipe` asked for is done: the store removed so many keys, and `num_bytes` of them when that is known."""
+
+    epoch: int
+    keys: int
+    num_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WipeFailed:
+    """The `Wipe` asked for did not answer or was refused; it may still land."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """The `Sweep` asked for is done: the store removed so many keys that nobody read."""
+
+    below: int
+    keys: int
+    num_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SweepFailed:
+    """The `Sweep` asked for did not answer or was refused."""
+
+    below: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """`Hub.tick_at` has come, or time has passed."""
 
@@ -138,6 +184,10 @@ Event = (
     | RoundDropped
     | Published
     | PublishFailed
+    | Wiped
+    | WipeFailed
+    | Swept
+    | SweepFailed
     | Tick
 )
 
@@ -154,9 +204,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Durably raise the target to `epoch`, then say `Recorded` or `RecordFailed`."""
+    """Durably raise the target to `epoch`, which `origin` asked for, then say `Recorded` or `RecordFailed`."""
 
     epoch: int
+    origin: Origin | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +223,22 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
+class Wipe:
+    """Remove everything from the pool's store, by force, then say `Wiped` or `WipeFailed`. No engine reads from it."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Remove everything that nobody reads from the pool's store, then say `Swept` or `SweepFailed`."""
+
+    below: int
+
+
+@dataclass(frozen=True, slots=True)
 class Changed:
     """What a snapshot shows has changed."""
 
 
-Action = Send | Record | NoteGranting | Publish | Changed
+Action = Send | Record | NoteGranting | Publish | Wipe | Sweep | Changed

@@ -17,15 +17,21 @@ PROTOCOL_VERSION: Final = 1
 VERSION_FRAME: Final = bytes([PROTOCOL_VERSION])
 MAX_MESSAGE_BYTES: Final = 64 * 1024
 BOOT_BYTES: Final = 16
+INSTANCE_BYTES: Final = 8
 MAX_EPOCH: Final = 2**53 - 1  # what JSON and YAML readers carry exactly
+MAX_STATS: Final = 64
+MAX_STAT_NAME: Final = 64
 
 Boot = Annotated[bytes, msgspec.Meta(min_length=BOOT_BYTES, max_length=BOOT_BYTES)]
 """128 random bits drawn when an EngineCore process starts."""
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+Instance = Annotated[bytes, msgspec.Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
+"""64 random bits drawn when a hub process starts."""
 LeaseSeconds = Annotated[float, msgspec.Meta(gt=0.0, le=86_400.0)]
 Name = Annotated[str, msgspec.Meta(max_length=253)]
+StatName = Annotated[str, msgspec.Meta(max_length=MAX_STAT_NAME)]
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
@@ -34,6 +40,14 @@ class Mode(enum.Enum):
 
     USE = "Use"
     BYPASS = "Bypass"
+
+
+class Source(enum.Enum):
+    """Who asked for an epoch."""
+
+    SPEC = "Spec"  # the pool's owner: `spec.resetEpoch`
+    TRAINER = "Trainer"
+    ENGINE = "Engine"  # an engine whose own caches were reset, or that reports an epoch above the record
 
 
 class Refusal(enum.Enum):
@@ -58,6 +72,21 @@ class WireError(ValueError):
         self.text = text
 
 
+class Moment(msgspec.Struct, frozen=True, array_like=True):
+    """A point in the life of one hub process. Who gives it back with an ask proves that the ask was made not before it.
+
+    Clocks are never compared between machines, and an ask may arrive late by any amount: taken for made on arrival, it
+    would let boots join that started, with older weights, while it was on its way.
+
+    Attributes:
+        hub: of which process; any other one cannot read `at`.
+        at: seconds on that process's monotonic clock, which may start below zero.
+    """
+
+    hub: Instance
+    at: Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
+
+
 class Heartbeat(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     """Agent -> hub, every third of a lease and at once on change.
 
@@ -69,6 +98,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
         boot_age_seconds: age of the process on its own monotonic clock.
         engine, pod, rank: who this is, for status; `pod` is empty for engines nobody provisioned.
         stats: counters of the connector, for status and metrics.
+        loading: reads from the store that may still deliver bytes, in flight or in quarantine; None: not known, which
+            never counts as none.
     """
 
     boot: Boot
@@ -81,17 +112,23 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     pod: Name = ""
     rank: Count = 0
     fingerprint: Name = ""
-    stats: Annotated[dict[Name, float], msgspec.Meta(max_length=256)] = {}
+    stats: Annotated[dict[StatName, float], msgspec.Meta(max_length=MAX_STATS)] = {}
+    loading: Count | None = None
 
 
 class Grant(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
-    """Hub -> agent: boot `boot` is at `epoch` in `mode` for `lease_seconds`, counted from when it *sent* heartbeat `seq`."""
+    """Hub -> agent: boot `boot` is at `epoch` in `mode` for `lease_seconds`, counted from when it *sent* heartbeat `seq`.
+
+    Attributes:
+        moment: when it was granted, for a `Propose`.
+    """
 
     boot: Boot
     seq: Count
     epoch: Epoch
     mode: Mode
     lease_seconds: LeaseSeconds
+    moment: Moment | None = None
 
 
 class Nudge(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
@@ -101,10 +138,15 @@ class Nudge(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
 
 
 class Propose(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
-    """Agent -> hub: this engine's caches were reset while it was at `epoch`; please go on to the next one."""
+    """Agent -> hub: this engine's caches were reset while it was at `epoch - 1`; please go on to `epoch`.
+
+    Attributes:
+        moment: the newest one that the engine had been given when its caches were reset; None: none yet.
+    """
 
     boot: Boot
     epoch: Epoch
+    moment: Moment | None = None
 
 
 class Bump(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
@@ -113,16 +155,33 @@ class Bump(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     Attributes:
         request: chosen by the client, returned in every answer.
         boots: the boots that were there before the push began and got the weights: exactly these may use the epoch.
-            None: no such list (the pool's age rule decides).
+            Empty: there is such a list, and so far nobody has the weights; another Bump of this epoch names those who
+            got them. None: no such list (the pool's age rule decides).
+        weights_version: what the trainer calls the weights of this epoch, for status; empty: it does not say.
+        moment: the newest one that the client had been given by the time it made this request.
+        ago_seconds: from when this epoch was asked for until `moment` was received, by the client's clock; 0 when the
+            moment was received before that.
     """
 
     request: Count
     epoch: Epoch
     boots: Annotated[list[Boot], msgspec.Meta(max_length=3000)] | None = None
+    weights_version: Name = ""
+    moment: Moment | None = None
+    ago_seconds: Seconds = 0.0
 
 
 class BumpStatus(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
-    """Hub -> trainer: where the asked epoch stands. It is done when `published >= epoch`."""
+    """Hub -> trainer: where the asked epoch stands. It is done when `published >= epoch`.
+
+    Attributes:
+        engines: boots known to the hub.
+        laggards: those of them that are not at the target.
+        bypassed: live boots at the target without its weights, as far as the hub was told.
+        pending: live boots of the epoch's list that do not report `Use` of it yet.
+        weights_version: of the target.
+        lease_seconds: the pool's; with its margin it bounds the time to publication.
+    """
 
     request: Count
     epoch: Epoch
@@ -131,10 +190,19 @@ class BumpStatus(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     engines: Count = 0
     laggards: Count = 0
     carried: Count = 0
+    moment: Moment | None = None
+    weights_version: Name = ""
+    lease_seconds: Seconds = 0.0
+    bypassed: Count = 0
+    pending: Count = 0
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
-    """One engine boot in a `Status`."""
+    """One engine boot in a `Status`; the fields are those of its newest `Heartbeat`.
+
+    Attributes:
+        silent_seconds: since the hub last heard from it.
+    """
 
     boot: Boot
     engine: Name
@@ -143,12 +211,22 @@ class EngineStatus(msgspec.Struct, frozen=True):
     epoch: Epoch | None
     mode: Mode
     carried: Count
+    loading: Count | None = None
+    age_seconds: Seconds = 0.0
+    silent_seconds: Seconds = 0.0
+    fingerprint: Name = ""
 
 
 class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     """Trainer -> hub with `request` alone: a question. Hub -> trainer: the pool and its live boots, `first` of `total` on.
 
-    A pool with more boots than fit in one message is answered in pages: ask again with `first` moved on.
+    A pool with more boots than fit in one message is answered in pages: ask again with `first` moved on. Pages are in an
+    order that other boots' coming and going does not change for those between (by boot), but their places move: who
+    needs every boot that is there asks until it has `total` of them, and from 0 again when `total` changes.
+
+    Attributes:
+        weights_version, origin: of the target; an empty version: nobody said.
+        lease_seconds: the pool's, from its configuration.
     """
 
     request: Count
@@ -157,6 +235,10 @@ class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     published: Epoch = 0
     total: Count = 0
     engines: Annotated[list[EngineStatus], msgspec.Meta(max_length=64)] = []
+    moment: Moment | None = None
+    weights_version: Name = ""
+    lease_seconds: Seconds = 0.0
+    origin: Source = Source.SPEC
 
 
 class Reclaim(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
@@ -167,11 +249,16 @@ class Reclaim(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
 
 
 class Reclaimed(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
-    """Agent -> hub: `removed` keys of epochs below `below` were removed; 0 means that none were left."""
+    """Agent -> hub: `removed` keys of epochs below `below` were removed; 0 means that none were left.
+
+    Attributes:
+        removed_bytes: what of them is known: keys of a foreign fingerprint have a size that this engine cannot tell.
+    """
 
     boot: Boot
     below: Epoch
     removed: Count
+    removed_bytes: Count = 0
 
 
 class Error(msgspec.Struct, frozen=True, tag=True, tag_field="type"):

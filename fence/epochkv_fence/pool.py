@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
+from epochkv_fence.authority import Origin
 from epochkv_fence.messages import Mode
+
+ReclaimPolicy = Literal["Delete", "RemoveAll", "Retain"]
+RECLAIM_POLICIES: Final = ("Delete", "RemoveAll", "Retain")
 
 
 def margin_seconds(lease_seconds: float) -> float:
@@ -26,8 +30,12 @@ class PoolConfig:
             effect together with a change of leader.
         join_after_seconds: with pushed weights, how old a boot must have been when an epoch was asked for to use it.
         weights_source: `Pushed`: weights change under a running engine. `Model`: never.
-        reclaim: ask an engine to remove keys of older epochs after publication.
+        reclaim: what becomes of the keys of older epochs. `Delete`: after publication an engine removes them by prefix.
+            `RemoveAll`: before publication all loads are held and drained and the store is wiped, which needs
+            `store_admin`. `Retain`: the store's own eviction gets them; also for a pool without a store.
         reclaim_seconds: pause between two requests to do so (at least the store's lease time).
+        store_admin: the hub's process reaches the store's admin endpoint, and the store is this pool's alone, so that it
+            may be emptied as a whole.
     """
 
     uid: str
@@ -36,8 +44,9 @@ class PoolConfig:
     lease_seconds: float = 30.0
     join_after_seconds: float = 60.0
     weights_source: Literal["Pushed", "Model"] = "Pushed"
-    reclaim: bool = True
+    reclaim: ReclaimPolicy = "Delete"
     reclaim_seconds: float = 10.0
+    store_admin: bool = False
 
     def __post_init__(self) -> None:
         if not self.uid:
@@ -52,6 +61,8 @@ class PoolConfig:
                 raise ValueError(f"pool {self.name!r}: {key} is {value}; it must be from {low} to {high}")
         if self.weights_source not in ("Pushed", "Model"):
             raise ValueError(f"pool {self.name!r}: weights_source is {self.weights_source!r}; use 'Pushed' or 'Model'")
+        if self.reclaim not in RECLAIM_POLICIES:
+            raise ValueError(f"pool {self.name!r}: reclaim is {self.reclaim!r}; use one of {', '.join(RECLAIM_POLICIES)}")
 
     @property
     def hold_seconds(self) -> float:
@@ -76,6 +87,8 @@ class EngineView:
         carried: requests it still runs under an older root.
         age_seconds: age of its process when it sent its newest heartbeat.
         silent_seconds: since it was last heard from.
+        loading: reads from the store that it has not finished; None: it did not say.
+        key_index: which of the pool's accepted keys it uses, 0 the newest.
     """
 
     boot: bytes
@@ -91,6 +104,8 @@ class EngineView:
     silent_seconds: float
     fingerprint: str
     stats: dict[str, float] = field(default_factory=dict)
+    loading: int | None = None
+    key_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +122,14 @@ class PoolSnapshot:
         started_at: when the newest epoch was asked for (when recorded, if that is unknown); Unix seconds.
         published_at: when the newest published epoch was published by this hub; Unix seconds.
         reset_seconds: duration of the latest reset published by this hub, measured on one monotonic clock.
-        reclaimed: highest epoch below which an engine reported that no keys are left.
+        reclaimed: highest epoch below which no keys are left, as an engine or the store reported.
+        weights_version: of the target; empty: nobody said.
+        origin: of the target; None: target 0, or not known.
+        weights_pending: live boots at the target that are in bypass because nobody said that they have its weights.
+        held: the target waits for its owner to say that the weights are ready.
+        reclaim_policy: as configured.
+        reclaimed_keys, reclaimed_bytes: removed from the store so far, as known to this hub.
+        wipe_failed: the store could not be wiped in time for the newest published epoch (`RemoveAll`).
     """
 
     uid: str
@@ -122,6 +144,14 @@ class PoolSnapshot:
     published_at: float | None
     reset_seconds: float | None
     reclaimed: int
+    weights_version: str = ""
+    origin: Origin | None = None
+    weights_pending: list[EngineView] = field(default_factory=list)
+    held: bool = False
+    reclaim_policy: ReclaimPolicy = "Delete"
+    reclaimed_keys: int = 0
+    reclaimed_bytes: int = 0
+    wipe_failed: bool = False
 
     @property
     def converged(self) -> bool:

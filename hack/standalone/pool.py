@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
-from epochkv_fence.authority import AuthorityError, PoolRecord, Term
+from epochkv_fence.authority import AuthorityError, Origin, PoolRecord, Term
 from epochkv_fence.messages import Mode
 from epochkv_fence.transport import HubKeys, HubServer, PoolConfig, PoolSnapshot, generate_keypair
 
@@ -37,9 +37,10 @@ class SoloAuthority:
     async def load(self, pool_uid: str) -> PoolRecord:
         return self.record_of.get(pool_uid, PoolRecord())
 
-    async def record(self, pool_uid: str, target: int) -> None:
+    async def record(self, pool_uid: str, target: int, origin: Origin | None = None) -> None:
         old = await self.load(pool_uid)
-        self.record_of[pool_uid] = replace(old, target=max(old.target, target))
+        if target > old.target:
+            self.record_of[pool_uid] = replace(old, target=target, origin=origin)
 
     async def publish(self, pool_uid: str, epoch: int) -> None:
         old = await self.load(pool_uid)

@@ -22,6 +22,8 @@ from zmq.utils.monitor import recv_monitor_message
 from epochkv_fence import agent as ag
 from epochkv_fence.messages import (
     MAX_MESSAGE_BYTES,
+    MAX_STAT_NAME,
+    MAX_STATS,
     Error,
     Heartbeat,
     Message,
@@ -73,7 +75,7 @@ class AgentHooks(Protocol):
         """Requests admitted under a root that is no longer current."""
 
     def stats(self) -> dict[str, float]:
-        """Counters for status and metrics; at most 256."""
+        """Counters for status and metrics; at most 64, of names with at most 64 characters."""
 
     def reclaim(self, below: int) -> int:
         """Remove the pool's keys of epochs below `below`; returns how many were removed, 0 if none were left.
@@ -382,7 +384,7 @@ class AgentThread:
             pod=self._identity.pod[:253],
             rank=self._identity.rank,
             fingerprint=self._identity.fingerprint[:253],
-            stats=dict(list(stats.items())[:256]),
+            stats={name[:MAX_STAT_NAME]: value for name, value in list(stats.items())[:MAX_STATS]},
         )
 
     def _adopt(self, epoch: int, mode: Mode) -> None:

@@ -353,8 +353,8 @@ class HubServer:
         match action:
             case ev.Send(peer, message):
                 self._send(peer, message)
-            case ev.Record(epoch):
-                write = partial(self._authority.record, uid, epoch)
+            case ev.Record(epoch, origin):
+                write = partial(self._authority.record, uid, epoch, origin)
                 self._spawn(self._write(pool, "record", write, ev.Recorded(epoch), ev.RecordFailed(epoch)))
             case ev.Publish(epoch):
                 write = partial(self._authority.publish, uid, epoch)

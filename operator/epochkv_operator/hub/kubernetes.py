@@ -8,7 +8,7 @@ the state that was read still holds when the write lands.
 
 from __future__ import annotations
 
-from epochkv_fence.authority import AuthorityError, PoolGone, PoolRecord, Term
+from epochkv_fence.authority import AuthorityError, Origin, PoolGone, PoolRecord, Term
 from epochkv_operator.kube.client import ApiError, Json, NotFound
 from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.resources import POOLS, ObjectRef
@@ -55,7 +55,7 @@ class KubernetesAuthority:
             raise AuthorityError(str(error)) from error
         return record_of(pool)
 
-    async def record(self, pool_uid: str, target: int) -> None:
+    async def record(self, pool_uid: str, target: int, origin: Origin | None = None) -> None:
         """Durably raise the target epoch; a target that is already as high is left alone."""
 
         def decide(pool: Json) -> Json | None:

@@ -100,7 +100,7 @@ class HubService:
             lease_seconds=float(pool.spec.reset.lease_seconds),
             join_after_seconds=float(pool.spec.reset.join_after_seconds),
             weights_source="Model" if weights_source == "Model" else "Pushed",
-            reclaim=pool.spec.distributed is not None,
+            reclaim="Delete" if pool.spec.distributed is not None else "Retain",
         )
         if self._configs.get(metadata.uid) == config:
             return
