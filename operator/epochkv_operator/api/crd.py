@@ -53,9 +53,13 @@ POOL = Crd(
         _column("Epoch", "integer", ".status.epoch"),
         _column("Target", "integer", ".status.targetEpoch"),
         _column("Engines", "string", ".status.engines.summary"),
+        _column("Bypassed", "integer", ".status.engines.bypassed"),
         _column("Stores", "integer", ".status.store.readyReplicas"),
         _column("Reason", "string", _condition("Ready", "reason"), wide=True),
+        _column("Weights", "string", ".status.weightsVersion", wide=True),
+        _column("Origin", "string", ".status.reset.origin", wide=True),
         _column("Reset-ms", "integer", ".status.reset.durationMilliseconds", wide=True),
+        _column("Reclaimed", "string", _condition("Reclaimed", "status"), wide=True),
         _column("Age", "date", ".metadata.creationTimestamp"),
     ),
     {

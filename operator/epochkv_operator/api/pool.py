@@ -11,21 +11,17 @@ from epochkv_operator.api.base import (
     NAME_RULE,
     Address,
     ApiModel,
-    Conditions,
-    Count,
     Epoch,
-    Generation,
     Image,
     Metadata,
     PodTemplate,
     Size,
-    StatusModel,
-    Timestamp,
     default_of,
     require_unique,
     rule,
     rules,
 )
+from epochkv_operator.api.pool_status import KVCachePoolStatus
 
 
 class Reset(ApiModel):
@@ -40,6 +36,18 @@ class Reset(ApiModel):
     """With pushed weights, an engine process younger than this when the epoch was raised is taken to have missed the push; it
     serves in bypass
     until the next one. Set it above the time one push takes, from its start to the raise."""
+    reclaim_policy: Literal["Delete", "RemoveAll", "Retain"] = "Delete"
+    """What becomes of old KV in the distributed store, which no engine can find any more. `Delete`: after publication one engine removes
+    it; nothing waits for that. `RemoveAll`: before publication every engine holds its loads and the store is emptied as a whole; needs a
+    store that the operator runs. `Retain`: it stays until the store evicts it."""
+
+
+class Keys(ApiModel):
+    """The key pair with which engines and trainers of the pool speak to the hub."""
+
+    generation: Annotated[int, Field(ge=0, le=2**31 - 1, json_schema_extra={"format": "int32"})] = 0
+    """Raise it to replace the client key pair in the pool's Secret. Engines read the new one from there without a restart; the old one is
+    accepted until no engine has used it for a lease and its margin. It never goes down."""
 
 
 class Local(ApiModel):
@@ -234,6 +242,41 @@ class NetworkPolicy(ApiModel):
     transfer ports only pods of the pool."""
 
 
+_RAISED = "has(self.resetEpoch) && (!has(oldSelf.resetEpoch) || self.resetEpoch > oldSelf.resetEpoch)"
+_SAME_VERSION = (
+    "has(self.weightsVersion) == has(oldSelf.weightsVersion)"
+    " && (!has(self.weightsVersion) || self.weightsVersion == oldSelf.weightsVersion)"
+)
+_VERSION_WITH_A_RESET = rule(
+    f"({_SAME_VERSION}) || ({_RAISED})",
+    "spec.weightsVersion changes only together with a raised spec.resetEpoch: KV of other weights must not be found; set both in one patch",
+    path=".weightsVersion",
+)
+_READY_IS_THE_VERSION = rule(
+    "!has(self.weightsReady) || (has(oldSelf.weightsReady) && self.weightsReady == oldSelf.weightsReady)"
+    " || (has(self.weightsVersion) && self.weightsReady == self.weightsVersion)",
+    "spec.weightsReady can only be set to spec.weightsVersion: that is what says which weights the engines have now",
+    path=".weightsReady",
+)
+_READY_STAYS = rule(
+    f"has(self.weightsReady) || !has(oldSelf.weightsReady) || ({_RAISED})",
+    "spec.weightsReady cannot be taken back, engines use the epoch already: to fence them off, raise spec.resetEpoch",
+    path=".weightsReady",
+)
+_READY_OF_A_VERSION = rule(
+    "!has(self.weightsReady) || has(self.weightsVersion)",
+    "spec.weightsReady needs spec.weightsVersion: set both, or remove weightsReady",
+)
+_WIPE_NEEDS_OWN_STORE = rule(
+    "!has(self.reset) || !has(self.reset.reclaimPolicy) || self.reset.reclaimPolicy != 'RemoveAll'"
+    " || !has(self.distributed) || !has(self.distributed.external)",
+    "spec.reset.reclaimPolicy RemoveAll would wipe a store that others may share: use Delete or Retain with distributed.external",
+    path=".reset.reclaimPolicy",
+)
+
+WeightsVersion = Annotated[str, Field(min_length=1, max_length=253)]
+
+
 class KVCachePoolSpec(ApiModel):
     """What the pool should be."""
 
@@ -252,6 +295,17 @@ class KVCachePoolSpec(ApiModel):
                 "spec.reset.leaseSeconds never goes down: a longer lease may still be out; keep it, or create a new pool",
                 path=".reset.leaseSeconds",
             ),
+            _VERSION_WITH_A_RESET,
+            _READY_IS_THE_VERSION,
+            _READY_STAYS,
+            _READY_OF_A_VERSION,
+            _WIPE_NEEDS_OWN_STORE,
+            rule(
+                "!has(self.keys) || !has(self.keys.generation) || !has(oldSelf.keys) || !has(oldSelf.keys.generation)"
+                " || self.keys.generation >= oldSelf.keys.generation",
+                "spec.keys.generation never goes down: to replace the key pair, set it higher than it is",
+                path=".keys.generation",
+            ),
             rule(
                 "has(self.local) || has(self.distributed)",
                 "spec has neither local nor distributed: set local.capacity for L1, distributed for L2, or both",
@@ -262,10 +316,17 @@ class KVCachePoolSpec(ApiModel):
 
     reset_epoch: Epoch = 0
     """Raise it to invalidate all KV of the pool: above `status.targetEpoch`, which is higher where engines or trainers asked for resets
-    themselves. `status.epoch` reaches it when that is proved. It never goes down. Leave it out of charts and GitOps manifests that do not
-    own resets."""
+    themselves (at or below it nothing is reset, and `EpochConverged` says `EpochAhead`). `status.epoch` reaches it when that is proved. It
+    never goes down. Leave it out of charts and GitOps manifests that do not own resets."""
+    weights_version: WeightsVersion | None = None
+    """A name for the weights of this epoch, such as a training step. Set, it keeps every engine in bypass until `weightsReady` equals it:
+    raise both together, push while engines go on serving, then set `weightsReady`. It changes only together with `resetEpoch`."""
+    weights_ready: WeightsVersion | None = None
+    """Set it to `weightsVersion` when all engines have these weights; caching then goes on."""
     reset: Annotated[Reset, Field(default_factory=Reset, json_schema_extra=default_of(Reset))]
     """How a reset treats engines that are slow, gone or new."""
+    keys: Annotated[Keys, Field(default_factory=Keys, json_schema_extra=default_of(Keys))]
+    """The key pair with which engines and trainers of the pool speak to the hub."""
     local: Local | None = None
     """L1: host memory inside each engine pod."""
     distributed: Distributed | None = None
@@ -277,134 +338,11 @@ class KVCachePoolSpec(ApiModel):
     def _check(self) -> Self:
         if self.local is None and self.distributed is None:
             raise ValueError("spec has neither local nor distributed: set local.capacity for L1, distributed for L2, or both")
+        if self.weights_ready is not None and self.weights_version is None:
+            raise ValueError(_READY_OF_A_VERSION["message"])
+        if self.reset.reclaim_policy == "RemoveAll" and self.distributed is not None and self.distributed.external is not None:
+            raise ValueError(_WIPE_NEEDS_OWN_STORE["message"])
         return self
-
-
-class Laggard(StatusModel):
-    """An engine that the reset waits for."""
-
-    name: Annotated[str, Field(max_length=253)]
-    """Pod, or the name under which an external engine reports."""
-    reason: Annotated[str, Field(max_length=64)]
-    """Why it is waited for."""
-
-
-class ResetStatus(StatusModel):
-    """The latest reset."""
-
-    epoch: Epoch | None = None
-    """The epoch that this reset leads to."""
-    start_time: Timestamp | None = None
-    """When the target was recorded."""
-    completion_time: Timestamp | None = None
-    """When it was published; absent while the reset is open."""
-    duration_milliseconds: Annotated[int | None, Field(json_schema_extra={"format": "int64"})] = None
-    """From recorded to published, by the hub's own clock."""
-    laggards: Annotated[
-        tuple[Laggard, ...] | None,
-        Field(strict=False, max_length=16, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
-    ] = None
-    """Up to 16 engines that the reset waits for."""
-
-
-class EnginesStatus(StatusModel):
-    """The engines heard from."""
-
-    total: Count = 0
-    """Engine processes (one per data-parallel rank) with a live or recent lease."""
-    converged: Count = 0
-    """Of these, at the target epoch."""
-    bypassed: Count = 0
-    """Of these, serving without shared KV."""
-    carried_requests: Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})] = 0
-    """Requests still running that were admitted under an older epoch; they see only what they held already."""
-    summary: Annotated[str, Field(max_length=64)] = ""
-    """`converged/total`, for the printer column."""
-
-
-class ExternalEngine(StatusModel):
-    """An engine that joined without the operator having made it."""
-
-    name: Annotated[str, Field(max_length=253)]
-    """The name under which it reports, with its rank."""
-    epoch: Epoch | None = None
-    """The epoch it reported last."""
-    mode: Annotated[str | None, Field(max_length=16)] = None
-    """`Use` or `Bypass`."""
-
-
-class MasterStatus(StatusModel):
-    """The masters that the operator runs."""
-
-    replicas: Count = 0
-    """Pods."""
-    ready_replicas: Count = 0
-    """Ready pods."""
-    address: Annotated[str | None, Field(max_length=4096)] = None
-    """What engines dial."""
-
-
-class StoreStatus(StatusModel):
-    """The stores that the operator runs."""
-
-    replicas: Count = 0
-    """Pods."""
-    ready_replicas: Count = 0
-    """Ready pods."""
-    selector: Annotated[str | None, Field(max_length=1024)] = None
-    """Label selector of the pods, for the scale subresource."""
-
-
-class Endpoints(StatusModel):
-    """What an engine or trainer that the operator did not make needs to join."""
-
-    hub: Annotated[str | None, Field(max_length=1024)] = None
-    """Address of the hub."""
-    master: Annotated[str | None, Field(max_length=4096)] = None
-    """Address of the master."""
-    config_map: Annotated[str | None, Field(max_length=253)] = None
-    """ConfigMap with `connection.json`."""
-    secret: Annotated[str | None, Field(max_length=253)] = None
-    """Secret with the keys."""
-
-
-class KVCachePoolStatus(StatusModel):
-    """What the pool is. `status.epoch` is the proof: no engine finds KV that was named under an older epoch."""
-
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "!has(self.epoch) || (has(self.targetEpoch) && self.epoch <= self.targetEpoch)",
-                "status.epoch cannot pass status.targetEpoch",
-            )
-        )
-    )
-
-    conditions: Conditions | None = None
-    """`Ready`, `MasterAvailable` and `StoreAvailable` (with a store that the operator runs), `EpochConverged`."""
-    observed_generation: Generation | None = None
-    """The `metadata.generation` this status was computed from."""
-    target_epoch: Epoch | None = None
-    """Highest epoch durably recorded; engines are told this one. Never goes down."""
-    epoch: Epoch | None = None
-    """Published epoch: proved that no engine uses an older one. Never goes down."""
-    granting: bool | None = None
-    """True once a hub may have granted an epoch of this pool to an engine; a later hub then waits for a lease before it publishes."""
-    reset: ResetStatus | None = None
-    """The latest reset."""
-    engines: EnginesStatus | None = None
-    """The engines heard from."""
-    external_engines: Annotated[
-        tuple[ExternalEngine, ...] | None,
-        Field(strict=False, max_length=64, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
-    ] = None
-    """Up to 64 engines that joined without the operator having made them."""
-    master: MasterStatus | None = None
-    """The masters that the operator runs."""
-    store: StoreStatus | None = None
-    """The stores that the operator runs."""
-    endpoints: Endpoints | None = None
-    """What an engine or trainer that the operator did not make needs to join."""
 
 
 def _never_down(field: str) -> dict[str, object]:
@@ -416,20 +354,10 @@ def _never_down(field: str) -> dict[str, object]:
     )
 
 
-_RAISED_FOR_A_RESET = rule(
-    "!has(oldSelf.status) || !has(oldSelf.status.targetEpoch) || !has(self.spec.resetEpoch) || !has(oldSelf.spec.resetEpoch)"
-    " || self.spec.resetEpoch <= oldSelf.spec.resetEpoch || self.spec.resetEpoch > oldSelf.status.targetEpoch",
-    "spec.resetEpoch must be raised above status.targetEpoch: that epoch is out already, so nothing would be reset",
-    expression="'spec.resetEpoch %d would reset nothing, epoch %d is out already: set %d or higher'"
-    ".format([self.spec.resetEpoch, oldSelf.status.targetEpoch, oldSelf.status.targetEpoch + 1])",
-    path=".spec.resetEpoch",
-)
-
-
 class KVCachePool(ApiModel):
     """A set of engines that share KV, the tiers they share it through, and the epoch that names all of it."""
 
-    model_config = ConfigDict(json_schema_extra=rules(NAME_RULE, _never_down("targetEpoch"), _never_down("epoch"), _RAISED_FOR_A_RESET))
+    model_config = ConfigDict(json_schema_extra=rules(NAME_RULE, _never_down("targetEpoch"), _never_down("epoch")))
 
     api_version: Annotated[Literal["epochkv.io/v1alpha1"], Field(default=API_VERSION)]
     kind: Annotated[Literal["KVCachePool"], Field(default="KVCachePool")]

@@ -1,6 +1,7 @@
 """The hub's durable memory and its leadership check, on the Kubernetes API (design page "fence", section 4).
 
-A pool's record is the pool object's status: `targetEpoch`, `epoch`, `granting`. Leadership is the operator's Lease.
+A pool's record is the pool object's status: `targetEpoch` with its origin in `reset`, `epoch`, `granting`. Leadership is the
+operator's Lease.
 Reads are plain GETs, which the API server answers from a quorum; never a LIST, a watch cache or `resourceVersion=0`.
 Writes are compare-and-swap, on the resourceVersion first and after a conflict on the record's own fields, so a check made on
 the state that was read still holds when the write lands.
@@ -9,6 +10,7 @@ the state that was read still holds when the write lands.
 from __future__ import annotations
 
 from epochkv_fence.authority import AuthorityError, Origin, PoolGone, PoolRecord, Term
+from epochkv_fence.messages import Source
 from epochkv_operator.kube.client import ApiError, Json, NotFound
 from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.resources import POOLS, ObjectRef
@@ -56,24 +58,33 @@ class KubernetesAuthority:
         return record_of(pool)
 
     async def record(self, pool_uid: str, target: int, origin: Origin | None = None) -> None:
-        """Durably raise the target epoch; a target that is already as high is left alone."""
+        """Durably raise the target epoch, and say in the same write who asked for it; a target that is already as high is
+        left alone, and so is its origin.
+        """
 
         def decide(pool: Json) -> Json | None:
-            return {"targetEpoch": target} if target > record_of(pool).target else None
+            if target <= record_of(pool).target:
+                return None
+            reset = (pool.get("status") or {}).get("reset") or {}
+            # Nothing of the reset before may look as if it belonged to this one: its times, its laggards.
+            return {"targetEpoch": target, "reset": {**dict.fromkeys(reset), "epoch": target, **_origin_fields(origin)}}
 
         await self._update(pool_uid, decide)
 
     async def publish(self, pool_uid: str, epoch: int) -> None:
         """Durably raise the published epoch; never down.
 
-        The target is raised along when it is lower: the hub recorded it before, so somebody wiped the status.
+        The target is raised along when it is lower: the hub recorded it before, so somebody wiped the status. The name of
+        its weights is written with it.
         """
 
         def decide(pool: Json) -> Json | None:
             record = record_of(pool)
             if epoch <= record.published:
                 return None
-            return {"epoch": epoch} if epoch <= record.target else {"epoch": epoch, "targetEpoch": epoch}
+            version = record.origin.weights_version if record.origin is not None and record.target == epoch else ""
+            fields: Json = {"epoch": epoch, "weightsVersion": version or None}
+            return fields if epoch <= record.target else {**fields, "targetEpoch": epoch}
 
         await self._update(pool_uid, decide)
 
@@ -104,8 +115,27 @@ class KubernetesAuthority:
 def record_of(pool: Json) -> PoolRecord:
     """What the hub must remember, from a pool object."""
     status = pool.get("status") or {}
+    target = int(status.get("targetEpoch") or 0)
     return PoolRecord(
-        target=int(status.get("targetEpoch") or 0),
+        target=target,
         published=int(status.get("epoch") or 0),
         granting=bool(status.get("granting")),
+        origin=_origin_of(status.get("reset") or {}, target),
     )
+
+
+def _origin_of(reset: Json, target: int) -> Origin | None:
+    """Who asked for the target; None for a record from before origins were kept, and for a word of a newer operator."""
+    source = _SOURCES.get(str(reset.get("origin")))
+    if source is None or reset.get("epoch") != target:
+        return None
+    return Origin(source, str(reset.get("weightsVersion") or ""))
+
+
+def _origin_fields(origin: Origin | None) -> Json:
+    if origin is None:
+        return {}
+    return {"origin": origin.source.value, **({"weightsVersion": origin.weights_version} if origin.weights_version else {})}
+
+
+_SOURCES = {source.value: source for source in Source}

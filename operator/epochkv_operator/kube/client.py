@@ -121,6 +121,16 @@ def _raise(status: int, body: bytes, request: str, retry_after: str | None) -> N
     raise error
 
 
+def _set_field(name: str, value: Any) -> list[Json]:
+    """A field of a merge patch as operations of a JSON patch: null removes, at the top and one level below."""
+    path = f"/status/{name}"
+    if isinstance(value, dict):
+        value = {key: item for key, item in value.items() if item is not None}
+    if value is not None:
+        return [{"op": "add", "path": path, "value": value}]
+    return [{"op": "add", "path": path, "value": ""}, {"op": "remove", "path": path}]  # an absent field cannot be removed
+
+
 class KubeClient:
     """Requests to one API server. Not bound to a namespace; every method may raise `ApiError` and nothing else."""
 
@@ -245,7 +255,7 @@ class KubeClient:
         )
 
     async def patch_status_fields(self, ref: ObjectRef, seen: Json, status: Json, deadline_seconds: float | None = None) -> Json:
-        """Set fields of an existing status, accepted only by the object with this uid in which the fields `seen` still hold.
+        """Set fields of an existing status (None removes one; an object replaces the one that is there), accepted only by the object with this uid in which the fields `seen` still hold.
 
         The API server tests and writes on the newest object and tries again by itself, so writes to the rest of the object do not get
         in the way as they do with a resourceVersion.
@@ -256,7 +266,7 @@ class KubeClient:
         """
         operations: list[Json] = [{"op": "test", "path": "/metadata/uid", "value": ref.uid}]
         operations += [{"op": "test", "path": f"/status/{name}", "value": value} for name, value in seen.items()]
-        operations += [{"op": "add", "path": f"/status/{name}", "value": value} for name, value in status.items()]
+        operations += [operation for name, value in status.items() for operation in _set_field(name, value)]
         return await self.request(
             "PATCH",
             ref.resource.path(ref.namespace, ref.name, "status"),

@@ -1,0 +1,176 @@
+"""Status of a KVCachePool. Apart from the spec, because it is read leniently: a newer operator may have written it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+
+from epochkv_operator.api.base import Conditions, Count, Epoch, Generation, StatusModel, Timestamp, rule, rules
+
+
+class Laggard(StatusModel):
+    """An engine that the reset waits for."""
+
+    name: Annotated[str, Field(max_length=253)]
+    """Pod, or the name under which an external engine reports."""
+    reason: Annotated[str, Field(max_length=64)]
+    """Why it is waited for."""
+
+
+class ResetStatus(StatusModel):
+    """The latest reset."""
+
+    epoch: Epoch | None = None
+    """The epoch that this reset leads to."""
+    origin: Annotated[str | None, Field(max_length=16)] = None
+    """Who asked for it first: `Spec` (`spec.resetEpoch`), `Trainer` (the trainer client) or `Engine` (an engine that was reset alone)."""
+    weights_version: Annotated[str | None, Field(max_length=253)] = None
+    """What that one calls the weights of this epoch."""
+    start_time: Timestamp | None = None
+    """When the target was recorded."""
+    completion_time: Timestamp | None = None
+    """When it was published; absent while the reset is open."""
+    duration_milliseconds: Annotated[int | None, Field(json_schema_extra={"format": "int64"})] = None
+    """From recorded to published, by the hub's own clock."""
+    laggards: Annotated[
+        tuple[Laggard, ...] | None,
+        Field(strict=False, max_length=16, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
+    ] = None
+    """Up to 16 engines that the reset waits for."""
+
+
+class EnginesStatus(StatusModel):
+    """The engines heard from."""
+
+    total: Count = 0
+    """Engine processes (one per data-parallel rank) with a live or recent lease."""
+    converged: Count = 0
+    """Of these, at the target epoch."""
+    bypassed: Count = 0
+    """Of these, serving without shared KV; `WeightsConverged` says why."""
+    carried_requests: Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})] = 0
+    """Requests still running that were admitted under an older epoch; they see only what they held already."""
+    summary: Annotated[str, Field(max_length=64)] = ""
+    """`converged/total`, for the printer column."""
+
+
+class ExternalEngine(StatusModel):
+    """An engine that joined without the operator having made it."""
+
+    name: Annotated[str, Field(max_length=253)]
+    """The name under which it reports, with its rank; where several report under one name, with the start of the boot's id."""
+    epoch: Epoch | None = None
+    """The epoch it reported last."""
+    mode: Annotated[str | None, Field(max_length=16)] = None
+    """`Use` or `Bypass`."""
+    rank: Annotated[int | None, Field(ge=0, json_schema_extra={"format": "int64"})] = None
+    """Its data-parallel rank."""
+    carried: Annotated[int | None, Field(ge=0, json_schema_extra={"format": "int64"})] = None
+    """Requests it still runs that were admitted under an older epoch."""
+
+
+class ReclaimStatus(StatusModel):
+    """What was given back of the distributed store's memory."""
+
+    policy: Annotated[str | None, Field(max_length=16)] = None
+    """`Delete`, `RemoveAll` or `Retain`: what was done."""
+    epoch: Epoch | None = None
+    """No key of an epoch below this one is left."""
+    keys: Annotated[int | None, Field(ge=0, json_schema_extra={"format": "int64"})] = None
+    """Keys removed for the latest reset."""
+    bytes: Annotated[int | None, Field(ge=0, json_schema_extra={"format": "int64"})] = None
+    """Bytes given back for the latest reset, as far as they are known."""
+    completion_time: Timestamp | None = None
+    """When the store was found free of them."""
+
+
+class KeysStatus(StatusModel):
+    """The client keys that the hub accepts for the pool."""
+
+    generation: Annotated[int | None, Field(ge=0, json_schema_extra={"format": "int32"})] = None
+    """The `spec.keys.generation` that the Secret's key pair belongs to."""
+    accepted: Annotated[int | None, Field(ge=0, json_schema_extra={"format": "int32"})] = None
+    """Key pairs accepted: 2 while an older one is still in use, otherwise 1."""
+
+
+class MasterStatus(StatusModel):
+    """The masters that the operator runs."""
+
+    replicas: Count = 0
+    """Pods."""
+    ready_replicas: Count = 0
+    """Ready pods."""
+    address: Annotated[str | None, Field(max_length=4096)] = None
+    """What engines dial."""
+
+
+class StoreStatus(StatusModel):
+    """The stores that the operator runs."""
+
+    replicas: Count = 0
+    """Pods."""
+    ready_replicas: Count = 0
+    """Ready pods."""
+    selector: Annotated[str | None, Field(max_length=1024)] = None
+    """Label selector of the pods, for the scale subresource."""
+
+
+class Endpoints(StatusModel):
+    """What an engine or trainer that the operator did not make needs to join."""
+
+    hub: Annotated[str | None, Field(max_length=1024)] = None
+    """Address of the hub."""
+    master: Annotated[str | None, Field(max_length=4096)] = None
+    """Address of the master."""
+    config_map: Annotated[str | None, Field(max_length=253)] = None
+    """ConfigMap with `connection.json`."""
+    secret: Annotated[str | None, Field(max_length=253)] = None
+    """Secret with the keys."""
+
+
+class KVCachePoolStatus(StatusModel):
+    """What the pool is. `status.epoch` is the proof: no engine finds KV that was named under an older epoch."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "!has(self.epoch) || (has(self.targetEpoch) && self.epoch <= self.targetEpoch)",
+                "status.epoch cannot pass status.targetEpoch",
+            )
+        )
+    )
+
+    conditions: Conditions | None = None
+    """`Ready`, `MasterAvailable` and `StoreAvailable` (with a store that the operator runs), `EpochConverged`, `WeightsConverged` (unless
+    no engine gets its weights pushed), `Drained`, `Reclaimed` (with a store, unless `reclaimPolicy` is `Retain`), `KeysRotated` (once
+    `keys.generation` was raised)."""
+    observed_generation: Generation | None = None
+    """The `metadata.generation` this status was computed from."""
+    target_epoch: Epoch | None = None
+    """Highest epoch durably recorded; engines are told this one. Never goes down."""
+    epoch: Epoch | None = None
+    """Published epoch: proved that no engine uses an older one. Never goes down."""
+    granting: bool | None = None
+    """True once a hub may have granted an epoch of this pool to an engine; a later hub then waits for a lease before it publishes."""
+    weights_version: Annotated[str | None, Field(max_length=253)] = None
+    """What its asker called the weights that `epoch` is for; absent when it gave them no name."""
+    reset: ResetStatus | None = None
+    """The latest reset."""
+    reclaim: ReclaimStatus | None = None
+    """What was given back of the distributed store's memory."""
+    keys: KeysStatus | None = None
+    """The client keys that the hub accepts for the pool."""
+    engines: EnginesStatus | None = None
+    """The engines heard from."""
+    external_engines: Annotated[
+        tuple[ExternalEngine, ...] | None,
+        Field(strict=False, max_length=64, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
+    ] = None
+    """Up to 64 engines that joined without the operator having made them."""
+    master: MasterStatus | None = None
+    """The masters that the operator runs."""
+    store: StoreStatus | None = None
+    """The stores that the operator runs."""
+    endpoints: Endpoints | None = None
+    """What an engine or trainer that the operator did not make needs to join."""
