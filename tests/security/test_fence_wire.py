@@ -152,21 +152,34 @@ def test_a_client_speaks_for_its_own_pool_only(world: FenceWorld, hub: HubServer
 
 def test_garbage_costs_its_sender_an_answer_and_nothing_else(world: FenceWorld, hub: HubServer) -> None:
     boot = secrets.token_bytes(16)
-    with raw(hub.endpoint, world.client_keys) as client:
-        for frames, code in (
-            ([b""], Refusal.FRAMES),
-            ([b"\x01", b"\xff" * 100], Refusal.MALFORMED),
-            ([b"\x09", b"x"], Refusal.VERSION),
-            ([b"\x01", msgspec.msgpack.encode({"type": "Wipe"})], Refusal.TAG),
-            ([b"\x01"] * 50, Refusal.FRAMES),
-            ([b"\x01", b"x" * 70_000], Refusal.SIZE),
-            (encode(Grant(boot, 0, 9, Mode.USE, 30.0)), Refusal.UNEXPECTED),
-        ):
+    for frames, code in (
+        ([b""], Refusal.FRAMES),
+        ([b"\x01", b"\xff" * 100], Refusal.MALFORMED),
+        ([b"\x09", b"x"], Refusal.VERSION),
+        ([b"\x01", msgspec.msgpack.encode({"type": "Wipe"})], Refusal.TAG),
+        ([b"\x01"] * 50, Refusal.FRAMES),
+        ([b"\x01", b"x" * 70_000], Refusal.SIZE),
+        (encode(Grant(boot, 0, 9, Mode.USE, 30.0)), Refusal.UNEXPECTED),
+    ):
+        with raw(hub.endpoint, world.client_keys) as client:
             answer = client.ask(frames)
             assert isinstance(answer, Error)
             assert answer.code is code
+            assert isinstance(client.ask(heartbeat(boot)), Grant)  # on the same connection
+    with raw(hub.endpoint, world.client_keys) as client:
         assert client.ask(encode(Error(Refusal.TAG, "hm")), timeout=0.3) is None  # errors are not answered
-        assert isinstance(client.ask(heartbeat(boot)), Grant)  # on the same connection
+
+
+def test_a_peer_is_told_of_its_errors_at_most_once_a_second(world: FenceWorld, hub: HubServer) -> None:
+    with raw(hub.endpoint, world.client_keys) as client:
+        began = time.monotonic()
+        answers = 0
+        while time.monotonic() < began + 2.5:
+            client.socket.send_multipart([b"\x01", b"\xc1"])
+            answers += isinstance(client.hear(0.02), Error)
+        took = time.monotonic() - began
+    assert hub.counters["errors_unsaid"] > 10
+    assert 2 <= answers <= took + 1
 
 
 def test_a_giant_message_is_cut_off_and_hurts_nobody(world: FenceWorld, hub: HubServer) -> None:

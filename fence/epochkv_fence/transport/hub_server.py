@@ -1,45 +1,50 @@
-"""The hub of one authority: a ROUTER socket, the pools' state machines, and the leadership reads that serve them all.
+"""The hub of one authority: the pools' state machines, the leadership reads that serve them all, and what they ask to be done.
 
-One asyncio task receives, one drives time and rounds; every call to the authority is a task of its own with a deadline.
-A read that does not answer means no grants in that round; only a read that answers "somebody else" makes this hub step
-down.
+Everything runs in one event loop: bursts of messages (`router`), one timer for all that is due, and a task with a deadline
+for every call to the authority or a store. A read that does not answer means no grants in that round; only a read that
+answers "somebody else" makes this hub step down.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
+import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
 import zmq
-import zmq.asyncio
-from zmq.auth.asyncio import AsyncioAuthenticator
 
 from epochkv_fence import hub_events as ev
-from epochkv_fence.authority import Authority, AuthorityError, PoolRecord, Term
+from epochkv_fence.authority import Authority, Origin, PoolRecord, Term
 from epochkv_fence.hub import Hub
-from epochkv_fence.messages import MAX_MESSAGE_BYTES, Error, Message, Refusal, WireError, decode, encode
+from epochkv_fence.messages import INSTANCE_BYTES, Message, Source
 from epochkv_fence.pool import PoolConfig, PoolSnapshot
+from epochkv_fence.store_admin import Removed, StoreAdmin, StoreAdminError
+from epochkv_fence.transport.calls import Calls
 from epochkv_fence.transport.keys import HubKeys, check_key
+from epochkv_fence.transport.limits import POOL_BURST, POOL_RATE, Bucket
+from epochkv_fence.transport.router import Lane, Router
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ROUND_GAP_SECONDS: Final = 0.005
 MAX_SLEEP_SECONDS: Final = 1.0
+FAILED_TURN_SECONDS: Final = 0.25
 LOAD_RETRY_SECONDS: Final = 0.25
 MAX_LOAD_RETRY_SECONDS: Final = 2.0
-RECEIVE_BURST: Final = 64
 STOP_SECONDS: Final = 2.0
-ZAP_DOMAIN: Final = "epochkv"
-NO_POOL: Final = "your key speaks for no pool of this hub"
+STORE_DEADLINE_SECONDS: Final = 8.0
+CHANGE_SHARE: Final = 0.05
+"""Changes other than of epochs are told so seldom that telling them takes no more than this share of the time: what is told
+may look at every engine of a pool."""
+MIN_CHANGE_GAP_SECONDS: Final = 0.02
 
 
 class UnknownPool(KeyError):
@@ -52,9 +57,16 @@ class UnknownPool(KeyError):
 class _Pool:
     """A pool's state machine and what its driver keeps beside it. A pool that is removed and set again is a new one."""
 
-    def __init__(self, config: PoolConfig) -> None:
+    def __init__(self, config: PoolConfig, instance: bytes) -> None:
         self.config = config
-        self.hub = Hub(config)
+        self.hub = Hub(config, instance)
+        self.bucket = Bucket.full(POOL_RATE, POOL_BURST, time.monotonic())
+        self.told: tuple[int, int, bool] | None = None
+        self.tell_at = -math.inf
+
+    def epochs(self) -> tuple[int, int, bool]:
+        """Changes of these are told at once."""
+        return self.hub.target, self.hub.published, self.hub.term is not None
 
 
 class HubServer:
@@ -68,6 +80,8 @@ class HubServer:
         on_change: called with a pool's uid when its snapshot has changed; many changes may come as one call.
         on_step_down: called when a leadership read shows that somebody else leads.
         authority_deadline_seconds: for every single call to the authority.
+        stores: empties the stores of pools whose configuration says that it can (`store_admin`).
+        store_deadline_seconds: for every single call to it.
     """
 
     def __init__(
@@ -79,27 +93,31 @@ class HubServer:
         on_change: Callable[[str], None] | None = None,
         on_step_down: Callable[[], None] | None = None,
         authority_deadline_seconds: float = 3.0,
+        stores: StoreAdmin | None = None,
+        store_deadline_seconds: float = STORE_DEADLINE_SECONDS,
     ) -> None:
         self.counters: Counter[str] = Counter()
+        self.instance = secrets.token_bytes(INSTANCE_BYTES)
         self._bind = bind
-        self._keys = keys
         self._authority = authority
+        self._stores = stores
         self._on_change = on_change or (lambda uid: None)
         self._on_step_down = on_step_down or (lambda: None)
         self._deadline = authority_deadline_seconds
+        self._store_deadline = store_deadline_seconds
+        self._calls = Calls(self.counters)
         self._pools: dict[str, _Pool] = {}
-        self._by_key: dict[str, _Pool] = {}
+        self._lanes: dict[str, Lane] = {}
         self._changed: set[str] = set()
         self._term: Term | None = None
-        self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._round_number = 0
         self._round_running = False
         self._round_began = -math.inf
-        self._said: dict[tuple[str, str], str] = {}
-        self._context: zmq.asyncio.Context | None = None
-        self._socket: zmq.asyncio.Socket | None = None
-        self._authenticator: AsyncioAuthenticator | None = None
+        self._router = Router(keys, self, self.counters)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._look_soon: asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self.endpoint = ""
 
     # ------------------------------------------------------------------ life
@@ -110,53 +128,28 @@ class HubServer:
         Raises:
             OSError: the address cannot be bound (zmq.ZMQError is one).
         """
-        self._context = zmq.asyncio.Context()
-        self._authenticator = AsyncioAuthenticator(self._context)
-        self._authenticator.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=self)
-        self._authenticator.start()
+        self._loop = asyncio.get_running_loop()
         try:
-            self._socket = self._open(self._context)
-            self._socket.bind(self._bind)
+            self.endpoint = self._router.open(self._bind)
         except zmq.ZMQError as error:
             await self.stop()
             raise OSError(error.errno, f"hub cannot listen on {self._bind}: {error.strerror}") from error
-        bound = self._socket.getsockopt(zmq.LAST_ENDPOINT)
-        self.endpoint = bytes(bound).rstrip(b"\0").decode().replace("0.0.0.0", "127.0.0.1")
-        self._spawn(self._receive())
-        self._spawn(self._drive())
-
-    def _open(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
-        """Peers are named by the socket, never by the peer: with names of their own choice and handover, a client of one
-        pool could take over the connection of another pool's engine."""
-        router = context.socket(zmq.ROUTER)
-        router.linger = 0
-        router.maxmsgsize = 4 * MAX_MESSAGE_BYTES  # what is between this and the limit is answered, what is above is cut off
-        router.backlog = 1024
-        router.tcp_keepalive = 1  # and no ZMTP heartbeats: see AgentThread
-        router.tcp_keepalive_idle = 10
-        router.tcp_keepalive_intvl = 5
-        router.tcp_keepalive_cnt = 3
-        router.tcp_maxrt = 15_000
-        router.zap_domain = ZAP_DOMAIN.encode()
-        router.curve_server = 1
-        router.curve_publickey = self._keys.public.encode()
-        router.curve_secretkey = self._keys.secret.encode()
-        return router
+        self._look()
 
     async def stop(self) -> None:
         """Step down, end every task and close the socket; returns within seconds, also when the authority hangs."""
         self._abandon_term()
+        self._loop = None
+        for handle in (self._look_soon, self._timer):
+            if handle is not None:
+                handle.cancel()
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=STOP_SECONDS)
         self._tasks.clear()
-        if self._authenticator is not None:
-            self._authenticator.stop()
-        if self._context is not None:
-            self._context.destroy(linger=0)
-        self._context = self._socket = self._authenticator = None
+        self._router.close()
 
     # ------------------------------------------------------------------ pools
 
@@ -168,12 +161,12 @@ class HubServer:
         """
         for key in config.client_public_keys:
             check_key(f"client public key of pool {config.name!r}", key)
-            owner = self._by_key.get(key)
+            owner = self._owner(key)
             if owner is not None and owner.config.uid != config.uid:
                 raise ValueError(f"pool {config.name!r} has the client key of pool {owner.config.name!r}; give each pool its own key pair")
         pool = self._pools.get(config.uid)
         if pool is None:
-            pool = self._pools[config.uid] = _Pool(config)
+            pool = self._pools[config.uid] = _Pool(config, self.instance)
             self._map_keys(pool, config)
             if self._term is not None:
                 self._spawn(self._acquire(pool, self._term))
@@ -185,28 +178,41 @@ class HubServer:
     add_pool = set_pool
 
     def _map_keys(self, pool: _Pool, config: PoolConfig) -> None:
-        self._by_key = {key: owner for key, owner in self._by_key.items() if owner is not pool}
-        self._by_key.update(dict.fromkeys(config.client_public_keys, pool))
+        self._unmap_keys(pool)
+        for index, key in enumerate(config.client_public_keys):
+            self._lanes.setdefault(key, Lane(pool, index, pool.bucket))
+
+    def _unmap_keys(self, pool: _Pool) -> None:
+        self._lanes = {key: lane for key, lane in self._lanes.items() if lane.pool is not pool}
+
+    def _owner(self, key: str) -> _Pool | None:
+        lane = self._lanes.get(key)
+        return lane.pool if lane is not None and isinstance(lane.pool, _Pool) else None
 
     def remove_pool(self, uid: str) -> None:
         """Forget a pool: its clients are answered with an error and their leases run out. Unknown uids are ignored."""
         pool = self._pools.pop(uid, None)
         if pool is not None:
-            self._by_key = {key: owner for key, owner in self._by_key.items() if owner is not pool}
+            self._unmap_keys(pool)
             pool.hub.step(ev.SteppedDown(), time.monotonic())
             self._changed.discard(uid)
+            self._calls.forget(pool.config.name)
 
-    def request(self, uid: str, epoch: int, *, fresh: bool = True) -> None:
+    def request(self, uid: str, epoch: int, *, fresh: bool = True, weights_version: str = "", weights_ready: bool = True) -> None:
         """`spec.resetEpoch` asks for `epoch`. Remembered while this hub does not lead; lower or repeated asks change nothing.
 
         Args:
             fresh: it was asked for just now (an edge that was watched). False: it may have been asked for long ago (found
                 in a listing after a start or a gap), so that a boot's age says nothing about its weights.
+            weights_version: `spec.weightsVersion`.
+            weights_ready: False: there is a version, and `spec.weightsReady` is not equal to it yet. The same epoch asked
+                for again with True lets boots use it.
 
         Raises:
             UnknownPool
         """
-        self._step(self._pool(uid), ev.Asked(epoch, time.monotonic() if fresh else None))
+        at = time.monotonic() if fresh else None
+        self._step(self._pool(uid), ev.Asked(epoch, at, Origin(Source.SPEC, weights_version), weights_ready))
 
     def observe(self, uid: str, record: PoolRecord) -> None:
         """The pool's durable record was seen, for example by a watch; however old, it never lowers anything.
@@ -268,7 +274,7 @@ class HubServer:
         """Read the pool's record, after the term was won, until it answers."""
         pause = LOAD_RETRY_SECONDS
         while self._current(pool) and self._term == term:
-            record = await self._call(pool, "load", partial(self._authority.load, pool.config.uid))
+            record = await self._ask(pool, "load", partial(self._authority.load, pool.config.uid))
             if record is not None:
                 if self._current(pool) and self._term == term:
                     self._step(pool, ev.Acquired(term, record))
@@ -281,27 +287,43 @@ class HubServer:
 
     # ------------------------------------------------------------------ time and rounds
 
-    async def _drive(self) -> None:
-        while True:
-            self._wake.clear()
-            try:
-                due = self._turn(time.monotonic())
-            except Exception:
-                self.counters["turns_failed"] += 1
-                logger.exception("the hub's turn failed")
-                due = time.monotonic() + ROUND_GAP_SECONDS
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, due - time.monotonic())):  # wait_for can swallow a cancellation
-                    await self._wake.wait()
+    def _look(self) -> None:
+        """See to what is due, soon: many events may come as one look."""
+        if self._look_soon is None and self._loop is not None:
+            self._look_soon = self._loop.call_soon(self._look_now)
+
+    def _look_now(self) -> None:
+        if self._look_soon is not None:
+            self._look_soon.cancel()
+            self._look_soon = None
+        if self._loop is None:
+            return
+        now = time.monotonic()
+        try:
+            due = self._turn(now)
+        except Exception:
+            self.counters["turns_failed"] += 1
+            logger.exception("the hub's turn failed")
+            due = now + FAILED_TURN_SECONDS
+        when = self._loop.time() + max(0.0, due - now)
+        if self._timer is not None:
+            if self._timer.when() <= when and not self._timer.cancelled():
+                return  # it comes earlier, and looks again
+            self._timer.cancel()
+        self._timer = self._loop.call_at(when, self._timed)
+
+    def _timed(self) -> None:
+        self._timer = None
+        self._look_now()
 
     def _turn(self, now: float) -> float:
-        """Everything that is due; returns when to look again (at the latest: `_wake` comes first for what happens)."""
+        """Everything that is due; returns when to look again (at the latest: what happens looks again by itself)."""
         pools = list(self._pools.values())
         for pool in pools:
             if now >= pool.hub.tick_at():
-                self._step(pool, ev.Tick())
-        self._tell_changes()
+                self._act(pool, ev.Tick())
         due = min((pool.hub.tick_at() for pool in pools), default=math.inf)
+        due = min(due, self._tell_changes(now))
         if not self._round_running and self._term is not None:
             round_due = min((pool.hub.round_at(now) for pool in pools), default=math.inf)
             round_due = max(round_due, self._round_began + ROUND_GAP_SECONDS)
@@ -322,11 +344,11 @@ class HubServer:
             number = self._round_number
             pools = list(self._pools.values())
             for pool in pools:
-                self._step(pool, ev.RoundBegan(number))
+                self._act(pool, ev.RoundBegan(number))
             pools = [pool for pool in pools if pool.hub.round_open]
             if not pools:
                 return
-            leads = await self._call(None, "verify", partial(self._authority.verify, term))
+            leads = await self._ask(None, "verify", partial(self._authority.verify, term))
             if self._term != term:
                 return
             if leads is False:
@@ -336,23 +358,29 @@ class HubServer:
                 return
             for pool in pools:
                 if self._current(pool):
-                    self._step(pool, ev.RoundVerified(number) if leads else ev.RoundDropped(number))
+                    self._act(pool, ev.RoundVerified(number) if leads else ev.RoundDropped(number))
         finally:
             self._round_running = False
-            self._wake.set()
+            self._look()
 
     # ------------------------------------------------------------------ effects
 
     def _step(self, pool: _Pool, event: ev.Event) -> None:
+        self._act(pool, event)
+        self._look()
+
+    def _act(self, pool: _Pool, event: ev.Event) -> None:
         for action in pool.hub.step(event, time.monotonic()):
-            self._do(pool, action)
-        self._wake.set()
+            if type(action) is ev.Send:
+                self._router.send(action.peer, action.message)
+            else:
+                self._do(pool, action)
 
     def _do(self, pool: _Pool, action: ev.Action) -> None:
         uid = pool.config.uid
         match action:
             case ev.Send(peer, message):
-                self._send(peer, message)
+                self._router.send(peer, message)
             case ev.Record(epoch, origin):
                 write = partial(self._authority.record, uid, epoch, origin)
                 self._spawn(self._write(pool, "record", write, ev.Recorded(epoch), ev.RecordFailed(epoch)))
@@ -362,92 +390,72 @@ class HubServer:
             case ev.NoteGranting():
                 write = partial(self._authority.note_granting, uid)
                 self._spawn(self._write(pool, "note", write, ev.Noted(), ev.NoteFailed()))
+            case ev.Wipe(epoch):
+                self._spawn(self._empty(pool, "wipe", True, partial(ev.Wiped, epoch), ev.WipeFailed(epoch)))
+            case ev.Sweep(below):
+                self._spawn(self._empty(pool, "sweep", False, partial(ev.Swept, below), ev.SweepFailed(below)))
             case ev.Changed():
                 self._changed.add(uid)
+
+    async def _ask(self, pool: _Pool | None, what: str, call: Callable[[], Awaitable[T]]) -> T | None:
+        name = pool.config.name if pool is not None else "leadership"
+        return await self._calls.call(name, what, self._deadline, call)
 
     async def _write(self, pool: _Pool, what: str, write: Callable[[], Awaitable[None]], done: ev.Event, failed: ev.Event) -> None:
         async def answer() -> bool:
             await write()
             return True
 
-        answered = await self._call(pool, what, answer)
+        answered = await self._ask(pool, what, answer)
         if self._current(pool):
             self._step(pool, done if answered else failed)
 
-    async def _call(self, pool: _Pool | None, what: str, call: Callable[[], Awaitable[T]]) -> T | None:
-        """One call to the authority, with the deadline; None when it gave no answer."""
-        name = pool.config.name if pool is not None else "leadership"
-        try:
-            async with asyncio.timeout(self._deadline):
-                answer = await call()
-        except (AuthorityError, TimeoutError, OSError) as error:
-            self.counters[f"{what}_failed"] += 1
-            reason = f"no answer within {self._deadline} s" if isinstance(error, TimeoutError) else str(error)
-            self._say(name, what, "failed", logging.WARNING, f"authority: {what} failed: {reason}; trying again")
-            return None
-        except Exception as error:
-            self.counters[f"{what}_failed"] += 1
-            self._say(name, what, repr(error), logging.ERROR, f"authority: {what} failed: {error!r}; trying again")
-            return None
-        self._say(name, what, "", logging.INFO, f"authority: {what} works again")
-        return answer
+    async def _empty(self, pool: _Pool, what: str, force: bool, done: Callable[[int, int | None], ev.Event], failed: ev.Event) -> None:
+        """Have the store's admin remove everything (`force`: also what is being read)."""
 
-    def _tell_changes(self) -> None:
-        changed, self._changed = self._changed, set()
-        for uid in changed:
+        async def remove() -> Removed:
+            if self._stores is None:
+                raise StoreAdminError("this hub was started without access to any store's admin endpoint")
+            return await self._stores.remove_all(pool.config.uid, force=force)
+
+        removed = await self._calls.call(pool.config.name, what, self._store_deadline, remove)
+        if self._current(pool):
+            self._step(pool, failed if removed is None else done(removed.keys, removed.num_bytes))
+
+    def _tell_changes(self, now: float) -> float:
+        """Tell what changed, if it may be told now; returns when to tell the rest."""
+        due = math.inf
+        for uid in list(self._changed):
+            pool = self._pools[uid]
+            epochs = pool.epochs()
+            if epochs == pool.told and now < pool.tell_at:
+                due = min(due, pool.tell_at)
+                continue
+            self._changed.discard(uid)
+            pool.told = epochs
+            began = time.monotonic()
             try:
                 self._on_change(uid)
             except Exception:
                 logger.exception("on_change failed for pool %s", uid)
+            ended = time.monotonic()
+            pool.tell_at = ended + max(MIN_CHANGE_GAP_SECONDS, (ended - began) / CHANGE_SHARE)
+        return due
 
-    # ------------------------------------------------------------------ socket
+    # ------------------------------------------------------------------ what the router calls
 
-    def callback(self, domain: str, key: bytes) -> bool:
-        """ZAP: is this the client key of a pool? (The name is pyzmq's credentials-provider interface.)"""
-        known = key.decode("ascii") in self._by_key
-        self.counters["connections_accepted" if known else "connections_refused"] += 1
-        return known
+    def lane(self, key: str) -> Lane | None:
+        """Which pool a client's key speaks for."""
+        return self._lanes.get(key)
 
-    async def _receive(self) -> None:
-        taken = 0
-        while True:
-            assert self._socket is not None
-            frames: Sequence[zmq.Frame] = await self._socket.recv_multipart(copy=False)
-            try:
-                self._take(frames)
-            except Exception:
-                self.counters["take_failed"] += 1
-                logger.exception("a message could not be handled")
-            taken += 1
-            if taken % RECEIVE_BURST == 0:
-                await asyncio.sleep(0)  # a flood must not keep time and rounds from running
+    def take(self, lane: Lane, peer: bytes, message: Message) -> None:
+        """A message of a client."""
+        assert isinstance(lane.pool, _Pool)
+        self._act(lane.pool, ev.Heard(peer, message, lane.key_index))
 
-    def _take(self, frames: Sequence[zmq.Frame]) -> None:
-        peer = bytes(frames[0].buffer)
-        pool = self._by_key.get(_user_id(frames[-1]))
-        if pool is None:  # its key was accepted when it connected, and is not any more
-            self.counters["refused_pool"] += 1
-            self._send(peer, Error(Refusal.POOL, NO_POOL))
-            return
-        try:
-            message = decode([bytes(frame.buffer) for frame in frames[1:]])
-        except WireError as error:
-            self.counters[f"refused_{error.code.value}"] += 1
-            self._send(peer, Error(error.code, error.text[:1024]))
-            return
-        self.counters["received"] += 1
-        self._step(pool, ev.Heard(peer, message))
-
-    def _send(self, peer: bytes, message: Message) -> None:
-        if self._socket is None:
-            return
-        try:
-            sent = self._socket.send_multipart([peer, *encode(message)])
-            if isinstance(sent, asyncio.Future) and not sent.done():
-                sent.add_done_callback(_swallow)
-        except (zmq.ZMQError, WireError) as error:  # a peer that is gone loses its message
-            self.counters["unsent"] += 1
-            logger.debug("cannot send to a peer: %s", error)
+    def burst_done(self) -> None:
+        """A burst of messages has been taken."""
+        self._look_now()
 
     # ------------------------------------------------------------------ helpers
 
@@ -461,22 +469,3 @@ class HubServer:
         if not task.cancelled() and task.exception() is not None:
             self.counters["tasks_failed"] += 1
             logger.error("a task of the hub failed", exc_info=task.exception())
-
-    def _say(self, name: str, topic: str, state: str, level: int, text: str) -> None:
-        """Log once per change of state of a topic."""
-        previous = self._said.get((name, topic), "")
-        if previous != state:
-            self._said[name, topic] = state
-            logger.log(level, "%s: %s", name, text)
-
-
-def _user_id(frame: zmq.Frame) -> str:
-    try:
-        return str(frame.get("User-Id"))
-    except (zmq.ZMQError, KeyError):
-        return ""
-
-
-def _swallow(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled():
-        future.exception()

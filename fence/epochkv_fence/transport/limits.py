@@ -1,0 +1,76 @@
+"""How many messages a client may send: token buckets, one per connection and one per pool.
+
+A client that sends more loses what is above the limit and nothing else; everything that is lost is repeated by an honest one.
+The limit of a connection keeps one client from using up its pool's, the limit of a pool keeps many connections of one pool
+from using up the hub.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+PEER_RATE: Final = 200.0
+"""Messages a second of one connection: an agent needs a few while a reset is open, a trainer a page of status each 5 ms."""
+PEER_BURST: Final = 400.0
+POOL_RATE: Final = 5_000.0
+"""Messages a second of one pool: twice what 20,000 boots need in steady state."""
+POOL_BURST: Final = 100_000.0
+"""A reset of 20,000 boots: nudged heartbeats, acknowledgements, and some of each again."""
+BYTES_PER_TOKEN: Final = 4096
+GARBAGE_TOKENS: Final = 9.0
+"""What a message costs that cannot be taken, on top."""
+MAX_PEERS: Final = 65_536
+
+
+@dataclass(slots=True)
+class Bucket:
+    """`rate` tokens a second, at most `burst` at once. Times are seconds on one monotonic clock."""
+
+    rate: float
+    burst: float
+    tokens: float
+    at: float
+
+    @classmethod
+    def full(cls, rate: float, burst: float, now: float) -> Bucket:
+        """A bucket nothing was taken from yet."""
+        return cls(rate, burst, burst, now)
+
+    def take(self, tokens: float, now: float) -> bool:
+        """Take them, if there are as many."""
+        if now > self.at:
+            self.tokens = min(self.burst, self.tokens + (now - self.at) * self.rate)
+            self.at = now
+        if self.tokens < tokens:
+            return False
+        self.tokens -= tokens
+        return True
+
+    def fine(self, tokens: float) -> None:
+        """Take them in any case; what is missing has to be made up for first."""
+        self.tokens -= tokens
+
+
+@dataclass(slots=True)
+class Peer:
+    """One connection: what it may still send, and when it may be told of an error again."""
+
+    bucket: Bucket
+    answer_at: float = 0.0
+
+
+class Peers:
+    """The connections that said something. The oldest are forgotten beyond a limit: libzmq does not tell when one ends."""
+
+    def __init__(self) -> None:
+        self._peers: dict[bytes, Peer] = {}
+
+    def get(self, name: bytes, now: float) -> Peer:
+        """The peer of this name, new if it was not known."""
+        peer = self._peers.get(name)
+        if peer is None:
+            while len(self._peers) >= MAX_PEERS:
+                del self._peers[next(iter(self._peers))]
+            peer = self._peers[name] = Peer(Bucket.full(PEER_RATE, PEER_BURST, now))
+        return peer
