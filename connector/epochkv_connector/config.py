@@ -1,38 +1,25 @@
 """The connector's configuration: parsed once at the edge, every error names the key, the value and what is allowed.
 
 Comes from `kv_connector_extra_config`; a JSON file with the same schema may be named by `config_file` or the environment
-variable `EPOCHKV_CONFIG` (inline keys win), so that an engine a trainer starts can join with a file alone.
+variable `EPOCHKV_CONFIG`, which may also hold the JSON itself (inline keys win), so that an engine a trainer starts can join
+with a file, or its environment, alone. Pool and hub are those of every client (`epochkv_fence.connection`).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-CONFIG_ENV = "EPOCHKV_CONFIG"
+from epochkv_fence.connection import CONFIG_ENV, ConnectionError_, HubRef, PoolRef, check_pool, read_document
+
+__all__ = ["CONFIG_ENV", "ConfigError", "ConnectorConfig", "DistributedTier", "HubRef", "LocalTier", "PoolRef"]
 
 
 class ConfigError(ValueError):
     """The configuration cannot be used; the message names key, value and remedy."""
-
-
-class PoolRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The pool this engine belongs to. `uid` is never reused, also when a pool of the same name is made again."""
-
-    name: str
-    namespace: str
-    uid: str
-
-
-class HubRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the hub listens, and the directory with `hub.pub`, `client.pub`, `client.key`, `root.secret`."""
-
-    endpoint: str
-    credentials_dir: str
 
 
 class LocalTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,17 +65,18 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ConfigError: unknown key, wrong type, impossible value or unreadable file.
         """
         inline = dict(extra)
-        path = inline.pop("config_file", None) or (os.environ if environ is None else environ).get(CONFIG_ENV)
+        variables = os.environ if environ is None else environ
+        source = inline.pop("config_file", None) or variables.get(CONFIG_ENV, "").strip() or None
         merged: dict[str, Any] = {}
-        if path:
+        if source is not None:
             try:
-                merged = msgspec.json.decode(Path(path).read_bytes(), type=dict[str, Any])
-            except (OSError, msgspec.DecodeError) as error:
-                raise ConfigError(f"config_file {path!r} cannot be read as JSON: {error}") from error
-        merged.update(inline)
+                merged = read_document(source, variables).content
+            except ConnectionError_ as error:
+                raise ConfigError(f"config_file or {CONFIG_ENV}: {error}") from error
+        merged = {**merged, **inline}
         try:
             config = msgspec.convert(merged, cls)
-        except msgspec.ValidationError as error:
+        except (msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError) as error:
             raise ConfigError(f"kv_connector_extra_config: {error}; known keys: {', '.join(cls.__struct_fields__)}") from error
         config.check()
         return config
@@ -108,5 +96,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"distributed.master_address is {self.distributed.master_address!r}; it must be host:port")
         if self.tracker and self.distributed:
             raise ConfigError("tracker is true and distributed is set; with an L2 another engine may have saved, so set tracker to false")
-        if not self.pool.uid:
-            raise ConfigError("pool.uid is empty; give the pool's uid")
+        try:
+            check_pool(self.pool, "kv_connector_extra_config")
+        except ConnectionError_ as error:
+            raise ConfigError(str(error)) from error

@@ -31,7 +31,7 @@ def test_the_smallest_configuration_has_no_tier_and_no_hub() -> None:
         ({"lookup_deadline_ms": 0}, "lookup_deadline_ms is 0"),
         ({"min_load_tokens": -1}, "min_load_tokens is -1"),
         ({"pool": {"name": "p", "namespace": "d", "uid": ""}}, "pool.uid is empty"),
-        ({"pool": {"name": "p"}}, "namespace"),
+        ({"pool": {"name": "p"}}, "uid"),
     ],
 )
 def test_a_wrong_value_is_named(extra: dict[str, Any], named: str) -> None:
@@ -50,6 +50,18 @@ def test_a_file_gives_what_is_not_given_inline(tmp_path: Path) -> None:
     config = ConnectorConfig.parse({"tracker": False}, {"EPOCHKV_CONFIG": str(path)})
     assert (config.weights_source, config.tracker) == ("Model", False)
     assert ConnectorConfig.parse({"config_file": str(path)}, {}).tracker is True
+
+
+def test_the_environment_alone_may_hold_it_and_folders_are_relative_to_the_file(tmp_path: Path) -> None:
+    inline = {"EPOCHKV_CONFIG": json.dumps({**POOL, "hub": {"endpoint": "tcp://hub:7700"}})}
+    config = ConnectorConfig.parse({}, inline)
+    assert config.hub is not None
+    assert config.hub.credentials_dir is None
+    path = tmp_path / "connection.json"
+    path.write_text(json.dumps({**POOL, "hub": {"endpoint": "tcp://hub:7700", "credentials_dir": "keys"}}))
+    config = ConnectorConfig.parse({}, {"EPOCHKV_CONFIG": str(tmp_path)})
+    assert config.hub is not None
+    assert config.hub.credentials_dir == str(tmp_path / "keys")
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:

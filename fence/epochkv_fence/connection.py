@@ -1,0 +1,304 @@
+"""How an engine, a trainer or the command line reaches a pool: one small JSON and five files, or the environment alone.
+
+Everything is checked where it is read, and every error names the key, file or variable and what to do about it, because
+it is read in the log of somebody else's launcher. Whatever comes in, only `ConnectionError_` comes out.
+
+The JSON is the connector's configuration file; a client reads its `pool` and `hub` and leaves the rest alone:
+
+    {"pool": {"name": "policy", "uid": "6d1c..."}, "hub": {"endpoint": "tcp://hub.example:7700", "credentials_dir": "."}}
+
+Without `credentials_dir` the keys come from the environment, so that Ray's `runtime_env.env_vars` is enough.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import msgspec
+
+if TYPE_CHECKING:
+    from epochkv_fence.transport.keys import ClientKeys
+
+T = TypeVar("T")
+
+CONFIG_ENV: Final = "EPOCHKV_CONFIG"
+CONFIG_FILE: Final = "connection.json"
+HUB_PUBLIC_ENV: Final = "EPOCHKV_HUB_PUBLIC_KEY"
+CLIENT_PUBLIC_ENV: Final = "EPOCHKV_CLIENT_PUBLIC_KEY"
+CLIENT_SECRET_ENV: Final = "EPOCHKV_CLIENT_SECRET_KEY"
+ROOT_SECRET_ENV: Final = "EPOCHKV_ROOT_SECRET"
+ROOT_SECRET_FILE: Final = "root.secret"
+ROOT_SECRET_BYTES: Final = 32
+MAX_CONFIG_BYTES: Final = 1 << 20
+MAX_UID: Final = 253
+RELOAD_TRIES: Final = 5
+RELOAD_SECONDS: Final = 0.05
+ENDPOINT: Final = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s\[\]:/@*;]+):(?P<port>[0-9]{1,5})")
+
+
+class ConnectionError_(ValueError):
+    """The pool cannot be reached with what was given; the message names key, file or variable and the remedy."""
+
+
+class PoolRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The pool. `uid` is never reused, also when a pool of the same name is made again."""
+
+    name: str
+    uid: str
+    namespace: str = ""
+
+
+class HubRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the hub listens, and the directory with `hub.pub`, `client.pub`, `client.key`, `root.secret`.
+
+    Without a directory these four come from the environment.
+    """
+
+    endpoint: str
+    credentials_dir: str | None = None
+
+
+class _Needed(msgspec.Struct, frozen=True):
+    """What a client needs of the file; the rest is the connector's."""
+
+    pool: PoolRef
+    hub: HubRef
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A configuration as it was found: JSON whose paths are absolute, and where it came from, for errors."""
+
+    content: dict[str, Any]
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """One pool and the way to its hub.
+
+    Attributes:
+        origin: where this was read, for errors.
+    """
+
+    pool: PoolRef
+    hub: HubRef
+    origin: str = "the connection configuration"
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ, repr=False, compare=False)
+
+    @classmethod
+    def load(cls, source: str | os.PathLike[str] | Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Connection:
+        """Read and check.
+
+        Args:
+            source: path of a `connection.json` or of the directory that holds one, JSON text, or its content;
+                None: what the environment variable `EPOCHKV_CONFIG` names (or holds).
+
+        Raises:
+            ConnectionError_: nothing was given, or it cannot be used.
+        """
+        variables = os.environ if environ is None else environ
+        document = read_document(source, variables)
+        needed = convert(document.content, _Needed, document.origin)
+        check_pool(needed.pool, document.origin)
+        check_endpoint(needed.hub.endpoint, f"{document.origin}: hub.endpoint")
+        return cls(needed.pool, needed.hub, document.origin, variables)
+
+    def client_keys(self) -> ClientKeys:
+        """The key pair that speaks for the pool, and the hub's public key.
+
+        Raises:
+            ConnectionError_: a file or variable is missing or holds no key.
+        """
+        return read_client_keys(self.hub, self.environ)
+
+    def root_secret(self) -> bytes:
+        """What the pool's names are made with; engines need it, clients do not.
+
+        Raises:
+            ConnectionError_: the file or variable is missing or holds no secret.
+        """
+        return read_root_secret(self.hub, self.environ)
+
+
+# ------------------------------------------------------------------------------------------------------------ the document
+
+
+def read_document(source: str | os.PathLike[str] | Mapping[str, Any] | None, environ: Mapping[str, str]) -> Document:
+    """Find and parse a configuration; a relative `hub.credentials_dir` of a file is made absolute.
+
+    Raises:
+        ConnectionError_: nothing was given, or it is no JSON object.
+    """
+    if isinstance(source, Mapping):
+        return Document(dict(source), "the connection configuration")
+    if source is None:
+        value = environ.get(CONFIG_ENV, "")
+        if not value.strip():
+            raise ConnectionError_(
+                f"no connection configuration: give the path of the pool's {CONFIG_FILE}, or set {CONFIG_ENV} to it or to its text"
+            )
+        return _from_text(value, CONFIG_ENV)
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConnectionError_(f"the connection configuration is a {type(source).__name__}; give a path, JSON text or a mapping")
+    text = os.fspath(source)
+    if not isinstance(text, str):
+        raise ConnectionError_("the connection configuration is given as bytes; give a path as text")
+    return _from_text(text, "the connection configuration")
+
+
+def _from_text(text: str, what: str) -> Document:
+    if text.lstrip().startswith("{"):
+        return Document(_parse(text, what), what)
+    try:
+        path = Path(text).expanduser()
+        if path.is_dir():
+            path = path / CONFIG_FILE
+        content = _read_bytes(path)
+    except ConnectionError_:
+        raise
+    except OSError as error:
+        raise ConnectionError_(
+            f"{what}: {_shown(text)} cannot be read ({error.strerror or error}); give the path of the pool's {CONFIG_FILE}"
+        ) from error
+    except (ValueError, RuntimeError) as error:  # a NUL or lone surrogate in the path; no home for "~"
+        raise ConnectionError_(f"{what}: {_shown(text)} is no path ({error}); give the path of the pool's {CONFIG_FILE}") from error
+    document = _parse(content, str(path))
+    hub = document.get("hub")
+    if isinstance(hub, dict) and isinstance(hub.get("credentials_dir"), str):
+        folder = os.path.join(os.path.dirname(os.path.abspath(path)), hub["credentials_dir"])
+        document["hub"] = {**hub, "credentials_dir": os.path.normpath(folder)}
+    return Document(document, str(path))
+
+
+def _read_bytes(path: Path) -> bytes:
+    """A regular file's content, bounded: a FIFO or a device would hang or fill the memory of an engine."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ConnectionError_(f"{path} is not a regular file; give the path of the pool's {CONFIG_FILE}")
+        content = file.read(MAX_CONFIG_BYTES + 1)
+    if len(content) > MAX_CONFIG_BYTES:
+        raise ConnectionError_(f"{path} is larger than {MAX_CONFIG_BYTES} bytes; give the path of the pool's {CONFIG_FILE}")
+    return content
+
+
+def _parse(content: str | bytes, origin: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(content, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
+        raise ConnectionError_(f"{origin} is not a JSON object: {error}; it must have the keys pool and hub") from error
+
+
+def convert(content: Mapping[str, Any], kind: type[T], origin: str) -> T:
+    """`content` as `kind`.
+
+    Raises:
+        ConnectionError_: a key is missing, unknown or of the wrong type.
+    """
+    try:
+        return msgspec.convert(content, kind)
+    except (msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError) as error:
+        raise ConnectionError_(
+            f'{origin}: {error}; it must have {{"pool": {{"name", "uid"}}, "hub": {{"endpoint", "credentials_dir"}}}}'
+        ) from error
+
+
+def check_pool(pool: PoolRef, origin: str) -> None:
+    """Raise `ConnectionError_` for a pool that cannot be one."""
+    if not pool.uid:
+        raise ConnectionError_(f"{origin}: pool.uid is empty; give the pool's uid")
+    if len(pool.uid) > MAX_UID or not pool.uid.isprintable():
+        raise ConnectionError_(f"{origin}: pool.uid is {_shown(pool.uid)}; give the pool's uid, 1 to {MAX_UID} printable characters")
+
+
+def check_endpoint(endpoint: str, what: str) -> tuple[str, int]:
+    """Host and port of what a client may dial.
+
+    Raises:
+        ConnectionError_: it does not look like `tcp://host:7700`.
+    """
+    match = ENDPOINT.fullmatch(endpoint)
+    if match is None or not 0 < int(match["port"]) < 65536 or len(match["host"]) > 255 or not endpoint.isprintable():
+        raise ConnectionError_(f"{what} is {_shown(endpoint)}; it must look like tcp://host:7700")
+    return match["host"], int(match["port"])
+
+
+# -------------------------------------------------------------------------------------------------------------- credentials
+
+
+def read_client_keys(hub: HubRef, environ: Mapping[str, str] | None = None) -> ClientKeys:
+    """The client's key pair and the hub's public key, from the directory or the environment.
+
+    Key files are replaced one after the other when keys are rotated, so a pair that does not fit is read again.
+
+    Raises:
+        ConnectionError_: a file or variable is missing or holds no key.
+    """
+    from epochkv_fence.transport.keys import ClientKeys, CredentialsError
+
+    folder = hub.credentials_dir
+    tries = RELOAD_TRIES if folder is not None else 1
+    while True:
+        tries -= 1
+        try:
+            if folder is not None:
+                return ClientKeys.load(_folder(folder))
+            return ClientKeys(*(_variable(name, environ) for name in (HUB_PUBLIC_ENV, CLIENT_PUBLIC_ENV, CLIENT_SECRET_ENV)))
+        except CredentialsError as error:
+            if not tries or isinstance(error.__cause__, FileNotFoundError):
+                where = f"the keys in {folder}" if folder is not None else f"{HUB_PUBLIC_ENV}, {CLIENT_PUBLIC_ENV}, {CLIENT_SECRET_ENV}"
+                raise ConnectionError_(f"{where} cannot be used: {error}") from error
+        time.sleep(RELOAD_SECONDS)
+
+
+def read_root_secret(hub: HubRef, environ: Mapping[str, str] | None = None) -> bytes:
+    """The pool's root secret (32 bytes, kept as 64 hex digits), from the directory or the environment.
+
+    Raises:
+        ConnectionError_: the file or variable is missing or holds no secret.
+    """
+    if hub.credentials_dir is None:
+        return _secret(_variable(ROOT_SECRET_ENV, environ), ROOT_SECRET_ENV)
+    path = _folder(hub.credentials_dir) / ROOT_SECRET_FILE
+    try:
+        text = _read_bytes(path).decode("ascii")
+    except OSError as error:
+        raise ConnectionError_(f"{path} cannot be read: {error.strerror}; mount the pool's credentials there") from error
+    except UnicodeError as error:
+        raise ConnectionError_(f"{path} is not hex text; it must hold {2 * ROOT_SECRET_BYTES} hex digits") from error
+    return _secret(text, str(path))
+
+
+def _secret(text: str, what: str) -> bytes:
+    try:
+        secret = bytes.fromhex(text.strip())
+    except ValueError:  # without its text, which would show the secret
+        secret = b""
+    if len(secret) != ROOT_SECRET_BYTES:
+        raise ConnectionError_(f"{what} does not hold {2 * ROOT_SECRET_BYTES} hex digits; take the pool's root.secret")
+    return secret
+
+
+def _variable(name: str, environ: Mapping[str, str] | None) -> str:
+    value = (os.environ if environ is None else environ).get(name, "").strip()
+    if not value:
+        raise ConnectionError_(f"{name} is not set and the configuration has no hub.credentials_dir; set one of them")
+    return value
+
+
+def _folder(text: str) -> Path:
+    if not text or "\0" in text:
+        raise ConnectionError_(f"hub.credentials_dir is {_shown(text)}; give the directory with the pool's keys, or leave it out")
+    return Path(text)
+
+
+def _shown(text: str) -> str:
+    """Text from outside, in an error: quoted, short, one line."""
+    return repr(text if len(text) <= 200 else text[:200] + "...")

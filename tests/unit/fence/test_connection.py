@@ -1,0 +1,242 @@
+"""How a pool is reached: every form of the configuration, and errors that say what to change, whatever comes in."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epochkv_fence.connection import (
+    CLIENT_PUBLIC_ENV,
+    CLIENT_SECRET_ENV,
+    HUB_PUBLIC_ENV,
+    ROOT_SECRET_ENV,
+    Connection,
+    ConnectionError_,
+    HubRef,
+    read_client_keys,
+)
+from epochkv_fence.transport import generate_keypair
+
+CONTENT: dict[str, Any] = {"pool": {"name": "policy", "uid": "u-1"}, "hub": {"endpoint": "tcp://hub.example:7700"}}
+SECRET = "5a" * 32
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What `epochkv hub` writes for its clients."""
+    pair = generate_keypair()
+    for name, text in (("hub.pub", generate_keypair().public), ("client.pub", pair.public), ("client.key", pair.secret)):
+        (tmp_path / name).write_text(text + "\n")
+    (tmp_path / "root.secret").write_text(SECRET + "\n")
+    (tmp_path / "connection.json").write_text(json.dumps({**CONTENT, "hub": {**CONTENT["hub"], "credentials_dir": "."}}))
+    return tmp_path
+
+
+def test_a_file_or_its_folder_is_enough(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for source in (folder / "connection.json", str(folder), folder):
+        connection = Connection.load(source, {})
+        assert (connection.pool.name, connection.pool.uid, connection.hub.endpoint) == ("policy", "u-1", "tcp://hub.example:7700")
+        assert connection.hub.credentials_dir == str(folder)
+        assert connection.client_keys().public == (folder / "client.pub").read_text().strip()
+        assert connection.root_secret() == bytes.fromhex(SECRET)
+    monkeypatch.chdir(folder.parent)
+    assert Connection.load(folder.name, {}).client_keys().hub_public == (folder / "hub.pub").read_text().strip()
+    assert Connection.load(None, {"EPOCHKV_CONFIG": str(folder)}).hub.credentials_dir == str(folder)
+
+
+def test_the_environment_alone_is_enough(folder: Path) -> None:
+    environ = {
+        "EPOCHKV_CONFIG": json.dumps(CONTENT),
+        HUB_PUBLIC_ENV: (folder / "hub.pub").read_text(),
+        CLIENT_PUBLIC_ENV: (folder / "client.pub").read_text(),
+        CLIENT_SECRET_ENV: (folder / "client.key").read_text(),
+        ROOT_SECRET_ENV: SECRET,
+    }
+    connection = Connection.load(None, environ)
+    assert connection.client_keys().secret == (folder / "client.key").read_text().strip()
+    assert connection.root_secret() == bytes.fromhex(SECRET)
+
+
+def test_a_mapping_and_the_connectors_other_keys_are_fine() -> None:
+    content = {**CONTENT, "local": {"capacity_bytes": 1 << 30}, "weights_source": "Model"}
+    assert Connection.load(content, {}).hub.endpoint == "tcp://hub.example:7700"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"pool": None}, r"pool"),
+        ({"pool": {"name": "p"}}, r"uid"),
+        ({"pool": {"name": "p", "uid": ""}}, r"pool\.uid is empty; give"),
+        ({"pool": {"name": "p", "uid": "x" * 254}}, r"pool\.uid is"),
+        ({"pool": {"name": "p", "uid": "a\nb"}}, r"pool\.uid is 'a\\nb'"),
+        ({"pool": {"name": "p", "uid": "u", "user": 1}}, r"user"),
+        ({"hub": {}}, r"endpoint"),
+        ({"hub": {"endpoint": "hub:7700"}}, r"hub\.endpoint is 'hub:7700'; it must look like tcp://host:7700"),
+        ({"hub": {"endpoint": "tcp://hub"}}, r"must look like"),
+        ({"hub": {"endpoint": "tcp://hub:0"}}, r"must look like"),
+        ({"hub": {"endpoint": "tcp://hub:65536"}}, r"must look like"),
+        ({"hub": {"endpoint": "tcp://*:7700"}}, r"must look like"),
+        ({"hub": {"endpoint": "tcp://a;b:7700"}}, r"must look like"),
+        ({"hub": {"endpoint": "ipc:///tmp/x"}}, r"must look like"),
+        ({"hub": {"endpoint": "tcp://h:1", "credential_dir": "x"}}, r"credential_dir"),
+        ({"hub": {"endpoint": 7}}, r"endpoint"),
+    ],
+)
+def test_what_is_wrong_is_named(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConnectionError_, match=named):
+        Connection.load({**CONTENT, **change}, {})
+
+
+def test_nothing_given_says_what_to_give() -> None:
+    for environ in ({}, {"EPOCHKV_CONFIG": "  "}):
+        with pytest.raises(ConnectionError_, match=r"give the path of the pool's connection\.json, or set EPOCHKV_CONFIG"):
+            Connection.load(None, environ)
+
+
+def test_unreadable_files_are_named(folder: Path) -> None:
+    with pytest.raises(ConnectionError_, match=r"absent\.json' cannot be read \(No such file"):
+        Connection.load(str(folder / "absent.json"), {})
+    with pytest.raises(ConnectionError_, match=r"EPOCHKV_CONFIG: .*cannot be read"):
+        Connection.load(None, {"EPOCHKV_CONFIG": str(folder / "absent.json")})
+    with pytest.raises(ConnectionError_, match="is no path"):
+        Connection.load("a\0b", {})
+    (folder / "connection.json").write_text("[1]")
+    with pytest.raises(ConnectionError_, match=r"connection\.json is not a JSON object"):
+        Connection.load(folder, {})
+    (folder / "connection.json").write_bytes(b"\xff\xfe{")
+    with pytest.raises(ConnectionError_, match=r"connection\.json is not a JSON object"):
+        Connection.load(folder, {})
+    (folder / "connection.json").write_bytes(b" " * ((1 << 20) + 1))
+    with pytest.raises(ConnectionError_, match="larger than"):
+        Connection.load(folder, {})
+
+
+def test_what_is_no_file_neither_hangs_nor_fills_the_memory(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero")):
+        with pytest.raises(ConnectionError_, match="is not a regular file"):
+            Connection.load(path, {})
+
+
+@pytest.mark.parametrize("name", ["hub.pub", "client.pub", "client.key", "root.secret"])
+def test_a_missing_or_broken_key_file_is_named_and_never_shown(folder: Path, name: str) -> None:
+    def read() -> None:
+        connection = Connection.load(folder, {})
+        connection.client_keys()
+        connection.root_secret()
+
+    read()
+    broken = "c0ffee" * 7
+    (folder / name).write_text(broken)
+    with pytest.raises(ConnectionError_, match=name.replace(".", r"\.")) as caught:
+        read()
+    assert broken not in str(caught.value)
+    (folder / name).unlink()
+    with pytest.raises(ConnectionError_, match=name.replace(".", r"\.")):
+        read()
+
+
+@pytest.mark.parametrize("name", [HUB_PUBLIC_ENV, CLIENT_PUBLIC_ENV, CLIENT_SECRET_ENV, ROOT_SECRET_ENV])
+def test_a_missing_or_broken_variable_is_named(folder: Path, name: str) -> None:
+    files = {HUB_PUBLIC_ENV: "hub.pub", CLIENT_PUBLIC_ENV: "client.pub", CLIENT_SECRET_ENV: "client.key", ROOT_SECRET_ENV: "root.secret"}
+    environ = {variable: (folder / file).read_text() for variable, file in files.items()}
+
+    def read() -> None:
+        connection = Connection.load(CONTENT, environ)
+        connection.client_keys()
+        connection.root_secret()
+
+    read()
+    environ[name] = "no key"
+    with pytest.raises(ConnectionError_, match=name):
+        read()
+    del environ[name]
+    with pytest.raises(ConnectionError_, match=f"{name} is not set and the configuration has no hub.credentials_dir"):
+        read()
+
+
+def test_a_pair_that_is_being_replaced_is_read_again(folder: Path) -> None:
+    fresh = generate_keypair()
+    (folder / "client.key").write_text(fresh.secret)
+
+    def rest() -> None:
+        time.sleep(0.06)
+        (folder / "client.pub").write_text(fresh.public)
+
+    with pytest.raises(ConnectionError_, match="does not belong"):
+        read_client_keys(HubRef("tcp://h:1", str(folder)))
+    thread = threading.Thread(target=rest)
+    thread.start()
+    try:
+        assert read_client_keys(HubRef("tcp://h:1", str(folder))).public == fresh.public
+    finally:
+        thread.join()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["pool", "hub", "name", "uid", "endpoint", "credentials_dir"]) | st.text(), inner, max_size=6)
+    ),
+    max_leaves=12,
+)
+
+
+def attempt(source: Any, environ: dict[str, str]) -> None:
+    """Only our own error may come out, and it must say something."""
+    try:
+        connection = Connection.load(source, environ)
+        connection.client_keys()
+        connection.root_secret()
+    except ConnectionError_ as error:
+        assert str(error)  # noqa: PT017 - the only exception that is allowed
+
+
+@settings(max_examples=500, deadline=None)
+@given(content=JSON)
+def test_whatever_json_arrives_the_error_is_ours(content: Any) -> None:
+    attempt(None, {"EPOCHKV_CONFIG": json.dumps(content)})
+    attempt(content, {})
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    name=st.text(),
+    uid=st.text(min_size=1),
+    endpoint=st.text() | st.from_regex(r"tcp://.*:\d+"),
+    folder=st.none() | st.text(),
+    key=st.text(),
+)
+def test_whatever_the_values_are_the_error_is_ours(name: str, uid: str, endpoint: str, folder: str | None, key: str) -> None:
+    content = {"pool": {"name": name, "uid": uid}, "hub": {"endpoint": endpoint, "credentials_dir": folder}}
+    variables = dict.fromkeys((HUB_PUBLIC_ENV, CLIENT_PUBLIC_ENV, CLIENT_SECRET_ENV, ROOT_SECRET_ENV), key)
+    attempt(content, variables)
+
+
+@settings(max_examples=300, deadline=None)
+@given(content=st.binary() | st.text().map(lambda text: text.encode("utf-8", "surrogatepass")))
+def test_whatever_bytes_a_file_holds_the_error_is_ours(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzz.json"
+    path.write_bytes(content)
+    attempt(path, {})
+    attempt(os.fsdecode(content), {})
+
+
+def test_nesting_without_end_is_an_error_of_ours() -> None:
+    attempt("{" + '"a":[' * 100_000, {})
+    with pytest.raises(ConnectionError_):
+        Connection.load('{"pool":' * 50_000, {})
+    loop: dict[str, Any] = {}
+    loop["pool"] = loop
+    with pytest.raises(ConnectionError_):
+        Connection.load(loop, {})
