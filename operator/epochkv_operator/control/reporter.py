@@ -14,7 +14,7 @@ from epochkv_operator.kube.client import Json
 from epochkv_operator.kube.events import EventRecorder
 from epochkv_operator.kube.resources import ref_of
 from epochkv_operator.kube.status import StatusWriter
-from epochkv_operator.planning.conditions import Condition
+from epochkv_operator.planning import Condition
 from epochkv_operator.planning.status import conditions
 
 log = structlog.get_logger(__name__)

@@ -17,27 +17,32 @@ the conditions say it. Plans are level-triggered: planning again on the result o
 
 from epochkv_operator.planning.conditions import engine_conditions, pool_conditions
 from epochkv_operator.planning.connection import connection, connection_hash, pool_weights_source, transfer_config
-from epochkv_operator.planning.context import Context, HubEngine, HubView, Observed, Problem
+from epochkv_operator.planning.context import Condition, Context, HubEngine, HubView, KeysView, Observed, Problem, ReclaimView
 from epochkv_operator.planning.engine import desired_engine
+from epochkv_operator.planning.epoch_conditions import epoch_ahead
 from epochkv_operator.planning.merge import InvalidTemplate
 from epochkv_operator.planning.plan import Plan, plan_engine, plan_pool
 from epochkv_operator.planning.pool import desired_pool
 from epochkv_operator.planning.status import engine_status, pool_status, timestamp
 
 __all__ = [
+    "Condition",
     "Context",
     "HubEngine",
     "HubView",
     "InvalidTemplate",
+    "KeysView",
     "Observed",
     "Plan",
     "Problem",
+    "ReclaimView",
     "connection",
     "connection_hash",
     "desired_engine",
     "desired_pool",
     "engine_conditions",
     "engine_status",
+    "epoch_ahead",
     "plan_engine",
     "plan_pool",
     "pool_conditions",

@@ -6,40 +6,29 @@ A condition that does not apply is absent: a pool without L2 has no `MasterAvail
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable
 
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
-from epochkv_operator.planning.context import HubEngine, HubView, Observed
+from epochkv_operator.planning import epoch_conditions as epochs
+from epochkv_operator.planning.context import Condition, HubEngine, Observed
 from epochkv_operator.planning.names import component_selector, engine_selector, master_name, store_name
 from epochkv_operator.planning.plan import living
 from epochkv_operator.planning.workload import Health, find, health, select
 
-Status = Literal["True", "False", "Unknown"]
-
-
-@dataclass(frozen=True)
-class Condition:
-    """A condition without its times."""
-
-    type: str
-    status: Status
-    reason: str
-    message: str
-
 
 def pool_conditions(pool: KVCachePool, observed: Observed) -> list[Condition]:
-    """`Ready` first, then what it is made of."""
+    """`Ready` first, then what it is made of, then what only costs reuse or memory."""
     parts: list[Condition] = []
     if observed.problem is not None:
         parts.append(Condition("Ready", "False", observed.problem.reason, observed.problem.message))
     if pool.spec.distributed is not None and pool.spec.distributed.mooncake is not None:
         parts.append(_workload_condition("MasterAvailable", master_health(pool, observed)))
         parts.append(_workload_condition("StoreAvailable", store_health(pool, observed)))
-    parts.append(_epoch_converged(pool, observed.hub))
-    return _with_ready(parts, "the pool serves")
+    hub = observed.hub
+    parts.append(epochs.epoch_converged(pool, hub))
+    notes = (epochs.weights_converged(pool, hub), epochs.drained(hub), epochs.reclaimed(pool, hub), epochs.keys_rotated(pool, hub))
+    return [*_with_ready(parts, "the pool serves"), *(note for note in notes if note is not None)]
 
 
 def engine_conditions(engine: InferenceEngine, pool: KVCachePool | None, observed: Observed) -> list[Condition]:
@@ -47,13 +36,17 @@ def engine_conditions(engine: InferenceEngine, pool: KVCachePool | None, observe
     parts: list[Condition] = []
     if observed.problem is not None:
         parts.append(Condition("Ready", "False", observed.problem.reason, observed.problem.message))
+    weights: Condition | None = None
     state = engine_health(engine, observed)
     parts.append(_workload_condition("Available", state))
     if engine.spec.pool_ref is not None:
         bound = living(pool)
         parts.append(_pool_bound(engine, bound))
         parts.append(_epoch_current(engine, bound, observed, state))
-    return _with_ready(parts, "the engine serves")
+        if bound is not None:
+            ranks = [rank for known in engine_ranks(engine, observed).values() for rank in known]
+            weights = epochs.weights_current(ranks, observed.hub)
+    return [*_with_ready(parts, "the engine serves"), *([weights] if weights is not None else [])]
 
 
 def master_health(pool: KVCachePool, observed: Observed) -> Health:
@@ -103,35 +96,6 @@ def _workload_condition(kind: str, state: Health) -> Condition:
     return Condition(kind, "True" if ok else "False", state.reason, state.message)
 
 
-def _epoch_converged(pool: KVCachePool, hub: HubView | None) -> Condition:
-    asked = pool.spec.reset_epoch
-    if hub is None:
-        return Condition(
-            "EpochConverged",
-            "Unknown",
-            "HubUnavailable",
-            "no hub leads this pool at the moment; engines whose lease ends serve in bypass",
-        )
-    if hub.target < asked:
-        return Condition("EpochConverged", "False", "Recording", f"epoch {asked} is asked for, {hub.target} is recorded")
-    if hub.published < hub.target:
-        waiting = ", ".join(f"{name} ({reason})" for name, reason in hub.laggards[:4])
-        more = f" and {len(hub.laggards) - 4} more" if len(hub.laggards) > 4 else ""
-        text = f"epoch {hub.target} is recorded, {hub.published} is published"
-        return Condition("EpochConverged", "False", "WaitingForEngines", f"{text}; waiting for {waiting}{more}" if waiting else text)
-    return Condition("EpochConverged", "True", "Published", f"no engine uses an epoch below {hub.published}{_bypass_note(hub.engines)}")
-
-
-def _bypass_note(engines: Sequence[HubEngine]) -> str:
-    bypassed = [engine.display_name for engine in engines if engine.mode == "Bypass"]
-    if not bypassed:
-        return ""
-    return (
-        f"; in bypass: {', '.join(bypassed[:4])}{' and more' if len(bypassed) > 4 else ''}"
-        " (they started after the reset was asked for, or no operator saw it asked: raise resetEpoch once more when they have the weights)"
-    )
-
-
 def _pool_bound(engine: InferenceEngine, pool: KVCachePool | None) -> Condition:
     name = engine.spec.pool_ref.name if engine.spec.pool_ref is not None else ""
     if pool is None:
@@ -156,8 +120,7 @@ def _epoch_current(engine: InferenceEngine, pool: KVCachePool | None, observed: 
     current = [name for name, known in ranks.items() if at_target(known, target)]
     behind = sorted(set(ranks) - set(current))
     if len(current) >= state.wanted and not behind:
-        note = _bypass_note([rank for known in ranks.values() for rank in known])
-        return Condition(kind, "True", "Current", f"{len(current)} of {state.wanted} replicas are at epoch {target}{note}")
+        return Condition(kind, "True", "Current", f"{len(current)} of {state.wanted} replicas are at epoch {target}")
     silent = [name for name in behind if not ranks[name]]
     text = f"{len(current)} of {state.wanted} replicas are at epoch {target}"
     if silent:

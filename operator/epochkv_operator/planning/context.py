@@ -25,8 +25,8 @@ class Context:
     engine_image: str
     """Default of `spec.image` of engines."""
     credentials_revision: str = ""
-    """Changes when the keys in the pool's Secret change (a digest of the public keys, say); engines then restart, because agents
-    read keys once.
+    """Changes when engines must restart to have the right credentials: another hub, or a Secret that was made anew. A replaced
+    client key changes nothing: agents read that again by themselves.
     Make the Secret before the first plan of an engine, or the engine starts twice."""
 
 
@@ -43,12 +43,40 @@ class HubEngine:
     mode: Literal["Use", "Bypass"]
     carried: int = 0
     """Requests admitted under an older epoch."""
+    boot: str = ""
+    """Start of its boot's id, which tells engines of one name apart."""
+    pending: bool = False
+    """In bypass at the target, because nobody said that it has the weights."""
 
     @property
     def display_name(self) -> str:
         """Pod (or engine) and rank, unique within a pool."""
         base = self.pod or self.engine or "unnamed"
         return f"{base}/{self.rank}" if self.rank else base
+
+
+@dataclass(frozen=True)
+class ReclaimView:
+    """What was given back of the store."""
+
+    epoch: int = 0
+    """Nothing below it is left."""
+    keys: int = 0
+    bytes: int = 0
+    """Both for the latest reset, as far as this process knows."""
+    completed: datetime | None = None
+    wipe_failed: bool = False
+
+
+@dataclass(frozen=True)
+class KeysView:
+    """The client keys of the pool."""
+
+    generation: int
+    """Of the pair in the Secret."""
+    accepted: int = 1
+    old_users: tuple[str, ...] = ()
+    """Engines that still use the older one."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +94,30 @@ class HubView:
     reset_started: datetime | None = None
     reset_completed: datetime | None = None
     reset_milliseconds: int | None = None
+    origin: str | None = None
+    """Who asked for the target: `Spec`, `Trainer` or `Engine`; None: not known."""
+    weights_version: str = ""
+    """Of the target."""
+    weights_source: str = "Pushed"
+    held: bool = False
+    """The target waits for `spec.weightsReady`."""
+    reclaim: ReclaimView = ReclaimView()
+    keys: KeysView | None = None
+
+    @property
+    def pending(self) -> list[str]:
+        """Engines in bypass for want of weights."""
+        return [engine.display_name for engine in self.engines if engine.pending]
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition without its times: type, status, a stable reason, a sentence with the remedy."""
+
+    type: str
+    status: Literal["True", "False", "Unknown"]
+    reason: str
+    message: str
 
 
 @dataclass(frozen=True)

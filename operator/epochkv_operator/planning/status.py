@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning.conditions import (
-    Condition,
     at_target,
     engine_conditions,
     engine_health,
@@ -22,7 +23,7 @@ from epochkv_operator.planning.conditions import (
     store_health,
 )
 from epochkv_operator.planning.connection import master_address
-from epochkv_operator.planning.context import Context, HubView, Json, Observed
+from epochkv_operator.planning.context import Condition, Context, HubEngine, HubView, Json, Observed
 from epochkv_operator.planning.names import (
     ENGINE_LABEL,
     component_selector,
@@ -44,6 +45,7 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
     maximum of what is
     there and what the hub says.
     """
+    observed = replace(observed, hub=_with_the_past(observed.hub, previous))
     status: Json = {
         "conditions": conditions(pool_conditions(pool, observed), previous, pool.metadata.generation, now),
         "observedGeneration": pool.metadata.generation,
@@ -52,8 +54,12 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
     if observed.hub is not None:
         status["engines"] = _engines(observed.hub)
         status["externalEngines"] = _external(observed, pool.metadata.namespace)
+        if observed.hub.keys is not None:
+            status["keys"] = {"generation": observed.hub.keys.generation, "accepted": observed.hub.keys.accepted}
+        if pool.spec.distributed is not None:
+            status["reclaim"] = _reclaim(pool, observed.hub, previous)
     else:
-        status |= {key: previous[key] for key in ("engines", "externalEngines") if key in previous}
+        status |= {key: previous[key] for key in ("engines", "externalEngines", "keys", "reclaim") if key in previous}
     reset = _reset(observed.hub, previous)
     if reset:
         status["reset"] = reset
@@ -121,6 +127,8 @@ def _add_epochs(status: Json, hub: HubView | None, previous: Json) -> None:
         values = [value for value in (previous.get(key), said.get(key)) if value is not None]
         if values:
             status[key] = max(values)
+    if previous.get("weightsVersion"):  # written with the epoch that it belongs to
+        status["weightsVersion"] = previous["weightsVersion"]
     granting = bool(previous.get("granting")) or (hub is not None and hub.granting)
     if granting:
         status["granting"] = True
@@ -146,24 +154,61 @@ def _external(observed: Observed, namespace: str) -> list[Json]:
         for pod in observed.pods
         if pod["metadata"]["namespace"] == namespace and ENGINE_LABEL in (pod["metadata"].get("labels") or {})
     }
-    found: dict[str, Json] = {}
-    for engine in sorted(observed.hub.engines, key=lambda engine: engine.display_name):
-        if engine.pod not in ours:
-            entry: Json = {"name": engine.display_name[:253], "mode": engine.mode}
-            if engine.epoch is not None:
-                entry["epoch"] = engine.epoch
-            found.setdefault(entry["name"], entry)
-    return list(found.values())[:_MAX_EXTERNAL]
+    found = [engine for engine in observed.hub.engines if engine.pod not in ours]
+    namesakes = Counter(engine.display_name for engine in found)
+    entries: dict[str, Json] = {}
+    for engine in found:
+        entry = _external_entry(engine, namesakes[engine.display_name] > 1)
+        entries.setdefault(entry["name"], entry)
+    return [entries[name] for name in sorted(entries)][:_MAX_EXTERNAL]
+
+
+def _external_entry(engine: HubEngine, shared_name: bool) -> Json:
+    """Boots that report under one name are told apart by their ids; a process that was restarted is one of them for a lease."""
+    suffix = f"#{engine.boot}" if shared_name and engine.boot else ""
+    entry: Json = {"name": engine.display_name[: 253 - len(suffix)] + suffix, "mode": engine.mode}
+    if engine.epoch is not None:
+        entry["epoch"] = engine.epoch
+    return {**entry, "rank": engine.rank, "carried": engine.carried}
+
+
+def _reclaim(pool: KVCachePool, hub: HubView, previous: Json) -> Json:
+    """What was given back. A hub that did not do it knows nothing of the counts, so what an earlier one wrote stays."""
+    before, known, policy = previous.get("reclaim") or {}, hub.reclaim, pool.spec.reset.reclaim_policy
+    if policy == "Retain":
+        return {"policy": policy}
+    if before.get("epoch", 0) >= max(hub.published, 1) and not known.keys:
+        return {**before, "policy": policy}
+    reclaim: Json = {"policy": policy, "epoch": known.epoch, "keys": known.keys, "bytes": known.bytes}
+    if known.completed is not None and known.epoch >= hub.published:
+        reclaim["completionTime"] = timestamp(known.completed)
+    return reclaim
+
+
+def _with_the_past(hub: HubView | None, previous: Json) -> HubView | None:
+    """What an earlier hub found reclaimed is so: nobody writes below the published epoch any more but what the next sweep finds."""
+    if hub is None:
+        return None
+    done = max(hub.reclaim.epoch, (previous.get("reclaim") or {}).get("epoch") or 0)
+    return replace(hub, reclaim=replace(hub.reclaim, epoch=min(done, hub.published)))
 
 
 def _reset(hub: HubView | None, previous: Json) -> Json:
-    """The latest reset. A hub that did not lead it knows nothing of its times, so what an earlier one wrote stays."""
+    """The latest reset. A hub that did not lead it knows nothing of its times, so what an earlier one wrote stays; so does what
+    the hub's authority has just written about a target that this view does not know yet.
+    """
     before: Json = previous.get("reset") or {}
-    if hub is None:
+    if hub is None or before.get("epoch", 0) > hub.target:
         return before
     if hub.reset_epoch is None or hub.reset_started is None:
         return _closed(before, hub)
     reset: dict[str, Any] = {"epoch": hub.reset_epoch, "startTime": timestamp(hub.reset_started, milliseconds=True)}
+    durable = before if before.get("epoch") == hub.reset_epoch else {}
+    known = {"origin": hub.origin, "weightsVersion": hub.weights_version} if hub.target == hub.reset_epoch else {}
+    for key in ("origin", "weightsVersion"):
+        value = durable.get(key) or known.get(key)
+        if value:
+            reset[key] = value
     if hub.reset_completed is not None:
         reset["completionTime"] = timestamp(hub.reset_completed, milliseconds=True)
         if hub.reset_milliseconds is not None:

@@ -11,8 +11,10 @@ import pytest
 from epochkv_operator.planning import (
     HubEngine,
     HubView,
+    KeysView,
     Observed,
     Problem,
+    ReclaimView,
     desired_engine,
     desired_pool,
     engine_conditions,
@@ -192,9 +194,14 @@ def test_children_of_a_namesake_do_not_count() -> None:
         (HubView(7, 6, laggards=[("a", "LeaseRunning")]), "False", "WaitingForEngines", "waiting for a (LeaseRunning)"),
         (HubView(7, 6, laggards=[(str(n), "Slow") for n in range(9)]), "False", "WaitingForEngines", "and 5 more"),
         (CONVERGED, "True", "Published", "no engine uses an epoch below 7"),
-        (HubView(9, 9), "True", "Published", "below 9"),  # a trainer or an engine asked for more than the spec
         (HubView(9, 8), "False", "WaitingForEngines", "9 is recorded"),
-        (HubView(7, 7, [rank("p", mode="Bypass")]), "True", "Published", "in bypass: p"),
+        (HubView(7, 7, origin="Spec"), "True", "Published", "no engine uses an epoch below 7"),
+        # A trainer or an engine asked for more than the spec, or was first with the same.
+        (HubView(9, 9), "True", "EpochAhead", "somebody else asked for; spec.resetEpoch 7 resets nothing: it is below; to reset, set 10"),
+        (HubView(9, 9, origin="Trainer"), "True", "EpochAhead", "no engine uses an epoch below 9, which a trainer asked for"),
+        (HubView(7, 7, origin="Trainer"), "True", "EpochAhead", "spec.resetEpoch 7 resets nothing: that epoch was out already; to reset"),
+        (HubView(7, 7, origin="Engine"), "True", "EpochAhead", "set 8 or higher"),
+        (HubView(7, 7, [rank("p", mode="Bypass")]), "True", "Published", "below 7"),
     ],
 )
 def test_epoch_converged(hub: HubView | None, status: str, reason: str, says: str) -> None:
@@ -207,7 +214,11 @@ def test_epoch_converged(hub: HubView | None, status: str, reason: str, says: st
 def test_conditions_that_do_not_apply_are_absent() -> None:
     hub = HubView(0, 0)
     for spec in ("l1", "external"):
-        assert set(by_type(pool_conditions(pool(spec), Observed(hub=hub)))) == {"Ready", "EpochConverged"}
+        found = set(by_type(pool_conditions(pool(spec), Observed(hub=hub))))
+        assert found - {"Reclaimed"} == {"Ready", "EpochConverged", "WeightsConverged", "Drained"}
+        assert ("Reclaimed" in found) == (spec == "external")
+    source = replace(hub, weights_source="Model")
+    assert "WeightsConverged" not in by_type(pool_conditions(pool("l1"), Observed(hub=source)))
     alone = engine("no-pool")
     children = [workload(desired_engine(alone, None, CONTEXT), "Deployment", "rollout", **ready(1))]
     assert by_type(engine_conditions(alone, None, Observed(children))) == {
@@ -269,6 +280,156 @@ def test_pool_not_found(going: bool) -> None:
     assert "create the pool" in message(conditions, "PoolBound")
 
 
+PENDING = [rank("p0"), rank("p1", mode="Bypass", pending=True)]
+
+
+@pytest.mark.parametrize(
+    ("hub", "status", "reason", "says"),
+    [
+        (None, "Unknown", "HubUnavailable", "bypass"),
+        (CONVERGED, "True", "Converged", "no engine waits for the weights of epoch 7"),
+        (HubView(7, 7, PENDING[:1], weights_version="step-3"), "True", "Converged", "weights of epoch 7 (step-3)"),
+        (HubView(7, 7, [rank("p1", mode="Bypass")]), "True", "Converged", "no engine waits"),  # a local reset, say: not the weights
+        (HubView(7, 7, PENDING), "False", "WeightsPending", "weights of epoch 7: p1 (started after the push"),
+        (
+            HubView(7, 7, PENDING, origin="Spec"),
+            "False",
+            "WeightsPending",
+            'kubectl patch kvp policy -n rl --type=merge -p \'{"spec":{"resetEpoch":8}}\'',
+        ),
+        (HubView(7, 7, PENDING, origin="Trainer"), "False", "WeightsPending", "until the trainer's update ends, or until the next one"),
+        (
+            HubView(7, 7, PENDING, held=True, weights_version="step-3"),
+            "False",
+            "WeightsPending",
+            "epoch 7 waits for its weights (step-3), and every engine serves in bypass: push them, then kubectl patch kvp policy -n rl"
+            ' --type=merge -p \'{"spec":{"weightsReady":"step-3"}}\'',
+        ),
+    ],
+)
+def test_weights_converged(hub: HubView | None, status: str, reason: str, says: str) -> None:
+    conditions = pool_conditions(POLICY, Observed(pool_children(), (), hub))
+    assert by_type(conditions)["WeightsConverged"] == (status, reason)
+    assert says in message(conditions, "WeightsConverged")
+    if hub is not None:  # they serve
+        assert by_type(conditions)["Ready"] == ("True", "Ready")
+
+
+def test_weights_current_names_the_pods_of_this_engine() -> None:
+    elsewhere = HubEngine("other", "other-0", 0, 7, "Bypass", pending=True)
+    for hub, expected in (
+        (HubView(7, 7, [rank("p0"), rank("p1"), elsewhere]), ("True", "Current")),
+        (HubView(7, 7, [*PENDING, elsewhere]), ("False", "WeightsPending")),
+    ):
+        conditions = engine_conditions(ROLLOUT, POLICY, Observed(engine_children(ready(2)), PODS, hub))
+        assert by_type(conditions)["WeightsCurrent"] == expected
+        assert "other-0" not in message(conditions, "WeightsCurrent")
+        assert by_type(conditions)["Ready"] == ("True", "Ready")
+    conditions = engine_conditions(ROLLOUT, POLICY, Observed(engine_children(ready(2)), PODS, HubView(7, 7, weights_source="Model")))
+    assert "WeightsCurrent" not in by_type(conditions)
+
+
+def test_drained() -> None:
+    running = [rank("p0", carried=2), rank("p1"), rank("p2", carried=1)]
+    for engines, expected, says in (
+        (running, ("False", "CarriedRequests"), "3 requests were admitted under an older epoch"),
+        (running[1:2], ("True", "Drained"), "no request runs that was admitted before epoch 7"),
+        ([], ("True", "Drained"), "epoch 7"),
+    ):
+        conditions = pool_conditions(POLICY, Observed(pool_children(), (), HubView(7, 7, engines)))
+        assert by_type(conditions)["Drained"] == expected
+        assert says in message(conditions, "Drained")
+        assert by_type(conditions)["Ready"] == ("True", "Ready")
+
+
+STORED = {"mooncake": {"store": {"segmentSize": "1Gi"}}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "reclaim", "expected", "says"),
+    [
+        ({"distributed": STORED}, ReclaimView(7, 12, 4096), ("True", "Reclaimed"), "below 7; 12 keys and 4096 bytes were given back"),
+        ({"distributed": STORED}, ReclaimView(7), ("True", "Reclaimed"), "nothing to give back"),
+        ({"distributed": STORED}, ReclaimView(6, 3), ("False", "Reclaiming"), "3 keys and 0 bytes were given back so far"),
+        (
+            {"distributed": STORED, "reset": {"reclaimPolicy": "RemoveAll"}},
+            ReclaimView(6, wipe_failed=True),
+            ("False", "WipeFailed"),
+            "is the master reachable on its admin port?",
+        ),
+        ({"distributed": {"external": {"masterAddress": "a:1"}}}, ReclaimView(6), ("False", "NoEngine"), "none is connected"),
+        ({"distributed": STORED, "reset": {"reclaimPolicy": "Retain"}}, ReclaimView(0), None, ""),
+        ({"local": {"capacity": "1Gi"}}, ReclaimView(0), None, ""),
+    ],
+)
+def test_reclaimed(spec: Json, reclaim: ReclaimView, expected: Any, says: str) -> None:
+    conditions = pool_conditions(pool(spec), Observed(hub=HubView(7, 7, reclaim=reclaim)))
+    assert by_type(conditions).get("Reclaimed") == expected
+    if says:
+        assert says in message(conditions, "Reclaimed")
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected", "says"),
+    [
+        (None, ("Unknown", "HubUnavailable"), ""),
+        (KeysView(1), ("False", "Rotating"), "key generation 2 is asked for, 1 is in the Secret"),
+        (KeysView(2), ("True", "Rotated"), "only the key pair of generation 2"),
+        (KeysView(2, 2, ("ray-1", "p0")), ("False", "OldKeyInUse"), "still used by ray-1, p0"),
+        (KeysView(2, 2), ("False", "OldKeyInUse"), "kubectl patch secret policy-fence --type=json"),
+    ],
+)
+def test_keys_rotated(keys: KeysView | None, expected: Any, says: str) -> None:
+    conditions = pool_conditions(pool({"local": {"capacity": "1Gi"}, "keys": {"generation": 2}}), Observed(hub=HubView(7, 7, keys=keys)))
+    assert by_type(conditions)["KeysRotated"] == expected
+    assert says in message(conditions, "KeysRotated")
+    assert by_type(conditions)["Ready"] == ("True", "Ready")
+
+
+def test_reset_of_a_status_that_knows_more_is_left_alone() -> None:
+    """The authority writes target and origin first; a view from before must not put the older reset back."""
+    before = {"targetEpoch": 8, "epoch": 7, "weightsVersion": "a", "reset": {"epoch": 8, "origin": "Trainer", "weightsVersion": "b"}}
+    stale = HubView(7, 7, reset_epoch=7, reset_started=NOW, reset_completed=NOW, origin="Spec")
+    status = pool_status(POLICY, Observed(pool_children(), (), stale), CONTEXT, before, NOW)
+    assert (status["reset"], status["targetEpoch"], status["weightsVersion"]) == (before["reset"], 8, "a")
+    newer = HubView(
+        8, 8, reset_epoch=8, reset_started=NOW, reset_completed=NOW, reset_milliseconds=9
+    )  # a hub that does not know the origin
+    status = pool_status(POLICY, Observed(pool_children(), (), newer), CONTEXT, before, NOW)
+    assert status["reset"] == {
+        "epoch": 8,
+        "origin": "Trainer",
+        "weightsVersion": "b",
+        "startTime": "2026-03-01T12:00:00.123Z",
+        "completionTime": "2026-03-01T12:00:00.123Z",
+        "durationMilliseconds": 9,
+    }
+
+
+def test_external_engines_of_one_name_are_told_apart() -> None:
+    ranks = [HubEngine("ray", "", number, 7, "Use", boot=f"{number:08x}") for number in range(2)]
+    twins = [HubEngine("sim", "", 0, epoch, "Use", boot=boot) for epoch, boot in ((7, "aaaaaaaa"), (6, "bbbbbbbb"))]
+    status = pool_status(POLICY, Observed(pool_children(), (), HubView(7, 6, [*ranks, *twins])), CONTEXT, {}, NOW)
+    assert [(engine["name"], engine["epoch"]) for engine in status["externalEngines"]] == [
+        ("ray", 7),
+        ("ray/1", 7),
+        ("sim#aaaaaaaa", 7),
+        ("sim#bbbbbbbb", 6),
+    ]
+    assert status["engines"]["summary"] == "3/4"
+
+
+def test_what_was_reclaimed_survives_a_new_operator() -> None:
+    done = HubView(7, 7, reclaim=ReclaimView(7, 12, 4096, NOW))
+    first = pool_status(POLICY, Observed(pool_children(), (), done), CONTEXT, {}, NOW)
+    assert first["reclaim"] == {"policy": "Delete", "epoch": 7, "keys": 12, "bytes": 4096, "completionTime": "2026-03-01T12:00:00Z"}
+    again = pool_status(POLICY, Observed(pool_children(), (), HubView(7, 7)), CONTEXT, first, NOW)
+    assert again["reclaim"] == first["reclaim"]
+    assert next(item for item in again["conditions"] if item["type"] == "Reclaimed")["status"] == "True"
+    later = pool_status(POLICY, Observed(pool_children(), (), HubView(8, 8)), CONTEXT, first, NOW)
+    assert later["reclaim"] == {"policy": "Delete", "epoch": 7, "keys": 0, "bytes": 0}
+
+
 def test_scaled_to_zero_is_ready() -> None:
     idle = engine({"model": {"name": "tiny"}, "poolRef": {"name": "policy"}, "replicas": 0})
     conditions = by_type(engine_conditions(idle, POLICY, Observed(engine_children({}, 0, idle), (), CONVERGED)))
@@ -286,17 +447,21 @@ def test_a_problem_of_the_plan_comes_first() -> None:
 
 
 def test_transition_times_move_only_on_change() -> None:
-    observed = Observed(pool_children(), (), HubView(7, 6))
+    observed = Observed(pool_children(), (), HubView(7, 6, reclaim=ReclaimView(epoch=6)))
     first = pool_status(POLICY, observed, CONTEXT, {}, NOW)
     later = NOW + timedelta(seconds=90)
     assert pool_status(POLICY, observed, CONTEXT, first, later) == first
-    done = pool_status(POLICY, Observed(pool_children(), (), CONVERGED), CONTEXT, first, later)
+    nothing_left = replace(CONVERGED, reclaim=ReclaimView(epoch=7))
+    done = pool_status(POLICY, Observed(pool_children(), (), nothing_left), CONTEXT, first, later)
     times = {condition["type"]: condition["lastTransitionTime"] for condition in done["conditions"]}
     assert times == {
         "Ready": "2026-03-01T12:01:30Z",
         "EpochConverged": "2026-03-01T12:01:30Z",
         "MasterAvailable": "2026-03-01T12:00:00Z",
         "StoreAvailable": "2026-03-01T12:00:00Z",
+        "WeightsConverged": "2026-03-01T12:00:00Z",
+        "Drained": "2026-03-01T12:00:00Z",
+        "Reclaimed": "2026-03-01T12:00:00Z",
     }
 
 
@@ -318,7 +483,10 @@ def test_pool_status_in_full() -> None:
     status = pool_status(POLICY, Observed(pool_children(), PODS, hub), CONTEXT, {"targetEpoch": 7, "epoch": 7}, NOW)
     assert (status["targetEpoch"], status["epoch"], status["granting"]) == (8, 7, True)
     assert status["engines"] == {"total": 4, "converged": 2, "bypassed": 1, "carriedRequests": 3, "summary": "2/4"}
-    assert status["externalEngines"] == [{"name": "ray-1/3", "mode": "Bypass"}, {"name": "trainer-b", "mode": "Use", "epoch": 8}]
+    assert status["externalEngines"] == [
+        {"name": "ray-1/3", "mode": "Bypass", "rank": 3, "carried": 1},
+        {"name": "trainer-b", "mode": "Use", "epoch": 8, "rank": 0, "carried": 0},
+    ]
     assert status["reset"] == {
         "epoch": 8,
         "startTime": "2026-03-01T12:00:00.123Z",
