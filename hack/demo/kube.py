@@ -45,15 +45,18 @@ class Kube:
 
     # -- what a user would type ----------------------------------------------------------------------------------------
 
+    def command(self, *args: str) -> list[str]:
+        """A kubectl command line for this cluster."""
+        return [str(self._kubectl), f"--kubeconfig={self.kubeconfig}", *args]
+
     def kubectl(self, *args: str, seconds: float = 120.0, stdin: str | None = None) -> str:
         """Run kubectl; its output.
 
         Raises:
             DemoError: kubectl's own words.
         """
-        command = [str(self._kubectl), f"--kubeconfig={self.kubeconfig}", *args]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, input=stdin, check=False)
+            done = subprocess.run(self.command(*args), capture_output=True, text=True, timeout=seconds, input=stdin, check=False)
         except subprocess.TimeoutExpired as error:
             raise DemoError(f"kubectl {' '.join(args)}: no end after {seconds:.0f} s") from error
         if done.returncode != 0:
