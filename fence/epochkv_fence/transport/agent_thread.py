@@ -14,14 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from epochkv_fence import agent as ag
 from epochkv_fence.messages import (
-    MAX_MESSAGE_BYTES,
     MAX_STAT_NAME,
     MAX_STATS,
     Error,
@@ -29,10 +27,12 @@ from epochkv_fence.messages import (
     Message,
     Mode,
     Reclaimed,
+    Refusal,
     WireError,
     decode,
     encode,
 )
+from epochkv_fence.transport.dealer import Link, LinkEvent
 from epochkv_fence.transport.keys import ClientKeys
 
 logger = logging.getLogger(__name__)
@@ -42,25 +42,20 @@ READY_POLL_SECONDS: Final = 0.05
 SETTLE_POLL_SECONDS: Final = 0.001
 SLOW_SETTLE_SECONDS: Final = 0.02
 REOPEN_SECONDS: Final = 1.0
-REDIAL_SECONDS: Final = 1.0
-"""After a refused handshake, upon which libzmq never dials again: the hub may learn of our pool, or its key, later."""
-SILENT_REDIAL_SECONDS: Final = 3.0
-"""Without a connection (libzmq gives up for good, silently, on bytes that are not the protocol), and with one on which
-heartbeats are not answered (a frozen hub): dial anew. Doubles while it does not help."""
-MAX_SILENT_REDIAL_SECONDS: Final = 30.0
+KEYS_SECONDS: Final = 10.0
+"""Between two looks at the credentials before the length of a lease is known; then it is a third of a lease."""
+MIN_KEYS_SECONDS: Final = 0.5
+LOADING_POLL_SECONDS: Final = 0.02
 UNREACHABLE_AFTER_SECONDS: Final = 5.0
 MAX_POLL_SECONDS: Final = 1.0
-MONITORED: Final = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_DISCONNECTED
-)
 
 
 class AgentHooks(Protocol):
-    """What the engine offers; called on the agent thread, except `reclaim`."""
+    """What the engine offers; called on the agent thread, except `reclaim`.
+
+    One more may be there: `loading() -> int | None`, the reads from the store that may still deliver bytes, in flight or in
+    quarantine; None: not known.
+    """
 
     def ready(self) -> bool:
         """False until vLLM has set its own root: adopt nothing."""
@@ -77,8 +72,8 @@ class AgentHooks(Protocol):
     def stats(self) -> dict[str, float]:
         """Counters for status and metrics; at most 64, of names with at most 64 characters."""
 
-    def reclaim(self, below: int) -> int:
-        """Remove the pool's keys of epochs below `below`; returns how many were removed, 0 if none were left.
+    def reclaim(self, below: int) -> int | tuple[int, int]:
+        """Remove the pool's keys of epochs below `below`; returns how many were removed, 0 if none were left, or (that, bytes).
 
         Called on a thread of its own; may take long, and may raise when it cannot tell.
         """
@@ -100,14 +95,29 @@ class AgentThread:
     Args:
         endpoint: of the hub, such as `tcp://epochkv-hub.epochkv-system.svc:7700`.
         boot: 16 random bytes drawn when this process started.
+        credentials: reads the keys again, every third of a lease and when the hub refuses those in use. When they have changed,
+            a second connection is made with the new ones, and takes over as soon as it stands: the lease goes on.
     """
 
-    def __init__(self, endpoint: str, keys: ClientKeys, boot: bytes, identity: EngineIdentity, hooks: AgentHooks) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        keys: ClientKeys,
+        boot: bytes,
+        identity: EngineIdentity,
+        hooks: AgentHooks,
+        *,
+        credentials: Callable[[], ClientKeys] | None = None,
+    ) -> None:
         self.endpoint = endpoint
         self.counters: Counter[str] = Counter()
         self._keys = keys
         self._identity = identity
         self._hooks = hooks
+        self._loading: Callable[[], int | None] | None = getattr(hooks, "loading", None)
+        self._loads_told: int | None = None
+        self._credentials = credentials
+        self._keys_due = time.monotonic() + KEYS_SECONDS
         self._born = time.monotonic()
         self._agent = ag.Agent(boot)
         self._view = self._agent.view
@@ -122,12 +132,12 @@ class AgentThread:
         self._started = False
         self._settling_since: float | None = None
         self._said: dict[str, str] = {}
-        self._connected = False
         self._disconnected_at = self._born
-        self._redial_at = float("inf")
-        self._patience = SILENT_REDIAL_SECONDS
         self._reclaiming = False
-        self._dealer: zmq.Socket[bytes] | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._link: Link | None = None
+        self._next: Link | None = None  # with newer keys; takes over when it stands
+        self._poller: zmq.Poller | None = None
 
     # ------------------------------------------------------------------ any thread
 
@@ -192,56 +202,33 @@ class AgentThread:
             self._view = self._view._replace(lease_until=ag.NO_LEASE)
 
     def _session(self) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = zmq.Context()
         try:
-            dealer = self._dealer = self._open(context)
-            monitor = dealer.get_monitor_socket(MONITORED)
-            dealer.connect(self.endpoint)
-            self._redial_at = time.monotonic() + SILENT_REDIAL_SECONDS
-            poller = zmq.Poller()
-            for source in (dealer, monitor, self._wake_read):
-                poller.register(source, zmq.POLLIN)
+            self._link = Link(self._context, self.endpoint, self._keys)
             while not self._stopping.is_set():
-                ready = dict(poller.poll(self._poll_ms()))
-                self._drain_inbox(self._wake_read in ready)
-                if monitor in ready:
-                    self._read_monitor(monitor)
-                if dealer in ready:
-                    self._read_messages(dealer)
+                woken = self._poll()
+                self._drain_inbox(woken)
+                self._read_link(self._link)
+                if self._next is not None:
+                    self._read_next(self._next)
                 self._pass_time()
         finally:
-            self._connected = False
-            if self._dealer is not None:
-                self._dealer.disable_monitor()
-            self._dealer = None
-            context.destroy(linger=0)
+            for link in (self._link, self._next):
+                if link is not None:
+                    link.close()
+            self._link = self._next = self._poller = None
+            self._context.destroy(linger=0)
 
-    def _open(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-        """libzmq's defaults never notice a dead peer behind a ClusterIP. The kernel does, with these, within 4 s.
-
-        Not ZMTP heartbeats: their timer runs into an assertion of libzmq, which aborts the process, when a peer goes away
-        while input is stopped (libzmq issues 3937, 4364, 4767; seen here with tampered frames).
-        """
-        dealer = context.socket(zmq.DEALER)
-        for option, value in (
-            (zmq.TCP_KEEPALIVE, 1),
-            (zmq.TCP_KEEPALIVE_IDLE, 2),
-            (zmq.TCP_KEEPALIVE_INTVL, 1),
-            (zmq.TCP_KEEPALIVE_CNT, 2),
-            (zmq.TCP_MAXRT, 3000),
-            (zmq.CONNECT_TIMEOUT, 1000),
-            (zmq.HANDSHAKE_IVL, 1500),
-            (zmq.RECONNECT_IVL, 100),
-            (zmq.RECONNECT_IVL_MAX, 1000),
-            (zmq.IMMEDIATE, 1),
-            (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, 4 * MAX_MESSAGE_BYTES),
-        ):
-            dealer.setsockopt(option, value)
-        dealer.curve_serverkey = self._keys.hub_public.encode()
-        dealer.curve_publickey = self._keys.public.encode()
-        dealer.curve_secretkey = self._keys.secret.encode()
-        return dealer
+    def _poll(self) -> bool:
+        """Wait for something to do; returns whether another thread woke us."""
+        if self._poller is None:
+            self._poller = zmq.Poller()
+            self._poller.register(self._wake_read, zmq.POLLIN)
+            for link in (self._link, self._next):
+                if link is not None:
+                    self._poller.register(link.socket, zmq.POLLIN)
+                    self._poller.register(link.monitor, zmq.POLLIN)
+        return self._wake_read in dict(self._poller.poll(self._poll_ms()))
 
     def _poll_ms(self) -> int:
         now = time.monotonic()
@@ -251,6 +238,8 @@ class AgentThread:
         if self._settling_since is not None:
             fast = now < self._settling_since + 0.1
             wait = min(wait, SETTLE_POLL_SECONDS if fast else SLOW_SETTLE_SECONDS)
+        if self._draining():
+            wait = min(wait, LOADING_POLL_SECONDS)
         return max(0, int(wait * 1000 + 0.999))
 
     def _pass_time(self) -> None:
@@ -260,25 +249,73 @@ class AgentThread:
         if self._settling_since is not None and not self._hook("busy", self._hooks.busy, True):
             self._settling_since = None
             self._step(ag.Settled())
+        if self._draining() and self._loads() == 0:
+            self._step(ag.Poked())
         now = time.monotonic()
         if now >= self._agent.deadline():
             self._step(ag.Tick())
-        explained = self._connected or self._said.get("hub") in ("refused", "handshake")
+        connected = self._link is not None and self._link.connected
+        explained = connected or self._said.get("hub") in ("refused", "handshake")
         if not explained and now >= self._disconnected_at + UNREACHABLE_AFTER_SECONDS:
             text = "no connection to the hub at %s; bypass when the lease is over, retrying"
             self._say("hub", "unreachable", logging.WARNING, text, self.endpoint)
-        if now >= self._redial_at:
-            self._redial(now)
+        for link in (self._link, self._next):
+            if link is not None and now >= link.redial_at:
+                link.redial()
+                self.counters["redials"] += 1
+        if now >= self._keys_due:
+            self._check_keys(now)
         self._tell_state(now)
 
-    def _redial(self, now: float) -> None:
-        self._redial_at = now + self._patience
-        self._patience = min(2 * self._patience, MAX_SILENT_REDIAL_SECONDS)
-        if self._dealer is not None:
-            with contextlib.suppress(zmq.ZMQError):  # libzmq may have dropped it already
-                self._dealer.disconnect(self.endpoint)
-            self._dealer.connect(self.endpoint)
-            self.counters["redials"] += 1
+    def _draining(self) -> bool:
+        """In bypass the hub may wait for the last load to end, and wants to know at once."""
+        return bool(self._loads_told) and self._view.mode is Mode.BYPASS
+
+    def _loads(self) -> int | None:
+        if self._loading is None:
+            return None
+        loads = self._hook("loading", self._loading, None)
+        return None if loads is None else max(0, loads)
+
+    # ------------------------------------------------------------------ keys
+
+    def _check_keys(self, now: float) -> None:
+        """Whether there are newer keys; if so, dial with them beside the connection there is."""
+        lease = self._agent.lease_seconds
+        self._keys_due = now + (KEYS_SECONDS if lease is None else max(MIN_KEYS_SECONDS, lease / ag.BEATS_PER_LEASE))
+        if self._credentials is None or self._link is None or self._context is None:
+            return
+        try:
+            keys = self._credentials()
+        except Exception as error:
+            self.counters["credentials_errors"] += 1
+            self._say("keys", repr(error), logging.WARNING, "cannot read the credentials: %s; going on with those in use", error)
+            return
+        self._say("keys", "", logging.DEBUG, "the credentials are readable")
+        if self._next is not None and (keys == self._link.keys or keys != self._next.keys):
+            self._next.close()
+            self._next = self._poller = None
+        if self._next is None and keys != self._link.keys:
+            self._next = Link(self._context, self.endpoint, keys)
+            self._poller = None
+            self._say("next", keys.public, logging.INFO, "there are new keys; connecting to the hub at %s with them", self.endpoint)
+
+    def _read_next(self, link: Link) -> None:
+        """The connection with newer keys takes over once it stands; until then the other one goes on."""
+        for event in link.events():
+            if event is LinkEvent.REFUSED:
+                text = "the hub at %s does not take the new keys yet; going on with those in use, retrying"
+                self._say("next", "refused", logging.WARNING, text, self.endpoint)
+            if event is LinkEvent.CONNECTED:
+                if self._link is not None:
+                    self._link.close()
+                self._link, self._next, self._poller = link, None, None
+                self._keys = link.keys
+                self.counters["key_changes"] += 1
+                self._say("next", "", logging.INFO, "connected to the hub at %s with the new keys", self.endpoint)
+                self._say("hub", "connected", logging.INFO, "connected to the hub at %s", self.endpoint)
+                self._step(ag.Poked())
+                return
 
     def _drain_inbox(self, woken: bool) -> None:
         if woken:
@@ -295,53 +332,46 @@ class AgentThread:
 
     # ------------------------------------------------------------------ in and out
 
-    def _read_messages(self, dealer: zmq.Socket[bytes]) -> None:
+    def _read_link(self, link: Link) -> None:
+        for event in link.events():
+            self._link_event(event)
         for _ in range(64):
-            try:
-                frames = dealer.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            frames = link.receive()
+            if frames is None:
                 return
-            self._redial_at, self._patience = float("inf"), SILENT_REDIAL_SECONDS
             try:
                 message = decode(frames)
             except WireError as error:
                 self.counters["wire_errors"] += 1
                 self._say("wire", error.code.value, logging.WARNING, "dropped a message from the hub: %s", error.text)
-                self._send(Error(error.code, error.text))
+                self._send(Error(error.code, error.text[:1024]))
                 continue
             self._step(ag.Received(message))
 
-    def _read_monitor(self, monitor: Any) -> None:
-        while monitor.poll(0):
-            event = int(recv_monitor_message(monitor, zmq.NOBLOCK)["event"])
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._connected = True
+    def _link_event(self, event: LinkEvent) -> None:
+        match event:
+            case LinkEvent.CONNECTED:
                 self._say("hub", "connected", logging.INFO, "connected to the hub at %s", self.endpoint)
                 self._step(ag.Poked())
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self._redial_at = time.monotonic() + REDIAL_SECONDS
+            case LinkEvent.REFUSED:
                 text = "the hub at %s refuses our key (is it the key of a pool it serves?); bypass, retrying"
                 self._say("hub", "refused", logging.WARNING, text, self.endpoint)
-            elif event in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
-                self._redial_at = time.monotonic() + REDIAL_SECONDS
+                self._keys_due = time.monotonic()
+            case LinkEvent.NO_HANDSHAKE:
                 text = "no CURVE handshake with %s (is hub.pub the key of that hub?); bypass, retrying"
                 if self._said.get("hub") != "refused":
                     self._say("hub", "handshake", logging.WARNING, text, self.endpoint)
-            elif event == zmq.EVENT_DISCONNECTED and self._connected:
-                self._connected = False
+                self._keys_due = time.monotonic()
+            case LinkEvent.DISCONNECTED:
                 self._disconnected_at = time.monotonic()
-                self._redial_at = self._disconnected_at + SILENT_REDIAL_SECONDS
                 self._say("hub", "disconnected", logging.INFO, "lost the connection to the hub at %s", self.endpoint)
 
     def _send(self, message: Message) -> None:
-        if self._dealer is None:
+        if self._link is None:
             return
         try:
-            self._dealer.send_multipart(encode(message), zmq.NOBLOCK)
-            self.counters["sent"] += 1
-            self._redial_at = min(self._redial_at, time.monotonic() + self._patience)  # until something is heard
-        except zmq.Again:
-            self.counters["unsent"] += 1  # no connection: the next heartbeat says it all
+            sent = self._link.send(encode(message))
+            self.counters["sent" if sent else "unsent"] += 1  # without a connection: the next heartbeat says it all
         except WireError as error:
             self.counters["unsent"] += 1
             self._say("wire", "too large", logging.ERROR, "cannot send: %s", error.text)
@@ -369,10 +399,13 @@ class AgentThread:
             case ag.HubRefused(error):
                 self.counters["refused_by_hub"] += 1
                 self._say("refusal", error.code.value, logging.WARNING, "the hub did not take a message: %s", error.text)
+                if error.code is Refusal.POOL:
+                    self._keys_due = time.monotonic()
 
     def _heartbeat(self, seq: int, epoch: int | None, mode: Mode) -> Heartbeat:
         none: dict[str, float] = {}
         stats = self._hook("stats", self._hooks.stats, none)
+        self._loads_told = self._loads()
         return Heartbeat(
             boot=self._agent.boot,
             seq=seq,
@@ -385,6 +418,7 @@ class AgentThread:
             rank=self._identity.rank,
             fingerprint=self._identity.fingerprint[:253],
             stats={name[:MAX_STAT_NAME]: value for name, value in list(stats.items())[:MAX_STATS]},
+            loading=self._loads_told,
         )
 
     def _adopt(self, epoch: int, mode: Mode) -> None:
@@ -406,9 +440,10 @@ class AgentThread:
 
     def _remove_old(self, below: int) -> None:
         try:
-            removed = self._hooks.reclaim(below)
+            answer = self._hooks.reclaim(below)
+            removed, num_bytes = answer if isinstance(answer, tuple) else (answer, 0)
             with self._inbox_lock:
-                self._outbox.append(Reclaimed(self._agent.boot, below, max(0, removed)))
+                self._outbox.append(Reclaimed(self._agent.boot, below, max(0, removed), max(0, num_bytes)))
             self._wake()
         except Exception as error:
             self.counters["reclaim_errors"] += 1
