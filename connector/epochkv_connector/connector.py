@@ -113,7 +113,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._hashing = compat.BlockHashing(vllm_config.cache_config.prefix_caching_hash_algo)
         root_port = compat.GlobalRoot()
         credentials = Credentials(config)
-        digest = fingerprint(compat.describe_engine(vllm_config, self._kv_cache_config))
+        digest = self._fingerprint = fingerprint(compat.describe_engine(vllm_config, self._kv_cache_config))
         self._link = HubLink(config, credentials)
         random_seed = compat.hash_seed_is_random(self._hashing.algorithm)
         if random_seed and config.distributed is not None:
@@ -139,10 +139,11 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._tiers.half if self._tiers is not None else None,
             loads_off=loads_off,
             propose=self._link.propose if config.on_local_reset == "propose" else None,
+            on_drained=self._link.poke,
             local_worker=self._find_local_worker,
             on_error=self._guard.note,
         )
-        hooks = FenceHooks(fence, self._gauges, self._reclaim)
+        hooks = FenceHooks(fence, self._gauges, self._reclaim, self._side.loading)
         self._link.start(hooks, digest, int(vllm_config.parallel_config.data_parallel_rank or 0))
         if fence.policy.forced_bypass is not None:
             logger.warning("EpochKV serves without caches: %s", fence.policy.forced_bypass)
@@ -168,6 +169,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             has_hub=credentials.problem is None,
             use_private=config.hub is None and not pushed,
             forced_bypass=forced,
+            proposes=config.on_local_reset == "propose",
         )
 
     def _why_no_loads(self) -> str | None:
@@ -183,12 +185,12 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         connector = _local_workers.get(str(self._kv_transfer_config.engine_id))
         return connector._worker if connector is not None else None
 
-    def _reclaim(self, below: int) -> int:
+    def _reclaim(self, below: int) -> tuple[int, int]:
         if self._tiers is None:
             if self._epochkv_config.distributed is not None:  # 0 would say that nothing is left
                 raise RuntimeError("this engine has no store client: its tiers could not be built")
-            return 0
-        return self._tiers.reclaim(self._epochkv_config.pool.uid, below)
+            return 0, 0
+        return self._tiers.reclaim(self._epochkv_config.pool.uid, self._fingerprint, below)
 
     # ------------------------------------------------------------------ properties vLLM asks for
 
@@ -393,7 +395,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._side is None:
             return {}
         fence = self._side.fence
-        snapshot = fence.snapshot
+        snapshot = fence.current()  # an idle engine, too, notices (and logs) that its lease is over
         gauges: dict[str, float] = {
             "epoch": float(snapshot.epoch),
             "root_shared": float(snapshot.shared),

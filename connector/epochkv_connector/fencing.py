@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from epochkv_connector.identity import (
     ROOT_BYTES,
@@ -29,12 +29,13 @@ from epochkv_connector.identity import (
     shared_root,
     transfer_tag,
 )
+from epochkv_connector.pinning import PIN_ATTRIBUTE, FencedHasher, HashPort, RootPort
+from epochkv_connector.standing import Herald, Standing, Why
 from epochkv_fence.messages import Mode
 
 REHASH_BUDGET_SECONDS = 0.005
 """Re-hashing allowed per scheduler step; 100,000 tokens of 16-token blocks take about 11 ms."""
 
-PIN_ATTRIBUTE = "epochkv_pin"
 TAG_KEY = "epochkv"
 
 
@@ -45,23 +46,6 @@ class Repin(enum.Enum):
     DONE = enum.auto()  # re-pinned and re-hashed: drop the local hit, ask again
     DEFERRED = enum.auto()  # the step's budget is spent: ask again
     CARRIED = enum.auto()  # a session that keeps its root to its end: no external hit
-
-
-class RootPort(Protocol):
-    """vLLM's module global (`compat.GlobalRoot`)."""
-
-    def ready(self) -> bool: ...
-    def bind(self, root: bytes) -> None: ...
-    def is_bound(self, root: bytes) -> bool: ...
-
-
-class HashPort(Protocol):
-    """vLLM's block hashing (`compat.BlockHashing`)."""
-
-    hash_block_size: int
-
-    def first(self, request: Any, root: bytes) -> bytes | None: ...
-    def chain(self, request: Any, root: bytes, inner: Callable[[Any], list[bytes]]) -> list[bytes]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +72,14 @@ class FencePolicy:
         has_hub: a hub is configured and can be spoken to in principle; without one the root stays private.
         use_private: tiers may be used under the private root (no hub and weights never pushed).
         forced_bypass: why this engine may never use a shared root, or None.
+        proposes: after a local reset the pool is asked for its next epoch (for the log).
     """
 
     weights_pushed: bool
     has_hub: bool
     use_private: bool = False
     forced_bypass: str | None = None
+    proposes: bool = False
 
 
 class Fence:
@@ -138,7 +124,10 @@ class Fence:
         self._adapter_secret = random_bytes(ROOT_BYTES)
         self.counters: Counter[str] = Counter()
         self._fenced_hasher: FencedHasher | None = None
-        self._state: tuple[Any, ...] = ()
+        self._herald = Herald(proposes=policy.proposes)
+        self._swapped_at = clock()
+        self._state: tuple[str, int] | None = None
+        self._standing = Standing(Why.UNASSIGNED)
         self._snapshot = Snapshot(-1, Mode.BYPASS, random_bytes(ROOT_BYTES), None, False, 0, policy.weights_pushed)
         self._refresh()
 
@@ -170,6 +159,11 @@ class Fence:
         granted = self._granted
         return self._reset_at_epoch is not None and (granted is None or granted[0] <= self._reset_at_epoch)
 
+    def bypass_seconds(self) -> float:
+        """For how long nothing was loaded or saved; 0 in use. Any thread."""
+        with self._lock:
+            return self._clock() - self._swapped_at if self._snapshot.mode is Mode.BYPASS else 0.0
+
     def current(self) -> Snapshot:
         """Refresh from lease and global, and return what holds now. Any thread."""
         with self._lock:
@@ -186,26 +180,32 @@ class Fence:
         state = self._derive()
         if state != self._state:
             self._swap(state)
+        self._herald.tell(self._standing)
 
-    def _derive(self) -> tuple[Any, ...]:
+    def _derive(self) -> tuple[str, int]:
         """(kind, epoch): everything a snapshot depends on. A private kind with a new epoch means a new private root."""
-        epoch = self._granted[0] if self._granted else -1
-        if self._distrusted or self._policy.forced_bypass:
-            return ("bypass", epoch)
-        if not self._policy.has_hub:
-            return ("private" if self._policy.use_private else "bypass", epoch)
-        if (
-            self._granted is None
-            or self._identity.secret is None
-            or self._granted[1] is not Mode.USE
-            or self._clock() >= self._lease_until()
-            or self.waiting_after_reset
-        ):
-            return ("bypass", epoch)
-        return ("shared", epoch)
+        self._standing = Standing(self._why(), self._granted[0] if self._granted else -1)
+        if self._standing.why is Why.IN_USE:
+            return "shared", self._standing.epoch
+        private = self._standing.why is Why.NO_HUB and self._policy.use_private
+        return "private" if private else "bypass", self._standing.epoch
 
-    def _swap(self, state: tuple[Any, ...]) -> None:
+    def _why(self) -> Why:
+        granted = self._granted
+        reasons = (
+            (self._distrusted, Why.OVERWRITTEN),
+            (self._policy.forced_bypass is not None, Why.FORBIDDEN),
+            (not self._policy.has_hub or self._identity.secret is None, Why.NO_HUB),
+            (granted is None, Why.UNASSIGNED),
+            (granted is not None and granted[1] is not Mode.USE, Why.GRANTED_BYPASS),
+            (self.waiting_after_reset, Why.LOCAL_RESET),
+            (self._clock() >= self._lease_until(), Why.NO_LEASE),
+        )
+        return next((why for holds, why in reasons if holds), Why.IN_USE)
+
+    def _swap(self, state: tuple[str, int]) -> None:
         kind, epoch = state
+        self._swapped_at = self._clock()
         generation = self._last_generation = self._last_generation + 1
         if kind == "shared":
             assert self._identity.secret is not None
@@ -477,30 +477,10 @@ class Fence:
             state = self._derive()
             if state != self._state or self._admitted_since_swap:
                 self._swap(state)
+            self._herald.tell(self._standing)
             return True
 
     def proposal(self) -> int | None:
         """The epoch to propose after a local reset, or None when there is none to exceed."""
         granted = self._granted
         return None if granted is None else granted[0] + 1
-
-
-class FencedHasher:
-    """vLLM's request hasher with the pin as explicit first parent.
-
-    One object for all requests, reading the pin from the request: a closure per request would make a reference cycle.
-    A prompt below the hash block size gets its first hash during decode, long after admission; with the global it would
-    put KV of the old epoch under a name of the new one (128 stale tokens with a naive rebind, 0 with the pin).
-    """
-
-    __slots__ = ("_hashing", "inner")
-
-    def __init__(self, inner: Callable[[Any], list[bytes]], hashing: HashPort) -> None:
-        self.inner = inner
-        self._hashing = hashing
-
-    def __call__(self, request: Any) -> list[bytes]:
-        pin: Pin | None = getattr(request, PIN_ATTRIBUTE, None)
-        if request.block_hashes or pin is None:
-            return self.inner(request)
-        return self._hashing.chain(request, pin.root, self.inner)

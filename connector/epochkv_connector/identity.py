@@ -1,7 +1,7 @@
 """Who may share which KV: fingerprint, roots and the snapshot that every operation reads once.
 
-Everything a name is made of is decided here, so a wrong name can only come from this file. Pure: no clock, no I/O
-(except `read_secret`), no vLLM.
+Everything a name is made of is decided here, so a wrong name can only come from this file. Pure: no clock, no I/O,
+no vLLM.
 
 Source: `fence.md` sections 1 to 3. Names are made of lengths and bytes, never of joined strings, so that no two
 different inputs give one name.
@@ -14,7 +14,6 @@ import hmac
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from epochkv_fence.messages import Mode
@@ -22,8 +21,6 @@ from epochkv_fence.messages import Mode
 ROOT_BYTES = 32
 CODEC_VERSION = 1
 """Bump when the bytes of an L2 object or the order of layers inside it change."""
-
-SECRET_FILE = "root.secret"
 
 
 class IdentityError(ValueError):
@@ -130,21 +127,3 @@ def namespace(pool_uid: str, fingerprint_hex: str, epoch: int) -> str:
 def transfer_tag(pool_uid: str, epoch: int, fingerprint_hex: str) -> dict[str, Any]:
     """What a producer puts into `kv_transfer_params["epochkv"]`, so that a consumer may keep its shared root."""
     return {"pool": pool_uid, "epoch": epoch, "fingerprint": fingerprint_hex}
-
-
-def read_secret(credentials_dir: str) -> bytes:
-    """Read `root.secret` (32 bytes as hex text).
-
-    Raises:
-        IdentityError: the file is absent, unreadable or not 64 hex digits.
-    """
-    path = Path(credentials_dir) / SECRET_FILE
-    try:
-        secret = bytes.fromhex(path.read_text(encoding="ascii").strip())
-    except OSError as error:
-        raise IdentityError(f"{path} cannot be read: {error.strerror}; mount the pool's fence Secret there") from error
-    except ValueError as error:
-        raise IdentityError(f"{path} is not hex text; it must hold 64 hex digits") from error
-    if len(secret) != ROOT_BYTES:
-        raise IdentityError(f"{path} holds {len(secret)} bytes; it must hold {ROOT_BYTES} (64 hex digits)")
-    return secret

@@ -78,14 +78,21 @@ def prefix_pattern(prefix: str) -> str:
     return "^" + _ECMASCRIPT_SPECIAL.sub(r"\\\1", prefix)
 
 
-def older_pattern(pool: str, epoch: int) -> str:
-    """Regular expression (as `prefix_pattern`) that matches the keys of this pool, any fingerprint, with an epoch below `epoch`.
+def older_pattern(pool: str, epoch: int, fingerprint: str | None = None, group: int | None = None) -> str:
+    """Regular expression (as `prefix_pattern`) that matches the keys of this pool with an epoch below `epoch`.
 
-    `pool` is the first part of a namespace. One pattern instead of one call per epoch: a reclaim costs one walk of the master.
+    One pattern instead of one call per epoch: a reclaim costs one walk of the master for each pattern.
+
+    Args:
+        pool: the first part of a namespace.
+        fingerprint: only keys of this one (first 16 hex digits or more); None: of any.
+        group: only keys of this KV cache group; None: of any.
 
     Raises:
-        KeyCodecError: there is no epoch below 0, or `pool` is not the first part of a namespace.
+        KeyCodecError: there is no epoch below 0, or `pool` or `fingerprint` is not that part of a namespace.
     """
+    if fingerprint is not None and not re.fullmatch(r"[0-9a-f]{16,}", fingerprint):
+        raise KeyCodecError(f"{fingerprint!r} is not a fingerprint; expected at least 16 hex digits")
     if epoch <= 0 or not re.fullmatch(r"[0-9a-z]{1,8}", pool):
         raise KeyCodecError(f"no keys of pool {pool!r} are older than epoch {epoch}; expected [0-9a-z]{{1,8}} and an epoch above 0")
     digits = str(epoch)
@@ -95,7 +102,8 @@ def older_pattern(pool: str, epoch: int) -> str:
         lowest = 1 if place == 0 and len(digits) > 1 else 0
         if int(digit) > lowest:
             below.append(f"{digits[:place]}[{lowest}-{int(digit) - 1}][0-9]{{{len(digits) - place - 1}}}")
-    return rf"^{pool}\/[0-9a-f]{{16}}\/e({'|'.join(below)})\/"
+    layout = "[0-9a-f]{16}" if fingerprint is None else fingerprint[:16]
+    return rf"^{pool}\/{layout}\/e({'|'.join(below)})\/" + ("" if group is None else rf"g{group}\/")
 
 
 def replica_owner(block_hash: bytes, replicas: int) -> int:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.fencing import Fence
-from epochkv_connector.identity import IdentityError, read_secret
+from epochkv_fence.connection import check_endpoint, read_client_keys, read_root_secret
 from epochkv_fence.messages import BOOT_BYTES, Mode
 
 logger = logging.getLogger("vllm.epochkv.link")
@@ -23,7 +24,7 @@ STOP_SECONDS = 2.0
 
 
 class Credentials:
-    """What `credentials_dir` holds, or why it cannot be used."""
+    """What `credentials_dir` or the environment holds, or why it cannot be used."""
 
     def __init__(self, config: ConnectorConfig) -> None:
         self.secret: bytes | None = None
@@ -33,12 +34,9 @@ class Credentials:
             self.problem = "no hub is configured"
             return
         try:
-            from epochkv_fence.transport import ClientKeys
-
-            if not config.hub.endpoint.startswith("tcp://"):
-                raise IdentityError(f"hub.endpoint is {config.hub.endpoint!r}; it must look like tcp://host:7700")
-            self.secret = read_secret(config.hub.credentials_dir)
-            self.keys = ClientKeys.load(config.hub.credentials_dir)
+            check_endpoint(config.hub.endpoint, "hub.endpoint")
+            self.secret = read_root_secret(config.hub)
+            self.keys = read_client_keys(config.hub)
         except Exception as error:  # anything unreadable is the same: no hub
             self.secret = None
             self.problem = f"the hub at {config.hub.endpoint} cannot be used: {error}"
@@ -51,11 +49,13 @@ class FenceHooks:
         self,
         fence: Fence,
         stats: Callable[[], dict[str, float]],
-        reclaim: Callable[[int], int],
+        reclaim: Callable[[int], tuple[int, int]],
+        loading: Callable[[], int | None],
     ) -> None:
         self._fence = fence
         self._stats = stats
         self._reclaim = reclaim
+        self._loading = loading
 
     def ready(self) -> bool:
         """vLLM has set its own global; epochs may be adopted."""
@@ -73,12 +73,16 @@ class FenceHooks:
         """Requests that go on under an older root."""
         return self._fence.carried()
 
+    def loading(self) -> int | None:
+        """Reads from the store that may still deliver bytes; None: not known."""
+        return self._loading()
+
     def stats(self) -> dict[str, float]:
         """Numbers for status and metrics."""
         return self._stats()
 
-    def reclaim(self, below: int) -> int:
-        """Remove L2 keys of epochs below `below`; returns how many went. On a thread of its own."""
+    def reclaim(self, below: int) -> tuple[int, int]:
+        """Remove L2 keys of epochs below `below`; how many went, and their bytes as far as known. On a thread of its own."""
         return self._reclaim(below)
 
 
@@ -110,7 +114,7 @@ class HubLink:
 
         assert self._config.hub is not None
         identity = EngineIdentity(
-            engine=self._environ.get("EPOCHKV_ENGINE_NAME", ""),
+            engine=self._environ.get("EPOCHKV_ENGINE_NAME") or f"{socket.gethostname()}:{os.getpid()}",
             pod=self._environ.get("POD_NAME", ""),
             rank=rank,
             fingerprint=fingerprint,

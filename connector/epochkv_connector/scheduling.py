@@ -22,6 +22,8 @@ from epochkv_fence.messages import Mode
 
 IDLE_DRAIN_SECONDS = 0.05
 """How long an in-process engine, which never steps after its last request, may wait for device-to-host copies."""
+DRAIN_SECONDS = 15.0
+"""How long an idle engine in bypass goes on stepping for the end of its reads; a hub waits for it about as long."""
 
 
 class LocalWorker(Protocol):
@@ -29,6 +31,9 @@ class LocalWorker(Protocol):
 
     def drain(self, timeout: float) -> WorkerReport:
         """Wait for device-to-host copies, at most `timeout` seconds; acknowledgements that are ready."""
+
+    def reads_over(self) -> set[int]:
+        """Loads that deliver nothing any more and whose end may wait for a step to be told. Any thread."""
 
 
 class SchedulerSide:
@@ -38,6 +43,7 @@ class SchedulerSide:
         half: bookkeeping of the tiers; None when no tier is configured (the fence still works).
         loads_off: why loads are never answered, or None.
         propose: asks the hub for an epoch after a local reset; None: do not ask.
+        on_drained: told in bypass when the last read from the store has ended.
         local_worker: finds the worker half when it lives in this process.
         on_error: told of errors that were dealt with here.
     """
@@ -50,6 +56,7 @@ class SchedulerSide:
         *,
         loads_off: str | None = None,
         propose: Callable[[int], None] | None = None,
+        on_drained: Callable[[], None] = lambda: None,
         local_worker: Callable[[], LocalWorker | None] = lambda: None,
         on_error: Callable[[str, Exception], None] = lambda where, error: None,
     ) -> None:
@@ -58,6 +65,7 @@ class SchedulerSide:
         self.half = half
         self._loads_off = loads_off
         self._propose = propose
+        self._on_drained = on_drained
         self._local_worker = local_worker
         self._on_error = on_error
         self._pool: Any = None
@@ -279,6 +287,7 @@ class SchedulerSide:
 
     def update_connector_output(self, output: Any) -> None:
         """Results of a step: hold back the success of poisoned loads, record the others, count acknowledgements."""
+        reading = self._is_draining()
         self.fence.enter_report()
         try:
             self._apply()
@@ -291,6 +300,8 @@ class SchedulerSide:
         if self.half is not None and isinstance(output.kv_connector_worker_meta, WorkerReport):
             self._count_acks(self.half, output.kv_connector_worker_meta)
         self._drain_when_idle()
+        if reading and self.loading() == 0:
+            self._on_drained()
 
     def _distrust_loads(self, output: Any) -> None:
         """The bookkeeping has failed: take every success back, as if it was poisoned, and use the tiers no more."""
@@ -369,8 +380,30 @@ class SchedulerSide:
 
     @property
     def has_pending_work(self) -> bool:
-        """Keep a multiprocess engine stepping: a save holds GPU blocks, or a poisoned load is not finally reported."""
-        return bool(self._poisoned or self._reissued or self._doomed) or (self.half is not None and self.half.holds_gpu_blocks())
+        """Keep a multiprocess engine stepping: a save holds GPU blocks, a poisoned load is not finally reported, or somebody
+        waits for the reads to end. The last only for a while: a pause waits for this, and a hung store may take half a minute.
+        """
+        if self._poisoned or self._reissued or self._doomed:
+            return True
+        if self.half is None:
+            return False
+        return self.half.holds_gpu_blocks() or (self._is_draining() and self.fence.bypass_seconds() < DRAIN_SECONDS)
+
+    def _is_draining(self) -> bool:
+        return self.half is not None and self.fence.snapshot.mode is Mode.BYPASS and self.half.num_reads() > 0
+
+    def loading(self) -> int | None:
+        """Reads from the store that may still deliver bytes to a slot or a request, on any worker rank. Any thread.
+
+        None: not known, as the bookkeeping has failed. In bypass no read begins but those accepted before, which count: the
+        step they were accepted in is acknowledged when it is over.
+        """
+        if self.half is None:
+            return 0
+        if self._broken:
+            return None
+        worker = self._local_worker()
+        return self.half.num_reads(worker.reads_over() if worker is not None else frozenset())
 
     # ------------------------------------------------------------------ reset
 

@@ -21,6 +21,7 @@ from epochkv_connector.scheduler.index import slot_count
 from epochkv_connector.scheduler.views import KeysOf, LookupClient
 from epochkv_connector.store import StoreClient, StoreSettings
 from epochkv_connector.worker.layout import GroupSpec
+from epochkv_connector.worker.slots import object_bytes
 from epochkv_connector.worker.staging import HostRegion
 from epochkv_connector.worker.worker import WorkerHalf
 
@@ -33,26 +34,42 @@ class LookupStore(LookupClient, Protocol):
     """`store.StoreClient` as the scheduler half uses it."""
 
     def close(self, timeout: float = 5.0) -> bool: ...
-    def remove_below(self, pool: str, epoch: int, timeout: float = 10.0) -> int: ...
+    def remove_below(
+        self, pool: str, epoch: int, timeout: float = 10.0, *, fingerprint: str | None = None, group: int | None = None
+    ) -> int: ...
     def stats(self) -> dict[str, float]: ...
 
 
 @dataclass
 class SchedulerTiers:
-    """The scheduler half and what it owns."""
+    """The scheduler half and what it owns.
+
+    Attributes:
+        object_bytes: size of an L2 object of this engine, by KV cache group.
+    """
 
     half: SchedulerHalf
     store: LookupStore | None
+    object_bytes: tuple[int, ...] = ()
 
-    def reclaim(self, pool_uid: str, below: int) -> int:
-        """Remove the pool's L2 keys of the epochs below `below`, of every layout; how many went. Blocks: not for the scheduler thread.
+    def reclaim(self, pool_uid: str, fingerprint: str, below: int) -> tuple[int, int]:
+        """Remove the pool's L2 keys of the epochs below `below`, of every layout. Blocks: not for the scheduler thread.
+
+        Keys that the store leases to a reader stay, and puts under way land later: ask again after the store's lease time.
+
+        Returns:
+            How many keys went, and the bytes of those of this engine's own layout: the size of others is not known.
 
         Raises:
             StoreUnavailable: the store gave no answer.
         """
         if self.store is None:
-            return 0
-        return self.store.remove_below(pool_prefix(pool_uid), below)
+            return 0, 0
+        pool, keys, num_bytes = pool_prefix(pool_uid), 0, 0
+        for group, size in enumerate(self.object_bytes):
+            removed = self.store.remove_below(pool, below, fingerprint=fingerprint, group=group)
+            keys, num_bytes = keys + removed, num_bytes + removed * size
+        return keys + self.store.remove_below(pool, below), num_bytes
 
     def close(self) -> None:
         """Close the lookup client."""
@@ -75,7 +92,8 @@ def build_scheduler_tiers(config: ConnectorConfig, vllm_config: Any, kv_cache_co
         clock=time.monotonic,
         keys_of=make_keys_of(compat.num_kv_shards(vllm_config, kv_cache_config)) if store is not None else None,
     )
-    return SchedulerTiers(half, store)
+    sizes = tuple(object_bytes(compat.group_payload_bytes(group)) for group in kv_cache_config.kv_cache_groups)
+    return SchedulerTiers(half, store, sizes)
 
 
 def make_keys_of(num_shards: int) -> KeysOf:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
-from epochkv_connector.records import JobAck, LoadJob, Phase, SaveJob
+from epochkv_connector.records import JobAck, LoadJob, Phase, SaveJob, Source
 from epochkv_connector.wire import StepMetadata, WorkerReport
 from epochkv_connector.worker.tasks import Report
 from epochkv_connector.worker.worker import IDLE_WAIT_SECONDS
@@ -27,6 +27,7 @@ class Half(Protocol):
     def results(self, wait_seconds: float = 0.0) -> Report: ...
     def wait_copied(self, timeout: float) -> bool: ...
     def open_jobs(self) -> set[int]: ...
+    def reads_over(self) -> set[int]: ...
     def stats(self) -> dict[str, float]: ...
     def shutdown(self, timeout: float = 5.0) -> bool: ...
 
@@ -64,6 +65,10 @@ class RefusingHalf:
 
     def open_jobs(self) -> set[int]:
         """Everything is answered at once."""
+        return set()
+
+    def reads_over(self) -> set[int]:
+        """Nothing is read; what waits to be told was never begun."""
         return set()
 
     def stats(self) -> dict[str, float]:
@@ -110,14 +115,26 @@ class _Debts:
             del self.saves[ack.job_id]
         return save is not None
 
-    def failing(self, spared: set[int], rank: int) -> Report:
-        """A report that fails everything owed, except the jobs in `spared`."""
-        acks = [JobAck(job_id, rank, Phase.LOADED, 0, 0, failed=True) for job_id in self.loads if job_id not in spared]
+    def failing(self, spared: set[int], rank: int, *, unknown: bool = False) -> Report:
+        """A report that fails everything owed, except the jobs in `spared`.
+
+        Args:
+            unknown: nobody can tell whether the store still writes to the slots of these loads; so they stay busy for ever.
+        """
+        acks = [
+            JobAck(job_id, rank, Phase.LOADED, 0, 0, failed=True, busy_slots=_fetched(load) if unknown else ())
+            for job_id, load in self.loads.items()
+            if job_id not in spared
+        ]
         for job_id, (save, phases) in self.saves.items():
             if job_id not in spared:
                 acks += [JobAck(job_id, rank, phase, save.start_block, 0, failed=True) for phase in sorted(phases)]
         failed = self._reports - {load.request_id for job_id, load in self.loads.items() if job_id in spared}
         return Report(set(failed), set(failed), acks)
+
+
+def _fetched(load: LoadJob) -> tuple[int, ...]:
+    return tuple(move.slot for move in load.moves if move.source is Source.STORE)
 
 
 class WorkerSide:
@@ -183,6 +200,13 @@ class WorkerSide:
         self._kept = Report(set(), set(), self._kept.acks)
         return finished, failed
 
+    def reads_over(self) -> set[int]:
+        """Loads that deliver nothing any more and whose end may wait for a step to be told. Any thread."""
+        try:
+            return self.half.reads_over()
+        except Exception:  # not known to be over
+            return set()
+
     def acks(self) -> WorkerReport:
         """Acknowledgements, each once."""
         acks = list(self._kept.acks)
@@ -202,12 +226,13 @@ class WorkerSide:
         if retired is None:
             return
         spared: set[int] = set()
+        unknown = False
         try:
             self._collect(retired.results())
             spared = retired.open_jobs()
         except Exception:  # nobody will ever know more than this
-            spared = set()
-        self._collect(self._debts.failing(spared | self.half.open_jobs(), self._rank))
+            spared, unknown = set(), True
+        self._collect(self._debts.failing(spared | self.half.open_jobs(), self._rank, unknown=unknown))
 
     def _collect(self, report: Report) -> None:
         owed = self._debts.pay(report)

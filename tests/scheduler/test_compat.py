@@ -160,20 +160,25 @@ def test_ranks_are_counted_within_the_engine(make_rig: MakeRig, monkeypatch: pyt
     assert compat.worker_rank(rig.vllm_config) == expected
 
 
-def test_a_reclaim_is_one_walk_over_the_pools_older_names(make_rig: MakeRig) -> None:
+def test_a_reclaim_walks_the_names_of_each_own_group_and_then_those_of_others(make_rig: MakeRig) -> None:
     from epochkv_connector.identity import pool_prefix
 
     class Store(SharedStore):
-        asked_to_remove: list[tuple[str, int]] = []  # noqa: RUF012
+        asked_to_remove: list[tuple[Any, ...]] = []  # noqa: RUF012
 
-        def remove_below(self, pool: str, epoch: int, timeout: float = 10.0) -> int:
-            self.asked_to_remove.append((pool, epoch))
-            return 5
+        def remove_below(
+            self, pool: str, epoch: int, timeout: float = 10.0, *, fingerprint: str | None = None, group: int | None = None
+        ) -> int:
+            self.asked_to_remove.append((pool, epoch, fingerprint, group))
+            return 1000 if group is None else 10**group
 
     store = Store()
-    rig = make_rig(store=store, pool_uid="u-1")
-    assert rig.connector._reclaim(700) == 5
-    assert store.asked_to_remove == [(pool_prefix("u-1"), 700)]
+    rig = make_rig(store=store, pool_uid="u-1", groups=("full", "64"))
+    own = rig.connector._fingerprint
+    block_bytes = 2 * BLOCK * 16 * 4 + 128  # keys and values of a block of float32 with one head of 16; header and trailer
+    assert rig.connector._reclaim(700) == (1011, 11 * block_bytes)
+    pool = pool_prefix("u-1")
+    assert store.asked_to_remove == [(pool, 700, own, 0), (pool, 700, own, 1), (pool, 700, None, None)]
 
 
 def test_an_engine_without_its_store_client_does_not_say_that_nothing_is_left(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:

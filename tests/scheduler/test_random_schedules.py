@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from epochkv_connector.records import Source
 from tests.helpers_scheduler import BLOCK, Mode, RequestStatus, SharedStore, prompt
 
 MakeRig = Callable[..., Any]
@@ -31,6 +32,8 @@ class Chaos:
         self.epoch = 0
         self.families = [prompt(seed, 9 * BLOCK) for seed in range(3)]
         self.happened: dict[str, int] = {}
+        self.num_held = 0
+        self.fetched_in_bypass: int | None = None
         rig.adopt(0, weights="w0")
 
     def tokens(self) -> list[int]:
@@ -52,6 +55,20 @@ class Chaos:
         )[0]
         self.happened[name] = self.happened.get(name, 0) + 1
         getattr(self, f"_{name}")()
+        self.check_reads()
+
+    def check_reads(self) -> None:
+        """What a rank still has to read is never denied; in bypass, once nothing is read, nothing begins to be."""
+        held = [job for worker in self.rig.workers for job in worker.loads if any(m.source is Source.STORE for m in job.moves)]
+        if held:
+            self.num_held += 1
+            assert self.rig.side.loading() > 0, f"ranks hold {held}"
+        if self.rig.fence.current().mode is Mode.USE or self.rig.side.loading():
+            self.fetched_in_bypass = None
+        elif self.store is not None:
+            fetched = len(self.store.fetched)
+            assert self.fetched_in_bypass in (None, fetched), "a read began in bypass"
+            self.fetched_in_bypass = fetched
 
     def _step(self) -> None:
         self.rig.step()
@@ -78,6 +95,8 @@ class Chaos:
         for _ in range(self.source.randrange(8)):
             self._add()
             self._step()
+            self.check_reads()
+        self.fetched_in_bypass = None
         self.rig.adopt(self.epoch, weights=f"w{self.epoch}", mode=Mode.USE)
 
     def _lease(self) -> None:
@@ -169,6 +188,8 @@ def test_random_schedules(make_rig: MakeRig, tiers: str, seed: int) -> None:
     for name, value in (*rig.half.stats().items(), *rig.side.counters.items()):
         reached[name] = reached.get(name, 0) + value
     rig.check_clean()
+    assert rig.side.loading() == 0
+    reached["held_reads"] = reached.get("held_reads", 0) + chaos.num_held
     assert chaos.happened["adopt"] > 0
     assert len(rig.finished) > 5
 
@@ -178,6 +199,7 @@ def test_the_schedules_reached_what_they_are_for() -> None:
     if not reached:
         pytest.skip("the random schedules were not run")
     assert reached["loads_done"] > 20
+    assert reached["held_reads"] > 20
     assert reached["loads_failed"] > 0
     assert reached["poisoned_loads"] > 0
     assert reached["plans_committed"] > 20

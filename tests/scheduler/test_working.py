@@ -100,11 +100,16 @@ def test_a_half_that_breaks_down_owes_nothing_afterwards(raising: str) -> None:
     assert side.failed == {"r2", "r3", "p"}
     assert side.errors == (["results"] if raising == "results" else [])
     assert store.closed
-    # Transfers that are still under way hold their slots until they end.
+    # Transfers that are still under way hold their slots until they end; for ever where nobody can tell when that is.
     busy = [job for job in (2, 3) if side.acks[job, Phase.LOADED].busy_slots]
+    assert 2 in busy
     for request in store.open:
         store.release(request)
-    side.until({*expected, *((job, Phase.RELEASED) for job in busy)})
+    if raising == "results":
+        side.collect()
+        assert not {key for key in side.acks if key[1] is Phase.RELEASED}
+    else:
+        side.until({*expected, *((job, Phase.RELEASED) for job in busy)})
     side.step(loads=[load(9, [move(5, 4)])])
     assert side.finished == {"r2": 1, "r3": 1, "p": 1, "r9": 1}
     assert "r9" in side.failed

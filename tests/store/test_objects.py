@@ -6,8 +6,10 @@ import secrets
 
 import pytest
 
+from epochkv_connector.identity import pool_prefix
 from epochkv_connector.keys import object_key
 from epochkv_connector.store import Outcome, StoreClient
+from epochkv_connector.tiers import SchedulerTiers
 from tests.helpers_store import END_BYTES, Cluster, Memory, RawClient, pattern
 from tests.store.conftest import ConnectTo
 
@@ -101,6 +103,27 @@ def test_removal_takes_the_prefix_and_nothing_that_only_looks_like_it(shared: Cl
     left = set(shared.keys())
     assert set(keep) <= left
     assert left.isdisjoint({key(3), key(3, other)})
+
+
+def test_a_reclaim_counts_keys_of_all_layouts_and_bytes_of_its_own(shared: Cluster, connect: ConnectTo) -> None:
+    memory = Memory(1, 10)
+    client = connect(shared.address, memory)
+    own, other, uid = secrets.token_hex(8), secrets.token_hex(8), secrets.token_hex(8)
+    pool = pool_prefix(uid)
+    blocks = [(group, bytes([block])) for group in (0, 1) for block in range(2 + group)]
+    old = {object_key(f"{pool}/{own}/e{epoch}", group, 0, block) for epoch in (1, 9) for group, block in blocks}
+    foreign = {object_key(f"{pool}/{other}/e{epoch}", 0, 0, b"x") for epoch in (0, 9)}
+    current = {object_key(f"{pool}/{fp}/e10", 0, 0, b"x") for fp in (own, other)}
+    for name in sorted(old | foreign | current):
+        assert put(client, memory, [name]) == [Outcome.OK]
+    tiers = SchedulerTiers(half=None, store=client, object_bytes=(1000, 3))  # type: ignore[arg-type]  # the half reclaims nothing
+    assert tiers.reclaim(uid, own, 10) == (4 + 6 + 2, 4 * 1000 + 6 * 3)
+    assert current <= set(shared.keys())
+    assert not (old | foreign) & set(shared.keys())
+    late = object_key(f"{pool}/{own}/e3", 1, 0, b"late")  # a put that was under way during the sweep
+    assert put(client, memory, [late]) == [Outcome.OK]
+    assert tiers.reclaim(uid, own, 10) == (1, 3)
+    assert tiers.reclaim(uid, own, 10) == (0, 0)
 
 
 def test_leased_objects_survive_a_removal(shared: Cluster, connect: ConnectTo) -> None:

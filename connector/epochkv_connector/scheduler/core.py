@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -395,6 +395,17 @@ class SchedulerHalf:
         """Requests whose load some rank has not reported (including hits accepted in this step)."""
         return self._ledger.loading() | set(self._load_drafts)
 
+    def num_reads(self, over: Set[int] = frozenset()) -> int:
+        """Loads that may still get bytes from L2: accepted, sent, or not let go of by some rank. Any thread.
+
+        Args:
+            over: jobs that the only rank has finished, as it says itself; its acknowledgement may wait for a step.
+        """
+        drafts = list(self._load_drafts.values())  # first: a draft that becomes a job meanwhile is counted twice, never missed
+        accepted = sum(1 for draft in drafts if any(move.source is Source.STORE for move in draft.moves))
+        ended = over if self._ledger.num_ranks == 1 else frozenset()
+        return accepted + len(self._ledger.reads() - ended)
+
     def leak_report(self) -> dict[str, int]:
         """Everything that must be 0 when no request lives and every job is acknowledged."""
         return {
@@ -428,6 +439,7 @@ class SchedulerHalf:
             "evictions": self._index.evictions,
             "saves_deferred": self._saves.num_deferred,
             "jobs_open": len(self._ledger),
+            "reads_open": self.num_reads(),
             "jobs_overdue": self._ledger.num_overdue(self._clock()),
             "acks_ignored": self._ledger.ignored_acks,
             "plans_open": self._planner.num_plans,

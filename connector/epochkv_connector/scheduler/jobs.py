@@ -71,6 +71,7 @@ class _Open:
     failed_slots: set[int] = field(default_factory=set)
     blamed_all: bool = False
     busy: dict[int, set[int]] = field(default_factory=dict)  # rank -> slots
+    reads: bool = False  # loads: some block comes from L2
     unreleased: set[int] = field(default_factory=set)
     abandoned: bool = False
 
@@ -127,6 +128,10 @@ class Ledger:
         """Whether a load of this request is under way."""
         return request_id in self._loading
 
+    def reads(self) -> set[int]:
+        """Loads that fetch from L2 and that some rank has not reported, or whose slots it may still write to. Any thread."""
+        return {job_id for job_id, entry in list(self._jobs.items()) if entry.reads}
+
     def num_overdue(self, now: float) -> int:
         """Jobs that a rank should have acknowledged as dropped by now (a rank that hangs, or lost metadata)."""
         return sum(1 for entry in list(self._jobs.values()) if now - entry.opened_at > 2 * entry.job.deadline_seconds)
@@ -134,7 +139,9 @@ class Ledger:
     def open_load(self, job: LoadJob, now: float, abandoned: bool = False) -> None:
         """A load goes out; `abandoned`: its root is not current any more, so its blocks must not be indexed."""
         assert job.request_id not in self._loading, f"request {job.request_id} has a load already"
-        self._jobs[job.job_id] = _Open(job, now, unreleased={move.slot for move in job.moves}, abandoned=abandoned)
+        reads = any(move.source is Source.STORE for move in job.moves)
+        slots = {move.slot for move in job.moves}
+        self._jobs[job.job_id] = _Open(job, now, unreleased=slots, abandoned=abandoned, reads=reads)
         self._loading[job.request_id] = job.job_id
 
     def open_save(self, job: SaveJob, gpu_blocks: Iterable[int], scale: Mapping[int, int], now: float) -> None:

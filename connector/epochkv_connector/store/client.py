@@ -150,12 +150,14 @@ class StoreClient:
         """
         return self._remove(prefix_pattern(prefix), timeout)
 
-    def remove_below(self, pool: str, epoch: int, timeout: float = 10.0) -> int:
+    def remove_below(
+        self, pool: str, epoch: int, timeout: float = 10.0, *, fingerprint: str | None = None, group: int | None = None
+    ) -> int:
         """Remove the objects of this pool (first part of a namespace) that are named under an epoch below `epoch`.
 
-        As `remove_by_prefix`; 0 for epoch 0.
+        As `remove_by_prefix`; 0 for epoch 0. With `fingerprint` and `group`: of these only.
         """
-        return self._remove(older_pattern(pool, epoch), timeout) if epoch > 0 else 0
+        return self._remove(older_pattern(pool, epoch, fingerprint, group), timeout) if epoch > 0 else 0
 
     def _remove(self, pattern: str, timeout: float) -> int:
         answer: Future[int] = Future()

@@ -243,6 +243,12 @@ class WorkerHalf:
             ended = [load.job.job_id for load in self._over] + [save.job.job_id for save, _, _ in self._acks]
             return {*self._loads, *self._copies, *self._puts, *ended}
 
+    def reads_over(self) -> set[int]:
+        """Loads that deliver nothing any more and whose end no `results` has told yet. Any thread."""
+        with self._changed:
+            ended = [*self._over, *(task for task in self._unreleased if isinstance(task, Load))]
+            return {load.job.job_id for load in ended if not is_open(load.ticket)}
+
     def wait_copied(self, timeout: float) -> bool:
         """Wait until no save holds GPU blocks; then `results` has every COPIED. False after `timeout` seconds."""
         self._submit_saves()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,17 +83,3 @@ def test_the_namespace_is_one_that_the_key_codec_reads() -> None:
     assert (parsed.pool, parsed.epoch, parsed.group, parsed.block_hash) == (uid8, 12, 1, b"\x01\x02")
     assert identity.pool_prefix("any text / with ümlauts") != identity.pool_prefix(UID)
     assert keys.epoch_of(identity.namespace("any text / with ümlauts", FINGERPRINT, 0)) == 0
-
-
-def test_the_secret_is_read_or_the_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "root.secret"
-    with pytest.raises(IdentityError, match=r"root\.secret cannot be read"):
-        identity.read_secret(str(tmp_path))
-    path.write_text(SECRET.hex() + "\n")
-    assert identity.read_secret(str(tmp_path)) == SECRET
-    path.write_text("00ff")
-    with pytest.raises(IdentityError, match="holds 2 bytes"):
-        identity.read_secret(str(tmp_path))
-    path.write_text("no hex")
-    with pytest.raises(IdentityError, match="not hex"):
-        identity.read_secret(str(tmp_path))

@@ -59,10 +59,20 @@ def test_older_pattern_compares_numbers(epoch: int, other: int) -> None:
     assert not pattern.search(key.replace("0a1b2c3d", "0a1b2c3e"))
 
 
+def test_older_pattern_takes_one_layout_and_one_group_when_told() -> None:
+    fingerprint = "0123456789abcdef"
+    pattern = re.compile(keys.older_pattern("0a1b2c3d", 12, fingerprint + "0" * 48, group=1))
+    key = f"0a1b2c3d/{fingerprint}/e9/g1/r0/00"
+    assert pattern.search(key)
+    for other in (key.replace("/g1/", "/g10/"), key.replace("/g1/", "/g0/"), key.replace("0123", "0124"), key.replace("/e9/", "/e12/")):
+        assert other != key
+        assert not pattern.search(other)
+
+
 def test_older_pattern_refuses_nonsense() -> None:
-    for pool, epoch in (("0a1b2c3d", 0), ("", 3), (".*", 3)):
+    for arguments in (("0a1b2c3d", 0), ("", 3), (".*", 3), ("0a1b2c3d", 3, ".*"), ("0a1b2c3d", 3, "0123")):
         with pytest.raises(keys.KeyCodecError):
-            keys.older_pattern(pool, epoch)
+            keys.older_pattern(*arguments)
 
 
 @given(st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=50), st.integers(1, 8))

@@ -1,0 +1,51 @@
+"""The pin as explicit first parent of a request's block hashes, and what of vLLM that needs.
+
+Apart from the fence because it is the only part that runs inside vLLM's own hashing calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from epochkv_connector.identity import Pin
+
+PIN_ATTRIBUTE = "epochkv_pin"
+
+
+class RootPort(Protocol):
+    """vLLM's module global (`compat.GlobalRoot`)."""
+
+    def ready(self) -> bool: ...
+    def bind(self, root: bytes) -> None: ...
+    def is_bound(self, root: bytes) -> bool: ...
+
+
+class HashPort(Protocol):
+    """vLLM's block hashing (`compat.BlockHashing`)."""
+
+    hash_block_size: int
+
+    def first(self, request: Any, root: bytes) -> bytes | None: ...
+    def chain(self, request: Any, root: bytes, inner: Callable[[Any], list[bytes]]) -> list[bytes]: ...
+
+
+class FencedHasher:
+    """vLLM's request hasher with the pin as explicit first parent.
+
+    One object for all requests, reading the pin from the request: a closure per request would make a reference cycle.
+    A prompt below the hash block size gets its first hash during decode, long after admission; with the global it would
+    put KV of the old epoch under a name of the new one (128 stale tokens with a naive rebind, 0 with the pin).
+    """
+
+    __slots__ = ("_hashing", "inner")
+
+    def __init__(self, inner: Callable[[Any], list[bytes]], hashing: HashPort) -> None:
+        self.inner = inner
+        self._hashing = hashing
+
+    def __call__(self, request: Any) -> list[bytes]:
+        pin: Pin | None = getattr(request, PIN_ATTRIBUTE, None)
+        if request.block_hashes or pin is None:
+            return self.inner(request)
+        return self._hashing.chain(request, pin.root, self.inner)

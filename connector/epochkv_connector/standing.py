@@ -1,0 +1,77 @@
+"""Where an engine stands with its pool, why, and the one line that its log gets when that changes.
+
+Kept apart from the fence so that every way into bypass has a name and a remedy in words: an operator who finds an engine
+without caches reads the reason in its log instead of reconstructing it from five flags.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from dataclasses import dataclass
+
+logger = logging.getLogger("vllm.epochkv.fence")
+
+
+class Why(enum.Enum):
+    """What decides between the pool's root and bypass, by precedence."""
+
+    OVERWRITTEN = "overwritten"  # somebody else bound vLLM's global
+    FORBIDDEN = "forbidden"  # this engine may never share; said at start
+    NO_HUB = "no hub"  # said at start
+    UNASSIGNED = "unassigned"  # no grant yet
+    GRANTED_BYPASS = "granted bypass"
+    LOCAL_RESET = "local reset"
+    NO_LEASE = "no lease"
+    IN_USE = "in use"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One state: `epoch` is the highest granted in this boot, -1 before the first."""
+
+    why: Why
+    epoch: int = -1
+
+
+class Herald:
+    """Logs each change of standing once.
+
+    Args:
+        proposes: after a local reset the pool is asked for its next epoch.
+    """
+
+    def __init__(self, *, proposes: bool) -> None:
+        self._proposes = proposes
+        self._told = Standing(Why.UNASSIGNED)
+
+    def tell(self, standing: Standing) -> None:
+        """Say what has changed; nothing if nothing has."""
+        before, self._told = self._told, standing
+        said = standing == before or standing.why is before.why is Why.OVERWRITTEN
+        if said or standing.why in (Why.FORBIDDEN, Why.NO_HUB, Why.UNASSIGNED):
+            return
+        level, text = self._line(before, standing)
+        logger.log(level, "EpochKV: %s", text)
+
+    def _line(self, before: Standing, now: Standing) -> tuple[int, str]:
+        epoch = now.epoch
+        match now.why:
+            case Why.IN_USE:
+                back = ", back from bypass" if before.why in (Why.GRANTED_BYPASS, Why.LOCAL_RESET, Why.NO_LEASE) else ""
+                return logging.INFO, f"epoch {epoch} in use{back}"
+            case Why.GRANTED_BYPASS:
+                return logging.INFO, (
+                    f"epoch {epoch} in bypass: the hub does not let this engine use it now (its weights are not known to be here, "
+                    "which the next update with it mends, or the store is being emptied); requests are computed in full"
+                )
+            case Why.LOCAL_RESET:
+                remedy = f"the pool is asked for epoch {epoch + 1}" if self._proposes else "raise the pool's epoch to share again"
+                return logging.INFO, f"the caches of this engine alone were reset: bypass until the pool is above epoch {epoch}; {remedy}"
+            case Why.NO_LEASE:
+                return logging.WARNING, f"the lease on epoch {epoch} is over (no grant from the hub in time): bypass until the next one"
+            case _:
+                return logging.WARNING, (
+                    "vLLM's block-hash root (kv_cache_utils.NONE_HASH) was overwritten by somebody else, such as a second engine "
+                    "in this process: bypass until this process is restarted"
+                )

@@ -1,0 +1,105 @@
+"""What an engine's log says when it changes its standing with the pool: one line for each change, with the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.helpers_scheduler import BLOCK, Mode, SharedStore, prompt
+
+MakeRig = Callable[..., Any]
+TOKENS = prompt(1, 4 * BLOCK)
+
+
+class Lines:
+    """The fence's lines since the last look."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
+        caplog.set_level("INFO", logger="vllm.epochkv.fence")
+
+    def new(self) -> list[str]:
+        found = [f"{r.levelname} {r.getMessage()}" for r in self._caplog.records if r.name == "vllm.epochkv.fence"]
+        self._caplog.clear()
+        return found
+
+    def one(self, *words: str) -> None:
+        """Exactly one line came, and it has these words."""
+        lines = self.new()
+        assert len(lines) == 1, lines
+        for word in words:
+            assert word in lines[0]
+
+
+def test_a_life_in_one_line_for_each_change(make_rig: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
+    rig, lines = make_rig(store=SharedStore()), Lines(caplog)
+    rig.serve(TOKENS)
+    assert lines.new() == [], "nothing was granted yet; the agent tells of the hub"
+    rig.adopt(3)
+    lines.one("INFO", "epoch 3 in use")
+    for _ in range(3):
+        rig.adopt(3)
+        rig.serve(TOKENS)
+    assert lines.new() == []
+    rig.adopt(4, mode=Mode.BYPASS)
+    lines.one("INFO", "epoch 4 in bypass", "weights")
+    rig.serve(TOKENS)
+    assert lines.new() == []
+    rig.adopt(4)
+    lines.one("INFO", "epoch 4 in use, back from bypass")
+    rig.lease_until = 0.0
+    rig.connector._gauges()  # as a heartbeat does, without any request
+    lines.one("WARNING", "lease on epoch 4 is over")
+    rig.serve(TOKENS)
+    assert lines.new() == []
+    rig.lease_until = float("inf")
+    rig.serve(TOKENS)
+    lines.one("INFO", "epoch 4 in use, back from bypass")
+    rig.adopt(5)
+    lines.one("INFO", "epoch 5 in use")
+    rig.check_clean()
+
+
+@pytest.mark.parametrize(("on_local_reset", "remedy"), [("private", "raise the pool's epoch"), ("propose", "asked for epoch 3")])
+def test_a_local_reset_says_what_ends_it(make_rig: MakeRig, caplog: pytest.LogCaptureFixture, on_local_reset: str, remedy: str) -> None:
+    rig, lines = make_rig(extra={"on_local_reset": on_local_reset}), Lines(caplog)
+    rig.adopt(2)
+    rig.serve(TOKENS)
+    lines.new()
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True)
+    lines.one("INFO", "this engine alone were reset", "above epoch 2", remedy)
+    assert rig.connector._gauges()["waiting_after_reset"] == 1.0
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True)
+    rig.serve(TOKENS)
+    assert lines.new() == []
+    rig.adopt(3)
+    lines.one("INFO", "epoch 3 in use, back from bypass")
+    assert rig.connector._gauges()["waiting_after_reset"] == 0.0
+    rig.check_clean()
+
+
+def test_an_overwritten_root_is_said_once(make_rig: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
+    from vllm.v1.core import kv_cache_utils
+
+    rig, lines = make_rig(), Lines(caplog)
+    rig.adopt(1)
+    lines.new()
+    kv_cache_utils.NONE_HASH = b"another engine's root".ljust(32, b".")
+    rig.serve(TOKENS)
+    lines.one("WARNING", "NONE_HASH")
+    rig.adopt(2)
+    rig.serve(TOKENS)
+    assert lines.new() == [], "it holds for the rest of the process"
+
+
+def test_a_heartbeat_carries_what_matters_within_its_limits(make_rig: MakeRig) -> None:
+    """64 numbers with names of at most 64 characters; what says whether caches work comes first."""
+    rig = make_rig(store=SharedStore())
+    rig.adopt(0)
+    rig.serve(TOKENS)
+    gauges = rig.connector._gauges()
+    assert len(gauges) <= 64
+    assert all(len(name) <= 64 for name in gauges)
+    assert {"waiting_after_reset", "bypass", "root_overwritten", "hub_unusable", "reads_open"} <= set(gauges)
