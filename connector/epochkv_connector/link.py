@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from epochkv_connector.config import ConnectorConfig
@@ -30,6 +31,7 @@ class Credentials:
         self.secret: bytes | None = None
         self.keys: Any = None
         self.problem: str | None = None
+        self.read_keys: Callable[[], Any] | None = None  # again, as they may be rotated
         if config.hub is None:
             self.problem = "no hub is configured"
             return
@@ -37,6 +39,7 @@ class Credentials:
             check_endpoint(config.hub.endpoint, "hub.endpoint")
             self.secret = read_root_secret(config.hub)
             self.keys = read_client_keys(config.hub)
+            self.read_keys = partial(read_client_keys, config.hub)
         except Exception as error:  # anything unreadable is the same: no hub
             self.secret = None
             self.problem = f"the hub at {config.hub.endpoint} cannot be used: {error}"
@@ -119,7 +122,9 @@ class HubLink:
             rank=rank,
             fingerprint=fingerprint,
         )
-        return AgentThread(self._config.hub.endpoint, self._credentials.keys, self.boot, identity, hooks)
+        return AgentThread(
+            self._config.hub.endpoint, self._credentials.keys, self.boot, identity, hooks, credentials=self._credentials.read_keys
+        )
 
     def lease_until(self) -> float:
         """End of the lease on the monotonic clock; 0.0 without one."""

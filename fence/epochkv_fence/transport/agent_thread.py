@@ -429,7 +429,7 @@ class AgentThread:
             self._say("adopt", f"failed {epoch}", logging.ERROR, "cannot adopt epoch %d: %r; bypass", epoch, error)
             self._step(ag.AdoptFailed())
             return
-        self._say("adopt", f"{epoch} {mode.value}", logging.INFO, "adopted epoch %d, mode %s", epoch, mode.value)
+        self._say("adopt", f"{epoch} {mode.value}", logging.DEBUG, "adopted epoch %d, mode %s", epoch, mode.value)
         self._step(ag.Adopted(epoch, mode))
 
     def _reclaim(self, below: int) -> None:
@@ -466,9 +466,9 @@ class AgentThread:
         previous = self._said.get("state")
         if previous is None and state is ag.AgentState.UNASSIGNED:
             return
-        level = logging.WARNING if state is ag.AgentState.UNASSIGNED else logging.INFO
         what = "no live lease: bypass" if state is ag.AgentState.UNASSIGNED else f"lease held, mode {state.value}"
-        self._say("state", state.value, level, "%s (epoch %s)", what, self._agent.epoch)
+        # The engine says what it makes of it, once (`epochkv_connector.standing`).
+        self._say("state", state.value, logging.DEBUG, "%s (epoch %s)", what, self._agent.epoch)
 
     def _say(self, topic: str, state: str, level: int, text: str, *args: object) -> None:
         """Log once per change of state of a topic."""

@@ -184,7 +184,7 @@ def test_without_a_hub_the_lease_runs_out(world: FenceWorld, caplog: pytest.LogC
     short = FenceWorld(lease_seconds=0.5, join_after_seconds=0.0)
     try:
         hub, agents = serving(short, 1)
-        with caplog.at_level(logging.INFO):
+        with caplog.at_level(logging.DEBUG):
             short.thread.run(hub.stop())
             eventually(lambda: time.monotonic() >= agents[0][0].view.lease_until)
             eventually(lambda: "no live lease" in caplog.text)
