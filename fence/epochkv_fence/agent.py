@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from epochkv_fence.messages import BOOT_BYTES, Error, Grant, Message, Mode, Nudge, Propose, Reclaim
+from epochkv_fence.messages import BOOT_BYTES, MAX_EPOCH, Error, Grant, Message, Mode, Moment, Nudge, Propose, Reclaim
 
 RETRY_SECONDS: Final = 1.0
 """Heartbeat period without a live lease (also before the first grant tells the lease's length)."""
@@ -85,9 +85,14 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """This engine's caches were reset alone: ask the hub for `epoch`, repeatedly until it is reached."""
+    """This engine's caches were reset alone: ask the hub for `epoch`, repeatedly until it is reached.
+
+    Attributes:
+        moment: `Agent.moment` as it was when the caches were reset, not as it is when this event is taken.
+    """
 
     epoch: int
+    moment: Moment | None = None
 
 
 Event = Started | Tick | Poked | Received | Adopted | AdoptFailed | Settled | Proposed
@@ -159,7 +164,8 @@ class Agent:
         mode: mode granted for it.
         lease_until: on the driver's monotonic clock; moves only once the granted epoch *is* adopted, so a lease never
             covers the use of a lower one.
-        refused: grants dropped, by reason.
+        moment: the newest one the hub has given; read from any thread when this engine's caches are reset.
+        refused: grants dropped, by reason, and proposals that no epoch is left for.
     """
 
     def __init__(self, boot: bytes) -> None:
@@ -170,17 +176,19 @@ class Agent:
         self.mode = Mode.BYPASS
         self.lease_until = NO_LEASE
         self.lease_seconds: float | None = None
+        self.moment: Moment | None = None
         self.refused: Counter[str] = Counter()
         self._started = False
         self._acknowledged: tuple[int | None, Mode] = (None, Mode.BYPASS)
         self._settling = False
         self._pending: _Pending | None = None
         self._mode_seq = -1
+        self._moment_seq = -1
         self._next_seq = 0
         self._sent_at: dict[int, float] = {}
         self._beat_due = 0.0
         self._last_beat = float("-inf")
-        self._proposal: int | None = None
+        self._proposal: Propose | None = None
 
     # ------------------------------------------------------------------ reading
 
@@ -220,9 +228,8 @@ class Agent:
                 return []
             case Settled():
                 return self._settled(now)
-            case Proposed(epoch):
-                self._proposal = max(epoch, self._proposal or 0)
-                return self._proposals()
+            case Proposed(epoch, moment):
+                return self._proposed(epoch, moment)
 
     def _received(self, message: Message, now: float) -> list[Action]:
         match message:
@@ -241,6 +248,7 @@ class Agent:
     # ------------------------------------------------------------------ grants
 
     def _granted(self, grant: Grant, now: float) -> list[Action]:
+        self._remember_moment(grant)
         reason = self._refusal(grant, now)
         if reason is not None:
             self.refused[reason] += 1
@@ -277,6 +285,11 @@ class Agent:
         """A lease counts from when the heartbeat was *sent*: the hub's promise is about that moment, not about now."""
         return self._sent_at[grant.seq] + grant.lease_seconds
 
+    def _remember_moment(self, grant: Grant) -> None:
+        """Also that of a grant which is dropped: it was given before now, which is all a moment says."""
+        if grant.moment is not None and grant.boot == self.boot and self._moment_seq < grant.seq < self._next_seq:
+            self.moment, self._moment_seq = grant.moment, grant.seq
+
     def _adopted(self, epoch: int, mode: Mode) -> list[Action]:
         pending = self._pending
         if pending is None or (pending.epoch, pending.mode) != (epoch, mode):
@@ -284,7 +297,7 @@ class Agent:
         self._pending = None
         self.epoch, self.mode, self._mode_seq = epoch, mode, pending.seq
         self.lease_until = max(self.lease_until, pending.lease_end)
-        if self._proposal is not None and self._proposal <= epoch:
+        if self._proposal is not None and self._proposal.epoch <= epoch:
             self._proposal = None
         self._settling = True
         return [Settle()]
@@ -322,5 +335,18 @@ class Agent:
         third = RETRY_SECONDS if self.lease_seconds is None else self.lease_seconds / BEATS_PER_LEASE
         return third if now < self.lease_until else min(third, RETRY_SECONDS)
 
+    # ------------------------------------------------------------------ proposals
+
+    def _proposed(self, epoch: int, moment: Moment | None) -> list[Action]:
+        """Of several resets the newest counts: one epoch serves them all, and what was pushed last came last."""
+        if epoch > MAX_EPOCH:
+            self.refused["no_epoch_left"] += 1
+            return []
+        if self.epoch is not None and epoch <= self.epoch:
+            return []  # adopted since the reset
+        if self._proposal is None or epoch >= self._proposal.epoch:
+            self._proposal = Propose(self.boot, epoch, moment)
+        return self._proposals()
+
     def _proposals(self) -> list[Action]:
-        return [] if self._proposal is None else [Send(Propose(self.boot, self._proposal))]
+        return [] if self._proposal is None else [Send(self._proposal)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -224,9 +225,16 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Wipe:
-    """Remove everything from the pool's store, by force, then say `Wiped` or `WipeFailed`. No engine reads from it."""
+    """Remove everything from the pool's store, by force, then say `Wiped` or `WipeFailed`, once. No engine reads from it.
+
+    Attributes:
+        before: on the hub's clock. A removal that has not begun in the store by then must never begin: another hub, or this
+            one after giving up, may let engines read again. Whoever does it checks the time just before it sends, and
+            resets the connection at `before`.
+    """
 
     epoch: int
+    before: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,7 @@ class Refusal(enum.Enum):
     UNEXPECTED = "unexpected"
     POOL = "pool"
     LIMIT = "limit"
+    NOT_LEADING = "not_leading"  # nor can this hub answer; it may soon, or another one does: ask again
 
 
 class WireError(ValueError):
@@ -153,7 +154,7 @@ class Bump(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     """Trainer -> hub: raise the pool to `epoch`. Repeated until published; repeating it changes nothing.
 
     Attributes:
-        request: chosen by the client, returned in every answer.
+        request: drawn at random by the client for one reset, the same in all its repetitions, returned in every answer.
         boots: the boots that were there before the push began and got the weights: exactly these may use the epoch.
             Empty: there is such a list, and so far nobody has the weights; another Bump of this epoch names those who
             got them. None: no such list (the pool's age rule decides).
