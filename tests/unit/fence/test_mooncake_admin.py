@@ -1,0 +1,169 @@
+"""The store's admin port seen as an enemy: it hangs, drips, refuses, answers nonsense. The real master is in tests/store."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from epochkv_fence.mooncake_admin import MooncakeAdmin, check_admin_url
+from epochkv_fence.store_admin import Removed, StoreAdminError
+from tests.helpers_fence import eventually
+
+Handler = Callable[[socket.socket, str], None]
+OK = b'{"success":true,"removed_count":%d}'
+
+
+@contextmanager
+def server(handle: Handler) -> Iterator[str]:
+    """A raw TCP server; `handle` gets each connection with the first line of its request. Yields the URL."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    stopping = threading.Event()
+
+    def serve(sock: socket.socket) -> None:
+        with sock:
+            try:
+                line = sock.recv(65536).split(b"\r\n", 1)[0].decode()
+                handle(sock, line)
+            except OSError:
+                pass
+
+    def accept() -> None:
+        while not stopping.is_set():
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=serve, args=(sock,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        stopping.set()
+        listener.close()
+
+
+def answer(sock: socket.socket, body: bytes, status: str = "200 OK") -> None:
+    sock.sendall(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+
+
+def remove_all(*urls: str, seconds: float = 5.0, force: bool = True) -> Removed:
+    return asyncio.run(MooncakeAdmin(lambda uid: list(urls), seconds).remove_all("u-1", force=force))
+
+
+def working(keys: int = 3, before: int = 5000, after: int = 1000) -> tuple[Handler, list[str]]:
+    asked: list[str] = []
+
+    def handle(sock: socket.socket, line: str) -> None:
+        asked.append(line)
+        if "/metrics" in line:
+            wiped = any("remove_all" in seen for seen in asked)
+            text = f"# TYPE master_allocated_bytes gauge\nmaster_allocated_bytes {after if wiped else before}\nmaster_allocated_bytes_x 7\n"
+            answer(sock, text.encode())
+        else:
+            answer(sock, OK % keys)
+
+    return handle, asked
+
+
+def test_keys_and_bytes_are_told_and_force_is_passed_on() -> None:
+    handle, asked = working()
+    with server(handle) as url:
+        assert remove_all(url) == Removed(3, 4000)
+        assert remove_all(url, force=False) == Removed(3, 0)
+    assert [line for line in asked if "remove_all" in line] == [
+        "POST /api/v1/remove_all?force=true HTTP/1.1",
+        "POST /api/v1/remove_all?force=false HTTP/1.1",
+    ]
+
+
+def test_a_store_that_grew_meanwhile_gave_nothing_back() -> None:
+    handle, _ = working(before=10, after=50)
+    with server(handle) as url:
+        assert remove_all(url) == Removed(3, 0)
+
+
+def test_without_a_metric_the_bytes_are_unknown() -> None:
+    with server(lambda sock, line: answer(sock, OK % 2 if "remove_all" in line else b"nothing")) as url:
+        assert remove_all(url) == Removed(2, None)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b"null", b"ok", b'{"success":false,"removed_count":1}', b'{"success":true}', b'{"success":true,"removed_count":true}',
+     b'{"success":true,"removed_count":-1}', b'{"success":true,"removed_count":"1"}', b"[" * 100_000, b"\xff\xfe"],
+)  # fmt: skip
+def test_an_answer_that_is_none_is_an_error(body: bytes) -> None:
+    with server(lambda sock, line: answer(sock, body)) as url, pytest.raises(StoreAdminError, match="unexpected answer"):
+        remove_all(url)
+
+
+def test_a_refusal_names_status_and_text() -> None:
+    with server(lambda sock, line: answer(sock, b"service plane is not active", "503 Service Unavailable")) as url:
+        with pytest.raises(StoreAdminError, match="HTTP 503: service plane is not active"):
+            remove_all(url)
+
+
+def test_a_standby_is_passed_over() -> None:
+    handle, _ = working()
+    with server(lambda sock, line: answer(sock, b"standby", "503 X")) as standby, server(handle) as leader:
+        assert remove_all(standby, leader) == Removed(3, 4000)
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"garbage\r\n\r\n", b"HTTP/1.1 99999 X\r\n\r\n", b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nab"]
+)
+def test_what_is_not_http_is_an_error(garbage: bytes) -> None:
+    with server(lambda sock, line: sock.sendall(garbage)) as url, pytest.raises(StoreAdminError):
+        remove_all(url)
+
+
+def test_nobody_listening_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(StoreAdminError, match="refused"):
+        remove_all(f"http://127.0.0.1:{port}")
+    with pytest.raises(StoreAdminError, match="no admin address is known"):
+        remove_all()
+
+
+def threads() -> int:
+    return sum(thread.name == "epochkv-store-admin" for thread in threading.enumerate())
+
+
+def test_a_master_that_hangs_or_drips_costs_the_deadline_and_leaves_no_thread() -> None:
+    release = threading.Event()
+
+    def hang(sock: socket.socket, line: str) -> None:
+        release.wait(30)
+
+    def drip(sock: socket.socket, line: str) -> None:
+        sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+        while not release.wait(0.05):
+            sock.sendall(b"x")
+
+    try:
+        for handle in (hang, drip):
+            with server(handle) as url:
+                started = time.monotonic()
+                with pytest.raises(StoreAdminError, match=r"no answer within 0\.3 s"):
+                    remove_all(url, seconds=0.3)
+                assert time.monotonic() - started < 20
+                eventually(lambda: threads() == 0, what="the thread ends")
+    finally:
+        release.set()
+
+
+@pytest.mark.parametrize(
+    "url", ["", "master:9003", "https://m:1", "http://m", "http://m:x", "http://m:1/path", "http://u@m:1", "http://m:1?x", "http://:1"]
+)
+def test_an_admin_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="must look like http://host:9003"):
+        check_admin_url(url)
+    assert check_admin_url("http://master:9003/") == "http://master:9003"
