@@ -7,28 +7,16 @@ import logging
 import random
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Iterator
 
 import msgspec
 import pytest
-import zmq
 
-from epochkv_fence.messages import (
-    Bump,
-    BumpStatus,
-    Error,
-    Grant,
-    Heartbeat,
-    Message,
-    Mode,
-    Refusal,
-    decode,
-    encode,
-)
-from epochkv_fence.transport import ClientKeys, HubServer, KeyPair, generate_keypair
+from epochkv_fence.messages import Bump, BumpStatus, Error, Grant, Mode, Refusal, encode
+from epochkv_fence.transport import ClientKeys, HubServer, generate_keypair
 from tests.helpers_fence import POOL, FenceWorld, eventually
+from tests.security.wire import FakeHub, Relay, heartbeat, pool_boots, raw
 
 
 @pytest.fixture
@@ -43,49 +31,6 @@ def hub(world: FenceWorld) -> HubServer:
     made = world.hub()
     world.lead(made)
     return made
-
-
-class RawClient:
-    """A DEALER that says what it likes."""
-
-    def __init__(self, endpoint: str, keys: ClientKeys | None) -> None:
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.linger = 0
-        if keys is not None:
-            self.socket.curve_serverkey = keys.hub_public.encode()
-            self.socket.curve_publickey = keys.public.encode()
-            self.socket.curve_secretkey = keys.secret.encode()
-        self.socket.connect(endpoint)
-
-    def ask(self, frames: list[bytes], timeout: float = 10.0) -> Message | None:
-        self.socket.send_multipart(frames)
-        return self.hear(timeout)
-
-    def hear(self, timeout: float) -> Message | None:
-        if not self.socket.poll(timeout * 1000):
-            return None
-        return decode(self.socket.recv_multipart())
-
-    def close(self) -> None:
-        self.context.destroy(linger=0)
-
-
-@contextlib.contextmanager
-def raw(endpoint: str, keys: ClientKeys | None) -> Iterator[RawClient]:
-    client = RawClient(endpoint, keys)
-    try:
-        yield client
-    finally:
-        client.close()
-
-
-def heartbeat(boot: bytes, seq: int = 0) -> list[bytes]:
-    return encode(Heartbeat(boot, seq, boot_age_seconds=100.0))
-
-
-def pool_boots(world: FenceWorld, hub: HubServer, uid: str = POOL) -> set[bytes]:
-    return {view.boot for view in world.thread.call(lambda: hub.snapshot(uid)).engines}
 
 
 # ------------------------------------------------------------------------------------------------------------------ keys
@@ -192,32 +137,6 @@ def test_a_giant_message_is_cut_off_and_hurts_nobody(world: FenceWorld, hub: Hub
         eventually(lambda: agent.view.lease_until > before)
 
 
-def test_a_reset_is_published_through_a_flood_of_garbage(world: FenceWorld, hub: HubServer) -> None:
-    agent, _ = world.agent(hub.endpoint)
-    eventually(lambda: agent.view.epoch == 0)
-    stop = threading.Event()
-
-    def flood() -> None:
-        with raw(hub.endpoint, world.client_keys) as client:
-            while not stop.is_set():
-                with contextlib.suppress(zmq.Again):
-                    client.socket.send_multipart([b"\x01", b"\xc1garbage"], zmq.NOBLOCK)
-                while client.socket.poll(0):
-                    client.socket.recv_multipart()
-
-    thread = threading.Thread(target=flood, daemon=True)
-    thread.start()
-    try:
-        eventually(lambda: hub.counters["refused_malformed"] > 500)
-        world.request(hub, 1)
-        eventually(lambda: world.published() == 1)
-        flooded = hub.counters["refused_malformed"]
-        eventually(lambda: hub.counters["refused_malformed"] > flooded)  # it was going on all the time
-    finally:
-        stop.set()
-        thread.join(10)
-
-
 def test_bytes_that_are_no_zeromq_at_all(world: FenceWorld, hub: HubServer) -> None:
     host, port = hub.endpoint.removeprefix("tcp://").split(":")
     noise = random.Random(1)
@@ -232,47 +151,17 @@ def test_bytes_that_are_no_zeromq_at_all(world: FenceWorld, hub: HubServer) -> N
 # ------------------------------------------------------------------------------------------------- tampering and replay
 
 
-class Tamperer:
-    """A TCP relay that flips one bit of every chunk it passes on, once told to."""
-
-    def __init__(self, target: str) -> None:
-        host, port = target.removeprefix("tcp://").split(":")
-        self._target = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.tampering = False
-        self.num_flips = 0
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(self._target)
-                for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=self._relay, args=(source, sink), daemon=True).start()
-
-    def _relay(self, source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError), source, sink:
-            while chunk := bytearray(source.recv(65536)):
-                if self.tampering:
-                    chunk[-1] ^= 1
-                    self.num_flips += 1
-                sink.sendall(chunk)
-
-    def close(self) -> None:
-        self._listener.close()
-
-
 def test_tampered_frames_are_never_taken(world: FenceWorld, hub: HubServer) -> None:
-    relay = Tamperer(hub.endpoint)
+    relay = Relay(hub.endpoint)
     try:
         agent, engine = world.agent(relay.endpoint)
         eventually(lambda: agent.view.epoch == 0 and hub.counters["received"] == agent.counters["sent"] >= 2)
         relay.tampering = True
         received, before = hub.counters["received"], agent.view
+        agent.poke()
+        eventually(lambda: hub.counters["protocol_errors"] >= 1, what="refused and counted")
         world.request(hub, 1)
-        eventually(lambda: relay.num_flips >= 5)
+        eventually(lambda: relay.num_changed >= 5)
         assert hub.counters["received"] == received
         assert agent.view == before
         assert engine.adopted == [(0, Mode.USE)]
@@ -282,32 +171,22 @@ def test_tampered_frames_are_never_taken(world: FenceWorld, hub: HubServer) -> N
         relay.close()
 
 
-class FakeHub:
-    """Has the hub's keys and says what it likes to one agent."""
-
-    def __init__(self, keys: KeyPair) -> None:
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.ROUTER)
-        self.socket.linger = 0
-        self.socket.curve_server = 1
-        self.socket.curve_publickey = keys.public.encode()
-        self.socket.curve_secretkey = keys.secret.encode()
-        self.endpoint = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
-        self.peer = b""
-
-    def next(self) -> Heartbeat:
-        assert self.socket.poll(10_000)
-        self.peer, *frames = self.socket.recv_multipart()
-        message = decode(frames)
-        assert isinstance(message, Heartbeat)
-        return message
-
-    def say(self, frames: list[bytes]) -> None:
-        self.socket.send_multipart([self.peer, *frames])
-
-    def grant(self, beat: Heartbeat, epoch: int, **change: object) -> list[bytes]:
-        fields = {"boot": beat.boot, "seq": beat.seq, "epoch": epoch, "mode": Mode.USE, "lease_seconds": 30.0, **change}
-        return encode(Grant(**fields))  # type: ignore[arg-type]
+def test_frames_sent_twice_are_taken_once(world: FenceWorld, hub: HubServer) -> None:
+    relay = Relay(hub.endpoint)
+    try:
+        agent, engine = world.agent(relay.endpoint)
+        eventually(lambda: agent.view.epoch == 0 and hub.counters["received"] == agent.counters["sent"] >= 2)
+        relay.replaying = True
+        agent.poke()
+        eventually(lambda: relay.num_changed >= 1)
+        eventually(lambda: hub.counters["protocol_errors"] >= 1, what="counted")
+        assert hub.counters["received"] <= agent.counters["sent"]
+        relay.replaying = False
+        world.request(hub, 1)
+        eventually(lambda: agent.view.epoch == 1, what="it recovers by itself")
+        assert engine.adopted == [(0, Mode.USE), (1, Mode.USE)]
+    finally:
+        relay.close()
 
 
 def test_replayed_and_foreign_grants_and_garbage_change_nothing(world: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
@@ -337,4 +216,4 @@ def test_replayed_and_foreign_grants_and_garbage_change_nothing(world: FenceWorl
         while fake.socket.poll(1000):  # it still heartbeats, and has answered the garbage
             fake.socket.recv_multipart()
     finally:
-        fake.context.destroy(linger=0)
+        fake.close()

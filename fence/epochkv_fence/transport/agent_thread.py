@@ -166,7 +166,7 @@ class AgentThread:
 
     def propose(self, epoch: int) -> None:
         """Ask the hub to go on to `epoch` (one above the adopted one), again and again until it is reached."""
-        self._post(ag.Proposed(epoch))
+        self._post(ag.Proposed(epoch, self._agent.moment))
 
     def poke(self) -> None:
         """Something the hub should know has changed: heartbeat now."""

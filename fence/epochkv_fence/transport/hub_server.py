@@ -198,12 +198,22 @@ class HubServer:
             self._changed.discard(uid)
             self._calls.forget(pool.config.name)
 
-    def request(self, uid: str, epoch: int, *, fresh: bool = True, weights_version: str = "", weights_ready: bool = True) -> None:
+    def request(
+        self,
+        uid: str,
+        epoch: int,
+        *,
+        fresh: bool = True,
+        since: float | None = None,
+        weights_version: str = "",
+        weights_ready: bool = True,
+    ) -> None:
         """`spec.resetEpoch` asks for `epoch`. Remembered while this hub does not lead; lower or repeated asks change nothing.
 
         Args:
             fresh: it was asked for just now (an edge that was watched). False: it may have been asked for long ago (found
                 in a listing after a start or a gap), so that a boot's age says nothing about its weights.
+            since: of a fresh one: it was asked for no earlier than this, on this process's monotonic clock; None: now.
             weights_version: `spec.weightsVersion`.
             weights_ready: False: there is a version, and `spec.weightsReady` is not equal to it yet. The same epoch asked
                 for again with True lets boots use it.
@@ -211,7 +221,8 @@ class HubServer:
         Raises:
             UnknownPool
         """
-        at = time.monotonic() if fresh else None
+        now = time.monotonic()
+        at = (now if since is None else min(since, now)) if fresh else None
         self._step(self._pool(uid), ev.Asked(epoch, at, Origin(Source.SPEC, weights_version), weights_ready))
 
     def observe(self, uid: str, record: PoolRecord) -> None:

@@ -35,12 +35,13 @@ SEND_QUEUE: Final = 256
 HANDSHAKE_MILLISECONDS: Final = 10_000
 """Who connects and says nothing holds a file descriptor for no longer than this. 5,000 agents at once need about 3 s."""
 MAX_FILES: Final = 262_144
-MONITORED: Final = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_ACCEPT_FAILED
 EVENT_COUNTERS: Final = {
+    int(zmq.EVENT_ACCEPTED): "connections",
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "protocol_errors",  # also frames that were tampered with or replayed, later on
     int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "handshakes_failed",
     int(zmq.EVENT_ACCEPT_FAILED): "accepts_failed",
 }
+MONITORED: Final = sum(EVENT_COUNTERS)
 
 
 class Lane(NamedTuple):
@@ -189,8 +190,7 @@ class Router:
     def _take_event(self) -> None:
         assert self._monitor is not None
         event = int(parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"])
-        if event in EVENT_COUNTERS:
-            self._counters[EVENT_COUNTERS[event]] += 1
+        self._counters[EVENT_COUNTERS.get(event, "other_events")] += 1
 
     # ------------------------------------------------------------------ out
 

@@ -1,0 +1,144 @@
+"""Floods a hub from a process of its own, so that it takes no time from the hub under test: `python -m tests.security.flooder`.
+
+Reads one JSON object from standard input (`kind`, `endpoint`, `rate` a second, and `keys` as a list of three or none),
+floods until standard input is closed, and prints one JSON object with what it did.
+
+Kinds: `garbage` (frames that are no message, from an authenticated client), `messages` (well-formed heartbeats of ever
+new boots), `strangers` (CURVE handshakes with keys that nobody knows), `connections` (plain TCP connections that are left
+open with garbage in them).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import zmq
+
+from epochkv_fence.messages import Heartbeat, encode
+from epochkv_fence.transport import ClientKeys, generate_keypair
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_OPEN = 500
+HALF_A_GREETING = b"\xff" + 8 * b"\0" + b"\x7f\x03"
+GARBAGE = [b"\x01", b"\xc1garbage"]
+
+
+class Flood:
+    """One kind of flood; `step` does one unit of it and returns whether it was done."""
+
+    def __init__(self, endpoint: str, keys: ClientKeys | None) -> None:
+        self.counts: Counter[str] = Counter()
+        self._endpoint = endpoint
+        self._keys = keys
+        self._context = zmq.Context()
+        self._context.max_sockets = 4 * MAX_OPEN
+        self._socket = self._dealer(keys) if keys is not None else None
+        self._open: deque[zmq.Socket[bytes] | socket.socket] = deque()
+
+    def _dealer(self, keys: ClientKeys) -> zmq.Socket[bytes]:
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.linger = 0
+        dealer.curve_serverkey = keys.hub_public.encode()
+        dealer.curve_publickey = keys.public.encode()
+        dealer.curve_secretkey = keys.secret.encode()
+        dealer.connect(self._endpoint)
+        return dealer
+
+    def garbage(self) -> bool:
+        return self._send(GARBAGE)
+
+    def messages(self) -> bool:
+        return self._send(encode(Heartbeat(secrets.token_bytes(16), 0)))
+
+    def _send(self, frames: list[bytes]) -> bool:
+        assert self._socket is not None
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self.counts["sent"] += 1
+        with contextlib.suppress(zmq.Again):
+            self._socket.recv_multipart(zmq.NOBLOCK)
+            self.counts["answers"] += 1
+        return True
+
+    def strangers(self) -> bool:
+        assert self._keys is not None
+        self._keep(self._dealer(ClientKeys(self._keys.hub_public, *generate_keypair())))
+        self.counts["sent"] += 1
+        return True
+
+    def connections(self) -> bool:
+        host, port = self._endpoint.removeprefix("tcp://").split(":")
+        plain = socket.create_connection((host, int(port)), timeout=5)
+        plain.sendall(secrets.token_bytes(40) if self.counts["sent"] % 2 else HALF_A_GREETING)
+        self.counts["sent"] += 1
+        self._keep(plain)
+        return True
+
+    def _keep(self, connection: zmq.Socket[bytes] | socket.socket) -> None:
+        self._open.append(connection)
+        if len(self._open) > MAX_OPEN:
+            self._open.popleft().close()
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popleft().close()
+        self._context.destroy(linger=0)
+
+
+def run(step: Callable[[], bool], rate: float) -> None:
+    """Call `step` at the given rate until standard input is closed."""
+    began, done = time.monotonic(), 0
+    while not select.select([sys.stdin], [], [], 0.001)[0]:
+        due = int((time.monotonic() - began) * rate)
+        while done < due:
+            if not step():
+                done = due  # the hub makes us wait: what is missed is not made up for
+                break
+            done += 1
+
+
+@contextlib.contextmanager
+def flooding(kind: str, endpoint: str, rate: float, keys: ClientKeys | None = None) -> Iterator[dict[str, int]]:
+    """Flood while the block runs. What is yielded is filled with the counts at its end."""
+    counts: dict[str, int] = {}
+    command = [sys.executable, "-m", "tests.security.flooder"]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        given = [keys.hub_public, keys.public, keys.secret] if keys is not None else None
+        process.stdin.write(json.dumps({"kind": kind, "endpoint": endpoint, "rate": rate, "keys": given}) + "\n")
+        process.stdin.flush()
+        try:
+            assert process.stdout.readline() == "flooding\n"
+            yield counts
+        finally:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+            counts.update(json.loads(process.stdout.readline()))
+
+
+def main() -> None:
+    asked = json.loads(sys.stdin.readline())
+    flood = Flood(asked["endpoint"], ClientKeys(*asked["keys"]) if asked["keys"] else None)
+    print("flooding", flush=True)
+    try:
+        run(getattr(flood, asked["kind"]), float(asked["rate"]))
+    finally:
+        print(json.dumps(flood.counts), flush=True)
+        flood.close()
+
+
+if __name__ == "__main__":
+    main()
