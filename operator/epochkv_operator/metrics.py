@@ -59,11 +59,36 @@ POOL_ENGINES = Gauge(
     ["namespace", "pool", "state"],
     registry=REGISTRY,
 )
+CARRIED_REQUESTS = Gauge(
+    "epochkv_pool_carried_requests",
+    "Requests that run on under an older epoch",
+    ["namespace", "pool"],
+    registry=REGISTRY,
+)
+WEIGHTS_PENDING = Gauge(
+    "epochkv_pool_weights_pending_engines",
+    "Engine processes in bypass, because nobody said that they have the weights of the epoch",
+    ["namespace", "pool"],
+    registry=REGISTRY,
+)
+RECLAIMED_KEYS = Gauge(
+    "epochkv_pool_reclaimed_keys",
+    "Keys of older epochs removed from the store since this operator leads",
+    ["namespace", "pool"],
+    registry=REGISTRY,
+)
+RECLAIMED_BYTES = Gauge(
+    "epochkv_pool_reclaimed_bytes",
+    "Bytes of the store given back since this operator leads, as far as they are known",
+    ["namespace", "pool"],
+    registry=REGISTRY,
+)
+_BY_POOL = (TARGET_EPOCH, PUBLISHED_EPOCH, RESET_SECONDS, CARRIED_REQUESTS, WEIGHTS_PENDING, RECLAIMED_KEYS, RECLAIMED_BYTES)
 
 
 def forget_pool(namespace: str, pool: str) -> None:
     """Drop the series of a pool that is gone, so that it does not linger on dashboards."""
-    for family in (TARGET_EPOCH, PUBLISHED_EPOCH, RESET_SECONDS):
+    for family in _BY_POOL:
         try:
             family.remove(namespace, pool)
         except KeyError:

@@ -42,7 +42,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 # The names of the pools' Secrets are not known beforehand, so they cannot be listed here; there is no list and no watch.
 - apiGroups: [""]
   resources: [secrets]
-  verbs: [get, create, delete]
+  verbs: [get, create, update, delete]
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create]

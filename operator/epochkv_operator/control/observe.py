@@ -36,5 +36,7 @@ def now() -> datetime:
 
 
 def _revision(keys: FenceKeys) -> str:
-    """Changes when engines must read their keys again. Of public keys only: it is shown in pod templates."""
-    return hashlib.sha256(f"{keys.hub_public} {keys.client.public}".encode()).hexdigest()[:12]
+    """Changes when engines must restart: another hub, or a Secret that was made anew, with another root secret. A rotated client
+    key is read again by running engines. Of public keys only: it is shown in pod templates.
+    """
+    return hashlib.sha256(f"{keys.hub_public} {keys.first}".encode()).hexdigest()[:12]

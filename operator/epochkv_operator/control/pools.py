@@ -6,21 +6,24 @@ from collections.abc import Callable
 
 import structlog
 
-from epochkv_operator.api import InferenceEngine, InvalidObject, parse_engine, parse_pool
+from epochkv_fence.pool import margin_seconds
+from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
 from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.keys import Key, engine_key, engines_of
 from epochkv_operator.control.observe import context_for, now, observe
 from epochkv_operator.control.reporter import Reporter, invalid_status
 from epochkv_operator.control.secrets import FenceKeys, FenceSecrets, SecretConflict
-from epochkv_operator.hub.service import HubService
+from epochkv_operator.hub.service import AcceptedKeys, HubService
 from epochkv_operator.kube.client import ApiError, Forbidden, Invalid, Json
 from epochkv_operator.kube.resources import POOL_LABEL, POOLS
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Store
-from epochkv_operator.planning import Problem, plan_pool, pool_status, pool_weights_source
+from epochkv_operator.planning import Problem, epoch_ahead, plan_pool, pool_status, pool_weights_source
 from epochkv_operator.settings import Settings
 
 log = structlog.get_logger(__name__)
+#: How often it is looked whether anybody still uses the older of two client keys.
+OLD_KEY_SECONDS = 1.0
 
 
 class PoolReconciler:
@@ -45,12 +48,14 @@ class PoolReconciler:
         self._secrets = secrets
         self._hub = hub
         self._wake = wake
+        self._judged: dict[str, int] = {}
 
     async def reconcile(self, key: Key) -> None:
         obj = self._store.get(key.kind, key.namespace, key.name)
         if obj is None:
             self._secrets.forget(key.namespace, key.name)
             for uid in self._hub.forget(key.namespace, key.name):
+                self._judged.pop(uid, None)
                 log.info("pool gone", object=str(key), uid=uid)
             raise ObjectGone(f"{key} is gone")
         if obj["metadata"].get("deletionTimestamp"):
@@ -63,7 +68,8 @@ class PoolReconciler:
             return
         keys, problem, retry = await self._keys(key, obj)
         if keys is not None:
-            self._hub.ensure(pool, keys.client.public, pool_weights_source(self._engines(key)))
+            keys, trouble, late = await self._serve(key, obj, pool, keys)
+            problem, retry = problem or trouble, retry or late
         context = context_for(self._settings, keys)
         children = observe(self._store, key.namespace, POOL_LABEL, key.name)
         refused, again = await self._executor.bring_about(str(key), children, lambda seen: plan_pool(pool, seen, context))
@@ -77,6 +83,7 @@ class PoolReconciler:
             return pool_status(pool, seen, context, newest.get("status") or {}, now())
 
         await self._reporter.report(obj, compute)
+        self._tell_ahead(obj, pool)
         if again is not None:
             raise again
 
@@ -95,6 +102,50 @@ class PoolReconciler:
             if not decided:  # engines wait for this, or for the news that there is something to wait for
                 for engine in engines_of(self._store, key.namespace, key.name):
                     self._wake(engine_key(key.namespace, engine["metadata"]["name"]), 0.0)
+
+    async def _serve(self, key: Key, obj: Json, pool: KVCachePool, keys: FenceKeys) -> tuple[FenceKeys, Problem | None, ApiError | None]:
+        """Have the hub serve the pool, and take the next step of replacing its client key, if one is due. Returns as `_keys`."""
+        uid, generation = pool.metadata.uid, pool.spec.keys.generation
+        due = keys.previous is None and keys.generation < generation
+        if due:
+            self._secrets.draw(uid)
+        source = pool_weights_source(self._engines(key))
+
+        def serve(now: FenceKeys) -> None:
+            self._hub.ensure(pool, AcceptedKeys(self._secrets.accepted(uid), now.generation), source)
+
+        # The new key before anybody can have it: an engine that reads the Secret the moment it changes must not be refused.
+        serve(keys)
+        try:
+            if due:
+                keys = await self._secrets.rotate(obj, generation)
+            elif keys.previous is not None and self._unused(key, pool):
+                keys = await self._secrets.retire(obj)
+        except SecretConflict as error:
+            return keys, Problem("SecretConflict", str(error)), None
+        except (Forbidden, Invalid) as error:
+            return keys, Problem("SecretRefused", f"the pool's keys cannot be replaced: {error.message}"), error
+        serve(keys)
+        if keys.previous is not None:
+            self._wake(key, OLD_KEY_SECONDS)
+        return keys, None, None
+
+    def _unused(self, key: Key, pool: KVCachePool) -> bool:
+        """Nobody alive has used the older key for as long as a lease can last."""
+        lease = float(pool.spec.reset.lease_seconds)
+        return self._hub.old_key_idle_seconds(pool.metadata.uid) >= lease + margin_seconds(lease)
+
+    def _tell_ahead(self, obj: Json, pool: KVCachePool) -> None:
+        """One Event for each `spec.resetEpoch` that resets nothing, because that epoch was out already."""
+        uid, asked, view = pool.metadata.uid, pool.spec.reset_epoch, self._hub.view(pool.metadata.uid)
+        if view is None or view.target < asked:
+            return
+        seen_before = (obj.get("status") or {}).get("observedGeneration") == pool.metadata.generation
+        before = self._judged.get(uid, asked if seen_before else 0)
+        self._judged[uid] = asked
+        if asked > before and epoch_ahead(asked, view):
+            note = f"spec.resetEpoch {asked} is not applied, epoch {view.target} is out already: set {view.target + 1} or higher"
+            self._reporter.tell(obj, reason="EpochAhead", action="Reset", note=note)
 
     def _engines(self, key: Key) -> list[InferenceEngine]:
         """Engines of the pool that can be read; one that cannot counts as pushed (the safe side) by not counting."""

@@ -20,6 +20,8 @@ from epochkv_operator.planning.status import conditions
 log = structlog.get_logger(__name__)
 #: Written by the hub's authority alone once they exist; here they may only be set for the first time or be raised.
 EPOCH_FIELDS = ("targetEpoch", "epoch")
+#: These come and go with every reset, and cost nobody anything; only where they are stuck they are worth an Event.
+ROUTINE = frozenset({"CarriedRequests", "Drained", "Reclaiming", "Reclaimed"})
 
 
 def merge_patch(old: Json, new: Json) -> Json:
@@ -81,6 +83,12 @@ class Reporter:
         if await self._statuses.update(ref_of(obj), decide):
             self._tell(obj, before, after)
 
+    def tell(self, obj: Json, *, reason: str, action: str, note: str) -> None:
+        """Something that no condition's change would say: a warning, as an Event and in the log."""
+        about = f"{obj['kind']} {obj['metadata']['namespace']}/{obj['metadata']['name']}"
+        log.warning("told the user", object=about, reason=reason, note=note)
+        self._events.emit(obj, warning=True, reason=reason, action=action, note=note)
+
     def _tell(self, obj: Json, before: Json, after: Json) -> None:
         about = f"{obj['kind']} {obj['metadata']['namespace']}/{obj['metadata']['name']}"
         old = _conditions(before)
@@ -89,9 +97,10 @@ class Reporter:
             if previous is not None and (previous["status"], previous["reason"]) == (condition["status"], condition["reason"]):
                 continue
             status, reason, message = condition["status"], condition["reason"], condition["message"]
-            log.info("condition changed", object=about, condition=kind, status=status, reason=reason, message=message)
+            level = "debug" if reason in ROUTINE else "info"
+            getattr(log, level)("condition changed", object=about, condition=kind, status=status, reason=reason, message=message)
             # On first sight nothing has changed yet; the condition itself is the news.
-            if previous is not None and previous["status"] != status:
+            if previous is not None and previous["status"] != status and not {reason, previous["reason"]} <= ROUTINE:
                 self._events.emit(obj, warning=status != "True", reason=reason, action=kind, note=message or kind)
         self._tell_reset(obj, about, before.get("reset") or {}, after.get("reset") or {})
 
@@ -100,9 +109,10 @@ class Reporter:
         if not done or (done, after.get("epoch")) == (before.get("completionTime"), before.get("epoch")):
             return
         epoch, milliseconds = after.get("epoch"), after.get("durationMilliseconds")
-        log.info("epoch published", object=about, epoch=epoch, milliseconds=milliseconds)
+        log.info("epoch published", object=about, epoch=epoch, milliseconds=milliseconds, origin=after.get("origin"))
         took = f" after {milliseconds} ms" if milliseconds is not None else ""
-        note = f"epoch {epoch} published{took}: no engine uses an older one"
+        asker = f", asked for by {after['origin']}" if after.get("origin") else ""
+        note = f"epoch {epoch} published{took}{asker}: no engine uses an older one"
         self._events.emit(obj, warning=False, reason="EpochPublished", action="Reset", note=note)
 
 

@@ -27,6 +27,7 @@ from epochkv_operator.control.resync import Resync
 from epochkv_operator.control.secrets import FenceSecrets, SecretConflict, hub_keys
 from epochkv_operator.control.worker import Worker
 from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed, HubService
+from epochkv_operator.hub.stores import store_admin
 from epochkv_operator.kube.client import ApiError, Json, KubeClient
 from epochkv_operator.kube.events import EventRecorder
 from epochkv_operator.kube.lease import LeaseHolder, new_identity
@@ -39,7 +40,6 @@ from epochkv_operator.settings import Settings
 
 log = structlog.get_logger(__name__)
 CANARY_SECONDS = 60.0
-WATCH_FIRST_SECONDS = 2.0
 
 
 class Operator:
@@ -116,7 +116,7 @@ class Operator:
         keys = await self._hub_keys(client)
         await resync.initial()
         self._canary_seen = time.monotonic()  # what the watches show from here on happened after this listing
-        hub = self._hub = HubService(self.settings.hub_bind, keys, lease, statuses, self._wake)
+        hub = self._hub = HubService(self.settings.hub_bind, keys, lease, statuses, self._wake, store_admin(self.store))
         await hub.start()
         events = EventRecorder(client, self.identity)
         executor = self._executor = Executor(client, self.store)
@@ -127,6 +127,7 @@ class Operator:
         worker = Worker(self.queue, {pools.kind: pools.reconcile, engines.kind: engines.reconcile})
         self._start("hub", hub.run())
         self._start("resync", resync.run())
+        self._start("sightings", hub.look())
         self._start("events", events.run())
         for number in range(self.settings.workers):
             self._start(f"worker-{number}", worker.run())
@@ -158,9 +159,10 @@ class Operator:
             if resource in CHILDREN and self._executor is not None:
                 self._executor.forget(resource.kind, obj)
             return
-        if resource is POOLS and event_type is not None and self._hub is not None:
-            # The fast path: an epoch that was asked for does not wait in the queue.
-            self._hub.seen(obj, fresh=self._watches_alive())
+        if resource is POOLS and self._hub is not None:
+            # The fast path: an epoch that was asked for does not wait in the queue, and not for the store either, which may
+            # know this state from the answer to a write.
+            self._hub.seen(obj)
         self._take(resource, obj)
 
     def _take(self, resource: Resource, obj: Json) -> None:
@@ -169,15 +171,10 @@ class Operator:
         """
         if not self.store.upsert(resource.kind, obj):
             return
+        if resource is POOLS and self._hub is not None:
+            self._hub.seen(obj)
         resetting = resource is POOLS and self._hub is not None and self._hub.resetting(obj["metadata"]["uid"])
         self._enqueue(resource, obj, OPEN_SECONDS if resetting else 0.0)
-        if resource is POOLS:
-            # A listing does not say when an epoch was asked for. The watch does, if it lives: let it come first.
-            asyncio.get_running_loop().call_later(WATCH_FIRST_SECONDS, self._late, obj)
-
-    def _late(self, pool: Json) -> None:
-        if self._hub is not None:
-            self._hub.seen(pool, fresh=False)
 
     def _listed(self, resource: Resource, objects: list[Json], version: int, scope: str | None) -> None:
         """A whole LIST: what it shows and what it does not show any more."""
@@ -200,12 +197,6 @@ class Operator:
         self.queue.add_after(pool, delay_seconds)
         for engine in engines_of(self.store, pool.namespace, pool.name):
             self.queue.add_after(engine_key(pool.namespace, engine["metadata"]["name"]), delay_seconds)
-
-    def _watches_alive(self) -> bool:
-        """Whether the watches showed our own latest Lease renewals: then what they show now happened just now."""
-        if not self.settings.canary:
-            return True
-        return time.monotonic() - self._canary_seen < self.settings.lease_duration_seconds
 
     def _start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)

@@ -9,6 +9,9 @@ the state that was read still holds when the write lands.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from epochkv_fence.authority import AuthorityError, Origin, PoolGone, PoolRecord, Term
 from epochkv_fence.messages import Source
 from epochkv_operator.kube.client import ApiError, Json, NotFound
@@ -20,11 +23,21 @@ RECORD_FIELDS = ("targetEpoch", "epoch", "granting")
 
 
 class KubernetesAuthority:
-    """`epochkv_fence.authority.Authority` on the API server. Every call ends within `deadline_seconds`."""
+    """`epochkv_fence.authority.Authority` on the API server. Every call ends within `deadline_seconds`.
 
-    def __init__(self, lease: LeaseHolder, statuses: StatusWriter, deadline_seconds: float = 3.0) -> None:
+    `on_read` is told of every quorum read of a pool: its object, and when the read began (monotonic seconds).
+    """
+
+    def __init__(
+        self,
+        lease: LeaseHolder,
+        statuses: StatusWriter,
+        deadline_seconds: float = 3.0,
+        on_read: Callable[[Json, float], None] = lambda pool, began_at: None,
+    ) -> None:
         self._lease = lease
         self._statuses = statuses
+        self._on_read = on_read
         self._deadline_seconds = deadline_seconds
         self._pools: dict[str, ObjectRef] = {}
 
@@ -48,13 +61,14 @@ class KubernetesAuthority:
         return current == (term.holder, term.transitions)
 
     async def load(self, pool_uid: str) -> PoolRecord:
-        ref = self._ref(pool_uid)
+        ref, began_at = self._ref(pool_uid), time.monotonic()
         try:
             pool = await self._statuses.read(ref, self._deadline_seconds)
         except ObjectGone as error:
             raise PoolGone(str(error)) from error
         except ApiError as error:
             raise AuthorityError(str(error)) from error
+        self._on_read(pool, began_at)
         return record_of(pool)
 
     async def record(self, pool_uid: str, target: int, origin: Origin | None = None) -> None:
@@ -74,17 +88,18 @@ class KubernetesAuthority:
     async def publish(self, pool_uid: str, epoch: int) -> None:
         """Durably raise the published epoch; never down.
 
-        The target is raised along when it is lower: the hub recorded it before, so somebody wiped the status. The name of
-        its weights is written with it.
+        The name of its weights is written with it. A target below `epoch` is an error: the hub recorded it before, so somebody
+        wiped the status, and the hub records it again, with its origin.
         """
 
         def decide(pool: Json) -> Json | None:
             record = record_of(pool)
             if epoch <= record.published:
                 return None
+            if epoch > record.target:
+                raise AuthorityError(f"epoch {epoch} cannot be published: {record.target} is recorded, somebody took the target away")
             version = record.origin.weights_version if record.origin is not None and record.target == epoch else ""
-            fields: Json = {"epoch": epoch, "weightsVersion": version or None}
-            return fields if epoch <= record.target else {**fields, "targetEpoch": epoch}
+            return {"epoch": epoch, "weightsVersion": version or None}
 
         await self._update(pool_uid, decide)
 

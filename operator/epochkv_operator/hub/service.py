@@ -5,19 +5,23 @@ heartbeat.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import structlog
 
-from epochkv_fence.authority import PoolRecord, Term
+from epochkv_fence.authority import AuthorityError, PoolGone, PoolRecord, Term
 from epochkv_fence.pool import PoolConfig, PoolSnapshot
+from epochkv_fence.store_admin import StoreAdmin
 from epochkv_fence.transport import HubKeys, HubServer
 from epochkv_operator import metrics
 from epochkv_operator.api import KVCachePool
 from epochkv_operator.control.keys import Key, pool_key
 from epochkv_operator.hub.kubernetes import KubernetesAuthority, record_of
-from epochkv_operator.hub.view import export, view_of
+from epochkv_operator.hub.sightings import Sightings
+from epochkv_operator.hub.view import Told, export, key_view, view_of
 from epochkv_operator.kube.client import Json
 from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.status import StatusWriter
@@ -31,6 +35,29 @@ OPEN_SECONDS = 0.25
 #: Everything else about engines (carried requests, joins, losses) is written at most this often.
 QUIET_SECONDS = 1.0
 WATCHDOG_SECONDS = 1.0
+#: Between two reads of one pool, while engines become old enough one after the other; also after a failed one.
+LOOK_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class AcceptedKeys:
+    """Client keys of a pool: public ones, the newest first, and the generation of that one."""
+
+    public: tuple[str, ...]
+    generation: int = 0
+
+
+@dataclass
+class _Served:
+    """What is kept beside a pool of the hub."""
+
+    key: Key
+    config: PoolConfig
+    keys: AcceptedKeys
+    told: Told
+    old_key_used_at: float
+    told_at: float = 0.0
+    look_at: float = math.inf  # when a boot becomes old enough to join what is asked for after the next read
 
 
 class HubFailed(Exception):
@@ -40,16 +67,23 @@ class HubFailed(Exception):
 class HubService:
     """One HubServer. `wake` is called with (key, delay in seconds) when a pool's status may have to be written."""
 
-    def __init__(self, bind: str, keys: HubKeys, lease: LeaseHolder, statuses: StatusWriter, wake: Callable[[Key, float], None]) -> None:
+    def __init__(
+        self,
+        bind: str,
+        keys: HubKeys,
+        lease: LeaseHolder,
+        statuses: StatusWriter,
+        wake: Callable[[Key, float], None],
+        stores: StoreAdmin,
+    ) -> None:
         self._lease = lease
         self._wake = wake
-        self._authority = KubernetesAuthority(lease, statuses)
+        self._authority = KubernetesAuthority(lease, statuses, on_read=self.read)
         self._deposed = asyncio.Event()
-        self._server = HubServer(bind, keys, self._authority, on_change=self._changed, on_step_down=self._deposed.set)
-        self._configs: dict[str, PoolConfig] = {}
-        self._keys: dict[str, Key] = {}
-        self._epochs: dict[str, tuple[int, int]] = {}
-        self._told_at: dict[str, float] = {}
+        self._server = HubServer(bind, keys, self._authority, on_change=self._changed, on_step_down=self._deposed.set, stores=stores)
+        self._served: dict[str, _Served] = {}
+        self._sightings = Sightings()
+        self._look = asyncio.Event()
         self.listening = False
 
     async def start(self) -> None:
@@ -81,100 +115,179 @@ class HubService:
                 if self._server.counters["tasks_failed"]:
                     raise HubFailed("a task of the hub died; its error is in the log above") from None
 
+    async def look(self) -> None:
+        """Read each pool once more when a boot has become old enough to join; never returns."""
+        while True:
+            now = time.monotonic()
+            self._look.clear()
+            due = min((served.look_at for served in self._served.values()), default=math.inf)
+            try:
+                async with asyncio.timeout(max(0.0, due - now) if due < math.inf else None):
+                    await self._look.wait()
+                continue
+            except TimeoutError:
+                pass
+            for uid, served in list(self._served.items()):
+                if served.look_at <= time.monotonic():
+                    served.look_at = time.monotonic() + LOOK_SECONDS
+                    try:
+                        await self._authority.load(uid)
+                    except PoolGone:
+                        served.look_at = math.inf
+                    except AuthorityError as error:
+                        log.debug("pool not read", pool=served.config.name, error=str(error))
+
     async def close(self) -> None:
         self.listening = False
         await self._server.stop()
 
     # ---- pools ----
 
-    def ensure(self, pool: KVCachePool, client_public_key: str, weights_source: str) -> None:
+    def ensure(self, pool: KVCachePool, keys: AcceptedKeys, weights_source: str) -> None:
         """Make the hub serve this pool with this configuration, and no namesake of it."""
-        metadata = pool.metadata
-        key = pool_key(metadata.namespace, metadata.name)
-        for uid in [uid for uid, other in self._keys.items() if other == key and uid != metadata.uid]:
-            self._remove(uid)
+        metadata, distributed = pool.metadata, pool.spec.distributed
+        uid, key = metadata.uid, pool_key(metadata.namespace, metadata.name)
+        for other in [other for other, served in self._served.items() if served.key == key and other != uid]:
+            self._remove(other)
         config = PoolConfig(
-            uid=metadata.uid,
+            uid=uid,
             name=f"{metadata.namespace}/{metadata.name}",
-            client_public_keys=(client_public_key,),
+            client_public_keys=keys.public,
             lease_seconds=float(pool.spec.reset.lease_seconds),
             join_after_seconds=float(pool.spec.reset.join_after_seconds),
             weights_source="Model" if weights_source == "Model" else "Pushed",
-            reclaim="Delete" if pool.spec.distributed is not None else "Retain",
+            reclaim=pool.spec.reset.reclaim_policy if distributed is not None else "Retain",
+            # Somebody else's store may hold what is not ours to remove.
+            store_admin=distributed is not None and distributed.mooncake is not None,
         )
-        if self._configs.get(metadata.uid) == config:
+        served = self._served.get(uid)
+        if served is None:
+            self._authority.register(uid, metadata.namespace, metadata.name)
+            self._served[uid] = _Served(key, config, keys, Told(), time.monotonic())
+            self._server.set_pool(config)
+            self._ask(uid, pool.spec.reset_epoch, pool.spec.weights_version, pool.spec.weights_ready)
             return
-        new = metadata.uid not in self._configs
-        self._authority.register(metadata.uid, metadata.namespace, metadata.name)
-        self._keys[metadata.uid] = key
-        self._configs[metadata.uid] = config
-        self._server.set_pool(config)
-        if new:
-            # Nobody saw it being asked for: it may have been long ago.
-            self._server.request(metadata.uid, pool.spec.reset_epoch, fresh=False)
+        if len(keys.public) > len(served.keys.public):
+            served.old_key_used_at = time.monotonic()
+        served.keys = keys
+        if served.config != config:
+            served.config = config
+            self._server.set_pool(config)
 
     def forget(self, namespace: str, name: str) -> list[str]:
         """The pool is gone. Returns the uids that were served under its name."""
         key = pool_key(namespace, name)
-        uids = [uid for uid, other in self._keys.items() if other == key]
+        uids = [uid for uid, served in self._served.items() if served.key == key]
         for uid in uids:
             self._remove(uid)
         metrics.forget_pool(namespace, name)
         return uids
 
-    def seen(self, pool: Json, *, fresh: bool) -> None:
-        """A newer state of a pool was seen: take its epochs in. `fresh`: its resetEpoch was raised just now, not some
-        time ago.
-        """
+    def seen(self, pool: Json) -> None:
+        """A state of a pool was seen, however late: take its epochs in."""
         uid = pool["metadata"]["uid"]
-        if uid not in self._configs:
+        if uid not in self._served:
             return
         # Only the target: our own publication may be seen here before its answer comes, and the hub times it by the answer.
-        self._server.observe(uid, PoolRecord(target=record_of(pool).target))
-        self._server.request(uid, int((pool.get("spec") or {}).get("resetEpoch") or 0), fresh=fresh)
+        record = record_of(pool)
+        self._server.observe(uid, PoolRecord(target=record.target, origin=record.origin))
+        spec = pool.get("spec") or {}
+        self._ask(uid, int(spec.get("resetEpoch") or 0), spec.get("weightsVersion"), spec.get("weightsReady"))
+
+    def read(self, pool: Json, began_at: float) -> None:
+        """A read that began then showed this state, and no older one would have done."""
+        uid = pool["metadata"]["uid"]
+        served = self._served.get(uid)
+        if served is None:
+            return
+        self._sightings.shown(uid, int((pool.get("spec") or {}).get("resetEpoch") or 0), began_at)
+        self.seen(pool)
+        self._plan_look(uid, served, self._server.snapshot(uid), LOOK_SECONDS)
 
     def resetting(self, pool_uid: str) -> bool:
         """Whether an epoch that was asked for is not published yet."""
-        return pool_uid in self._configs and not self._server.snapshot(pool_uid).converged
+        return pool_uid in self._served and not self._server.snapshot(pool_uid).converged
 
     def snapshot(self, pool_uid: str) -> PoolSnapshot | None:
-        return self._server.snapshot(pool_uid) if pool_uid in self._configs else None
+        return self._server.snapshot(pool_uid) if pool_uid in self._served else None
 
     def knows(self, pool_uid: str) -> bool:
         """Whether the hub has read the pool's record in its term; a pool without keys is never served and counts as
         known.
         """
-        return pool_uid not in self._configs or self._server.snapshot(pool_uid).leading
+        return pool_uid not in self._served or self._server.snapshot(pool_uid).leading
 
     def view(self, pool_uid: str) -> HubView | None:
         """What planning takes; None while the hub knows nothing about the pool that counts."""
-        snapshot = self.snapshot(pool_uid)
-        return view_of(snapshot) if snapshot is not None else None
+        served, snapshot = self._served.get(pool_uid), self.snapshot(pool_uid)
+        if served is None or snapshot is None:
+            return None
+        served.told.take(snapshot, time.time())
+        keys = key_view(snapshot, served.keys.generation, len(served.keys.public))
+        return view_of(snapshot, served.told, served.config.weights_source, keys)
+
+    def old_key_idle_seconds(self, pool_uid: str) -> float:
+        """For how long no live boot has used the older of two keys; call it every few seconds while there are two."""
+        served, snapshot = self._served.get(pool_uid), self.snapshot(pool_uid)
+        now = time.monotonic()
+        if served is None or snapshot is None or not snapshot.leading:
+            return 0.0
+        if any(engine.alive and engine.key_index > 0 for engine in snapshot.engines):
+            served.old_key_used_at = now
+        return now - served.old_key_used_at
 
     def export_metrics(self) -> None:
-        for uid, key in self._keys.items():
-            export(key.namespace, key.name, self._server.snapshot(uid))
+        for uid, served in self._served.items():
+            snapshot = self._server.snapshot(uid)
+            served.told.take(snapshot, time.time())
+            export(served.key.namespace, served.key.name, snapshot, served.told)
+
+    def _ask(self, uid: str, epoch: int, version: str | None, ready: str | None) -> None:
+        since = self._sightings.since(uid, epoch)
+        self._server.request(
+            uid,
+            epoch,
+            fresh=since is not None,
+            since=since,
+            weights_version=version or "",
+            weights_ready=not version or version == ready,
+        )
+
+    def _plan_look(self, uid: str, served: _Served, snapshot: PoolSnapshot, pause: float = 0.0) -> None:
+        """When to read the pool next, for those boots that were too young at the read before.
+
+        Their ages are discounted like the hub does it, for clocks that run at another rate.
+        """
+        now, config = time.monotonic(), served.config
+        read_at = self._sightings.at(uid)
+        due = math.inf
+        if config.weights_source == "Pushed":
+            ages = (engine.age_seconds + engine.silent_seconds for engine in snapshot.engines if engine.alive)
+            old_enough = (now - age / config.max_clock_rate + config.join_after_seconds for age in ages)
+            due = min((at for at in old_enough if read_at is None or at > read_at), default=math.inf)
+        served.look_at = max(due, now + pause)
+        self._look.set()
 
     def _remove(self, uid: str) -> None:
         self._server.remove_pool(uid)
         self._authority.unregister(uid)
-        self._told_at.pop(uid, None)
-        self._epochs.pop(uid, None)
-        del self._configs[uid], self._keys[uid]
+        self._sightings.forget(uid)
+        del self._served[uid]
 
     def _changed(self, uid: str) -> None:
-        key = self._keys.get(uid)
-        if key is None:
+        served = self._served.get(uid)
+        if served is None:
             return
-        snapshot = self._server.snapshot(uid)
-        epochs, before = (snapshot.target, snapshot.published), self._epochs.get(uid)
-        self._epochs[uid] = epochs
+        snapshot, key, told = self._server.snapshot(uid), served.key, served.told
+        before = told.epochs
+        told.take(snapshot, time.time())
+        self._plan_look(uid, served, snapshot)
         now = time.monotonic()
-        if before is not None and epochs[1] > before[1] and snapshot.reset_seconds is not None:
+        if before is not None and snapshot.published > before[1] and snapshot.reset_seconds is not None:
             metrics.RESET_SECONDS.labels(namespace=key.namespace, pool=key.name).observe(snapshot.reset_seconds)
-        if epochs != before:
-            self._wake(key, OPEN_SECONDS if epochs[0] > epochs[1] else DONE_SECONDS)
+        if told.epochs != before:
+            self._wake(key, OPEN_SECONDS if snapshot.target > snapshot.published else DONE_SECONDS)
             return
-        delay = max(OPEN_SECONDS, self._told_at.get(uid, 0.0) + QUIET_SECONDS - now)
-        self._told_at[uid] = now + delay
+        delay = max(OPEN_SECONDS, served.told_at + QUIET_SECONDS - now)
+        served.told_at = now + delay
         self._wake(key, delay)

@@ -2,31 +2,78 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from epochkv_fence.messages import Mode
 from epochkv_fence.pool import EngineView, PoolSnapshot
 from epochkv_operator import metrics
-from epochkv_operator.planning import HubEngine, HubView
+from epochkv_operator.planning import HubEngine, HubView, KeysView, ReclaimView
 
 
-def view_of(snapshot: PoolSnapshot) -> HubView | None:
+@dataclass
+class Told:
+    """What of a pool's snapshots has to be remembered between two of them.
+
+    Attributes:
+        epochs: target and published, as last seen; None before the first.
+        base: keys and bytes that the hub had removed in all when its target was last raised.
+        total: the same, now.
+        reclaimed: highest epoch below which nothing is left, and when that was first seen (Unix seconds).
+    """
+
+    epochs: tuple[int, int] | None = None
+    base: tuple[int, int] = (0, 0)
+    total: tuple[int, int] = (0, 0)
+    reclaimed: int = 0
+    reclaimed_at: float | None = None
+
+    def take(self, snapshot: PoolSnapshot, unix_seconds: float) -> None:
+        """Take a newer snapshot in."""
+        if self.epochs is not None and snapshot.target > self.epochs[0]:
+            self.base = self.total
+        self.epochs = (snapshot.target, snapshot.published)
+        self.total = (snapshot.reclaimed_keys, snapshot.reclaimed_bytes)
+        if snapshot.reclaimed > self.reclaimed:
+            self.reclaimed, self.reclaimed_at = snapshot.reclaimed, unix_seconds
+
+
+def view_of(snapshot: PoolSnapshot, told: Told, weights_source: str, keys: KeysView | None = None) -> HubView | None:
     """The snapshot for planning; None while the hub does not lead this pool, when it knows nothing that counts."""
     if not snapshot.leading:
         return None
     counted = [engine for engine in snapshot.engines if engine.alive or not engine.converged]
     done = snapshot.published_at is not None and snapshot.published >= snapshot.target
     started = snapshot.started_at
+    pending = {engine.boot for engine in snapshot.weights_pending}
     return HubView(
         target=snapshot.target,
         published=snapshot.published,
-        engines=tuple(_engine(engine) for engine in counted),
+        engines=tuple(_engine(engine, engine.boot in pending) for engine in counted),
         laggards=tuple(_laggard(engine) for engine in snapshot.engines if not engine.converged),
         reset_epoch=snapshot.target if started is not None and (done or snapshot.target > snapshot.published) else None,
         reset_started=_moment(started),
         reset_completed=_moment(snapshot.published_at) if done else None,
         reset_milliseconds=round(snapshot.reset_seconds * 1e3) if done and snapshot.reset_seconds is not None else None,
+        origin=snapshot.origin.source.value if snapshot.origin is not None else None,
+        weights_version=snapshot.weights_version,
+        weights_source=weights_source,
+        held=snapshot.held,
+        reclaim=ReclaimView(
+            epoch=told.reclaimed,
+            keys=max(0, told.total[0] - told.base[0]),
+            bytes=max(0, told.total[1] - told.base[1]),
+            completed=_moment(told.reclaimed_at),
+            wipe_failed=snapshot.wipe_failed,
+        ),
+        keys=keys,
     )
+
+
+def key_view(snapshot: PoolSnapshot, generation: int, accepted: int) -> KeysView:
+    """The client keys, and who still uses the older of two."""
+    old = [_laggard(engine)[0] for engine in snapshot.engines if engine.alive and engine.key_index > 0]
+    return KeysView(generation, accepted, tuple(old) if accepted > 1 else ())
 
 
 def state_of(engine: EngineView) -> str:
@@ -38,16 +85,20 @@ def state_of(engine: EngineView) -> str:
     return "use" if engine.mode is Mode.USE else "bypass"
 
 
-def export(namespace: str, pool: str, snapshot: PoolSnapshot) -> None:
+def export(namespace: str, pool: str, snapshot: PoolSnapshot, told: Told) -> None:
     """Set the pool's gauges."""
     metrics.TARGET_EPOCH.labels(namespace=namespace, pool=pool).set(snapshot.target)
     metrics.PUBLISHED_EPOCH.labels(namespace=namespace, pool=pool).set(snapshot.published)
     states = [state_of(engine) for engine in snapshot.engines]
     for state in metrics.ENGINE_STATES:
         metrics.POOL_ENGINES.labels(namespace=namespace, pool=pool, state=state).set(states.count(state))
+    metrics.CARRIED_REQUESTS.labels(namespace=namespace, pool=pool).set(snapshot.carried)
+    metrics.WEIGHTS_PENDING.labels(namespace=namespace, pool=pool).set(len(snapshot.weights_pending))
+    metrics.RECLAIMED_KEYS.labels(namespace=namespace, pool=pool).set(told.total[0])
+    metrics.RECLAIMED_BYTES.labels(namespace=namespace, pool=pool).set(told.total[1])
 
 
-def _engine(engine: EngineView) -> HubEngine:
+def _engine(engine: EngineView, pending: bool) -> HubEngine:
     return HubEngine(
         engine=engine.engine,
         pod=engine.pod,
@@ -55,6 +106,8 @@ def _engine(engine: EngineView) -> HubEngine:
         epoch=engine.epoch,
         mode="Use" if engine.mode is Mode.USE else "Bypass",
         carried=engine.carried,
+        boot=engine.boot.hex()[:8],
+        pending=pending,
     )
 
 

@@ -14,7 +14,7 @@ In the watched namespaces (ClusterRole, or one Role per watched namespace):
 | policy            | poddisruptionbudgets                                   | (1), list, watch                   |
 | networking.k8s.io | networkpolicies                                        | (1), list, watch                   |
 | ""                | pods                                                   | list, watch                        |
-| ""                | secrets                                                | get, create, delete (2)            |
+| ""                | secrets                                                | get, create, update, delete (2)    |
 | events.k8s.io     | events                                                 | create                             |
 
 (1) get, create, patch, delete. `get` is for names that are not taken yet: the watches show this operator's own objects

@@ -29,7 +29,7 @@ SERVED = {
     ("policy", "poddisruptionbudgets"): {"get", "list", "watch", "create", "patch", "delete"},
     ("networking.k8s.io", "networkpolicies"): {"get", "list", "watch", "create", "patch", "delete"},
     ("", "pods"): {"list", "watch"},
-    ("", "secrets"): {"get", "create", "delete"},
+    ("", "secrets"): {"get", "create", "update", "delete"},
     ("events.k8s.io", "events"): {"create"},
 }
 
