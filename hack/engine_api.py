@@ -74,6 +74,14 @@ class EngineApi(ABC):
         query = f"reset_running_requests=true&reset_external={str(external).lower()}"
         return bool(self.post(f"/reset_prefix_cache?{query}", {})["success"])
 
+    def pause(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        """vLLM's own pause; returns when it is complete. Needs vLLM's dev mode."""
+        self.post(f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}", {})
+
+    def resume(self) -> None:
+        """End a pause. Needs vLLM's dev mode."""
+        self.post("/resume", {})
+
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a Prometheus metric over the series that carry `labels`."""
         return metric_total(self.request("GET", "/metrics", seconds=10).decode(), name, labels)

@@ -19,6 +19,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from epochkv_fence.authority import AuthorityError, Origin, PoolRecord, Term
 from epochkv_fence.messages import Mode
+from epochkv_fence.store_admin import StoreAdmin
 from epochkv_fence.transport import HubKeys, HubServer, PoolConfig, PoolSnapshot, generate_keypair
 
 T = TypeVar("T")
@@ -59,6 +60,7 @@ class Pool:
         directory: gets the credentials folder that engines read.
         name: of the pool.
         join_after_seconds, lease_seconds, weights_source: as in the pool's spec.
+        stores: reaches the pool's store, for `configure(store_admin=True)`.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Pool:
         lease_seconds: float = 30.0,
         join_after_seconds: float = 0.0,
         weights_source: Literal["Pushed", "Model"] = "Pushed",
+        stores: StoreAdmin | None = None,
     ) -> None:
         self.name, self.uid = name, str(uuid.uuid4())
         self.authority = SoloAuthority()
@@ -76,18 +79,13 @@ class Pool:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="hub", daemon=True)
         self._hub_keys = HubKeys(*generate_keypair())
+        self._stores = stores
         client = generate_keypair()
         self.credentials.mkdir(parents=True, mode=0o700)
-        secret = secrets.token_hex(32)
-        for file, text in (
-            ("hub.pub", self._hub_keys.public),
-            ("client.pub", client.public),
-            ("client.key", client.secret),
-            ("root.secret", secret),
-        ):
-            path = self.credentials / file
-            path.touch(mode=0o600)
-            path.write_text(text)
+        self._write("hub.pub", self._hub_keys.public)
+        self._write("root.secret", secrets.token_hex(32))
+        self._write("client.pub", client.public)
+        self._write("client.key", client.secret)
         self._config = PoolConfig(
             self.uid,
             f"default/{name}",
@@ -106,7 +104,7 @@ class Pool:
         self.endpoint = self._hub.endpoint
 
     async def _make_hub(self) -> HubServer:
-        hub = HubServer(self.endpoint, self._hub_keys, self.authority)
+        hub = HubServer(self.endpoint, self._hub_keys, self.authority, stores=self._stores)
         await hub.start()
         hub.set_pool(self._config)
         hub.lead(self.authority.term)
@@ -121,6 +119,34 @@ class Pool:
     def snapshot(self) -> PoolSnapshot:
         """The pool as the hub knows it now."""
         return self._call(lambda: self._running().snapshot(self.uid))
+
+    def configure(self, **changes: Any) -> None:
+        """Change fields of the pool's `PoolConfig` under the running hub, as an owner who edits the spec does."""
+        self._config = replace(self._config, **changes)
+        self._call(lambda: self._running().set_pool(self._config))
+
+    def rotate_keys(self) -> None:
+        """Give the pool a new client key; the one before is accepted as well, until `forget_old_keys`."""
+        client = generate_keypair()
+        self.configure(client_public_keys=(client.public, self._config.client_public_keys[0]))
+        self._write("client.pub", client.public)
+        self._write("client.key", client.secret)
+
+    def forget_old_keys(self) -> None:
+        """Accept the newest client key alone."""
+        self.configure(client_public_keys=self._config.client_public_keys[:1])
+
+    def connection(self) -> dict[str, Any]:
+        """What a client needs to know: the content of a `connection.json`."""
+        return {
+            "pool": {"name": self.name, "namespace": "default", "uid": self.uid},
+            "hub": {"endpoint": self.endpoint, "credentials_dir": str(self.credentials)},
+        }
+
+    def _write(self, file: str, text: str) -> None:
+        path = self.credentials / file
+        path.touch(mode=0o600)
+        path.write_text(text)
 
     def wait_engines(self, num_engines: int, seconds: float = 60.0) -> None:
         """Return once that many engines are at the target in mode Use."""
@@ -140,8 +166,7 @@ class Pool:
     def connector(self, local_bytes: int | None = None, master_address: str | None = None, **extra: Any) -> dict[str, Any]:
         """`--kv-transfer-config` of an engine of this pool; L1 and L2 as far as they are given."""
         config: dict[str, Any] = {
-            "pool": {"name": self.name, "namespace": "default", "uid": self.uid},
-            "hub": {"endpoint": self.endpoint, "credentials_dir": str(self.credentials)},
+            **self.connection(),
             "weights_source": self._weights_source,
             "tracker": master_address is None,
         }

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from epochkv_fence.mooncake_admin import MooncakeAdmin
 from hack import models
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
@@ -23,12 +24,20 @@ CACHED = 896  # whole blocks of 128 tokens of such a prompt
 BLOCKS = CACHED // 128
 
 
+L1_BYTES = 64 << 20
+
+
 @dataclass(frozen=True)
 class Weights:
-    """Folders of two sets of weights for one architecture."""
+    """Folders of sets of weights for one architecture; engines start with `base`."""
 
     base: Path
     new: Path
+    third: Path
+
+    def after(self, current: Path) -> Path:
+        """The next ones to push: never `base`, never those that are there."""
+        return self.third if current == self.new else self.new
 
 
 def eventually(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
@@ -59,6 +68,12 @@ def settled_keys(mooncake: Mooncake, seconds: float = 30.0) -> set[str]:
         if now != keys:
             keys, since = now, time.monotonic()
     return keys
+
+
+def fence_lines(engine: Engine) -> list[str]:
+    """What an engine's log says of its standing with the pool, in order."""
+    text = engine.process.log.read_text(errors="replace")
+    return [line for line in text.splitlines() if "EpochKV: " in line and "standing.py" in line]
 
 
 class Prompts:
@@ -93,7 +108,7 @@ class Reference:
 @pytest.fixture(scope="session")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     folder = tmp_path_factory.mktemp("models")
-    return Weights(models.make(folder / "base", 1), models.make(folder / "new", 2))
+    return Weights(*(models.make(folder / name, seed) for seed, name in enumerate(("base", "new", "third"), 1)))
 
 
 @pytest.fixture(scope="session")
@@ -118,8 +133,74 @@ def mooncake(folder: Path) -> Iterator[Mooncake]:
         yield mooncake
 
 
-@pytest.fixture(scope="module")
-def pool(folder: Path) -> Iterator[Pool]:
-    """Leases are short, so that losing one takes seconds; a boot must be 3 s old to have got the weights of a bump."""
-    with Pool(folder, lease_seconds=6.0, join_after_seconds=3.0) as pool:
-        yield pool
+class Pair:
+    """Engines A and B of a pool, and the weights that both have between tests."""
+
+    def __init__(self, folder: Path, pool: Pool, mooncake: Mooncake, weights: Weights) -> None:
+        self.folder, self.pool, self.mooncake, self.weights = folder, pool, mooncake, weights
+        self.model = weights.base
+        self._names = iter(("A", "B", *(f"B{number}" for number in range(2, 10))))
+        self._started: list[Engine] = []
+        self.a: Engine
+        self.b: Engine
+
+    def begin(self) -> None:
+        """Start A and B; returns once they share an epoch."""
+        self.a, self.b = self.start(), self.start()
+        for engine in self.both:
+            engine.wait_ready()
+        self.pool.wait_engines(2)
+
+    @property
+    def both(self) -> tuple[Engine, Engine]:
+        return self.a, self.b
+
+    def start(self) -> Engine:
+        """One more engine, with base weights; it may not be ready yet."""
+        connector = self.pool.connector(L1_BYTES, self.mooncake.address, on_local_reset="propose", **PATIENT)
+        engine = Engine(next(self._names), self.weights.base, self.folder, connector, environ=PATIENT_ENVIRON)
+        self._started.append(engine)
+        return engine
+
+    def push(self, model: Path) -> None:
+        """New weights for both engines."""
+        for engine in self.both:
+            engine.reload_weights(model)
+        self.model = model
+
+    def save_through_a(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """A computes the prompt; returns its answer once its blocks are in the store."""
+        before = settled_keys(self.mooncake)
+        answer = self.a.complete(prompt)
+        assert answer.cached == 0
+        eventually(lambda: len(set(self.mooncake.keys()) - before) == BLOCKS, f"{BLOCKS} blocks in the store")
+        return answer.tokens
+
+    def check_sharing(self, prompt: Sequence[int], expected: tuple[int, ...]) -> None:
+        """A computes, B loads, and both say what they should."""
+        assert self.save_through_a(prompt) == expected
+        answer = self.b.complete(prompt)
+        assert (answer.cached, answer.tokens) == (CACHED, expected)
+
+    def end(self) -> None:
+        """End every engine that was started."""
+        for engine in self._started:
+            engine.process.end()
+
+
+@pytest.fixture(scope="session")
+def pair(weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Two engines for all tests of `test_sharing` and `test_weights`, which leave them in use of the pool's epoch.
+
+    Leases are short, so that losing one takes seconds; a boot must be 3 s old to have got the weights of a bump.
+    """
+    folder = tmp_path_factory.mktemp("pair")
+    with Mooncake(folder / "mooncake") as mooncake:
+        admin = MooncakeAdmin(lambda uid: [f"http://127.0.0.1:{mooncake.admin_port}"])
+        with Pool(folder, lease_seconds=6.0, join_after_seconds=3.0, stores=admin) as pool:
+            pair = Pair(folder, pool, mooncake, weights)
+            try:
+                pair.begin()
+                yield pair
+            finally:
+                pair.end()

@@ -1,49 +1,14 @@
-"""Two engines, L1 and L2, one pool: what is shared, what an epoch takes away, what a lost hub or a restarted engine may not do."""
+"""Two engines, L1 and L2, one pool: what is shared, what an epoch takes away, what a lost hub may not do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from epochkv_fence.messages import Mode
-from hack.standalone.engine import Engine
-from hack.standalone.mooncake import Mooncake
-from hack.standalone.pool import Pool
-from tests.engine.conftest import BLOCKS, CACHED, PATIENT, PATIENT_ENVIRON, Prompts, Reference, Weights, eventually, settled_keys
-
-L1_BYTES = 64 << 20
-
-
-class Pair:
-    """Engines A and B of the pool, and which weights they have."""
-
-    def __init__(self, a: Engine, b: Engine, weights: Weights, pool: Pool, mooncake: Mooncake) -> None:
-        self.a, self.b, self.pool, self.mooncake = a, b, pool, mooncake
-        self.model = weights.base
-
-    def save_through_a(self, prompt: list[int]) -> tuple[int, ...]:
-        """A computes the prompt; returns its answer once its blocks are in the store."""
-        before = settled_keys(self.mooncake)
-        answer = self.a.complete(prompt)
-        assert answer.cached == 0
-        eventually(lambda: len(set(self.mooncake.keys()) - before) == BLOCKS, f"{BLOCKS} blocks in the store")
-        return answer.tokens
-
-
-@pytest.fixture(scope="module")
-def pair(weights: Weights, folder: Path, pool: Pool, mooncake: Mooncake) -> Iterator[Pair]:
-    connector = pool.connector(local_bytes=L1_BYTES, master_address=mooncake.address, **PATIENT)
-    with ExitStack() as stack:
-        a, b = (Engine(name, weights.base, folder, connector, environ=PATIENT_ENVIRON) for name in "AB")
-        for engine in (a, b):
-            stack.callback(engine.process.end)
-        for engine in (a, b):
-            engine.wait_ready()
-        pool.wait_engines(2)
-        yield Pair(a, b, weights, pool, mooncake)
+from epochkv_fence.messages import Source
+from tests.engine.conftest import CACHED, Pair, Prompts, Reference, Weights, eventually, fence_lines, settled_keys
 
 
 def test_b_reuses_what_a_computed(pair: Pair, prompts: Prompts, reference: Reference) -> None:
@@ -84,33 +49,18 @@ def test_a_new_epoch_hides_everything_and_sharing_goes_on(pair: Pair, prompts: P
     prompt = prompts()
     old = pair.save_through_a(prompt)
     assert pair.b.complete(prompt).cached == CACHED
-    for engine in (pair.a, pair.b):
-        engine.reload_weights(weights.new)
-    pair.model = weights.new
+    pair.push(weights.after(pair.model))
     epoch = pair.pool.bump()
     assert pair.pool.snapshot().published == epoch
-    assert reference(prompt, weights.new) != old, "the weights do not differ enough to show anything"
-    assert pair.save_through_a(prompt) == reference(prompt, weights.new)
-    answer = pair.b.complete(prompt)
-    assert answer.cached == CACHED
-    assert answer.tokens == reference(prompt, weights.new)
-
-
-def test_vllms_own_reset_hides_everything_of_this_engine(pair: Pair, prompts: Prompts, reference: Reference) -> None:
-    prompt = prompts()
-    pair.save_through_a(prompt)
-    assert pair.a.reset_prefix_cache(external=True)
-    answer = pair.a.complete(prompt)
-    assert answer.cached == 0
-    assert answer.tokens == reference(prompt, pair.model)
-    pair.pool.bump()
-    pair.save_through_a(prompt)
-    assert pair.b.complete(prompt).cached == CACHED
+    expected = reference(prompt, pair.model)
+    assert expected != old, "the weights do not differ enough to show anything"
+    pair.check_sharing(prompt, expected)
 
 
 def test_without_a_hub_the_lease_runs_out_and_nothing_is_reused(pair: Pair, prompts: Prompts, reference: Reference) -> None:
     prompt = prompts()
     pair.save_through_a(prompt)
+    begin = len(fence_lines(pair.a))
     pair.pool.stop_hub()
     eventually(lambda: pair.a.complete(prompt, 1).cached == 0, "A in bypass", 20.0)
     answer = pair.a.complete(prompt)
@@ -120,32 +70,63 @@ def test_without_a_hub_the_lease_runs_out_and_nothing_is_reused(pair: Pair, prom
     eventually(lambda: pair.a.complete(prompt, 1).cached == CACHED, "A uses the epoch again")
     answer = pair.a.complete(prompt)
     assert (answer.cached, answer.tokens) == (CACHED, reference(prompt, pair.model))
+    lost, back = fence_lines(pair.a)[begin:]
+    assert "is over" in lost
+    assert "in use, back from bypass" in back
+    pair.b.complete(prompts(8), 1)  # every request looks at the lease
+    eventually(lambda: "in use" in fence_lines(pair.b)[-1], "B uses the epoch")
 
 
-def test_a_restarted_engine_with_base_weights_does_not_join(
-    pair: Pair, prompts: Prompts, reference: Reference, weights: Weights, folder: Path
-) -> None:
-    assert pair.model == weights.new
+def test_a_rotated_key_costs_neither_lease_nor_cache(pair: Pair, prompts: Prompts, reference: Reference) -> None:
     prompt = prompts()
-    pair.save_through_a(prompt)
-    keys = settled_keys(pair.mooncake)
-    pair.b.process.end()
-    connector = pair.pool.connector(local_bytes=L1_BYTES, master_address=pair.mooncake.address, **PATIENT)
-    pair.b = Engine("B-restarted", weights.base, folder, connector, environ=PATIENT_ENVIRON)
-    try:
-        pair.b.wait_ready()
-        eventually(lambda: any(view.alive and view.mode is Mode.BYPASS for view in pair.pool.snapshot().engines), "B in bypass")
-        answer = pair.b.complete(prompt)
-        assert (answer.cached, answer.tokens) == (0, reference(prompt, weights.base))
-        assert settled_keys(pair.mooncake) <= keys, "an engine in bypass has written to the store"  # reclaim may take old ones
-        pair.b.reload_weights(weights.new)
-        eventually(lambda: all(view.age_seconds > 4.0 for view in pair.pool.snapshot().engines if view.alive), "B is old enough to join")
-        pair.pool.bump()
-        pair.pool.wait_engines(2)
-        assert pair.save_through_a(prompt) == reference(prompt, weights.new)
-        assert pair.b.complete(prompt).cached == CACHED
-    finally:
-        pair.b.process.end()
+    begin = len(fence_lines(pair.a)), len(fence_lines(pair.b))
+    boots = {view.boot for view in pair.pool.snapshot().engines if view.alive}
+    pair.pool.rotate_keys()
+    eventually(lambda: all(view.key_index == 0 for view in pair.pool.snapshot().engines if view.alive), "both use the new key")
+    pair.pool.forget_old_keys()
+    pair.check_sharing(prompt, reference(prompt, pair.model))
+    assert {view.boot for view in pair.pool.snapshot().engines if view.alive} == boots
+    assert (len(fence_lines(pair.a)), len(fence_lines(pair.b))) == begin, "an engine was in bypass meanwhile"
+
+
+def reset_everywhere(pair: Pair) -> None:
+    """vLLM's `/reset_prefix_cache` on all engines at once."""
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(lambda engine: engine.reset_prefix_cache(external=True), pair.both)) == [True, True]
+
+
+def pause_everywhere(pair: Pair) -> None:
+    """As trainers do: `/pause` with its default `clear_cache`."""
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda engine: engine.pause("abort"), pair.both))
+
+
+@pytest.mark.parametrize("clear", [reset_everywhere, pause_everywhere])
+def test_engines_that_clear_their_caches_together_move_the_pool_on_once(
+    pair: Pair, prompts: Prompts, reference: Reference, weights: Weights, clear: Callable[[Pair], None]
+) -> None:
+    """`on_local_reset: propose`, as a trainer without our client uses it: pause, push, clear, go on."""
+    prompt, other = prompts(), prompts()
+    for engine in pair.both:  # both have used the epoch, so both give it up
+        engine.complete(other)
+    pair.check_sharing(prompt, reference(prompt, pair.model))
+    before = pair.pool.snapshot().target
+    for engine in pair.both:
+        engine.pause("abort", clear_cache=False)
+    pair.push(weights.after(pair.model))
+    clear(pair)
+    pair.pool.wait_engines(2)
+    eventually(lambda: pair.pool.snapshot().published > before, "the next epoch")
+    for engine in pair.both:
+        engine.resume()
+    pair.check_sharing(prompt, reference(prompt, pair.model))
+    snapshot = pair.pool.snapshot()
+    assert (snapshot.target, snapshot.published) == (before + 1, before + 1)
+    assert snapshot.origin is not None
+    assert snapshot.origin.source is Source.ENGINE
+    for engine in pair.both:
+        answer = engine.complete(other)
+        assert (answer.cached in (0, CACHED), answer.tokens) == (True, reference(other, pair.model))
 
 
 def _items(metrics: str, name: str) -> float:
