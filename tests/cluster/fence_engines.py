@@ -9,6 +9,7 @@ import contextlib
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +24,27 @@ def client_keys(secret: dict[str, Any]) -> ClientKeys:
 
 
 class FenceEngine:
-    """One engine boot. `hold` keeps the acknowledgement back, as a scheduler inside `schedule()` does."""
+    """One engine boot. `hold` keeps the acknowledgement back, as a scheduler inside `schedule()` does.
 
-    def __init__(self, endpoint: str, keys: ClientKeys, name: str) -> None:
+    `pod` None: the engine's name is its pod's, too. `credentials` reads the keys again, as from a mounted Secret.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        keys: ClientKeys,
+        name: str,
+        *,
+        pod: str | None = None,
+        rank: int = 0,
+        credentials: Callable[[], ClientKeys] | None = None,
+    ) -> None:
         self.adopted: list[tuple[int, Mode]] = []
         self.hold = threading.Event()
-        self.agent = AgentThread(endpoint, keys, secrets.token_bytes(16), EngineIdentity("external", name), self)
+        self.running = 0
+        self.removed: list[int] = []
+        identity = EngineIdentity("external", name, rank) if pod is None else EngineIdentity(name, pod, rank)
+        self.agent = AgentThread(endpoint, keys, secrets.token_bytes(16), identity, self, credentials=credentials)
 
     def __enter__(self) -> FenceEngine:
         self.agent.start()
@@ -45,6 +61,11 @@ class FenceEngine:
     def mode(self) -> Mode:
         return self.agent.view.mode
 
+    @property
+    def leased(self) -> bool:
+        """Whether it may use its epoch right now."""
+        return time.monotonic() < self.agent.view.lease_until
+
     # What the agent calls.
 
     def ready(self) -> bool:
@@ -57,13 +78,19 @@ class FenceEngine:
         return self.hold.is_set()
 
     def carried(self) -> int:
-        return 0
+        return self.running
 
     def stats(self) -> dict[str, float]:
         return {}
 
-    def reclaim(self, below: int) -> int:
+    def loading(self) -> int | None:
         return 0
+
+    def reclaim(self, below: int) -> int:
+        """Says that it removed three keys, once for each epoch."""
+        first = below not in self.removed
+        self.removed.append(below)
+        return 3 if first else 0
 
 
 class Service:

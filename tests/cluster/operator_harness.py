@@ -107,6 +107,14 @@ class Namespace:
         body = {"apiVersion": "epochkv.io/v1alpha1", "kind": "InferenceEngine", "metadata": {"name": name}, "spec": spec}
         return self.create(ENGINES, body)
 
+    def patch_spec(self, pool: str, **fields: Any) -> None:
+        self.patch(POOLS, pool, {"spec": fields})
+
+    def events(self, reason: str) -> list[dict[str, Any]]:
+        """Events of a reason in this namespace."""
+        items = self.request("GET", f"/apis/events.k8s.io/v1/namespaces/{self.name}/events")["items"]
+        return [event for event in items if event["reason"] == reason]
+
     def bump(self, pool: str, epoch: int) -> None:
         self.patch(POOLS, pool, {"spec": {"resetEpoch": epoch}})
 

@@ -105,6 +105,7 @@ class TestKubernetesAuthority(AuthorityConformance):
         async def body(world: Authorities) -> None:
             assert isinstance(world, Operators)
             authority, _ = await world.take_over()
+            await authority.load(world.uid)  # from here on it knows a state, which is always the one before
             before = conflicts()
             for epoch, origin in ((1, Origin(Source.TRAINER, "a")), (2, Origin(Source.ENGINE)), (3, Origin(Source.TRAINER, "b"))):
                 self.space.patch(POOLS, world.name, {"metadata": {"annotations": {"somebody": f"writes {epoch}"}}})

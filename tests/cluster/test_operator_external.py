@@ -1,0 +1,183 @@
+"""Engines that nobody provisioned: the pool's ConfigMap and Secret are all they need, status shows them, leases count them out."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epochkv_fence.connection import Connection
+from epochkv_fence.messages import Mode
+from hack.cluster.controlplane import ControlPlane
+from tests.cluster.fence_engines import FenceEngine
+from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, condition, eventually, install_crds
+
+POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2, "joinAfterSeconds": 0}}
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def plane(control_plane: ControlPlane) -> ControlPlane:
+    install_crds(control_plane)
+    return control_plane
+
+
+@pytest.fixture
+def namespace(plane: ControlPlane) -> Namespace:
+    space = Namespace(plane, f"external-{next(_numbers)}")
+    space.request("POST", "/api/v1/namespaces", {"metadata": {"name": space.name}})
+    return space
+
+
+def mounted(space: Namespace, directory: Path) -> Connection:
+    """What `status.endpoints` names, as files; the Secret lies beside the ConfigMap instead of where a pod mounts it."""
+    endpoints = eventually(lambda: space.status("policy").get("endpoints"), "endpoints in status")
+    secret = eventually(lambda: space.get(CHILDREN["secrets"], endpoints["secret"]), "the Secret")
+    config = eventually(lambda: space.get(CHILDREN["configmaps"], endpoints["configMap"]), "the ConfigMap")
+    for name, value in secret["data"].items():
+        (directory / name).write_bytes(base64.b64decode(value))
+    document = json.loads(config["data"]["connection.json"])
+    assert Connection.load(document).hub.credentials_dir == "/etc/epochkv/fence"
+    document["hub"]["credentials_dir"] = "."
+    (directory / "connection.json").write_text(json.dumps(document))
+    return Connection.load(directory)
+
+
+def joined(connection: Connection, name: str, *, pod: str = "", rank: int = 0) -> FenceEngine:
+    return FenceEngine(connection.hub.endpoint, connection.client_keys(), name, pod=pod, rank=rank, credentials=connection.client_keys)
+
+
+def external(space: Namespace) -> dict[str, dict[str, Any]]:
+    return {engine["name"]: engine for engine in space.status("policy").get("externalEngines") or []}
+
+
+def test_they_join_count_and_leave(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator, contextlib.ExitStack() as stack:
+        operator.wait_ready()
+        pool = namespace.create_pool("policy", **POOL)
+        connection = mounted(namespace, tmp_path)
+        assert (connection.pool.name, connection.pool.uid) == ("policy", pool["metadata"]["uid"])
+        assert len(connection.root_secret()) == 32
+        ranks = [stack.enter_context(joined(connection, "ray-rollout", rank=rank)) for rank in range(2)]
+        twins = [stack.enter_context(joined(connection, "eval")) for _ in range(2)]
+        names = eventually(lambda: found if len(found := external(namespace)) == 4 else None, f"four engines; log:\n{operator.tail()}")
+        assert {"ray-rollout", "ray-rollout/1"} < set(names)
+        assert {name.partition("#")[0] for name in names} == {"ray-rollout", "ray-rollout/1", "eval"}
+        assert {name.partition("#")[2] for name in names if name.startswith("eval")} == {
+            engine.agent._agent.boot.hex()[:8] for engine in twins
+        }
+        assert names["ray-rollout/1"] | {"epoch": 0} == {"name": "ray-rollout/1", "epoch": 0, "mode": "Use", "rank": 1, "carried": 0}
+
+        twins[0].hold.set()  # it counts: nothing is published without it, until its lease is over
+        namespace.bump("policy", 1)
+        eventually(lambda: all(engine.epoch == 1 for engine in (*ranks, *twins)), f"adopted; log:\n{operator.tail()}")
+        eventually(lambda: namespace.status("policy").get("targetEpoch") == 1, "recorded")
+        assert namespace.status("policy")["epoch"] == 0
+        twins[0].hold.clear()
+        eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
+        eventually(lambda: (namespace.status("policy").get("engines") or {}).get("summary") == "4/4", "counted")
+
+        assert twins[1].agent.stop(5.0)
+        eventually(lambda: "eval" in external(namespace), f"the last of its name needs no suffix; log:\n{operator.tail()}")
+        assert ranks[1].agent.stop(5.0)
+        left = eventually(
+            lambda: found if len(found := external(namespace)) == 2 else None, f"gone with its lease; log:\n{operator.tail()}"
+        )
+        assert set(left) == {"ray-rollout", "eval"}
+        namespace.bump("policy", 2)
+        eventually(lambda: namespace.status("policy").get("epoch") == 2, "those that left hold nothing up")
+
+
+def test_requests_of_an_older_epoch_are_counted_until_they_end(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
+        operator.wait_ready()
+        namespace.create_pool("policy", **POOL)
+        with joined(mounted(namespace, tmp_path), "ray") as engine:
+            eventually(lambda: engine.epoch == 0, "joined")
+            engine.running = 5
+            namespace.bump("policy", 1)
+            eventually(lambda: (namespace.status("policy").get("engines") or {}).get("carriedRequests") == 5, f"counted\n{operator.tail()}")
+            found = condition(namespace.status("policy"), "Drained")
+            assert (found["status"], found["reason"]) == ("False", "CarriedRequests")
+            assert "ray (5)" in found["message"]
+            assert external(namespace)["ray"]["carried"] == 5
+            eventually(lambda: operator.metric("epochkv_pool_carried_requests") == 5, "metric")
+            engine.running = 0
+            eventually(lambda: condition(namespace.status("policy"), "Drained").get("status") == "True", f"drained\n{operator.tail()}")
+
+
+def test_a_pod_of_an_inference_engine_is_not_external(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
+        operator.wait_ready()
+        namespace.create_pool("policy", **POOL)
+        labels = {
+            "app.kubernetes.io/managed-by": "epochkv-operator",
+            "epochkv.io/engine": "rollout",
+            "epochkv.io/pool": "policy",
+            "app.kubernetes.io/component": "engine",
+        }
+        pod = {"metadata": {"name": "rollout-0", "labels": labels}, "spec": {"containers": [{"name": "engine", "image": "none"}]}}
+        namespace.request("POST", f"/api/v1/namespaces/{namespace.name}/pods", pod)
+        connection = mounted(namespace, tmp_path)
+        with joined(connection, "rollout", pod="rollout-0"), joined(connection, "ray", pod="ray-head"):
+            eventually(lambda: set(external(namespace)) == {"ray-head"}, f"one of the two; log:\n{operator.tail()}")
+            assert namespace.status("policy")["engines"]["total"] == 2
+
+
+def test_an_engine_that_lost_nothing_brings_a_restored_pool_back_up(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    """The pool object comes back from a backup with an older status, under live engines of the same pool (etcd was restored): they
+    report a higher epoch than is recorded, and the pool heals itself. The API server refuses that status from anybody else, so the
+    operator meets it as what a new operator process reads.
+    """
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
+        operator.wait_ready()
+        namespace.create_pool("policy", **POOL)
+        connection = mounted(namespace, tmp_path)
+        with joined(connection, "ray") as engine:
+            namespace.bump("policy", 3)
+            eventually(lambda: engine.epoch == 3, f"there; log:\n{operator.tail()}")
+            eventually(lambda: namespace.status("policy").get("epoch") == 3, "published")
+            operator.kill()
+            restore(namespace, "policy", 1)
+            assert (namespace.status("policy")["epoch"], namespace.pool("policy")["spec"]["resetEpoch"]) == (1, 1)
+            operator.start().wait_ready()
+            eventually(lambda: namespace.status("policy").get("epoch") == 3, f"healed; log:\n{operator.tail()}", 60)
+            status = eventually(lambda: s if (s := namespace.status("policy")).get("reset", {}).get("epoch") == 3 else None, "reported")
+            assert status["reset"]["origin"] == "Engine"
+            assert engine.epoch == 3
+            assert (2, Mode.USE) not in engine.adopted
+
+
+def restore(space: Namespace, name: str, epoch: int) -> None:
+    """The pool as it was at an older epoch, past the rules of the CRD: they are taken off and put back."""
+    path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/kvcachepools.epochkv.io"
+
+    def schemas(crd: dict[str, Any]) -> list[dict[str, Any]]:
+        schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+        return [schema, schema["properties"]["spec"]]
+
+    crd = space.request("GET", path)
+    rules = [schema.pop("x-kubernetes-validations") for schema in schemas(crd)]
+    space.request("PUT", path, crd)
+
+    def lowered() -> bool:
+        pool = f"/apis/epochkv.io/v1alpha1/namespaces/{space.name}/kvcachepools/{name}"
+        status = {"targetEpoch": epoch, "epoch": epoch, "reset": None}
+        for part, body in (("", {"spec": {"resetEpoch": epoch}}), ("/status", {"status": status})):
+            answer, _ = space.plane.api.request("PATCH", pool + part, body, "application/merge-patch+json", 15)
+            if not 200 <= answer < 300:
+                return False
+        return True
+
+    try:
+        eventually(lowered, "the epoch lowered")
+    finally:
+        crd = space.request("GET", path)
+        for schema, known in zip(schemas(crd), rules, strict=True):
+            schema["x-kubernetes-validations"] = known
+        space.request("PUT", path, crd)
