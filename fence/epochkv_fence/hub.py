@@ -10,156 +10,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
 
 from epochkv_fence import hub_events as ev
-from epochkv_fence.authority import PoolRecord, Term
-from epochkv_fence.boots import NEVER, BootRecord, Gate
+from epochkv_fence.asks import Ask, asked_at
+from epochkv_fence.authority import Origin, PoolRecord, Term
+from epochkv_fence.boots import NEVER, BootRecord
+from epochkv_fence.hub_rules import HubRules
 from epochkv_fence.messages import (
     Bump,
-    BumpStatus,
     Error,
     Grant,
     Heartbeat,
     Message,
+    Moment,
     Nudge,
     Propose,
-    Reclaim,
     Reclaimed,
     Refusal,
+    Source,
     Status,
 )
-from epochkv_fence.pool import PoolConfig, PoolSnapshot
-from epochkv_fence.reclaim import Reclaimer
-from epochkv_fence.trainers import Trainers, add_marks, status_page
+from epochkv_fence.pool import PoolConfig
+from epochkv_fence.pool_state import ROUND_SECONDS, Round
+from epochkv_fence.trainers import add_marks
 
 NUDGE_SECONDS: Final = 0.25
-ROUND_SECONDS: Final = 1.0
-"""Longest pause between grant rounds while no reset is open."""
-ROUNDS_PER_LEASE: Final = 10
-"""A grant is worth what is left of its lease since the heartbeat was sent, so short leases need quicker rounds."""
 RETRY_SECONDS: Final = 0.25
-MAX_BOOTS: Final = 20_000
+MAX_BOOTS: Final = 10_000
 
 
-@dataclass(slots=True)
-class _Round:
-    """A grant round whose leadership read is under way."""
-
-    number: int
-    term: Term
-    beats: dict[bytes, tuple[bytes, int]]
-    publish: int | None
-
-
-@dataclass(slots=True)
-class _Ask:
-    """The highest epoch asked for."""
-
-    epoch: int
-    at: float | None
-    seen: float
-    listed: bool = False  # asked for with a list of boots
-
-
-class Hub:
-    """One pool, as the hub in this process knows it.
-
-    Attributes:
-        term: the term in which this hub leads this pool; None while it does not lead or has not read the record.
-        target, published: as known here; both were durable before they were raised here.
-    """
-
-    def __init__(self, config: PoolConfig, instance: bytes | None = None) -> None:
-        self.config = config
-        self._instance = instance
-        self.term: Term | None = None
-        self.target = 0
-        self.published = 0
-        self._durable = 0  # the target known to be durable in this term
-        self._noted = False
-        self._noting = False
-        self._lead_until = math.inf
-        self._boots: dict[bytes, BootRecord] = {}
-        self._behind: dict[bytes, None] = {}  # boots not at the target, in a replayable order
-        self._waiting: dict[bytes, tuple[bytes, int]] = {}
-        self._round: _Round | None = None
-        self._last_round = NEVER
-        self._ask: _Ask | None = None
-        self._gate = Gate()
-        self._recording: int | None = None
-        self._tried = 0  # highest epoch this hub ever tried to record
-        self._publishing: int | None = None
-        self._retry_at = NEVER
-        self._nudge_at = math.inf
-        self._forget_at = math.inf
-        self._reclaimer = Reclaimer()
-        self._trainers = Trainers()
-        self._started_at: float | None = None
-        self._published_at: float | None = None
-        self._reset_seconds: float | None = None
-
-    # ------------------------------------------------------------------ reading
-
-    @property
-    def open(self) -> bool:
-        """A reset is under way: rounds follow heartbeats at once."""
-        return self.term is not None and (self.target > self.published or self._recording is not None)
-
-    @property
-    def round_open(self) -> bool:
-        """The round that began has something to grant or to publish, so it needs its leadership read."""
-        return self._round is not None and (bool(self._round.beats) or self._round.publish is not None)
-
-    def round_at(self, now: float) -> float:
-        """When the next round should begin; infinity while there is nothing to do."""
-        if self.term is None or self._round is not None:
-            return math.inf
-        due = math.inf
-        if self._waiting and self._noted:
-            pause = 0.0 if self.open else min(ROUND_SECONDS, self.config.lease_seconds / ROUNDS_PER_LEASE)
-            due = max(now, self._last_round + pause)
-        if self._durable >= self.target > self.published and self._publishing is None:
-            due = min(due, self._publish_at(now))
-        return due
-
-    def tick_at(self) -> float:
-        """When the next `Tick` is due."""
-        if self.term is None:
-            return self._forget_at
-        due = min(self._nudge_at if self.open and self._behind else math.inf, self._forget_at, self._reclaimer.due_at)
-        pending = self._record_due() or (bool(self._waiting) and not self._noted and not self._noting)
-        return min(due, self._retry_at) if pending else due
-
-    def snapshot(self, now: float) -> PoolSnapshot:
-        """The pool at `now`; times are on this hub's clock (the driver turns them into Unix seconds)."""
-        engines = sorted(
-            (record.view(self.target, self.config, now) for record in self._boots.values()),
-            key=lambda view: (view.engine, view.pod, view.rank, view.boot),
-        )
-        return PoolSnapshot(
-            uid=self.config.uid,
-            leading=self.term is not None,
-            target=self.target,
-            published=self.published,
-            asked=max(self.target, self._ask.epoch if self._ask else 0),
-            engines=engines,
-            laggards=[view for view in engines if view.alive and not view.converged],
-            carried=sum(view.carried for view in engines),
-            started_at=self._started_at,
-            published_at=self._published_at,
-            reset_seconds=self._reset_seconds,
-            reclaimed=self._reclaimer.done_below,
-        )
-
-    # ------------------------------------------------------------------ stepping
+class Hub(HubRules):
+    """Takes events, one by one."""
 
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:  # noqa: PLR0911, PLR0912 - one line per event
         """Take one event at `now` (seconds on this hub's monotonic clock)."""
         match event:
-            case ev.Heard(peer, message):
-                return self._heard(peer, message, now)
+            case ev.Heard(peer, message, key_index):
+                return self._heard(peer, message, key_index, now)
             case ev.RoundBegan(number):
                 return self._begin_round(number, now)
             case ev.RoundVerified(number):
@@ -168,15 +56,15 @@ class Hub:
                 return self._drop_round(number)
             case ev.Tick():
                 return self._tick(now)
-            case ev.Asked(epoch, at):
-                return self._asked(_Ask(epoch, at, now), now)
+            case ev.Asked(epoch, at, origin, ready):
+                return self._asked(Ask(epoch, at, now, origin, ready=ready), now)
             case ev.Acquired(term, record):
                 return self._acquire(term, record, now)
             case ev.SteppedDown():
                 return self._step_down()
             case ev.Recorded(epoch):
                 return self._recorded(epoch, now)
-            case ev.RecordFailed(epoch):
+            case ev.RecordFailed():
                 self._recording = None
                 self._retry_at = now + RETRY_SECONDS
                 return []
@@ -190,13 +78,14 @@ class Hub:
                 self._retry_at = now + RETRY_SECONDS
                 return []
             case ev.Published(epoch):
-                return self._publish_done(epoch, now)
+                self._publishing = None
+                return self._raise_published(epoch, now)
             case ev.PublishFailed():
                 return self._publish_failed(now)
             case ev.Configured(config):
                 return self._configure(config, now)
             case ev.Wiped() | ev.WipeFailed() | ev.Swept() | ev.SweepFailed():
-                return []
+                return self._store_answered(event, now)
 
     # ------------------------------------------------------------------ leadership
 
@@ -210,21 +99,20 @@ class Hub:
         self.published = max(self.published, record.published)
         self._forget_at = now + self.config.hold_seconds
         self._reclaim_after(now + self.config.reclaim_seconds)
-        actions = self._raise_target(record.target, now)
+        actions = self._raise_target(record.target, record.origin, now)
         if not actions:
-            actions = [ev.Changed(), *self._nudge(self._behind, now)]
+            self._begin_wipe()
+            actions = [ev.Changed(), *self._nudge(self._late(), now)]
+        actions += self._heal(max((boot.epoch or 0 for boot in self._boots.values()), default=0), now)
         return [*actions, *self._record(now), *self._note()]
 
-    def _lead_wait(self) -> float:
-        """How long a new leader waits: every grant of an older leader answers a heartbeat sent before now."""
-        return self.config.hold_seconds
-
     def _step_down(self) -> list[ev.Action]:
-        self._abandon()
-        return [ev.Changed()]
+        return [*self._abandon(), ev.Changed()]
 
-    def _abandon(self) -> None:
+    def _abandon(self) -> list[ev.Action]:
         """Forget everything that belongs to a term: what was evaluated and not yet read is void."""
+        questions = self._trainers.questions + (self._round.questions if self._round is not None else [])
+        self._trainers.questions = []
         self.term = None
         self._lead_until = math.inf
         self._round = None
@@ -232,94 +120,131 @@ class Hub:
         self._noting = False
         self._retry_at = NEVER
         self._reclaimer.stop()
+        self._wiper.begin(needed=False)
+        return [self._not_leading(peer) for peer, _ in questions]
+
+    def _not_leading(self, peer: bytes) -> ev.Action:
+        """Who does not lead, or has not read the record, does not know the target: a trainer that took an old one for it
+        would ask for an epoch that is long published, and believe that its reset is done."""
+        return ev.Send(peer, Error(Refusal.NOT_LEADING, f"this hub does not lead pool {self.config.name} now; ask again"))
 
     def _configure(self, config: PoolConfig, now: float) -> list[ev.Action]:
         if self.term is not None and self._lead_until > now:
             self._lead_until += max(0.0, config.hold_seconds - self.config.hold_seconds)
-        self.config = config
+        before, self.config = self.config.reclaim, config
+        if config.reclaim == "Retain":
+            self._reclaimer.stop()
+        elif config.reclaim != before:
+            self._reclaim_after(now)
         return [ev.Changed()]
 
-    # ------------------------------------------------------------------ target
+    # ------------------------------------------------------------------ target and asks
 
-    def _asked(self, ask: _Ask, now: float) -> list[ev.Action]:
-        if self._ask is not None and ask.epoch <= self._ask.epoch:
+    def _asked(self, ask: Ask, now: float) -> list[ev.Action]:
+        """The highest epoch asked for counts, and of asks for one epoch the first."""
+        if not ask.possible:
             return []
-        self._ask = ask
-        return self._record(now)
+        if ask.epoch > self._wanted():
+            self._ask = ask
+            return self._record(now)
+        return [*self._refine(ask, now), *self._release(ask, now)]
 
-    def _wanted(self) -> int:
-        """The target that has to be durable: what was asked for, and never less than what was granted."""
-        return max(self.target, self._ask.epoch if self._ask is not None else 0)
+    def _refine(self, ask: Ask, now: float) -> list[ev.Action]:
+        """The repetition of an ask of unknown time that proves one, such as the first after a change of hub."""
+        known = self._ask
+        if known is not None and known.epoch == ask.epoch and ask.refines(known.request, known.at) and not known.listed:
+            known.at = ask.at
+        gate = self._gate
+        if self.target == ask.epoch and ask.refines(gate.request, gate.asked_at) and not gate.listed:
+            gate.asked_at = ask.at
+            return [ev.Changed(), *self._invite(now)]
+        return []
 
-    def _record_due(self) -> bool:
-        return self.term is not None and self._recording is None and self._wanted() > self._durable
+    def _release(self, ask: Ask, now: float) -> list[ev.Action]:
+        """Weights that were not ready are: the pool's owner says so of an epoch that he asked for himself."""
+        if not ask.releases():
+            return []
+        if self._ask is not None and self._ask.epoch == ask.epoch:
+            self._ask.ready = True
+        if self.target == ask.epoch and self._gate.held:
+            self._gate.held = False
+            return [ev.Changed(), *self._invite(now)]
+        return []
+
+    def _heal(self, epoch: int, now: float) -> list[ev.Action]:
+        """An engine reports an epoch that is not on record. It was granted it, so it was durable once: the record was
+        rolled back (a restored store). Then what it says about older grants is void, too."""
+        if self.term is None or epoch <= max(self.target, self._durable):
+            return []
+        self._lead_until = max(self._lead_until, now + self._lead_wait())
+        return self._asked(Ask(epoch, None, now, Origin(Source.ENGINE)), now)
 
     def _record(self, now: float) -> list[ev.Action]:
         if not self._record_due() or now < self._retry_at:
             return []
         self._recording = self._tried = self._wanted()
-        return [ev.Record(self._recording)]
+        ask = self._ask
+        origin = ask.origin if ask is not None and ask.epoch == self._recording > self.target else self._origin
+        return [ev.Record(self._recording, origin)]
 
     def _recorded(self, epoch: int, now: float) -> list[ev.Action]:
         self._recording = None
         self._durable = max(self._durable, epoch)
-        return [*self._raise_target(epoch, now), *self._record(now)]
+        return [*self._raise_target(epoch, None, now), *self._record(now)]
 
     def _observe(self, record: PoolRecord, now: float) -> list[ev.Action]:
         """A durable target above our own raises ours: an old leader's late Record is harmless."""
         if self.term is None:
             return []
-        changed = record.published > self.published
-        self.published = max(self.published, record.published)
         self._noted = self._noted or record.granting
         self._durable = max(self._durable, record.target)
-        return self._raise_target(record.target, now) or ([ev.Changed()] if changed else [])
+        actions = self._raise_target(record.target, record.origin, now)
+        if record.target == self.target and record.origin not in (None, self._origin):
+            self._origin = record.origin
+            actions.append(ev.Changed())
+        return [*actions, *self._raise_published(record.published, now)]
 
-    def _raise_target(self, target: int, now: float) -> list[ev.Action]:
-        """`target` is durable: every grant so far may be below it.
-
-        Only of an epoch that this hub itself tried to record is it known how old a boot was when it was asked for (the
-        write may be seen before it answers, or long after it failed to). Any other target that is found recorded may have
-        been asked for at any time, so no boot's age proves anything.
-        """
+    def _raise_target(self, target: int, origin: Origin | None, now: float) -> list[ev.Action]:
+        """`target` is durable: every grant so far may be below it. `origin`: as found with it, if it was."""
         if target <= self.target:
+            if origin is not None and target == self.target:
+                self._origin = origin
             return []
         self.target = target
         for record in self._boots.values():
             record.below_until = max(record.below_until, record.live_until)
             record.live_until = NEVER
         self._behind = {boot: None for boot, record in self._boots.items() if not record.at_least(target)}
-        marked = self._trainers.marked(target)
-        ask = self._ask if self._ask is not None and self._ask.epoch == target <= self._tried else None
-        self._gate = Gate(ask.at if ask is not None and not (ask.listed or marked) else None, marked)
+        ask = self._own_ask(target)
+        self._origin = origin or (ask.origin if ask is not None else None)
+        self._gate = self._gate_of(ask, target)
+        self._trainers.forget_marks(target)
         self._started_at = ask.seen if ask is not None else now
-        return [ev.Changed(), *self._nudge(self._behind, now)]
+        self._begin_wipe()
+        return [ev.Changed(), *self._nudge(self._late(), now)]
 
     # ------------------------------------------------------------------ messages
 
-    def _heard(self, peer: bytes, message: Message, now: float) -> list[ev.Action]:  # noqa: PLR0911 - one per message
+    def _heard(self, peer: bytes, message: Message, key_index: int, now: float) -> list[ev.Action]:  # noqa: PLR0911
         match message:
             case Heartbeat():
-                return self._heartbeat(peer, message, now)
-            case Propose(epoch=epoch):
-                # Made from an older epoch: somebody's proposal was first, and one bump serves all.
-                if self.term is None or epoch != self.target + 1:
-                    return []
-                return self._asked(_Ask(epoch, now, now), now)
+                return self._heartbeat(peer, message, now, key_index)
+            case Propose(epoch=epoch, moment=moment):
+                return self._propose(epoch, moment, now)
             case Bump():
                 return self._bump(peer, message, now)
-            case Status(request=request, first=first):
-                views = self.snapshot(now).engines
-                return [ev.Send(peer, status_page(request, first, self.target, self.published, views))]
-            case Reclaimed(below=below, removed=removed):
-                return [ev.Changed()] if self._reclaimer.answered(below, removed, self.published) else []
+            case Status(first=first):
+                return self._question(peer, message, first, now)
+            case Reclaimed(boot=boot, below=below, removed=removed, removed_bytes=num_bytes):
+                new = self._reclaimer.answered(boot, below, removed, num_bytes, self.published)
+                return [ev.Changed()] if new else []
             case Error():
                 return []
             case _:
                 text = f"a hub takes no {type(message).__name__}"
                 return [ev.Send(peer, Error(Refusal.UNEXPECTED, text))]
 
-    def _heartbeat(self, peer: bytes, beat: Heartbeat, now: float) -> list[ev.Action]:
+    def _heartbeat(self, peer: bytes, beat: Heartbeat, now: float, key_index: int = 0) -> list[ev.Action]:
         record = self._boots.get(beat.boot)
         new = record is None
         if record is None:
@@ -329,47 +254,75 @@ class Hub:
             record = self._boots[beat.boot] = BootRecord(beat.boot, beat)
             self._behind[beat.boot] = None
             self._forget_at = min(self._forget_at, now + self.config.hold_seconds)
-        changed = record.hear(peer, beat, now, self.config.max_clock_rate)
+        changed = record.hear(peer, beat, now, self.config.max_clock_rate, key_index)
         if record.at_least(self.target):
             self._behind.pop(beat.boot, None)
+        self._note_reading(record)
         if beat.seq >= self._waiting.get(beat.boot, (b"", -1))[1]:
             self._waiting[beat.boot] = (peer, beat.seq)
-        return ([ev.Changed()] if new or changed else []) + self._note()
+        return [*([ev.Changed()] if new or changed else []), *self._heal(record.epoch or 0, now), *self._note()]
+
+    def _propose(self, epoch: int, moment: Moment | None, now: float) -> list[ev.Action]:
+        """Made from an older epoch: somebody's proposal was first, and one bump serves all. It counts as made at the moment
+        that the engine knew when its caches were reset, however late it arrives."""
+        if self.term is None or epoch != self.target + 1:
+            return []
+        at = asked_at(moment, self._instance, 0.0, self.config.max_clock_rate, now)
+        return self._asked(Ask(epoch, at, now, Origin(Source.ENGINE)), now)
 
     def _bump(self, peer: bytes, bump: Bump, now: float) -> list[ev.Action]:
-        if bump.boots is not None:
-            self._mark(bump.epoch, bump.boots)
-        actions = []
-        if bump.epoch > self.target:
-            actions = self._asked(_Ask(bump.epoch, now, now, listed=bump.boots is not None), now)
+        """Taken also by a hub that does not lead yet, which answers when it does."""
+        actions = self._mark(bump, now)
+        at = None if bump.boots is not None else asked_at(bump.moment, self._instance, bump.ago_seconds, self.config.max_clock_rate, now)
+        origin = Origin(Source.TRAINER, bump.weights_version)
+        actions += self._asked(Ask(bump.epoch, at, now, origin, bump.boots is not None, request=bump.request), now)
         if bump.epoch > self.published:
             self._trainers.wait(peer, bump.request, bump.epoch)
-        return [*actions, ev.Send(peer, self._bump_status(bump.request, bump.epoch))]
+        if self.term is None:
+            return [*actions, self._not_leading(peer)]
+        return [*actions, ev.Send(peer, self._bump_status(bump.request, bump.epoch, now))]
 
-    def _mark(self, epoch: int, boots: Iterable[bytes]) -> None:
-        """Exactly these boots got the weights of `epoch`. A long list comes in several messages."""
-        if epoch == self.target:
-            add_marks(self._gate.marked, boots)
-            self._gate.asked_at = None
-        elif epoch > self.target:
-            self._trainers.mark(epoch, boots)
+    def _mark(self, bump: Bump, now: float) -> list[ev.Action]:
+        """Exactly these boots got the weights of the epoch. A long list comes in several messages, or later."""
+        if bump.boots is None or bump.epoch < self.target:
+            return []
+        if bump.epoch > self.target:
+            self._trainers.mark(bump.epoch, bump.weights_version, bump.boots)
+            return []
+        gate, changed = self._gate, not self._gate.listed
+        gate.close()
+        if self._same_weights(bump.weights_version):
+            before = len(gate.marked)
+            add_marks(gate.marked, bump.boots)
+            changed = changed or len(gate.marked) > before
+        if changed:
+            self._invite_at = NEVER
+        return [*([ev.Changed()] if changed else []), *self._invite(now)]
 
-    def _bump_status(self, request: int, epoch: int) -> BumpStatus:
-        return BumpStatus(
-            request=request,
-            epoch=epoch,
-            target=self.target,
-            published=self.published,
-            engines=len(self._boots),
-            laggards=len(self._behind),
-            carried=sum(record.newest.carried for record in self._boots.values()),
-        )
+    def _question(self, peer: bytes, question: Status, first: int, now: float) -> list[ev.Action]:
+        """The first page waits for a leadership read: a hub that was deposed without knowing it knows an old target."""
+        if self.term is None:
+            return [self._not_leading(peer)]
+        if first > 0:
+            return [ev.Send(peer, self._status(question, now))]
+        self._trainers.ask(peer, question)
+        return []
 
     def _nudge(self, boots: Iterable[bytes], now: float) -> list[ev.Action]:
         self._nudge_at = now + NUDGE_SECONDS
         if self.term is None:
             return []
         return [ev.Send(self._boots[boot].peer, Nudge(boot)) for boot in boots]
+
+    def _invite(self, now: float) -> list[ev.Action]:
+        """Boots that may use the target by now, and do not know it, are nudged, and answered without a pause."""
+        if self.term is None or now < self._invite_at or self._holds_loads(now):
+            return []
+        self._invite_at = now + NUDGE_SECONDS
+        boots = [record for record in self._boots.values() if self._invited(record, now)]
+        if boots:
+            self._brisk_until = now + ROUND_SECONDS
+        return [ev.Send(record.peer, Nudge(record.boot)) for record in boots]
 
     def _note(self) -> list[ev.Action]:
         """Before the first grant of all, note durably that grants may be out."""
@@ -384,40 +337,41 @@ class Hub:
         if self.term is None:
             self._round = None
             return []
+        if self._fence_holds(now):
+            self._wiper.allow(now)
         publish = self.target if self._may_publish(now) else None
+        wipe = self.target if self._may_wipe(now) else None
         beats = self._waiting if self._may_grant() else {}
         if beats:
             self._waiting = {}
-        self._round = _Round(number, self.term, beats, publish)
+        questions, self._trainers.questions = self._trainers.questions, []
+        self._round = Round(number, self.term, now, beats, publish, wipe, questions)
         self._last_round = now
         if not self.round_open:
             self._round = None
         return []
 
-    def _may_grant(self) -> bool:
-        """The note must be durable before the read that a grant rests on, or a later hub would not see it."""
-        return self._noted
-
     def _finish_round(self, number: int, now: float) -> list[ev.Action]:
-        """After the read, in one step: the epoch from memory, the time of granting, the grants; then the publication
-        that was evaluated before the read."""
+        """After the read, in one step: the epoch from memory, the time of granting, the grants; then what was evaluated
+        before the read: the wipe or the publication."""
         current = self._take_round(number)
         if current is None:
             return []
         actions = self._grant_all(current, now)
+        actions += [ev.Send(peer, self._status(question, now)) for peer, question in current.questions]
         if current.publish is not None and current.publish > self.published and self._publishing is None:
             self._publishing = current.publish
             actions.append(ev.Publish(current.publish))
-        return actions
+        return [*actions, *self._wipe(current, now)]
 
-    def _take_round(self, number: int) -> _Round | None:
+    def _take_round(self, number: int) -> Round | None:
         current = self._round
         if current is None or current.number != number:
             return None
         self._round = None
         return current if current.term == self.term else None
 
-    def _grant_all(self, current: _Round, now: float) -> list[ev.Action]:
+    def _grant_all(self, current: Round, now: float) -> list[ev.Action]:
         actions: list[ev.Action] = []
         for boot, (peer, seq) in current.beats.items():
             record = self._boots.get(boot)
@@ -428,55 +382,35 @@ class Hub:
     def _grant(self, record: BootRecord, seq: int, now: float) -> Grant:
         record.granted_at = now
         record.live_until = max(record.live_until, now + self._hold())
-        mode = self._gate.mode(record, self.target, self.config)
-        return Grant(record.boot, seq, self.target, mode, self.config.lease_seconds)
-
-    def _hold(self) -> float:
-        """After this a grant made now is dead: the lease, and the margin for clocks at different rates."""
-        return self.config.hold_seconds
+        return Grant(record.boot, seq, self.target, self._mode(record, now), self.config.lease_seconds, self._moment(now))
 
     def _drop_round(self, number: int) -> list[ev.Action]:
         current = self._take_round(number)
         if current is not None:
+            self._trainers.questions[:0] = current.questions
             for boot, (peer, seq) in current.beats.items():
                 self._waiting.setdefault(boot, (peer, seq))
         return []
 
     # ------------------------------------------------------------------ publication
 
-    def _may_publish(self, now: float) -> bool:
-        """Nobody can be using an epoch below the target any more, by anybody's grants."""
-        return (
-            self._durable >= self.target > self.published
-            and self._publishing is None
-            and now >= self._retry_at
-            and self._led_long_enough(now)
-            and all(self._fenced(self._boots[boot], now) for boot in self._behind)
-        )
-
-    def _led_long_enough(self, now: float) -> bool:
-        return now >= self._lead_until
-
-    def _fenced(self, record: BootRecord, now: float) -> bool:
-        """Only grants *below* the target count: grants of the target never delay publication."""
-        return now >= record.below_until
-
-    def _publish_at(self, now: float) -> float:
-        """When the passing of time alone allows publication (earlier than `now` if it does)."""
-        due = max(self._lead_until, self._retry_at)
-        return max(due, max((self._boots[boot].below_until for boot in self._behind), default=NEVER))
-
-    def _publish_done(self, epoch: int, now: float) -> list[ev.Action]:
-        self._publishing = None
+    def _raise_published(self, epoch: int, now: float) -> list[ev.Action]:
+        """`epoch` is published, by this hub or another one."""
         if epoch <= self.published:
             return []
         self.published = epoch
         self._published_at = now
         if epoch == self.target and self._started_at is not None:
             self._reset_seconds = now - self._started_at
-        self._reclaim_after(now)
-        answers = [ev.Send(peer, self._bump_status(request, asked)) for peer, request, asked in self._trainers.served(epoch)]
-        return [ev.Changed(), *answers]
+        self._wipe_failed = self._wiper.given_up
+        if self._wiper.done:
+            self._reclaimer.wiped(epoch, now + self.config.reclaim_seconds)
+        else:
+            self._reclaim_after(now)
+        self._invite_at = NEVER
+        invited = self._invite(now) if self._wiper.needed else []
+        answers = [ev.Send(peer, self._bump_status(request, asked, now)) for peer, request, asked in self._trainers.served(epoch)]
+        return [ev.Changed(), *invited, *answers]
 
     def _publish_failed(self, now: float) -> list[ev.Action]:
         """Perhaps the record was lost (a wiped status, a restored store): record the target again before the next try."""
@@ -484,6 +418,45 @@ class Hub:
         self._durable = 0
         self._retry_at = now + RETRY_SECONDS
         return []
+
+    # ------------------------------------------------------------------ RemoveAll: hold, drain, wipe, publish
+
+    def _begin_wipe(self) -> None:
+        """Decided once per target and term, so that a policy changed in between meets no grant of `Use` of the target. What
+        nobody was ever granted for holds no keys."""
+        self._wiper.begin(self.config.reclaim == "RemoveAll" and self._noted and self.target > self.published)
+        self._reading = {}
+        for record in self._boots.values():
+            self._note_reading(record)
+
+    def _note_reading(self, record: BootRecord) -> None:
+        if not self._wiper.open or self._drained(record):
+            self._reading.pop(record.boot, None)
+        else:
+            self._reading[record.boot] = None
+
+    def _wipe(self, current: Round, now: float) -> list[ev.Action]:
+        """After the read; it begins in the store while no later hub can have released loads, or never."""
+        before = current.began + self._wipe_lands()
+        if current.wipe is None or current.wipe != self.target or not self._wiper.open or now >= before:
+            return []
+        self._wiper.start(self.target, before)
+        return [ev.Wipe(self.target, before)]
+
+    def _store_answered(self, event: ev.Wiped | ev.WipeFailed | ev.Swept | ev.SweepFailed, now: float) -> list[ev.Action]:
+        match event:
+            case ev.Wiped(epoch, keys, num_bytes):
+                self._reclaimer.count(keys, num_bytes)
+                self._wiper.answered(epoch, keys, self.target)
+                return [ev.Changed()]
+            case ev.WipeFailed(epoch):
+                self._wiper.failed(epoch, now)
+                return []
+            case ev.Swept(below, keys, num_bytes):
+                return [ev.Changed()] if self._reclaimer.swept(below, keys, num_bytes, self.published) else []
+            case ev.SweepFailed(below):
+                self._reclaimer.sweep_failed(below)
+                return []
 
     # ------------------------------------------------------------------ time
 
@@ -493,10 +466,13 @@ class Hub:
             actions += self._forget(now)
         if self.term is None:
             return actions
-        if self.open and self._behind and now >= self._nudge_at:
-            actions += self._nudge(self._behind, now)
+        if self.open and self._late() and now >= self._nudge_at:
+            actions += self._nudge(self._late(), now)
         if now >= self._retry_at:
             actions += self._record(now) + self._note()
+        if now >= self._wiper.give_up_at():
+            self._wiper.give_up()
+            actions.append(ev.Changed())
         if now >= self._reclaimer.due_at:
             actions += self._reclaim(now)
         return actions
@@ -504,25 +480,18 @@ class Hub:
     def _forget(self, now: float) -> list[ev.Action]:
         """Drop boots that were silent for a lease and margin; by then every grant they had is dead."""
         hold = self.config.hold_seconds
-        dead = [
-            boot for boot, record in self._boots.items() if now >= max(record.silent_since() + hold, record.live_until, record.below_until)
-        ]
+        dead = [boot for boot, record in self._boots.items() if now >= record.dead_at(hold)]
         for boot in dead:
             del self._boots[boot]
-            self._behind.pop(boot, None)
-            self._waiting.pop(boot, None)
+            for table in (self._behind, self._reading, self._waiting):
+                table.pop(boot, None)
         self._forget_at = now + hold / 3 if self._boots else math.inf
         return [ev.Changed()] if dead else []
 
     def _reclaim_after(self, at: float) -> None:
-        if self.config.reclaim == "Delete" and self.term is not None:
+        if self.config.reclaim != "Retain" and self.term is not None:
             self._reclaimer.start(self.published, at)
 
     def _reclaim(self, now: float) -> list[ev.Action]:
-        able = [
-            record
-            for record in self._boots.values()
-            if record.at_least(self.published) and now < record.heard_at + self.config.lease_seconds
-        ]
-        chosen = self._reclaimer.choose(self.published, able, self.config.reclaim_seconds, now)
-        return [] if chosen is None else [ev.Send(chosen.peer, Reclaim(chosen.boot, self.published))]
+        able = [record for record in self._boots.values() if self._can_reclaim(record, now)]
+        return self._reclaimer.next(self.published, able, self.config, now)

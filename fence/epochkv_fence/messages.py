@@ -226,6 +226,7 @@ class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     needs every boot that is there asks until it has `total` of them, and from 0 again when `total` changes.
 
     Attributes:
+        pool: uid of the pool that the asker's key speaks for.
         weights_version, origin: of the target; an empty version: nobody said.
         lease_seconds: the pool's, from its configuration.
     """
@@ -240,6 +241,7 @@ class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     weights_version: Name = ""
     lease_seconds: Seconds = 0.0
     origin: Source = Source.SPEC
+    pool: Name = ""
 
 
 class Reclaim(msgspec.Struct, frozen=True, tag=True, tag_field="type"):

@@ -1,11 +1,19 @@
-"""After publication: have one engine remove the keys of older epochs. Gives memory back; nothing ever waits for it."""
+"""After publication: have the keys of older epochs removed. Gives memory back; nothing ever waits for it.
+
+One engine at a time is asked to remove them by prefix, another one each time, until one finds none; and once more after a
+pause, for what was being written meanwhile. When no engine can do it, and the store is this pool's alone, the store is
+swept instead.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+from epochkv_fence import hub_events as ev
 from epochkv_fence.boots import BootRecord
+from epochkv_fence.messages import Reclaim
+from epochkv_fence.pool import PoolConfig
 
 
 class Reclaimer:
@@ -13,38 +21,102 @@ class Reclaimer:
 
     Attributes:
         due_at: when to ask the next engine; infinity while there is nothing to remove.
-        done_below: highest epoch below which an engine reported that no keys are left.
+        done_below: highest epoch below which nothing is left, as an engine or the store said.
+        keys, num_bytes: removed so far, as far as it is known.
     """
 
     def __init__(self) -> None:
         self.due_at = math.inf
         self.done_below = 0
+        self.keys = 0
+        self.num_bytes = 0
+        self._confirmed_below = 0
         self._turn = 0
+        self._open: dict[bytes, int] = {}
+        self._idle_since: float | None = None
+        self._sweeping: int | None = None
 
     def stop(self) -> None:
+        """Ask nobody any more, until `start`."""
         self.due_at = math.inf
+        self._open.clear()
+        self._idle_since = self._sweeping = None
 
     def start(self, published: int, at: float) -> None:
         """Keys below `published` are garbage from now on."""
-        if published > self.done_below:
+        if published > self._confirmed_below:
             self.due_at = min(self.due_at, at)
 
-    def choose(self, published: int, able: Sequence[BootRecord], pause: float, now: float) -> BootRecord | None:
-        """The engine to ask now, another one each time: what one cannot remove, the next one may."""
-        if published <= self.done_below:
-            self.stop()
-            return None
-        self.due_at = now + pause
-        if not able:
-            return None
-        self._turn += 1
-        return able[self._turn % len(able)]
+    # ------------------------------------------------------------------ by engines
 
-    def answered(self, below: int, removed: int, published: int) -> bool:
-        """Take an engine's answer; returns whether `done_below` has grown."""
-        if removed or not self.done_below < below <= published:
-            return False
-        self.done_below = below
-        if below == published:
+    def next(self, published: int, able: Sequence[BootRecord], config: PoolConfig, now: float) -> list[ev.Action]:
+        """One engine is asked; the store itself when there was none for long and it is this pool's alone."""
+        if published <= self._confirmed_below:
             self.stop()
-        return True
+            return []
+        self.due_at = now + config.reclaim_seconds
+        if able:
+            self._idle_since = None
+            chosen = self._choose(published, able)
+            return [ev.Send(chosen.peer, Reclaim(chosen.boot, published))]
+        if self._idle_since is None:
+            self._idle_since = now
+        if config.store_admin and self._sweep_due(config.hold_seconds, now):
+            self._sweeping = published
+            return [ev.Sweep(published)]
+        return []
+
+    def _choose(self, published: int, able: Sequence[BootRecord]) -> BootRecord:
+        """Another one each time: what one cannot remove, the next one may."""
+        self._turn += 1
+        chosen = able[self._turn % len(able)]
+        if published not in self._open.values():
+            self._open.clear()
+        self._open[chosen.boot] = published
+        return chosen
+
+    def answered(self, boot: bytes, below: int, removed: int, num_bytes: int, published: int) -> bool:
+        """Take an engine's answer, once, and only of one that was asked; returns whether it says anything new."""
+        if self._open.get(boot) != below:
+            return False
+        del self._open[boot]
+        return self._removed(below, removed, num_bytes, published)
+
+    # ------------------------------------------------------------------ by the store
+
+    def _sweep_due(self, hold: float, now: float) -> bool:
+        """For a lease and margin no engine was there that could do it, and the last answer has come."""
+        return self._sweeping is None and self._idle_since is not None and now >= self._idle_since + hold
+
+    def swept(self, below: int, keys: int, num_bytes: int | None, published: int) -> bool:
+        """Take the store's answer; returns whether it says anything new."""
+        if self._sweeping != below:
+            return False
+        self._sweeping = None
+        return self._removed(below, keys, num_bytes, published)
+
+    def sweep_failed(self, below: int) -> None:
+        """It is asked again after the pause."""
+        if self._sweeping == below:
+            self._sweeping = None
+
+    def count(self, keys: int, num_bytes: int | None) -> None:
+        """The store removed this, on whatever occasion."""
+        self.keys += keys
+        self.num_bytes += num_bytes or 0
+
+    def wiped(self, published: int, at: float) -> None:
+        """The store was empty before `published` was; what landed later is looked for once, at `at`."""
+        self.done_below = max(self.done_below, published)
+        self.start(published, at)
+
+    def _removed(self, below: int, keys: int, num_bytes: int | None, published: int) -> bool:
+        self.count(keys, num_bytes)
+        if keys or below != published:
+            return keys > 0
+        if self.done_below < published:
+            self.done_below = published  # once more after the pause: what was being written may have landed since
+            return True
+        self._confirmed_below = published
+        self.stop()
+        return False

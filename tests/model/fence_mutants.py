@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from epochkv_fence import hub_events as ev
 from epochkv_fence.agent import Agent
-from epochkv_fence.authority import PoolRecord, Term
+from epochkv_fence.authority import Origin, PoolRecord, Term
 from epochkv_fence.boots import BootRecord, Gate
 from epochkv_fence.hub import Hub
 from epochkv_fence.messages import Grant, Heartbeat, Mode
@@ -150,8 +150,8 @@ class _FreshMeansNothing(Hub):
 class _KeptOverEpochs(Hub):
     """Keeps `Use` although it was granted for another epoch."""
 
-    def _raise_target(self, target: int, now: float) -> list[ev.Action]:
-        actions = super()._raise_target(target, now)
+    def _raise_target(self, target: int, origin: Origin | None, now: float) -> list[ev.Action]:
+        actions = super()._raise_target(target, origin, now)
         self._gate = _GateThatKeeps(self._gate.asked_at, self._gate.marked)
         return actions
 
@@ -173,11 +173,11 @@ class _AgeAtGrant(Hub):
 class _HeardMayFall(Hub):
     """A late heartbeat lowers what was heard."""
 
-    def _heartbeat(self, peer: bytes, beat: Heartbeat, now: float) -> list[ev.Action]:
+    def _heartbeat(self, peer: bytes, beat: Heartbeat, now: float, key_index: int = 0) -> list[ev.Action]:
         record = self._boots.get(beat.boot)
         if record is not None and beat.epoch is not None:
             record.epoch = beat.epoch
-        actions = super()._heartbeat(peer, beat, now)
+        actions = super()._heartbeat(peer, beat, now, key_index)
         if not self._boots[beat.boot].at_least(self.target):
             self._behind[beat.boot] = None
             self._boots[beat.boot].below_until = now + self._hold()

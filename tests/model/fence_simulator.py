@@ -19,7 +19,7 @@ from epochkv_fence import hub_events as ev
 from epochkv_fence.agent import Agent
 from epochkv_fence.authority import PoolRecord, Term
 from epochkv_fence.hub import Hub
-from epochkv_fence.messages import Bump, Error, Heartbeat, Message, Mode, decode, encode
+from epochkv_fence.messages import Bump, Error, Heartbeat, Message, Mode, Refusal, decode, encode
 from epochkv_fence.pool import PoolConfig
 
 LEASE = 4.0
@@ -307,7 +307,7 @@ class World:
         match action:
             case ev.Send(_, message):
                 boot = getattr(message, "boot", None)
-                if isinstance(message, Error):
+                if isinstance(message, Error) and message.code is not Refusal.NOT_LEADING:
                     raise Violation(f"a hub refused a message: {message}")
                 if boot in self.routes:  # by slot: grants of an old boot reach the new one
                     self._post(process.index, self.routes[boot], message)

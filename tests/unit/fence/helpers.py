@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from epochkv_fence import hub_events as ev
-from epochkv_fence.authority import PoolRecord, Term
+from epochkv_fence.authority import Origin, PoolRecord, Term
 from epochkv_fence.hub import Hub
-from epochkv_fence.messages import Grant, Heartbeat, Message, Mode, Nudge
+from epochkv_fence.messages import Grant, Heartbeat, Message, Mode, Moment, Nudge, Source
 from epochkv_fence.pool import PoolConfig
 
 M = TypeVar("M", bound=Message)
@@ -19,13 +19,21 @@ def boot(number: int) -> bytes:
     return bytes([number]) * 16
 
 
-class Driver:
-    """Steps a hub. Writes are answered at once unless `hold_writes`; rounds are begun and verified by hand."""
+INSTANCE = b"hub-in-a"
 
-    def __init__(self, **config: Any) -> None:
-        keys = {"lease_seconds": LEASE, "join_after_seconds": 60.0, **config}
-        self.hub = Hub(PoolConfig("uid", "ns/pool", (), **keys))
+
+def config(**keys: Any) -> PoolConfig:
+    return PoolConfig("uid", "ns/pool", (), **{"lease_seconds": LEASE, "join_after_seconds": 60.0, **keys})
+
+
+class Driver:
+    """Steps a hub. Writes are answered at once unless `hold_writes`; rounds are begun and verified by hand, and the store
+    answers a wipe or a sweep by hand."""
+
+    def __init__(self, **keys: Any) -> None:
+        self.hub = Hub(config(**keys), INSTANCE)
         self.now = 1000.0
+        self.stores: list[ev.Wipe | ev.Sweep] = []
         self.sent: list[tuple[bytes, Message]] = []
         self.writes: list[ev.Action] = []
         self.hold_writes = False
@@ -44,6 +52,8 @@ class Driver:
                     self._write(action, ev.Published(epoch))
                 case ev.NoteGranting():
                     self._write(action, ev.Noted())
+                case ev.Wipe() | ev.Sweep():
+                    self.stores.append(action)
                 case ev.Changed():
                     pass
         return actions
@@ -56,8 +66,14 @@ class Driver:
     def lead(self, target: int = 0, published: int = 0, granting: bool = False, term: Term = TERM) -> None:
         self.step(ev.Acquired(term, PoolRecord(target, published, granting)))
 
-    def ask(self, epoch: int, fresh: bool = True) -> None:
-        self.step(ev.Asked(epoch, self.now if fresh else None))
+    def ask(self, epoch: int, fresh: bool = True, version: str = "", ready: bool = True) -> None:
+        self.step(ev.Asked(epoch, self.now if fresh else None, Origin(Source.SPEC, version), ready))
+
+    def hear(self, message: Message, peer: bytes = b"trainer") -> None:
+        self.step(ev.Heard(peer, message))
+
+    def moment(self) -> Moment:
+        return Moment(INSTANCE, self.now)
 
     def beat(self, number: int, epoch: int | None = None, mode: Mode = Mode.USE, age: float = 1000.0, **extra: Any) -> int:
         seq = extra.pop("seq", None)
@@ -81,6 +97,10 @@ class Driver:
 
     def of(self, kind: type[M]) -> list[M]:
         return [message for _, message in self.sent if isinstance(message, kind)]
+
+    def kinds(self) -> list[tuple[str, int]]:
+        """The writes so far: what, and of which epoch."""
+        return [(type(action).__name__, getattr(action, "epoch", 0)) for action in self.writes]
 
     def nudged(self) -> list[bytes]:
         return [nudge.boot for nudge in self.of(Nudge)]

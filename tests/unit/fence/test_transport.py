@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from epochkv_fence.authority import PoolRecord, Term
-from epochkv_fence.messages import Mode
+from epochkv_fence.authority import Origin, PoolRecord, Term
+from epochkv_fence.messages import Mode, Source
 from epochkv_fence.transport import AgentThread, ClientKeys, HubServer, UnknownPool, generate_keypair
 from tests.helpers_fence import POOL, FakeEngine, FenceWorld, eventually
 
@@ -159,7 +159,7 @@ def test_asked_before_it_leads(world: FenceWorld) -> None:
     assert agent.view.epoch is None
     world.lead(hub)
     eventually(lambda: world.published() == 3)
-    assert world.authority.records[POOL] == PoolRecord(3, 3, True)
+    assert world.authority.records[POOL] == PoolRecord(3, 3, True, Origin(Source.SPEC))
 
 
 def test_an_engine_that_never_acknowledges_is_waited_for_no_longer_than_lease_and_margin() -> None:

@@ -1,0 +1,122 @@
+"""What a hub may do, rule by rule: the design page "fence", sections 4 and 5. `hub` does it.
+
+Each method is one rule, so that the model tests can take it away and show that it is needed.
+"""
+
+from __future__ import annotations
+
+from epochkv_fence.asks import Ask
+from epochkv_fence.boots import BootRecord, Gate
+from epochkv_fence.messages import Mode
+from epochkv_fence.pool_state import PoolState
+from epochkv_fence.trainers import same_weights
+from epochkv_fence.wipe import WIPE_LANDS_SECONDS
+
+
+class HubRules(PoolState):
+    """The conditions, all of them pure: nothing here changes anything."""
+
+    # ------------------------------------------------------------------ granting
+
+    def _may_grant(self) -> bool:
+        """The note must be durable before the read that a grant rests on, or a later hub would not see it."""
+        return self._noted
+
+    def _mode(self, record: BootRecord, now: float) -> Mode:
+        """What a boot gets at the target: everyone gets the epoch, who has its weights may use it."""
+        return Mode.BYPASS if self._holds_loads(now) else self._gate.mode(record, self.target, self.config)
+
+    def _hold(self) -> float:
+        """After this a grant made now is dead: the lease, and the margin for clocks at different rates."""
+        return self.config.hold_seconds
+
+    # ------------------------------------------------------------------ publication
+
+    def _may_publish(self, now: float) -> bool:
+        """Nobody can be using an epoch below the target any more, by anybody's grants; nor is the store to be wiped first,
+        nor can a wipe land after loads were released."""
+        return self._fence_holds(now) and not self._wiper.open and now >= self._wiper.landed_at()
+
+    def _fence_holds(self, now: float) -> bool:
+        return self._reset_due(now) and all(self._fenced(self._boots[boot], now) for boot in self._behind)
+
+    def _reset_due(self, now: float) -> bool:
+        """The target is durable and unpublished, no write is under way, and no grant of an older hub can be live."""
+        return (
+            self._durable >= self.target > self.published
+            and self._publishing is None
+            and now >= self._retry_at
+            and self._led_long_enough(now)
+        )
+
+    def _led_long_enough(self, now: float) -> bool:
+        return now >= self._lead_until
+
+    def _fenced(self, record: BootRecord, now: float) -> bool:
+        """Only grants *below* the target count: grants of the target never delay publication."""
+        return now >= record.below_until
+
+    def _lead_wait(self) -> float:
+        """How long a new leader waits: every grant of an older leader answers a heartbeat sent before now."""
+        return self.config.hold_seconds
+
+    # ------------------------------------------------------------------ weights
+
+    def _own_ask(self, target: int) -> Ask | None:
+        """Only of an epoch that this hub itself tried to record is it known how old a boot was when it was asked for (the
+        write may be seen before it answers, or long after it failed to). Any other target that is found recorded may have
+        been asked for at any time, so no boot's age proves anything.
+        """
+        return self._ask if self._ask is not None and self._ask.epoch == target <= self._tried else None
+
+    def _gate_of(self, ask: Ask | None, target: int) -> Gate:
+        """A list counts alone, for the weights that the target came with; without one the ask's age rule, if it has any."""
+        marks = self._trainers.marked(target)
+        gate = Gate() if ask is None else Gate(ask.at, held=not ask.ready, request=ask.request)
+        if marks is not None or (ask is not None and ask.listed):
+            gate.close()
+        if marks is not None and self._same_weights(marks.version):
+            gate.marked = marks.boots
+        return gate
+
+    def _same_weights(self, version: str) -> bool:
+        """A list is for the weights that the target came with: of two trainers that push different ones for one epoch only
+        one can be right, and the other sees in every answer that the epoch is not its own."""
+        return same_weights(self._weights_version(), version)
+
+    def _invited(self, record: BootRecord, now: float) -> bool:
+        """It may use the target by now and does not know it."""
+        return record.alive(self.config, now) and self._in_bypass(record) and not self._weights_pending(record)
+
+    # ------------------------------------------------------------------ the store
+
+    def _can_reclaim(self, record: BootRecord, now: float) -> bool:
+        """It names its keys with the published epoch, or a later one, and is there to be asked."""
+        return record.at_least(self.published) and record.alive(self.config, now)
+
+    # ------------------------------------------------------------------ RemoveAll: hold, drain, wipe, publish
+
+    def _holds_loads(self, now: float) -> bool:
+        """Until the store is empty and the epoch published, every grant is Bypass; and as long as a wipe may land."""
+        return (self._wiper.needed and self.target > self.published) or now < self._wiper.landed_at()
+
+    def _drained(self, record: BootRecord) -> bool:
+        """Its newest heartbeat says so: at the target, in bypass, no load open. Not to know it counts as loading."""
+        return record.drained(self.target)
+
+    def _quiet(self, record: BootRecord, now: float) -> bool:
+        """It says nothing of the kind, but cannot read any more: all its grants are dead, or never allowed a read."""
+        return now >= record.quiet_at()
+
+    def _may_wipe(self, now: float) -> bool:
+        """Nobody reads from the store, by anybody's grants."""
+        return (
+            self._wiper.open
+            and now >= self._wiper.ready_at()
+            and self._reset_due(now)
+            and all(self._quiet(self._boots[boot], now) for boot in self._reading)
+        )
+
+    def _wipe_lands(self) -> float:
+        """Another hub leads at the earliest when our read began, and waits for a lease before it releases any load."""
+        return min(WIPE_LANDS_SECONDS, self.config.lease_seconds)

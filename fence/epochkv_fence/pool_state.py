@@ -1,0 +1,221 @@
+"""Everything a hub knows about one pool, and what can be read from it. What changes it is in `hub`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Final
+
+from epochkv_fence.asks import Ask
+from epochkv_fence.authority import Origin, Term
+from epochkv_fence.boots import NEVER, BootRecord, Gate
+from epochkv_fence.messages import BumpStatus, Mode, Moment, Source, Status
+from epochkv_fence.pool import PoolConfig, PoolSnapshot
+from epochkv_fence.reclaim import Reclaimer
+from epochkv_fence.trainers import Trainers, status_page
+from epochkv_fence.wipe import Wiper
+
+ROUND_SECONDS: Final = 1.0
+"""Longest pause between grant rounds while no reset is open."""
+ROUNDS_PER_LEASE: Final = 10
+"""A grant is worth what is left of its lease since the heartbeat was sent, so short leases need quicker rounds."""
+QUESTION_SECONDS: Final = 0.05
+"""Shortest pause between rounds that are for a trainer's question alone."""
+
+
+@dataclass(slots=True)
+class Round:
+    """A grant round whose leadership read is under way; `publish` and `wipe` name the epoch they were evaluated for."""
+
+    number: int
+    term: Term
+    began: float
+    beats: dict[bytes, tuple[bytes, int]]
+    publish: int | None
+    wipe: int | None
+    questions: list[tuple[bytes, Status]] = field(default_factory=list)
+
+
+class PoolState:
+    """One pool, as the hub in this process knows it.
+
+    Attributes:
+        term: the term in which this hub leads this pool; None while it does not lead or has not read the record.
+        target, published: as known here; both were durable before they were raised here.
+    """
+
+    def __init__(self, config: PoolConfig, instance: bytes | None = None) -> None:
+        self.config = config
+        self.term: Term | None = None
+        self.target = 0
+        self.published = 0
+        self._instance = instance
+        self._origin: Origin | None = None  # of the target
+        self._durable = 0  # the target known to be durable in this term
+        self._noted = False
+        self._noting = False
+        self._lead_until = math.inf
+        self._boots: dict[bytes, BootRecord] = {}
+        self._behind: dict[bytes, None] = {}  # boots not at the target, in a replayable order
+        self._reading: dict[bytes, None] = {}  # while a wipe is needed: boots not known to have drained
+        self._waiting: dict[bytes, tuple[bytes, int]] = {}
+        self._round: Round | None = None
+        self._last_round = NEVER
+        self._brisk_until = NEVER
+        self._ask: Ask | None = None
+        self._gate = Gate()
+        self._recording: int | None = None
+        self._tried = 0  # highest epoch this hub ever tried to record
+        self._publishing: int | None = None
+        self._retry_at = NEVER
+        self._nudge_at = math.inf
+        self._invite_at = NEVER
+        self._forget_at = math.inf
+        self._wiper = Wiper()
+        self._reclaimer = Reclaimer()
+        self._trainers = Trainers()
+        self._started_at: float | None = None
+        self._published_at: float | None = None
+        self._reset_seconds: float | None = None
+        self._wipe_failed = False
+
+    # ------------------------------------------------------------------ for the driver
+
+    @property
+    def open(self) -> bool:
+        """A reset is under way: rounds follow heartbeats at once."""
+        return self.term is not None and (self.target > self.published or self._recording is not None)
+
+    @property
+    def round_open(self) -> bool:
+        """The round that began has something that needs its leadership read."""
+        current = self._round
+        if current is None:
+            return False
+        return bool(current.beats or current.questions) or current.publish is not None or current.wipe is not None
+
+    def round_at(self, now: float) -> float:
+        """When the next round should begin; infinity while there is nothing to do."""
+        if self.term is None or self._round is not None:
+            return math.inf
+        due = math.inf
+        if self._waiting and self._noted:
+            pause = min(ROUND_SECONDS, self.config.lease_seconds / ROUNDS_PER_LEASE)
+            due = max(now, self._last_round + (0.0 if self.open or now < self._brisk_until else pause))
+        if self._trainers.questions:
+            due = min(due, max(now, self._last_round + QUESTION_SECONDS))
+        if self._durable >= self.target > self.published and self._publishing is None:
+            due = min(due, self._evaluate_at())
+        return due
+
+    def tick_at(self) -> float:
+        """When the next `Tick` is due."""
+        if self.term is None:
+            return self._forget_at
+        due = min(self._forget_at, self._reclaimer.due_at, self._wiper.give_up_at())
+        if self.open and self._late():
+            due = min(due, self._nudge_at)
+        pending = self._record_due() or (bool(self._waiting) and not self._noted and not self._noting)
+        return min(due, self._retry_at) if pending else due
+
+    def _late(self) -> dict[bytes, None]:
+        """The boots that a reset waits for."""
+        return self._reading if self._wiper.open else self._behind
+
+    def _evaluate_at(self) -> float:
+        """When the passing of time alone allows a wipe or publication (in the past if it does)."""
+        fence = self._publish_at()
+        if not self._wiper.open:
+            return max(fence, self._wiper.landed_at())
+        quiet = max((self._boots[boot].quiet_at() for boot in self._reading), default=NEVER)
+        wipe = max(self._lead_until, self._retry_at, self._wiper.ready_at(), quiet)
+        return wipe if self._wiper.allowed_at is not None else min(wipe, fence)
+
+    def _publish_at(self) -> float:
+        """When the passing of time alone fences everyone off the epochs below the target."""
+        due = max(self._lead_until, self._retry_at)
+        return max(due, max((self._boots[boot].below_until for boot in self._behind), default=NEVER))
+
+    def _record_due(self) -> bool:
+        return self.term is not None and self._recording is None and self._wanted() > self._durable
+
+    def _wanted(self) -> int:
+        """The target that has to be durable: what was asked for, and never less than what was granted."""
+        return max(self.target, self._ask.epoch if self._ask is not None else 0)
+
+    # ------------------------------------------------------------------ for people and trainers
+
+    def snapshot(self, now: float) -> PoolSnapshot:
+        """The pool at `now`; times are on this hub's clock (the driver turns them into Unix seconds)."""
+        engines = sorted(
+            (record.view(self.target, self.config, now) for record in self._boots.values()),
+            key=lambda view: (view.engine, view.pod, view.rank, view.boot),
+        )
+        return PoolSnapshot(
+            uid=self.config.uid,
+            leading=self.term is not None,
+            target=self.target,
+            published=self.published,
+            asked=self._wanted(),
+            engines=engines,
+            laggards=[view for view in engines if view.alive and not view.converged],
+            carried=sum(view.carried for view in engines),
+            started_at=self._started_at,
+            published_at=self._published_at,
+            reset_seconds=self._reset_seconds,
+            reclaimed=self._reclaimer.done_below,
+            weights_version=self._weights_version(),
+            origin=self._origin,
+            weights_pending=[view for view in engines if view.alive and self._weights_pending(self._boots[view.boot])],
+            held=self._gate.held and self._gate.asked_at is not None,
+            reclaim_policy=self.config.reclaim,
+            reclaimed_keys=self._reclaimer.keys,
+            reclaimed_bytes=self._reclaimer.num_bytes,
+            wipe_failed=self._wipe_failed,
+        )
+
+    def _weights_version(self) -> str:
+        return self._origin.weights_version if self._origin is not None else ""
+
+    def _moment(self, now: float) -> Moment | None:
+        return None if self._instance is None else Moment(self._instance, now)
+
+    def _in_bypass(self, record: BootRecord) -> bool:
+        return record.epoch == self.target and record.current_mode is Mode.BYPASS
+
+    def _weights_pending(self, record: BootRecord) -> bool:
+        """At the target, and not to use it: nobody said that this boot has its weights."""
+        return self._in_bypass(record) and self._gate.mode(record, self.target, self.config) is Mode.BYPASS
+
+    def _bump_status(self, request: int, epoch: int, now: float) -> BumpStatus:
+        alive = [record for record in self._boots.values() if record.alive(self.config, now)]
+        marked = self._gate.marked if epoch == self.target else frozenset()
+        using = (record.boot for record in alive if record.epoch == epoch and record.current_mode is Mode.USE)
+        return BumpStatus(
+            request=request,
+            epoch=epoch,
+            target=self.target,
+            published=self.published,
+            engines=len(self._boots),
+            laggards=len(self._behind),
+            carried=sum(record.newest.carried for record in self._boots.values()),
+            moment=self._moment(now),
+            weights_version=self._weights_version(),
+            lease_seconds=self.config.lease_seconds,
+            bypassed=sum(self._in_bypass(record) for record in alive),
+            pending=len({record.boot for record in alive} & marked - set(using)) if marked else 0,
+        )
+
+    def _status(self, question: Status, now: float) -> Status:
+        page = Status(
+            question.request,
+            question.first,
+            self.target,
+            self.published,
+            moment=self._moment(now),
+            weights_version=self._weights_version(),
+            lease_seconds=self.config.lease_seconds,
+            origin=self._origin.source if self._origin is not None else Source.SPEC,
+            pool=self.config.uid[:253],
+        )
+        return status_page(page, list(self._boots.values()), self.config, now)
