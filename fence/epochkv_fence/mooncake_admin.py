@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import math
 import re
 import socket
 import threading
@@ -40,8 +41,8 @@ class MooncakeAdmin:
         self._url_of = url_of
         self._deadline = deadline_seconds
 
-    async def remove_all(self, pool_uid: str, *, force: bool) -> Removed:
-        """Remove every key, leased ones only with `force`.
+    async def remove_all(self, pool_uid: str, *, force: bool, before: float = math.inf) -> Removed:
+        """Remove every key, leased ones only with `force`, and none from `before` on (`time.monotonic`).
 
         Raises:
             StoreAdminError: no master answered in time, or all refused; what was removed is then unknown.
@@ -49,7 +50,7 @@ class MooncakeAdmin:
         urls = self._url_of(pool_uid)
         if not urls:
             raise StoreAdminError(f"no admin address is known for the store of pool {pool_uid}")
-        until = time.monotonic() + self._deadline
+        until = min(time.monotonic() + self._deadline, before)
         problems = []
         for url in urls:
             call = _Call(url, force, until)
@@ -142,8 +143,10 @@ class _Call:
     def _request(self, method: str, path: str) -> bytes:
         """The body of an answer with status 200."""
         left = self._until - time.monotonic()
+        if left <= 0.0:  # also of a process that slept between two requests
+            raise StoreAdminError(f"{self._url}{path}: not sent, it is too late")
         parts = urlsplit(self._url)
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=max(left, 0.001))
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=left)
         with self._lock:
             if self._aborted:
                 raise StoreAdminError(f"{self._url}{path}: given up")

@@ -6,6 +6,7 @@ other pool shares: both calls remove whatever is there.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,13 +31,15 @@ class Removed:
 class StoreAdmin(Protocol):
     """All calls are made with a deadline by the caller; a call that is cancelled may still take effect later."""
 
-    async def remove_all(self, pool_uid: str, *, force: bool) -> Removed:
+    async def remove_all(self, pool_uid: str, *, force: bool, before: float = math.inf) -> Removed:
         """Remove every key of this pool's store.
 
         Args:
             force: also keys that are being read. Memory under a reader is then given to the next writer: the hub asks for
                 this only when no engine reads. False: those stay.
+            before: on `time.monotonic`. The removal begins in the store before that, or never, whatever happened to this
+                process meanwhile: later, engines may read again. So the clock is read just before the request is sent.
 
         Raises:
-            StoreAdminError: no answer, or a refusal.
+            StoreAdminError: no answer, a refusal, or too late.
         """

@@ -401,10 +401,10 @@ class HubServer:
             case ev.NoteGranting():
                 write = partial(self._authority.note_granting, uid)
                 self._spawn(self._write(pool, "note", write, ev.Noted(), ev.NoteFailed()))
-            case ev.Wipe(epoch):
-                self._spawn(self._empty(pool, "wipe", True, partial(ev.Wiped, epoch), ev.WipeFailed(epoch)))
+            case ev.Wipe(epoch, before):
+                self._spawn(self._empty(pool, "wipe", before, partial(ev.Wiped, epoch), ev.WipeFailed(epoch)))
             case ev.Sweep(below):
-                self._spawn(self._empty(pool, "sweep", False, partial(ev.Swept, below), ev.SweepFailed(below)))
+                self._spawn(self._empty(pool, "sweep", None, partial(ev.Swept, below), ev.SweepFailed(below)))
             case ev.Changed():
                 self._changed.add(uid)
 
@@ -421,13 +421,17 @@ class HubServer:
         if self._current(pool):
             self._step(pool, done if answered else failed)
 
-    async def _empty(self, pool: _Pool, what: str, force: bool, done: Callable[[int, int | None], ev.Event], failed: ev.Event) -> None:
-        """Have the store's admin remove everything (`force`: also what is being read)."""
+    async def _empty(
+        self, pool: _Pool, what: str, force_before: float | None, done: Callable[[int, int | None], ev.Event], failed: ev.Event
+    ) -> None:
+        """Have the store's admin remove everything: also what is being read, but then only before `force_before`."""
 
         async def remove() -> Removed:
             if self._stores is None:
                 raise StoreAdminError("this hub was started without access to any store's admin endpoint")
-            return await self._stores.remove_all(pool.config.uid, force=force)
+            if force_before is None:
+                return await self._stores.remove_all(pool.config.uid, force=False)
+            return await self._stores.remove_all(pool.config.uid, force=True, before=force_before)
 
         removed = await self._calls.call(pool.config.name, what, self._store_deadline, remove)
         if self._current(pool):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from epochkv_fence.mooncake_admin import MooncakeAdmin, check_admin_url
+from epochkv_fence.mooncake_admin import MooncakeAdmin, _Call, check_admin_url
 from epochkv_fence.store_admin import Removed, StoreAdminError
 from tests.helpers_fence import eventually
 
@@ -158,6 +158,28 @@ def test_a_master_that_hangs_or_drips_costs_the_deadline_and_leaves_no_thread() 
                 eventually(lambda: threads() == 0, what="the thread ends")
     finally:
         release.set()
+
+
+def test_nothing_is_removed_from_the_time_on_at_which_engines_may_read_again() -> None:
+    handle, asked = working()
+    answered = threading.Event()
+    before = time.monotonic() + 0.2
+
+    def slow(sock: socket.socket, line: str) -> None:
+        while time.monotonic() < before:
+            time.sleep(0.01)
+        handle(sock, line)
+        answered.set()
+
+    with server(slow) as url:
+        admin = MooncakeAdmin(lambda uid: [url])
+        with pytest.raises(StoreAdminError):
+            asyncio.run(admin.remove_all("u-1", force=True, before=before))
+        assert answered.wait(20)
+        eventually(lambda: threads() == 0, what="the thread ends")
+        with pytest.raises(StoreAdminError, match="too late"):
+            _Call(url, True, before)._remove_all()  # as the thread of a process that slept would go on
+    assert [line for line in asked if "remove_all" in line] == []
 
 
 @pytest.mark.parametrize(
