@@ -1,0 +1,1 @@
+"""The command `epochkv`: a pool's hub without Kubernetes, and everything a trainer or a person asks of a pool."""

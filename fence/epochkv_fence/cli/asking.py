@@ -1,0 +1,116 @@
+"""`reset`, `wait`, `status`, `engines`: thin over the client."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Annotated, Final
+
+import typer
+
+from epochkv_fence.cli.exits import Exit
+from epochkv_fence.cli.render import Output, Progress, show_engines, show_reset, show_status
+from epochkv_fence.client import Pool
+
+RESET_HELP: Final = """Make all KV of the pool unreachable, and wait until that is proved.
+
+Push weights while engines are paused, then reset, then resume. For restarted engines to be kept out, use `update`.
+
+\b
+  epochkv reset                                 # the next epoch
+  epochkv reset --weights-version step-42 -o json
+  epochkv reset --epoch 7                       # at least epoch 7; repeating it changes nothing
+"""
+WAIT_HELP: Final = """Wait until an epoch is published, without asking for it.
+
+\b
+  epochkv wait 7 --timeout 60
+"""
+STATUS_HELP: Final = """Show the pool: epochs, weights, engines.
+
+\b
+  epochkv status --config policy/client
+  EPOCHKV_CONFIG=policy/client epochkv status -o json
+"""
+ENGINES_HELP: Final = """List the pool's live engine processes.
+
+\b
+  epochkv engines
+  epochkv engines -o json | jq -r '.[] | select(.state != "use") | .name'
+"""
+
+Config = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        "-c",
+        metavar="PATH",
+        help="The pool's connection.json, or its directory. Default: what the variable EPOCHKV_CONFIG names.",
+    ),
+]
+Out = Annotated[Output, typer.Option("--output", "-o", help="A table for people, or JSON.")]
+Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="For the whole command.")]
+OnFailure = Annotated[
+    str,
+    typer.Option(
+        "--on-failure",
+        metavar="bypass|crash",
+        help="When the epoch is recorded and not published in time: bypass says so and exits with 3, crash also prints an error.",
+    ),
+]
+LOOK_SECONDS: Final = 10.0
+RESET_SECONDS: Final = 300.0
+CONNECT_SECONDS: Final = 10.0
+
+
+def connect(config: str | None, timeout: float) -> Pool:
+    """The pool, within the command's own time."""
+    return Pool.connect(config, min(timeout, CONNECT_SECONDS))
+
+
+def reset(
+    config: Config = None,
+    epoch: Annotated[int | None, typer.Option(min=0, help="Ask for this epoch. Default: one above the pool's target.")] = None,
+    weights_version: Annotated[str | None, typer.Option(help="What you call the weights of this epoch, for status.")] = None,
+    wait: Annotated[bool, typer.Option(help="Wait until it is published.")] = True,
+    timeout: Timeout = RESET_SECONDS,
+    on_failure: OnFailure = "bypass",
+    output: Out = Output.TABLE,
+) -> None:
+    """See RESET_HELP."""
+    progress = Progress(quiet=False)
+    with closing(connect(config, timeout)) as pool:
+        try:
+            done = pool.reset(epoch, weights_version, wait, timeout, on_failure, progress)  # type: ignore[arg-type]
+        finally:
+            progress.stop()
+    show_reset(done, output, wait)
+    if wait and not done.published:
+        raise typer.Exit(Exit.NOT_PUBLISHED)
+
+
+def wait(
+    epoch: Annotated[int, typer.Argument(min=0, help="The epoch to wait for.")],
+    config: Config = None,
+    timeout: Timeout = RESET_SECONDS,
+    output: Out = Output.TABLE,
+) -> None:
+    """See WAIT_HELP."""
+    progress = Progress(quiet=False)
+    with closing(connect(config, timeout)) as pool:
+        try:
+            done = pool.wait(epoch, timeout, progress)
+        finally:
+            progress.stop()
+    show_reset(done, output)
+
+
+def status(config: Config = None, timeout: Timeout = LOOK_SECONDS, output: Out = Output.TABLE) -> None:
+    """See STATUS_HELP."""
+    with closing(connect(config, timeout)) as pool:
+        show_status(pool.status(timeout), output)
+
+
+def engines(config: Config = None, timeout: Timeout = LOOK_SECONDS, output: Out = Output.TABLE) -> None:
+    """See ENGINES_HELP."""
+    with closing(connect(config, timeout)) as pool:
+        show_engines(pool.status(timeout), output)

@@ -1,0 +1,18 @@
+"""Exit statuses of `epochkv`; part of its interface."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Exit(enum.IntEnum):
+    """What a script can tell apart."""
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    NOT_PUBLISHED = 3
+    UNREACHABLE = 4
+    STATE = 5
+    LOST = 6
+    INTERRUPTED = 130

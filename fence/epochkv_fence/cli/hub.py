@@ -1,0 +1,177 @@
+"""`epochkv hub`: serve a pool without Kubernetes, until it is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+import logging
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from epochkv_fence.cli.exits import Exit
+from epochkv_fence.cli.file_hub import FileHub, HubOptions, joined_environment
+from epochkv_fence.cli.render import say_error
+
+HELP: Final = """Serve a pool without Kubernetes. One process; its record and keys are in --state.
+
+Started again with the same state it continues the pool: engines keep their leases meanwhile. Keep the state on a disk that
+survives, never restore an older copy of it, and keep STATE/client private: it holds the pool's keys.
+
+\b
+  epochkv hub --pool policy --listen tcp://0.0.0.0:7700 --state /var/lib/epochkv/policy
+  epochkv hub --pool policy --listen tcp://*:7700 --state DIR --advertise tcp://head-node:7700 --weights-source Model
+
+Engines and trainers join with `EPOCHKV_CONFIG=STATE/client/connection.json`, on other machines with a copy of that folder.
+
+Exit status: 0 told to end (SIGTERM, SIGINT); 2 wrong usage, or the address is taken; 5 the state cannot be used (held by
+another process, unreadable, of another pool); 6 the state was removed or replaced while it served.
+"""
+
+
+class LogFormat(enum.StrEnum):
+    """`--log-format`."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class WeightsSource(enum.StrEnum):
+    """`--weights-source`."""
+
+    PUSHED = "Pushed"
+    MODEL = "Model"
+
+
+class Reclaim(enum.StrEnum):
+    """`--reclaim`."""
+
+    DELETE = "Delete"
+    REMOVE_ALL = "RemoveAll"
+    RETAIN = "Retain"
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+        fields = getattr(record, "fields", {})
+        content = {"timestamp": stamp, "level": record.levelname.lower(), "logger": record.name, "event": record.getMessage(), **fields}
+        if record.exc_info:
+            content["exception"] = self.formatException(record.exc_info)
+        return json.dumps(content, default=str)
+
+
+def configure_logs(log_format: LogFormat) -> None:
+    """Everything to stderr, one line per transition."""
+    handler = logging.StreamHandler(sys.stderr)
+    if log_format is LogFormat.JSON:
+        handler.setFormatter(_JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s", "%H:%M:%S"))
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(logging.INFO)
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+
+def hub(
+    pool: Annotated[str, typer.Option("--pool", metavar="NAME", help="Name of the pool.")],
+    listen: Annotated[str, typer.Option(metavar="tcp://HOST:PORT", help="Where to listen; * for every address, port 0 for a free one.")],
+    state: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the record and the keys; made on first use.")],
+    lease_seconds: Annotated[
+        float,
+        typer.Option(min=0.5, max=86_400, help="How long an engine may use an epoch unheard. Never gets shorter."),
+    ] = 30.0,
+    join_after_seconds: Annotated[
+        float, typer.Option(min=0, help="How old an engine must be when a plain reset is asked for to count as having the weights.")
+    ] = 60.0,
+    weights_source: Annotated[
+        WeightsSource, typer.Option(help="Pushed: weights change under running engines. Model: they never do.")
+    ] = WeightsSource.PUSHED,
+    reclaim: Annotated[
+        Reclaim,
+        typer.Option(help="Older keys in the store: an engine removes them, the store is emptied first, or its eviction takes them."),
+    ] = Reclaim.DELETE,
+    store_admin: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="Admin port of the Mooncake master of a store of this pool alone; repeatable.")
+    ] = None,
+    advertise: Annotated[str, typer.Option(metavar="tcp://HOST:PORT", help="What clients dial. Default: from --listen.")] = "",
+    metrics: Annotated[str, typer.Option(metavar="HOST:PORT", help="Serve /metrics and /healthz there. Default: no.")] = "",
+    log_format: Annotated[LogFormat, typer.Option(help="text for people, json for collectors.")] = LogFormat.TEXT,
+) -> None:
+    """See HELP."""
+    configure_logs(log_format)
+    options = HubOptions(
+        pool=pool,
+        listen=listen,
+        state=state,
+        lease_seconds=lease_seconds,
+        join_after_seconds=join_after_seconds,
+        weights_source=weights_source.value,
+        reclaim=reclaim.value,
+        store_admin=tuple(store_admin or ()),
+        advertise=advertise,
+        metrics=metrics,
+    )
+    raise typer.Exit(asyncio.run(serve(FileHub(options), log_format)))
+
+
+async def serve(made: FileHub, log_format: LogFormat) -> Exit:
+    """Until SIGTERM, SIGINT, or the loss of the state."""
+    logger = logging.getLogger("epochkv.hub")
+    loop = asyncio.get_running_loop()
+    told = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told.set)
+    await made.start()
+    text = f"pool {made.options.pool} ({made.uid}) on {made.endpoint}, state {made.options.state.absolute()}"
+    fields = {"pool": made.options.pool, "uid": made.uid, "endpoint": made.endpoint, "connection": str(made.connection_file)}
+    logger.info(text, extra={"fields": fields})
+    if log_format is LogFormat.TEXT:
+        print(introduction(made), flush=True)
+    ends = [loop.create_task(told.wait()), loop.create_task(made.wait())]
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in ends:
+            task.cancel()
+        await made.stop()
+    if told.is_set():
+        logger.info("told to end: engines keep what they were granted until their leases run out")
+        return Exit.DONE
+    say_error(f"{made.options.state} was removed or replaced under this hub; it cannot prove any more that it leads")
+    return Exit.LOST
+
+
+def introduction(made: FileHub) -> str:
+    """How to join, for whoever started the hub in a terminal."""
+    folder = made.connection_file.parent
+    return "\n".join(
+        [
+            f"Engines and trainers of pool {made.options.pool} join with",
+            f"  {joined_environment(made.connection_file)}",
+            "  vllm serve MODEL --kv-transfer-config '" + transfer_config() + "'",
+            f"On other machines copy {folder} (it holds keys: keep it private). Then",
+            "  epochkv status",
+            "  epochkv reset        # after new weights were pushed to paused engines",
+        ]
+    )
+
+
+def transfer_config() -> str:
+    """What `vllm serve` needs; pool and hub come from EPOCHKV_CONFIG."""
+    config = {
+        "kv_connector": "EpochKVConnector",
+        "kv_connector_module_path": "epochkv_connector.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"local": {"capacity_bytes": 8 << 30}},
+    }
+    return json.dumps(config)

@@ -1,0 +1,50 @@
+"""`epochkv keys rotate|retire`: replace the key that speaks for a pool, without an engine losing its lease."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from epochkv_fence.cli.file_hub import DEFAULT_GRACE_SECONDS
+from epochkv_fence.cli.state import CLIENT_FOLDER, retire_previous, rotate_keys
+
+HELP: Final = "Replace the key that speaks for a pool, without an engine losing its lease."
+ROTATE_HELP: Final = """Make a new client key. The running hub accepts it within a second, and the one before as well.
+
+Engines and trainers on this machine read the new key from STATE/client by themselves; elsewhere replace their copy of that
+folder. The key before goes when no engine uses it any more, at the latest after --grace.
+
+\b
+  epochkv keys rotate --state /var/lib/epochkv/policy
+  epochkv keys rotate --state DIR --grace 0 && epochkv keys retire --state DIR   # it leaked: out with it now
+"""
+RETIRE_HELP: Final = """Accept the newest client key alone, from now on: whoever still has the one before is refused and serves in bypass.
+
+\b
+  epochkv keys retire --state /var/lib/epochkv/policy
+"""
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+
+State = Annotated[Path, typer.Option("--state", metavar="DIR", help="The hub's state directory.")]
+
+
+@app.command("rotate", help=ROTATE_HELP)
+def rotate(
+    state: State,
+    grace: Annotated[float, typer.Option(min=0, max=365 * 86_400, metavar="SECONDS", help="How long the key before may be used.")] = (
+        DEFAULT_GRACE_SECONDS
+    ),
+) -> None:
+    """See ROTATE_HELP."""
+    rotate_keys(state, grace)
+    print(f"new client key in {state / CLIENT_FOLDER}; the one before is accepted until no engine uses it, for {grace:g} s at most")
+
+
+@app.command("retire", help=RETIRE_HELP)
+def retire(state: State) -> None:
+    """See RETIRE_HELP."""
+    retire_previous(state)
+    print("only the newest client key is accepted; a running hub notices within a second")

@@ -1,0 +1,173 @@
+"""What commands print: tables for people, JSON for programs, progress on stderr."""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+import time
+from dataclasses import asdict
+from typing import Any, Final
+
+from rich.console import Console
+from rich.status import Status as Spinner
+from rich.table import Table
+
+from epochkv_fence.client import Engine, PoolStatus, Reset, Standing
+
+MAX_NAMES: Final = 10
+PROGRESS_SECONDS: Final = 5.0
+WIDTH: Final = 140
+
+
+class Output(enum.StrEnum):
+    """`-o`."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+def console() -> Console:
+    """A file or a pipe has no width: tables get a readable one there."""
+    return Console() if sys.stdout.isatty() else Console(width=WIDTH)
+
+
+def say_error(text: str) -> None:
+    """One message on stderr."""
+    print(f"epochkv: {text}", file=sys.stderr)
+
+
+def show_json(value: Any) -> None:
+    """One JSON document on stdout."""
+    print(json.dumps(value, indent=2))
+
+
+def show_status(status: PoolStatus, output: Output) -> None:
+    """`epochkv status`."""
+    if output is Output.JSON:
+        content = asdict(status)
+        show_json({**content, "converged": status.converged, "laggards": list(status.laggards)})
+        return
+    states = [engine.state for engine in status.engines]
+    table = Table(show_header=False, box=None, pad_edge=False)
+    rows = [
+        ("pool", f"{status.name} ({status.uid})"),
+        ("epoch", f"{status.published} published" + ("" if status.converged else f", {status.target} asked for: a reset is open")),
+        ("weights", status.weights_version or "-"),
+        ("asked by", status.origin or "-"),
+        ("engines", f"{len(states)}: {states.count('use')} share, {states.count('bypass')} in bypass, {states.count('behind')} behind"),
+        ("lease", f"{status.lease_seconds:g} s"),
+    ]
+    if status.laggards:
+        rows.append(("behind", names(status.laggards)))
+    for row in rows:
+        table.add_row(*row)
+    console().print(table, highlight=False, markup=False)
+
+
+def show_engines(status: PoolStatus, output: Output) -> None:
+    """`epochkv engines`."""
+    if output is Output.JSON:
+        show_json([asdict(engine) for engine in status.engines])
+        return
+    table = Table(box=None, pad_edge=False)
+    for column, justify in (("ENGINE", "left"), ("STATE", "left"), ("EPOCH", "right"), ("CARRIED", "right"), ("LOADING", "right"),
+                            ("AGE", "right"), ("HEARD", "right"), ("BOOT", "left")):  # fmt: skip
+        table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for engine in status.engines:
+        table.add_row(*_row(engine))
+    console().print(table, highlight=False, markup=False)
+
+
+def _row(engine: Engine) -> tuple[str, ...]:
+    return (
+        engine.name,
+        engine.state,
+        "-" if engine.epoch is None else str(engine.epoch),
+        str(engine.carried),
+        "-" if engine.loading is None else str(engine.loading),
+        duration(engine.age_seconds),
+        f"{duration(engine.silent_seconds)} ago",
+        engine.boot[:8],
+    )
+
+
+def show_reset(reset: Reset, output: Output, wait: bool = True) -> None:
+    """The outcome of `reset`, `wait` and `update`."""
+    if output is Output.JSON:
+        show_json(asdict(reset))
+        return
+    if reset.noop:
+        text = f"epoch {reset.epoch} was published before: nothing to do"
+    elif reset.published:
+        text = f"epoch {reset.epoch} published in {reset.duration_s:.3f} s: no engine of {reset.engines} uses an older one"
+    elif not wait:
+        text = f"epoch {reset.epoch} recorded in {reset.duration_s:.3f} s; `epochkv wait {reset.epoch}` waits until it is published"
+    else:
+        text = f"epoch {reset.epoch} recorded, not published in {reset.duration_s:.1f} s; who does not answer is fenced by its lease"
+    print(text)
+    if reset.carried:
+        print(f"{reset.carried} running requests go on with what they held")
+    if reset.laggards and not reset.noop:
+        print(f"not acknowledged by: {names(reset.laggards)}")
+    if reset.bypassed and reset.published:
+        print(f"{reset.bypassed} engines serve without reuse: nobody said that they have the weights of epoch {reset.epoch}")
+
+
+def names(found: tuple[str, ...]) -> str:
+    """A list that stays readable."""
+    more = f" and {len(found) - MAX_NAMES} more" if len(found) > MAX_NAMES else ""
+    return ", ".join(found[:MAX_NAMES]) + more
+
+
+def duration(seconds: float) -> str:
+    """Short: 4s, 3m12s, 5h07m, 2d3h."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86_400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86_400}d{whole % 86_400 // 3600}h"
+
+
+class Progress:
+    """Says on stderr what is waited for: a line that changes on a terminal, a line every few seconds elsewhere.
+
+    Called from the client's thread.
+    """
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._console = Console(stderr=True)
+        self._spinner: Spinner | None = None
+        self._said_at = time.monotonic()
+
+    def __call__(self, standing: Standing) -> None:
+        if self._quiet:
+            return
+        text = self._text(standing)
+        if self._console.is_terminal:
+            if self._spinner is None:
+                self._spinner = self._console.status(text)
+                self._spinner.start()
+            self._spinner.update(text)
+        elif time.monotonic() >= self._said_at + PROGRESS_SECONDS:
+            self._said_at = time.monotonic()
+            print(f"epochkv: {text}", file=sys.stderr)
+
+    def stop(self) -> None:
+        """Leave the terminal as it was."""
+        if self._spinner is not None:
+            self._spinner.stop()
+            self._spinner = None
+
+    @staticmethod
+    def _text(standing: Standing) -> str:
+        if not standing.recorded:
+            return f"epoch {standing.epoch}: waiting for a hub to record it"
+        if not standing.published:
+            late = names(standing.names) if standing.names else f"{standing.laggards} of {standing.engines} engines"
+            return f"epoch {standing.epoch}: waiting for {late}"
+        return f"epoch {standing.epoch} published; waiting for {standing.pending} engines to share it"

@@ -1,0 +1,122 @@
+"""What a hub's log says: transitions only, one line each, by comparing two snapshots. Pure."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from epochkv_fence.messages import Mode
+from epochkv_fence.pool import EngineView, PoolSnapshot
+
+MAX_LINES: Final = 10
+"""Of one kind from one comparison; more engines than that become one line with their number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the log; `fields` are for readers that are programs."""
+
+    level: int
+    text: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+def engine_name(view: EngineView) -> str:
+    """As the client names it."""
+    name = view.pod or view.engine or view.boot.hex()[:8]
+    return f"{name}/{view.rank}" if view.rank else name
+
+
+def compare(before: PoolSnapshot | None, now: PoolSnapshot) -> list[Line]:
+    """What happened between two snapshots of one pool."""
+    lines: list[Line] = []
+    if now.leading if before is None else before.leading != now.leading:
+        lines.append(_leading(now))
+    if before is None:
+        before = PoolSnapshot(now.uid, now.leading, now.target, now.published, now.asked, [], [], 0, None, None, None, now.reclaimed)
+    lines += _engines(before, now)
+    lines += _epochs(before, now)
+    lines += _weights(before, now)
+    lines += _memory(before, now)
+    return lines
+
+
+def _leading(now: PoolSnapshot) -> Line:
+    if now.leading:
+        return Line(
+            logging.INFO, f"leading: epoch {now.target}, published {now.published}", {"target": now.target, "published": now.published}
+        )
+    return Line(logging.WARNING, "not leading: nothing is granted or published")
+
+
+def _epochs(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
+    if now.target > before.target:
+        who = f" by {now.origin.source.value.lower()}" if now.origin is not None else ""
+        version = f", weights {now.weights_version}" if now.weights_version else ""
+        to_go = sum(view.alive and not view.converged for view in now.engines)
+        text = f"epoch {now.target} recorded, asked for{who}{version}; {to_go} of {_alive(now)} engines to go"
+        fields = {"target": now.target, "weights_version": now.weights_version}
+        yield Line(logging.INFO, text, {**fields, "origin": now.origin.source.value if now.origin else ""})
+    if now.published > before.published:
+        took = f" after {now.reset_seconds:.3f} s" if now.reset_seconds is not None and now.published == now.target else ""
+        text = f"epoch {now.published} published{took}: no engine uses an older one"
+        carried = f"; {now.carried} running requests keep what they held" if now.carried else ""
+        late = [engine_name(view) for view in now.laggards]
+        behind = f"; not acknowledged, fenced by their leases: {_names(late)}" if late else ""
+        yield Line(
+            logging.WARNING if late else logging.INFO,
+            text + carried + behind,
+            {"published": now.published, "seconds": now.reset_seconds, "carried": now.carried, "laggards": late[:MAX_LINES]},
+        )
+
+
+def _engines(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
+    known = {view.boot: view for view in before.engines}
+    here = {view.boot: view for view in now.engines}
+    joined = [view for boot, view in here.items() if boot not in known]
+    silent = [view for boot, view in here.items() if not view.alive and boot in known and known[boot].alive]
+    back = [view for boot, view in here.items() if view.alive and boot in known and not known[boot].alive]
+    gone = [view for boot, view in known.items() if boot not in here]
+    yield from _each(joined, logging.INFO, "joined", "engines joined")
+    yield from _each(back, logging.INFO, "is heard again", "engines are heard again")
+    yield from _each(silent, logging.WARNING, "is silent: its lease is over", "engines are silent: their leases are over")
+    yield from _each(gone, logging.INFO, "is gone", "engines are gone")
+
+
+def _each(views: list[EngineView], level: int, one: str, many: str) -> Iterable[Line]:
+    if len(views) > MAX_LINES:
+        yield Line(level, f"{len(views)} {many}", {"engines": len(views)})
+        return
+    for view in views:
+        yield Line(level, f"engine {engine_name(view)} {one}", {"engine": engine_name(view), "boot": view.boot.hex()})
+
+
+def _weights(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
+    old, new = len(before.weights_pending), len(now.weights_pending)
+    settled = now.published == now.target and now.leading
+    if new and settled and (new != old or before.published < now.published):
+        names = _names([engine_name(view) for view in now.weights_pending])
+        text = f"{new} engines serve without reuse, as nobody said that they have the weights of epoch {now.target}: {names}"
+        yield Line(logging.WARNING, text + "; they share after the next weight update", {"pending": new})
+    elif old and not new and settled:
+        using = sum(view.alive and view.converged and view.mode is Mode.USE for view in now.engines)
+        yield Line(logging.INFO, f"all {using} engines share epoch {now.target}", {"engines": using})
+
+
+def _memory(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
+    if now.wipe_failed and not before.wipe_failed:
+        yield Line(logging.WARNING, "the store could not be emptied in time; nobody finds the old keys, and removing them goes on")
+    if now.reclaimed > before.reclaimed:
+        text = f"the store holds no keys below epoch {now.reclaimed}; {now.reclaimed_keys} removed so far"
+        yield Line(logging.INFO, text, {"below": now.reclaimed, "keys": now.reclaimed_keys, "bytes": now.reclaimed_bytes})
+
+
+def _alive(now: PoolSnapshot) -> int:
+    return sum(view.alive for view in now.engines)
+
+
+def _names(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_LINES} more" if len(names) > MAX_LINES else ""
+    return ", ".join(names[:MAX_LINES]) + more

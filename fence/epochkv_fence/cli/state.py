@@ -1,0 +1,239 @@
+"""What a file hub keeps beside its record: keys, and the folder that engines and trainers join with.
+
+`keys.json` is the truth and is replaced as a whole; the client folder is made from it, so that a process that is killed
+between two files leaves nothing that the next start or rotation does not repair. Keys belong to one pool uid: with the keys
+of a lost record, engines of before would meet epochs that count from 0 again, under names that were used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from epochkv_fence.connection import CONFIG_FILE, ROOT_SECRET_BYTES, ROOT_SECRET_FILE
+from epochkv_fence.file_authority import StateError
+from epochkv_fence.transport.keys import (
+    CLIENT_PUBLIC_FILE,
+    CLIENT_SECRET_FILE,
+    HUB_PUBLIC_FILE,
+    CredentialsError,
+    HubKeys,
+    KeyPair,
+    check_key,
+    generate_keypair,
+)
+
+KEYS_FILE: Final = "keys.json"
+KEYS_LOCK: Final = "keys.lock"
+CLIENT_FOLDER: Final = "client"
+KEYS_VERSION: Final = 1
+
+
+class _Pair(msgspec.Struct, frozen=True):
+    public: str
+    secret: str
+
+
+class Previous(msgspec.Struct, frozen=True):
+    """The client key that was replaced last; accepted until nobody uses it, at the latest until `retire_at` (Unix seconds)."""
+
+    public: str
+    rotated_at: float
+    retire_at: float
+
+
+class Keys(msgspec.Struct, frozen=True):
+    """What `keys.json` holds."""
+
+    pool_uid: str
+    hub: _Pair
+    client: _Pair
+    root_secret: str
+    previous: Previous | None = None
+    version: int = KEYS_VERSION
+
+    @property
+    def hub_keys(self) -> HubKeys:
+        return HubKeys(self.hub.public, self.hub.secret)
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """Client keys, the newest first."""
+        return (self.client.public, *([self.previous.public] if self.previous is not None else []))
+
+
+def ensure_keys(directory: Path, pool_uid: str) -> Keys:
+    """The keys of this pool, made on first use.
+
+    Raises:
+        StateError: they cannot be read, or belong to another record.
+    """
+    with _locked(directory):
+        keys = read_keys(directory)
+        if keys is None:
+            pairs = [_Pair(*generate_keypair()) for _ in range(2)]
+            keys = Keys(pool_uid, pairs[0], pairs[1], secrets.token_hex(ROOT_SECRET_BYTES))
+            _write(directory / KEYS_FILE, msgspec.json.format(msgspec.json.encode(keys)))
+    if keys.pool_uid != pool_uid:
+        raise StateError(
+            f"{directory / KEYS_FILE} belongs to pool uid {keys.pool_uid}, whose record is gone: epochs would begin at 0 again under names "
+            "that were used. Remove the whole directory and start a new pool, whose engines get its new client folder"
+        )
+    return keys
+
+
+def read_keys(directory: Path) -> Keys | None:
+    """None: there are none yet.
+
+    Raises:
+        StateError: the file is not one that this version wrote.
+    """
+    path = directory / KEYS_FILE
+    try:
+        keys = msgspec.json.decode(path.read_bytes(), type=Keys)
+        keys.hub_keys  # noqa: B018 - checks the pair
+        KeyPair(keys.client.public, keys.client.secret)
+        for key in keys.accepted:
+            check_key("a client key", key)
+        valid = keys.version == KEYS_VERSION and len(bytes.fromhex(keys.root_secret)) == ROOT_SECRET_BYTES
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StateError(f"{path} cannot be read ({error.strerror or error}); run as the user that made it") from error
+    except (msgspec.MsgspecError, CredentialsError, RecursionError, ValueError):
+        valid = False
+    if not valid:
+        raise StateError(
+            f"{path} holds no keys that this version can read; restore it, or remove it: engines then need the new client folder"
+        )
+    return keys
+
+
+def rotate_keys(directory: Path, grace_seconds: float) -> Keys:
+    """Make a new client key; the one before stays accepted until nobody uses it, or for `grace_seconds`.
+
+    Raises:
+        StateError: there are no keys yet, or an older key is still accepted.
+    """
+    with _locked(directory):
+        keys = _existing(directory)
+        now = time.time()
+        if keys.previous is not None and now < keys.previous.retire_at:
+            raise StateError(
+                f"{directory}: the key before is still accepted, until no engine uses it or {keys.previous.retire_at - now:.0f} s more; "
+                "rotate again afterwards, or drop it now with `epochkv keys retire`"
+            )
+        previous = Previous(keys.client.public, now, now + grace_seconds)
+        keys = msgspec.structs.replace(keys, client=_Pair(*generate_keypair()), previous=previous)
+        _write(directory / KEYS_FILE, msgspec.json.format(msgspec.json.encode(keys)))
+        _write_credentials(directory / CLIENT_FOLDER, keys)
+    return keys
+
+
+def retire_previous(directory: Path) -> Keys:
+    """Accept the newest client key alone.
+
+    Raises:
+        StateError: there are no keys yet.
+    """
+    with _locked(directory):
+        keys = _existing(directory)
+        if keys.previous is not None:
+            keys = msgspec.structs.replace(keys, previous=None)
+            _write(directory / KEYS_FILE, msgspec.json.format(msgspec.json.encode(keys)))
+    return keys
+
+
+def write_client(directory: Path, keys: Keys, pool: str, endpoint: str, weights_source: str) -> Path:
+    """Write what engines and trainers join with; other keys of an existing `connection.json` are kept.
+
+    Returns:
+        Path of `connection.json`.
+
+    Raises:
+        StateError: it cannot be written.
+    """
+    folder = directory / CLIENT_FOLDER
+    path = folder / CONFIG_FILE
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with _locked(directory):
+            _write_credentials(folder, keys)
+            content = _existing_json(path)
+            content["pool"] = {"name": pool, "uid": keys.pool_uid}
+            content["hub"] = {"endpoint": endpoint, "credentials_dir": "."}
+            content["weights_source"] = weights_source
+            _write(path, json.dumps(content, indent=2).encode() + b"\n")
+    except OSError as error:
+        raise StateError(f"{folder} cannot be written ({error.strerror or error})") from error
+    return path
+
+
+def _existing(directory: Path) -> Keys:
+    keys = read_keys(directory)
+    if keys is None:
+        raise StateError(f"{directory} holds no keys; give the --state directory of `epochkv hub`")
+    return keys
+
+
+def _existing_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write_credentials(folder: Path, keys: Keys) -> None:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for name, text in (
+        (HUB_PUBLIC_FILE, keys.hub.public),
+        (ROOT_SECRET_FILE, keys.root_secret),
+        (CLIENT_SECRET_FILE, keys.client.secret),
+        (CLIENT_PUBLIC_FILE, keys.client.public),
+    ):
+        _write(folder / name, text.encode() + b"\n")
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replace a file as a whole, readable by this user alone, durably; one that is the same is left alone."""
+    with contextlib.suppress(OSError):
+        if path.read_bytes() == content:
+            return
+    part = path.with_name(path.name + ".part")
+    file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(file, "wb") as sink:
+        sink.write(content)
+        sink.flush()
+        os.fsync(sink.fileno())
+    os.replace(part, path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hub and `keys rotate` change the same files."""
+    try:
+        lock = os.open(directory / KEYS_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StateError(f"{directory} cannot be used ({error.strerror or error}); give the --state directory of `epochkv hub`") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    except OSError as error:
+        raise StateError(f"{directory}: keys cannot be written ({error.strerror or error})") from error
+    finally:
+        os.close(lock)

@@ -1,0 +1,162 @@
+"""`epochkv update --version V -- COMMAND`: push weights inside a weight update, whatever language pushes them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Annotated, Final
+
+import typer
+
+from epochkv_fence.cli.asking import RESET_SECONDS, Config, Out, Timeout, connect
+from epochkv_fence.cli.exits import Exit
+from epochkv_fence.cli.render import Output, Progress, say_error, show_reset
+from epochkv_fence.client import Update
+from epochkv_fence.connection import CONFIG_ENV
+
+HELP: Final = """Run COMMAND, which pushes new weights to every engine of the pool, inside a weight update.
+
+Exactly the engines that are there when COMMAND starts share the new epoch; one that starts or restarts meanwhile serves
+without reuse until the next update. When COMMAND fails, the epoch is raised with nobody named: weights are unknown.
+
+--order push_under_pause (default): COMMAND pauses the engines, pushes, and resumes nothing; resume after `epochkv update`.
+--order fence_first: the old epoch is fenced before COMMAND starts, so engines may serve (without reuse) while it pushes.
+
+COMMAND gets EPOCHKV_WEIGHTS_VERSION, EPOCHKV_CONFIG and, with fence_first, EPOCHKV_EPOCH. Signals are passed on to its process
+group. Exit status: that of COMMAND when it failed (128 + n for signal n), otherwise as for `epochkv reset`.
+
+\b
+  epochkv update --version step-42 -- python push_weights.py --step 42
+  epochkv update --version step-42 --order fence_first -- ./push.sh && ./resume.sh
+"""
+FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+VERSION_ENV: Final = "EPOCHKV_WEIGHTS_VERSION"
+EPOCH_ENV: Final = "EPOCHKV_EPOCH"
+
+
+class CommandFailed(Exception):
+    """The command ended with a status other than 0."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"the command ended with status {status}")
+        self.status = status
+
+
+def update(
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="What pushes the weights, after `--`.")],
+    version: Annotated[str, typer.Option("--version", metavar="V", help="What you call the new weights; different for every update.")],
+    order: Annotated[str, typer.Option(metavar="push_under_pause|fence_first", help="When the old epoch is fenced.")] = "push_under_pause",
+    config: Config = None,
+    timeout: Timeout = RESET_SECONDS,
+    output: Out = Output.TABLE,
+) -> None:
+    """See HELP."""
+    if shutil.which(command[0]) is None:
+        say_error(f"{command[0]} is not a command; nothing was asked of the pool")
+        raise typer.Exit(127)
+    progress = Progress(quiet=False)
+    with closing(connect(config, timeout)) as pool:
+        try:
+            with pool.weight_update(version, order, timeout, progress=progress) as made:  # type: ignore[arg-type]
+                status = run(command, environment(os.environ, config, made))
+                if status != 0:
+                    raise CommandFailed(status)
+        except CommandFailed as error:
+            for note in getattr(error, "__notes__", [str(error)]):
+                say_error(f"{error}. {note}")
+            raise typer.Exit(error.status) from None
+        finally:
+            progress.stop()
+    assert made.reset is not None
+    show_reset(made.reset, output)
+    if not made.reset.published:
+        raise typer.Exit(Exit.NOT_PUBLISHED)
+
+
+def environment(environ: Mapping[str, str], config: str | None, made: Update) -> dict[str, str]:
+    """What the command sees."""
+    found = {**environ, VERSION_ENV: made.version}
+    found.pop(EPOCH_ENV, None)
+    if made.epoch is not None:
+        found[EPOCH_ENV] = str(made.epoch)
+    if config is not None:
+        found[CONFIG_ENV] = config if config.lstrip().startswith("{") else os.path.abspath(config)
+    return found
+
+
+def run(command: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run the command in a process group of its own, which gets our signals and, if we have one, the terminal.
+
+    Returns:
+        Its exit status, 128 + n when signal n ended it.
+    """
+    child: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
+
+    def forward(number: int, frame: object) -> None:
+        if child is None:
+            early.append(number)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, number)
+
+    before = {number: signal.signal(number, forward) for number in FORWARDED}
+    try:
+        with _terminal() as terminal:
+            try:
+                child = subprocess.Popen(list(command), env=dict(environ), process_group=0)
+            except OSError as error:
+                say_error(f"{command[0]} cannot be started: {error.strerror or error}")
+                return 126
+            for number in early:
+                forward(number, None)
+            return _wait(child, terminal)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(child: subprocess.Popen[bytes], terminal: bool) -> int:
+    """Until the child has ended; one that is stopped from the terminal (Ctrl-Z) stops us with it."""
+    while True:
+        if terminal:
+            _own_terminal(child.pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGCONT)
+        _, status = os.waitpid(child.pid, os.WUNTRACED if terminal else 0)
+        if os.WIFSTOPPED(status):
+            _own_terminal(os.getpgrp())
+            os.killpg(os.getpgrp(), signal.SIGSTOP)
+            continue
+        code = os.waitstatus_to_exitcode(status)
+        child.returncode = code
+        return code if code >= 0 else 128 - code
+
+
+@contextlib.contextmanager
+def _terminal() -> Iterator[bool]:
+    """Whether our standard input is a terminal that we are in front of; it is ours again when the block ends."""
+    try:
+        ours = sys.stdin is not None and os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        ours = False
+    if not ours:
+        yield False
+        return
+    before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    try:
+        yield True
+    finally:
+        _own_terminal(os.getpgrp())
+        signal.signal(signal.SIGTTOU, before)
+
+
+def _own_terminal(group: int) -> None:
+    with contextlib.suppress(OSError):
+        os.tcsetpgrp(0, group)

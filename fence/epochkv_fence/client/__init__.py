@@ -1,0 +1,35 @@
+"""The trainer's client: reset a pool's KV, push weights safely, see its engines. Needs the pool's key, not Kubernetes."""
+
+from epochkv_fence.client.async_pool import AsyncPool
+from epochkv_fence.client.calls import Standing, Update
+from epochkv_fence.client.errors import (
+    HubUnreachable,
+    KeyRefused,
+    PoolClosed,
+    PoolError,
+    ResetNotRecorded,
+    ResetTimeout,
+    WrongPool,
+)
+from epochkv_fence.client.pool import Pool
+from epochkv_fence.client.results import Engine, PoolStatus, Reset
+from epochkv_fence.connection import Connection, ConnectionError_
+
+__all__ = [
+    "AsyncPool",
+    "Connection",
+    "ConnectionError_",
+    "Engine",
+    "HubUnreachable",
+    "KeyRefused",
+    "Pool",
+    "PoolClosed",
+    "PoolError",
+    "PoolStatus",
+    "Reset",
+    "ResetNotRecorded",
+    "ResetTimeout",
+    "Standing",
+    "Update",
+    "WrongPool",
+]

@@ -1,0 +1,446 @@
+"""What a trainer asks of a hub, as coroutines on the client's own loop; the synchronous and the asyncio face share them.
+
+Every call ends at its deadline, and every ask is repeated until it is answered, so hubs may restart or be replaced at any
+point. Two rules keep a reset from being less than what the caller means by it:
+
+- *Whose epoch.* `epoch=None` asks for one above the target. If another asker turns out to own that number, its ask may be
+  older than the push, and may name other boots: the number is exceeded, not joined. So an epoch counts as ours once a hub
+  shows it as the target with our version of the weights; an explicit epoch is what the caller says it is.
+- *How old.* Every ask carries a moment of the hub's clock and the time that passed here since the reset was called for, so
+  that a late ask never counts as made on arrival.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from epochkv_fence.client.errors import HubUnreachable, KeyRefused, PoolError, ResetNotRecorded, ResetTimeout, WrongPool
+from epochkv_fence.client.results import Engine, OnFailure, Order, PoolStatus, Reset
+from epochkv_fence.client.session import Answer, Conversation, Session
+from epochkv_fence.messages import MAX_EPOCH, Bump, BumpStatus, EngineStatus, Moment, Status
+
+logger = logging.getLogger(__name__)
+
+FIRST_RETRY_SECONDS: Final = 0.25
+MAX_RETRY_SECONDS: Final = 2.0
+FIRST_POLL_SECONDS: Final = 0.01
+MAX_POLL_SECONDS: Final = 1.0
+REFUSED_SECONDS: Final = 2.0
+"""A hub that starts refuses keys until it knows its pools; a key that is refused for longer is wrong."""
+FAIL_SECONDS: Final = 10.0
+"""For saying that an update failed, whatever the caller's own time limit was."""
+MAX_PASSES: Final = 4
+BOOTS_PER_MESSAGE: Final = 2048
+MAX_VERSION: Final = 253
+
+Progress = Callable[["Standing"], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far a reset is, for people who wait.
+
+    Attributes:
+        laggards: number of engines that have not acknowledged; `names` are theirs once it takes longer.
+        pending: engines with the weights that do not share yet.
+    """
+
+    epoch: int
+    recorded: bool
+    published: bool
+    engines: int
+    laggards: int
+    pending: int
+    names: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Ask:
+    """One reset from its call to its end.
+
+    Attributes:
+        boots: who has the weights; None: nobody says, the pool's age rule decides.
+        exact: the caller named the epoch; otherwise it is ours only when a hub says so.
+        moment, ago_seconds: a moment of a hub, and how long after the call it was received.
+    """
+
+    epoch: int
+    version: str
+    boots: Sequence[bytes] | None
+    exact: bool
+    called_at: float
+    until: float
+    moment: Moment | None = None
+    ago_seconds: float = 0.0
+    owned: bool = False
+    noop: bool = False
+    newest: BumpStatus | None = None
+    names: tuple[str, ...] = ()
+
+    def note_moment(self, moment: Moment | None) -> None:
+        """The first moment of each hub process is the closest to the call."""
+        if moment is not None and (self.moment is None or moment.hub != self.moment.hub):
+            self.moment, self.ago_seconds = moment, time.monotonic() - self.called_at
+
+    def messages(self, request: int) -> list[Bump]:
+        """A long list of boots goes in several messages."""
+        boots = self.boots
+        parts = (
+            [None] if boots is None else [list(boots[i : i + BOOTS_PER_MESSAGE]) for i in range(0, max(1, len(boots)), BOOTS_PER_MESSAGE)]
+        )
+        return [Bump(request, self.epoch, part, self.version, self.moment, self.ago_seconds) for part in parts]
+
+    @property
+    def recorded(self) -> bool:
+        return self.newest is not None and self.newest.target >= self.epoch and (self.exact or self.owned)
+
+    @property
+    def published(self) -> bool:
+        return self.recorded and self.newest is not None and self.newest.published >= self.epoch
+
+    @property
+    def settled(self) -> bool:
+        """Published, and whoever was named shares again."""
+        return self.published and (not self.boots or self.newest is None or self.newest.pending == 0)
+
+    def standing(self) -> Standing:
+        newest = self.newest
+        if newest is None:
+            return Standing(self.epoch, False, False, 0, 0, 0)
+        return Standing(self.epoch, self.recorded, self.published, newest.engines, newest.laggards, newest.pending, self.names)
+
+
+@dataclass(slots=True)
+class Update:
+    """A weight update under way, as the caller's block sees it.
+
+    Attributes:
+        version: of the weights that are pushed.
+        boots: the engines that were there before the push began; exactly these may share the new epoch.
+        epoch: the epoch of the new weights; with `push_under_pause` None until the block has ended.
+        reset: the outcome; None until the block has ended well.
+    """
+
+    version: str
+    order: Order
+    boots: tuple[bytes, ...]
+    timeout_s: float
+    on_failure: OnFailure
+    epoch: int | None = None
+    reset: Reset | None = None
+    engines: tuple[Engine, ...] = field(default_factory=tuple)
+
+
+class Calls:
+    """Everything a client may ask, on one session."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    # ------------------------------------------------------------------ looking
+
+    async def status(self, timeout_s: float) -> PoolStatus:
+        """The pool and its live engines."""
+        page, engines = await self._engines(time.monotonic() + timeout_s)
+        pool = self.session.connection.pool
+        return PoolStatus.of(pool.name, pool.uid, page, engines)
+
+    async def _engines(self, until: float) -> tuple[Status, list[EngineStatus]]:
+        """All pages. While boots come and go their places move, so it is asked again until the count fits."""
+        found: dict[bytes, EngineStatus] = {}
+        page = None
+        with self.session.conversation() as conversation:
+            for _ in range(MAX_PASSES):
+                seen: dict[bytes, EngineStatus] = {}
+                first = 0
+                while True:
+                    page = await self._page(conversation, first, until)
+                    seen.update({engine.boot: engine for engine in page.engines})
+                    first += len(page.engines)
+                    if not page.engines or first >= page.total:
+                        break
+                found.update(seen)
+                if len(seen) >= page.total:
+                    return page, list(seen.values())
+        assert page is not None
+        return page, list(found.values())
+
+    async def _page(self, conversation: Conversation, first: int, until: float) -> Status:
+        def wanted(answer: Answer) -> Status | None:
+            return answer if isinstance(answer, Status) and answer.first == first and answer.moment is not None else None
+
+        pause = FIRST_RETRY_SECONDS
+        while True:
+            conversation.ask(Status(conversation.request, first))
+            again = min(until, time.monotonic() + pause)
+            while (answer := await conversation.next(again - time.monotonic())) is not None:
+                if (page := wanted(answer)) is not None:
+                    self._check_pool(page)
+                    return page
+            self._check_time(until)
+            pause = min(2 * pause, MAX_RETRY_SECONDS)
+
+    def _check_pool(self, page: Status) -> None:
+        pool = self.session.connection.pool
+        if page.pool and page.pool != pool.uid:
+            origin = self.session.connection.origin
+            raise WrongPool(
+                f"the key speaks for the pool with uid {page.pool}, and {origin} names {pool.name} with uid {pool.uid}; "
+                "take both from one pool"
+            )
+
+    def _check_time(self, until: float) -> None:
+        if time.monotonic() >= until:
+            raise self._unreachable()
+        if self.session.refused_seconds > REFUSED_SECONDS:
+            raise self._unreachable()
+
+    def _unreachable(self) -> HubUnreachable:
+        kind = KeyRefused if self.session.refused_seconds > 0 else HubUnreachable
+        return kind(f"no answer from the hub at {self.session.connection.hub.endpoint}: {self.session.problem}")
+
+    # ------------------------------------------------------------------ resetting
+
+    async def reset(
+        self,
+        epoch: int | None,
+        version: str,
+        wait: bool,
+        timeout_s: float,
+        on_failure: OnFailure,
+        boots: Sequence[bytes] | None = None,
+        progress: Progress | None = None,
+    ) -> Reset:
+        """See `Pool.reset`; with `boots`, exactly these may share the epoch."""
+        called_at = time.monotonic()
+        until = called_at + timeout_s
+        try:
+            with self.session.conversation() as conversation:
+                page = await self._page(conversation, 0, until)
+        except HubUnreachable as error:
+            raise self._not_recorded(epoch, timeout_s) from error
+        exact = epoch is not None
+        number = epoch if epoch is not None else _above(page.target)
+        ask = Ask(number, version, boots, exact, called_at, until, noop=exact and page.published >= number)
+        ask.note_moment(page.moment)
+        await self._pursue(ask, (lambda: ask.settled) if wait else (lambda: ask.recorded), progress)
+        if not ask.recorded:
+            raise self._not_recorded(ask.epoch, timeout_s)
+        return await self._outcome(ask, wait, on_failure)
+
+    async def _pursue(self, ask: Ask, ended: Callable[[], bool], progress: Progress | None = None) -> None:
+        """Ask until `ended`, or until the time is over."""
+        while time.monotonic() < ask.until:
+            with self.session.conversation() as conversation:
+                taken = await self._ask(conversation, ask, ended, progress)
+            if not taken:
+                return
+            assert ask.newest is not None
+            logger.info("epoch %d is somebody else's; asking for %d", ask.epoch, ask.newest.target + 1)
+            ask.epoch, ask.owned, ask.newest = _above(ask.newest.target), False, None
+
+    async def _ask(self, conversation: Conversation, ask: Ask, ended: Callable[[], bool], progress: Progress | None) -> bool:
+        """Repeat one ask. Returns True when its epoch belongs to somebody else, so that a higher one is needed."""
+        poll, told = FIRST_POLL_SECONDS, None
+        while True:
+            for message in ask.messages(conversation.request):
+                conversation.ask(message)
+            again = min(ask.until, time.monotonic() + poll)
+            while (answer := await conversation.next(again - time.monotonic())) is not None:
+                if not isinstance(answer, BumpStatus) or answer.epoch != ask.epoch:
+                    continue
+                self._take(ask, answer)
+                if progress is not None and (standing := ask.standing()) != told:
+                    told = standing
+                    progress(standing)
+                if ended():
+                    return False
+                if not ask.exact and answer.target >= ask.epoch and not ask.owned:
+                    return True
+            if time.monotonic() >= ask.until:
+                return False
+            poll = min(2 * poll, MAX_POLL_SECONDS)
+            if progress is not None and poll == MAX_POLL_SECONDS and ask.recorded and not ask.published:
+                ask.names = await self._laggards(ask.epoch)
+
+    @staticmethod
+    def _take(ask: Ask, answer: BumpStatus) -> None:
+        ask.note_moment(answer.moment)
+        if ask.newest is not None and answer.published < ask.newest.published:
+            return  # late
+        ask.newest = answer
+        if answer.target == ask.epoch and answer.weights_version == ask.version:
+            ask.owned = True
+
+    async def _outcome(self, ask: Ask, wait: bool, on_failure: OnFailure) -> Reset:
+        newest = ask.newest
+        assert newest is not None
+        laggards: tuple[str, ...] = ()
+        if newest.laggards or not ask.published:
+            laggards = await self._laggards(ask.epoch)
+        reset = Reset(
+            epoch=ask.epoch,
+            published=ask.published,
+            duration_s=time.monotonic() - ask.called_at,
+            engines=newest.engines,
+            laggards=laggards,
+            carried=newest.carried,
+            noop=ask.noop,
+            bypassed=newest.bypassed,
+            weights_version=newest.weights_version,
+        )
+        if wait and not ask.published and on_failure == "crash":
+            raise ResetTimeout(self._late(reset), reset)
+        return reset
+
+    @staticmethod
+    def _late(reset: Reset) -> str:
+        names = ", ".join(reset.laggards[:10]) or "none known"
+        return (
+            f"epoch {reset.epoch} is recorded and not published after {reset.duration_s:.1f} s; not yet acknowledged by: {names}. "
+            "Engines that do not answer leave it when their leases are over"
+        )
+
+    async def _laggards(self, epoch: int) -> tuple[str, ...]:
+        """Best effort: the names of live engines below `epoch`."""
+        with contextlib.suppress(PoolError):
+            page, engines = await self._engines(time.monotonic() + MAX_RETRY_SECONDS)
+            late = [engine for engine in engines if engine.epoch is None or engine.epoch < epoch]
+            return tuple(sorted(Engine.of(engine, page.target).name for engine in late))
+        return ()
+
+    def _not_recorded(self, epoch: int | None, timeout_s: float) -> ResetNotRecorded:
+        what = f"epoch {epoch}" if epoch is not None else "the next epoch"
+        where = self.session.connection.hub.endpoint
+        text = (
+            f"no hub is known to have recorded {what} within {timeout_s:g} s, so engines may go on with old KV: keep them paused and ask "
+            f"again. The hub at {where}: {self.session.problem}"
+        )
+        return ResetNotRecorded(text, epoch)
+
+    # ------------------------------------------------------------------ waiting
+
+    async def wait(self, epoch: int, timeout_s: float, progress: Progress | None = None) -> Reset:
+        """See `Pool.wait`. Asks for nothing."""
+        called_at = time.monotonic()
+        until, pause = called_at + timeout_s, FIRST_POLL_SECONDS
+        told = None
+        with self.session.conversation() as conversation:
+            while True:
+                page = await self._page(conversation, 0, until)
+                published = page.published >= epoch
+                standing = Standing(epoch, page.target >= epoch, published, page.total, 0, 0)
+                if progress is not None and standing != told:
+                    told = standing
+                    progress(standing)
+                if published or time.monotonic() + pause >= until:
+                    break
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, MAX_POLL_SECONDS)
+        status = await self.status(max(until - time.monotonic(), MAX_RETRY_SECONDS))
+        behind = () if published else tuple(engine.name for engine in status.engines if engine.epoch is None or engine.epoch < epoch)
+        reset = Reset(
+            epoch=epoch,
+            published=published,
+            duration_s=time.monotonic() - called_at,
+            engines=len(status.engines),
+            laggards=behind,
+            carried=sum(engine.carried for engine in status.engines),
+            noop=False,
+            bypassed=sum(engine.state == "bypass" for engine in status.engines),
+            weights_version=status.weights_version,
+        )
+        if not published:
+            unasked = "" if page.target >= epoch else f"; nobody has asked for it (the target is {page.target})"
+            raise ResetTimeout(f"epoch {epoch} is not published after {timeout_s:g} s{unasked}. " + self._late(reset), reset)
+        return reset
+
+    # ------------------------------------------------------------------ weights
+
+    async def begin_update(self, version: str, order: Order, timeout_s: float, on_failure: OnFailure) -> Update:
+        """Before the push: list the boots; with `fence_first`, move everybody off the old epoch."""
+        page, engines = await self._engines(time.monotonic() + timeout_s)
+        update = Update(version, order, tuple(engine.boot for engine in engines), timeout_s, on_failure)
+        update.engines = PoolStatus.of("", "", page, engines).engines
+        if order == "fence_first":
+            reset = await self.reset(None, version, True, timeout_s, "crash", boots=())
+            update.epoch = reset.epoch
+        return update
+
+    async def end_update(self, update: Update, progress: Progress | None = None) -> Reset:
+        """After the push: name those who have the weights, in a new epoch or in the one that was fenced first."""
+        called = time.monotonic()
+        if update.epoch is not None and not await self._superseded(update.epoch, called + update.timeout_s):
+            ask = Ask(update.epoch, update.version, update.boots, True, called, called + update.timeout_s)
+            await self._pursue(ask, lambda: ask.settled, progress)
+            if not ask.recorded:
+                raise self._not_recorded(ask.epoch, update.timeout_s)
+            if ask.newest is not None and ask.newest.target == update.epoch:
+                return await self._outcome(ask, True, update.on_failure)
+        reset = await self.reset(None, update.version, True, update.timeout_s, update.on_failure, update.boots, progress)
+        update.epoch = reset.epoch
+        return reset
+
+    async def fail_update(self, update: Update) -> int | None:
+        """The push failed, so nobody's weights are known: nobody may share until the next update. The new epoch, if any."""
+        called = time.monotonic()
+        seconds = min(FAIL_SECONDS, update.timeout_s)
+        if update.epoch is not None and not await self._superseded(update.epoch, called + seconds):
+            return update.epoch  # everybody is in bypass there, and stays
+        reset = await self.reset(None, "", False, seconds, "bypass", boots=())
+        return reset.epoch
+
+    async def _superseded(self, epoch: int, until: float) -> bool:
+        """Somebody raised the pool beyond `epoch` meanwhile: its marks mean nothing any more."""
+        with self.session.conversation() as conversation:
+            return (await self._page(conversation, 0, until)).target != epoch
+
+
+def _above(target: int) -> int:
+    if target >= MAX_EPOCH:
+        raise PoolError(f"the pool is at epoch {target}, which is the highest there is; make a new pool")
+    return target + 1
+
+
+def check_arguments(epoch: int | None, version: str | None, timeout_s: float, on_failure: str) -> str:
+    """The version as text.
+
+    Raises:
+        ValueError, TypeError: an argument cannot be meant.
+    """
+    if epoch is not None:
+        if isinstance(epoch, bool) or not isinstance(epoch, int):
+            raise TypeError(f"epoch is {epoch!r}; give an integer, or None for the next one")
+        if not 0 <= epoch <= MAX_EPOCH:
+            raise ValueError(f"epoch is {epoch}; it must be from 0 to {MAX_EPOCH}")
+    check_timeout(timeout_s)
+    if on_failure not in ("bypass", "crash"):
+        raise ValueError(f"on_failure is {on_failure!r}; use 'bypass' or 'crash'")
+    return check_version(version) if version is not None else ""
+
+
+def check_version(version: str) -> str:
+    """Raise unless `version` can name weights."""
+    if not isinstance(version, str):
+        raise TypeError(f"the version of the weights is {version!r}; give text")
+    if not 0 < len(version) <= MAX_VERSION:
+        raise ValueError(f"the version of the weights has {len(version)} characters; give 1 to {MAX_VERSION}")
+    return version
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Raise unless `timeout_s` is a usable number of seconds."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= 86_400:
+        raise ValueError(f"timeout_s is {timeout_s!r}; give seconds, more than 0 and at most 86400")
+
+
+def check_order(order: str) -> None:
+    """Raise unless `order` is one of the two safe ones."""
+    if order not in ("push_under_pause", "fence_first"):
+        raise ValueError(f"order is {order!r}; use 'push_under_pause' or 'fence_first'")

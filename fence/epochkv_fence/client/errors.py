@@ -1,0 +1,52 @@
+"""What the trainer client raises. Every message says what is known about the epoch, and what to do with the engines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from epochkv_fence.client.results import Reset
+
+
+class PoolError(Exception):
+    """Base of everything that this client raises for reasons outside the caller's code."""
+
+
+class HubUnreachable(PoolError):
+    """No hub answered in time. Whether something was asked for and recorded is unknown: keep engines paused, try again."""
+
+
+class KeyRefused(HubUnreachable):
+    """A hub answers and does not take our key (or is not the hub whose key we have)."""
+
+
+class WrongPool(PoolError):
+    """The key speaks for another pool than the one the configuration names. Nothing was asked of it."""
+
+
+class ResetNotRecorded(HubUnreachable):
+    """No hub recorded the epoch in time, so nobody fences the engines: keep them paused and ask again.
+
+    Attributes:
+        epoch: what was asked for; None: not even the pool's epoch is known. Asking again is harmless.
+    """
+
+    def __init__(self, text: str, epoch: int | None) -> None:
+        super().__init__(text)
+        self.epoch = epoch
+
+
+class ResetTimeout(PoolError):
+    """The epoch is recorded and not published in time. Engines that did not acknowledge are fenced by their leases.
+
+    Attributes:
+        reset: what is known, with the laggards by name.
+    """
+
+    def __init__(self, text: str, reset: Reset) -> None:
+        super().__init__(text)
+        self.reset = reset
+
+
+class PoolClosed(PoolError):
+    """This object was closed, or belongs to the process that forked this one: connect again."""

@@ -1,0 +1,276 @@
+"""One client's connection to a pool's hub: dials, authenticates, redials, and hands answers to those who asked.
+
+Lives on one event loop. Nothing here waits without a deadline, and nothing is believed but well-formed answers to requests
+that were made: whatever else arrives is counted and dropped. Why an answer does not come is kept in words (`problem`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Final
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from epochkv_fence.connection import Connection, ConnectionError_
+from epochkv_fence.messages import MAX_MESSAGE_BYTES, BumpStatus, Error, Message, Refusal, Status, WireError, decode, encode
+from epochkv_fence.transport.keys import ClientKeys
+
+logger = logging.getLogger(__name__)
+
+REDIAL_SECONDS: Final = 0.5
+"""After a refused handshake, upon which libzmq never dials again: the hub may learn of our pool, or its key, later."""
+SILENCE_SECONDS: Final = 3.0
+"""Asked and not answered for so long: dial anew. Doubles while it does not help."""
+MAX_SILENCE_SECONDS: Final = 12.0
+MAX_QUEUED: Final = 64
+MONITORED: Final = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_DISCONNECTED
+)
+
+Answer = Status | BumpStatus
+
+
+class Conversation:
+    """One request number and the answers to it, however often it is asked."""
+
+    def __init__(self, session: Session, request: int) -> None:
+        self.request = request
+        self._session = session
+        self._queue: asyncio.Queue[Answer | None] = asyncio.Queue()
+
+    def ask(self, message: Message) -> None:
+        """Send; it may be lost, so ask again when `next` returns None."""
+        self._session.send(message)
+
+    async def next(self, seconds: float) -> Answer | None:
+        """The next answer, or None when it is time to ask again: nothing for `seconds`, or a new connection."""
+        try:
+            async with asyncio.timeout(max(0.0, seconds)):
+                return await self._queue.get()
+        except TimeoutError:
+            return None
+
+    def put(self, answer: Answer | None) -> None:
+        if self._queue.qsize() < MAX_QUEUED:
+            self._queue.put_nowait(answer)
+
+
+class Session:
+    """Attributes:
+    counters: what was sent, received and dropped, by reason.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.counters: Counter[str] = Counter()
+        self._context: zmq.asyncio.Context | None = None
+        self._dealer: zmq.asyncio.Socket | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._conversations: dict[int, Conversation] = {}
+        self._next_request = secrets.randbits(62)
+        self._problem = "nobody listens there"
+        self._refused_since: float | None = None
+        self._unanswered_since: float | None = None
+        self._patience = SILENCE_SECONDS
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Begin to dial.
+
+        Raises:
+            ConnectionError_: the credentials cannot be used.
+        """
+        keys = self.connection.client_keys()
+        self._context = zmq.asyncio.Context()
+        self._task = asyncio.get_running_loop().create_task(self._run(keys))
+
+    async def close(self) -> None:
+        """Hang up; returns at once."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task], timeout=1.0)
+        if self._context is not None:
+            self._context.destroy(linger=0)
+        self._context = None
+
+    # ------------------------------------------------------------------ asking
+
+    @contextlib.contextmanager
+    def conversation(self) -> Iterator[Conversation]:
+        """A fresh request number; answers are kept for it until the block ends."""
+        self._next_request = (self._next_request + 1) % 2**62
+        made = self._conversations[self._next_request] = Conversation(self, self._next_request)
+        try:
+            yield made
+        finally:
+            del self._conversations[made.request]
+
+    def send(self, message: Message) -> None:
+        """Best effort: without a connection it is dropped, and asked for again when there is one."""
+        if self._unanswered_since is None:
+            self._unanswered_since = time.monotonic()
+        if self._dealer is None:
+            return
+        try:
+            sent: Any = self._dealer.send_multipart(encode(message), zmq.NOBLOCK)
+            if asyncio.isfuture(sent):
+                sent.add_done_callback(_swallow)
+            self.counters["sent"] += 1
+        except zmq.ZMQError:
+            self.counters["unsent"] += 1
+
+    @property
+    def problem(self) -> str:
+        """Why there is no answer, in words."""
+        return self._problem
+
+    @property
+    def refused_seconds(self) -> float:
+        """For how long handshakes have been refused, without one that was not; 0.0 when the last one was not."""
+        return 0.0 if self._refused_since is None else time.monotonic() - self._refused_since
+
+    # ------------------------------------------------------------------ the connection
+
+    async def _run(self, keys: ClientKeys) -> None:
+        while True:
+            try:
+                await self._dial(keys)
+            except Exception as error:
+                self.counters["failed"] += 1
+                self._problem = f"the client's connection failed: {error!r}"
+                logger.debug("the connection failed", exc_info=True)
+            await asyncio.sleep(REDIAL_SECONDS if self._conversations else 4 * REDIAL_SECONDS)
+            try:
+                keys = self.connection.client_keys()  # they may have been rotated
+            except ConnectionError_ as error:
+                self._problem = str(error)
+
+    async def _dial(self, keys: ClientKeys) -> None:
+        """One socket, until it is time for another one."""
+        assert self._context is not None
+        loop = asyncio.get_running_loop()
+        dealer = _open(self._context, keys, "[" in self.connection.hub.endpoint)
+        monitor: zmq.asyncio.Socket = dealer.get_monitor_socket(MONITORED)
+        work = [loop.create_task(part) for part in (self._receive(dealer), self._watch(monitor), self._notice_silence())]
+        self._dealer = dealer
+        try:
+            dealer.connect(self.connection.hub.endpoint)
+            done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            self._dealer = None
+            for task in work:
+                task.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+            with contextlib.suppress(zmq.ZMQError):
+                dealer.disable_monitor()
+            dealer.close(linger=0)
+            self.counters["hung_up"] += 1
+
+    async def _receive(self, dealer: zmq.asyncio.Socket) -> None:
+        while True:
+            frames = await dealer.recv_multipart()
+            self._unanswered_since = None
+            self._patience = SILENCE_SECONDS
+            try:
+                message = decode(frames)
+            except WireError as error:
+                self.counters["wire_errors"] += 1
+                self._problem = f"the hub's answer is not one: {error.text}"
+                self._unanswered_since = time.monotonic()
+                continue
+            self._take(message)
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Status(request=request) | BumpStatus(request=request):
+                conversation = self._conversations.get(request)
+                if conversation is None:
+                    self.counters["late"] += 1
+                else:
+                    self.counters["answers"] += 1
+                    conversation.put(message)
+            case Error(code, text):
+                self.counters["refused"] += 1
+                self._problem = f"the hub refuses: {text}"
+                if code is Refusal.POOL and self._refused_since is None:
+                    self._refused_since = time.monotonic()
+            case _:
+                self.counters["unexpected"] += 1
+
+    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
+        """Returns when this socket will never connect again."""
+        while True:
+            event = int(parse_monitor_message(await monitor.recv_multipart())["event"])
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._problem = "it is connected and does not answer"
+                self._refused_since = None
+                for conversation in self._conversations.values():
+                    conversation.put(None)
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._problem = "the connection is lost"
+            else:
+                if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                    self._problem = "it refuses our key: is it the key of a pool that this hub serves, and still accepted?"
+                else:
+                    self._problem = "no CURVE handshake: is hub.pub the key of that hub?"
+                if self._refused_since is None:
+                    self._refused_since = time.monotonic()
+                return
+
+    async def _notice_silence(self) -> None:
+        """Returns when somebody has been asking in vain for too long."""
+        while True:
+            await asyncio.sleep(0.1)
+            since = self._unanswered_since
+            if not self._conversations:
+                self._unanswered_since = None
+            elif since is not None and time.monotonic() >= since + self._patience:
+                self._patience = min(2 * self._patience, MAX_SILENCE_SECONDS)
+                self._unanswered_since = time.monotonic()
+                return
+
+
+def _open(context: zmq.asyncio.Context, keys: ClientKeys, ipv6: bool) -> zmq.asyncio.Socket:
+    """The options are those of an agent (`transport.agent_thread`): dead peers are noticed by the kernel."""
+    dealer = context.socket(zmq.DEALER)
+    for option, value in (
+        (zmq.TCP_KEEPALIVE, 1),
+        (zmq.TCP_KEEPALIVE_IDLE, 2),
+        (zmq.TCP_KEEPALIVE_INTVL, 1),
+        (zmq.TCP_KEEPALIVE_CNT, 2),
+        (zmq.TCP_MAXRT, 3000),
+        (zmq.CONNECT_TIMEOUT, 1000),
+        (zmq.HANDSHAKE_IVL, 1500),
+        (zmq.RECONNECT_IVL, 100),
+        (zmq.RECONNECT_IVL_MAX, 1000),
+        (zmq.IMMEDIATE, 1),
+        (zmq.LINGER, 0),
+        (zmq.MAXMSGSIZE, 4 * MAX_MESSAGE_BYTES),
+    ):
+        dealer.setsockopt(option, value)
+    if ipv6:  # not for names: libzmq would take their IPv6 address alone
+        dealer.setsockopt(zmq.IPV6, 1)
+    dealer.curve_serverkey = keys.hub_public.encode()
+    dealer.curve_publickey = keys.public.encode()
+    dealer.curve_secretkey = keys.secret.encode()
+    return dealer
+
+
+def _swallow(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()
