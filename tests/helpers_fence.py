@@ -162,9 +162,11 @@ class FenceWorld:
     def client_keys(self) -> ClientKeys:
         return ClientKeys(self.hub_pair.public, *self.pool_pair)
 
-    def hub(self, bind: str = "tcp://127.0.0.1:0", deadline: float = 1.0) -> HubServer:
+    def hub(self, bind: str = "tcp://127.0.0.1:0", deadline: float = 1.0, **extra: Any) -> HubServer:
         async def make() -> HubServer:
-            hub = HubServer(bind, self.hub_pair, self.authority, on_change=self.changes.append, authority_deadline_seconds=deadline)
+            hub = HubServer(
+                bind, self.hub_pair, self.authority, on_change=self.changes.append, authority_deadline_seconds=deadline, **extra
+            )
             await hub.start()
             hub.set_pool(self.config)
             return hub
@@ -186,11 +188,13 @@ class FenceWorld:
         """The pool's configuration with some fields replaced."""
         return replace(self.config, **change)
 
-    def agent(self, endpoint: str, keys: ClientKeys | None = None, engine: FakeEngine | None = None) -> tuple[AgentThread, FakeEngine]:
+    def agent(
+        self, endpoint: str, keys: ClientKeys | None = None, engine: FakeEngine | None = None, **extra: Any
+    ) -> tuple[AgentThread, FakeEngine]:
         """Start an agent; its pod is `rollout-<number>`."""
         engine = engine or FakeEngine()
         identity = EngineIdentity("rollout", f"rollout-{len(self.agents)}", 0, "fp")
-        agent = AgentThread(endpoint, keys or self.client_keys, secrets.token_bytes(16), identity, engine)
+        agent = AgentThread(endpoint, keys or self.client_keys, secrets.token_bytes(16), identity, engine, **extra)
         agent.start()
         self.agents.append(agent)
         return agent, engine

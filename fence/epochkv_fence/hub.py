@@ -36,6 +36,8 @@ from epochkv_fence.pool_state import ROUND_SECONDS, Round
 from epochkv_fence.trainers import add_marks
 
 NUDGE_SECONDS: Final = 0.25
+NUDGES_PER_SECOND: Final = 2_000
+"""Thousands of boots that were just nudged are on their way: nudged again, each would only send another heartbeat."""
 RETRY_SECONDS: Final = 0.25
 MAX_BOOTS: Final = 10_000
 
@@ -309,7 +311,7 @@ class Hub(HubRules):
         return []
 
     def _nudge(self, boots: Iterable[bytes], now: float) -> list[ev.Action]:
-        self._nudge_at = now + NUDGE_SECONDS
+        self._nudge_at = now + max(NUDGE_SECONDS, len(self._behind) / NUDGES_PER_SECOND)
         if self.term is None:
             return []
         return [ev.Send(self._boots[boot].peer, Nudge(boot)) for boot in boots]
