@@ -1,0 +1,104 @@
+"""Memory of old epochs: wiped before anybody uses the new one, or removed by name behind it. Real store, real reads and puts."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from epochkv_connector.keys import parse_key
+from epochkv_fence import client
+from hack.models import Shape
+from tests.engine.conftest import BLOCKS, CACHED, Pair, Prompts, Reference, eventually, settled_keys
+
+SHAPE = Shape()
+BLOCK_TOKENS, FLOAT_BYTES, HEADER_AND_TRAILER = 128, 4, 128
+OBJECT_BYTES = 2 * SHAPE.kv_heads * SHAPE.head_dim * FLOAT_BYTES * BLOCK_TOKENS * SHAPE.layers + HEADER_AND_TRAILER
+
+
+@pytest.fixture(scope="module")
+def trainer(pair: Pair) -> Iterator[client.Pool]:
+    with client.Pool.connect(pair.pool.connection()) as pool:
+        yield pool
+
+
+@contextmanager
+def hung_store(pair: Pair) -> Iterator[None]:
+    """The store node stands still; the master goes on."""
+    (store,) = pair.mooncake.stores
+    store.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        store.signal(signal.SIGCONT)
+
+
+def put_starts(pair: Pair) -> float:
+    """Puts that clients have begun so far, as the master counts them."""
+    names = ("master_put_start_requests_total", "master_batch_put_start_items_total")
+    lines = pair.mooncake.admin("metrics").splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(names))
+
+
+def old_keys(pair: Pair, below: int) -> list[str]:
+    names = pair.mooncake.keys()
+    return [name for name in names if "/e" in name and parse_key(name).epoch < below]
+
+
+def test_a_wipe_waits_for_every_read_and_leaves_nothing(pair: Pair, trainer: client.Pool, prompts: Prompts, reference: Reference) -> None:
+    pair.pool.configure(reclaim="RemoveAll", store_admin=True)
+    saved = [prompts() for _ in range(3)]
+    for prompt in saved:
+        assert pair.save_through_a(prompt) == reference(prompt, pair.model)
+    keys = len(settled_keys(pair.mooncake))
+    assert keys >= 3 * BLOCKS
+    before = pair.pool.snapshot()
+    with ThreadPoolExecutor(1) as thread:
+        with hung_store(pair):
+            answer = thread.submit(pair.b.complete, saved[0])  # B reads from the store, which does not answer
+            eventually(lambda: pair.b.metric("vllm:num_requests_waiting") >= 1, "B waits for a load", 8.0)
+            epoch = trainer.reset(wait=False, timeout_s=60).epoch
+            eventually(lambda: [view.loading for view in pair.pool.snapshot().engines if view.alive and view.converged].count(1) == 1,
+                       "B is at the new epoch and says that it reads", 8.0)  # fmt: skip
+            snapshot = pair.pool.snapshot()
+            assert [view.loading for view in snapshot.engines if view.alive].count(1) == 1
+            assert snapshot.published < epoch, "published while an engine read"
+            assert len(pair.mooncake.keys()) >= keys, "wiped while an engine read"
+        assert trainer.wait(epoch, timeout_s=60).published
+        left = pair.mooncake.keys()
+        assert answer.result(60.0).tokens == reference(saved[0], pair.model)
+    assert left == []
+    after = pair.pool.snapshot()
+    assert not after.wipe_failed
+    assert after.reclaimed_keys - before.reclaimed_keys >= keys
+    assert after.reclaimed_bytes - before.reclaimed_bytes >= keys * OBJECT_BYTES
+    pair.pool.wait_engines(2)
+    for prompt in saved[1:]:
+        pair.check_sharing(prompt, reference(prompt, pair.model))
+
+
+def test_old_names_are_removed_and_so_are_puts_that_land_behind_the_sweep(
+    pair: Pair, trainer: client.Pool, prompts: Prompts, reference: Reference
+) -> None:
+    pair.pool.configure(reclaim="Delete", store_admin=False, reclaim_seconds=4.0)
+    prompt, late = prompts(), prompts()
+    pair.save_through_a(prompt)
+    before = pair.pool.snapshot()
+    with hung_store(pair):
+        begun = put_starts(pair)
+        assert pair.a.complete(late).tokens == reference(late, pair.model)
+        eventually(lambda: put_starts(pair) > begun, "A has begun to put", 8.0)
+        reset = trainer.reset(timeout_s=60)
+        assert reset.published
+    eventually(lambda: bool(old_keys(pair, reset.epoch)), "a put that was under way lands under its old name", 20.0)
+    eventually(lambda: not old_keys(pair, reset.epoch), "no old name is left", 60.0)
+    eventually(lambda: pair.pool.snapshot().reclaimed >= reset.epoch, "the hub knows that nothing is left", 60.0)
+    after = pair.pool.snapshot()
+    removed = after.reclaimed_keys - before.reclaimed_keys
+    assert removed > BLOCKS
+    assert after.reclaimed_bytes - before.reclaimed_bytes == removed * OBJECT_BYTES
+    pair.check_sharing(prompt, reference(prompt, pair.model))
+    assert pair.b.complete(prompt).cached == CACHED
