@@ -1,0 +1,200 @@
+"""The processes of a benchmark, the trainer that bumps, and what /proc says about the hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+
+from epochkv_fence.messages import Bump, BumpStatus, Message, Status, decode, encode
+from epochkv_fence.transport import ClientKeys, HubKeys, generate_keypair
+
+ROOT = Path(__file__).resolve().parents[2]
+TICKS = os.sysconf("SC_CLK_TCK")
+PAGE = os.sysconf("SC_PAGE_SIZE")
+START_SECONDS = 60.0
+
+
+class Child:
+    """A process that takes a line of JSON and prints lines of JSON."""
+
+    def __init__(self, module: str, settings: dict[str, object], python: str = sys.executable, **environ: str) -> None:
+        self.lines: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.process = subprocess.Popen(
+            [python, "-m", module],
+            cwd=ROOT,
+            env={**os.environ, **environ},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self.say(json.dumps(settings))
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(json.loads(line))
+
+    def say(self, text: str) -> None:
+        """Send it a line."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(text.encode() + b"\n")
+        self.process.stdin.flush()
+
+    def hear(self, seconds: float = START_SECONDS) -> dict[str, Any]:
+        """Its next line. Raises queue.Empty when there is none in time."""
+        return self.lines.get(timeout=seconds)
+
+    def ask(self, text: str, seconds: float = START_SECONDS) -> dict[str, Any]:
+        self.say(text)
+        return self.hear(seconds)
+
+    def close(self, seconds: float = 20.0) -> None:
+        """Let it end by itself; kill it when it does not."""
+        if self.process.poll() is None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            try:
+                self.process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.process.wait(10)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Fence:
+    """Keys, state directory and hub process of one pool."""
+
+    def __init__(self, directory: Path, lease_seconds: float) -> None:
+        hub, client = HubKeys(*generate_keypair()), generate_keypair()
+        self.keys = ClientKeys(hub.public, client.public, client.secret)
+        self.lease_seconds = lease_seconds
+        self.endpoint = "tcp://127.0.0.1:0"
+        self._settings: dict[str, object] = {
+            "state": str(directory / "state"),
+            "lease_seconds": lease_seconds,
+            "hub_public": hub.public,
+            "hub_secret": hub.secret,
+            "client_public": client.public,
+        }
+        self.published: dict[int, float] = {}
+        self.hub: Child | None = None
+
+    @property
+    def hold_seconds(self) -> float:
+        """Lease and margin."""
+        return self.lease_seconds + max(1.0, 0.1 * self.lease_seconds)
+
+    def start_hub(self, **environ: str) -> Child:
+        """Start the hub, again at the same address; returns when it listens."""
+        self.hub = Child("bench.fence.hub_process", {**self._settings, "bind": self.endpoint}, **environ)
+        self.endpoint = str(self.hub.hear()["endpoint"])
+        return self.hub
+
+    def swarm(self, num_engines: int) -> Child:
+        """Start engines; returns before they are granted anything."""
+        settings: dict[str, object] = {
+            "endpoint": self.endpoint,
+            "keys": [self.keys.hub_public, self.keys.public, self.keys.secret],
+            "engines": num_engines,
+        }
+        child = Child("bench.fence.swarm", settings)
+        child.hear()
+        return child
+
+    def publications(self) -> dict[int, float]:
+        """When the hub asked for each publication to be written."""
+        assert self.hub is not None
+        while True:
+            try:
+                line = self.hub.lines.get_nowait()
+            except queue.Empty:
+                return self.published
+            if "published" in line:
+                self.published[line["published"]] = line["at"]
+
+
+class Trainer:
+    """A trainer's connection: bumps and waits, as the client library does, and nothing else."""
+
+    def __init__(self, endpoint: str, keys: ClientKeys) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.curve_serverkey = keys.hub_public.encode()
+        self._socket.curve_publickey = keys.public.encode()
+        self._socket.curve_secretkey = keys.secret.encode()
+        self._socket.connect(endpoint)
+        self._number = 0
+
+    def target(self) -> int:
+        """The pool's target epoch."""
+        self._number += 1
+        number = self._number
+        answer = self._wait(Status(number), lambda m: isinstance(m, Status) and m.request == number, 10.0)
+        assert isinstance(answer, Status)
+        return answer.target
+
+    def bump(self, epoch: int, seconds: float) -> float:
+        """Seconds from sending the bump until the hub said that it is published."""
+        self._number += 1
+        began = time.monotonic()
+        self._wait(Bump(self._number, epoch), lambda m: isinstance(m, BumpStatus) and m.published >= epoch, seconds)
+        return time.monotonic() - began
+
+    def _wait(self, message: Message, done: Callable[[Message], bool], seconds: float) -> Message:
+        end = time.monotonic() + seconds
+        self._socket.send_multipart(encode(message))
+        again = time.monotonic() + 1.0
+        while time.monotonic() < end:
+            if self._socket.poll(100):
+                answer = decode(self._socket.recv_multipart())
+                if done(answer):
+                    return answer
+            if time.monotonic() > again:
+                self._socket.send_multipart(encode(message))
+                again = time.monotonic() + 1.0
+        raise TimeoutError(f"no answer to {type(message).__name__} within {seconds:.0f} s")
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time a process has used so far, all threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def rss_bytes(pid: int) -> int:
+    """Resident memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
+
+
+def until(condition: Callable[[], bool], seconds: float, what: str, pause: float = 0.2) -> float:
+    """Poll until it holds; returns how long that took. Raises TimeoutError."""
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() > began + seconds:
+            raise TimeoutError(f"not within {seconds:.0f} s: {what}")
+        time.sleep(pause)
+    return time.monotonic() - began

@@ -1,0 +1,110 @@
+"""What a row of the benchmark is, and how rows are shown."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure and its aim. `unit` is written after both."""
+
+    name: str
+    value: float
+    aim: float | None
+    unit: str = "ms"
+
+    @property
+    def met(self) -> bool | None:
+        """None: there is no aim for it."""
+        return None if self.aim is None else self.value <= self.aim
+
+    @property
+    def verdict(self) -> str:
+        return "" if self.met is None else "met" if self.met else "missed"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: its figures, and whatever explains them."""
+
+    name: str
+    figures: list[Figure]
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of all are not above."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def latency_figures(seconds: Sequence[float], aim_p99_ms: float) -> list[Figure]:
+    """Median, p99 and maximum in milliseconds."""
+    return [
+        Figure("median", statistics.median(seconds) * 1e3, None),
+        Figure("p99", percentile(seconds, 0.99) * 1e3, aim_p99_ms),
+        Figure("max", max(seconds) * 1e3, None),
+    ]
+
+
+def shown(value: float) -> str:
+    """Three digits that count."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
+    """One line for each figure; a row's details are in the JSON file."""
+    table = Table(title="fence: figure beside aim")
+    for column, justify in (("what", "left"), ("figure", "left"), ("measured", "right"), ("aim", "right"), ("", "left")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for row in rows:
+        for index, figure in enumerate(row.figures):
+            aim = "" if figure.aim is None else f"<= {shown(figure.aim)} {figure.unit}"
+            name = row.name if index == 0 else ""
+            table.add_row(name, figure.name, f"{shown(figure.value)} {figure.unit}", aim, figure.verdict)
+        table.add_section()
+    (console or Console()).print(table)
+
+
+def write_json(rows: Sequence[Row], path: Path, machine: dict[str, Any]) -> None:
+    """Everything, samples included."""
+    body = {
+        "benchmark": "fence",
+        "machine": machine,
+        "rows": [{**asdict(row), "figures": [{**asdict(f), "met": f.met} for f in row.figures]} for row in rows],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+
+
+class Progress:
+    """Says what is being done and how long it may take."""
+
+    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+        self._say = say or (lambda text: print(text, file=sys.stderr, flush=True))
+        self._told = -math.inf
+
+    def row(self, index: int, total: int, name: str, seconds: float, left: float) -> None:
+        """A row begins."""
+        self._say(f"==> {index + 1}/{total} {name}: about {seconds:.0f} s; about {left / 60:.0f} min left in all")
+
+    def step(self, done: int, total: int, began: float) -> None:
+        """One of many repetitions is done; tells every 5 s."""
+        now = time.monotonic()
+        if now < self._told + 5 or not done:
+            return
+        self._told = now
+        left = (now - began) / done * (total - done)
+        self._say(f"    {done}/{total}, about {left:.0f} s left")

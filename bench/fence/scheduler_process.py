@@ -1,0 +1,85 @@
+"""What the fence costs on vLLM's scheduler thread: the connector's own calls on real `Request` objects, in the engine's
+environment. Prints one line of JSON with microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.helpers_scheduler import Rig
+
+TOKENS = 512
+REQUESTS = 2_000
+ROUNDS = 7
+STEPS = 20_000
+
+
+def microseconds(work: Callable[[], None], times: int) -> float:
+    """Of one of `times`, median over rounds."""
+    taken = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        work()
+        taken.append((time.perf_counter() - began) / times * 1e6)
+    return statistics.median(taken)
+
+
+def per_request(rig: Rig) -> float:
+    """Everything the fence is asked on the way of a request that nothing overtakes: pinned when it arrives, looked at when the
+    scheduler asks for its hit, admitted, released."""
+    fence = rig.fence
+    made: list[list[Any]] = [
+        [rig.request([(7 * n + i) % 500 + 3 for i in range(TOKENS)], request_id=f"{r}-{n}") for n in range(REQUESTS)] for r in range(ROUNDS)
+    ]
+
+    def work() -> None:
+        for request in made.pop():
+            fence.pin(request)
+            fence.repin(request, must=False)
+            fence.admit(request)
+            fence.release(request)
+
+    cost = microseconds(work, REQUESTS)
+    assert fence.carried() == 0
+    return cost
+
+
+def per_step(rig: Rig, running: int) -> float:
+    """What a step costs with so many requests running, none of them new."""
+    fence = rig.fence
+    requests = [rig.request([5] * TOKENS, request_id=f"s{running}-{n}") for n in range(running)]
+    for request in requests:
+        fence.pin(request)
+        fence.admit(request)
+
+    def work() -> None:
+        for _ in range(STEPS):
+            fence.current()
+            fence.leave_schedule()
+
+    cost = microseconds(work, STEPS)
+    for request in requests:
+        fence.release(request)
+    return cost
+
+
+def main() -> None:
+    sys.stdin.readline()
+    with tempfile.TemporaryDirectory(prefix="epochkv-bench-") as folder:
+        rig = Rig(Path(folder) / "rig", l1_bytes=None)
+        rig.adopt(1)
+        assert rig.fence.snapshot.shared, "the engine is not in use of its epoch"
+        figures = {"request": per_request(rig), "step": per_step(rig, 0), "step_256": per_step(rig, 256)}
+        assert rig.fence.snapshot.shared
+        print(json.dumps(figures), flush=True)
+
+
+if __name__ == "__main__":
+    main()
