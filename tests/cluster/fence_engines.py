@@ -42,6 +42,7 @@ class FenceEngine:
         self.adopted: list[tuple[int, Mode]] = []
         self.hold = threading.Event()
         self.running = 0
+        self.loads = 0
         self.removed: list[int] = []
         identity = EngineIdentity("external", name, rank) if pod is None else EngineIdentity(name, pod, rank)
         self.agent = AgentThread(endpoint, keys, secrets.token_bytes(16), identity, self, credentials=credentials)
@@ -84,13 +85,13 @@ class FenceEngine:
         return {}
 
     def loading(self) -> int | None:
-        return 0
+        return self.loads
 
-    def reclaim(self, below: int) -> int:
-        """Says that it removed three keys, once for each epoch."""
+    def reclaim(self, below: int) -> tuple[int, int]:
+        """Says that it removed three keys of 1000 bytes, once for each epoch."""
         first = below not in self.removed
         self.removed.append(below)
-        return 3 if first else 0
+        return (3, 3000) if first else (0, 0)
 
 
 class Service:

@@ -1,0 +1,151 @@
+"""Old KV leaves the store: wiped before publication, swept after it, or left; with a real Mooncake and with engines that answer."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hack.cluster.controlplane import ControlPlane
+from tests.cluster.fence_engines import FenceEngine, client_keys
+from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, condition, eventually, install_crds
+from tests.cluster.store_processes import PoolStore
+
+_numbers = itertools.count()
+
+
+def pool_spec(policy: str) -> dict[str, Any]:
+    reset = {"leaseSeconds": 2, "joinAfterSeconds": 0, "reclaimPolicy": policy}
+    return {"distributed": {"mooncake": {"store": {"segmentSize": "64Mi"}}}, "reset": reset}
+
+
+@pytest.fixture(scope="module")
+def plane(control_plane: ControlPlane) -> ControlPlane:
+    install_crds(control_plane)
+    return control_plane
+
+
+@pytest.fixture
+def namespace(plane: ControlPlane) -> Namespace:
+    space = Namespace(plane, f"reclaim-{next(_numbers)}")
+    space.request("POST", "/api/v1/namespaces", {"metadata": {"name": space.name}})
+    return space
+
+
+@pytest.fixture(scope="module")
+def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolStore]:
+    with PoolStore(tmp_path_factory.mktemp("mooncake"), f"127.9.{os.getpid() % 250 + 1}.1") as store:
+        yield store
+
+
+@contextlib.contextmanager
+def engine(operator: OperatorProcess, space: Namespace, name: str = "engine-0") -> Iterator[FenceEngine]:
+    secret = eventually(lambda: space.get(CHILDREN["secrets"], "policy-fence"), "the pool's Secret")
+    with FenceEngine(f"tcp://127.0.0.1:{operator.hub_port}", client_keys(secret), name) as found:
+        eventually(lambda: found.epoch is not None, f"joined; log:\n{operator.tail()}")
+        yield found
+
+
+def served(operator: OperatorProcess, space: Namespace, store: PoolStore, policy: str, keys: int = 5) -> None:
+    """A pool whose store holds `keys` keys, with the operator leading it."""
+    operator.wait_ready()
+    space.create_pool("policy", **pool_spec(policy))
+    store.announce(space, "policy")
+    store.put(keys)
+    assert len(store.keys()) == keys
+    eventually(lambda: "targetEpoch" in space.status("policy"), f"served; log:\n{operator.tail()}")
+
+
+def reclaimed(space: Namespace) -> tuple[str | None, str | None]:
+    found = condition(space.status("policy"), "Reclaimed")
+    return found.get("status"), found.get("reason")
+
+
+def test_remove_all_wipes_the_store_before_it_publishes(
+    plane: ControlPlane, namespace: Namespace, mooncake: PoolStore, tmp_path: Path
+) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
+        served(operator, namespace, mooncake, "RemoveAll")
+        with engine(operator, namespace) as reader:
+            reader.loads = 1  # bytes are still on their way into this engine: wiping now would give it foreign ones
+            namespace.bump("policy", 1)
+            eventually(lambda: reader.epoch == 1, f"fenced; log:\n{operator.tail()}")
+            time.sleep(2)
+            assert len(mooncake.keys()) == 5
+            assert namespace.status("policy")["epoch"] == 0
+            reader.loads = 0
+            reader.agent.poke()
+            eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
+            assert mooncake.keys() == []
+            eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed"), f"reported; log:\n{operator.tail()}")
+            found = namespace.status("policy")["reclaim"]
+            assert (found["policy"], found["epoch"], found["keys"]) == ("RemoveAll", 1, 5)
+            assert found["bytes"] >= 5 * 4096
+            assert found["completionTime"]
+            assert operator.metric("epochkv_pool_reclaimed_keys") == 5
+            assert operator.metric("epochkv_pool_reclaimed_bytes") == found["bytes"]
+
+
+def test_a_master_that_hangs_delays_publication_for_seconds_and_no_longer(
+    plane: ControlPlane, namespace: Namespace, mooncake: PoolStore, tmp_path: Path
+) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
+        served(operator, namespace, mooncake, "RemoveAll")
+        os.kill(mooncake.master.popen.pid, signal.SIGSTOP)
+        try:
+            namespace.bump("policy", 1)
+            eventually(lambda: namespace.status("policy").get("targetEpoch") == 1, "recorded")
+            eventually(lambda: reclaimed(namespace) == ("False", "WipeFailed"), f"said so; log:\n{operator.tail()}", 60)
+            assert namespace.status("policy")["epoch"] == 1
+            assert condition(namespace.status("policy"), "EpochConverged")["status"] == "True"
+            assert "admin port" in condition(namespace.status("policy"), "Reclaimed")["message"]
+        finally:
+            os.kill(mooncake.master.popen.pid, signal.SIGCONT)
+        eventually(lambda: mooncake.keys() == [], f"swept later; log:\n{operator.tail()}", 90)
+        eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed"), f"reported; log:\n{operator.tail()}", 60)
+
+
+def test_delete_without_any_engine_is_done_through_the_master(
+    plane: ControlPlane, namespace: Namespace, mooncake: PoolStore, tmp_path: Path
+) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
+        served(operator, namespace, mooncake, "Delete")
+        namespace.bump("policy", 1)
+        eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
+        eventually(lambda: mooncake.keys() == [], f"swept; log:\n{operator.tail()}", 90)
+        eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed"), f"reported; log:\n{operator.tail()}", 60)
+        found = namespace.status("policy")["reclaim"]
+        assert (found["policy"], found["epoch"], found["keys"]) == ("Delete", 1, 5)
+
+
+def test_delete_is_asked_of_an_engine(plane: ControlPlane, namespace: Namespace, mooncake: PoolStore, tmp_path: Path) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
+        served(operator, namespace, mooncake, "Delete", 2)
+        with engine(operator, namespace) as remover:
+            namespace.bump("policy", 1)
+            eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
+            eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed"), f"reported; log:\n{operator.tail()}", 60)
+            assert set(remover.removed) == {1}
+            found = namespace.status("policy")["reclaim"]
+            assert (found["policy"], found["epoch"], found["keys"], found["bytes"]) == ("Delete", 1, 3, 3 * 1000)
+            assert len(mooncake.keys()) == 2, "this engine only says so; nobody else removes while it is there"
+    mooncake.clear()
+
+
+def test_retain_leaves_everything(plane: ControlPlane, namespace: Namespace, mooncake: PoolStore, tmp_path: Path) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
+        served(operator, namespace, mooncake, "Retain", 2)
+        namespace.bump("policy", 1)
+        eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
+        time.sleep(8)  # a hold time and more
+        assert len(mooncake.keys()) == 2
+        assert reclaimed(namespace) == (None, None)
+        assert namespace.status("policy")["reclaim"] == {"policy": "Retain"}
+    mooncake.clear()

@@ -1,0 +1,216 @@
+"""The trainer client against the operator's hub: no Kubernetes access, and yet what it asks for is in the pool's status."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epochkv_fence.client import Pool, PoolError, Reset
+from epochkv_fence.messages import Mode
+from hack.cluster.controlplane import ControlPlane
+from tests.cluster.fence_engines import FenceEngine
+from tests.cluster.operator_harness import Namespace, OperatorProcess, condition, eventually, install_crds
+from tests.cluster.test_operator_external import joined, mounted
+from tests.cluster.test_operator_reset import History, published
+
+POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2, "joinAfterSeconds": 0}}
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def plane(control_plane: ControlPlane) -> ControlPlane:
+    install_crds(control_plane)
+    return control_plane
+
+
+@pytest.fixture
+def namespace(plane: ControlPlane) -> Namespace:
+    space = Namespace(plane, f"trainers-{next(_numbers)}")
+    space.request("POST", "/api/v1/namespaces", {"metadata": {"name": space.name}})
+    return space
+
+
+@contextlib.contextmanager
+def trained(operator: OperatorProcess, space: Namespace, directory: Path, engines: int = 2) -> Iterator[tuple[Pool, list[FenceEngine]]]:
+    """A pool with external engines, and a trainer connected to it."""
+    operator.wait_ready()
+    space.create_pool("policy", **POOL)
+    connection = mounted(space, directory)
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(joined(connection, f"ray-{number}")) for number in range(engines)]
+        eventually(lambda: all(engine.epoch == 0 for engine in found), f"joined; log:\n{operator.tail()}")
+        yield stack.enter_context(Pool.connect(connection, timeout_s=30)), found
+
+
+def test_a_trainers_reset_is_in_the_pools_status(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator, trained(operator, namespace, tmp_path) as (pool, engines):
+        done = pool.reset(weights_version="step-1", timeout_s=30)
+        assert (done.epoch, done.published, done.noop) == (1, True, False)
+        # Published means: every engine is there, and the pool object says so already.
+        assert {engine.epoch for engine in engines} == {1}
+        assert namespace.status("policy")["epoch"] == 1
+        status = eventually(lambda: published(namespace, 1), f"reported; log:\n{operator.tail()}")
+        assert (status["reset"]["origin"], status["reset"]["weightsVersion"], status["weightsVersion"]) == ("Trainer", "step-1", "step-1")
+        assert namespace.pool("policy")["spec"]["resetEpoch"] == 0, "the spec is its owner's"
+        assert condition(status, "EpochConverged")["reason"] == "Published"
+        said = eventually(lambda: namespace.events("EpochPublished"), "an Event")
+        assert "asked for by Trainer" in said[0]["note"]
+        seen = pool.status()
+        assert (seen.target, seen.published, seen.origin, seen.weights_version) == (1, 1, "Trainer", "step-1")
+        assert {engine.name for engine in seen.engines} == {"ray-0", "ray-1"}
+        again = pool.reset(epoch=1, timeout_s=30)
+        assert (again.noop, again.published) == (True, True)
+        # The spec's turn: origins change hands, the name of the weights goes with its epoch.
+        namespace.bump("policy", 2)
+        status = eventually(lambda: published(namespace, 2), f"reported; log:\n{operator.tail()}")
+        assert status["reset"]["origin"] == "Spec"
+        assert "weightsVersion" not in status
+        assert pool.status().origin == "Spec"
+
+
+def test_a_spec_that_lags_behind_is_told_and_resets_nothing(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator, trained(operator, namespace, tmp_path) as (pool, engines):
+        assert pool.reset(epoch=5, timeout_s=30).published
+        eventually(lambda: published(namespace, 5), f"reported; log:\n{operator.tail()}")
+        for asked in (3, 5):
+            before = namespace.pool("policy")["status"]["targetEpoch"]
+            namespace.bump("policy", asked)
+            found = eventually(
+                lambda asked=asked: (
+                    c
+                    if f"spec.resetEpoch {asked} " in (c := condition(namespace.status("policy"), "EpochConverged")).get("message", "")
+                    else None
+                ),
+                f"told; log:\n{operator.tail()}",
+            )
+            assert (found["status"], found["reason"]) == ("True", "EpochAhead")
+            assert "to reset, set 6 or higher" in found["message"]
+            events = eventually(
+                lambda asked=asked: [event for event in namespace.events("EpochAhead") if f"resetEpoch {asked} " in event["note"]],
+                "an Event",
+            )
+            assert events[0]["type"] == "Warning"
+            assert "not applied, epoch 5 is out already: set 6 or higher" in events[0]["note"]
+            assert namespace.status("policy")["targetEpoch"] == before == 5
+        assert {engine.epoch for engine in engines} == {5}
+        namespace.bump("policy", 6)
+        status = eventually(lambda: published(namespace, 6), f"published; log:\n{operator.tail()}")
+        eventually(lambda: condition(namespace.status("policy"), "EpochConverged").get("reason") == "Published", "told")
+        assert status["reset"]["origin"] == "Spec"
+        assert condition(namespace.status("policy"), "Ready")["status"] == "True"
+
+
+def test_kubectl_and_trainer_racing_end_at_the_maximum(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator, trained(operator, namespace, tmp_path) as (pool, engines):
+        with History(namespace) as history:
+            top = 0
+            for step in range(1, 9):
+                spec, client = top + 1 + step % 3, top + 1 + (step + 1) % 3
+                together = threading.Barrier(2)
+                results: list[Reset] = []
+
+                def train(epoch: int = client, together: threading.Barrier = together, results: list[Reset] = results) -> None:
+                    together.wait(10)
+                    results.append(pool.reset(epoch=epoch, timeout_s=30))
+
+                trainer = threading.Thread(target=train)
+                trainer.start()
+                together.wait(10)
+                namespace.bump("policy", spec)
+                trainer.join(40)
+                assert results, f"the trainer's reset of {client}"
+                assert results[0].published
+                top = max(spec, client)
+                eventually(lambda top=top: namespace.status("policy").get("epoch") == top, f"epoch {top}; log:\n{operator.tail()}")
+                assert {engine.epoch for engine in engines} == {top}
+            eventually(lambda: history.epochs and history.epochs[-1] == (top, top), "seen by the watch")
+        history.assert_monotone()
+        status = namespace.status("policy")
+        assert status["reset"]["epoch"] == top
+        assert status["reset"]["origin"] in ("Spec", "Trainer")
+
+
+@pytest.mark.parametrize("moment", ["before", "after"], ids=["before-it-is-recorded", "after-it-is-recorded"])
+def test_a_reset_survives_the_operator(plane: ControlPlane, namespace: Namespace, tmp_path: Path, moment: str) -> None:
+    """The client repeats itself to whatever leads next; one reset is one epoch."""
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(OperatorProcess(plane, namespace.name, tmp_path))
+        pool, engines = stack.enter_context(trained(first, namespace, tmp_path))
+        for engine in engines:
+            engine.hold.set()  # nothing can be published before we say so
+        if moment == "before":
+            first.freeze()
+        results: list[Reset | PoolError] = []
+
+        def train() -> None:
+            try:
+                results.append(pool.reset(weights_version="step-1", timeout_s=90, on_failure="crash"))
+            except PoolError as error:
+                results.append(error)
+
+        trainer = threading.Thread(target=train)
+        trainer.start()
+        if moment == "after":
+            eventually(lambda: namespace.status("policy").get("targetEpoch") == 1, f"recorded; log:\n{first.tail()}")
+        else:
+            time.sleep(1)
+            assert namespace.status("policy").get("targetEpoch") == 0, "it was frozen"
+        first.kill()
+        assert not results
+        for engine in engines:
+            engine.hold.clear()
+        second = stack.enter_context(OperatorProcess(plane, namespace.name, tmp_path, hub_port=first.hub_port))
+        second.wait_ready()
+        trainer.join(100)
+        (done,) = results
+        assert isinstance(done, Reset), done
+        assert (done.epoch, done.published) == (1, True)
+        assert namespace.status("policy")["epoch"] == 1
+        status = eventually(lambda: s if (s := namespace.status("policy")).get("reset", {}).get("epoch") == 1 else None, "reported")
+        assert (status["reset"]["origin"], status["weightsVersion"]) == ("Trainer", "step-1")
+        eventually(lambda: {engine.epoch for engine in engines} == {1}, f"adopted; log:\n{second.tail()}")
+
+
+def test_exactly_the_boots_of_an_update_share_its_epoch(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator, trained(operator, namespace, tmp_path) as (pool, engines):
+        connection = mounted(namespace, tmp_path)
+        with contextlib.ExitStack() as stack:
+            with pool.weight_update("step-1", timeout_s=30):
+                late = stack.enter_context(joined(connection, "late"))  # with base weights: the push began without it
+                eventually(lambda: late.epoch == 0, "joined")
+            eventually(lambda: {engine.epoch for engine in (*engines, late)} == {1}, f"there; log:\n{operator.tail()}")
+            assert [engine.mode for engine in (*engines, late)] == [Mode.USE, Mode.USE, Mode.BYPASS]
+            found = eventually(
+                lambda: c if (c := condition(namespace.status("policy"), "WeightsConverged")).get("status") == "False" else None,
+                f"told; log:\n{operator.tail()}",
+            )
+            assert "epoch 1 (step-1): late" in found["message"]
+            assert "until the trainer's update ends, or until the next one" in found["message"]
+
+            with pool.weight_update("step-2", order="fence_first", timeout_s=30):
+                assert namespace.status("policy")["epoch"] == 2
+                assert {(engine.epoch, engine.mode) for engine in (*engines, late)} == {(2, Mode.BYPASS)}
+            eventually(lambda: {engine.mode for engine in (*engines, late)} == {Mode.USE}, f"all share; log:\n{operator.tail()}")
+            eventually(lambda: condition(namespace.status("policy"), "WeightsConverged").get("status") == "True", "told")
+            assert namespace.status("policy")["weightsVersion"] == "step-2"
+
+
+def test_what_one_trainer_asks_for_another_tool_waits_for(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator, trained(operator, namespace, tmp_path):
+        wait = ["wait", "--for=jsonpath={.status.epoch}=1", "kvp/policy", "--timeout=30s"]
+        kubectl = subprocess.Popen(
+            [str(plane.kubectl), f"--kubeconfig={plane.kubeconfig}", "-n", namespace.name, *wait], stdout=subprocess.PIPE, text=True
+        )
+        with Pool.connect(tmp_path / "connection.json", timeout_s=30) as other:
+            other.reset(wait=False, timeout_s=30)
+        out, _ = kubectl.communicate(timeout=40)
+        assert kubectl.returncode == 0, out
+        assert "condition met" in out
