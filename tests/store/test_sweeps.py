@@ -1,0 +1,70 @@
+"""A pool whose engines are all gone: the hub empties its store through the store's own admin port. Real hub, real store."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from epochkv_connector.keys import object_key
+from epochkv_fence.mooncake_admin import MooncakeAdmin
+from hack.standalone.pool import Pool
+from tests.helpers_store import Cluster, Memory, cluster, wait_until
+from tests.store.conftest import ConnectTo
+from tests.store.test_objects import put
+
+LEASE_SECONDS = 3.0
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Cluster]:
+    """A store whose read leases last 3 s."""
+    with cluster(tmp_path) as made:
+        made.start_master(f"--default_kv_lease_ttl={int(LEASE_SECONDS * 1000)}")
+        made.start_store()
+        yield made
+
+
+@pytest.fixture
+def pool(tmp_path: Path, store: Cluster) -> Iterator[Pool]:
+    """Leases of half a second, so that a pool without engines counts as one soon."""
+    admin = MooncakeAdmin(lambda uid: [f"http://127.0.0.1:{store.admin_port}"], deadline_seconds=1.0)
+    with Pool(tmp_path, lease_seconds=0.5, stores=admin) as pool:
+        pool.configure(store_admin=True, reclaim_seconds=LEASE_SECONDS + 1.0)
+        yield pool
+
+
+def names(epoch: int, count: int) -> list[str]:
+    namespace = f"{secrets.token_hex(4)}/{secrets.token_hex(8)}/e{epoch}"
+    return [object_key(namespace, 0, 0, bytes([number])) for number in range(count)]
+
+
+def test_without_engines_the_store_is_emptied_through_its_admin(store: Cluster, pool: Pool, connect: ConnectTo) -> None:
+    memory = Memory(8, 1000)
+    client = connect(store.address, memory)
+    old = names(0, 5)
+    put(client, memory, old)
+    assert list(client.exists(old[:1]).result(5)) == [True]  # leased: somebody may read it
+    assert set(old) <= set(store.keys())
+    epoch = pool.bump()
+    wait_until(lambda: not set(old[1:]) & set(store.keys()), 20, "what nobody reads is gone")
+    wait_until(lambda: not set(old) & set(store.keys()), 30, "the rest is gone after its lease")
+    wait_until(lambda: pool.snapshot().reclaimed >= epoch, 30, "the hub knows that nothing is left")
+    snapshot = pool.snapshot()
+    assert snapshot.reclaimed_keys >= len(old)
+    assert snapshot.reclaimed_bytes >= len(old) * memory.object_bytes
+
+
+def test_a_master_that_hangs_is_asked_again(store: Cluster, pool: Pool, connect: ConnectTo, caplog: pytest.LogCaptureFixture) -> None:
+    memory = Memory(8, 1000)
+    old = names(0, 3)
+    put(connect(store.address, memory), memory, old)
+    assert store.master is not None
+    store.master.freeze()
+    epoch = pool.bump()
+    assert pool.snapshot().published == epoch, "publication never waits for memory"
+    wait_until(lambda: "sweep failed" in caplog.text, 30, "a sweep has failed")
+    store.master.thaw()
+    wait_until(lambda: not set(old) & set(store.keys()), 60, "the old keys are gone")
