@@ -80,7 +80,7 @@ class Hub(HubRules):
                 self._retry_at = now + RETRY_SECONDS
                 return []
             case ev.Published(epoch):
-                self._publishing = None
+                self._publishing, self._stored = None, max(self._stored, epoch)
                 return self._raise_published(epoch, now)
             case ev.PublishFailed():
                 return self._publish_failed(now)
@@ -99,6 +99,7 @@ class Hub(HubRules):
         # Nobody was ever granted anything: there is no older grant to wait for.
         self._lead_until = now + self._lead_wait() if record.granting else NEVER
         self.published = max(self.published, record.published)
+        self._stored = record.published  # less than that, after a restore: then it is published again
         self._forget_at = now + self.config.hold_seconds
         self._reclaim_after(now + self.config.reclaim_seconds)
         actions = self._raise_target(record.target, record.origin, now)
@@ -235,8 +236,8 @@ class Hub(HubRules):
                 return self._propose(epoch, moment, now)
             case Bump():
                 return self._bump(peer, message, now)
-            case Status(first=first):
-                return self._question(peer, message, first, now)
+            case Status():
+                return self._question(peer, message, now)
             case Reclaimed(boot=boot, below=below, removed=removed, removed_bytes=num_bytes):
                 new = self._reclaimer.answered(boot, below, removed, num_bytes, self.published)
                 return [ev.Changed()] if new else []
@@ -301,11 +302,11 @@ class Hub(HubRules):
             self._invite_at = NEVER
         return [*([ev.Changed()] if changed else []), *self._invite(now)]
 
-    def _question(self, peer: bytes, question: Status, first: int, now: float) -> list[ev.Action]:
+    def _question(self, peer: bytes, question: Status, now: float) -> list[ev.Action]:
         """The first page waits for a leadership read: a hub that was deposed without knowing it knows an old target."""
         if self.term is None:
             return [self._not_leading(peer)]
-        if first > 0:
+        if question.first > 0 or question.after is not None:
             return [ev.Send(peer, self._status(question, now))]
         self._trainers.ask(peer, question)
         return []
@@ -361,7 +362,7 @@ class Hub(HubRules):
             return []
         actions = self._grant_all(current, now)
         actions += [ev.Send(peer, self._status(question, now)) for peer, question in current.questions]
-        if current.publish is not None and current.publish > self.published and self._publishing is None:
+        if current.publish is not None and current.publish > self._stored and self._publishing is None:
             self._publishing = current.publish
             actions.append(ev.Publish(current.publish))
         return [*actions, *self._wipe(current, now)]

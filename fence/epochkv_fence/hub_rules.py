@@ -43,7 +43,7 @@ class HubRules(PoolState):
     def _reset_due(self, now: float) -> bool:
         """The target is durable and unpublished, no write is under way, and no grant of an older hub can be live."""
         return (
-            self._durable >= self.target > self.published
+            self._durable >= self.target > self._stored
             and self._publishing is None
             and now >= self._retry_at
             and self._led_long_enough(now)

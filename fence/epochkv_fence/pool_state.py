@@ -52,6 +52,7 @@ class PoolState:
         self._instance = instance
         self._origin: Origin | None = None  # of the target
         self._durable = 0  # the target known to be durable in this term
+        self._stored = 0  # what the record says is published, as it was read in this term and written since
         self._noted = False
         self._noting = False
         self._lead_until = math.inf
@@ -104,7 +105,7 @@ class PoolState:
             due = max(now, self._last_round + (0.0 if self.open or now < self._brisk_until else pause))
         if self._trainers.questions:
             due = min(due, max(now, self._last_round + QUESTION_SECONDS))
-        if self._durable >= self.target > self.published and self._publishing is None:
+        if self._durable >= self.target > self._stored and self._publishing is None:
             due = min(due, self._evaluate_at())
         return due
 
@@ -217,5 +218,6 @@ class PoolState:
             lease_seconds=self.config.lease_seconds,
             origin=self._origin.source if self._origin is not None else Source.SPEC,
             pool=self.config.uid[:253],
+            after=question.after,
         )
         return status_page(page, list(self._boots.values()), self.config, now)
