@@ -111,6 +111,7 @@ class Fence:
         self._reset_at_epoch: int | None = None  # local reset: private until the pool's epoch exceeds this one
         self._distrusted = False
         self._bound = False
+        self._settled = False  # in use, and nothing but lease and global can have changed since that was found out
         self._inside_schedule = False
         self._reporting = False
         self._rehash_seconds = 0.0
@@ -171,6 +172,8 @@ class Fence:
             return self._snapshot
 
     def _refresh(self) -> None:
+        if self._settled and self._clock() < self._lease_until() and self._roots.is_bound(self._snapshot.root):
+            return
         if self._bound and not self._distrusted and not self._roots.is_bound(self._snapshot.root):
             self._distrusted = True
             self.counters["root_overwritten"] += 1
@@ -181,6 +184,7 @@ class Fence:
         if state != self._state:
             self._swap(state)
         self._herald.tell(self._standing)
+        self._settled = self._bound and self._standing.why is Why.IN_USE
 
     def _derive(self) -> tuple[str, int]:
         """(kind, epoch): everything a snapshot depends on. A private kind with a new epoch means a new private root."""
@@ -240,7 +244,7 @@ class Fence:
             if self._granted is not None and epoch < self._granted[0]:
                 self.counters["lower_epoch_refused"] += 1
                 return
-            self._granted = (epoch, mode)
+            self._granted, self._settled = (epoch, mode), False
             self.counters["adoptions"] += 1
             self._refresh()
 
@@ -465,6 +469,7 @@ class Fence:
         """
         with self._lock:
             self._refresh()
+            self._settled = False
             epoch = self._granted[0] if self._granted else -1
             rotated = self._admitted_since_swap
             if epoch >= 0 and self._used_epoch == epoch:
