@@ -47,6 +47,25 @@ def test_gpu_blocks_are_given_back_by_the_last_rank_only() -> None:
     assert ledger.num_gpu_blocks == 0
 
 
+def test_a_read_is_open_until_every_rank_has_reported_it_and_let_go() -> None:
+    ledger = opened(2)
+    assert ledger.reads() == {2}
+    feed(ledger, [JobAck(2, 0, Phase.LOADED, 0, BLOCKS)])
+    assert ledger.reads() == {2}
+    feed(ledger, [JobAck(2, 1, Phase.LOADED, 0, 0, failed=True, busy_slots=(24,))])
+    assert ledger.reads() == {2}
+    feed(ledger, [JobAck(2, 1, Phase.RELEASED, 0, 0)])
+    assert ledger.reads() == set()
+
+
+def test_a_load_from_host_memory_and_a_save_read_nothing() -> None:
+    ledger = Ledger(1)
+    moves = tuple(BlockMove(0, block, 10 + block, 20 + block, bytes([block])) for block in range(BLOCKS))
+    ledger.open_load(LoadJob(2, "r", "ns", moves, 10.0), 0.0)
+    ledger.open_save(save_job(), [], {0: 1}, 0.0)
+    assert ledger.reads() == set()
+
+
 def test_without_a_namespace_a_save_ends_with_the_copy() -> None:
     ledger = opened(1, namespace=None)
     copied, released = feed(ledger, [JobAck(1, 0, Phase.COPIED, 0, BLOCKS)])

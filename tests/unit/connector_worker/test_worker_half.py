@@ -92,6 +92,11 @@ class ObedientStore:
     def release(self, request: Request) -> None:
         resolve(request.ticket.released, None)
 
+    def end_all(self) -> None:
+        for request in self.open:
+            self.answer(request, Outcome.TIMEOUT)
+            self.release(request)
+
     def close(self, timeout: float) -> bool:
         self.closed = True
         return not self.open
@@ -114,6 +119,10 @@ class Rig:
         self.finished: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
         self.acks: dict[tuple[int, Phase], JobAck] = {}
+
+    def address(self, slot: int) -> int:
+        assert self.worker._staging is not None
+        return self.worker._staging.region.slot_address(slot)
 
     def block(self, block: int) -> bytes:
         return self.kv[:, block].numpy().tobytes()
@@ -255,6 +264,7 @@ def test_a_deadline_fails_the_load_at_once_and_names_the_slots_that_are_still_wr
     for _ in range(5):
         rig.collect()
     assert (1, Phase.RELEASED) not in rig.acks
+    assert rig.worker.reads_over() == set()
 
     # The slot is refused to others meanwhile, whoever asks.
     store.policy = lambda kind, transfers: Outcome.OK
@@ -264,8 +274,11 @@ def test_a_deadline_fails_the_load_at_once_and_names_the_slots_that_are_still_wr
 
     store.objects[request.transfers[0].key] = b"late" * (LAYERS * 16)
     store.answer(request, Outcome.OK)  # too late
+    assert 1 not in rig.worker.reads_over()
     store.release(request)
+    assert rig.worker.reads_over() == {1}, "known before anybody collects it"
     rig.until_acked(1, Phase.RELEASED)
+    assert rig.worker.reads_over() == set()
     assert torch.equal(rig.kv, before), "a late answer must not reach the blocks"
     assert rig.finished["r1"] == 1
     rig.step(saves=[save(4, [move(3, 5, 31)])])
@@ -481,7 +494,7 @@ def test_any_schedule_ends_with_every_job_answered_once(seed: int) -> None:
 
     store.policy = policy
     expected: dict[tuple[int, Phase], None] = {}
-    loads = 0
+    loads = num_read = 0
     free_slots = list(range(NUM_SLOTS))  # a scheduler that gives a slot to nobody before it is over
     taken: dict[int, list[int]] = {}
     for job_id in range(1, 120):
@@ -492,6 +505,9 @@ def test_any_schedule_ends_with_every_job_answered_once(seed: int) -> None:
             request = store.open.pop(dice.randrange(len(store.open)))
             store.answer(request, dice.choice([Outcome.OK, Outcome.ABSENT, Outcome.TIMEOUT]))
             store.release(request)
+        read = jobs_being_read(rig, store, taken)
+        assert not rig.worker.reads_over() & read
+        num_read += len(read)
         count = dice.randint(1, 3)
         if len(free_slots) < count:
             continue
@@ -513,17 +529,22 @@ def test_any_schedule_ends_with_every_job_answered_once(seed: int) -> None:
     store.policy = lambda kind, transfers: Outcome.DOWN
     rig.worker.finish_step()
     wait_until(lambda: rig.collect(0.001) and rig.worker.stats()["open_copies"] == 0, 10, "copies over")
-    for request in store.open:
-        store.answer(request, Outcome.TIMEOUT)
-        store.release(request)
+    store.end_all()
     rig.until(lambda: expected.keys() <= rig.acks.keys(), "every phase acknowledged")
     rig.until(lambda: all((job, Phase.RELEASED) in rig.acks for (job, _), ack in list(rig.acks.items()) if ack.busy_slots), "released")
     assert rig.finished.total() == loads
+    assert num_read > 0
     assert set(rig.finished.values()) <= {1}
     assert {key for key in rig.acks if key[1] is not Phase.RELEASED} == expected.keys()
     assert {f"r{job}" for (job, phase), ack in rig.acks.items() if phase is Phase.LOADED and ack.failed} == set(rig.failed)
     stats = rig.worker.stats()
     assert (stats["held_slots"], stats["open_loads"], stats["open_copies"]) == (0, 0, 0)
+
+
+def jobs_being_read(rig: Rig, store: ObedientStore, slots: dict[int, list[int]]) -> set[int]:
+    """Jobs to whose slots the store may still write."""
+    written = {transfer.address for request in store.open if request.kind == "get" for transfer in request.transfers}
+    return {job for job, held in slots.items() if written & {rig.address(slot) for slot in held}}
 
 
 def is_over(rig: Rig, job: int, stored: bool) -> bool:
