@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from epochkv_fence.messages import Mode
 from hack.cluster.controlplane import ControlPlane
 from tests.cluster.fence_engines import FenceEngine, client_keys
 from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, condition, eventually, install_crds
@@ -98,18 +99,23 @@ def test_a_master_that_hangs_delays_publication_for_seconds_and_no_longer(
 ) -> None:
     with OperatorProcess(plane, namespace.name, tmp_path) as operator:
         served(operator, namespace, mooncake, "RemoveAll")
-        os.kill(mooncake.master.popen.pid, signal.SIGSTOP)
-        try:
-            namespace.bump("policy", 1)
-            eventually(lambda: namespace.status("policy").get("targetEpoch") == 1, "recorded")
-            eventually(lambda: reclaimed(namespace) == ("False", "WipeFailed"), f"said so; log:\n{operator.tail()}", 60)
-            assert namespace.status("policy")["epoch"] == 1
-            assert condition(namespace.status("policy"), "EpochConverged")["status"] == "True"
-            assert "admin port" in condition(namespace.status("policy"), "Reclaimed")["message"]
-        finally:
-            os.kill(mooncake.master.popen.pid, signal.SIGCONT)
-        eventually(lambda: mooncake.keys() == [], f"swept later; log:\n{operator.tail()}", 90)
-        eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed"), f"reported; log:\n{operator.tail()}", 60)
+        with engine(operator, namespace) as reader:
+            reader.storeless = True
+            os.kill(mooncake.master.popen.pid, signal.SIGSTOP)
+            try:
+                namespace.bump("policy", 1)
+                eventually(lambda: reader.epoch == 1, f"fenced; log:\n{operator.tail()}")
+                eventually(lambda: reclaimed(namespace) == ("False", "WipeFailed"), f"said so; log:\n{operator.tail()}", 60)
+                assert namespace.status("policy")["epoch"] == 1
+                assert condition(namespace.status("policy"), "EpochConverged")["status"] == "True"
+                assert "admin port" in condition(namespace.status("policy"), "Reclaimed")["message"]
+                assert reader.mode is Mode.USE, "loads go on"
+            finally:
+                os.kill(mooncake.master.popen.pid, signal.SIGCONT)
+            assert len(mooncake.keys()) == 5, "nothing was wiped, also not late"
+            reader.storeless = False
+            eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed"), f"removed by the engine; log:\n{operator.tail()}", 90)
+    mooncake.clear()
 
 
 def test_delete_without_any_engine_is_done_through_the_master(
