@@ -52,6 +52,12 @@ test-cluster: setup-cluster ## Real API server; operator, chart, RBAC
 test-e2e: setup-cluster ## The whole journey in pods
 	@$(TESTS) e2e
 
+simulate: setup ## Fence: random schedules with every fault, any number (SCHEDULES=20000 SEED=random)
+	@$(DEV) -m hack.simulate run --schedules $(or $(SCHEDULES),20000) $(if $(SEED),--seed $(SEED))
+
+simulate-mutants: setup ## Fence: each rule of the protocol taken away must be noticed
+	@$(DEV) -m hack.simulate mutants
+
 lint: setup-engine ## ruff, mypy --strict, import walls, generated files up to date
 	@$(DEV) -m ruff check .
 	@$(DEV) -m ruff format --check .
@@ -79,4 +85,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-unit test-scheduler test-store test-engine test-cluster test-e2e lint generate bench-epoch bench-start bench-staging lock clean
+.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-unit test-scheduler test-store test-engine test-cluster test-e2e simulate simulate-mutants lint generate bench-epoch bench-start bench-staging lock clean

@@ -1,0 +1,110 @@
+"""Simulate the fence: seeded random schedules over the production state machines, with every fault there is.
+
+  run       SCHEDULES schedules from SEED on; ends with "n schedules, 0 violations"
+  mutants   each rule of the protocol taken away; ends with "m of m mutants caught"
+  replay    one seed, with the whole trace
+
+Exit status: 0 when all is well, 1 when an invariant was violated (run, replay) or a mutant was missed (mutants).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+
+from tests.model import parts, schedules, world
+from tests.model.mutants import MUTANTS
+
+PROGRESS_SECONDS = 5.0
+CI_SCHEDULES = 20_000
+
+
+def main() -> int:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(prog="hack.simulate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="random schedules")
+    run.add_argument("--schedules", type=_positive, default=CI_SCHEDULES, help="how many (default: %(default)s)")
+    run.add_argument("--seed", type=int, default=None, help="the first seed (default: a random one, which is printed)")
+    run.add_argument("--focus", choices=sorted(MUTANTS), default="", help="schedules as they are drawn for this mutant, nothing mutated")
+    mutants = commands.add_parser("mutants", help="every rule taken away")
+    mutants.add_argument("--only", choices=sorted(MUTANTS), default=None, help="one of them")
+    replay = commands.add_parser("replay", help="one seed")
+    replay.add_argument("seed", type=int)
+    replay.add_argument("--focus", choices=sorted(MUTANTS), default="", help="as it is drawn for this mutant")
+    replay.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="without this rule")
+    for command in (run, mutants):
+        command.add_argument("--processes", type=_positive, default=None, help="worker processes (default: one per core)")
+    args = parser.parse_args()
+    if args.command == "run":
+        return _run(args.seed, args.schedules, args.focus, args.processes)
+    if args.command == "mutants":
+        return _mutants([args.only] if args.only else list(MUTANTS), args.processes)
+    return _replay(args.seed, args.focus, args.mutant)
+
+
+def _positive(text: str) -> int:
+    number = int(text.replace(",", "").replace("_", ""))
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not above 0")
+    return number
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def _run(seed: int | None, count: int, focus: str, processes: int | None) -> int:
+    first = random.SystemRandom().randrange(10**6, 10**9) if seed is None else seed
+    print(f"seeds {first}..{first + count - 1}", flush=True)
+    said = time.monotonic()
+
+    def progress(report: schedules.Report, seconds: float) -> None:
+        nonlocal said
+        if time.monotonic() - said >= PROGRESS_SECONDS:
+            said = time.monotonic()
+            left = seconds / max(1, report.schedules) * (count - report.schedules)
+            print(
+                f"{report.schedules:,} of {count:,} schedules, {len(report.failures)} violations, about {_minutes(left)} left", flush=True
+            )
+
+    report = schedules.run(first, count, focus=focus, processes=processes, progress=progress)
+    for failure in report.failures:
+        print(f"\n{failure}")
+    print(", ".join(f"{number:,} {what}" for what, number in sorted(report.counts.items())))
+    print(f"{report.schedules:,} schedules, {len(report.failures)} violations")
+    return 1 if report.failures else 0
+
+
+def _mutants(names: list[str], processes: int | None) -> int:
+    print(f"{'seed':>6} {'schedules':>9}  rule taken away: what was violated", flush=True)
+
+    def caught(catch: schedules.Catch) -> None:
+        seed = "-" if catch.seed is None else str(catch.seed)
+        print(f"{seed:>6} {catch.schedules:>9,}  {catch.name}: {catch.violation[:90] or 'NOT CAUGHT'}", flush=True)
+
+    found = schedules.hunt_all(names, processes=processes, caught=caught)
+    number = sum(catch.seed is not None for catch in found.values())
+    print(f"{number} of {len(names)} mutants caught")
+    return 0 if number == len(names) else 1
+
+
+def _replay(seed: int, focus: str, mutant: str) -> int:
+    rules = MUTANTS[mutant].rules if mutant else None
+    fields = MUTANTS[focus or mutant].focus if focus or mutant else None
+    one = world.World(seed, rules, fields)
+    try:
+        one.run()
+    except parts.Violation as violation:
+        print("\n".join(one.trace))
+        print(str(violation).splitlines()[0])
+        return 1
+    print("\n".join(one.trace))
+    print("1 schedule, 0 violations")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

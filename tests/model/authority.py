@@ -1,0 +1,199 @@
+"""The authority and the store's admin: calls whose effect and whose answer come late, out of order, or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from epochkv_fence import hub_events as ev
+from epochkv_fence.authority import PoolRecord, Term
+from tests.model.parts import Call, HubProcess
+
+if TYPE_CHECKING:
+    from tests.model.world import World
+
+MUST_ANSWER = ("lead", "load")
+PATIENCE = 1.0
+"""Seconds after which a hub gives up waiting for an answer."""
+
+
+class Authority:
+    """The durable record, the leadership, and the calls under way."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.record = PoolRecord()
+        self.history = [self.record]
+        self.leader = Term("nobody", 0)
+        self.calls: list[Call] = []
+
+    # ------------------------------------------------------------------ calls
+
+    def call(self, process: HubProcess, kind: str, value: int, origin: Any = None) -> Call:
+        """A hub calls; what comes of it is for `turn` to say."""
+        call = Call(process, kind, value, process.term, self.world.late(), self.world.now + PATIENCE, origin=origin)
+        self.calls.append(call)
+        return call
+
+    def turn(self) -> bool:
+        """One call takes effect, or is answered, or times out (its effect may still come); False: there is none."""
+        world, now = self.world, self.world.now
+        ready = [call for call in self.calls if call.not_before <= now or (now >= call.patience and not call.answered)]
+        if not ready:
+            return False
+        call = world.rng.choice(ready)
+        luck = world.rng.random()
+        if call.not_before > now:
+            self._time_out(call)
+        elif not call.effective and now > call.deadline:
+            call.effective = True  # never, from now on
+        elif not call.effective and (luck < 0.85 or call.kind == "load"):
+            self.effect(call)
+            call.not_before = world.late()
+        elif not call.answered and world.hub_side.free(call.process):
+            if call.effective and call.result is not None and luck < 0.97:
+                self.answer(call)
+            else:
+                self._time_out(call)
+        if call.effective and call.answered:
+            self.calls.remove(call)
+        return True
+
+    def _time_out(self, call: Call) -> None:
+        if call.kind not in MUST_ANSWER and self.world.hub_side.free(call.process):
+            self.world.count("timeouts")
+            self._fail(call)
+
+    def settle(self) -> None:
+        """Without faults: every call takes effect and is answered."""
+        for call in list(self.calls):
+            if not call.effective and self.world.now <= call.deadline:
+                self.effect(call)
+            if not call.answered:
+                if call.result is None:
+                    self._fail(call)
+                else:
+                    self.answer(call)
+            self.calls.remove(call)
+
+    def effect(self, call: Call) -> None:
+        """What the call does, now."""
+        call.effective = True
+        world, old = self.world, self.record
+        call.result = True
+        match call.kind:
+            case "verify":
+                call.result = self._verified(call)
+                call.origin = world.store.readers()
+            case "load":
+                call.result = old
+                if world.rules.stale_load and world.rng.random() < 0.5:
+                    call.result = PoolRecord(0, 0, old.granting)
+            case "record":
+                self._raise(call)
+            case "publish":
+                if call.value > old.target:
+                    call.result = None  # refused: the record was lost
+                elif call.value > old.published:
+                    world.note(f"authority: published {call.value} (by h{call.process.index})")
+                    world.count("published")
+                    self._write(replace(old, published=call.value))
+            case "note":
+                self._write(replace(old, granting=True))
+            case "wipe" | "sweep":
+                self._empty(call)
+
+    def _verified(self, call: Call) -> bool:
+        if self.world.rules.verify_always:
+            return True
+        if self.world.rules.holder_only and call.term is not None:
+            return call.term.holder == self.leader.holder
+        return call.term == self.leader
+
+    def _raise(self, call: Call) -> None:
+        old = self.record
+        if call.value > old.target:
+            self.world.note(f"authority: target {call.value} (by h{call.process.index}: {call.origin})")
+            self.world.count("recorded")
+            self._write(replace(old, target=call.value, origin=call.origin))
+        elif self.world.rules.record_lowers:
+            self._write(replace(old, target=call.value))
+
+    def _write(self, record: PoolRecord) -> None:
+        self.record = record
+        self.history.append(record)
+
+    def _empty(self, call: Call) -> None:
+        world = self.world
+        if world.rng.random() < world.profile.store_fails:
+            call.result = None
+            return
+        call.result = (world.store.wipe() if call.kind == "wipe" else world.store.sweep(),)
+        world.note(f"the store: {call.kind} for {call.value} removes {call.result[0]} keys")
+
+    def answer(self, call: Call) -> None:
+        """The caller learns the result."""
+        call.answered = True
+        side, process = self.world.hub_side, call.process
+        if self.world.hubs[process.index] is not process:
+            return
+        match call.kind:
+            case "verify":
+                side.verified(process, call)
+            case "lead":
+                if process.term is None or call.term is None or process.term.transitions < call.term.transitions:
+                    side.installed(process, call.term)
+            case "load":
+                if process.term == call.term and call.term is not None:
+                    side.loaded(process, ev.Acquired(call.term, call.result))
+            case "record":
+                side.step(process, ev.Recorded(call.value))
+            case "publish":
+                side.step(process, ev.Published(call.value))
+            case "note":
+                side.step(process, ev.Noted())
+            case "wipe":
+                side.step(process, ev.Wiped(call.value, call.result[0], call.result[0] * 100))
+            case "sweep":
+                side.step(process, ev.Swept(call.value, call.result[0], None))
+
+    def _fail(self, call: Call) -> None:
+        """No answer in time, or a refusal."""
+        call.answered = True
+        side, process = self.world.hub_side, call.process
+        if self.world.hubs[process.index] is not process:
+            return
+        match call.kind:
+            case "verify":
+                if process.term == call.term:
+                    process.round_running = False
+                    side.step(process, ev.RoundDropped(call.value))
+            case "record":
+                side.step(process, ev.RecordFailed(call.value))
+            case "publish":
+                side.step(process, ev.PublishFailed(call.value))
+            case "note":
+                side.step(process, ev.NoteFailed())
+            case "wipe":
+                side.step(process, ev.WipeFailed(call.value))
+            case "sweep":
+                side.step(process, ev.SweepFailed(call.value))
+
+    # ------------------------------------------------------------------ leadership and restores
+
+    def elect(self, process: HubProcess) -> None:
+        """Leadership is taken by a write; the winner learns it when that write returns."""
+        self.leader = Term(process.holder, self.leader.transitions + 1)
+        self.world.note(f"h{process.index} takes leadership, {self.leader.transitions}")
+        won = self.call(process, "lead", 0)
+        won.term, won.effective, won.result = self.leader, True, True
+
+    def restore(self) -> None:
+        """An older record comes back, from a backup."""
+        old = self.record
+        if old.published > 0:
+            target = self.world.rng.randrange(old.published)
+            self.record = PoolRecord(target, self.world.rng.randrange(target + 1), True, None)
+            self.world.count("restores")
+            self.world.note(f"authority: restored to {self.record}")
+            self.world.checks.restored()

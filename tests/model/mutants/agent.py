@@ -1,0 +1,122 @@
+"""Rules of the agent (design page "fence", section 3), each taken away."""
+
+from __future__ import annotations
+
+from epochkv_fence import agent as ag
+from epochkv_fence.agent import Agent
+from epochkv_fence.messages import Grant, Propose
+from tests.model.mutants.kind import Mutant
+from tests.model.parts import Rules
+
+
+class _LeaseFromReceipt(Agent):
+    def _refusal(self, grant: Grant, now: float) -> str | None:
+        reason = super()._refusal(grant, now)
+        return None if reason == "expired" else reason
+
+    def _lease_end(self, grant: Grant, now: float) -> float:
+        return now + grant.lease_seconds
+
+
+class _AnyBoot(Agent):
+    def _refusal(self, grant: Grant, now: float) -> str | None:
+        reason = super()._refusal(grant, now)
+        if reason != "other_boot":
+            return reason
+        return super()._refusal(Grant(self.boot, grant.seq, grant.epoch, grant.mode, grant.lease_seconds), now)
+
+
+class _AnyEpoch(Agent):
+    def _refusal(self, grant: Grant, now: float) -> str | None:
+        reason = super()._refusal(grant, now)
+        return None if reason == "lower_epoch" else reason
+
+
+class _ForgetsEpoch(Agent):
+    """Forgets its epoch with its lease, and takes a lower one."""
+
+    def _refusal(self, grant: Grant, now: float) -> str | None:
+        reason = super()._refusal(grant, now)
+        return None if reason == "lower_epoch" and now >= self.lease_until else reason
+
+
+class _LeaseBeforeAdoption(Agent):
+    def _granted(self, grant: Grant, now: float) -> list[ag.Action]:
+        actions = super()._granted(grant, now)
+        if actions:
+            self.lease_until = max(self.lease_until, self._lease_end(grant, now))
+        return actions
+
+
+class _AcknowledgeBeforeAdoption(Agent):
+    def _granted(self, grant: Grant, now: float) -> list[ag.Action]:
+        actions = super()._granted(grant, now)
+        if actions:
+            self._acknowledged = (grant.epoch, grant.mode)
+            return [*self._beat(now), *actions]
+        return actions
+
+
+class _OldGrantsSetTheMode(Agent):
+    def _granted(self, grant: Grant, now: float) -> list[ag.Action]:
+        self._mode_seq = -1
+        return super()._granted(grant, now)
+
+
+class _FailedForGood(Agent):
+    """A failed adoption is never asked for again."""
+
+    def step(self, event: ag.Event, now: float) -> list[ag.Action]:
+        return [] if isinstance(event, ag.AdoptFailed) else super().step(event, now)
+
+
+class _ProposesOnce(Agent):
+    def _beat(self, now: float) -> list[ag.Action]:
+        return [action for action in super()._beat(now) if not (isinstance(action, ag.Send) and isinstance(action.message, Propose))]
+
+
+class _ProposalSaysNow(Agent):
+    """A proposal carries the newest moment, not that of the reset."""
+
+    def _proposals(self) -> list[ag.Action]:
+        return [] if self._proposal is None else [ag.Send(Propose(self.boot, self._proposal.epoch, self.moment))]
+
+
+class _NoRetryWithoutLease(Agent):
+    """Without an answer it never beats again."""
+
+    def _beat(self, now: float) -> list[ag.Action]:
+        actions = super()._beat(now)
+        if now >= self.lease_until and self.lease_seconds is not None:
+            self._beat_due = float("inf")
+        return actions
+
+
+class _BeatsTwiceAsOften(Agent):
+    def _period(self, now: float) -> float:
+        return super()._period(now) / 2
+
+
+CALM = {"takeovers": 0.03, "trouble": 0.03, "restores": False, "reconfigures": False}
+
+AGENT_MUTANTS = {
+    "lease counted from receipt": Mutant(Rules(agent=_LeaseFromReceipt), "3"),
+    "grants not bound to boots": Mutant(Rules(agent=_AnyBoot), "3", {"trouble": 1.0}),
+    "an engine takes a lower epoch": Mutant(Rules(agent=_AnyEpoch), "3"),
+    "an engine forgets its epoch with its lease": Mutant(Rules(agent=_ForgetsEpoch), "3"),
+    "the lease moves before the epoch is adopted": Mutant(Rules(agent=_LeaseBeforeAdoption), "3"),
+    "acknowledged before adopted": Mutant(Rules(agent=_AcknowledgeBeforeAdoption), "3"),
+    "acknowledged inside schedule()": Mutant(Rules(settled_at_once=True), "3", {"pushed": False, **CALM}),
+    "an overtaken grant sets the mode": Mutant(
+        Rules(agent=_OldGrantsSetTheMode), "3", {"pushed": False, "reconfigures": True, "policy": "RemoveAll", "disorder": 0.9}
+    ),
+    "a failed adoption is never tried again": Mutant(Rules(agent=_FailedForGood), "3", {"pushed": False}),
+    "a proposal is sent once": Mutant(Rules(agent=_ProposesOnce), "3", {"pushed": False, "local": "propose"}),
+    "a proposal carries the newest moment": Mutant(
+        Rules(agent=_ProposalSaysNow),
+        "4",
+        {"pushed": True, "local": "propose", "orders": ("engines reset together",), "trouble": 1.0, "restores": False},
+    ),
+    "no heartbeats without a lease": Mutant(Rules(agent=_NoRetryWithoutLease), "3", {"pushed": False}),
+    "heartbeats twice as often": Mutant(Rules(agent=_BeatsTwiceAsOften), "7", {"pushed": False}),
+}

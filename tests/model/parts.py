@@ -1,0 +1,268 @@
+"""What the simulated world is made of, and what a schedule contains. Everything random comes from one seeded generator.
+
+Times are in seconds of the world's own clock; engines, hubs and trainers see it through clocks of their own, whose rates
+differ by as much as the pool's margin allows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from epochkv_fence import agent as ag
+from epochkv_fence import hub_events as ev
+from epochkv_fence.agent import Agent
+from epochkv_fence.authority import Term
+from epochkv_fence.hub import Hub
+from epochkv_fence.messages import Message, Mode, Moment
+from epochkv_fence.pool import PoolConfig, ReclaimPolicy
+
+START = 1000.0
+LEASE = 4.0
+LONGER_LEASE = 6.0
+MARGIN = 1.0  # max(1 s, 10 %)
+SPREAD = 1.249
+"""Fastest clock over slowest: a lease of 4 s on the slowest ends just inside lease and margin on the fastest."""
+SPREAD_WITH_LONGER_LEASE = 1.16
+JOIN_AFTER = 3.0
+PUSH_TO_ASK = 2.9
+"""Pools that rely on `joinAfterSeconds` set it above this time from the start of a push to the ask."""
+RECLAIM_SECONDS = 2.0
+STORE_LEASE = 1.5
+"""How long a key that is read cannot be removed, and within which time a write lands: below `reclaim_seconds`."""
+MAX_IN_FLIGHT = 80
+
+PUSHED_ORDERS = (
+    "spec, push under pause",
+    "spec, fence first",
+    "client, push under pause",
+    "client, push under pause, failing",
+    "client, fence first",
+    "client, fence first, failing",
+    "client, reset after a push",
+    "engines reset together",
+)
+MODEL_ORDERS = ("spec, reset", "client, reset", "client, reset, no waiting", "engines reset together", "one engine reset")
+Policy = ReclaimPolicy
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass
+class Rules:
+    """Rules outside the state machines that a mutant takes away, and the state machines themselves."""
+
+    verify_always: bool = False
+    read_before_collecting: bool = False
+    holder_only: bool = False
+    stale_load: bool = False
+    record_lowers: bool = False
+    wipe_without_read: bool = False
+    settled_at_once: bool = False
+    lease_unchecked_after_load: bool = False
+    loads_never_poisoned: bool = False
+    saves_under_old_pins: bool = False
+    bypass_shares: bool = False
+    local_reset_keeps_unused: bool = False
+    local_reset_without_floor: bool = False
+    read_in_any_term: bool = False
+    trainer_resumes_unpublished: bool = False
+    trainer_lists_on_exit: bool = False
+    trainer_says_now: bool = False
+    trainer_takes_any_epoch: bool = False
+    config_late: bool = False
+    agent: Callable[[bytes], Agent] = Agent
+    hub: Callable[[PoolConfig, bytes], Hub] = Hub
+
+
+@dataclass
+class Profile:
+    """What one schedule contains. A focus fixes some of it; the rest is drawn from the seed."""
+
+    engines: int
+    steps: int
+    pushed: bool
+    policy: Policy
+    store_admin: bool
+    orders: tuple[str, ...]
+    local: Literal["private", "propose"]
+    restores: bool
+    reconfigures: bool
+    pace: float
+    disorder: float
+    trouble: float
+    takeovers: float
+    told_late: float
+    watch: float
+    freezes: float
+    blind_loads: bool
+    store_fails: float
+    busy_store: bool
+    push_crashes: float
+
+    @classmethod
+    def draw(cls, rng: random.Random, focus: dict[str, Any] | None = None) -> Profile:
+        """A profile of this seed, with the fields of `focus` as given there."""
+        focus = focus or {}
+        pushed = focus.get("pushed", rng.random() < 0.6)
+        policy = focus.get("policy", rng.choice(["Delete", "Delete", "RemoveAll", "RemoveAll", "Retain"]))
+        orders = PUSHED_ORDERS if pushed else MODEL_ORDERS
+        values = {
+            "engines": rng.choice([1, 2, 2, 3, 3, 4]),
+            "steps": rng.choice([400, 800, 1600]),
+            "pushed": pushed,
+            "policy": policy,
+            "store_admin": policy == "RemoveAll" or rng.random() < 0.3,
+            "orders": tuple(rng.sample(orders, rng.choice([1, 2, len(orders)]))),
+            "local": rng.choice(["private", "propose"]),
+            "restores": rng.random() < 0.06,
+            "reconfigures": rng.random() < 0.15,
+            "pace": rng.choice([0.1, 0.2, 0.4, 1.0]),
+            "disorder": rng.choice([0.1, 0.4, 0.9]),
+            "trouble": rng.choice([0.03, 0.1, 0.3, 1.0]),
+            "takeovers": rng.choice([0.02, 0.1, 0.3, 1.0]),
+            "told_late": rng.choice([0.1, 1.0]),
+            "watch": rng.choice([0.1, 1.0]),
+            "freezes": rng.choice([0.03, 0.2, 1.0]),
+            "blind_loads": rng.random() < 0.15,
+            "store_fails": rng.choice([0.0, 0.1, 0.6]),
+            "busy_store": rng.random() < 0.5,
+            "push_crashes": rng.choice([0.0, 0.1, 0.3]),
+        }
+        return cls(**{**values, **focus})
+
+    def config(self, lease: float = LEASE) -> PoolConfig:
+        """The pool's configuration at the start."""
+        return PoolConfig(
+            uid="u",
+            name="sim",
+            client_public_keys=(),
+            lease_seconds=lease,
+            join_after_seconds=JOIN_AFTER,
+            weights_source="Pushed" if self.pushed else "Model",
+            reclaim=self.policy,
+            reclaim_seconds=RECLAIM_SECONDS,
+            store_admin=self.store_admin,
+        )
+
+
+@dataclass(slots=True)
+class Spec:
+    """What the pool's owner asks for: `resetEpoch`, `weightsVersion`, and whether `weightsReady` equals it."""
+
+    epoch: int = 0
+    version: str = ""
+    ready: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """A monotonic clock: the world's time at a rate and an offset of its own."""
+
+    rate: float
+    offset: float
+
+    def read(self, now: float) -> float:
+        return self.offset + now * self.rate
+
+
+@dataclass(slots=True)
+class Load:
+    """A read from the store under way in an engine."""
+
+    epoch: int
+    block: int
+    weights: int
+    ends: float
+    leased_until: float  # the store keeps the key so long
+    poisoned: bool = False
+    foreign: bool = False  # the store was wiped while it read
+
+
+@dataclass(slots=True)
+class Lookup:
+    """A `schedule()` under way: it has answered a lookup under this root and has not admitted the request yet."""
+
+    epoch: int
+    lease_until: float
+
+
+@dataclass(slots=True)
+class Engine:
+    """One engine slot; a restart puts a new boot into it. Agent and scheduler freeze together."""
+
+    index: int
+    clock: Clock
+    agent: Agent
+    born: float
+    knows_loading: bool
+    weights: int = 0
+    paused: bool = False
+    bound: int | None = None
+    bound_mode: Mode = Mode.BYPASS
+    private_at: int | None = None  # its caches were reset alone at this epoch
+    floor_unknown: bool = False  # they were, without a lease: which epoch that was is for the next grant to say
+    reset_moment: Moment | None = None
+    used: set[int] = field(default_factory=set)
+    settling: bool = False
+    lookup: Lookup | None = None
+    blocks: dict[tuple[int, int], int] = field(default_factory=dict)  # L1: (epoch, block) -> weights it was made with
+    loads: list[Load] = field(default_factory=list)
+    queue: list[ag.Action] = field(default_factory=list)
+    frozen_until: float = 0.0
+    beats: int = 0
+    highest: int = 0  # epoch seen in this boot
+
+    def open_loads(self, now: float) -> list[Load]:
+        """Reads that may still deliver bytes."""
+        return [load for load in self.loads if load.ends > now]
+
+
+@dataclass(slots=True)
+class HubProcess:
+    """One hub process slot and what `transport.HubServer` keeps around the state machine."""
+
+    index: int
+    clock: Clock
+    hub: Hub
+    holder: str
+    incarnation: int
+    term: Term | None = None
+    rounds: int = 0
+    round_running: bool = False
+    frozen_until: float = 0.0
+    queue: list[ev.Action] = field(default_factory=list)
+    target: int = 0  # highest seen in this process
+    published: int = 0
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of a hub to the authority or the store: its effect and its answer are two steps, either late or never."""
+
+    process: HubProcess
+    kind: str
+    value: int
+    term: Term | None
+    not_before: float = 0.0
+    patience: float = float("inf")  # no answer until then: the caller gives up
+    deadline: float = float("inf")  # no effect after this
+    origin: Any = None
+    effective: bool = False
+    answered: bool = False
+    result: Any = None
+
+
+@dataclass(slots=True)
+class Packet:
+    """A message in flight, as frames, from `sender` to `receiver`: `e0`, `h1`, `t`."""
+
+    sender: str
+    receiver: str
+    message: Message
+    frames: list[bytes]
+    not_before: float = 0.0

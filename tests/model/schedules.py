@@ -1,0 +1,153 @@
+"""Many schedules in a process pool: what the tests run, and `make simulate` and `make simulate-mutants` with them.
+
+What is found does not depend on the number of processes: every seed is a world of its own.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.model.mutants import MUTANTS
+from tests.model.parts import Violation
+from tests.model.world import simulate
+
+CHUNK = 50
+MUTANT_BUDGET = 1500
+"""Schedules after which a mutant counts as not caught."""
+FIRST_MUTANT_SEED = 0
+
+
+@dataclass
+class Failure:
+    """A seed that violates an invariant."""
+
+    seed: int
+    text: str
+    focus: str = ""
+
+    def __str__(self) -> str:
+        focus = f" --focus {self.focus!r}" if self.focus else ""
+        return f"{self.text}\nreplay: .build/venv/bin/python -m hack.simulate replay {self.seed}{focus}"
+
+
+@dataclass
+class Report:
+    """What some schedules gave."""
+
+    schedules: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+
+    def add(self, other: Report) -> None:
+        """Take another report into this one."""
+        self.schedules += other.schedules
+        self.counts.update(other.counts)
+        self.failures += other.failures
+
+
+@dataclass(frozen=True)
+class Catch:
+    """A mutant and the schedule that noticed it; `seed` is None when none did."""
+
+    name: str
+    seed: int | None
+    schedules: int
+    violation: str
+
+
+def run_chunk(first: int, count: int, focus: str = "") -> Report:
+    """Schedules of consecutive seeds, in this process."""
+    report = Report()
+    fields: dict[str, Any] | None = MUTANTS[focus].focus if focus else None
+    for seed in range(first, first + count):
+        report.schedules += 1
+        try:
+            report.counts.update(simulate(seed, focus=fields).counts)
+        except Violation as violation:
+            report.failures.append(Failure(seed, str(violation), focus))
+    return report
+
+
+def hunt(name: str, budget: int = MUTANT_BUDGET) -> Catch:
+    """Schedules without the rule, until one violates an invariant."""
+    mutant = MUTANTS[name]
+    for index in range(budget):
+        seed = FIRST_MUTANT_SEED + index
+        try:
+            simulate(seed, mutant.rules, mutant.focus)
+        except Violation as violation:
+            found = str(violation).splitlines()[0].split(": ", 1)[1]
+            try:
+                simulate(seed, None, mutant.focus)
+            except Violation as real:
+                return Catch(name, None, index + 1, f"violated with the rule, too: {real}")
+            return Catch(name, seed, index + 1, found)
+    return Catch(name, None, budget, "")
+
+
+@contextmanager
+def pool(processes: int | None = None) -> Iterator[ProcessPoolExecutor]:
+    """Worker processes, one per core."""
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(processes or os.cpu_count() or 1, mp_context=context) as executor:
+        try:
+            yield executor
+        finally:
+            executor.shutdown(cancel_futures=True)
+
+
+def run(
+    first: int,
+    count: int,
+    *,
+    focus: str = "",
+    processes: int | None = None,
+    progress: Callable[[Report, float], None] | None = None,
+    stop_after: int = 5,
+) -> Report:
+    """Schedules of `count` seeds from `first` on.
+
+    Args:
+        progress: called now and then with what is done and the seconds it took.
+        stop_after: failures after which no more chunks are begun.
+    """
+    total = Report()
+    began = time.monotonic()
+    chunks = [(seed, min(CHUNK, first + count - seed)) for seed in range(first, first + count, CHUNK)]
+    with pool(processes) as executor:
+        open_chunks: set[Future[Report]] = set()
+        while chunks or open_chunks:
+            while chunks and len(open_chunks) < 2 * (processes or os.cpu_count() or 1):
+                open_chunks.add(executor.submit(run_chunk, *chunks.pop(0), focus))
+            done, open_chunks = wait(open_chunks, return_when=FIRST_COMPLETED)
+            for future in done:
+                total.add(future.result())
+            if progress is not None:
+                progress(total, time.monotonic() - began)
+            if len(total.failures) >= stop_after:
+                chunks = []
+    total.failures.sort(key=lambda failure: failure.seed)
+    return total
+
+
+def hunt_all(names: list[str], *, processes: int | None = None, caught: Callable[[Catch], None] | None = None) -> dict[str, Catch]:
+    """Every mutant, side by side; `caught` is called with each as it ends."""
+    found: dict[str, Catch] = {}
+    with pool(processes) as executor:
+        waiting = {executor.submit(hunt, name) for name in names}
+        while waiting:
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            for future in done:
+                catch = future.result()
+                found[catch.name] = catch
+                if caught is not None:
+                    caught(catch)
+    return found

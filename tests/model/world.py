@@ -1,0 +1,167 @@
+"""A world for the fence: the production `Agent` and `Hub`, everything around them made of seeded random faults.
+
+Engines, hubs, network, authority, store and trainer take steps in an order drawn from a seed. Messages are lost,
+duplicated, reordered and late by any amount; processes restart and freeze between any two actions, and their clocks run at
+any rate the margin allows; leadership moves at any time, old leaders learn it late, their reads and writes land late or not
+at all. After every step the invariants of the design page "fence" are checked.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from tests.model.authority import Authority
+from tests.model.calm import Calm
+from tests.model.checks import Checks
+from tests.model.engines import EngineSide
+from tests.model.hubs import HubSide
+from tests.model.network import Network
+from tests.model.parts import (
+    LEASE,
+    LONGER_LEASE,
+    SPREAD,
+    SPREAD_WITH_LONGER_LEASE,
+    START,
+    Clock,
+    Profile,
+    Rules,
+    Spec,
+    Violation,
+)
+from tests.model.store import Store
+from tests.model.trainer import Trainer
+
+TRACE_LINES = 60
+IDLE = 0.3
+"""How often time passes when what was drawn has nothing to do."""
+
+
+class World:
+    """One schedule."""
+
+    def __init__(self, seed: int, rules: Rules | None = None, focus: dict[str, Any] | None = None) -> None:
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.rules = rules or Rules()
+        self.profile = Profile.draw(self.rng, focus)
+        self.now = START
+        self.calm = False
+        self.trace: list[str] = []
+        self.counts: dict[str, int] = {}
+        spread = SPREAD_WITH_LONGER_LEASE if self.profile.reconfigures else SPREAD
+        slowest = self.rng.uniform(0.8, 1.0)
+        self.rates = (slowest, slowest * spread)
+        self.config = self.profile.config()
+        self.weights = 0
+        self.spec = Spec()
+        self.checks = Checks(self)
+        self.network = Network(self)
+        self.authority = Authority(self)
+        self.store = Store(self)
+        self.engine_side = EngineSide(self)
+        self.hub_side = HubSide(self)
+        self.engines = [self.engine_side.make(index) for index in range(self.profile.engines)]
+        self.hubs = [self.hub_side.make(index) for index in (0, 1)]
+        self.trainer = Trainer(self)
+
+    # ------------------------------------------------------------------ helpers of the parts
+
+    def clock(self) -> Clock:
+        """A new process's clock."""
+        low, high = self.rates
+        return Clock(self.rng.choice([low, low, high, high, self.rng.uniform(low, high)]), self.rng.uniform(0, 1e4))
+
+    def late(self) -> float:
+        """Until when a message or an answer is held back: mostly not at all, sometimes for longer than any lease."""
+        if self.calm or self.rng.random() >= 0.1:
+            return 0.0
+        return self.now + self.rng.choice([0.5, 2.0, 6.0, 12.0])
+
+    def note(self, text: str) -> None:
+        """Add a line to the trace."""
+        self.trace.append(f"{self.now - START:8.2f}  {text}")
+
+    def count(self, what: str) -> None:
+        """Count something, for statistics and for I5."""
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    def change_config(self) -> None:
+        """The pool's owner changes its configuration; hubs learn it later."""
+        choices: list[dict[str, Any]] = [{"reclaim": policy, "store_admin": True} for policy in ("Delete", "RemoveAll", "Retain")]
+        if self.config.lease_seconds == LEASE:
+            choices.append({"lease_seconds": LONGER_LEASE})
+        change = self.rng.choice(choices)
+        self.config = replace(self.config, **change)
+        self.count("configurations")
+        self.note(f"the pool's owner changes {change}")
+
+    # ------------------------------------------------------------------ running
+
+    def run(self) -> None:
+        """Random steps, then all faults end and publication must follow.
+
+        Raises:
+            Violation: with the seed and the end of the trace.
+        """
+        self.authority.elect(self.hubs[0])
+        choices = self._choices()
+        weights = [weight for weight, _ in choices]
+        calls = [call for _, call in choices]
+        try:
+            for call in self.rng.choices(calls, weights, k=self.profile.steps):
+                if call() is False and self.rng.random() < IDLE:
+                    self._advance()
+                self.checks.step()
+            self.count("schedules that publish" if self.counts.get("published") else "schedules that do not")
+            Calm(self).run()
+        except Violation as violation:
+            lines = "\n".join(self.trace[-TRACE_LINES:])
+            raise Violation(f"seed {self.seed}: {violation}\n{self.profile}\n{lines}") from None
+
+    def _choices(self) -> list[tuple[float, Callable[[], object]]]:
+        profile = self.profile
+        choices: list[tuple[float, Callable[[], object]]] = [
+            (16, self._advance),
+            (45, self.network.deliver),
+            (26, self.engine_side.turn),
+            (24, self.engine_side.serve),
+            (16, self.hub_side.turn),
+            (24, self.authority.turn),
+            (10, self.trainer.turn),
+            (1.0 * profile.trouble, self.engine_side.restart),
+            (0.3 * profile.trouble, self.hub_side.restart),
+            (0.1 * profile.trouble, self.trainer.restart),
+            (1.2 * profile.freezes, self._freeze),
+            (1.4 * profile.takeovers, self.hub_side.takeover),
+            (0.6 * profile.told_late, self.hub_side.told_late),
+            (0.8 * profile.watch, self.hub_side.observe),
+        ]
+        if profile.restores:
+            choices.append((0.3, self.authority.restore))
+        if profile.reconfigures:
+            choices.append((1.0, self.hub_side.reconfigure))
+        return choices
+
+    def _advance(self) -> None:
+        self.now += self.profile.pace * self.rng.choice([0.02, 0.1, 0.3, 0.3, 1.0])
+        self.store.land()
+        self.engine_side.reclaim()
+
+    def _freeze(self) -> None:
+        who = self.rng.choice([*self.engines, *self.hubs, self.trainer])
+        who.frozen_until = self.now + self.rng.choice([0.5, 2.0, 6.0, 12.0])
+        self.count("freezes")
+
+
+def simulate(seed: int, rules: Rules | None = None, focus: dict[str, Any] | None = None) -> World:
+    """Run one schedule.
+
+    Raises:
+        Violation: with the seed and the end of the trace.
+    """
+    world = World(seed, rules, focus)
+    world.run()
+    return world
