@@ -215,3 +215,12 @@ def test_every_field_is_explained(plane: ControlPlane) -> None:
         text = kubectl(plane, "explain", resource, "--recursive=false")
         assert "<no description>" not in text
     assert "invalidate all KV of the pool" in kubectl(plane, "explain", "kvp.spec.resetEpoch")
+
+
+def test_the_samples_are_accepted(plane: ControlPlane) -> None:
+    made = kubectl(plane, "apply", "--dry-run=server", "--validate=strict", "-f", str(Path(__file__).parents[2] / "config/samples"))
+    assert sorted(line.split()[0] for line in made.splitlines()) == [
+        "inferenceengine.epochkv.io/rollout",
+        "kvcachepool.epochkv.io/policy",
+        "pod/trainer",
+    ]

@@ -274,7 +274,7 @@ class InferenceEngineStatus(StatusModel):
     """What the engine is."""
 
     conditions: Conditions | None = None
-    """`Ready`, `Available`; with a poolRef also `PoolBound` and `EpochCurrent`."""
+    """`Ready`, `Available`; with a poolRef also `PoolBound`, `EpochCurrent` and (with pushed weights) `WeightsCurrent`."""
     observed_generation: Generation | None = None
     """The `metadata.generation` this status was computed from."""
     replicas: Count | None = None
