@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
-from epochkv_fence.client.background import Background
+from epochkv_fence.client.background import Background, closed_meanwhile
 from epochkv_fence.client.calls import Calls, Progress, Update, check_arguments, check_order, check_timeout, check_version
 from epochkv_fence.client.errors import PoolError
 from epochkv_fence.client.pool import CONNECT_SECONDS, LOOK_SECONDS, RESET_SECONDS, Config, note_failure, open_calls
@@ -116,7 +116,14 @@ class AsyncPool:
         await asyncio.to_thread(self._background.stop)
 
     async def _do(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(self._background.submit(work))
+        future = self._background.submit(work)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if future.cancelled() and (task is None or not task.cancelling()):
+                raise closed_meanwhile() from None
+            raise
 
     async def __aenter__(self) -> Self:
         return self

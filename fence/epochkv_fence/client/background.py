@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, Final, TypeVar
 
 from epochkv_fence.client.errors import HubUnreachable, PoolClosed
@@ -63,6 +63,8 @@ class Background:
         future = self.submit(work)
         try:
             return future.result(seconds + GRACE_SECONDS)
+        except CancelledError as error:
+            raise closed_meanwhile() from error
         except TimeoutError as error:
             if future.done():
                 raise
@@ -73,6 +75,11 @@ class Background:
     def stop(self) -> None:
         """End the thread; everything that still runs there is cancelled. Safe to call twice, and in a fork."""
         self._finalizer()
+
+
+def closed_meanwhile() -> PoolClosed:
+    """Somebody closed the pool while a call was under way."""
+    return PoolClosed("this pool was closed while the call was under way; what was asked for may still happen")
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:

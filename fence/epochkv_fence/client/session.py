@@ -75,7 +75,6 @@ class Session:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.counters: Counter[str] = Counter()
-        self._context: zmq.asyncio.Context | None = None
         self._dealer: zmq.asyncio.Socket | None = None
         self._task: asyncio.Task[None] | None = None
         self._conversations: dict[int, Conversation] = {}
@@ -94,7 +93,6 @@ class Session:
             ConnectionError_: the credentials cannot be used.
         """
         keys = self.connection.client_keys()
-        self._context = zmq.asyncio.Context()
         self._task = asyncio.get_running_loop().create_task(self._run(keys))
 
     async def close(self) -> None:
@@ -102,9 +100,6 @@ class Session:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task], timeout=1.0)
-        if self._context is not None:
-            self._context.destroy(linger=0)
-        self._context = None
 
     # ------------------------------------------------------------------ asking
 
@@ -145,9 +140,17 @@ class Session:
     # ------------------------------------------------------------------ the connection
 
     async def _run(self, keys: ClientKeys) -> None:
+        """Until it is cancelled. The context ends here, on its own thread: ended by garbage collection it could wait for ever."""
+        context = zmq.asyncio.Context()
+        try:
+            await self._redial(context, keys)
+        finally:
+            context.destroy(linger=0)
+
+    async def _redial(self, context: zmq.asyncio.Context, keys: ClientKeys) -> None:
         while True:
             try:
-                await self._dial(keys)
+                await self._dial(context, keys)
             except Exception as error:
                 self.counters["failed"] += 1
                 self._problem = f"the client's connection failed: {error!r}"
@@ -158,11 +161,10 @@ class Session:
             except ConnectionError_ as error:
                 self._problem = str(error)
 
-    async def _dial(self, keys: ClientKeys) -> None:
+    async def _dial(self, context: zmq.asyncio.Context, keys: ClientKeys) -> None:
         """One socket, until it is time for another one."""
-        assert self._context is not None
         loop = asyncio.get_running_loop()
-        dealer = _open(self._context, keys, "[" in self.connection.hub.endpoint)
+        dealer = _open(context, keys, "[" in self.connection.hub.endpoint)
         monitor: zmq.asyncio.Socket = dealer.get_monitor_socket(MONITORED)
         work = [loop.create_task(part) for part in (self._receive(dealer), self._watch(monitor), self._notice_silence())]
         self._dealer = dealer
@@ -178,6 +180,7 @@ class Session:
             await asyncio.gather(*work, return_exceptions=True)
             with contextlib.suppress(zmq.ZMQError):
                 dealer.disable_monitor()
+            monitor.close(linger=0)
             dealer.close(linger=0)
             self.counters["hung_up"] += 1
 

@@ -1,0 +1,455 @@
+"""The trainer's client against real hubs and agents: what a reset means, and that no fault makes it mean less."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from epochkv_fence.cli.state import retire_previous, rotate_keys
+from epochkv_fence.client import (
+    HubUnreachable,
+    KeyRefused,
+    Pool,
+    PoolClosed,
+    ResetNotRecorded,
+    ResetTimeout,
+    WrongPool,
+)
+from epochkv_fence.connection import Connection
+from epochkv_fence.transport import generate_keypair
+from tests.helpers_fence import eventually
+from tests.helpers_hub import HubProcess, HubWorld, Switch, free_port, hub_world, together, using
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[HubWorld]:
+    """Engines join by age at once: plain resets keep everybody sharing."""
+    with hub_world(tmp_path / "state", join_after_seconds=0.0) as made:
+        yield made
+
+
+def client_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "epochkv-client"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- resets
+
+
+def test_a_reset_returns_when_every_engine_has_moved(world: HubWorld) -> None:
+    agents = world.serving(2)
+    agents[0][1].num_carried = 3
+    pool = world.connect()
+    reset = pool.reset(weights_version="step-1")
+    assert (reset.epoch, reset.published, reset.engines, reset.laggards) == (1, True, 2, ())
+    assert (reset.noop, reset.carried, reset.weights_version) == (False, 3, "step-1")
+    assert all(agent.view.epoch == 1 for agent, _ in agents)
+    snapshot = world.snapshot()
+    assert (snapshot.target, snapshot.published, snapshot.weights_version) == (1, 1, "step-1")
+    assert snapshot.origin is not None
+    assert snapshot.origin.source.value == "Trainer"
+    eventually(lambda: all(using(agent, 1) for agent, _ in agents), what="everyone shares again")
+
+
+def test_the_next_epoch_and_a_named_one(world: HubWorld) -> None:
+    world.serving(1)
+    pool = world.connect()
+    assert [pool.reset().epoch for _ in range(3)] == [1, 2, 3]
+    skipped = pool.reset(epoch=10)
+    assert (skipped.epoch, skipped.published, skipped.noop) == (10, True, False)
+    again = pool.reset(epoch=10)
+    assert (again.epoch, again.published, again.noop) == (10, True, True)
+    lower = pool.reset(epoch=4)
+    assert (lower.epoch, lower.published, lower.noop) == (4, True, True)
+    assert world.snapshot().target == 10
+    assert pool.reset().epoch == 11
+
+
+def test_without_waiting_it_returns_when_it_is_recorded(world: HubWorld) -> None:
+    ((_, engine),) = world.serving(1)
+    engine.is_busy = True
+    pool = world.connect()
+    reset = pool.reset(wait=False)
+    assert (reset.epoch, reset.published, reset.laggards) == (1, False, ("engine-0",))
+    assert world.snapshot().target == 1
+    engine.is_busy = False
+    done = pool.wait(1, timeout_s=20)
+    assert (done.epoch, done.published, done.laggards) == (1, True, ())
+
+
+def test_an_engine_that_never_acknowledges_is_named_and_fenced_by_its_lease(tmp_path: Path) -> None:
+    with hub_world(tmp_path / "state", lease_seconds=2.0, join_after_seconds=0.0) as world:
+        agents = world.serving(2)
+        agents[0][1].is_busy = True
+        pool = world.connect()
+        reset = pool.reset(timeout_s=0.5)
+        assert (reset.epoch, reset.published, reset.laggards) == (1, False, ("engine-0",))
+        with pytest.raises(ResetTimeout, match=r"epoch 1 is recorded and not published .* not yet acknowledged by: engine-0") as caught:
+            pool.reset(epoch=1, timeout_s=0.3, on_failure="crash")
+        assert caught.value.reset.laggards == ("engine-0",)
+        done = pool.reset(epoch=1, timeout_s=30)
+        assert done.published
+        assert done.laggards == ("engine-0",)  # it still has not: its lease was waited for
+        assert time.monotonic() >= agents[0][0].view.lease_until or agents[0][0].view.epoch == 1
+
+
+def test_progress_is_told_with_names(tmp_path: Path) -> None:
+    with hub_world(tmp_path / "state", lease_seconds=30.0, join_after_seconds=0.0) as world:
+        ((_, engine),) = world.serving(1)
+        engine.is_busy = True
+        told = []
+        pool = world.connect()
+        pool.reset(timeout_s=4.0, progress=told.append)
+        assert [standing.recorded for standing in told][-1]
+        assert told[-1].names == ("engine-0",)
+        assert not told[-1].published
+
+
+def test_waiting_for_what_nobody_asked_for_ends(world: HubWorld) -> None:
+    pool = world.connect()
+    with pytest.raises(ResetTimeout, match=r"epoch 5 is not published after 0\.3 s; nobody has asked for it \(the target is 0\)"):
+        pool.wait(5, timeout_s=0.3)
+
+
+def test_status_shows_the_engines_by_name(world: HubWorld) -> None:
+    agents = world.serving(2)
+    agents[1][1].num_carried = 2
+    agents[1][0].poke()
+    pool = world.connect()
+    eventually(lambda: pool.status().engines[1].carried == 2)
+    status = pool.status()
+    assert (status.name, status.target, status.published, status.converged, status.lease_seconds) == ("policy", 0, 0, True, 30.0)
+    assert status.uid == pool.uid
+    assert [(engine.name, engine.state, engine.epoch, engine.fingerprint) for engine in status.engines] == [
+        ("engine-0", "use", 0, "fp"),
+        ("engine-1", "use", 0, "fp"),
+    ]
+    assert pool.engines()[0].boot == agents[0][0]._agent.boot.hex()
+
+
+# ---------------------------------------------------------------------------------------------------------- many at once
+
+
+def test_named_epochs_of_many_threads_converge_to_the_maximum(world: HubWorld) -> None:
+    world.serving(2)
+    pool, other = world.connect(), world.connect()
+    resets = together([lambda epoch=epoch: (pool, other)[epoch % 2].reset(epoch=epoch) for epoch in range(1, 17)])
+    assert all(reset.published for reset in resets)
+    snapshot = world.snapshot()
+    assert (snapshot.target, snapshot.published) == (16, 16)
+
+
+def test_updates_of_many_threads_each_get_an_epoch_of_their_own(world: HubWorld) -> None:
+    """An epoch of another version may be older than this one's push: it is exceeded, not joined."""
+    world.serving(2)
+    pools = [world.connect() for _ in range(3)]
+    works = [lambda number=number: pools[number % 3].reset(weights_version=f"v{number}") for number in range(9)]
+    epochs = [reset.epoch for reset in together(works)]
+    assert len(set(epochs)) == 9
+    assert world.snapshot().published == max(epochs)
+
+
+def test_an_epoch_that_the_owner_took_first_is_exceeded(world: HubWorld) -> None:
+    ((_, engine),) = world.serving(1)
+    pool = world.connect()
+    engine.is_busy = True
+    world.ask(1)
+    eventually(lambda: world.snapshot().target == 1)
+    engine.is_busy = False
+    reset = pool.reset(weights_version="mine")
+    assert reset.epoch == 2
+    assert world.snapshot().weights_version == "mine"
+
+
+RESETTER = """
+import sys
+from epochkv_fence.client import Pool
+with Pool.connect(sys.argv[1]) as pool:
+    for number in range(5):
+        print(pool.reset(weights_version=f"{sys.argv[2]}-{number}").epoch)
+"""
+
+
+def test_many_processes_at_once(world: HubWorld) -> None:
+    world.serving(1)
+    children = [
+        subprocess.Popen([sys.executable, "-c", RESETTER, str(world.folder), f"p{number}"], stdout=subprocess.PIPE, text=True)
+        for number in range(4)
+    ]
+    epochs: list[int] = []
+    for child in children:
+        text, _ = child.communicate(timeout=120)
+        assert child.returncode == 0
+        mine = [int(line) for line in text.split()]
+        assert mine == sorted(mine)
+        epochs += mine
+    assert len(set(epochs)) == 20
+    assert world.snapshot().published == max(epochs)
+
+
+# ------------------------------------------------------------------------------------------------------------ hub faults
+
+
+def test_nobody_listens() -> None:
+    connection = {"pool": {"name": "p", "uid": "u"}, "hub": {"endpoint": f"tcp://127.0.0.1:{free_port()}"}}
+    pair = generate_keypair()
+    environ = {
+        "EPOCHKV_HUB_PUBLIC_KEY": generate_keypair().public,
+        "EPOCHKV_CLIENT_PUBLIC_KEY": pair.public,
+        "EPOCHKV_CLIENT_SECRET_KEY": pair.secret,
+    }
+    before = len(client_threads())
+    with pytest.raises(HubUnreachable, match=r"no answer from the hub at tcp://127\.0\.0\.1:\d+: nobody listens there"):
+        Pool.connect(Connection.load(connection, environ), timeout_s=0.5)
+    eventually(lambda: len(client_threads()) == before, what="the thread ends")
+
+
+def test_a_key_that_is_refused_and_a_hub_that_is_another(world: HubWorld, tmp_path: Path) -> None:
+    with hub_world(tmp_path / "other") as other:
+        mixed = tmp_path / "mixed"
+
+        def take(**files: Path) -> Path:
+            mixed.mkdir(exist_ok=True)
+            for name in ("connection.json", "hub.pub", "client.pub", "client.key"):
+                folder = files.get(name.split(".")[0], world.folder)
+                (mixed / name).write_bytes((folder / name).read_bytes())
+            return mixed
+
+        started = time.monotonic()
+        with pytest.raises(KeyRefused, match="it refuses our key"):
+            Pool.connect(take(client=other.folder), timeout_s=60)
+        assert time.monotonic() - started < 30  # a wrong key is not waited for
+        with pytest.raises(KeyRefused, match=r"is hub\.pub the key of that hub"):
+            Pool.connect(take(hub=other.folder), timeout_s=60)
+        content = json.loads((other.folder / "connection.json").read_text())
+        content["pool"]["uid"] = "another-uid"
+        for name in ("hub.pub", "client.pub", "client.key"):
+            (mixed / name).write_bytes((other.folder / name).read_bytes())
+        (mixed / "connection.json").write_text(json.dumps(content))
+        with pytest.raises(WrongPool, match=r"the key speaks for the pool with uid .*another-uid; take both from one pool"):
+            Pool.connect(mixed, timeout_s=20)
+        assert other.snapshot().target == 0
+
+
+def test_without_a_hub_a_reset_raises_whatever_on_failure_says_and_works_when_it_is_back(tmp_path: Path) -> None:
+    with hub_world(tmp_path / "state", lease_seconds=2.0, join_after_seconds=0.0) as world:
+        ((agent, _),) = world.serving(1)
+        pool = world.connect()
+        world.stop_hub()
+        for epoch in (None, 7):
+            with pytest.raises(ResetNotRecorded, match="keep them paused and ask again") as caught:
+                pool.reset(epoch, timeout_s=0.5, on_failure="bypass")
+            assert caught.value.epoch == epoch
+        with pytest.raises(HubUnreachable):
+            pool.status(timeout_s=0.3)
+        world.start_hub()
+        reset = pool.reset(timeout_s=60)
+        assert (reset.epoch, reset.published) == (1, True)
+        eventually(lambda: agent.view.epoch == 1)
+
+
+def test_a_hub_that_restarts_in_the_middle_of_a_reset_finishes_it(tmp_path: Path) -> None:
+    with hub_world(tmp_path / "state", lease_seconds=2.0, join_after_seconds=0.0) as world:
+        ((_, engine),) = world.serving(1)
+        pool = world.connect()
+        engine.is_busy = True
+        results: list[object] = []
+        thread = threading.Thread(target=lambda: results.append(pool.reset(weights_version="v1", timeout_s=60)))
+        thread.start()
+        eventually(lambda: world.snapshot().target == 1, what="recorded")
+        world.stop_hub()
+        assert thread.is_alive()
+        world.start_hub()
+        engine.is_busy = False
+        thread.join(60)
+        ((reset),) = results
+        assert (reset.published, reset.weights_version) == (True, "v1")  # type: ignore[attr-defined]
+        assert world.snapshot().published == reset.epoch  # type: ignore[attr-defined]
+
+
+def test_kill_9_of_the_hub_again_and_again_costs_time_and_no_epoch(tmp_path: Path) -> None:
+    process = HubProcess(tmp_path / "state", "--lease-seconds", "1", "--join-after-seconds", "0").start()
+    done, stop, failures = [], threading.Event(), []
+    with Pool.connect(process.folder) as pool:
+
+        def train() -> None:
+            while not stop.is_set():
+                try:
+                    done.append(pool.reset(weights_version=f"v{len(done)}", timeout_s=60))
+                except BaseException as error:
+                    failures.append(error)
+                    return
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        try:
+            for kill in range(4):
+                seen = len(done)
+                eventually(lambda seen=seen: len(done) >= seen + 3 or failures, 60, what="resets go on")  # type: ignore[misc]
+                time.sleep(0.003 * kill)
+                process.kill()
+                process.start()
+            seen = len(done)
+            eventually(lambda: len(done) >= seen + 2 or failures, 60, what="resets go on after the last kill")
+        finally:
+            stop.set()
+            thread.join(90)
+        assert failures == []
+        assert all(reset.published for reset in done)
+        epochs = [reset.epoch for reset in done]
+        assert epochs == sorted(set(epochs))  # each one's own, never an older one
+        assert pool.status().published == epochs[-1]
+    assert process.end() == 0
+
+
+def test_a_frozen_hub_is_waited_for(tmp_path: Path) -> None:
+    process = HubProcess(tmp_path / "state").start()
+    try:
+        with Pool.connect(process.folder) as pool:
+            process.send(signal.SIGSTOP)
+            with pytest.raises(ResetNotRecorded):
+                pool.reset(timeout_s=0.5)
+            threading.Timer(0.5, lambda: process.send(signal.SIGCONT)).start()
+            reset = pool.reset(timeout_s=60)
+            assert reset.published
+    finally:
+        process.end()
+
+
+def test_the_way_to_the_hub_is_cut_and_comes_back(world: HubWorld, tmp_path: Path) -> None:
+    world.serving(1)
+    assert world.hub is not None
+    port = int(world.hub.server.endpoint.rpartition(":")[2])
+    switch = Switch(port)
+    try:
+        connection = Connection.load(world.folder, {})
+        content = {"pool": {"name": "policy", "uid": connection.pool.uid}, "hub": {"endpoint": switch.endpoint}}
+        content["hub"]["credentials_dir"] = str(world.folder)  # type: ignore[index]
+        with Pool.connect(content) as pool:
+            assert pool.reset().epoch == 1
+            switch.turn(None)
+            with pytest.raises(ResetNotRecorded):
+                pool.reset(timeout_s=0.5)
+            results: list[object] = []
+            thread = threading.Thread(target=lambda: results.append(pool.reset(timeout_s=60)))
+            thread.start()
+            accepted = switch.accepted
+            eventually(lambda: switch.accepted > accepted, what="it dials in vain")
+            switch.turn(port)
+            thread.join(60)
+            assert results[0].published  # type: ignore[attr-defined]
+    finally:
+        switch.close()
+
+
+# ------------------------------------------------------------------------------------------------------------- processes
+
+
+def test_a_fork_is_refused_cleanly_and_connects_anew(world: HubWorld) -> None:
+    pool = world.connect()
+    assert pool.reset().epoch == 1
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            try:
+                pool.reset()
+            except PoolClosed:
+                pool.close()
+                with Pool.connect(world.folder) as own:
+                    status = 0 if own.reset().published else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert pool.reset().epoch == 3  # the parent's own connection is untouched
+
+
+def test_close_ends_the_thread_and_later_calls_say_so(world: HubWorld) -> None:
+    before = len(client_threads())
+    pool = Pool.connect(world.folder)
+    assert len(client_threads()) == before + 1
+    pool.close()
+    pool.close()
+    assert len(client_threads()) == before
+    with pytest.raises(PoolClosed, match="connect again"):
+        pool.reset()
+    forgotten = Pool.connect(world.folder)
+    assert len(client_threads()) == before + 1
+    del forgotten
+    eventually(lambda: len(client_threads()) == before, what="a pool that is dropped ends its thread")
+
+
+def test_close_while_others_wait_ends_them(world: HubWorld) -> None:
+    ((_, engine),) = world.serving(1)
+    engine.is_busy = True
+    pool = Pool.connect(world.folder)
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            pool.reset(timeout_s=60)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    eventually(lambda: world.snapshot().target == 1)
+    pool.close()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert [type(error) for error in errors] == [PoolClosed]
+
+
+def test_it_cannot_be_pickled(world: HubWorld) -> None:
+    with pytest.raises(TypeError, match="send its configuration and connect there"):
+        pickle.dumps(world.connect())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "match"),
+    [
+        ({"epoch": -1}, ValueError, "epoch is -1"),
+        ({"epoch": 2**53}, ValueError, "it must be from 0 to"),
+        ({"epoch": True}, TypeError, "give an integer"),
+        ({"epoch": "7"}, TypeError, "give an integer"),
+        ({"timeout_s": 0}, ValueError, "timeout_s is 0"),
+        ({"timeout_s": float("nan")}, ValueError, "timeout_s is nan"),
+        ({"timeout_s": None}, ValueError, "timeout_s is None"),
+        ({"on_failure": "fallback"}, ValueError, "use 'bypass' or 'crash'"),
+        ({"weights_version": ""}, ValueError, "has 0 characters"),
+        ({"weights_version": "x" * 254}, ValueError, "has 254 characters"),
+        ({"weights_version": 7}, TypeError, "give text"),
+    ],
+)
+def test_arguments_that_cannot_be_meant(world: HubWorld, arguments: dict[str, object], kind: type[Exception], match: str) -> None:
+    pool = world.connect()
+    with pytest.raises(kind, match=match):
+        pool.reset(**arguments)  # type: ignore[arg-type]
+    assert world.snapshot().target == 0
+
+
+def test_a_new_key_is_taken_without_a_restart(world: HubWorld) -> None:
+    (agent, _), *_rest = world.serving(1)
+    pool = world.connect()
+    state = world.options.state
+    old = (world.folder / "client.pub").read_text()
+    rotate_keys(state, 3600)
+    assert (world.folder / "client.pub").read_text() != old
+    eventually(lambda: len(world.hub._config.client_public_keys) == 2)  # type: ignore[union-attr]
+    assert pool.reset().published  # with the key before
+    assert using(agent, 1) or eventually(lambda: using(agent, 1))
+    retire_previous(state)
+    eventually(lambda: len(world.hub._config.client_public_keys) == 1)  # type: ignore[union-attr]
+    lease = agent.view.lease_until
+    reset = pool.reset(timeout_s=60)
+    assert reset.published
+    eventually(lambda: using(agent, reset.epoch) and agent.view.lease_until > lease, what="the engine took the new key")

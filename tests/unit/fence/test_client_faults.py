@@ -1,0 +1,352 @@
+"""The client against what answers and is no hub of ours, against a hub that was deposed in its sleep, and against large pools."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+
+from epochkv_fence.client import HubUnreachable, Pool, ResetNotRecorded
+from epochkv_fence.client.calls import BOOTS_PER_MESSAGE
+from epochkv_fence.connection import Connection
+from epochkv_fence.messages import (
+    Bump,
+    BumpStatus,
+    Error,
+    Grant,
+    Heartbeat,
+    Mode,
+    Moment,
+    Refusal,
+    Status,
+    WireError,
+    decode,
+    encode,
+)
+from epochkv_fence.transport import generate_keypair
+from tests.helpers_fence import FenceWorld, eventually
+from tests.helpers_hub import HubWorld, Switch, hub_world
+
+MOMENT = Moment(b"12345678", 1.0)
+Say = Callable[[list[bytes]], None]
+
+
+@contextmanager
+def false_hub(answer: Callable[[Status | Bump, Say], None]) -> Iterator[Connection]:
+    """A ROUTER with CURVE that any key may reach; `answer` gets each question and a way to send frames back."""
+    hub, client = generate_keypair(), generate_keypair()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.curve_server = 1
+    router.curve_publickey, router.curve_secretkey = hub.public.encode(), hub.secret.encode()
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    stopping = threading.Event()
+
+    def serve() -> None:
+        while not stopping.is_set():
+            if not router.poll(50):
+                continue
+            peer, *frames = router.recv_multipart()
+            message = decode(frames)
+            assert isinstance(message, (Status, Bump))
+            answer(message, lambda frames, peer=peer: router.send_multipart([peer, *frames]))  # type: ignore[misc]
+        router.close(linger=0)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    variables = {
+        "EPOCHKV_HUB_PUBLIC_KEY": hub.public,
+        "EPOCHKV_CLIENT_PUBLIC_KEY": client.public,
+        "EPOCHKV_CLIENT_SECRET_KEY": client.secret,
+    }
+    try:
+        yield Connection.load({"pool": {"name": "p", "uid": "u"}, "hub": {"endpoint": f"tcp://127.0.0.1:{port}"}}, variables)
+    finally:
+        stopping.set()
+        thread.join(10)
+        context.destroy(linger=0)
+
+
+def honest(message: Status | Bump, say: Say) -> None:
+    """What a hub of an empty pool says that publishes at once."""
+    if isinstance(message, Status):
+        say(encode(Status(message.request, message.first, 0, 0, moment=MOMENT, pool="u")))
+    else:
+        say(encode(BumpStatus(message.request, message.epoch, message.epoch, message.epoch, weights_version=message.weights_version)))
+
+
+def test_a_hub_that_is_honest_suffices() -> None:
+    with false_hub(honest) as connection, Pool.connect(connection, 20) as pool:
+        assert pool.reset(weights_version="v").published
+
+
+GARBAGE: list[list[bytes]] = [
+    [b""],
+    [b"\x01"],
+    [b"\x01", b""],
+    [b"\x01", b"\xff" * 1000],
+    [b"\x02", b"\x80"],
+    [b"\x01", b"\x81\xa4type\xa5Other"],
+    [b"\x01", b"\x81\xa4type\xaaBumpStatus"],
+    [b"\x01", b"x" * 70_000],
+    [b"a", b"b", b"c"],
+    encode(Grant(b"b" * 16, 1, 5, Mode.USE, 30.0)),
+    encode(Heartbeat(b"b" * 16, 1)),
+    encode(Error(Refusal.LIMIT, "slow down")),
+    encode(Status(424242, 0, 99, 99, moment=MOMENT)),
+    encode(BumpStatus(424242, 1, 99, 99)),
+]
+
+
+def test_garbage_strangers_and_duplicates_between_true_answers_change_nothing() -> None:
+    def answer(message: Status | Bump, say: Say) -> None:
+        for frames in GARBAGE:
+            say(frames)
+        if isinstance(message, Bump):  # about another epoch, or the wrong kind, under the right request
+            say(encode(BumpStatus(message.request, message.epoch + 7, 99, 99, weights_version="v")))
+            say(encode(Status(message.request, 0, 99, 99, moment=MOMENT)))
+        else:
+            say(encode(BumpStatus(message.request, 1, 99, 99)))
+            say(encode(Status(message.request, message.first + 1, 99, 99, moment=MOMENT)))  # another page
+            say(encode(Status(message.request, message.first, 99, 99)))  # of a hub that does not say when
+        for _ in range(3):
+            honest(message, say)
+
+    with false_hub(answer) as connection, Pool.connect(connection, 20) as pool:
+        reset = pool.reset(weights_version="v")
+        assert (reset.epoch, reset.published) == (1, True)
+        counters = pool._calls.session.counters
+        assert counters["wire_errors"] >= 8
+        assert counters["late"] >= 1
+        assert counters["unexpected"] >= 2
+
+
+def test_a_hub_that_answers_garbage_only_is_no_hub() -> None:
+    def answer(message: Status | Bump, say: Say) -> None:
+        for frames in GARBAGE:
+            say(frames)
+
+    with false_hub(answer) as connection:
+        with pytest.raises(HubUnreachable, match="no answer from the hub"):
+            Pool.connect(connection, 1.0)
+
+
+def test_a_hub_that_falls_silent_after_the_first_answer() -> None:
+    asked: list[Bump] = []
+
+    def answer(message: Status | Bump, say: Say) -> None:
+        if isinstance(message, Bump):
+            asked.append(message)
+        else:
+            honest(message, say)
+
+    with false_hub(answer) as connection, Pool.connect(connection, 20) as pool:
+        with pytest.raises(ResetNotRecorded, match=r"no hub is known to have recorded epoch 1 within 1\.5 s"):
+            pool.reset(timeout_s=1.5)
+        assert len(asked) >= 3  # it was repeated
+        assert len({bump.request for bump in asked}) == 1
+        assert {bump.moment for bump in asked} == {MOMENT}
+        assert all(bump.ago_seconds == asked[0].ago_seconds for bump in asked)
+
+
+def test_what_is_not_the_protocol_at_all() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    stopping = threading.Event()
+
+    def serve() -> None:
+        while not stopping.is_set():
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            with sock:
+                sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 100)
+
+    threading.Thread(target=serve, daemon=True).start()
+    pair = generate_keypair()
+    variables = {
+        "EPOCHKV_HUB_PUBLIC_KEY": pair.public,
+        "EPOCHKV_CLIENT_PUBLIC_KEY": pair.public,
+        "EPOCHKV_CLIENT_SECRET_KEY": pair.secret,
+    }
+    content = {"pool": {"name": "p", "uid": "u"}, "hub": {"endpoint": f"tcp://127.0.0.1:{listener.getsockname()[1]}"}}
+    try:
+        with pytest.raises(HubUnreachable, match=r"no answer from the hub"):
+            Pool.connect(Connection.load(content, variables), 1.0)
+    finally:
+        stopping.set()
+        listener.close()
+
+
+def test_a_later_moment_of_another_hub_is_given_back_with_the_time_that_passed() -> None:
+    other = Moment(b"87654321", 77.0)
+    asked: list[Bump] = []
+
+    def answer(message: Status | Bump, say: Say) -> None:
+        if isinstance(message, Status):
+            honest(message, say)
+            return
+        asked.append(message)
+        if len(asked) < 6:  # another process took over: it knows the ask, and not when it was made
+            time.sleep(0.02)
+            say(encode(BumpStatus(message.request, message.epoch, message.epoch, 0, moment=other, weights_version="v")))
+        else:
+            honest(message, say)
+
+    with false_hub(answer) as connection, Pool.connect(connection, 20) as pool:
+        assert pool.reset(weights_version="v").published
+    assert asked[0].moment == MOMENT
+    assert asked[-1].moment == other
+    assert asked[-1].ago_seconds > asked[0].ago_seconds
+    assert {bump.ago_seconds for bump in asked if bump.moment == other} == {asked[-1].ago_seconds}
+
+
+# --------------------------------------------------------------------------------------------- a hub that was deposed
+
+
+def client_of(world: FenceWorld, folder: Path, endpoint: str) -> Path:
+    """A client folder for a hub of `FenceWorld`."""
+    folder.mkdir()
+    for name, text in (("hub.pub", world.hub_pair.public), ("client.pub", world.pool_pair.public), ("client.key", world.pool_pair.secret)):
+        (folder / name).write_text(text)
+    content = {"pool": {"name": "policy", "uid": world.config.uid}, "hub": {"endpoint": endpoint, "credentials_dir": "."}}
+    (folder / "connection.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_a_hub_deposed_in_its_sleep_cannot_answer_for_the_pool(tmp_path: Path) -> None:
+    """While one hub sleeps another one raises the pool. The sleeper, awake, still thinks that epoch 1 would be new; if the
+    client believed it, its reset would be a no-op that looks done."""
+    old = FenceWorld(lease_seconds=1.0, join_after_seconds=0.0)
+    new = FenceWorld(lease_seconds=1.0, join_after_seconds=0.0)
+    new.authority, new.hub_pair, new.pool_pair, new.config = old.authority, old.hub_pair, old.pool_pair, old.config
+    switch = None
+    try:
+        first = old.hub()
+        old.lead(first)
+        switch = Switch(int(first.endpoint.rpartition(":")[2]))
+        with Pool.connect(client_of(old, tmp_path / "client", switch.endpoint), 20) as pool:
+            thaw = old.thread.freeze()
+            second = new.hub()
+            new._terms = old._terms
+            new.lead(second)
+            new.request(second, 3)
+            eventually(lambda: new.published() == 3, what="the other hub raises the pool")
+            results: list[object] = []
+            thread = threading.Thread(target=lambda: results.append(pool.reset(weights_version="v", timeout_s=60)))
+            thread.start()
+            sent = pool._calls.session.counters["sent"]
+            eventually(lambda: pool._calls.session.counters["sent"] > sent, what="it asks the sleeper")
+            thaw.set()
+            eventually(lambda: not first.leading, what="the sleeper steps down")
+            assert not results
+            switch.turn(int(second.endpoint.rpartition(":")[2]))
+            thread.join(60)
+            assert results[0].epoch == 4  # type: ignore[attr-defined]
+            assert new.published() == 4
+    finally:
+        if switch is not None:
+            switch.close()
+        new.close()
+        old.close()
+
+
+# --------------------------------------------------------------------------------------------------------- large pools
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[HubWorld]:
+    with hub_world(tmp_path / "state", join_after_seconds=3600.0) as made:
+        yield made
+
+
+class Crowd:
+    """Many boots over one socket, each of which adopts whatever it is granted."""
+
+    def __init__(self, folder: Path, num_boots: int) -> None:
+        connection = Connection.load(folder, {})
+        keys = connection.client_keys()
+        self.boots = [secrets.token_bytes(16) for _ in range(num_boots)]
+        self.state: dict[bytes, tuple[int | None, Mode]] = dict.fromkeys(self.boots, (None, Mode.BYPASS))
+        self._seqs = dict.fromkeys(self.boots, 0)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._dealer.sndhwm = self._dealer.rcvhwm = 100_000
+        self._dealer.curve_serverkey = keys.hub_public.encode()
+        self._dealer.curve_publickey, self._dealer.curve_secretkey = keys.public.encode(), keys.secret.encode()
+        self._dealer.connect(connection.hub.endpoint)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _beat(self, boot: bytes) -> None:
+        self._seqs[boot] += 1
+        epoch, mode = self.state[boot]
+        self._dealer.send_multipart(encode(Heartbeat(boot, self._seqs[boot], epoch, mode, engine=f"e-{boot.hex()[:6]}")))
+
+    def _run(self) -> None:
+        beat_at = 0.0
+        while not self._stopping.is_set():
+            if time.monotonic() >= beat_at:
+                for boot in self.boots:
+                    self._beat(boot)
+                beat_at = time.monotonic() + 8.0
+            while self._dealer.poll(20):
+                try:
+                    message = decode(self._dealer.recv_multipart())
+                except WireError:
+                    continue
+                if isinstance(message, Grant) and self.state[message.boot] != (message.epoch, message.mode):
+                    self.state[message.boot] = (message.epoch, message.mode)
+                    self._beat(message.boot)
+                elif isinstance(message, Grant):
+                    continue
+                elif hasattr(message, "boot"):
+                    self._beat(message.boot)
+        self._dealer.close(linger=0)
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._thread.join(10)
+        self._context.destroy(linger=0)
+
+
+def test_a_pool_with_more_engines_than_fit_into_a_message(world: HubWorld) -> None:
+    crowd = Crowd(world.folder, 200)
+    try:
+        eventually(lambda: all(epoch == 0 for epoch, _ in crowd.state.values()), 60, "everyone is granted")
+        pool = world.connect()
+        eventually(lambda: len(pool.engines()) == 200, 60)
+        assert {engine.boot for engine in pool.engines()} == {boot.hex() for boot in crowd.boots}
+        with pool.weight_update("step-1", timeout_s=120) as update:
+            assert set(update.boots) == set(crowd.boots)
+        assert update.reset is not None
+        assert (update.reset.published, update.reset.engines) == (True, 200)
+        assert set(crowd.state.values()) == {(1, Mode.USE)}
+    finally:
+        crowd.close()
+
+
+def test_a_list_of_boots_that_needs_several_messages_is_sent_whole() -> None:
+    boots = [number.to_bytes(16, "big") for number in range(2 * BOOTS_PER_MESSAGE + 1)]
+    asked: list[Bump] = []
+
+    def answer(message: Status | Bump, say: Say) -> None:
+        if isinstance(message, Bump):
+            asked.append(message)
+        honest(message, say)
+
+    with false_hub(answer) as connection, Pool.connect(connection, 20) as pool:
+        with pool.weight_update("v") as update:
+            update.boots = tuple(boots)
+    named = [boot for bump in asked for boot in bump.boots or []]
+    assert set(named) == set(boots)
+    assert max(len(bump.boots or []) for bump in asked) <= BOOTS_PER_MESSAGE
