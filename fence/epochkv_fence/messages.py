@@ -219,13 +219,15 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
-    """Trainer -> hub with `request` alone: a question. Hub -> trainer: the pool and its live boots, `first` of `total` on.
+    """Trainer -> hub with `request` alone: a question. Hub -> trainer: the pool and its live boots.
 
-    A pool with more boots than fit in one message is answered in pages: ask again with `first` moved on. Pages are in an
-    order that other boots' coming and going does not change for those between (by boot), but their places move: who
-    needs every boot that is there asks until it has `total` of them, and from 0 again when `total` changes.
+    A pool with more boots than fit in one message is answered in pages, in the order of boots: ask again with `after`, the
+    last boot of the page before, until a page is empty. No boot that stays is missed, whoever comes and goes meanwhile.
+    With `first`, the number of boots before, places move when others leave.
 
     Attributes:
+        after: only boots above this one; `first` does not count then.
+        total: live boots, of all pages.
         pool: uid of the pool that the asker's key speaks for.
         weights_version, origin: of the target; an empty version: nobody said.
         lease_seconds: the pool's, from its configuration.
@@ -242,6 +244,7 @@ class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     lease_seconds: Seconds = 0.0
     origin: Source = Source.SPEC
     pool: Name = ""
+    after: Boot | None = None
 
 
 class Reclaim(msgspec.Struct, frozen=True, tag=True, tag_field="type"):

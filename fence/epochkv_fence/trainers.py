@@ -4,6 +4,7 @@ of `Status`.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -100,16 +101,21 @@ class Trainers:
 
 
 def status_page(page: Status, records: Sequence[BootRecord], config: PoolConfig, now: float) -> Status:
-    """`page` with the live boots from `page.first` on, by boot; fewer where their names are long."""
-    alive = sorted((record for record in records if record.alive(config, now)), key=lambda record: record.boot)
+    """`page` with the live boots after `page.after`, or from `page.first` on, by boot; fewer where their names are long."""
+    alive = sorted((record for record in records if record.alive(config, now)), key=_boot)
+    start = page.first if page.after is None else bisect_right(alive, page.after, key=_boot)
     engines: list[EngineStatus] = []
     room = STATUS_PAGE_BYTES
-    for record in alive[page.first : page.first + STATUS_PAGE]:
+    for record in alive[start : start + STATUS_PAGE]:
         room -= sum(len(name.encode()) for name in (record.newest.engine, record.newest.pod, record.newest.fingerprint))
         if room < 0:
             break
         engines.append(_engine_status(record, now))
     return msgspec.structs.replace(page, total=len(alive), engines=engines)
+
+
+def _boot(record: BootRecord) -> bytes:
+    return record.boot
 
 
 def _engine_status(record: BootRecord, now: float) -> EngineStatus:

@@ -21,14 +21,15 @@ from epochkv_fence.agent import (
     Started,
     Tick,
 )
-from epochkv_fence.messages import Grant, Mode, Nudge, Propose, Reclaim
+from epochkv_fence.messages import MAX_EPOCH, Grant, Mode, Moment, Nudge, Propose, Reclaim
 
 BOOT, OTHER = b"B" * 16, b"O" * 16
+HUB = b"hub-in-a"
 LEASE = 30.0
 
 
-def grant(seq: int, epoch: int, mode: Mode = Mode.USE, boot: bytes = BOOT) -> Received:
-    return Received(Grant(boot, seq, epoch, mode, LEASE))
+def grant(seq: int, epoch: int, mode: Mode = Mode.USE, boot: bytes = BOOT, moment: Moment | None = None) -> Received:
+    return Received(Grant(boot, seq, epoch, mode, LEASE, moment))
 
 
 def started(at: float = 100.0) -> Agent:
@@ -193,6 +194,56 @@ def test_a_proposal_is_repeated_until_its_epoch_is_reached() -> None:
     agent.step(grant(2, 5), 110.0)
     agent.step(Adopted(5, Mode.USE), 110.0)
     assert agent.step(Settled(), 110.0) == [Beat(3, 5, Mode.USE)]
+
+
+def test_a_proposal_keeps_the_moment_of_its_reset_however_often_it_is_repeated() -> None:
+    agent = at_epoch(4)
+    known = Moment(HUB, 7.0)
+    proposal = Send(Propose(BOOT, 5, known))
+    assert agent.step(Proposed(5, known), 101.0) == [proposal]
+    agent.step(Tick(), 110.0)
+    agent.step(grant(2, 4, moment=Moment(HUB, 9.0)), 110.0)
+    assert agent.moment == Moment(HUB, 9.0)
+    assert agent.step(Tick(), 120.0) == [Beat(3, 4, Mode.USE), proposal]
+
+
+def test_of_two_resets_the_newer_one_counts() -> None:
+    agent = at_epoch(4)
+    agent.step(Proposed(5, Moment(HUB, 7.0)), 101.0)
+    assert agent.step(Proposed(5, Moment(HUB, 8.0)), 102.0) == [Send(Propose(BOOT, 5, Moment(HUB, 8.0)))]
+
+
+def test_a_reset_of_an_epoch_that_was_left_meanwhile_proposes_nothing() -> None:
+    agent = at_epoch(5)
+    assert agent.step(Proposed(5), 101.0) == []
+    assert agent.step(Tick(), 110.0) == [Beat(2, 5, Mode.USE)]
+
+
+def test_beyond_the_last_epoch_nothing_is_proposed() -> None:
+    agent = at_epoch(MAX_EPOCH)
+    assert agent.step(Proposed(MAX_EPOCH + 1), 101.0) == []
+    assert agent.refused == {"no_epoch_left": 1}
+
+
+@pytest.mark.parametrize(
+    ("message", "remembered"),
+    [
+        (("seq", 1), True),
+        (("lower epoch", 1), True),  # dropped as a grant, and still a moment that has been
+        (("other boot", 1), False),
+        (("seq", 0), False),  # older than the one known
+        (("seq", 99), False),  # never sent
+    ],
+)
+def test_the_newest_moment_is_remembered(message: tuple[str, int], remembered: bool) -> None:
+    kind, seq = message
+    old, new = Moment(HUB, 5.0), Moment(HUB, 6.0)
+    agent = started()
+    agent.step(grant(0, 3, moment=old), 100.0)
+    agent.step(Adopted(3, Mode.USE), 100.0)
+    agent.step(Settled(), 100.0)
+    agent.step(grant(seq, 1 if kind == "lower epoch" else 3, boot=OTHER if kind == "other boot" else BOOT, moment=new), 101.0)
+    assert agent.moment == (new if remembered else old)
 
 
 def test_reclaim_is_for_the_boot_it_names() -> None:

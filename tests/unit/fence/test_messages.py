@@ -18,11 +18,13 @@ from epochkv_fence.messages import (
     Heartbeat,
     Message,
     Mode,
+    Moment,
     Nudge,
     Propose,
     Reclaim,
     Reclaimed,
     Refusal,
+    Source,
     Status,
     WireError,
     decode,
@@ -32,9 +34,20 @@ from epochkv_fence.pool import PoolConfig
 from epochkv_fence.transport.keys import ClientKeys, CredentialsError, HubKeys, KeyPair, generate_keypair
 
 BOOT = bytes(range(16))
+MOMENT = Moment(b"hub-in-a", -12.5)  # a monotonic clock may start anywhere
 MESSAGES: list[Message] = [
     Heartbeat(BOOT, 7, 3, Mode.USE, 2, 12.5, "rollout", "rollout-0", 1, "abc", {"hits": 0.5}),
     Heartbeat(BOOT, 0),
+    Heartbeat(BOOT, 0, loading=3),
+    Grant(BOOT, 7, 3, Mode.USE, 30.0, MOMENT),
+    Propose(BOOT, 4, MOMENT),
+    Bump(2**63 - 1, 4, [], "step-12", MOMENT, 0.25),
+    BumpStatus(1, 4, 4, 3, 2, 1, 0, MOMENT, "step-12", 30.0, 2, 1),
+    Status(
+        *(1, 0, 4, 3, 1, [EngineStatus(BOOT, "rollout", "rollout-0", 0, 3, Mode.USE, 0, 2, 12.5, 0.25, "abc")]),
+        *(MOMENT, "step-12", 30.0, Source.TRAINER, "uid-1", BOOT),
+    ),
+    Reclaimed(BOOT, 4, 12, 3000),
     Grant(BOOT, 7, 3, Mode.BYPASS, 30.0),
     Nudge(BOOT),
     Propose(BOOT, 4),
@@ -73,6 +86,15 @@ def test_a_list_of_3000_boots_fits() -> None:
     assert sum(map(len, encode(Bump(1, 1, [BOOT] * 3000)))) <= MAX_MESSAGE_BYTES
 
 
+def test_what_an_older_peer_sends_is_taken() -> None:
+    assert decode([b"\x01", of("Propose", boot=BOOT, epoch=4)]) == Propose(BOOT, 4, None)
+    assert decode([b"\x01", of("Bump", request=1, epoch=4)]) == Bump(1, 4, None, "", None, 0.0)
+
+
+def of(tag: str, **fields: object) -> bytes:
+    return msgspec.msgpack.encode({"type": tag, **fields})
+
+
 @pytest.mark.parametrize(
     ("frames", "code", "named"),
     [
@@ -88,6 +110,16 @@ def test_a_list_of_3000_boots_fits() -> None:
         ([b"\x01", msgspec.msgpack.encode({"type": "Nudge", "boot": b"short"})], Refusal.MALFORMED, "tag 'Nudge'"),
         ([b"\x01", msgspec.msgpack.encode({"type": "Propose", "boot": BOOT, "epoch": -1})], Refusal.MALFORMED, "epoch"),
         ([b"\x01", msgspec.msgpack.encode({"type": "Propose", "boot": BOOT})], Refusal.MALFORMED, "epoch"),
+        ([b"\x01", of("Heartbeat", boot=BOOT, seq=0, stats={f"s{n}": 0.0 for n in range(65)})], Refusal.MALFORMED, "stats"),
+        ([b"\x01", of("Heartbeat", boot=BOOT, seq=0, stats={"s" * 65: 0.0})], Refusal.MALFORMED, "stats"),
+        ([b"\x01", of("Heartbeat", boot=BOOT, seq=0, boot_age_seconds=float("nan"))], Refusal.MALFORMED, "boot_age_seconds"),
+        ([b"\x01", of("Heartbeat", boot=BOOT, seq=0, loading=-1)], Refusal.MALFORMED, "loading"),
+        ([b"\x01", of("Bump", request=1, epoch=1, ago_seconds=float("nan"))], Refusal.MALFORMED, "ago_seconds"),
+        ([b"\x01", of("Bump", request=1, epoch=1, ago_seconds=-1.0)], Refusal.MALFORMED, "ago_seconds"),
+        ([b"\x01", of("Bump", request=1, epoch=1, weights_version="v" * 254)], Refusal.MALFORMED, "weights_version"),
+        ([b"\x01", of("Propose", boot=BOOT, epoch=1, moment=[b"short", 1.0])], Refusal.MALFORMED, "moment"),
+        ([b"\x01", of("Propose", boot=BOOT, epoch=1, moment=[b"8" * 8, float("nan")])], Refusal.MALFORMED, "moment"),
+        ([b"\x01", of("Propose", boot=BOOT, epoch=1, moment=[b"8" * 8, float("inf")])], Refusal.MALFORMED, "moment"),
         ([b"\x01", b"\x93" * 40_000], Refusal.MALFORMED, "version 1"),
         ([b"\x01", b"x" * (MAX_MESSAGE_BYTES + 1)], Refusal.SIZE, "at most 65536"),
     ],
@@ -111,6 +143,7 @@ def test_what_the_other_side_would_refuse_is_not_sent() -> None:
         ({"lease_seconds": 0.0}, "lease_seconds is 0.0"),
         ({"join_after_seconds": -1.0}, "join_after_seconds is -1.0"),
         ({"weights_source": "Elsewhere"}, "'Pushed' or 'Model'"),
+        ({"reclaim": "Wipe"}, "use one of Delete, RemoveAll, Retain"),
     ],
 )
 def test_a_pool_configuration_that_cannot_be(change: dict[str, object], named: str) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from epochkv_fence import hub_events as ev
-from epochkv_fence.authority import PoolRecord
-from epochkv_fence.messages import Bump, Mode
-from tests.unit.fence.helpers import Driver, boot
+from epochkv_fence.authority import Origin, PoolRecord
+from epochkv_fence.messages import Bump, BumpStatus, Mode, Source
+from tests.unit.fence.helpers import HOLD, TERM, Driver, boot
 
 
 def pool(**config: object) -> Driver:
@@ -118,6 +118,93 @@ def test_a_list_that_was_lost_with_a_hub_is_taken_from_the_repetition() -> None:
     hub.step(ev.Heard(b"t", Bump(1, 1, [boot(1)])))
     hub.beat(1, age=10_000.0)
     assert modes(hub) == {1: Mode.USE}
+
+
+def test_an_empty_list_says_that_nobody_has_the_weights_yet() -> None:
+    hub = pool()
+    for number in (1, 2):
+        hub.beat(number, age=10_000.0)
+    hub.hear(Bump(1, 1, [], weights_version="v1"))
+    assert modes(hub) == {1: Mode.BYPASS, 2: Mode.BYPASS}
+    hub.hear(Bump(1, 1, [boot(1)], weights_version="v1"))
+    for number in (1, 2):
+        hub.beat(number, age=10_000.0, epoch=1, mode=Mode.BYPASS)
+    assert modes(hub) == {1: Mode.USE, 2: Mode.BYPASS}
+
+
+@pytest.mark.parametrize("first", ["spec", "list"])
+def test_an_empty_list_closes_an_epoch_that_somebody_else_asked_for(first: str) -> None:
+    hub = pool()
+    hub.hold_writes = True
+    hub.beat(1, age=10_000.0)
+    if first == "spec":
+        hub.ask(1)
+        hub.hear(Bump(1, 1, []))
+    else:
+        hub.hear(Bump(1, 1, []))
+        hub.ask(1)
+    hub.step(ev.Recorded(1))
+    assert modes(hub) == {1: Mode.BYPASS}
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_of_two_trainers_that_push_different_weights_for_one_epoch_only_one_is_believed(recorded: bool) -> None:
+    hub = pool()
+    hub.hold_writes = True
+    for number in (1, 2):
+        hub.beat(number, age=10_000.0)
+    hub.hear(Bump(1, 1, [boot(1)], weights_version="a"), b"ta")
+    if recorded:
+        hub.step(ev.Recorded(1))
+    hub.hear(Bump(2, 1, [boot(2)], weights_version="b"), b"tb")
+    if not recorded:
+        hub.step(ev.Recorded(1))
+    assert modes(hub) == {1: Mode.USE, 2: Mode.BYPASS}
+    hub.hear(Bump(2, 1, [boot(2)], weights_version="b"), b"tb")
+    assert hub.of(BumpStatus)[-1].weights_version == "a"  # so the other one knows
+
+
+def test_a_list_for_weights_that_the_recorded_target_did_not_come_with_marks_nobody() -> None:
+    hub = Driver()
+    hub.hear(Bump(1, 1, [boot(1)], weights_version="mine"))
+    hub.step(ev.Acquired(TERM, PoolRecord(1, 0, True, Origin(Source.TRAINER, "theirs"))))
+    hub.beat(1, age=10_000.0)
+    assert modes(hub) == {1: Mode.BYPASS}
+    hub.hear(Bump(1, 1, [boot(1)], weights_version="theirs"))
+    hub.beat(1, age=10_000.0)
+    assert modes(hub) == {1: Mode.USE}
+
+
+def test_marked_boots_are_told_at_once_and_answered_without_a_pause() -> None:
+    hub = pool()
+    for number in (1, 2):
+        hub.beat(number, age=1.0)
+    hub.hear(Bump(1, 1, []))
+    hub.round()
+    for number in (1, 2):
+        hub.beat(number, age=1.0, epoch=1, mode=Mode.BYPASS)
+    hub.now += HOLD
+    for number in (1, 2):
+        hub.beat(number, age=1.0, epoch=1, mode=Mode.BYPASS)
+    hub.round()
+    assert hub.published == [1]
+    before = len(hub.nudged())
+    hub.hear(Bump(1, 1, [boot(2)]))
+    assert hub.nudged()[before:] == [boot(2)]
+    hub.beat(2, age=1.0, epoch=1, mode=Mode.BYPASS)
+    assert hub.hub.round_at(hub.now) == hub.now
+    assert modes(hub)[2] is Mode.USE
+
+
+def test_lists_for_more_epochs_than_are_kept_leave_their_epochs_closed() -> None:
+    hub = pool()
+    hub.hold_writes = True
+    hub.ask(100)
+    for epoch in range(101, 121):
+        hub.hear(Bump(1, epoch, [boot(1)]))
+    hub.step(ev.Observed(PoolRecord(target=119)))
+    hub.beat(1, age=10_000.0)
+    assert modes(hub) == {1: Mode.BYPASS}
 
 
 def test_a_list_for_an_older_epoch_marks_nobody() -> None:

@@ -1,0 +1,172 @@
+"""What trainers and owners are told about a pool: `Status`, `BumpStatus`, the snapshot."""
+
+from __future__ import annotations
+
+import random
+
+from epochkv_fence import hub_events as ev
+from epochkv_fence.authority import Origin, PoolRecord, Term
+from epochkv_fence.messages import Bump, BumpStatus, Error, Heartbeat, Mode, Moment, Refusal, Source, Status, encode
+from epochkv_fence.trainers import MAX_QUESTIONS
+from tests.unit.fence.helpers import HOLD, INSTANCE, LEASE, Driver, boot
+
+
+def pool(**keys: object) -> Driver:
+    hub = Driver(**keys)
+    hub.lead(granting=True)
+    hub.now += HOLD
+    return hub
+
+
+def pages(hub: Driver) -> list[Status]:
+    """All pages, as a client asks for them."""
+    hub.hear(Status(1))
+    hub.round()
+    found = [hub.of(Status)[-1]]
+    while found[-1].engines:
+        hub.hear(Status(1, after=found[-1].engines[-1].boot))
+        found.append(hub.of(Status)[-1])
+    return found[:-1]
+
+
+def test_a_status_tells_all_about_the_pool() -> None:
+    hub = pool()
+    hub.beat(1, epoch=0, age=100.0, engine="e", pod="p", rank=2, fingerprint="f", loading=4, carried=3)
+    hub.now += 2.0
+    hub.hear(Bump(1, 5, weights_version="v5"))
+    (page,) = pages(hub)
+    assert (page.request, page.first, page.target, page.published, page.total) == (1, 0, 5, 0, 1)
+    assert page.moment == Moment(INSTANCE, hub.now)
+    assert (page.weights_version, page.origin, page.lease_seconds, page.pool) == ("v5", Source.TRAINER, LEASE, "uid")
+    (engine,) = page.engines
+    assert (engine.boot, engine.engine, engine.pod, engine.rank, engine.fingerprint) == (boot(1), "e", "p", 2, "f")
+    assert (engine.epoch, engine.mode, engine.carried, engine.loading) == (0, Mode.USE, 3, 4)
+    assert (engine.age_seconds, engine.silent_seconds) == (100.0, 2.0)
+
+
+def test_a_hub_that_does_not_lead_tells_nothing_about_epochs() -> None:
+    """A trainer that took its target for the newest would ask for one that is long published: a reset that is none."""
+    hub = Driver()
+    hub.hear(Status(1))
+    hub.hear(Bump(2, 1))
+    assert [message.code for message in hub.of(Error)] == [Refusal.NOT_LEADING] * 2
+    assert hub.of(Status) == hub.of(BumpStatus) == []
+
+
+def test_a_status_waits_for_a_leadership_read() -> None:
+    hub = pool()
+    hub.hear(Status(1))
+    assert hub.hub.round_at(hub.now) == hub.now
+    number = hub.begin()
+    assert hub.hub.round_open
+    hub.step(ev.Observed(PoolRecord(target=7)))
+    assert hub.of(Status) == []
+    hub.step(ev.RoundVerified(number))
+    assert [page.target for page in hub.of(Status)] == [7]
+
+
+def test_a_status_survives_a_read_that_fails_and_is_refused_when_the_hub_was_deposed() -> None:
+    hub = pool()
+    hub.hear(Status(1))
+    hub.step(ev.RoundDropped(hub.begin()))
+    assert hub.of(Status) == []
+    hub.hear(Status(2))
+    number = hub.begin()
+    hub.hear(Status(3))
+    hub.step(ev.SteppedDown())
+    hub.step(ev.RoundVerified(number))
+    assert hub.of(Status) == []
+    assert [message.code for message in hub.of(Error)] == [Refusal.NOT_LEADING] * 3
+
+
+def test_a_flood_of_questions_costs_few_reads_and_little_memory() -> None:
+    hub = pool()
+    hub.hear(Status(1))
+    hub.round()
+    for request in range(1000):
+        hub.hear(Status(request))
+    assert hub.hub.round_at(hub.now) > hub.now
+    hub.now += 1.0
+    hub.round()
+    assert len(hub.of(Status)) == 1 + MAX_QUESTIONS
+    assert hub.of(Status)[-1].request == 999
+
+
+def test_pages_fit_into_messages_whatever_names_engines_have() -> None:
+    hub = pool()
+    wide = "\U0001f600" * 253  # four bytes each
+    for number in range(100):
+        hub.beat(number, engine=wide, pod=wide, fingerprint=wide)
+    found = pages(hub)
+    assert len(found) > 2
+    for page in found:
+        encode(page)
+    assert [engine.boot for page in found for engine in page.engines] == [boot(number) for number in range(100)]
+
+
+def test_no_boot_that_stays_is_missed_while_others_come_and_go() -> None:
+    rng = random.Random(4)
+    for _ in range(30):
+        hub = pool()
+        there = set(rng.sample(range(250), 200))
+        stayed = set(there)
+        seen: list[bytes] = []
+        question = Status(1)
+        while True:
+            for number in there:
+                hub.beat(number)
+            hub.hear(question)
+            hub.round()
+            page = hub.of(Status)[-1]
+            assert page.total == len(there)
+            if not page.engines:
+                break
+            seen += [engine.boot for engine in page.engines]
+            question = Status(1, after=seen[-1])
+            there -= set(rng.sample(sorted(there), 5))
+            stayed &= there
+            there |= set(rng.sample(sorted(set(range(250)) - there), 5))
+            hub.now += LEASE
+        assert len(seen) == len(set(seen)) > 64
+        assert {boot(number) for number in stayed} <= set(seen)
+
+
+def test_a_bump_is_told_how_many_boots_wait_for_its_weights() -> None:
+    hub = pool()
+    for number in (1, 2, 3, 4):
+        hub.beat(number, age=1.0)
+    hub.hear(Bump(1, 1, [boot(1), boot(2), boot(9)], weights_version="v1"))
+    hub.beat(1, epoch=1, mode=Mode.USE, age=1.0)
+    hub.beat(2, epoch=1, mode=Mode.BYPASS, age=1.0)
+    hub.beat(3, epoch=1, mode=Mode.BYPASS, age=1.0)
+    hub.hear(Bump(1, 1, [boot(1), boot(2), boot(9)], weights_version="v1"))
+    answer = hub.of(BumpStatus)[-1]
+    assert (answer.engines, answer.laggards) == (4, 1)
+    assert answer.pending == 1  # boot 2; boot 9 is not there
+    assert answer.bypassed == 2
+    assert (answer.weights_version, answer.lease_seconds) == ("v1", LEASE)
+    hub.now += LEASE + 1.0  # marked boots die
+    hub.beat(3, epoch=1, mode=Mode.BYPASS, age=1.0)
+    hub.hear(Bump(1, 1, [boot(1), boot(2), boot(9)], weights_version="v1"))
+    answer = hub.of(BumpStatus)[-1]
+    assert (answer.pending, answer.bypassed) == (0, 1)
+
+
+def test_the_snapshot_shows_what_engines_said() -> None:
+    hub = pool()
+    beat = Heartbeat(boot(1), 0, 0, Mode.USE, loading=5)
+    hub.step(ev.Heard(b"p", beat, key_index=1))
+    (view,) = hub.hub.snapshot(hub.now).engines
+    assert (view.loading, view.key_index, view.mode) == (5, 1, Mode.USE)
+    actions = hub.step(ev.Heard(b"p", Heartbeat(boot(1), 1, 0, Mode.USE, loading=5), key_index=0))
+    assert ev.Changed() in actions  # its owner waits for this to drop the old key
+    (view,) = hub.hub.snapshot(hub.now).engines
+    assert view.key_index == 0
+
+
+def test_the_snapshot_of_a_new_leader_names_where_the_target_came_from() -> None:
+    hub = Driver(reclaim="Retain")
+    hub.step(ev.Acquired(Term("h", 1), PoolRecord(3, 3, True, Origin(Source.TRAINER, "v3"))))
+    snapshot = hub.hub.snapshot(hub.now)
+    assert (snapshot.weights_version, snapshot.origin, snapshot.reclaim_policy) == ("v3", Origin(Source.TRAINER, "v3"), "Retain")
+    assert (snapshot.held, snapshot.weights_pending, snapshot.wipe_failed) == (False, [], False)
