@@ -78,7 +78,7 @@ def prefix_pattern(prefix: str) -> str:
     return "^" + _ECMASCRIPT_SPECIAL.sub(r"\\\1", prefix)
 
 
-def older_pattern(pool: str, epoch: int, fingerprint: str | None = None, group: int | None = None) -> str:
+def older_pattern(pool: str, epoch: int, fingerprint: str | None = None, group: int | None = None, *, others: bool = False) -> str:
     """Regular expression (as `prefix_pattern`) that matches the keys of this pool with an epoch below `epoch`.
 
     One pattern instead of one call per epoch: a reclaim costs one walk of the master for each pattern.
@@ -87,6 +87,7 @@ def older_pattern(pool: str, epoch: int, fingerprint: str | None = None, group: 
         pool: the first part of a namespace.
         fingerprint: only keys of this one (first 16 hex digits or more); None: of any.
         group: only keys of this KV cache group; None: of any.
+        others: only keys of other fingerprints than `fingerprint`.
 
     Raises:
         KeyCodecError: there is no epoch below 0, or `pool` or `fingerprint` is not that part of a namespace.
@@ -102,7 +103,9 @@ def older_pattern(pool: str, epoch: int, fingerprint: str | None = None, group: 
         lowest = 1 if place == 0 and len(digits) > 1 else 0
         if int(digit) > lowest:
             below.append(f"{digits[:place]}[{lowest}-{int(digit) - 1}][0-9]{{{len(digits) - place - 1}}}")
-    layout = "[0-9a-f]{16}" if fingerprint is None else fingerprint[:16]
+    layout = "[0-9a-f]{16}"
+    if fingerprint is not None:
+        layout = rf"(?!{fingerprint[:16]}\/){layout}" if others else fingerprint[:16]
     return rf"^{pool}\/{layout}\/e({'|'.join(below)})\/" + ("" if group is None else rf"g{group}\/")
 
 

@@ -35,7 +35,14 @@ class LookupStore(LookupClient, Protocol):
 
     def close(self, timeout: float = 5.0) -> bool: ...
     def remove_below(
-        self, pool: str, epoch: int, timeout: float = 10.0, *, fingerprint: str | None = None, group: int | None = None
+        self,
+        pool: str,
+        epoch: int,
+        timeout: float = 10.0,
+        *,
+        fingerprint: str | None = None,
+        group: int | None = None,
+        others: bool = False,
     ) -> int: ...
     def stats(self) -> dict[str, float]: ...
 
@@ -69,7 +76,8 @@ class SchedulerTiers:
         for group, size in enumerate(self.object_bytes):
             removed = self.store.remove_below(pool, below, fingerprint=fingerprint, group=group)
             keys, num_bytes = keys + removed, num_bytes + removed * size
-        return keys + self.store.remove_below(pool, below), num_bytes
+        # Not simply the rest: an own key that lands between these calls would go uncounted.
+        return keys + self.store.remove_below(pool, below, fingerprint=fingerprint, others=True), num_bytes
 
     def close(self) -> None:
         """Close the lookup client."""

@@ -166,11 +166,9 @@ def test_a_reclaim_walks_the_names_of_each_own_group_and_then_those_of_others(ma
     class Store(SharedStore):
         asked_to_remove: list[tuple[Any, ...]] = []  # noqa: RUF012
 
-        def remove_below(
-            self, pool: str, epoch: int, timeout: float = 10.0, *, fingerprint: str | None = None, group: int | None = None
-        ) -> int:
-            self.asked_to_remove.append((pool, epoch, fingerprint, group))
-            return 1000 if group is None else 10**group
+        def remove_below(self, pool: str, epoch: int, timeout: float = 10.0, **which: Any) -> int:
+            self.asked_to_remove.append((pool, epoch, which))
+            return 10 ** which["group"] if "group" in which else 1000
 
     store = Store()
     rig = make_rig(store=store, pool_uid="u-1", groups=("full", "64"))
@@ -178,7 +176,8 @@ def test_a_reclaim_walks_the_names_of_each_own_group_and_then_those_of_others(ma
     block_bytes = 2 * BLOCK * 16 * 4 + 128  # keys and values of a block of float32 with one head of 16; header and trailer
     assert rig.connector._reclaim(700) == (1011, 11 * block_bytes)
     pool = pool_prefix("u-1")
-    assert store.asked_to_remove == [(pool, 700, own, 0), (pool, 700, own, 1), (pool, 700, None, None)]
+    groups = [(pool, 700, {"fingerprint": own, "group": group}) for group in (0, 1)]
+    assert store.asked_to_remove == [*groups, (pool, 700, {"fingerprint": own, "others": True})]
 
 
 def test_an_engine_without_its_store_client_does_not_say_that_nothing_is_left(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:

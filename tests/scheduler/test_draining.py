@@ -110,9 +110,10 @@ def test_a_read_accepted_just_before_bypass_counts_before_any_rank_knows_of_it(m
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_in_bypass_no_rank_is_told_to_load_or_save(make_rig: MakeRig, num_ranks: int) -> None:
+@pytest.mark.parametrize("weights_source", ["Pushed", "Model"])
+def test_in_bypass_no_rank_is_told_to_load_or_save(make_rig: MakeRig, num_ranks: int, weights_source: str) -> None:
     store = SharedStore()
-    rig, tokens = filled(make_rig, store=store, num_ranks=num_ranks)
+    rig, tokens = filled(make_rig, store=store, num_ranks=num_ranks, weights_source=weights_source)
     rig.adopt(0, mode=Mode.BYPASS)
     before = (list(store.fetched), set(store.objects), list(store.asked))
     orders: list[int] = []

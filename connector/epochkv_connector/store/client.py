@@ -151,13 +151,21 @@ class StoreClient:
         return self._remove(prefix_pattern(prefix), timeout)
 
     def remove_below(
-        self, pool: str, epoch: int, timeout: float = 10.0, *, fingerprint: str | None = None, group: int | None = None
+        self,
+        pool: str,
+        epoch: int,
+        timeout: float = 10.0,
+        *,
+        fingerprint: str | None = None,
+        group: int | None = None,
+        others: bool = False,
     ) -> int:
         """Remove the objects of this pool (first part of a namespace) that are named under an epoch below `epoch`.
 
-        As `remove_by_prefix`; 0 for epoch 0. With `fingerprint` and `group`: of these only.
+        As `remove_by_prefix`; 0 for epoch 0. With `fingerprint` and `group`: of these only; with `others`: of every other
+        fingerprint.
         """
-        return self._remove(older_pattern(pool, epoch, fingerprint, group), timeout) if epoch > 0 else 0
+        return self._remove(older_pattern(pool, epoch, fingerprint, group, others=others), timeout) if epoch > 0 else 0
 
     def _remove(self, pattern: str, timeout: float) -> int:
         answer: Future[int] = Future()

@@ -67,6 +67,10 @@ def test_older_pattern_takes_one_layout_and_one_group_when_told() -> None:
     for other in (key.replace("/g1/", "/g10/"), key.replace("/g1/", "/g0/"), key.replace("0123", "0124"), key.replace("/e9/", "/e12/")):
         assert other != key
         assert not pattern.search(other)
+    others = re.compile(keys.older_pattern("0a1b2c3d", 12, fingerprint + "0" * 48, others=True))
+    assert others.search(key.replace("0123", "0124"))
+    for own in (key, key.replace("/g1/", "/g7/"), key.replace("0123", "0124").replace("/e9/", "/e12/")):
+        assert not others.search(own)
 
 
 def test_older_pattern_refuses_nonsense() -> None:
