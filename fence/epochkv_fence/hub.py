@@ -203,8 +203,7 @@ class Hub(HubRules):
         self._durable = max(self._durable, record.target)
         actions = self._raise_target(record.target, record.origin, now)
         if record.target == self.target and record.origin not in (None, self._origin):
-            self._origin = record.origin
-            actions.append(ev.Changed())
+            self._origin, actions = record.origin, [*actions, ev.Changed()]
         return [*actions, *self._raise_published(record.published, now)]
 
     def _raise_target(self, target: int, origin: Origin | None, now: float) -> list[ev.Action]:
@@ -283,7 +282,7 @@ class Hub(HubRules):
             self._trainers.wait(peer, bump.request, bump.epoch)
         if self.term is None:
             return [*actions, self._not_leading(peer)]
-        return [*actions, ev.Send(peer, self._bump_status(bump.request, bump.epoch, now))]
+        return [*actions, *(ev.Send(peer, answer) for answer in self._bump_statuses([(bump.request, bump.epoch)], now))]
 
     def _mark(self, bump: Bump, now: float) -> list[ev.Action]:
         """Exactly these boots got the weights of the epoch. A long list comes in several messages, or later."""
@@ -312,7 +311,7 @@ class Hub(HubRules):
         return []
 
     def _nudge(self, boots: Iterable[bytes], now: float) -> list[ev.Action]:
-        self._nudge_at = now + max(NUDGE_SECONDS, len(self._behind) / NUDGES_PER_SECOND)
+        self._nudge_at = now + max(NUDGE_SECONDS, len(self._late()) / NUDGES_PER_SECOND)
         if self.term is None:
             return []
         return [ev.Send(self._boots[boot].peer, Nudge(boot)) for boot in boots]
@@ -412,8 +411,9 @@ class Hub(HubRules):
             self._reclaim_after(now)
         self._invite_at = NEVER
         invited = self._invite(now) if self._wiper.needed else []
-        answers = [ev.Send(peer, self._bump_status(request, asked, now)) for peer, request, asked in self._trainers.served(epoch)]
-        return [ev.Changed(), *invited, *answers]
+        served = self._trainers.served(epoch)
+        answers = self._bump_statuses([(request, asked) for _, request, asked in served], now)
+        return [ev.Changed(), *invited, *(ev.Send(peer, answer) for (peer, _, _), answer in zip(served, answers, strict=True))]
 
     def _publish_failed(self, now: float) -> list[ev.Action]:
         """Perhaps the record was lost (a wiped status, a restored store): record the target again before the next try."""
@@ -482,13 +482,12 @@ class Hub(HubRules):
 
     def _forget(self, now: float) -> list[ev.Action]:
         """Drop boots that were silent for a lease and margin; by then every grant they had is dead."""
-        hold = self.config.hold_seconds
-        dead = [boot for boot, record in self._boots.items() if now >= record.dead_at(hold)]
+        dead = [boot for boot, record in self._boots.items() if now >= record.dead_at(self.config.hold_seconds)]
         for boot in dead:
             del self._boots[boot]
             for table in (self._behind, self._reading, self._waiting):
                 table.pop(boot, None)
-        self._forget_at = now + hold / 3 if self._boots else math.inf
+        self._forget_at = now + self.config.hold_seconds / 3 if self._boots else math.inf
         return [ev.Changed()] if dead else []
 
     def _reclaim_after(self, at: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -188,24 +189,32 @@ class PoolState:
         """At the target, and not to use it: nobody said that this boot has its weights."""
         return self._in_bypass(record) and self._gate.mode(record, self.target, self.config) is Mode.BYPASS
 
-    def _bump_status(self, request: int, epoch: int, now: float) -> BumpStatus:
+    def _bump_statuses(self, asks: Sequence[tuple[int, int]], now: float) -> list[BumpStatus]:
+        """The answers to asks of (request, epoch). All boots are counted once, however many ask."""
+        if not asks:
+            return []
         alive = [record for record in self._boots.values() if record.alive(self.config, now)]
-        marked = self._gate.marked if epoch == self.target else frozenset()
-        using = (record.boot for record in alive if record.epoch == epoch and record.current_mode is Mode.USE)
-        return BumpStatus(
-            request=request,
-            epoch=epoch,
-            target=self.target,
-            published=self.published,
-            engines=len(self._boots),
-            laggards=len(self._behind),
-            carried=sum(record.newest.carried for record in self._boots.values()),
-            moment=self._moment(now),
-            weights_version=self._weights_version(),
-            lease_seconds=self.config.lease_seconds,
-            bypassed=sum(self._in_bypass(record) for record in alive),
-            pending=len({record.boot for record in alive} & marked - set(using)) if marked else 0,
-        )
+        using = {record.boot for record in alive if record.epoch == self.target and record.current_mode is Mode.USE}
+        pending = sum(record.boot in self._gate.marked and record.boot not in using for record in alive)
+        bypassed = sum(self._in_bypass(record) for record in alive)
+        carried = sum(record.newest.carried for record in self._boots.values())
+        return [
+            BumpStatus(
+                request=request,
+                epoch=epoch,
+                target=self.target,
+                published=self.published,
+                engines=len(self._boots),
+                laggards=len(self._behind),
+                carried=carried,
+                moment=self._moment(now),
+                weights_version=self._weights_version(),
+                lease_seconds=self.config.lease_seconds,
+                bypassed=bypassed,
+                pending=pending if epoch == self.target else 0,
+            )
+            for request, epoch in asks
+        ]
 
     def _status(self, question: Status, now: float) -> Status:
         page = Status(

@@ -152,6 +152,23 @@ def test_a_bump_is_told_how_many_boots_wait_for_its_weights() -> None:
     assert (answer.pending, answer.bypassed) == (0, 1)
 
 
+def test_everyone_who_waits_is_told_of_the_publication_once() -> None:
+    hub = pool()
+    hub.hold_writes = True
+    for request, epoch in ((1, 1), (2, 2), (3, 2), (4, 9)):
+        hub.hear(Bump(request, epoch, [boot(1)]), b"t%d" % request)
+    hub.step(ev.Recorded(1))
+    hub.step(ev.Observed(PoolRecord(target=2)))
+    hub.beat(1, epoch=2, mode=Mode.BYPASS)
+    before = len(hub.sent)
+    hub.step(ev.Published(2))
+    told = [(peer, m.request, m.epoch, m.published, m.pending) for peer, m in hub.sent[before:] if isinstance(m, BumpStatus)]
+    assert told == [(b"t1", 1, 1, 2, 0), (b"t2", 2, 2, 2, 1), (b"t3", 3, 2, 2, 1)]
+    before = len(hub.sent)
+    hub.step(ev.Published(2))
+    assert hub.sent[before:] == []
+
+
 def test_the_snapshot_shows_what_engines_said() -> None:
     hub = pool()
     beat = Heartbeat(boot(1), 0, 0, Mode.USE, loading=5)
