@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -145,6 +146,11 @@ class Calls:
 
     # ------------------------------------------------------------------ looking
 
+    async def greet(self, timeout_s: float) -> None:
+        """Is there a hub, does it take our key, and is it the right pool? A key that stays refused is not waited for."""
+        with self.session.conversation() as conversation:
+            await self._page(conversation, 0, time.monotonic() + timeout_s, REFUSED_SECONDS)
+
     async def status(self, timeout_s: float) -> PoolStatus:
         """The pool and its live engines."""
         page, engines = await self._engines(time.monotonic() + timeout_s)
@@ -171,7 +177,7 @@ class Calls:
         assert page is not None
         return page, list(found.values())
 
-    async def _page(self, conversation: Conversation, first: int, until: float) -> Status:
+    async def _page(self, conversation: Conversation, first: int, until: float, refused_seconds: float = math.inf) -> Status:
         def wanted(answer: Answer) -> Status | None:
             return answer if isinstance(answer, Status) and answer.first == first and answer.moment is not None else None
 
@@ -183,7 +189,8 @@ class Calls:
                 if (page := wanted(answer)) is not None:
                     self._check_pool(page)
                     return page
-            self._check_time(until)
+            if time.monotonic() >= until or self.session.refused_seconds > refused_seconds:
+                raise self._unreachable()
             pause = min(2 * pause, MAX_RETRY_SECONDS)
 
     def _check_pool(self, page: Status) -> None:
@@ -194,12 +201,6 @@ class Calls:
                 f"the key speaks for the pool with uid {page.pool}, and {origin} names {pool.name} with uid {pool.uid}; "
                 "take both from one pool"
             )
-
-    def _check_time(self, until: float) -> None:
-        if time.monotonic() >= until:
-            raise self._unreachable()
-        if self.session.refused_seconds > REFUSED_SECONDS:
-            raise self._unreachable()
 
     def _unreachable(self) -> HubUnreachable:
         kind = KeyRefused if self.session.refused_seconds > 0 else HubUnreachable

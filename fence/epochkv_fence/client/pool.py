@@ -224,7 +224,7 @@ async def open_calls(connection: Connection, timeout_s: float) -> Calls:
     await session.start()
     calls = Calls(session)
     try:
-        await calls.status(timeout_s)
+        await calls.greet(timeout_s)
     except BaseException:
         await session.close()
         raise

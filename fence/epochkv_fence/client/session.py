@@ -196,9 +196,11 @@ class Session:
                 self._problem = f"the hub's answer is not one: {error.text}"
                 self._unanswered_since = time.monotonic()
                 continue
-            self._take(message)
+            if self._take(message):
+                return
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: Message) -> bool:
+        """Returns whether this connection is of no use any more: its key was accepted when it was made, and is not now."""
         match message:
             case Status(request=request) | BumpStatus(request=request):
                 conversation = self._conversations.get(request)
@@ -210,10 +212,12 @@ class Session:
             case Error(code, text):
                 self.counters["refused"] += 1
                 self._problem = f"the hub refuses: {text}"
-                if code is Refusal.POOL and self._refused_since is None:
-                    self._refused_since = time.monotonic()
+                if code is Refusal.POOL:
+                    self._refused_since = self._refused_since or time.monotonic()
+                    return True
             case _:
                 self.counters["unexpected"] += 1
+        return False
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
         """Returns when this socket will never connect again."""
