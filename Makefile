@@ -73,11 +73,17 @@ generate: setup ## Write the CRDs, the API reference and the chart's copies from
 bench-epoch: setup ## Patch -> published on the demo's cluster: median and max of 20 bumps
 	@$(DEV) -m bench.bump_to_published
 
+bench-fence: setup-cluster ## Fence: bump -> published by size and authority, steady state, faults, scheduler cost (ARGS="bump-16 --bumps 50")
+	@$(DEV) -m bench.fence $(ARGS)
+
 bench-start: setup-engine ## Engine start-up with the connector and without
 	@$(ENGINE) -m bench.engine_start
 
 bench-staging: setup-engine ## Staging copies against a plain copy of the same machine
 	@$(ENGINE) -m bench.staging
+
+fuzz: setup ## Fuzz every decoder and receive path (MINUTES=10)
+	@$(DEV) -m tests.security.fuzz --minutes $(or $(MINUTES),10)
 
 lock: ## Compile the pinned environments anew
 	@hack/requirements/lock.sh --upgrade
@@ -85,4 +91,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-unit test-scheduler test-store test-engine test-cluster test-e2e simulate simulate-mutants lint generate bench-epoch bench-start bench-staging lock clean
+.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-unit test-scheduler test-store test-engine test-cluster test-e2e simulate simulate-mutants lint generate bench-epoch bench-fence bench-start bench-staging fuzz lock clean

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +17,7 @@ from epochkv_fence.hub import Hub
 from epochkv_fence.messages import MAX_EPOCH, TAGS, Heartbeat, Message, Mode, WireError, decode, encode
 from epochkv_fence.pool import PoolConfig
 from epochkv_fence.transport.keys import CredentialsError, check_key, generate_keypair
+from tests.security import fuzz
 
 BOOT = b"B" * 16
 FUZZ = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -128,3 +131,24 @@ def test_any_key(text: str) -> None:
 
 def test_a_real_key_passes() -> None:
     check_key("k", generate_keypair().public)
+
+
+def test_half_a_minute_of_the_fuzzer() -> None:
+    """A slice of `make fuzz`, over real sockets too; another seed each time, which its output names."""
+    said: list[str] = []
+    inputs, crashes = fuzz.run(30.0, int.from_bytes(os.urandom(4), "big"), said.append)
+    assert crashes == 0, "\n".join(said)
+    assert inputs > 1_000
+
+
+def test_the_fuzzer_notices_a_decoder_that_raises_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(frames: list[bytes]) -> Message:
+        if frames and frames[-1][:1] == b"\xff":
+            raise KeyError("x")
+        return decode(frames)
+
+    monkeypatch.setattr(fuzz, "decode", broken)
+    said: list[str] = []
+    assert fuzz.run(60.0, 1, said.append)[1] == 1
+    assert "CRASH in" in said[-1]
+    assert "KeyError" in said[-1]

@@ -190,6 +190,7 @@ class AgentThread:
                 try:
                     self._session()
                 except Exception as error:
+                    self.counters["sessions_failed"] += 1
                     self._say(
                         "hub",
                         f"broken: {error}",
@@ -343,7 +344,7 @@ class AgentThread:
                 message = decode(frames)
             except WireError as error:
                 self.counters["wire_errors"] += 1
-                self._say("wire", error.code.value, logging.WARNING, "dropped a message from the hub: %s", error.text)
+                self._say(f"wire {error.code.value}", "said", logging.WARNING, "dropped a message from the hub: %s", error.text)
                 self._send(Error(error.code, error.text[:1024]))
                 continue
             self._step(ag.Received(message))
@@ -398,7 +399,7 @@ class AgentThread:
                 self._reclaim(below)
             case ag.HubRefused(error):
                 self.counters["refused_by_hub"] += 1
-                self._say("refusal", error.code.value, logging.WARNING, "the hub did not take a message: %s", error.text)
+                self._say(f"refusal {error.code.value}", "said", logging.WARNING, "the hub did not take a message: %s", error.text)
                 if error.code is Refusal.POOL:
                     self._keys_due = time.monotonic()
 

@@ -63,7 +63,9 @@ class Peer:
 class Peers:
     """The connections that said something. The oldest are forgotten beyond a limit: libzmq does not tell when one ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, rate: float = PEER_RATE, burst: float = PEER_BURST) -> None:
+        self._rate = rate
+        self._burst = burst
         self._peers: dict[bytes, Peer] = {}
 
     def get(self, name: bytes, now: float) -> Peer:
@@ -72,5 +74,5 @@ class Peers:
         if peer is None:
             while len(self._peers) >= MAX_PEERS:
                 del self._peers[next(iter(self._peers))]
-            peer = self._peers[name] = Peer(Bucket.full(PEER_RATE, PEER_BURST, now))
+            peer = self._peers[name] = Peer(Bucket.full(self._rate, self._burst, now))
         return peer

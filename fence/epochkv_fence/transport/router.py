@@ -68,13 +68,17 @@ class Receiver(Protocol):
 
 
 class Router:
-    """Receives for a `Receiver`; sends to peers. One event loop's; `open` before anything else."""
+    """Receives for a `Receiver`; sends to peers. One event loop's; `open` before anything else.
+
+    Attributes:
+        peers: what each connection may still send.
+    """
 
     def __init__(self, keys: HubKeys, receiver: Receiver, counters: Counter[str]) -> None:
         self._keys = keys
         self._receiver = receiver
         self._counters = counters
-        self._peers = Peers()
+        self.peers = Peers()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
@@ -160,7 +164,7 @@ class Router:
         frames = self._socket.recv_multipart(NOBLOCK, copy=False)
         now = time.monotonic()
         name = frames[0].bytes
-        peer = self._peers.get(name, now)
+        peer = self.peers.get(name, now)
         size = sum(map(len, frames))
         tokens = 1 + size // BYTES_PER_TOKEN
         if not peer.bucket.take(tokens, now):
@@ -200,7 +204,7 @@ class Router:
         """Send, or drop when the peer is gone or does not read. An error is told at most once a second."""
         if isinstance(message, Error):
             now = time.monotonic()
-            peer = self._peers.get(name, now)
+            peer = self.peers.get(name, now)
             if now < peer.answer_at:
                 self._counters["errors_unsaid"] += 1
                 return

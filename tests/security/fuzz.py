@@ -1,0 +1,335 @@
+"""Fuzzes everything that takes bytes from outside: `make fuzz MINUTES=10`, or `python -m tests.security.fuzz --minutes 10`.
+
+Decoders and state machines in this process; the receive paths of hub and agent over real sockets, with CURVE, and the hub's
+port with whatever a stranger may send. A crash is any exception but the one that is documented, a message that changes when
+encoded again, or a hub or agent that does not go on. It is printed with the target, the seed and the number that make the
+same input again, and ends the run with status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from random import Random
+
+import zmq
+
+from epochkv_fence import connection
+from epochkv_fence import hub_events as ev
+from epochkv_fence.agent import Agent, Received, Started
+from epochkv_fence.agent import Send as AgentSend
+from epochkv_fence.authority import PoolRecord, Term
+from epochkv_fence.connection import Connection, ConnectionError_
+from epochkv_fence.hub import Hub
+from epochkv_fence.messages import Grant, Message, WireError, decode, encode
+from epochkv_fence.pool import PoolConfig
+from epochkv_fence.transport.keys import CredentialsError, check_key
+from epochkv_fence.transport.limits import Peers
+from tests.helpers_fence import FenceWorld
+from tests.security.generators import BOOTS, document, frames, json_text, value, zmtp
+from tests.security.wire import FakeHub, RawClient, heartbeat
+
+Target = Callable[[Random], None]
+BATCH = 200
+MACHINE_MESSAGES = 30
+
+
+class Crash(Exception):
+    """Something did not go on as it must."""
+
+
+# ----------------------------------------------------------------------------------------------------- in this process
+
+
+def decoder(rng: Random) -> Message | None:
+    """`messages.decode`: a message or `WireError`, and a message stays what it is when encoded again."""
+    given = frames(rng)
+    try:
+        message = decode(given)
+    except WireError as error:
+        if len(error.text) > 70_000:
+            raise Crash(f"an error of {len(error.text)} characters") from None
+        return None
+    again = decode(encode(message))
+    if again != message and "nan" not in repr(message):
+        raise Crash(f"{message!r} became {again!r}")
+    return message
+
+
+def machines(rng: Random) -> None:
+    """Both state machines take whatever can be decoded, and what they say can be encoded."""
+    policy = rng.choice(["Delete", "RemoveAll", "Retain"])
+    source = rng.choice(["Pushed", "Model"])
+    hub = Hub(PoolConfig("u", "p", (), weights_source=source, reclaim=policy, store_admin=policy == "RemoveAll"), b"hubhubhu")
+    hub.step(ev.Acquired(Term("h", 1), PoolRecord(3, rng.choice([2, 3]), True)), 100.0)
+    agent = Agent(BOOTS[0])
+    agent.step(Started(), 100.0)
+    now = 100.0
+    for number in range(MACHINE_MESSAGES):
+        now += rng.choice([0.0, 0.01, 0.3, 5.0, 40.0])
+        message = decoder(rng)
+        if message is None:
+            continue
+        actions = hub.step(ev.Heard(rng.choice([b"p", b"q"]), message, rng.randrange(2)), now)
+        actions += hub.step(ev.RoundBegan(number), now)
+        actions += hub.step(ev.RoundVerified(number) if rng.random() < 0.9 else ev.RoundDropped(number), now)
+        actions += hub.step(ev.Tick(), now)
+        for action in actions:
+            _perform(hub, action, rng, now)
+        if rng.random() < 0.2:
+            hub.snapshot(now)
+        hub.tick_at()
+        hub.round_at(now)
+        for step in agent.step(Received(message), now):
+            if isinstance(step, AgentSend):
+                encode(step.message)
+        agent.deadline()
+
+
+def _perform(hub: Hub, action: ev.Action, rng: Random, now: float) -> None:
+    worked = rng.random() < 0.8
+    match action:
+        case ev.Send(_, message):
+            encode(message)
+        case ev.Record(epoch):
+            hub.step(ev.Recorded(epoch) if worked else ev.RecordFailed(epoch), now)
+        case ev.Publish(epoch):
+            hub.step(ev.Published(epoch) if worked else ev.PublishFailed(epoch), now)
+        case ev.NoteGranting():
+            hub.step(ev.Noted() if worked else ev.NoteFailed(), now)
+        case ev.Wipe(epoch):
+            hub.step(ev.Wiped(epoch, rng.randrange(2)) if worked else ev.WipeFailed(epoch), now)
+        case ev.Sweep(below):
+            hub.step(ev.Swept(below, rng.randrange(2)) if worked else ev.SweepFailed(below), now)
+
+
+def keys(rng: Random) -> None:
+    """`check_key`: accepts 40 characters of z85 or raises `CredentialsError`."""
+    text = "".join(chr(rng.choice([rng.randrange(33, 127), rng.randrange(0x11000)])) for _ in range(rng.choice([0, 39, 40, 40, 41])))
+    try:
+        check_key("k", text)
+    except CredentialsError:
+        return
+    if len(text) != 40:
+        raise Crash(f"{text!r} passed for a key")
+
+
+class Documents:
+    """The connection's loaders: a `Connection` with usable keys, or `ConnectionError_`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file = folder / "connection.json"
+
+    def __call__(self, rng: Random) -> None:
+        names = ("EPOCHKV_HUB_PUBLIC_KEY", "EPOCHKV_CLIENT_PUBLIC_KEY", "EPOCHKV_CLIENT_SECRET_KEY", "EPOCHKV_ROOT_SECRET")
+        environ = {name: str(value(rng)) for name in names if rng.random() < 0.5}
+        for name in ("hub.pub", "client.pub", "client.key", "root.secret"):
+            path = self._folder / name
+            if rng.random() < 0.3:
+                path.write_bytes(rng.randbytes(rng.choice([0, 40, 64])))
+            elif rng.random() < 0.1:
+                path.unlink(missing_ok=True)
+        try:
+            loaded = Connection.load(self._source(rng), environ)  # type: ignore[arg-type]
+        except ConnectionError_:
+            return
+        with contextlib.suppress(ConnectionError_):
+            loaded.client_keys()
+        with contextlib.suppress(ConnectionError_):
+            loaded.root_secret()
+
+    def _source(self, rng: Random) -> object:
+        text = json_text(rng, str(self._folder))
+        match rng.randrange(5):
+            case 0:
+                return document(rng, str(self._folder))
+            case 1:
+                self._file.write_bytes(text.encode("utf-8", "replace") + rng.choice([b"", b"\xff", b"\0"]))
+                return str(self._file)
+            case 2:
+                return value(rng)
+            case 3:
+                return self._folder
+            case _:
+                return text
+
+
+# -------------------------------------------------------------------------------------------------- over real sockets
+
+
+class HubPath:
+    """The hub's receive path: a batch of frames on one connection, then a heartbeat must still be granted."""
+
+    def __init__(self, world: FenceWorld) -> None:
+        self._world = world
+        self._hub = world.hub()
+        world.lead(self._hub)
+        self._hub._router.peers = Peers(1e9, 1e12)  # what is above a connection's limit is not decoded, and would test nothing
+        self._client: RawClient | None = None
+        self._number = 0
+
+    def __call__(self, rng: Random) -> None:
+        if self._client is None:
+            self._client = RawClient(self._hub.endpoint, self._world.client_keys)
+        with contextlib.suppress(zmq.Again):
+            self._client.socket.send_multipart(frames(rng), zmq.NOBLOCK)
+        while self._client.socket.poll(0):
+            decode(self._client.socket.recv_multipart())
+        self._number += 1
+        if self._number % BATCH == 0:
+            self._client.close()
+            self._client = None
+            self.check()
+
+    def check(self) -> None:
+        """It still grants, and nothing of it failed."""
+        client = RawClient(self._hub.endpoint, self._world.client_keys)
+        boot = secrets.token_bytes(16)
+        try:
+            client.socket.send_multipart(heartbeat(boot))
+            end = time.monotonic() + 30
+            while time.monotonic() < end:
+                answer = client.hear(0.5)
+                if isinstance(answer, Grant) and answer.boot == boot:
+                    break
+            else:
+                raise Crash(f"the hub grants no more: {self._hub.counters}")
+        finally:
+            client.close()
+        failed = {name: count for name, count in self._hub.counters.items() if name in ("take_failed", "turns_failed", "tasks_failed")}
+        if failed:
+            raise Crash(f"the hub met exceptions: {failed}")
+
+
+class Strangers:
+    """The hub's port, with anything but the protocol."""
+
+    def __init__(self, hub_path: HubPath, endpoint: str) -> None:
+        self._hub_path = hub_path
+        host, port = endpoint.removeprefix("tcp://").split(":")
+        self._address = (host, int(port))
+        self._number = 0
+
+    def __call__(self, rng: Random) -> None:
+        with contextlib.suppress(OSError), socket.create_connection(self._address, timeout=5) as plain:
+            plain.sendall(zmtp(rng))
+            if rng.random() < 0.2:
+                plain.settimeout(0.02)
+                plain.recv(100)
+        self._number += 1
+        if self._number % BATCH == 0:
+            self._hub_path.check()
+
+
+class AgentPath:
+    """The agent's receive path: a hub that says anything; the agent goes on heartbeating on the same session."""
+
+    def __init__(self, world: FenceWorld) -> None:
+        self._fake = FakeHub(world.hub_pair)
+        self._agent, _ = world.agent(self._fake.endpoint)
+        self._fake.next()
+        self._number = 0
+
+    def __call__(self, rng: Random) -> None:
+        self._fake.say(frames(rng))
+        self._number += 1
+        if self._number % BATCH == 0:
+            self._drain()
+            self._agent.poke()
+            if not self._fake.socket.poll(30_000):
+                raise Crash("the agent is silent")
+            if self._agent.counters["sessions_failed"]:
+                raise Crash("the agent's session met an exception")
+        elif self._number % 20 == 0:
+            self._drain()
+
+    def _drain(self) -> None:
+        while self._fake.socket.poll(0):
+            self._fake.peer = self._fake.socket.recv_multipart()[0]
+
+    def close(self) -> None:
+        self._fake.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ the run
+
+
+@contextlib.contextmanager
+def targets() -> Iterator[dict[str, tuple[Target, int]]]:
+    """All targets, with how many inputs each gets in a turn."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="epochkv-fuzz-")))
+        world = FenceWorld(join_after_seconds=0.0)
+        stack.callback(world.close)
+        hub_path, agent_path = HubPath(world), AgentPath(world)
+        stack.callback(agent_path.close)
+        yield {
+            "decoder": (lambda rng: void(decoder(rng)), 4_000),
+            "machines": (machines, 60),
+            "keys": (keys, 500),
+            "documents": (Documents(folder), 300),
+            "hub": (hub_path, 2 * BATCH),
+            "agent": (agent_path, 2 * BATCH),
+            "strangers": (Strangers(hub_path, world.hubs[0].endpoint), BATCH),
+        }
+
+
+def void(_: object) -> None:
+    """Take a result away."""
+
+
+def run(seconds: float, seed: int, say: Callable[[str], None]) -> tuple[int, int]:
+    """(inputs, crashes) after so many seconds of turns over all targets; the first crash ends the run."""
+    counts: Counter[str] = Counter()
+    logging.getLogger("epochkv_fence").setLevel(logging.ERROR)
+    vars(connection)["RELOAD_SECONDS"] = 0.0  # files are not being swapped here
+    began = told = time.monotonic()
+    with targets() as all_targets:
+        while (now := time.monotonic()) < began + seconds:
+            for name, (target, share) in all_targets.items():
+                for _ in range(share):
+                    number = counts[name]
+                    counts[name] += 1
+                    try:
+                        target(Random(f"{seed}/{name}/{number}"))
+                    except Exception:
+                        say(f"CRASH in {name}, seed {seed}, input {number}:\n{traceback.format_exc()}")
+                        return counts.total(), 1
+                if time.monotonic() >= began + seconds:
+                    break
+            if now >= told + 10:
+                told = now
+                done = ", ".join(f"{name} {count}" for name, count in counts.items())
+                say(f"{now - began:.0f} s, about {max(0.0, began + seconds - now):.0f} s left: {done}")
+    return counts.total(), 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.security.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long (default 10)")
+    parser.add_argument("--seed", type=int, default=None, help="of the run (default: a random one)")
+    arguments = parser.parse_args()
+    seed = arguments.seed if arguments.seed is not None else int.from_bytes(os.urandom(4), "big")
+    print(f"fuzzing for {arguments.minutes:g} min, seed {seed}", flush=True)
+    inputs, crashes = run(arguments.minutes * 60, seed, lambda text: print(text, flush=True))
+    print(f"{inputs} inputs, {crashes} crashes (seed {seed})")
+    return 1 if crashes else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""Inputs for the fuzzer: messages that are almost right, bytes that are not, and documents in between.
+
+Drawn from a `random.Random`, so that a seed and a number give an input again. Hypothesis shrinks better and is used by the
+tests next to this; for ten minutes of inputs it is a hundred times too slow.
+"""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+import msgspec
+
+from epochkv_fence.messages import (
+    MAX_EPOCH,
+    TAGS,
+    Bump,
+    BumpStatus,
+    EngineStatus,
+    Error,
+    Grant,
+    Heartbeat,
+    Message,
+    Mode,
+    Moment,
+    Nudge,
+    Propose,
+    Reclaim,
+    Reclaimed,
+    Refusal,
+    Status,
+    encode,
+)
+
+BOOTS = [bytes([65 + n]) * 16 for n in range(4)]
+MOMENT = Moment(b"hubhubhu", 12.5)
+CORPUS: list[Message] = [
+    Heartbeat(BOOTS[0], 7, 3, Mode.USE, 2, 12.5, "engine", "pod-0", 1, "f" * 64, {"hits": 0.5, "l1_bytes": 1e9}, 3),
+    Heartbeat(BOOTS[1], 0),
+    Grant(BOOTS[0], 7, 4, Mode.BYPASS, 30.0, MOMENT),
+    Nudge(BOOTS[0]),
+    Propose(BOOTS[1], 5, MOMENT),
+    Bump(1, 4, [BOOTS[0], BOOTS[1]], "v7", MOMENT, 0.25),
+    Bump(2, 5),
+    BumpStatus(1, 4, 4, 3, 2, 1, 0, MOMENT, "v7", 30.0, 1, 1),
+    Status(3),
+    Status(3, 0, 4, 4, 1, [EngineStatus(BOOTS[0], "engine", "pod-0", 0, 4, Mode.USE, 0)], MOMENT, "v7", 30.0),
+    Reclaim(BOOTS[0], 4),
+    Reclaimed(BOOTS[0], 4, 12, 4096),
+    Error(Refusal.TAG, "unknown tag"),
+]
+EDGES: list[Any] = [
+    None, True, False, 0, 1, -1, 2, 3, 4, 5, 2**31, 2**53, MAX_EPOCH, MAX_EPOCH + 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63),
+    0.0, -0.0, 1e-300, 0.1, 30.0, 1e9, 1e15, 1.7e308, float("inf"), float("-inf"), float("nan"),
+    "", "Use", "Bypass", "Spec", "size", "\0", "é" * 100, "x" * 253, "x" * 254, "x" * 2000, b"", *BOOTS, b"z" * 15, b"z" * 17, b"hubhubhu",
+    [], {}, [MOMENT], [BOOTS[0]] * 3000, [BOOTS[0]] * 3001, {"a": 1.0}, {"x" * 65: 1.0},
+]  # fmt: skip
+
+
+def value(rng: Random, depth: int = 0) -> Any:
+    """Anything that msgpack carries."""
+    kind = rng.random()
+    if depth < 3 and kind < 0.12:
+        return [value(rng, depth + 1) for _ in range(rng.randrange(4))]
+    if depth < 3 and kind < 0.2:
+        return {rng.choice(["boot", "epoch", "type", "", "x"]): value(rng, depth + 1) for _ in range(rng.randrange(4))}
+    if kind < 0.3:
+        return rng.randbytes(rng.choice([0, 1, 8, 16, 16, 40]))
+    if kind < 0.4:
+        return rng.randrange(-10, 20)
+    return rng.choice(EDGES)
+
+
+def body(rng: Random) -> dict[str, Any]:
+    """A message's fields, some of them replaced, taken away or made up."""
+    fields: dict[str, Any] = msgspec.msgpack.decode(encode(rng.choice(CORPUS))[1])
+    for _ in range(rng.choice([0, 1, 1, 2, 3])):
+        name = rng.choice(list(fields) or ["type"])
+        match rng.randrange(6):
+            case 0:
+                fields.pop(name, None)
+            case 1:
+                fields[rng.choice(["extra", "boots", "moment", "loading", "first", ""])] = value(rng)
+            case 2:
+                fields["type"] = rng.choice([*TAGS, "Wipe", "", 3, None])
+            case _:
+                fields[name] = value(rng)
+    return fields
+
+
+def payload(rng: Random) -> bytes:
+    """An encoded message, perhaps with bytes changed, or bytes alone."""
+    if rng.random() < 0.1:
+        return rng.randbytes(rng.randrange(120))
+    try:
+        data = bytearray(msgspec.msgpack.encode(body(rng)))
+    except (OverflowError, RecursionError):
+        return b""
+    if rng.random() < 0.4 and data:
+        for _ in range(rng.choice([1, 1, 2, 8])):
+            where = rng.randrange(len(data))
+            match rng.randrange(4):
+                case 0:
+                    data[where] ^= 1 << rng.randrange(8)
+                case 1:
+                    data[where] = rng.choice([0x00, 0x7F, 0x80, 0xC0, 0xC1, 0xC6, 0xDB, 0xDD, 0xDF, 0xFF])
+                case 2:
+                    data[where:] = b""
+                case _:
+                    data[where:where] = rng.randbytes(rng.randrange(1, 9))
+            if not data:
+                break
+    return bytes(data)
+
+
+def frames(rng: Random) -> list[bytes]:
+    """What arrives on a socket: mostly a version and a payload."""
+    kind = rng.random()
+    if kind < 0.85:
+        return [b"\x01", payload(rng)]
+    if kind < 0.93:
+        return [rng.choice([b"", b"\x00", b"\x02", b"\x01\x01", b"\xff" * 20]), payload(rng)]
+    return [rng.randbytes(rng.randrange(20)) for _ in range(rng.choice([1, 1, 3, 4, 30]))]
+
+
+def document(rng: Random, folder: str) -> dict[str, Any]:
+    """The content of a `connection.json`, almost."""
+    whole: dict[str, Any] = {
+        "pool": {"name": "policy", "namespace": "default", "uid": "u-1"},
+        "hub": {"endpoint": "tcp://127.0.0.1:7700", "credentials_dir": folder},
+        "local": {"capacity_bytes": 1},
+    }
+    for _ in range(rng.choice([0, 1, 1, 2])):
+        part = rng.choice([whole, whole["pool"], whole["hub"]])
+        if not isinstance(part, dict):
+            continue
+        name = rng.choice([*part, "extra"])
+        made = rng.choice(
+            [
+                value(rng),
+                "tcp://",
+                "tcp://[::1]:1",
+                "tcp://h:99999",
+                "tcp://h:0",
+                "ipc://x",
+                "tcp://a b:1",
+                "\0",
+                "x/../..",
+                "tcp://h:\uff11",
+            ]
+        )
+        part[name] = made
+    return whole
+
+
+def json_text(rng: Random, folder: str) -> str:
+    """A document as text, perhaps broken."""
+
+    text = json.dumps(document(rng, folder), default=repr)
+    if rng.random() < 0.4:
+        where = rng.randrange(len(text))
+        text = text[:where] + rng.choice(["", "{", "]", "\0", "\ud800", "1e999", "//", "\\u0000", "NaN"]) + text[where + rng.randrange(3) :]
+    return text
+
+
+def zmtp(rng: Random) -> bytes:
+    """What a stranger may send to the hub's port: nothing, noise, or a ZMTP 3 greeting and commands, almost."""
+    mechanism = rng.choice([b"CURVE", b"NULL", b"PLAIN", rng.randbytes(5)]).ljust(20, b"\0")
+    greeting = b"\xff" + rng.choice([bytes(8), rng.randbytes(8)]) + b"\x7f\x03" + bytes([rng.choice([0, 1, 9])]) + mechanism
+    greeting += bytes([rng.choice([0, 1])]) + bytes(31)
+    command = rng.choice([b"\x05HELLO", b"\x08INITIATE", b"\x05READY", b"\x07MESSAGE", b"\x04PING", rng.randbytes(6)])
+    inner = command + rng.randbytes(rng.choice([0, 10, 194, 194, 300]))
+    flag = bytes([rng.choice([0, 2, 4, 4, 4, 6, 0xFF])])
+    frame = flag + (len(inner).to_bytes(8, "big") if flag[0] & 2 else bytes([len(inner) & 255])) + inner
+    return rng.choice([b"", rng.randbytes(rng.randrange(200)), greeting[: rng.randrange(64)], greeting + frame, greeting + frame * 2])
