@@ -40,6 +40,10 @@ class Round:
 class PoolState:
     """One pool, as the hub in this process knows it.
 
+    Args:
+        instance: random bytes of this process, `messages.INSTANCE_BYTES` of them, that its moments carry. None: it gives
+            no moments and takes none, so nobody joins by age but after an `Asked`.
+
     Attributes:
         term: the term in which this hub leads this pool; None while it does not lead or has not read the record.
         target, published: as known here; both were durable before they were raised here.
