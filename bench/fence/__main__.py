@@ -35,6 +35,9 @@ ROWS: dict[str, Entry] = {
     "kubernetes": Entry(
         "patch of the pool object -> status visible in a watch, 16 agents", 120, lambda a, p: kubernetes.bump_latency(a.bumps, p)
     ),
+    "flood": Entry(
+        "bump -> published, 16 agents, 10,000 garbage frames a second", 20, lambda a, p: rows.flooded_latency(16, 100, a.bumps, p)
+    ),
     "steady-5000": Entry("CPU of the hub with 5,000 agents, nothing happening", 70, lambda a, p: rows.steady_state(5_000, a.seconds, p)),
     "frozen": Entry("one engine stopped (SIGSTOP) before a bump", 50, lambda a, p: rows.fault("frozen", a.faults, p)),
     "killed": Entry("one engine killed before a bump", 50, lambda a, p: rows.fault("killed", a.faults, p)),

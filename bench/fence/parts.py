@@ -38,7 +38,8 @@ class Child:
             stdout=subprocess.PIPE,
         )
         self.say(json.dumps(settings))
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -68,6 +69,7 @@ class Child:
                 self.process.wait(seconds)
             except subprocess.TimeoutExpired:
                 self.kill()
+        self._reader.join(5)
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -97,6 +99,7 @@ class Fence:
             "client_public": client.public,
         }
         self.published: dict[int, float] = {}
+        self._counters: dict[str, int] = {}
         self.hub: Child | None = None
 
     @property
@@ -123,14 +126,21 @@ class Fence:
 
     def publications(self) -> dict[int, float]:
         """When the hub asked for each publication to be written."""
+        self._look()
+        return self.published
+
+    def hub_counters(self) -> dict[str, int]:
+        """What the hub counted; after its end."""
+        self._look()
+        return self._counters
+
+    def _look(self) -> None:
         assert self.hub is not None
-        while True:
-            try:
-                line = self.hub.lines.get_nowait()
-            except queue.Empty:
-                return self.published
+        while not self.hub.lines.empty():
+            line = self.hub.lines.get()
             if "published" in line:
                 self.published[line["published"]] = line["at"]
+            self._counters.update(line.get("counters", {}))
 
 
 class Trainer:

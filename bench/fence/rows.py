@@ -15,12 +15,15 @@ from typing import Any
 from bench.fence.parts import Child, Fence, Trainer, cpu_seconds, rss_bytes, until
 from bench.fence.relay import Relay
 from bench.fence.report import Figure, Progress, Row, latency_figures
+from tests.security.flooder import flooding
 
 LEASE_SECONDS = 30.0
 FAULT_LEASE_SECONDS = 3.0
 JOIN_SECONDS = 120.0
 BUMP_SECONDS = 120.0
 ENGINES_PER_PROCESS = 2_500
+FLOOD_RATE = 10_000
+FLOOD_PAUSE_SECONDS = 0.02
 
 
 @dataclass
@@ -63,6 +66,28 @@ def bench(num_engines: int, lease_seconds: float = LEASE_SECONDS) -> Iterator[Be
         made = Bench(fence, swarms, trainer)
         until(lambda: made.live() == num_engines, JOIN_SECONDS, f"{num_engines} engines granted")
         yield made
+
+
+def flooded_latency(num_engines: int, aim_p99_ms: float, bumps: int, progress: Progress) -> Row:
+    """The same while an authenticated client of the same pool sends 10,000 garbage frames a second."""
+    with bench(num_engines) as made:
+        assert made.fence.hub is not None
+        epoch, seconds = made.trainer.target(), []
+        with flooding("garbage", made.fence.endpoint, FLOOD_RATE, made.fence.keys) as counts:
+            time.sleep(1.0)
+            began, cpu = time.monotonic(), cpu_seconds(made.hub_pid)
+            for number in range(bumps):
+                progress.step(number, bumps, began)
+                seconds.append(made.trainer.bump(epoch := epoch + 1, BUMP_SECONDS))
+                time.sleep(FLOOD_PAUSE_SECONDS)
+            took = time.monotonic() - began
+            share = (cpu_seconds(made.hub_pid) - cpu) / took
+        made.fence.hub.close()
+        taken = {name: count for name, count in made.fence.hub_counters().items() if name.startswith(("dropped", "refused"))}
+        figures = [*latency_figures(seconds, aim_p99_ms), Figure("hub CPU, share of one core", share * 100, None, "%")]
+        figures.append(Figure("frames that the hub threw away", sum(taken.values()) / (took + 1.0), None, "/s"))
+        details = {"bumps": bumps, "seconds": seconds, "flooder": counts, "hub": taken}
+        return Row(f"bump -> published under garbage, {num_engines} agents", figures, details)
 
 
 def bump_latency(num_engines: int, aim_p99_ms: float, bumps: int, progress: Progress) -> Row:
@@ -121,6 +146,18 @@ class Victim:
         self.look()
         return time.monotonic() < self.lease_until
 
+    @contextmanager
+    def child_of(self) -> Iterator[Victim]:
+        """Itself; its process ends with the block."""
+        with self.child:
+            yield self
+
+    def longest_gap(self) -> float:
+        """The longest time between the end of a lease and the next one."""
+        self.look()
+        pairs = zip(self.history, self.history[1:], strict=False)
+        return max((max(0.0, at - lease) for (_, lease, _), (at, _, _) in pairs if lease), default=0.0)
+
     def lease_at(self, at: float) -> tuple[float, int | None]:
         """Its lease and epoch as they stood at that time."""
         self.look()
@@ -177,10 +214,11 @@ def fault(kind: str, repeats: int, progress: Progress) -> Row:
 
 
 def hub_restart(num_engines: int, outage_seconds: float, progress: Progress) -> Row:
-    """The hub is killed and comes back after a while, with engines heartbeating and a reset open."""
-    with bench(num_engines) as made:
+    """The hub is killed and comes back after a while. One of the engines is a real `AgentThread` in a process of its own."""
+    with bench(num_engines) as made, Victim(made.fence, made.fence.endpoint).child_of() as thread:
         hub = made.fence.hub
         assert hub is not None
+        until(thread.live, 20, "the agent's thread is granted", 0.01)
         made.forget()
         began = time.monotonic()
         hub.kill()
@@ -189,8 +227,8 @@ def hub_restart(num_engines: int, outage_seconds: float, progress: Progress) -> 
             progress.step(int(time.monotonic() - began), int(outage_seconds), began)
         made.fence.start_hub()
         restart = time.monotonic() - began
-        rejoined = until(lambda: made.live() == num_engines, JOIN_SECONDS, "every engine granted again", 0.02)
-        gap = made.longest_gap()
+        rejoined = until(lambda: made.live() == num_engines and thread.live(), JOIN_SECONDS, "every engine granted again", 0.02)
+        gap = max(made.longest_gap(), thread.longest_gap())
         figures = [
             Figure("hub away for", restart, None, "s"),
             Figure("longest time without a lease", gap, restart + 1.0, "s"),

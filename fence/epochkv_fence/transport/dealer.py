@@ -95,7 +95,7 @@ class Link:
             (zmq.CONNECT_TIMEOUT, 1000),
             (zmq.HANDSHAKE_IVL, 1500),
             (zmq.RECONNECT_IVL, 100),
-            (zmq.RECONNECT_IVL_MAX, 1000),
+            (zmq.RECONNECT_IVL_MAX, 500),
             (zmq.IMMEDIATE, 1),
             (zmq.LINGER, 0),
             (zmq.MAXMSGSIZE, 4 * MAX_MESSAGE_BYTES),
