@@ -89,7 +89,7 @@ def reset(
 
 
 def wait(
-    epoch: Annotated[int, typer.Argument(min=0, help="The epoch to wait for.")],
+    epoch: Annotated[int, typer.Argument(min=0, metavar="EPOCH", help="The epoch to wait for.")],
     config: Config = None,
     timeout: Timeout = RESET_SECONDS,
     output: Out = Output.TABLE,

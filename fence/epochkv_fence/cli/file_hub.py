@@ -234,9 +234,12 @@ class FileHub:
         return exposition(self.options.pool, snapshot, counters)
 
     async def _report(self) -> None:
-        """Log what has changed, at most ten times a second."""
+        """Log what has changed, at most ten times a second; also what only time changes, such as silence."""
+        look_seconds = max(0.5, self.options.lease_seconds / 4)
         while True:
-            await self._changed.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(look_seconds):
+                    await self._changed.wait()
             self._changed.clear()
             if self._server is not None:
                 now = self._server.snapshot(self.uid)

@@ -107,7 +107,6 @@ def hub(
     log_format: Annotated[LogFormat, typer.Option(help="text for people, json for collectors.")] = LogFormat.TEXT,
 ) -> None:
     """See HELP."""
-    configure_logs(log_format)
     options = HubOptions(
         pool=pool,
         listen=listen,
@@ -120,7 +119,9 @@ def hub(
         advertise=advertise,
         metrics=metrics,
     )
-    raise typer.Exit(asyncio.run(serve(FileHub(options), log_format)))
+    made = FileHub(options)
+    configure_logs(log_format)
+    raise typer.Exit(asyncio.run(serve(made, log_format)))
 
 
 async def serve(made: FileHub, log_format: LogFormat) -> Exit:

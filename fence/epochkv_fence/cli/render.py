@@ -16,7 +16,8 @@ from rich.table import Table
 from epochkv_fence.client import Engine, PoolStatus, Reset, Standing
 
 MAX_NAMES: Final = 10
-PROGRESS_SECONDS: Final = 5.0
+FIRST_LINE_SECONDS: Final = 2.0
+PROGRESS_SECONDS: Final = 10.0
 WIDTH: Final = 140
 
 
@@ -142,7 +143,7 @@ class Progress:
         self._quiet = quiet
         self._console = Console(stderr=True)
         self._spinner: Spinner | None = None
-        self._said_at = time.monotonic()
+        self._say_at = time.monotonic() + FIRST_LINE_SECONDS
 
     def __call__(self, standing: Standing) -> None:
         if self._quiet:
@@ -153,8 +154,8 @@ class Progress:
                 self._spinner = self._console.status(text)
                 self._spinner.start()
             self._spinner.update(text)
-        elif time.monotonic() >= self._said_at + PROGRESS_SECONDS:
-            self._said_at = time.monotonic()
+        elif time.monotonic() >= self._say_at:
+            self._say_at = time.monotonic() + PROGRESS_SECONDS
             print(f"epochkv: {text}", file=sys.stderr)
 
     def stop(self) -> None:

@@ -267,8 +267,10 @@ class Calls:
             if time.monotonic() >= ask.until:
                 return False
             poll = min(2 * poll, MAX_POLL_SECONDS)
-            if progress is not None and poll == MAX_POLL_SECONDS and ask.recorded and not ask.published:
-                ask.names = await self._laggards(ask.epoch)
+            if progress is not None and poll == MAX_POLL_SECONDS:
+                if ask.recorded and not ask.published:
+                    ask.names = await self._laggards(ask.epoch)
+                told = None  # who waits is told again
 
     @staticmethod
     def _take(ask: Ask, answer: BumpStatus) -> None:

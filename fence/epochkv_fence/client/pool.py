@@ -127,7 +127,7 @@ class Pool:
             timeout_s: for the whole call.
             on_failure: when it is recorded and not published in time: `bypass` returns with `published=False` and the
                 laggards' names (their leases fence them), `crash` raises `ResetTimeout`.
-            progress: called on another thread with a `Standing` at every change.
+            progress: called on another thread with a `Standing` at every change, and about once a second while it takes.
 
         Raises:
             ResetNotRecorded: whatever `on_failure` says. Nobody fences the engines: keep them paused.

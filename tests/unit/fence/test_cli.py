@@ -1,0 +1,536 @@
+"""The command `epochkv` as people and scripts use it: real processes, their exit statuses, what they print and leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from epochkv_fence.cli.__main__ import main
+from epochkv_fence.client import Pool
+from epochkv_fence.messages import Mode
+from tests.helpers_fence import FakeEngine, eventually
+from tests.helpers_hub import CLI, Agents, HubProcess, bypassing, free_port, using
+
+Done = subprocess.CompletedProcess[str]
+
+
+def epochkv(*arguments: str, config: Path | None = None, seconds: float = 60.0, **environ: str) -> Done:
+    """Run the command to its end."""
+    variables = {**os.environ, **environ}
+    variables.pop("EPOCHKV_CONFIG", None)
+    if config is not None:
+        variables["EPOCHKV_CONFIG"] = str(config)
+    return subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=seconds, env=variables, check=False)
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
+    """One hub whose engines join by age at once."""
+    with HubProcess(tmp_path_factory.mktemp("cli") / "state", "--join-after-seconds", "0", "--lease-seconds", "2") as made:
+        yield made
+
+
+@pytest.fixture
+def agents(hub: HubProcess) -> Iterator[Agents]:
+    made = Agents(hub.folder)
+    yield made
+    made.stop()
+
+
+def inside(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Run the command in this process, where what it says costs no start of another one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["epochkv", *arguments])
+        patch.delenv("EPOCHKV_CONFIG", raising=False)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    captured = capsys.readouterr()
+    return int(ended.value.code or 0), captured.out, captured.err
+
+
+def target(hub: HubProcess) -> int:
+    with Pool.connect(hub.folder) as pool:
+        return pool.status().target
+
+
+# --------------------------------------------------------------------------------------------------------------- asking
+
+
+def test_reset_status_wait_engines(hub: HubProcess, agents: Agents) -> None:
+    agent, engine = agents.start("rollout-a")
+    engine.num_carried = 2
+    eventually(lambda: agent.view.epoch is not None)
+    before = target(hub)
+    done = epochkv("reset", "--weights-version", "step-7", config=hub.folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"epoch {before + 1} published in ")
+    assert "2 running requests go on with what they held" in done.stdout
+    shown = epochkv("status", "-o", "json", "--config", str(hub.folder / "connection.json"))
+    status = json.loads(shown.stdout)
+    assert (status["name"], status["target"], status["published"], status["weights_version"], status["origin"]) == (
+        "policy", before + 1, before + 1, "step-7", "Trainer",
+    )  # fmt: skip
+    table = epochkv("engines", config=hub.folder).stdout
+    assert "rollout-a" in table
+    (row,) = json.loads(epochkv("engines", "-o", "json", config=hub.folder).stdout)
+    assert (row["name"], row["epoch"], row["carried"]) == ("rollout-a", before + 1, 2)
+    waited = epochkv("wait", str(before + 1), "-o", "json", config=hub.folder)
+    assert (waited.returncode, json.loads(waited.stdout)["published"]) == (0, True)
+
+
+def test_a_named_epoch_twice_is_done_twice(hub: HubProcess) -> None:
+    epoch = str(target(hub) + 3)
+    first, second = (epochkv("reset", "--epoch", epoch, "-o", "json", config=hub.folder) for _ in range(2))
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert [json.loads(done.stdout)["noop"] for done in (first, second)] == [False, True]
+    assert "was published before: nothing to do" in epochkv("reset", "--epoch", epoch, config=hub.folder).stdout
+
+
+def test_what_is_not_published_in_time_is_status_3_with_names(hub: HubProcess, agents: Agents) -> None:
+    agent, engine = agents.start("stuck")
+    eventually(lambda: agent.view.epoch is not None)
+    engine.is_busy = True
+    late = epochkv("reset", "--timeout", "0.8", config=hub.folder)
+    assert late.returncode == 3
+    assert "not acknowledged by: stuck" in late.stdout
+    crash = epochkv("reset", "--timeout", "0.8", "--on-failure", "crash", config=hub.folder)
+    assert crash.returncode == 3
+    assert crash.stdout == ""
+    assert crash.stderr.startswith("epochkv: epoch ")
+    nobody = epochkv("wait", "9000000", "--timeout", "0.5", config=hub.folder)
+    assert nobody.returncode == 3
+    assert "nobody has asked for it" in nobody.stderr
+    engine.is_busy = False
+
+
+def test_waiting_says_whom_for(hub: HubProcess, agents: Agents) -> None:
+    with HubProcess(hub.state.parent / "patient", "--lease-seconds", "60") as patient:
+        slow = Agents(patient.folder)
+        try:
+            agent, engine = slow.start("slow")
+            eventually(lambda: agent.view.epoch is not None)
+            engine.is_busy = True
+            done = epochkv("reset", "--timeout", "8", config=patient.folder)
+            assert done.returncode == 3
+            assert "epochkv: epoch 1: waiting for slow" in done.stderr
+        finally:
+            slow.stop()
+
+
+def test_nobody_there_is_status_4(tmp_path: Path, hub: HubProcess) -> None:
+    for name in ("hub.pub", "client.pub", "client.key", "root.secret"):
+        (tmp_path / name).write_bytes((hub.folder / name).read_bytes())
+    content = json.loads((hub.folder / "connection.json").read_text())
+    content["hub"]["endpoint"] = f"tcp://127.0.0.1:{free_port()}"
+    (tmp_path / "connection.json").write_text(json.dumps(content))
+    for arguments in (("reset",), ("status",), ("engines",), ("wait", "1"), ("update", "--version", "v", "--", "true")):
+        done = epochkv(*arguments[:1], "--timeout", "0.5", *arguments[1:], config=tmp_path)
+        assert done.returncode == 4, done.stderr
+        assert done.stderr.startswith("epochkv: no answer from the hub at tcp://127.0.0.1:")
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("reset", "--epoch", "-1"), "--epoch"),
+        (("reset", "--timeout", "0"), "timeout_s is 0"),
+        (("reset", "--on-failure", "pray"), "use 'bypass' or 'crash'"),
+        (("reset", "-o", "yaml"), "--output"),
+        (("wait",), "EPOCH"),
+        (("update", "--version", "v"), "COMMAND"),
+        (("update", "--", "true"), "--version"),
+        (("update", "--version", "v", "--order", "x", "--", "true"), "use 'push_under_pause' or 'fence_first'"),
+        (("status", "--config", "/nowhere"), "/nowhere"),
+        (("frobnicate",), "frobnicate"),
+        (("hub", "--pool", "p", "--listen", "7700", "--state", "/nowhere/x"), "--listen is '7700'"),
+        (("hub", "--pool", "", "--listen", "tcp://*:0", "--state", "/nowhere/x"), "--pool is ''"),
+        (("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--reclaim", "RemoveAll"), "needs --store-admin"),
+        (("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--store-admin", "m:1"), "http://host:9003"),
+        (("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--advertise", "h"), "--advertise"),
+        (("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--metrics", "9090"), "0.0.0.0:9090"),
+        (("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--lease-seconds", "0"), "--lease-seconds"),
+    ],
+)
+def test_wrong_usage_is_status_2_and_named(
+    hub: HubProcess, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], named: str
+) -> None:
+    config = () if arguments[0] in ("hub", "frobnicate") or "--config" in arguments else ("--config", str(hub.folder))
+    status, _, errors = inside(capsys, arguments[0], *config, *arguments[1:])
+    assert status == 2, errors
+    assert named in errors
+    assert "Traceback" not in errors
+    assert not Path("/nowhere").exists()
+
+
+def test_without_a_configuration_it_says_what_to_give() -> None:
+    done = epochkv("status")
+    assert done.returncode == 2
+    assert "set EPOCHKV_CONFIG" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["hub", "reset", "status", "wait", "engines", "update", "keys rotate", "keys retire"])
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    status, text, _ = inside(capsys, *command.split(), "--help")
+    assert status == 0
+    assert f"  epochkv {command}" in text
+
+
+def test_interrupted_while_it_waits(hub: HubProcess, agents: Agents) -> None:
+    agent, engine = agents.start("stuck")
+    eventually(lambda: agent.view.epoch is not None)
+    engine.is_busy = True
+    before = target(hub)
+    child = subprocess.Popen([*CLI, "reset", "--config", str(hub.folder)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    eventually(lambda: target(hub) > before, what="asked for")
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=30)
+    engine.is_busy = False
+    assert child.returncode in (0, 130)  # 0 only if the lease ended first
+    assert "Traceback" not in errors
+
+
+# --------------------------------------------------------------------------------------------------------------- update
+
+
+@pytest.fixture
+def pushed(tmp_path: Path) -> Iterator[HubProcess]:
+    """A hub of a pool whose engines never join by age."""
+    with HubProcess(tmp_path / "state", "--join-after-seconds", "3600", "--lease-seconds", "5") as made:
+        yield made
+
+
+def test_update_runs_the_command_and_names_those_that_were_there(pushed: HubProcess, tmp_path: Path) -> None:
+    agents = Agents(pushed.folder)
+    try:
+        agent, _ = agents.start()
+        eventually(lambda: using(agent, 0))
+        script = "import os, sys; open(sys.argv[1], 'w').write(repr([os.environ.get(k) for k in sys.argv[2:]]))"
+        seen = tmp_path / "seen"
+        names = ("EPOCHKV_WEIGHTS_VERSION", "EPOCHKV_EPOCH", "EPOCHKV_CONFIG")
+        command = ("--", sys.executable, "-c", script, str(seen), *names)
+        done = epochkv("update", "--version", "step-1", "--config", str(pushed.folder), *command, EPOCHKV_EPOCH="99")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("epoch 1 published in ")
+        assert seen.read_text() == repr(["step-1", None, str(pushed.folder)])
+        assert using(agent, 1)
+        done = epochkv("update", "--version", "step-2", "--order", "fence_first", "-o", "json", *command, config=pushed.folder)
+        assert (done.returncode, json.loads(done.stdout)["epoch"]) == (0, 2)
+        assert seen.read_text() == repr(["step-2", "2", str(pushed.folder)])
+        assert using(agent, 2)
+    finally:
+        agents.stop()
+
+
+def test_a_command_that_fails_passes_its_status_and_nobody_shares(pushed: HubProcess) -> None:
+    agents = Agents(pushed.folder)
+    try:
+        agent, _ = agents.start()
+        eventually(lambda: using(agent, 0))
+        done = epochkv("update", "--version", "step-1", "--", "sh", "-c", "echo pushing; exit 7", config=pushed.folder)
+        assert done.returncode == 7
+        assert done.stdout == "pushing\n"
+        assert "the command ended with status 7" in done.stderr
+        assert "epoch 1: engines serve without reuse until the next weight update" in done.stderr
+        eventually(lambda: bypassing(agent, 1))
+        done = epochkv("update", "--version", "step-1", "--", "sh", "-c", "kill -KILL $$", config=pushed.folder)
+        assert done.returncode == 128 + 9
+        assert target(pushed) == 2
+    finally:
+        agents.stop()
+
+
+def test_a_command_that_is_none_changes_nothing(pushed: HubProcess, tmp_path: Path) -> None:
+    done = epochkv("update", "--version", "v", "--", "no-such-command-here", config=pushed.folder)
+    assert done.returncode == 127
+    assert "no-such-command-here is not a command; nothing was asked of the pool" in done.stderr
+    broken = tmp_path / "broken"
+    broken.write_bytes(b"\x00\x01not a program")
+    broken.chmod(0o755)
+    assert epochkv("update", "--version", "v", "--", str(broken), config=pushed.folder).returncode == 126
+
+
+def test_signals_reach_the_whole_process_group_of_the_command(pushed: HubProcess, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    script = f"sleep 300 & echo $$ $! > {pids}.part && mv {pids}.part {pids}; wait"
+    command = [*CLI, "update", "--version", "v", "--config", str(pushed.folder), "--", "sh", "-c", script]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
+    eventually(pids.exists, 60, "the command runs")
+    shell, sleeper = (int(word) for word in pids.read_text().split())
+    assert os.getpgid(shell) == os.getpgid(sleeper) == shell != os.getpgid(child.pid)
+    child.send_signal(signal.SIGTERM)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 128 + 15
+    eventually(lambda: not alive(shell) and not alive(sleeper), what="shell and grandchild are gone")
+    assert "engines serve without reuse" in errors
+    assert target(pushed) == 1
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_the_command_has_the_terminal(pushed: HubProcess) -> None:
+    """A command in a process group of its own that reads from a terminal would be stopped, and hang for ever."""
+    script = "read line; echo got:$line"
+    pid, master = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [*CLI, "update", "--version", "v", "--config", str(pushed.folder), "--", "sh", "-c", script])
+    text = b""
+    sent = False
+    deadline = time.monotonic() + 60
+    try:
+        while time.monotonic() < deadline:
+            if not sent and target(pushed) == 0:
+                os.write(master, b"hello\n")
+                sent = True
+            try:
+                text += os.read(master, 4096)
+            except OSError:
+                break
+            if b"published in" in text:
+                break
+        _, status = os.waitpid(pid, 0)
+    finally:
+        os.close(master)
+    assert b"got:hello" in text
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+# ------------------------------------------------------------------------------------------------------------------ hub
+
+
+def test_a_hub_writes_what_clients_need_for_this_user_alone(tmp_path: Path) -> None:
+    with HubProcess(tmp_path / "state", "--weights-source", "Model") as hub:
+        names = sorted(path.name for path in hub.folder.iterdir())
+        assert names == ["client.key", "client.pub", "connection.json", "hub.pub", "root.secret"]
+        for path in (*hub.folder.iterdir(), hub.state / "keys.json", hub.state / "state.db"):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+        assert stat.S_IMODE(hub.folder.stat().st_mode) == stat.S_IMODE(hub.state.stat().st_mode) == 0o700
+        content = json.loads((hub.folder / "connection.json").read_text())
+        assert content["hub"] == {"endpoint": f"tcp://127.0.0.1:{hub.port}", "credentials_dir": "."}
+        assert (content["pool"]["name"], content["weights_source"]) == ("policy", "Model")
+        assert f"export EPOCHKV_CONFIG={hub.folder / 'connection.json'}" in hub.text()
+        copy = tmp_path / "elsewhere"
+        subprocess.run(["cp", "-r", str(hub.folder), str(copy)], check=True)
+        assert epochkv("reset", config=copy).returncode == 0
+
+
+def test_started_again_it_continues_the_pool_and_keeps_what_was_added_to_the_file(tmp_path: Path) -> None:
+    hub = HubProcess(tmp_path / "state", "--lease-seconds", "1", "--join-after-seconds", "0").start()
+    agents = Agents(hub.folder)
+    try:
+        agent, _ = agents.start()
+        eventually(lambda: using(agent, 0))
+        assert epochkv("reset", config=hub.folder).returncode == 0
+        path = hub.folder / "connection.json"
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps({**content, "local": {"capacity_bytes": 1 << 30}}))
+        secret = (hub.folder / "root.secret").read_text()
+        assert hub.end() == 0
+        assert "told to end" in hub.text()
+        hub.start()
+        again = json.loads(path.read_text())
+        assert again == {**content, "local": {"capacity_bytes": 1 << 30}}
+        assert (hub.folder / "root.secret").read_text() == secret
+        eventually(lambda: using(agent, 1), 30, "the engine goes on")
+        done = epochkv("reset", "-o", "json", config=hub.folder)
+        assert json.loads(done.stdout)["epoch"] == 2
+        hub.kill()
+        hub.start()
+        assert json.loads(epochkv("status", "-o", "json", config=hub.folder).stdout)["published"] == 2
+        assert hub.end(signal.SIGINT) == 0
+    finally:
+        agents.stop()
+        hub.end()
+
+
+def test_a_log_worth_reading(tmp_path: Path) -> None:
+    with HubProcess(tmp_path / "state", "--lease-seconds", "2", "--join-after-seconds", "3600", "--log-format", "json") as hub:
+        agents = Agents(hub.folder)
+        try:
+            agent, engine = agents.start("rollout-a")
+            eventually(lambda: using(agent, 0))
+            assert epochkv("reset", "--weights-version", "v1", config=hub.folder).returncode == 0
+            engine.is_busy = True
+            assert epochkv("reset", config=hub.folder).returncode == 0
+            agent.stop()
+            eventually(lambda: "is gone" in hub.text(), 30)
+        finally:
+            agents.stop()
+        lines = [json.loads(line) for line in hub.text().splitlines()]
+        assert all({"timestamp", "level", "event"} <= line.keys() for line in lines)
+        events = "\n".join(line["event"] for line in lines)
+        for wanted in (
+            "leading: epoch 0, published 0",
+            "engine rollout-a joined",
+            "epoch 1 recorded, asked for by trainer, weights v1; 1 of 1 engines to go",
+            "epoch 1 published after ",
+            "1 engines serve without reuse, as nobody said that they have the weights of epoch 1: rollout-a",
+            "not acknowledged, fenced by their leases: rollout-a",
+            "engine rollout-a is silent: its lease is over",
+            "engine rollout-a is gone",
+        ):
+            assert wanted in events, events
+        quiet = len(hub.text().splitlines())
+        time.sleep(3)
+        assert len(hub.text().splitlines()) == quiet  # transitions only
+    assert "keys.json" not in hub.text()
+    for secret in ("client.key", "root.secret"):
+        assert (hub.folder / secret).read_text().strip() not in hub.text()
+
+
+def test_a_second_hub_is_told_who_holds_the_state(tmp_path: Path) -> None:
+    with HubProcess(tmp_path / "state") as hub:
+        assert hub.child is not None
+        second = epochkv("hub", "--pool", "policy", "--listen", "tcp://127.0.0.1:0", "--state", str(hub.state))
+        assert second.returncode == 5
+        assert f"is held by process {hub.child.pid}, which serves this pool" in second.stderr
+        other = epochkv("hub", "--pool", "policy", "--listen", f"tcp://127.0.0.1:{hub.port}", "--state", str(tmp_path / "other"))
+        assert other.returncode == 2
+        assert f"--listen tcp://127.0.0.1:{hub.port}" in other.stderr
+    wrong = epochkv("hub", "--pool", "another", "--listen", "tcp://127.0.0.1:0", "--state", str(hub.state))
+    assert wrong.returncode == 5
+    assert "belongs to pool 'policy', not 'another'" in wrong.stderr
+    shorter = epochkv("hub", "--pool", "policy", "--listen", "tcp://127.0.0.1:0", "--state", str(hub.state), "--lease-seconds", "10")
+    assert shorter.returncode == 5
+    assert "a lease never gets shorter" in shorter.stderr
+
+
+def test_a_lost_record_with_keys_left_is_no_pool_to_continue(tmp_path: Path) -> None:
+    with HubProcess(tmp_path / "state") as hub:
+        pass
+    for path in hub.state.glob("state.db*"):
+        path.unlink()
+    done = epochkv("hub", "--pool", "policy", "--listen", "tcp://127.0.0.1:0", "--state", str(hub.state))
+    assert done.returncode == 5
+    assert "epochs would begin at 0 again under names that were used" in done.stderr
+
+
+def test_a_hub_whose_state_is_removed_ends_with_status_6(tmp_path: Path) -> None:
+    hub = HubProcess(tmp_path / "state", "--lease-seconds", "2").start()
+    agents = Agents(hub.folder)
+    try:
+        agent, _ = agents.start()
+        eventually(lambda: using(agent, 0))
+        for path in hub.state.glob("state.db*"):
+            path.unlink()
+        assert hub.child is not None
+        assert hub.child.wait(30) == 6
+        assert "was removed or replaced under this hub" in hub.text()
+        eventually(lambda: time.monotonic() >= agent.view.lease_until, what="the engine leaves with its lease")
+    finally:
+        agents.stop()
+
+
+def test_metrics_and_health(tmp_path: Path) -> None:
+    port = free_port()
+    with HubProcess(tmp_path / "state", "--metrics", f"127.0.0.1:{port}", "--join-after-seconds", "0") as hub:
+        agents = Agents(hub.folder)
+        try:
+            agent, _ = agents.start()
+            eventually(lambda: using(agent, 0))
+            assert epochkv("reset", config=hub.folder).returncode == 0
+
+            def get(path: str) -> tuple[int, str]:
+                try:
+                    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+                        return answer.status, answer.read().decode()
+                except urllib.error.HTTPError as error:
+                    return error.code, error.read().decode()
+
+            assert get("/healthz") == (200, "ok\n")
+            assert get("/other")[0] == 404
+            status, text = get("/metrics")
+            assert status == 200
+            for line in (
+                'epochkv_pool_target_epoch{namespace="",pool="policy"} 1',
+                'epochkv_pool_published_epoch{namespace="",pool="policy"} 1',
+                'epochkv_hub_leading{namespace="",pool="policy"} 1',
+            ):
+                assert line in text.splitlines()
+            assert 'epochkv_pool_engines{namespace="",pool="policy",state="' in text
+            with socket.create_connection(("127.0.0.1", port)) as idle:  # a connection that says nothing holds nobody up
+                assert get("/healthz")[0] == 200
+                idle.sendall(b"\xff\xff\r\n\r\n")
+                assert get("/healthz")[0] == 200
+            taken = epochkv(
+                "hub", "--pool", "p", "--listen", "tcp://127.0.0.1:0", "--state", str(tmp_path / "x"), "--metrics", f"127.0.0.1:{port}"
+            )
+            assert taken.returncode == 2
+            assert "--metrics" in taken.stderr
+        finally:
+            agents.stop()
+
+
+# ----------------------------------------------------------------------------------------------------------------- keys
+
+
+def test_keys_are_rotated_under_a_running_hub(tmp_path: Path) -> None:
+    with HubProcess(tmp_path / "state", "--lease-seconds", "1", "--join-after-seconds", "0") as hub:
+        old = tmp_path / "old"
+        subprocess.run(["cp", "-r", str(hub.folder), str(old)], check=True)
+        agents, fixed = Agents(hub.folder), Agents(old)
+        try:
+            agent, _ = agents.start("reads-its-keys-again")
+            stays, _ = fixed.start("keeps-its-keys")
+            eventually(lambda: using(agent, 0) and using(stays, 0))
+            assert epochkv("keys", "rotate", "--state", str(hub.state)).returncode == 0
+            eventually(lambda: "a new client key is accepted" in hub.text(), what="the hub notices")
+            assert epochkv("status", config=hub.folder).returncode == 0
+            assert epochkv("status", config=old).returncode == 0
+            again = epochkv("keys", "rotate", "--state", str(hub.state))
+            assert again.returncode == 5
+            assert "the key before is still accepted" in again.stderr
+            time.sleep(5.0)  # longer than two leases and margins: it would go if nobody used it
+            assert "is not accepted any more" not in hub.text()
+            stays.stop()
+            eventually(lambda: "not accepted any more: no engine uses it" in hub.text(), 60, "the old key goes with its last user")
+            assert epochkv("status", "--timeout", "5", config=old).returncode == 4
+            lease = agent.view.lease_until
+            eventually(lambda: agent.view.lease_until > lease and using(agent, 0), what="the other engine never lost its lease")
+            assert epochkv("keys", "rotate", "--state", str(hub.state)).returncode == 0
+            assert epochkv("keys", "retire", "--state", str(hub.state)).returncode == 0
+            eventually(lambda: epochkv("status", config=hub.folder).returncode == 0)
+            eventually(lambda: agent.view.lease_until > time.monotonic() and using(agent, 0), what="it has taken the third key")
+        finally:
+            agents.stop()
+            fixed.stop()
+
+
+def test_keys_of_a_directory_that_has_none(tmp_path: Path) -> None:
+    for command in ("rotate", "retire"):
+        done = epochkv("keys", command, "--state", str(tmp_path))
+        assert done.returncode == 5
+        assert "holds no keys; give the --state directory" in done.stderr
+        assert epochkv("keys", command, "--state", str(tmp_path / "absent")).returncode == 5
+
+
+def test_an_engine_that_is_in_bypass_is_shown_so(tmp_path: Path) -> None:
+    with HubProcess(tmp_path / "state", "--join-after-seconds", "3600") as hub:
+        agents = Agents(hub.folder)
+        try:
+            agent, _ = agents.start("young", engine=FakeEngine())
+            eventually(lambda: using(agent, 0))
+            done = epochkv("reset", config=hub.folder)
+            assert "1 engines serve without reuse: nobody said that they have the weights of epoch 1" in done.stdout
+            assert agent.view.mode is Mode.BYPASS
+            assert "1: 0 share, 1 in bypass, 0 behind" in epochkv("status", config=hub.folder).stdout
+        finally:
+            agents.stop()
