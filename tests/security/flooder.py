@@ -3,9 +3,9 @@
 Reads one JSON object from standard input (`kind`, `endpoint`, `rate` a second, and `keys` as a list of three or none),
 floods until standard input is closed, and prints one JSON object with what it did.
 
-Kinds: `garbage` (frames that are no message, from an authenticated client), `messages` (well-formed heartbeats of ever
-new boots), `strangers` (CURVE handshakes with keys that nobody knows), `connections` (plain TCP connections that are left
-open with garbage in them).
+Kinds: `garbage` (frames that are no message, from an authenticated client), `frames` (messages of 20,000 frames),
+`messages` (well-formed heartbeats of ever new boots), `strangers` (CURVE handshakes with keys that nobody knows),
+`connections` (plain TCP connections that are left open with garbage in them).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from epochkv_fence.transport import ClientKeys, generate_keypair
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_OPEN = 500
+FRAMES = 20_000
 HALF_A_GREETING = b"\xff" + 8 * b"\0" + b"\x7f\x03"
 GARBAGE = [b"\x01", b"\xc1garbage"]
 
@@ -56,6 +57,9 @@ class Flood:
 
     def garbage(self) -> bool:
         return self._send(GARBAGE)
+
+    def frames(self) -> bool:
+        return self._send([b"\x01"] * FRAMES)
 
     def messages(self) -> bool:
         return self._send(encode(Heartbeat(secrets.token_bytes(16), 0)))

@@ -76,6 +76,12 @@ def test_well_formed_messages_of_another_pool(world: FenceWorld, hub: HubServer)
     assert counts["sent"] >= 10_000
 
 
+def test_messages_of_thousands_of_frames(world: FenceWorld, hub: HubServer) -> None:
+    with flooding("frames", hub.endpoint, 5, second_pool(world, hub)) as counts:
+        stands(world, hub, "discarded_frames", 100_000)
+    assert counts["sent"] >= 5
+
+
 def test_strangers_who_try_keys(world: FenceWorld, hub: HubServer) -> None:
     with flooding("strangers", hub.endpoint, 300, world.client_keys) as counts:
         stands(world, hub, "connections_refused", 300)

@@ -35,6 +35,9 @@ SEND_QUEUE: Final = 256
 HANDSHAKE_MILLISECONDS: Final = 10_000
 """Who connects and says nothing holds a file descriptor for no longer than this. 5,000 agents at once need about 3 s."""
 MAX_FILES: Final = 262_144
+MAX_FRAMES: Final = 4
+DISCARDED_AT_ONCE: Final = 500
+RECEIVE_MORE: Final = int(zmq.RCVMORE)
 NOBLOCK: Final = int(zmq.NOBLOCK)
 MORE: Final = int(zmq.NOBLOCK) | int(zmq.SNDMORE)  # plain numbers: combining pyzmq's enums costs as much as sending
 EVENT_COUNTERS: Final = {
@@ -79,6 +82,7 @@ class Router:
         self._receiver = receiver
         self._counters = counters
         self.peers = Peers()
+        self._discarding = False
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
@@ -160,8 +164,10 @@ class Router:
         return known
 
     def _take(self) -> None:
-        assert self._socket is not None
-        frames = self._socket.recv_multipart(NOBLOCK, copy=False)
+        if self._discarding:
+            self._discard()
+            return
+        frames = self._receive()
         now = time.monotonic()
         name = frames[0].bytes
         peer = self.peers.get(name, now)
@@ -189,6 +195,27 @@ class Router:
             return
         self._counters["received"] += 1
         self._receiver.take(lane, name, message)
+
+    def _receive(self) -> list[zmq.Frame]:
+        """Peer and frames of the next message; of one with too many frames, the first ones: the rest is thrown away later, a bit
+        at a time, so that a message of a million frames holds nothing up."""
+        assert self._socket is not None
+        frames = [self._socket.recv(NOBLOCK, copy=False)]
+        while self._socket.getsockopt(RECEIVE_MORE):
+            if len(frames) > MAX_FRAMES:
+                self._discarding = True
+                break
+            frames.append(self._socket.recv(NOBLOCK, copy=False))
+        return frames
+
+    def _discard(self) -> None:
+        assert self._socket is not None
+        for _ in range(DISCARDED_AT_ONCE):
+            if not self._socket.getsockopt(RECEIVE_MORE):
+                self._discarding = False
+                return
+            self._socket.recv(NOBLOCK)
+            self._counters["discarded_frames"] += 1
 
     def _take_failed(self) -> None:
         self._counters["take_failed"] += 1
