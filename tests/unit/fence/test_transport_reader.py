@@ -1,0 +1,173 @@
+"""A plain ZeroMQ socket in an event loop: nothing is lost to its edge-triggered descriptor, and no flood starves the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+from zmq.utils import z85
+
+from epochkv_fence.transport import generate_keypair
+from epochkv_fence.transport.reader import BURST_MESSAGES, SocketReader
+from epochkv_fence.transport.zap import ADDRESS, ZapHandler
+
+SECONDS = 20
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context]:
+    made = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, "not in time"
+        await asyncio.sleep(0.0005)
+
+
+def pair(context: zmq.Context) -> tuple[zmq.Socket, zmq.Socket]:
+    left, right = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    for end in (left, right):
+        end.rcvhwm = end.sndhwm = 0
+    port = left.bind_to_random_port("tcp://127.0.0.1")
+    right.connect(f"tcp://127.0.0.1:{port}")
+    return left, right
+
+
+def test_every_message_is_taken_once_and_in_order_while_answers_are_sent(context: zmq.Context) -> None:
+    """Each answer may swallow the sign that the next message has come."""
+    left, right = pair(context)
+    taken: list[int] = []
+
+    async def run() -> None:
+        done = asyncio.Event()
+
+        def take() -> None:
+            taken.append(int(left.recv(zmq.NOBLOCK)))
+            left.send(b"answer", zmq.NOBLOCK)
+            reader.kick()
+            if len(taken) == 5000:
+                done.set()
+
+        reader = SocketReader(left, take)
+        for number in range(5000):
+            right.send(str(number).encode())
+            if number % 100 == 0:
+                await asyncio.sleep(0.001)  # the reader goes to sleep and has to be woken again
+        async with asyncio.timeout(SECONDS):
+            await done.wait()
+        reader.close()
+
+    asyncio.run(run())
+    assert taken == list(range(5000))
+
+
+def test_sending_alone_does_not_lose_what_came_meanwhile(context: zmq.Context) -> None:
+    left, right = pair(context)
+    taken: list[bytes] = []
+
+    async def run() -> None:
+        reader = SocketReader(left, lambda: taken.append(left.recv(zmq.NOBLOCK)))
+        for number in range(200):
+            right.send(b"x")
+            await asyncio.sleep(0.0005)
+            left.send(b"y", zmq.NOBLOCK)
+            reader.kick()
+            await until(lambda at_least=number + 1: len(taken) >= at_least)
+        reader.close()
+
+    asyncio.run(run())
+    assert len(taken) == 200
+
+
+def test_a_flood_does_not_keep_timers_from_running(context: zmq.Context) -> None:
+    left, right = pair(context)
+    for _ in range(50 * BURST_MESSAGES):
+        right.send(b"x")
+    taken = 0
+    order: list[int] = []
+
+    async def run() -> None:
+        nonlocal taken
+
+        def take() -> None:
+            nonlocal taken
+            left.recv(zmq.NOBLOCK)
+            taken += 1
+
+        reader = SocketReader(left, take)
+        end = time.monotonic() + SECONDS
+        while taken < 50 * BURST_MESSAGES and time.monotonic() < end:
+            await asyncio.sleep(0)
+            order.append(taken)
+        reader.close()
+
+    asyncio.run(run())
+    assert taken == 50 * BURST_MESSAGES
+    steps = [after - before for before, after in itertools.pairwise(order)]
+    assert max(steps) <= BURST_MESSAGES
+
+
+def test_a_message_that_cannot_be_handled_is_counted_and_the_next_one_is_taken(context: zmq.Context) -> None:
+    left, right = pair(context)
+    taken: list[bytes] = []
+    failures: list[int] = []
+
+    async def run() -> None:
+        def take() -> None:
+            message = left.recv(zmq.NOBLOCK)
+            if message == b"bad":
+                raise ValueError(message)
+            taken.append(message)
+
+        reader = SocketReader(left, take, failed=lambda: failures.append(1))
+        for message in (b"a", b"bad", b"b"):
+            right.send(message)
+        await until(lambda: taken == [b"a", b"b"])
+        reader.close()
+
+    asyncio.run(run())
+    assert len(failures) == 1
+
+
+def test_only_known_curve_keys_of_the_domain_are_let_in(context: zmq.Context) -> None:
+    known, stranger = (z85.decode(generate_keypair().public.encode()) for _ in range(2))
+    good = [b"1.0", b"7", b"fence", b"10.0.0.1", b"", b"CURVE", known]
+
+    def with_field(index: int, value: bytes) -> list[bytes]:
+        return [*good[:index], value, *good[index + 1 :]]
+
+    requests = [
+        (good, b"200"),
+        (with_field(6, stranger), b"400"),
+        (with_field(6, known[:31]), b"400"),
+        (with_field(0, b"2.0"), b"400"),
+        (with_field(2, b"other"), b"400"),
+        (with_field(5, b"NULL"), b"400"),
+        ([*good, b"more"], b"400"),
+        (good[:6], b"400"),
+        ([b""], b"400"),
+    ]
+    answers: list[list[bytes]] = []
+
+    async def run() -> None:
+        handler = ZapHandler(context, "fence", lambda key: key == z85.encode(known).decode())
+        asker = context.socket(zmq.DEALER)
+        asker.connect(ADDRESS)
+        for request, _ in requests:
+            asker.send_multipart([b"", *request])
+            await until(lambda: bool(asker.poll(0)))
+            answers.append(asker.recv_multipart()[1:])
+        handler.close()
+
+    asyncio.run(run())
+    assert [answer[2] for answer in answers] == [status for _, status in requests]
+    assert answers[0] == [b"1.0", b"7", b"200", b"OK", z85.encode(known), b""]
+    assert all(answer[4] == b"" for answer in answers[1:])
