@@ -151,7 +151,9 @@ def test_an_engine_that_keeps_the_old_key_is_named_and_can_be_cut_off(plane: Con
             eventually(lambda: namespace.status("policy").get("keys") == {"generation": 1, "accepted": 1}, "reported")
 
 
-def test_the_hub_knows_the_new_key_before_anybody_can_have_it(namespace: Namespace, proxy: FaultProxy, tmp_path: Path) -> None:
+def test_the_hub_knows_the_new_key_before_anybody_can_have_it(
+    namespace: Namespace, proxy: FaultProxy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The write to the Secret lands and its answer never comes: whoever reads the Secret now must be let in."""
     with OperatorProcess(namespace.plane, namespace.name, tmp_path, kubeconfig=proxy.kubeconfig) as operator:
         operator.wait_ready()
@@ -165,6 +167,8 @@ def test_the_hub_knows_the_new_key_before_anybody_can_have_it(namespace: Namespa
         endpoint = f"tcp://127.0.0.1:{operator.hub_port}"
         with FenceEngine(endpoint, after, "newcomer") as newcomer, FenceEngine(endpoint, before, "oldtimer") as oldtimer:
             eventually(lambda: newcomer.leased and oldtimer.leased, f"both are let in; log:\n{operator.tail()}")
+        refused = [record.getMessage() for record in caplog.records if "refuses our key" in record.getMessage()]
+        assert not refused, "let in at once, not when the operator had looked again"
         proxy.decide = lambda method, path: None
         eventually(lambda: namespace.status("policy").get("keys") == {"generation": 1, "accepted": 1}, f"done; log:\n{operator.tail()}", 60)
         assert keys_now(namespace).public == after.public, "one rotation, one new key"

@@ -16,9 +16,11 @@ import pytest
 from epochkv_fence.client import Pool, PoolError, Reset
 from epochkv_fence.messages import Mode
 from hack.cluster.controlplane import ControlPlane
+from tests.cluster.fault_proxy import FaultProxy
 from tests.cluster.fence_engines import FenceEngine
 from tests.cluster.operator_harness import Namespace, OperatorProcess, condition, eventually, install_crds
 from tests.cluster.test_operator_external import joined, mounted
+from tests.cluster.test_operator_faults import LEASES, OneWrite
 from tests.cluster.test_operator_reset import History, published
 
 POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2, "joinAfterSeconds": 0}}
@@ -177,6 +179,52 @@ def test_a_reset_survives_the_operator(plane: ControlPlane, namespace: Namespace
         status = eventually(lambda: s if (s := namespace.status("policy")).get("reset", {}).get("epoch") == 1 else None, "reported")
         assert (status["reset"]["origin"], status["weightsVersion"]) == ("Trainer", "step-1")
         eventually(lambda: {engine.epoch for engine in engines} == {1}, f"adopted; log:\n{second.tail()}")
+
+
+@pytest.mark.timeout(600)
+def test_killed_after_each_single_write_of_a_trainers_reset_the_next_one_goes_on(
+    plane: ControlPlane, namespace: Namespace, tmp_path: Path
+) -> None:
+    """Each life of the operator writes once, and dies before it hears of it."""
+    with FaultProxy(plane, tmp_path) as proxy, contextlib.ExitStack() as stack:
+        operator = OperatorProcess(plane, namespace.name, tmp_path, kubeconfig=proxy.kubeconfig)
+        with operator:
+            pool, engines = stack.enter_context(trained(operator, namespace, tmp_path, 1))
+            eventually(lambda: condition(namespace.status("policy"), "Ready").get("status") == "True", "settled")
+        results: list[Reset | PoolError] = []
+
+        def train() -> None:
+            try:
+                results.append(pool.reset(weights_version="step-1", timeout_s=300, on_failure="crash"))
+            except PoolError as error:
+                results.append(error)
+
+        trainer = threading.Thread(target=train)
+        trainer.start()
+        lives: list[str] = []
+        while not (results and published(namespace, 1)):
+            assert len(lives) < 20, lives
+            proxy.decide = one = OneWrite()
+            namespace.delete(LEASES, "epochkv-operator")
+            before = namespace.status("policy")
+            with operator:
+                eventually(lambda one=one: one.written or (results and published(namespace, 1)), f"a write; log:\n{operator.tail()}", 60)
+                if one.written:
+                    eventually(lambda one=one: any(f"{m} {p}" == one.written for m, p, _ in proxy.faults), f"{one.written} carried out")
+            lives.append(one.written)
+            after = namespace.status("policy")
+            assert (before["targetEpoch"], before["epoch"]) <= (after["targetEpoch"], after["epoch"])
+            if after["targetEpoch"] == 1:
+                assert (after["reset"]["origin"], after["reset"]["weightsVersion"]) == ("Trainer", "step-1"), "in the very same write"
+            if after["epoch"] == 1:
+                assert after["weightsVersion"] == "step-1"
+        trainer.join(30)
+        (done,) = results
+        assert isinstance(done, Reset), done
+        assert (done.epoch, done.published) == (1, True)
+        assert engines[0].epoch == 1
+        assert namespace.status("policy")["targetEpoch"] == 1, "one reset is one epoch"
+        assert len([write for write in lives if write]) >= 3, lives
 
 
 def test_exactly_the_boots_of_an_update_share_its_epoch(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:

@@ -100,6 +100,8 @@ class EngineReconciler:
         if pool is not None and not self._hub.knows(pool.metadata.uid):
             return  # a new hub is about to read the pool's record, and wakes this engine then
         await self._report(key, obj, engine, pool, problem)
+        if pool is not None and (left := self._hub.incomplete_seconds(pool.metadata.uid)) > 0:
+            self._wake(key, left)  # what is not known by then is gone
         if again is not None:
             raise again
 

@@ -84,6 +84,8 @@ class PoolReconciler:
 
         await self._reporter.report(obj, compute)
         self._tell_ahead(obj, pool)
+        if (left := self._hub.incomplete_seconds(pool.metadata.uid)) > 0:
+            self._wake(key, left)  # what is not known by then is gone
         if again is not None:
             raise again
 

@@ -222,9 +222,17 @@ class HubService:
         served, snapshot = self._served.get(pool_uid), self.snapshot(pool_uid)
         if served is None or snapshot is None:
             return None
-        served.told.take(snapshot, time.time())
+        served.told.take(snapshot, time.time(), time.monotonic())
         keys = key_view(snapshot, served.keys.generation, len(served.keys.public))
-        return view_of(snapshot, served.told, served.config.weights_source, keys)
+        complete = self.incomplete_seconds(pool_uid) <= 0
+        return view_of(snapshot, served.told, served.config.weights_source, keys, complete=complete)
+
+    def incomplete_seconds(self, pool_uid: str) -> float:
+        """How much longer an engine may live without having been heard from by this hub: a lease since it began to lead."""
+        served = self._served.get(pool_uid)
+        if served is None or served.told.led_since is None:
+            return 0.0
+        return served.told.led_since + served.config.lease_seconds - time.monotonic()
 
     def old_key_idle_seconds(self, pool_uid: str) -> float:
         """For how long no live boot has used the older of two keys; call it every few seconds while there are two."""
@@ -239,7 +247,7 @@ class HubService:
     def export_metrics(self) -> None:
         for uid, served in self._served.items():
             snapshot = self._server.snapshot(uid)
-            served.told.take(snapshot, time.time())
+            served.told.take(snapshot, time.time(), time.monotonic())
             export(served.key.namespace, served.key.name, snapshot, served.told)
 
     def _ask(self, uid: str, epoch: int, version: str | None, ready: str | None) -> None:
@@ -280,7 +288,7 @@ class HubService:
             return
         snapshot, key, told = self._server.snapshot(uid), served.key, served.told
         before = told.epochs
-        told.take(snapshot, time.time())
+        told.take(snapshot, time.time(), time.monotonic())
         self._plan_look(uid, served, snapshot)
         now = time.monotonic()
         if before is not None and snapshot.published > before[1] and snapshot.reset_seconds is not None:

@@ -19,6 +19,7 @@ class Told:
         epochs: target and published, as last seen; None before the first.
         base: keys and bytes that the hub had removed in all when its target was last raised.
         total: the same, now.
+        led_since: when the hub was first seen leading in its term (monotonic); None: it does not lead.
         reclaimed: highest epoch below which nothing is left, and when that was first seen (Unix seconds).
     """
 
@@ -27,9 +28,14 @@ class Told:
     total: tuple[int, int] = (0, 0)
     reclaimed: int = 0
     reclaimed_at: float | None = None
+    led_since: float | None = None
 
-    def take(self, snapshot: PoolSnapshot, unix_seconds: float) -> None:
-        """Take a newer snapshot in."""
+    def take(self, snapshot: PoolSnapshot, unix_seconds: float, now: float = 0.0) -> None:
+        """Take a newer snapshot in; `now` is monotonic."""
+        if not snapshot.leading:
+            self.led_since = None
+        elif self.led_since is None:
+            self.led_since = now
         if self.epochs is not None and snapshot.target > self.epochs[0]:
             self.base = self.total
         self.epochs = (snapshot.target, snapshot.published)
@@ -38,7 +44,9 @@ class Told:
             self.reclaimed, self.reclaimed_at = snapshot.reclaimed, unix_seconds
 
 
-def view_of(snapshot: PoolSnapshot, told: Told, weights_source: str, keys: KeysView | None = None) -> HubView | None:
+def view_of(
+    snapshot: PoolSnapshot, told: Told, weights_source: str, keys: KeysView | None = None, *, complete: bool = True
+) -> HubView | None:
     """The snapshot for planning; None while the hub does not lead this pool, when it knows nothing that counts."""
     if not snapshot.leading:
         return None
@@ -49,6 +57,7 @@ def view_of(snapshot: PoolSnapshot, told: Told, weights_source: str, keys: KeysV
     return HubView(
         target=snapshot.target,
         published=snapshot.published,
+        complete=complete,
         engines=tuple(_engine(engine, engine.boot in pending) for engine in counted),
         laggards=tuple(_laggard(engine) for engine in snapshot.engines if not engine.converged),
         reset_epoch=snapshot.target if started is not None and (done or snapshot.target > snapshot.published) else None,

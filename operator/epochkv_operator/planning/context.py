@@ -89,6 +89,8 @@ class HubView:
     granting: bool = False
     laggards: Sequence[tuple[str, str]] = ()
     """`(name, reason)` of engines that publication waits for."""
+    complete: bool = True
+    """Every live engine has had the time to be heard from. A hub that has just begun to lead knows nobody yet."""
     reset_epoch: int | None = None
     """Epoch of the latest reset that this hub led; the four values below belong to it."""
     reset_started: datetime | None = None

@@ -122,7 +122,7 @@ def keys_rotated(pool: KVCachePool, hub: HubView | None) -> Condition | None:
     if hub is None or hub.keys is None:
         return Condition(kind, "Unknown", "HubUnavailable", "no hub leads this pool at the moment")
     if hub.keys.accepted > 1:
-        secret = f"{pool.metadata.name}-fence"
+        secret = f"{pool.metadata.name}-fence -n {pool.metadata.namespace}"
         cut = f'kubectl patch secret {secret} --type=json -p \'[{{"op":"remove","path":"/data/previous.pub"}}]\''
         waits = f"still used by {listed(hub.keys.old_users)}" if hub.keys.old_users else "about to be refused"
         text = f"the key pair before generation {hub.keys.generation} is {waits}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from epochkv_operator.api.engine import InferenceEngine
@@ -46,21 +46,25 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
     there and what the hub says.
     """
     observed = replace(observed, hub=_with_the_past(observed.hub, previous))
+    partial = _partial(observed.hub, (previous.get("engines") or {}).get("total", 0))
+    found = conditions(pool_conditions(pool, observed), previous, pool.metadata.generation, now)
     status: Json = {
-        "conditions": conditions(pool_conditions(pool, observed), previous, pool.metadata.generation, now),
+        "conditions": _kept(found, previous, ("WeightsConverged", "Drained")) if partial else found,
         "observedGeneration": pool.metadata.generation,
     }
     _add_epochs(status, observed.hub, previous)
     if observed.hub is not None:
         status["engines"] = _engines(observed.hub)
         status["externalEngines"] = _external(observed, pool.metadata.namespace)
+        if partial:
+            status |= {key: previous[key] for key in ("engines", "externalEngines") if key in previous}
         if observed.hub.keys is not None:
             status["keys"] = {"generation": observed.hub.keys.generation, "accepted": observed.hub.keys.accepted}
         if pool.spec.distributed is not None:
             status["reclaim"] = _reclaim(pool, observed.hub, previous)
     else:
         status |= {key: previous[key] for key in ("engines", "externalEngines", "keys", "reclaim") if key in previous}
-    reset = _reset(observed.hub, previous)
+    reset = _reset(observed.hub, previous, partial=partial)
     if reset:
         status["reset"] = reset
     if pool.spec.distributed is not None and pool.spec.distributed.mooncake is not None:
@@ -78,8 +82,11 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
 def engine_status(engine: InferenceEngine, pool: KVCachePool | None, observed: Observed, previous: Json, now: datetime) -> Json:
     """The status of an engine. `observed.hub` is the view of its pool."""
     state = engine_health(engine, observed)
+    found = conditions(engine_conditions(engine, pool, observed), previous, engine.metadata.generation, now)
+    silent = pool is not None and any(not ranks for ranks in engine_ranks(engine, observed).values())
+    partial = silent and _partial(observed.hub, 1 << 31)
     status: Json = {
-        "conditions": conditions(engine_conditions(engine, pool, observed), previous, engine.metadata.generation, now),
+        "conditions": _kept(found, previous, ("EpochCurrent", "WeightsCurrent", *_ready_too(found))) if partial else found,
         "observedGeneration": engine.metadata.generation,
         "replicas": state.replicas,
         "readyReplicas": state.ready,
@@ -93,6 +100,8 @@ def engine_status(engine: InferenceEngine, pool: KVCachePool | None, observed: O
         epochs = [rank.epoch for known in ranks.values() for rank in known if rank.epoch is not None]
         if epochs:
             status["epoch"] = min(epochs)
+        if partial:
+            status |= {key: previous[key] for key in ("epochReplicas", "epoch") if key in previous}
     return status
 
 
@@ -114,6 +123,31 @@ def conditions(wanted: Sequence[Condition], previous: Json, generation: int, now
             }
         )
     return result
+
+
+def _partial(hub: HubView | None, known_before: int) -> bool:
+    """The hub has just begun to lead and has not heard from everybody yet: what it does not know is no news."""
+    return hub is not None and not hub.complete and len(hub.engines) < known_before
+
+
+def _kept(found: Sequence[Json], previous: Json, kinds: Sequence[str]) -> list[Json]:
+    """Conditions as they were before, of these kinds, and of all whose status and reason have not changed."""
+    known = {condition["type"]: condition for condition in previous.get("conditions") or []}
+
+    def keep(condition: Json) -> Json:
+        before = known.get(condition["type"])
+        if before is None:
+            return condition
+        same = (before["status"], before["reason"]) == (condition["status"], condition["reason"])
+        return {**before, "observedGeneration": condition["observedGeneration"]} if same or condition["type"] in kinds else condition
+
+    return [keep(condition) for condition in found]
+
+
+def _ready_too(found: Sequence[Json]) -> tuple[str, ...]:
+    """`Ready`, when it is False for the same reason as `EpochCurrent`."""
+    reasons = {condition["type"]: condition["reason"] for condition in found}
+    return ("Ready",) if reasons["Ready"] == reasons.get("EpochCurrent") else ()
 
 
 def timestamp(moment: datetime, *, milliseconds: bool = False) -> str:
@@ -193,29 +227,40 @@ def _with_the_past(hub: HubView | None, previous: Json) -> HubView | None:
     return replace(hub, reclaim=replace(hub.reclaim, epoch=min(done, hub.published)))
 
 
-def _reset(hub: HubView | None, previous: Json) -> Json:
+def _reset(hub: HubView | None, previous: Json, *, partial: bool = False) -> Json:
     """The latest reset. A hub that did not lead it knows nothing of its times, so what an earlier one wrote stays; so does what
-    the hub's authority has just written about a target that this view does not know yet.
+    the hub's authority has just written about a target that this view does not know yet. Times are never written anew: the
+    clock they come from is adjusted all the time.
     """
     before: Json = previous.get("reset") or {}
     if hub is None or before.get("epoch", 0) > hub.target:
         return before
     if hub.reset_epoch is None or hub.reset_started is None:
         return _closed(before, hub)
-    reset: dict[str, Any] = {"epoch": hub.reset_epoch, "startTime": timestamp(hub.reset_started, milliseconds=True)}
     durable = before if before.get("epoch") == hub.reset_epoch else {}
+    started = timestamp(hub.reset_started, milliseconds=True)
+    reset: dict[str, Any] = {"epoch": hub.reset_epoch, "startTime": durable.get("startTime", started)}
     known = {"origin": hub.origin, "weightsVersion": hub.weights_version} if hub.target == hub.reset_epoch else {}
     for key in ("origin", "weightsVersion"):
         value = durable.get(key) or known.get(key)
         if value:
             reset[key] = value
     if hub.reset_completed is not None:
-        reset["completionTime"] = timestamp(hub.reset_completed, milliseconds=True)
-        if hub.reset_milliseconds is not None:
+        reset["completionTime"] = durable.get("completionTime", timestamp(hub.reset_completed, milliseconds=True))
+        if "completionTime" in durable:
+            reset |= {key: durable[key] for key in ("durationMilliseconds",) if key in durable}
+        elif hub.reset_milliseconds is not None and _close(reset["startTime"], hub.reset_started):
             reset["durationMilliseconds"] = hub.reset_milliseconds
     elif hub.laggards:
         reset["laggards"] = _laggards(hub.laggards)
+    elif partial and "laggards" in durable:
+        reset["laggards"] = durable["laggards"]
     return reset
+
+
+def _close(text: str, moment: datetime) -> bool:
+    """The same moment but for a clock's adjustments; another hub's reset began earlier, and its clock cannot be continued."""
+    return abs(datetime.fromisoformat(text) - moment) < timedelta(seconds=0.5)
 
 
 def _closed(before: Json, hub: HubView) -> Json:

@@ -376,7 +376,7 @@ def test_reclaimed(spec: Json, reclaim: ReclaimView, expected: Any, says: str) -
         (KeysView(1), ("False", "Rotating"), "key generation 2 is asked for, 1 is in the Secret"),
         (KeysView(2), ("True", "Rotated"), "only the key pair of generation 2"),
         (KeysView(2, 2, ("ray-1", "p0")), ("False", "OldKeyInUse"), "still used by ray-1, p0"),
-        (KeysView(2, 2), ("False", "OldKeyInUse"), "kubectl patch secret policy-fence --type=json"),
+        (KeysView(2, 2), ("False", "OldKeyInUse"), "kubectl patch secret policy-fence -n rl --type=json"),
     ],
 )
 def test_keys_rotated(keys: KeysView | None, expected: Any, says: str) -> None:
@@ -523,6 +523,54 @@ def test_a_hub_that_knows_less_takes_nothing_away() -> None:
     assert (fresh["targetEpoch"], fresh["epoch"], fresh["granting"], fresh["reset"]) == (9, 9, True, before["reset"])
     none = pool_status(POLICY, Observed(pool_children()), CONTEXT, before, NOW)
     assert {key: none[key] for key in before} == before
+
+
+def test_a_hub_that_has_just_begun_to_lead_reports_nobody_as_gone() -> None:
+    """An operator that restarts would otherwise say that all engines left, and a moment later that they came."""
+    pending = [rank("p0", carried=3), HubEngine("ray", "", 0, 7, "Bypass", pending=True)]
+    before = pool_status(POLICY, Observed(pool_children(), PODS, HubView(7, 7, pending)), CONTEXT, {}, NOW)
+    later = NOW + timedelta(seconds=5)
+    for known in ([], pending[:1]):
+        young = HubView(7, 7, known, complete=False)
+        assert pool_status(POLICY, Observed(pool_children(), PODS, young), CONTEXT, before, later) == before
+    told = pool_status(POLICY, Observed(pool_children(), PODS, HubView(7, 7, pending, complete=False)), CONTEXT, before, later)
+    assert told == before
+    gone = pool_status(POLICY, Observed(pool_children(), PODS, HubView(7, 7)), CONTEXT, before, later)
+    assert gone["engines"]["total"] == 0
+    assert {item["type"]: item["status"] for item in gone["conditions"]}["WeightsConverged"] == "True"
+
+    children = engine_children(ready(2))
+    before = engine_status(ROLLOUT, POLICY, Observed(children, PODS, HubView(7, 7, [rank("p0"), rank("p1")])), {}, NOW)
+    young = HubView(7, 7, [rank("p0")], complete=False)
+    assert engine_status(ROLLOUT, POLICY, Observed(children, PODS, young), before, later) == before
+    lost = engine_status(ROLLOUT, POLICY, Observed(children, PODS, HubView(7, 7, [rank("p0")])), before, later)
+    assert {item["type"]: item["reason"] for item in lost["conditions"]}["EpochCurrent"] == "NotReporting"
+    # What has nothing to do with the hub is told at once.
+    trouble = engine_children({"replicas": 2, "updatedReplicas": 2})
+    failing = [engine_pod("p0", **waiting("engine", "ImagePullBackOff")), PODS[1]]
+    told = engine_status(ROLLOUT, POLICY, Observed(trouble, failing, young), before, later)
+    assert {item["type"]: item["reason"] for item in told["conditions"]}["Ready"] == "ImagePullFailed"
+
+
+def test_times_of_a_reset_are_written_once() -> None:
+    """Wall clocks are adjusted all the time; and another hub's clock says nothing about how long a reset took."""
+    opened = HubView(7, 6, reset_epoch=7, reset_started=NOW, laggards=[("p0", "Behind")])
+    first = pool_status(POLICY, Observed(pool_children(), (), opened), CONTEXT, {}, NOW)
+    slewed = replace(
+        opened, published=7, laggards=[], reset_started=NOW + timedelta(milliseconds=2), reset_completed=NOW, reset_milliseconds=9
+    )
+    done = pool_status(POLICY, Observed(pool_children(), (), slewed), CONTEXT, first, NOW)
+    assert done["reset"] == {
+        "epoch": 7,
+        "startTime": "2026-03-01T12:00:00.123Z",
+        "completionTime": "2026-03-01T12:00:00.123Z",
+        "durationMilliseconds": 9,
+    }
+    again = replace(slewed, reset_completed=NOW + timedelta(milliseconds=3))
+    assert pool_status(POLICY, Observed(pool_children(), (), again), CONTEXT, done, NOW)["reset"] == done["reset"]
+    successor = replace(slewed, reset_started=NOW + timedelta(seconds=20), reset_completed=NOW + timedelta(seconds=21))
+    after = pool_status(POLICY, Observed(pool_children(), (), successor), CONTEXT, first, NOW)
+    assert after["reset"] == {"epoch": 7, "startTime": "2026-03-01T12:00:00.123Z", "completionTime": "2026-03-01T12:00:21.123Z"}
 
 
 def test_limits_of_lists_and_messages() -> None:
