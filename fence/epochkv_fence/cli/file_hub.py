@@ -14,7 +14,7 @@ import socket
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from epochkv_fence.cli.metrics import MetricsServer, exposition
 from epochkv_fence.cli.report import compare
@@ -23,6 +23,7 @@ from epochkv_fence.connection import ConnectionError_, check_endpoint
 from epochkv_fence.file_authority import FileAuthority, StateError
 from epochkv_fence.mooncake_admin import MooncakeAdmin, check_admin_url
 from epochkv_fence.pool import PoolConfig, PoolSnapshot, ReclaimPolicy
+from epochkv_fence.store_admin import StoreAdmin
 from epochkv_fence.transport import HubServer
 
 logger = logging.getLogger("epochkv.hub")
@@ -92,8 +93,11 @@ class FileHub:
         connection_file: what they join with.
     """
 
-    def __init__(self, options: HubOptions) -> None:
+    def __init__(self, options: HubOptions, stores: StoreAdmin | None = None) -> None:
+        """`stores`: reaches the pool's store in another way than `options.store_admin`."""
         self.options = options.checked()
+        self._stores = stores
+        self._changes: dict[str, Any] = {}
         self.uid = ""
         self.endpoint = ""
         self.connection_file = Path()
@@ -147,7 +151,7 @@ class FileHub:
     async def _listen(self, keys: Keys) -> HubServer:
         assert self._authority is not None
         urls = list(self.options.store_admin)
-        stores = MooncakeAdmin(lambda uid: urls) if urls else None
+        stores = self._stores if self._stores is not None or not urls else MooncakeAdmin(lambda uid: urls)
         server = self._server = HubServer(
             self.options.listen,
             keys.hub_keys,
@@ -165,7 +169,7 @@ class FileHub:
     def _pool_config(self, keys: Keys) -> PoolConfig:
         options = self.options
         try:
-            return PoolConfig(
+            config = PoolConfig(
                 self.uid,
                 options.pool,
                 keys.accepted,
@@ -175,8 +179,21 @@ class FileHub:
                 reclaim=options.reclaim,
                 store_admin=bool(options.store_admin),
             )
+            return replace(config, **self._changes)
         except ValueError as error:
             raise HubError(str(error)) from error
+
+    def configure(self, **changes: Any) -> None:
+        """Change fields of the pool's `PoolConfig` from now on, as an owner does who edits a spec; on the event loop.
+
+        Raises:
+            HubError: this hub is not started, or a value is impossible.
+        """
+        if self._keys is None:
+            raise HubError(f"the hub of pool {self.options.pool} is not started")
+        self._changes.update(changes)
+        self._config = self._pool_config(self._keys)
+        self.server.set_pool(self._config)
 
     async def wait(self) -> None:
         """Return when this hub has lost its state.
@@ -219,6 +236,11 @@ class FileHub:
         if self._server is None:
             raise HubError(f"the hub of pool {self.options.pool} is stopped")
         return self._server
+
+    @property
+    def accepted_keys(self) -> tuple[str, ...]:
+        """Client keys, the newest first."""
+        return self._config.client_public_keys if self._config is not None else ()
 
     def _render(self) -> str:
         """On the metrics thread: the snapshot is taken on the loop."""

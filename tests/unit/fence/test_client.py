@@ -444,11 +444,11 @@ def test_a_new_key_is_taken_without_a_restart(world: HubWorld) -> None:
     old = (world.folder / "client.pub").read_text()
     rotate_keys(state, 3600)
     assert (world.folder / "client.pub").read_text() != old
-    eventually(lambda: len(world.hub._config.client_public_keys) == 2)  # type: ignore[union-attr]
+    eventually(lambda: len(world.hub.accepted_keys) == 2)  # type: ignore[union-attr]
     assert pool.reset().published  # with the key before
     assert using(agent, 1) or eventually(lambda: using(agent, 1))
     retire_previous(state)
-    eventually(lambda: len(world.hub._config.client_public_keys) == 1)  # type: ignore[union-attr]
+    eventually(lambda: len(world.hub.accepted_keys) == 1)  # type: ignore[union-attr]
     lease = agent.view.lease_until
     reset = pool.reset(timeout_s=60)
     assert reset.published

@@ -1,0 +1,97 @@
+"""What a file hub's log and metrics say of a pool: values in, text out."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from epochkv_fence.authority import Origin
+from epochkv_fence.cli.metrics import exposition
+from epochkv_fence.cli.report import compare
+from epochkv_fence.messages import Mode, Source
+from epochkv_fence.pool import EngineView, PoolSnapshot
+
+
+def engine(number: int, epoch: int | None = 0, mode: Mode = Mode.USE, alive: bool = True, converged: bool = True) -> EngineView:
+    return EngineView(number.to_bytes(16, "big"), "rollout", f"rollout-{number}", 0, epoch, mode, converged, alive, 0, 9.0, 0.0, "fp")
+
+
+def pool(*engines: EngineView, leading: bool = True, target: int = 0, published: int = 0, **extra: object) -> PoolSnapshot:
+    made = PoolSnapshot(
+        "uid", leading, target, published, target, list(engines), [view for view in engines if not view.converged], 0, None, None, None, 0
+    )
+    return replace(made, **extra)  # type: ignore[arg-type]
+
+
+def texts(before: PoolSnapshot | None, now: PoolSnapshot) -> list[str]:
+    return [line.text for line in compare(before, now)]
+
+
+def test_nothing_new_is_not_told() -> None:
+    for snapshot in (pool(), pool(engine(1)), pool(engine(1), target=3, published=3)):
+        assert texts(snapshot, snapshot) == []
+    assert texts(None, pool(leading=False)) == []  # before it has begun to lead
+
+
+def test_leading_and_not() -> None:
+    assert texts(None, pool(target=4, published=3))[0] == "leading: epoch 4, published 3"
+    (line,) = compare(pool(), pool(leading=False))
+    assert (line.level, line.text) == (logging.WARNING, "not leading: nothing is granted or published")
+
+
+def test_engines_come_and_go_one_line_each_until_there_are_many() -> None:
+    assert texts(pool(), pool(engine(1))) == ["engine rollout-1 joined"]
+    assert texts(pool(engine(1)), pool(engine(1, alive=False))) == ["engine rollout-1 is silent: its lease is over"]
+    assert texts(pool(engine(1, alive=False)), pool(engine(1))) == ["engine rollout-1 is heard again"]
+    assert texts(pool(engine(1, alive=False)), pool()) == ["engine rollout-1 is gone"]
+    crowd = [engine(number) for number in range(11)]
+    assert texts(pool(), pool(*crowd)) == ["11 engines joined"]
+    assert len(texts(pool(), pool(*crowd[:10]))) == 10
+
+
+def test_a_reset_from_its_ask_to_its_end() -> None:
+    behind = engine(1, converged=False)
+    asked = pool(behind, target=1, origin=Origin(Source.TRAINER, "v1"), weights_version="v1")
+    assert texts(pool(engine(1)), asked) == ["epoch 1 recorded, asked for by trainer, weights v1; 1 of 1 engines to go"]
+    done = pool(engine(1, 1), target=1, published=1, reset_seconds=0.0213, carried=2)
+    assert texts(asked, done) == ["epoch 1 published after 0.021 s: no engine uses an older one; 2 running requests keep what they held"]
+    (line,) = compare(asked, replace(asked, published=1))
+    assert line.level == logging.WARNING
+    assert line.text.endswith("not acknowledged, fenced by their leases: rollout-1")
+    assert line.fields["laggards"] == ["rollout-1"]
+
+
+def test_weights_that_nobody_vouches_for() -> None:
+    waiting = engine(1, 1, Mode.BYPASS)
+    settled = pool(waiting, target=1, published=1, weights_pending=[waiting])
+    assert texts(pool(waiting, target=1), settled)[-1] == (
+        "1 engines serve without reuse, as nobody said that they have the weights of epoch 1: rollout-1; they share after the next weight update"
+    )
+    assert texts(settled, pool(engine(1, 1), target=1, published=1)) == ["all 1 engines share epoch 1"]
+
+
+def test_memory_given_back() -> None:
+    before = pool(target=2, published=2)
+    assert texts(before, replace(before, reclaimed=2, reclaimed_keys=40)) == ["the store holds no keys below epoch 2; 40 removed so far"]
+    assert "could not be emptied in time" in texts(before, replace(before, wipe_failed=True))[0]
+
+
+def test_metrics_are_prometheus_text() -> None:
+    snapshot = pool(engine(1), engine(2, mode=Mode.BYPASS), engine(3, converged=False), engine(4, alive=False), target=7, published=6,
+                    reset_seconds=0.25, reclaimed_keys=12)  # fmt: skip
+    lines = exposition('po"l\\\n', snapshot, {"received": 5}).splitlines()
+    labels = 'namespace="",pool="po\\"l\\\\\\n"'
+    for line in (
+        f"epochkv_pool_target_epoch{{{labels}}} 7",
+        f"epochkv_pool_published_epoch{{{labels}}} 6",
+        f"epochkv_pool_last_reset_seconds{{{labels}}} 0.25",
+        f'epochkv_pool_engines{{{labels},state="use"}} 1',
+        f'epochkv_pool_engines{{{labels},state="bypass"}} 1',
+        f'epochkv_pool_engines{{{labels},state="behind"}} 1',
+        f'epochkv_pool_engines{{{labels},state="silent"}} 1',
+        f"epochkv_pool_reclaimed_keys_total{{{labels}}} 12",
+        f'epochkv_hub_messages_total{{{labels},outcome="received"}} 5',
+    ):
+        assert line in lines, lines
+    families = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert len(families) == len(set(families))
