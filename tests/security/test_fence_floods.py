@@ -6,6 +6,9 @@ flooder's connections, that the flood was there before and after what it must no
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 import time
 from collections.abc import Iterator
 
@@ -92,6 +95,38 @@ def test_plain_connections_that_are_left_open(world: FenceWorld, hub: HubServer)
     with flooding("connections", hub.endpoint, 1_000) as counts:
         stands(world, hub, "connections", 1_000)
     assert counts["sent"] >= 1_000
+
+
+def out_of_files() -> bool:
+    """Whether this process, which is the hub's, can open nothing more."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return error.errno == errno.EMFILE
+    return False
+
+
+def test_connections_that_use_up_the_file_descriptors(world: FenceWorld, hub: HubServer) -> None:
+    """Who is connected is served; who comes later is let in when the flood is over."""
+    agent, _ = world.agent(hub.endpoint)
+    eventually(lambda: agent.view.epoch == 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        with flooding("connections", hub.endpoint, 1_000) as counts:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 50, hard))
+            eventually(out_of_files, what="out of file descriptors")
+            lease = agent.view.lease_until
+            eventually(lambda: agent.view.lease_until > lease, what="leases are renewed")
+            world.request(hub, 1)
+            eventually(lambda: world.published() == 1)
+            assert agent.view.epoch == 1
+            eventually(out_of_files, what="it was so all the time")
+        assert counts["sent"] >= 50
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    late, _ = world.agent(hub.endpoint)
+    eventually(lambda: late.view.epoch == 1)
+    assert hub.counters["take_failed"] == hub.counters["turns_failed"] == 0
 
 
 def test_many_connections_of_one_pool_share_its_limit(world: FenceWorld, hub: HubServer) -> None:
