@@ -65,7 +65,8 @@ def test_weights_that_nobody_vouches_for() -> None:
     waiting = engine(1, 1, Mode.BYPASS)
     settled = pool(waiting, target=1, published=1, weights_pending=[waiting])
     assert texts(pool(waiting, target=1), settled)[-1] == (
-        "1 engines serve without reuse, as nobody said that they have the weights of epoch 1: rollout-1; they share after the next weight update"
+        "1 engines serve without reuse, as nobody said that they have the weights of epoch 1: rollout-1; "
+        "they share after the next weight update"
     )
     assert texts(settled, pool(engine(1, 1), target=1, published=1)) == ["all 1 engines share epoch 1"]
 
