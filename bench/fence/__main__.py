@@ -44,6 +44,7 @@ ROWS: dict[str, Entry] = {
     "cut-off": Entry("one engine's connection gone silent before a bump", 50, lambda a, p: rows.fault("cut off", a.faults, p)),
     "scheduler": Entry("agent cost on the scheduler thread (needs the engine environment)", 40, lambda a, p: scheduler.cost(p)),
     "hub-restart": Entry("hub killed and started again at once, 256 agents", 15, lambda a, p: rows.hub_restart(256, 0, p)),
+    "hub-restart-5000": Entry("the same with 5,000 agents", 45, lambda a, p: rows.hub_restart(5_000, 0, p)),
     "hub-outage": Entry("hub away for longer than a lease, 256 agents", 60, lambda a, p: rows.hub_restart(256, 40, p)),
 }
 

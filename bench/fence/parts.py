@@ -156,13 +156,17 @@ class Trainer:
         self._socket.connect(endpoint)
         self._number = 0
 
-    def target(self) -> int:
-        """The pool's target epoch."""
+    def status(self) -> Status:
+        """The pool, as the hub knows it."""
         self._number += 1
         number = self._number
         answer = self._wait(Status(number), lambda m: isinstance(m, Status) and m.request == number, 10.0)
         assert isinstance(answer, Status)
-        return answer.target
+        return answer
+
+    def target(self) -> int:
+        """The pool's target epoch."""
+        return self.status().target
 
     def bump(self, epoch: int, seconds: float) -> float:
         """Seconds from sending the bump until the hub said that it is published."""

@@ -228,11 +228,14 @@ def hub_restart(num_engines: int, outage_seconds: float, progress: Progress) -> 
         made.fence.start_hub()
         restart = time.monotonic() - began
         rejoined = until(lambda: made.live() == num_engines and thread.live(), JOIN_SECONDS, "every engine granted again", 0.02)
+        until(lambda: made.trainer.status().total > num_engines, JOIN_SECONDS, "the hub heard from every engine", 0.1)
+        heard = time.monotonic() - began - restart
         gap = max(made.longest_gap(), thread.longest_gap())
         figures = [
             Figure("hub away for", restart, None, "s"),
             Figure("longest time without a lease", gap, restart + 1.0, "s"),
             Figure("hub back until all have leases", rejoined, None if gap == 0 else 1.0, "s"),
+            Figure("hub back until it has heard from all", heard, None, "s"),
         ]
         name = f"hub killed, back after {restart:.1f} s, {num_engines} agents, L = {LEASE_SECONDS:.0f} s"
         return Row(name, figures, {"outage_seconds": outage_seconds})

@@ -93,7 +93,7 @@ class Link:
             (zmq.TCP_KEEPALIVE_CNT, 2),
             (zmq.TCP_MAXRT, 3000),
             (zmq.CONNECT_TIMEOUT, 1000),
-            (zmq.HANDSHAKE_IVL, 1500),
+            (zmq.HANDSHAKE_IVL, 10_000),
             (zmq.RECONNECT_IVL, 100),
             (zmq.RECONNECT_IVL_MAX, 500),
             (zmq.IMMEDIATE, 1),
