@@ -439,8 +439,8 @@ class Hub(HubRules):
             self._reading[record.boot] = None
 
     def _wipe(self, current: Round, now: float) -> list[ev.Action]:
-        """After the read; it begins in the store while no later hub can have released loads, or never."""
-        before = current.began + self._wipe_lands()
+        """After the read; it begins in the store while no later hub can have released loads, nor this one, or never."""
+        before = min(current.began + self._wipe_lands(), self._wiper.give_up_at())
         if current.wipe is None or current.wipe != self.target or not self._wiper.open or now >= before:
             return []
         self._wiper.start(self.target, before)
