@@ -1,11 +1,15 @@
-"""What a file hub's log and metrics say of a pool: values in, text out."""
+"""What a file hub's log and metrics say of a pool, and the address that it advertises: values in, text out."""
 
 from __future__ import annotations
 
 import logging
+import socket
 from dataclasses import replace
 
+import pytest
+
 from epochkv_fence.authority import Origin
+from epochkv_fence.cli.file_hub import HubError, advertised, split_listen
 from epochkv_fence.cli.metrics import exposition
 from epochkv_fence.cli.report import compare
 from epochkv_fence.messages import Mode, Source
@@ -96,3 +100,18 @@ def test_metrics_are_prometheus_text() -> None:
         assert line in lines, lines
     families = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(families) == len(set(families))
+
+
+def test_the_address_that_clients_dial() -> None:
+    assert advertised("tcp://127.0.0.1:7701", "tcp://127.0.0.1:0") == "tcp://127.0.0.1:7701"
+    assert advertised("tcp://127.0.0.1:7701", "tcp://head-node:7701") == "tcp://head-node:7701"
+    for listen in ("tcp://*:7701", "tcp://0.0.0.0:7701"):
+        assert advertised("tcp://127.0.0.1:7701", listen) == f"tcp://{socket.gethostname()}:7701"
+
+
+@pytest.mark.parametrize(
+    "listen", ["", "7700", "tcp://", "tcp://host", "tcp://host:", "tcp://:7700", "tcp://h:x", "tcp://h:65536", "udp://h:1", "tcp://a b:1"]
+)
+def test_an_address_that_is_none_is_refused(listen: str) -> None:
+    with pytest.raises(HubError, match=r"it must look like tcp://0\.0\.0\.0:7700"):
+        split_listen(listen)
