@@ -31,10 +31,15 @@ def executable(name: str) -> str:
 
 
 class Mooncake:
-    """One master and `num_stores` store nodes of `segment_bytes` each. Attributes: `address` (host:port of the master)."""
+    """One master and `num_stores` store nodes of `segment_bytes` each; a key that was asked for or read is leased for `lease_seconds`.
 
-    def __init__(self, directory: Path, num_stores: int = 1, segment_bytes: int = 256 << 20) -> None:
+    Attributes:
+        address: host:port of the master.
+    """
+
+    def __init__(self, directory: Path, num_stores: int = 1, segment_bytes: int = 256 << 20, lease_seconds: float = 10.0) -> None:
         self.directory, self.num_stores, self.segment_bytes = directory, num_stores, segment_bytes
+        self.lease_seconds = lease_seconds
         self.rpc_port, self.admin_port = free_port(), free_port()
         self.address = f"127.0.0.1:{self.rpc_port}"
         self.master: Process | None = None
@@ -45,7 +50,8 @@ class Mooncake:
         command = [
             executable("mooncake_master"), "--rpc_address=127.0.0.1", f"--rpc_port={self.rpc_port}", "--rpc_thread_num=2",
             "--metrics_host=127.0.0.1",
-            f"--metrics_port={self.admin_port}", "--client_ttl=10", "--default_kv_lease_ttl=10000", "--eviction_high_watermark_ratio=0.85",
+            f"--metrics_port={self.admin_port}", "--client_ttl=10",
+            f"--default_kv_lease_ttl={int(self.lease_seconds * 1000)}", "--eviction_high_watermark_ratio=0.85",
             "--eviction_ratio=0.10", "--put_start_discard_timeout_sec=30", "--logtostderr=true",
         ]  # fmt: skip
         self.master = Process("mooncake_master", command, self.directory / "master.log")

@@ -5,6 +5,7 @@ Answers are compared with those of an engine that caches nothing.
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,8 @@ BLOCKS = CACHED // 128
 
 
 L1_BYTES = 64 << 20
+LEASE_SECONDS = 3.0
+"""Of the store: a key that was read stays for so long, whoever removes it."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,32 @@ class Pair:
         self._started.append(engine)
         return engine
 
+    def start_from_environment(self) -> Engine:
+        """An engine that nobody provisioned, with base weights: everything it knows of the pool comes from its environment."""
+        files = {"HUB_PUBLIC": "hub.pub", "CLIENT_PUBLIC": "client.pub", "CLIENT_SECRET": "client.key"}
+        config = {
+            "pool": {"name": self.pool.name, "uid": self.pool.uid},
+            "hub": {"endpoint": self.pool.endpoint},
+            "local": {"capacity_bytes": L1_BYTES},
+            "distributed": {"master_address": self.mooncake.address},
+            **PATIENT,
+        }
+        environ = {
+            **PATIENT_ENVIRON,
+            "EPOCHKV_CONFIG": json.dumps(config),
+            "EPOCHKV_ROOT_SECRET": (self.pool.credentials / "root.secret").read_text(),
+            **{f"EPOCHKV_{name}_KEY": (self.pool.credentials / file).read_text() for name, file in files.items()},
+        }
+        connector = {
+            "kv_connector": "EpochKVConnector",
+            "kv_connector_module_path": "epochkv_connector.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+        }
+        engine = Engine(next(self._names), self.weights.base, self.folder, connector, environ=environ)
+        self._started.append(engine)
+        return engine
+
     def push(self, model: Path) -> None:
         """New weights for both engines."""
         for engine in self.both:
@@ -192,10 +221,10 @@ class Pair:
 def pair(weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """Two engines for all tests of `test_sharing` and `test_weights`, which leave them in use of the pool's epoch.
 
-    Leases are short, so that losing one takes seconds; a boot must be 3 s old to have got the weights of a bump.
+    The fence's leases are short, so that losing one takes seconds; a boot must be 3 s old to have got the weights of a bump.
     """
     folder = tmp_path_factory.mktemp("pair")
-    with Mooncake(folder / "mooncake") as mooncake:
+    with Mooncake(folder / "mooncake", lease_seconds=LEASE_SECONDS) as mooncake:
         admin = MooncakeAdmin(lambda uid: [f"http://127.0.0.1:{mooncake.admin_port}"])
         with Pool(folder, lease_seconds=6.0, join_after_seconds=3.0, stores=admin) as pool:
             pair = Pair(folder, pool, mooncake, weights)

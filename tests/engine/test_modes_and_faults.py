@@ -90,6 +90,8 @@ def test_two_tensor_parallel_ranks(
         assert engine.reset_prefix_cache(external=False)
         answer = engine.complete(prompt)
         assert (answer.cached, answer.tokens) == (CACHED, reference(prompt, weights.base))
+        pool.bump()
+        eventually(lambda: [view.loading for view in pool.snapshot().engines if view.alive] == [0], "both ranks say that they read no more")
 
 
 def test_broken_hub_address_and_key(weights: Weights, folder: Path, pool: Pool, prompts: Prompts, reference: Reference) -> None:

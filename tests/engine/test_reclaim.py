@@ -12,7 +12,7 @@ import pytest
 from epochkv_connector.keys import parse_key
 from epochkv_fence import client
 from hack.models import Shape
-from tests.engine.conftest import BLOCKS, CACHED, Pair, Prompts, Reference, eventually, settled_keys
+from tests.engine.conftest import BLOCKS, CACHED, LEASE_SECONDS, Pair, Prompts, Reference, eventually, settled_keys
 
 SHAPE = Shape()
 BLOCK_TOKENS, FLOAT_BYTES, HEADER_AND_TRAILER = 128, 4, 128
@@ -83,7 +83,7 @@ def test_a_wipe_waits_for_every_read_and_leaves_nothing(pair: Pair, trainer: cli
 def test_old_names_are_removed_and_so_are_puts_that_land_behind_the_sweep(
     pair: Pair, trainer: client.Pool, prompts: Prompts, reference: Reference
 ) -> None:
-    pair.pool.configure(reclaim="Delete", store_admin=False, reclaim_seconds=4.0)
+    pair.pool.configure(reclaim="Delete", store_admin=False, reclaim_seconds=LEASE_SECONDS + 1.0)
     prompt, late = prompts(), prompts()
     pair.save_through_a(prompt)
     before = pair.pool.snapshot()

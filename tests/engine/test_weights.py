@@ -15,13 +15,9 @@ from contextlib import contextmanager
 import pytest
 
 from epochkv_fence import client
-from hack.standalone.engine import Engine
 from tests.engine.conftest import (
     BLOCKS,
     CACHED,
-    L1_BYTES,
-    PATIENT,
-    PATIENT_ENVIRON,
     Pair,
     Prompts,
     Reference,
@@ -182,19 +178,20 @@ def test_pushing_while_serving_and_raising_without_a_gate_goes_wrong(
 def test_the_gate_catches_an_engine_that_restarts_during_the_push(
     pair: Pair, trainer: client.Pool, prompts: Prompts, reference: Reference, weights: Weights
 ) -> None:
-    """It comes back with base weights, serves without any cache, says so, and joins with the next update."""
+    """It comes back with base weights (and from its environment alone), serves without any cache, and says so."""
     asked = [prompts() for _ in range(3)]
     with trainer.weight_update("one-restarts", timeout_s=60) as update:
         pair.b.process.end()
         pair.a.reload_weights(weights.after(pair.model))
         pair.model = weights.after(pair.model)
-        pair.b = pair.start()
+        pair.b = pair.start_from_environment()
         pair.b.wait_ready()
         eventually(lambda: len([e for e in pair.pool.snapshot().engines if e.alive and e.boot not in update.boots]) == 1, "B is back")
     assert update.reset is not None
     assert update.reset.published
     (late,) = [engine for engine in trainer.engines() if bytes.fromhex(engine.boot) not in update.boots]
     assert (late.state, late.epoch) == ("bypass", update.epoch)
+    assert late.name.startswith(f"{socket.gethostname()}:"), "an engine without a name is called by its host and process"
     assert [view.boot.hex() for view in pair.pool.snapshot().weights_pending] == [late.boot]
     assert "in bypass: the hub does not let this engine use it now" in fence_lines(pair.b)[-1]
     for prompt in asked:
@@ -206,86 +203,40 @@ def test_the_gate_catches_an_engine_that_restarts_during_the_push(
         assert pair.save_through_a(prompt) == reference(prompt, pair.model)
         answer = pair.b.complete(prompt)
         assert (answer.cached, answer.tokens) == (0, reference(prompt, weights.base)), "an engine in bypass has read from the store"
-    # The other way to join: old enough when the epoch is raised, as with spec.resetEpoch.
-    pair.b.reload_weights(pair.model)
-    eventually(lambda: all(view.age_seconds > 4.0 for view in pair.pool.snapshot().engines if view.alive), "B is old enough")
-    pair.pool.bump()
-    pair.pool.wait_engines(2)
-    pair.check_sharing(asked[0], reference(asked[0], pair.model))
 
 
-@pytest.fixture(scope="module")
-def external(pair: Pair, trainer: client.Pool) -> Iterator[Engine]:
-    """An engine that nobody provisioned, started in the middle of a run: everything it knows comes from its environment."""
-    with trainer.weight_update("before-external", timeout_s=60):  # so that base weights are wrong, whatever ran before
-        pair.push(pair.weights.after(pair.model))
-    read = {name: (pair.pool.credentials / name).read_text() for name in ("hub.pub", "client.pub", "client.key", "root.secret")}
-    config = {
-        "pool": {"name": pair.pool.name, "uid": pair.pool.uid},
-        "hub": {"endpoint": pair.pool.endpoint},
-        "local": {"capacity_bytes": L1_BYTES},
-        "distributed": {"master_address": pair.mooncake.address},
-        **PATIENT,
-    }
-    environ = {
-        **PATIENT_ENVIRON,
-        "EPOCHKV_CONFIG": json.dumps(config),
-        "EPOCHKV_HUB_PUBLIC_KEY": read["hub.pub"],
-        "EPOCHKV_CLIENT_PUBLIC_KEY": read["client.pub"],
-        "EPOCHKV_CLIENT_SECRET_KEY": read["client.key"],
-        "EPOCHKV_ROOT_SECRET": read["root.secret"],
-    }
-    connector = {"kv_connector": "EpochKVConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-    connector["kv_connector_module_path"] = "epochkv_connector.connector"
-    with Engine("external", pair.weights.base, pair.folder, connector, environ=environ) as engine:
-        eventually(lambda: len([view for view in pair.pool.snapshot().engines if view.alive]) == 3, "the hub knows a third engine")
-        yield engine
-
-
-def test_an_engine_started_later_from_its_environment_alone(
-    pair: Pair, trainer: client.Pool, external: Engine, prompts: Prompts, reference: Reference, weights: Weights
+def test_an_engine_joins_with_the_first_update_that_it_is_part_of(
+    pair: Pair, trainer: client.Pool, prompts: Prompts, reference: Reference, weights: Weights
 ) -> None:
+    """B of the test before."""
+    assert engine_states(trainer) == ["bypass", "use"]
+    with trainer.weight_update("with-everybody", timeout_s=60) as update:
+        assert len(update.boots) == 2
+        pair.push(weights.after(pair.model))
+    assert engine_states(trainer) == ["use", "use"]
+    assert "in use, back from bypass" in fence_lines(pair.b)[-1]
     prompt = prompts()
     pair.check_sharing(prompt, reference(prompt, pair.model))
-    states = {engine.name: engine.state for engine in trainer.engines()}
-    assert sorted(states.values()) == ["bypass", "use", "use"]
-    host = socket.gethostname()
-    assert all(name.startswith(f"{host}:") for name in states), "an engine without a name is called by its host and process"
-    assert len(states) == 3
-    keys = settled_keys(pair.mooncake)
-    for _ in range(2):
-        answer = external.complete(prompt)
-        assert (answer.cached, answer.tokens) == (0, reference(prompt, weights.base))
-    assert settled_keys(pair.mooncake) <= keys
-    with trainer.weight_update("with-external", timeout_s=60) as update:
-        assert len(update.boots) == 3
-        pair.push(weights.after(pair.model))
-        external.reload_weights(pair.model)
-    assert engine_states(trainer) == ["use", "use", "use"]
-    pair.check_sharing(prompt, reference(prompt, pair.model))
-    answer = external.complete(prompt)
-    assert (answer.cached, answer.tokens) == (CACHED, reference(prompt, pair.model))
 
 
 def test_a_private_reset_costs_one_engine_its_caches_until_the_next_epoch(
-    pair: Pair, trainer: client.Pool, external: Engine, prompts: Prompts, reference: Reference
+    pair: Pair, trainer: client.Pool, prompts: Prompts, reference: Reference
 ) -> None:
-    """`on_local_reset: private`, the default: clear means clear, for this engine alone."""
+    """`on_local_reset: private`, the default, as B has it now: clear means clear, for this engine alone."""
     prompt = prompts()
     expected = reference(prompt, pair.model)
     pair.check_sharing(prompt, expected)
-    assert external.complete(prompt).cached == CACHED
     target = trainer.status().target
-    assert external.reset_prefix_cache(external=True)
+    assert pair.b.reset_prefix_cache(external=True)
     for _ in range(2):
-        answer = external.complete(prompt)
+        answer = pair.b.complete(prompt)
         assert (answer.cached, answer.tokens) == (0, expected)
     assert pair.a.complete(prompt).cached == CACHED
-    assert "the caches of this engine alone were reset" in fence_lines(external)[-1]
+    assert "the caches of this engine alone were reset" in fence_lines(pair.b)[-1]
 
     def measured() -> bool:
-        external.complete(prompt, 1)  # metrics travel with a step, at most once a second
-        return external.metric("vllm:epochkv_state", of="waiting_after_reset") == 1.0
+        pair.b.complete(prompt, 1)  # metrics travel with a step, at most once a second
+        return pair.b.metric("vllm:epochkv_state", of="waiting_after_reset") == 1.0
 
     eventually(measured, "a metric of the engine")
     eventually(
@@ -294,7 +245,5 @@ def test_a_private_reset_costs_one_engine_its_caches_until_the_next_epoch(
     )
     assert trainer.status().target == target
     assert trainer.reset(timeout_s=60).published
-    eventually(lambda: "in use, back from bypass" in fence_lines(external)[-1], "its log says that it is back")
+    eventually(lambda: "in use, back from bypass" in fence_lines(pair.b)[-1], "its log says that it is back")
     pair.check_sharing(prompt, expected)
-    answer = external.complete(prompt)
-    assert (answer.cached, answer.tokens) == (CACHED, expected)
