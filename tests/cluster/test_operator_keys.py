@@ -151,6 +151,33 @@ def test_an_engine_that_keeps_the_old_key_is_named_and_can_be_cut_off(plane: Con
             eventually(lambda: namespace.status("policy").get("keys") == {"generation": 1, "accepted": 1}, "reported")
 
 
+def test_a_secret_of_an_older_operator_is_named_with_what_to_do(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    """It is immutable: nobody can change it, and a kubelet would not bring a change to running engines."""
+    secrets = f"{CHILDREN['secrets'].format(namespace.name)}"
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
+        operator.wait_ready()
+        namespace.create_pool("policy", **POOL)
+        before = eventually(lambda: secret(namespace), "the pool's Secret")
+        eventually(lambda: condition(namespace.status("policy"), "Ready").get("status") == "True", "settled")
+        namespace.request("PATCH", f"{secrets}/policy-fence", {"immutable": True}, "application/merge-patch+json")
+        namespace.patch_spec("policy", keys={"generation": 1})
+        found = eventually(
+            lambda: c if (c := condition(namespace.status("policy"), "Ready")).get("status") == "False" else None,
+            f"told\n{operator.tail()}",
+        )
+        assert found["reason"] == "SecretConflict"
+        assert "made by an older operator and cannot be changed: delete it" in found["message"]
+        assert condition(namespace.status("policy"), "KeysRotated")["reason"] == "Rotating"
+        assert secret(namespace) == before
+        namespace.request("DELETE", f"{secrets}/policy-fence", {})
+        namespace.patch_spec("policy", reset={**POOL["reset"], "joinAfterSeconds": 1})  # any event; else within a minute
+        eventually(lambda: namespace.status("policy").get("keys") == {"generation": 1, "accepted": 1}, f"done\n{operator.tail()}", 60)
+        after = secret(namespace)
+        assert after["root.secret"] == before["root.secret"]
+        assert after["client.pub"] != before["client.pub"]
+        assert condition(namespace.status("policy"), "Ready")["status"] == "True"
+
+
 def test_the_hub_knows_the_new_key_before_anybody_can_have_it(
     namespace: Namespace, proxy: FaultProxy, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -114,7 +114,8 @@ class PoolReconciler:
         source = pool_weights_source(self._engines(key))
 
         def serve(now: FenceKeys) -> None:
-            self._hub.ensure(pool, AcceptedKeys(self._secrets.accepted(uid), now.generation), source)
+            accepted = AcceptedKeys(self._secrets.accepted(uid), len(now.accepted), now.generation)
+            self._hub.ensure(pool, accepted, source)
 
         # The new key before anybody can have it: an engine that reads the Secret the moment it changes must not be refused.
         serve(keys)

@@ -41,9 +41,10 @@ LOOK_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class AcceptedKeys:
-    """Client keys of a pool: public ones, the newest first, and the generation of that one."""
+    """Client keys of a pool: public ones, the newest first; how many of them are in the Secret, and the generation of that pair."""
 
     public: tuple[str, ...]
+    in_secret: int = 1
     generation: int = 0
 
 
@@ -223,7 +224,7 @@ class HubService:
         if served is None or snapshot is None:
             return None
         served.told.take(snapshot, time.time(), time.monotonic())
-        keys = key_view(snapshot, served.keys.generation, len(served.keys.public))
+        keys = key_view(snapshot, served.keys.generation, served.keys.in_secret)
         complete = self.incomplete_seconds(pool_uid) <= 0
         return view_of(snapshot, served.told, served.config.weights_source, keys, complete=complete)
 

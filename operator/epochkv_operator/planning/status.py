@@ -64,7 +64,7 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
             status["reclaim"] = _reclaim(pool, observed.hub, previous)
     else:
         status |= {key: previous[key] for key in ("engines", "externalEngines", "keys", "reclaim") if key in previous}
-    reset = _reset(observed.hub, previous, partial=partial)
+    reset = _reset(observed.hub, previous, now, partial=partial)
     if reset:
         status["reset"] = reset
     if pool.spec.distributed is not None and pool.spec.distributed.mooncake is not None:
@@ -227,7 +227,7 @@ def _with_the_past(hub: HubView | None, previous: Json) -> HubView | None:
     return replace(hub, reclaim=replace(hub.reclaim, epoch=min(done, hub.published)))
 
 
-def _reset(hub: HubView | None, previous: Json, *, partial: bool = False) -> Json:
+def _reset(hub: HubView | None, previous: Json, now: datetime, *, partial: bool = False) -> Json:
     """The latest reset. A hub that did not lead it knows nothing of its times, so what an earlier one wrote stays; so does what
     the hub's authority has just written about a target that this view does not know yet. Times are never written anew: the
     clock they come from is adjusted all the time.
@@ -236,7 +236,7 @@ def _reset(hub: HubView | None, previous: Json, *, partial: bool = False) -> Jso
     if hub is None or before.get("epoch", 0) > hub.target:
         return before
     if hub.reset_epoch is None or hub.reset_started is None:
-        return _closed(before, hub)
+        return _closed(before, hub, now)
     durable = before if before.get("epoch") == hub.reset_epoch else {}
     started = timestamp(hub.reset_started, milliseconds=True)
     reset: dict[str, Any] = {"epoch": hub.reset_epoch, "startTime": durable.get("startTime", started)}
@@ -263,10 +263,10 @@ def _close(text: str, moment: datetime) -> bool:
     return abs(datetime.fromisoformat(text) - moment) < timedelta(seconds=0.5)
 
 
-def _closed(before: Json, hub: HubView) -> Json:
-    """An older hub's reset without its laggards, once it is published."""
-    if before.get("epoch", 0) <= hub.published:
-        return {key: value for key, value in before.items() if key != "laggards"}
+def _closed(before: Json, hub: HubView, now: datetime) -> Json:
+    """An older hub's reset, once it is published: without laggards, and complete by now if that hub died before it could say when."""
+    if before and before.get("epoch", 0) <= hub.published:
+        return {"completionTime": timestamp(now, milliseconds=True)} | {key: value for key, value in before.items() if key != "laggards"}
     return before
 
 

@@ -571,6 +571,14 @@ def test_times_of_a_reset_are_written_once() -> None:
     successor = replace(slewed, reset_started=NOW + timedelta(seconds=20), reset_completed=NOW + timedelta(seconds=21))
     after = pool_status(POLICY, Observed(pool_children(), (), successor), CONTEXT, first, NOW)
     assert after["reset"] == {"epoch": 7, "startTime": "2026-03-01T12:00:00.123Z", "completionTime": "2026-03-01T12:00:21.123Z"}
+    # The hub that published it died before it could say so: no reset looks open for ever.
+    later = NOW + timedelta(seconds=30)
+    orphan = pool_status(POLICY, Observed(pool_children(), (), HubView(7, 7)), CONTEXT, first, later)
+    assert orphan["reset"] == {"epoch": 7, "startTime": "2026-03-01T12:00:00.123Z", "completionTime": "2026-03-01T12:00:30.123Z"}
+    assert (
+        pool_status(POLICY, Observed(pool_children(), (), HubView(7, 7)), CONTEXT, orphan, later + timedelta(hours=1))["reset"]
+        == orphan["reset"]
+    )
 
 
 def test_limits_of_lists_and_messages() -> None:
