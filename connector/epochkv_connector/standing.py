@@ -47,7 +47,10 @@ class Herald:
 
     def tell(self, standing: Standing) -> None:
         """Say what has changed; nothing if nothing has."""
-        before, self._told = self._told, standing
+        before = self._told
+        if standing.why is Why.NO_LEASE and standing.epoch != before.epoch:
+            return  # an adoption: the lease of its grant begins when the epoch is bound
+        self._told = standing
         said = standing == before or standing.why is before.why is Why.OVERWRITTEN
         if said or standing.why in (Why.FORBIDDEN, Why.NO_HUB, Why.UNASSIGNED):
             return

@@ -70,6 +70,7 @@ def test_without_a_hub_the_lease_runs_out_and_nothing_is_reused(pair: Pair, prom
     eventually(lambda: pair.a.complete(prompt, 1).cached == CACHED, "A uses the epoch again")
     answer = pair.a.complete(prompt)
     assert (answer.cached, answer.tokens) == (CACHED, reference(prompt, pair.model))
+    assert "INFO" in fence_lines(pair.a)[0], "an engine that starts has lost nothing"
     lost, back = fence_lines(pair.a)[begin:]
     assert "is over" in lost
     assert "in use, back from bypass" in back

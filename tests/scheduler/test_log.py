@@ -62,6 +62,27 @@ def test_a_life_in_one_line_for_each_change(make_rig: MakeRig, caplog: pytest.Lo
     rig.check_clean()
 
 
+def test_an_adoption_whose_lease_is_yet_to_begin_is_no_loss(make_rig: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
+    """The agent binds the root first and moves the lease then: at the first grant, and at the first one after a hub was away."""
+    rig, lines = make_rig(), Lines(caplog)
+    rig.lease_until = 0.0
+    rig.adopt(3)
+    rig.connector._gauges()
+    assert lines.new() == []
+    rig.lease_until = float("inf")
+    rig.connector._gauges()
+    lines.one("INFO", "epoch 3 in use")
+    rig.lease_until = 0.0
+    rig.connector._gauges()
+    lines.one("WARNING", "lease on epoch 3 is over")
+    rig.adopt(4)
+    rig.connector._gauges()
+    assert lines.new() == []
+    rig.lease_until = float("inf")
+    rig.connector._gauges()
+    lines.one("INFO", "epoch 4 in use, back from bypass")
+
+
 @pytest.mark.parametrize(("on_local_reset", "remedy"), [("private", "raise the pool's epoch"), ("propose", "asked for epoch 3")])
 def test_a_local_reset_says_what_ends_it(make_rig: MakeRig, caplog: pytest.LogCaptureFixture, on_local_reset: str, remedy: str) -> None:
     rig, lines = make_rig(extra={"on_local_reset": on_local_reset}), Lines(caplog)
