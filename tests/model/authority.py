@@ -32,13 +32,16 @@ class Authority:
     def call(self, process: HubProcess, kind: str, value: int, origin: Any = None) -> Call:
         """A hub calls; what comes of it is for `turn` to say."""
         call = Call(process, kind, value, process.term, self.world.late(), self.world.now + PATIENCE, origin=origin)
+        if kind in MUST_ANSWER:
+            call.not_before = min(call.not_before, self.world.now + PATIENCE)
+            call.patience = float("inf")
         self.calls.append(call)
         return call
 
     def turn(self) -> bool:
         """One call takes effect, or is answered, or times out (its effect may still come); False: there is none."""
         world, now = self.world, self.world.now
-        ready = [call for call in self.calls if call.not_before <= now or (now >= call.patience and not call.answered)]
+        ready = [call for call in self.calls if self._ready(call, now)]
         if not ready:
             return False
         call = world.rng.choice(ready)
@@ -49,14 +52,21 @@ class Authority:
             call.effective = True  # never, from now on
         elif not call.effective and (luck < 0.85 or call.kind == "load"):
             self.effect(call)
-            call.not_before = world.late()
-        elif not call.answered and world.hub_side.free(call.process):
+            call.not_before = world.late() if call.kind not in MUST_ANSWER else 0.0
+        elif not call.answered:
             if call.effective and call.result is not None and luck < 0.97:
                 self.answer(call)
             else:
                 self._time_out(call)
         if call.effective and call.answered:
             self.calls.remove(call)
+        return True
+
+    def _ready(self, call: Call, now: float) -> bool:
+        """Whether something may become of it now: its effect, or, if its process listens, the end of waiting for it."""
+        held = call.not_before > now
+        if call.effective or held:
+            return not call.answered and (not held or now >= call.patience) and self.world.hub_side.free(call.process)
         return True
 
     def _time_out(self, call: Call) -> None:
@@ -102,6 +112,16 @@ class Authority:
                 self._write(replace(old, granting=True))
             case "wipe" | "sweep":
                 self._empty(call)
+        if world.rng.random() < world.profile.ambush and not world.calm:
+            self._ambush(call.process)
+
+    def _ambush(self, process: HubProcess) -> None:
+        """The worst time to freeze: between a call's effect and its answer; and meanwhile the other hub takes over."""
+        process.frozen_until = self.world.now + self.world.rng.choice([1.0, 4.0, 6.0, 8.0])
+        other = self.world.hubs[1 - process.index]
+        self.world.count("ambushes")
+        if self.world.rng.random() < 0.7 and self.world.now >= other.frozen_until:
+            self.elect(other)
 
     def _verified(self, call: Call) -> bool:
         if self.world.rules.verify_always:

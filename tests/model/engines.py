@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from epochkv_fence import agent as ag
-from epochkv_fence.messages import Heartbeat, Mode, Reclaimed
+from epochkv_fence.messages import Grant, Heartbeat, Message, Mode, Reclaimed
 from tests.model.parts import START, STORE_LEASE, Engine, Load, Lookup, Violation
 
 if TYPE_CHECKING:
@@ -68,6 +68,15 @@ class EngineSide:
         """One event for the agent; what it wants done is done later, one action at a time."""
         engine.queue += engine.agent.step(event, engine.clock.read(self.world.now))
 
+    def receive(self, engine: Engine, message: Message) -> None:
+        """A message for its agent."""
+        before = engine.bound
+        engine.queue += engine.agent.step(ag.Received(message), engine.clock.read(self.world.now))
+        if isinstance(message, Grant) and any(isinstance(action, ag.Adopt) for action in engine.queue):
+            if message.epoch == before and message.seq < engine.mode_seq:
+                raise Violation(f"I3: e{engine.index} takes its mode from a grant for an older heartbeat")
+            engine.mode_seq = message.seq
+
     def turn(self) -> bool:
         """One engine's agent thread goes on; False: none has anything to do."""
         now = self.world.now
@@ -123,6 +132,7 @@ class EngineSide:
     def _beat(self, engine: Engine, beat: ag.Beat) -> None:
         world = self.world
         engine.beats += 1
+        engine.said[beat.seq] = (beat.epoch, beat.mode)
         loading = len(engine.open_loads(world.now)) if engine.knows_loading else None
         age = (world.now - engine.born) * engine.clock.rate
         message = Heartbeat(engine.agent.boot, beat.seq, beat.epoch, beat.mode, boot_age_seconds=age, loading=loading)
@@ -190,12 +200,13 @@ class EngineSide:
 
     # ------------------------------------------------------------------ scheduler
 
-    def serve(self) -> None:
-        """One engine's scheduler makes a step."""
+    def serve(self) -> bool:
+        """One engine's scheduler makes a step; False: none runs."""
         world = self.world
         able = [engine for engine in world.engines if world.now >= engine.frozen_until and not engine.paused]
         if able:
             self.serve_one(world.rng.choice(able))
+        return bool(able)
 
     def serve_one(self, engine: Engine) -> None:
         """Loads that ended are taken; a request reuses, loads or computes a block."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from epochkv_fence import hub_events as ev
 from epochkv_fence.authority import Origin, Term
-from epochkv_fence.messages import Error, Refusal, Source
+from epochkv_fence.messages import Error, Grant, Mode, Refusal, Source
 from tests.model.parts import Call, HubProcess, Violation
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class HubSide:
             case ev.Send(peer, message):
                 if isinstance(message, Error) and message.code is not Refusal.NOT_LEADING:
                     raise Violation(f"a hub refused a message: {message}")
+                if isinstance(message, Grant):
+                    self._keeps_use(process, message)
                 world.count("hub messages")
                 world.network.post(f"h{process.index}", peer.decode(), message)
             case ev.Record(epoch, origin):
@@ -83,6 +85,15 @@ class HubSide:
                 world.authority.call(process, "sweep", below)
             case ev.Changed():
                 world.count("changes")
+
+    def _keeps_use(self, process: HubProcess, grant: Grant) -> None:
+        """Whoever reports that it uses an epoch keeps it, whichever hub grants; but for a store that is to be wiped."""
+        profile = self.world.profile
+        if grant.mode is Mode.USE or profile.policy == "RemoveAll" or profile.reconfigures:
+            return
+        for engine in self.world.engines:
+            if engine.agent.boot == grant.boot and engine.said.get(grant.seq) == (grant.epoch, Mode.USE):
+                raise Violation(f"I4: h{process.index} takes epoch {grant.epoch} away from e{engine.index}, which uses it")
 
     # ------------------------------------------------------------------ time and rounds
 
@@ -161,11 +172,13 @@ class HubSide:
             self.configure(process)
         self.step(process, acquired)
 
-    def told_late(self) -> None:
-        """A hub that does not lead learns it."""
+    def told_late(self) -> bool:
+        """A hub that does not lead learns it; False: there is none."""
         for process in self.world.hubs:
             if process.term is not None and process.term != self.world.authority.leader and self.free(process):
                 self.lose(process)
+                return True
+        return False
 
     def lose(self, process: HubProcess) -> None:
         """It steps down."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from epochkv_fence import agent as ag
 from epochkv_fence import hub_events as ev
 from epochkv_fence.messages import Bump, Message, Propose, decode, encode
 from tests.model.parts import MAX_IN_FLIGHT, Packet
@@ -73,6 +72,6 @@ class Network:
         if who == "h":
             world.hub_side.step(world.hubs[index], ev.Heard(packet.sender.encode(), decode(packet.frames)))
         elif who == "e":
-            world.engine_side.step(world.engines[index], ag.Received(decode(packet.frames)))
+            world.engine_side.receive(world.engines[index], decode(packet.frames))
         elif index == world.trainer.incarnation:
             world.trainer.receive(decode(packet.frames))

@@ -103,6 +103,8 @@ class Profile:
     store_fails: float
     busy_store: bool
     push_crashes: float
+    idle: float
+    ambush: float
 
     @classmethod
     def draw(cls, rng: random.Random, focus: dict[str, Any] | None = None) -> Profile:
@@ -113,7 +115,7 @@ class Profile:
         orders = PUSHED_ORDERS if pushed else MODEL_ORDERS
         values = {
             "engines": rng.choice([1, 2, 2, 3, 3, 4]),
-            "steps": rng.choice([400, 800, 1600]),
+            "steps": rng.choice([300, 600, 1200]),
             "pushed": pushed,
             "policy": policy,
             "store_admin": policy == "RemoveAll" or rng.random() < 0.3,
@@ -131,6 +133,8 @@ class Profile:
             "blind_loads": rng.random() < 0.15,
             "store_fails": rng.choice([0.0, 0.1, 0.6]),
             "busy_store": rng.random() < 0.5,
+            "ambush": rng.choice([0.0, 0.0, 0.02, 0.1]),
+            "idle": rng.choice([0.0, 1.0, 1.0]),
             "push_crashes": rng.choice([0.0, 0.1, 0.3]),
         }
         return cls(**{**values, **focus})
@@ -215,6 +219,8 @@ class Engine:
     queue: list[ag.Action] = field(default_factory=list)
     frozen_until: float = 0.0
     beats: int = 0
+    said: dict[int, tuple[int | None, Mode]] = field(default_factory=dict)  # heartbeat -> epoch and mode it reported
+    mode_seq: int = -1  # of the heartbeat whose grant set the mode
     highest: int = 0  # epoch seen in this boot
 
     def open_loads(self, now: float) -> list[Load]:

@@ -20,7 +20,7 @@ from tests.model.parts import Violation
 from tests.model.world import simulate
 
 CHUNK = 50
-MUTANT_BUDGET = 1500
+MUTANT_BUDGET = 6000
 """Schedules after which a mutant counts as not caught."""
 FIRST_MUTANT_SEED = 0
 

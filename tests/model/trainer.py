@@ -59,20 +59,21 @@ class Trainer:
 
     # ------------------------------------------------------------------ running
 
-    def turn(self) -> None:
-        """The next step of the present order, or the beginning of another one."""
+    def turn(self) -> bool:
+        """The next step of the present order, or the beginning of another one; False: it does nothing now."""
         if self.world.now < max(self.frozen_until, self.idle_until):
-            return
+            return False
         if self.script is None:
             if self.world.spec.epoch > self.world.authority.record.target:  # asked for by an update that was left
                 self.world.hub_side.ask(False)
-                return
+                return True
             self.script = self._begin()
         try:
             next(self.script)
         except StopIteration:
             self.script = None
-            self.idle_until = self.world.now + self.world.rng.choice([0.0, 1.0, 3.0, 8.0])
+            self.idle_until = self.world.now + self.world.profile.idle * self.world.rng.choice([0.0, 1.0, 3.0, 8.0])
+        return True
 
     def restart(self) -> None:
         """The process dies; engines stay as they are (paused, if they were) until the next update is over."""
@@ -82,6 +83,7 @@ class Trainer:
             self.must_push = self.must_push or self.world.profile.pushed
             self.script = None
         self.incarnation += 1
+        self.world.checks.cascade_ended()
         self._forget()
 
     def _begin(self) -> Script:
@@ -155,7 +157,8 @@ class Trainer:
             world.engines[slot].weights = world.weights
             if world.rng.random() < world.profile.push_crashes:
                 world.engine_side.restart_one(slot)  # with base weights, and running
-            if world.rng.random() < 0.5:
+            until = world.now + world.rng.choice([0.0, 0.0, 0.3, 1.0])
+            while world.now < until:
                 yield
 
     def _resume(self) -> None:

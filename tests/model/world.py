@@ -35,8 +35,8 @@ from tests.model.store import Store
 from tests.model.trainer import Trainer
 
 TRACE_LINES = 60
-IDLE = 0.3
-"""How often time passes when what was drawn has nothing to do."""
+TRIES = 4
+"""Time passes when so many draws had nothing to do."""
 
 
 class World:
@@ -111,8 +111,11 @@ class World:
         weights = [weight for weight, _ in choices]
         calls = [call for _, call in choices]
         try:
-            for call in self.rng.choices(calls, weights, k=self.profile.steps):
-                if call() is False and self.rng.random() < IDLE:
+            for _ in range(self.profile.steps):
+                for call in self.rng.choices(calls, weights, k=TRIES):
+                    if call() is not False:
+                        break
+                else:
                     self._advance()
                 self.checks.step()
             self.count("schedules that publish" if self.counts.get("published") else "schedules that do not")
@@ -133,7 +136,7 @@ class World:
             (10, self.trainer.turn),
             (1.0 * profile.trouble, self.engine_side.restart),
             (0.3 * profile.trouble, self.hub_side.restart),
-            (0.1 * profile.trouble, self.trainer.restart),
+            (0.3 * profile.trouble, self.trainer.restart),
             (1.2 * profile.freezes, self._freeze),
             (1.4 * profile.takeovers, self.hub_side.takeover),
             (0.6 * profile.told_late, self.hub_side.told_late),

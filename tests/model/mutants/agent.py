@@ -5,7 +5,7 @@ from __future__ import annotations
 from epochkv_fence import agent as ag
 from epochkv_fence.agent import Agent
 from epochkv_fence.messages import Grant, Propose
-from tests.model.mutants.kind import Mutant
+from tests.model.mutants.kind import DUEL, Mutant
 from tests.model.parts import Rules
 
 
@@ -102,20 +102,22 @@ CALM = {"takeovers": 0.03, "trouble": 0.03, "restores": False, "reconfigures": F
 AGENT_MUTANTS = {
     "lease counted from receipt": Mutant(Rules(agent=_LeaseFromReceipt), "3"),
     "grants not bound to boots": Mutant(Rules(agent=_AnyBoot), "3", {"trouble": 1.0}),
-    "an engine takes a lower epoch": Mutant(Rules(agent=_AnyEpoch), "3"),
-    "an engine forgets its epoch with its lease": Mutant(Rules(agent=_ForgetsEpoch), "3"),
+    "an engine takes a lower epoch": Mutant(Rules(agent=_AnyEpoch), "3", {**DUEL, "disorder": 0.9}),
+    "an engine forgets its epoch with its lease": Mutant(
+        Rules(agent=_ForgetsEpoch), "3", {**DUEL, "takeovers": 1.0, "steps": 1200, "disorder": 0.9}
+    ),
     "the lease moves before the epoch is adopted": Mutant(Rules(agent=_LeaseBeforeAdoption), "3"),
     "acknowledged before adopted": Mutant(Rules(agent=_AcknowledgeBeforeAdoption), "3"),
-    "acknowledged inside schedule()": Mutant(Rules(settled_at_once=True), "3", {"pushed": False, **CALM}),
+    "acknowledged inside schedule()": Mutant(Rules(settled_at_once=True), "3", {**DUEL, **CALM}),
     "an overtaken grant sets the mode": Mutant(
-        Rules(agent=_OldGrantsSetTheMode), "3", {"pushed": False, "reconfigures": True, "policy": "RemoveAll", "disorder": 0.9}
+        Rules(agent=_OldGrantsSetTheMode), "3", {"pushed": False, "policy": "RemoveAll", "disorder": 0.9, "restores": False, "idle": 0.0}
     ),
     "a failed adoption is never tried again": Mutant(Rules(agent=_FailedForGood), "3", {"pushed": False}),
     "a proposal is sent once": Mutant(Rules(agent=_ProposesOnce), "3", {"pushed": False, "local": "propose"}),
     "a proposal carries the newest moment": Mutant(
         Rules(agent=_ProposalSaysNow),
         "4",
-        {"pushed": True, "local": "propose", "orders": ("engines reset together",), "trouble": 1.0, "restores": False},
+        {"pushed": True, "local": "propose", "orders": ("engines reset together",), "restores": False, "push_crashes": 0.3},
     ),
     "no heartbeats without a lease": Mutant(Rules(agent=_NoRetryWithoutLease), "3", {"pushed": False}),
     "heartbeats twice as often": Mutant(Rules(agent=_BeatsTwiceAsOften), "7", {"pushed": False}),

@@ -11,7 +11,7 @@ from epochkv_fence.boots import NEVER, BootRecord
 from epochkv_fence.hub import Hub
 from epochkv_fence.messages import Grant, Heartbeat, Moment, Nudge, Status
 from epochkv_fence.pool_state import Round
-from tests.model.mutants.kind import Mutant
+from tests.model.mutants.kind import DUEL, Mutant
 from tests.model.parts import Rules
 
 
@@ -234,19 +234,19 @@ class _NotHeldToOrder(Hub):
         return True
 
 
-QUICK = {"takeovers": 1.0}
+QUICK = {**DUEL, "takeovers": 1.0}
 
 HUB_MUTANTS = {
     "no waiting after leadership": Mutant(Rules(hub=_NoLeadWait), "4", QUICK),
-    "no margin for slow clocks": Mutant(Rules(hub=_NoMargin), "4"),
-    "older grants are not waited for": Mutant(Rules(hub=_NoFenceWait), "4"),
+    "no margin for slow clocks": Mutant(Rules(hub=_NoMargin), "4", DUEL),
+    "older grants are not waited for": Mutant(Rules(hub=_NoFenceWait), "4", DUEL),
     "grants of the target delay publication": Mutant(Rules(hub=_EveryGrantDelays), "4"),
     "no second read before publishing": Mutant(Rules(hub=_NoSecondRead), "4", QUICK),
-    "the epoch taken before the read": Mutant(Rules(hub=_EpochBeforeRead), "4"),
+    "the epoch taken before the read": Mutant(Rules(hub=_EpochBeforeRead), "4", DUEL),
     "what an older term evaluated is published": Mutant(Rules(hub=_KeepsRounds, read_in_any_term=True), "4", QUICK),
-    "granting before the note is durable": Mutant(Rules(hub=_GrantBeforeNote), "4", QUICK),
+    "granting before the note is durable": Mutant(Rules(hub=_GrantBeforeNote), "4", {**QUICK, "steps": 300, "trouble": 0.1}),
     "granting an epoch before it is durable": Mutant(Rules(hub=_GrantBeforeRecord), "4", QUICK),
-    "a target seen late leaves older grants uncounted": Mutant(Rules(hub=_LateTargetMovesNothing), "4", {"takeovers": 1.0, "watch": 1.0}),
+    "a target seen late leaves older grants uncounted": Mutant(Rules(hub=_LateTargetMovesNothing), "4", {**QUICK, "watch": 1.0}),
     "a new leader keeps the target it remembers": Mutant(Rules(hub=_NewLeaderForgetsTarget), "4", QUICK),
     "boots forgotten while their grants live": Mutant(Rules(hub=_ForgetAtOnce), "4"),
     "heard epochs may fall": Mutant(Rules(hub=_HeardMayFall), "4", {"disorder": 0.9}),
@@ -261,7 +261,16 @@ HUB_MUTANTS = {
     "a trainer is told a target without a leadership read": Mutant(
         Rules(hub=_AnswersWithoutRead),
         "5",
-        {"pushed": True, "orders": ("client, reset after a push",), "takeovers": 1.0, "told_late": 0.1, "watch": 0.1, "restores": False},
+        {
+            "pushed": True,
+            "orders": ("client, reset after a push",),
+            "takeovers": 1.0,
+            "told_late": 0.1,
+            "watch": 0.1,
+            "restores": False,
+            "idle": 0.0,
+            "steps": 1200,
+        },
     ),
     "nudges that never end": Mutant(Rules(hub=_NudgesWithoutEnd), "7", {"pushed": False}),
     "leadership reads for nobody": Mutant(Rules(hub=_RoundsWithoutPause), "7", {"pushed": False}),

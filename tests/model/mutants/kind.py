@@ -21,3 +21,17 @@ class Mutant:
     rules: Rules
     section: str
     focus: dict[str, Any] = field(default_factory=dict)
+
+
+DUEL: dict[str, Any] = {
+    "pushed": False,
+    "policy": "Retain",
+    "orders": ("spec, reset",),
+    "idle": 0.0,
+    "restores": False,
+    "reconfigures": False,
+    "told_late": 0.1,
+    "watch": 0.1,
+    "pace": 0.4,
+}
+"""Two hubs, and one reset after the other."""

@@ -196,7 +196,8 @@ class _ListsAreForgotten(Hub):
 
 
 PUSHED = {"pushed": True, "restores": False}
-RESTLESS = {**PUSHED, "trouble": 1.0}
+RESTLESS = {**PUSHED, "push_crashes": 0.3, "idle": 0.0}
+CRASHING = {**PUSHED, "trouble": 1.0, "idle": 0.0, "steps": 1200}
 
 WEIGHTS_MUTANTS = {
     "every boot joins": Mutant(Rules(hub=_EveryoneJoins), "5", PUSHED),
@@ -207,11 +208,15 @@ WEIGHTS_MUTANTS = {
     "a trainer's ask counts as made on arrival": Mutant(
         Rules(hub=_BumpedNow), "5", {**RESTLESS, "orders": ("client, reset after a push",)}
     ),
-    "another hub's moment is read as ours": Mutant(Rules(hub=_AnyonesMoment), "5", {**RESTLESS, "orders": ("client, reset after a push",)}),
+    "another hub's moment is read as ours": Mutant(
+        Rules(hub=_AnyonesMoment), "5", {**RESTLESS, "takeovers": 1.0, "orders": ("client, reset after a push",)}
+    ),
     "the time from ask to moment is not counted": Mutant(
         Rules(hub=_ForgetsAgo), "5", {**RESTLESS, "orders": ("client, reset after a push",)}
     ),
-    "an epoch found recorded counts as ours": Mutant(Rules(hub=_FoundIsOurs), "5", {**RESTLESS, "takeovers": 1.0}),
+    "an epoch found recorded counts as ours": Mutant(
+        Rules(hub=_FoundIsOurs), "5", {**CRASHING, "takeovers": 1.0, "orders": ("client, reset after a push", "client, fence first")}
+    ),
     "Use is kept over epochs": Mutant(Rules(hub=_with_gate(_copy(_KeepsUse))), "5", PUSHED),
     "age taken when granted": Mutant(Rules(hub=_AgeAtGrant), "5", RESTLESS),
     "an engine's clock is believed": Mutant(Rules(hub=_BelievesAges), "5", {**RESTLESS, "orders": ("spec, push under pause",)}),
@@ -225,7 +230,11 @@ WEIGHTS_MUTANTS = {
     "marks hold for later epochs": Mutant(
         Rules(hub=_MarksForAnyEpoch), "5", {**PUSHED, "orders": ("client, push under pause", "client, fence first")}
     ),
-    "marks for other weights count": Mutant(Rules(hub=_MarksOfAnyVersion), "5", {**PUSHED, "orders": ("client, fence first",)}),
+    "marks for other weights count": Mutant(
+        Rules(hub=_MarksOfAnyVersion), "5", {**CRASHING, "orders": ("client, push under pause", "client, fence first")}
+    ),
     "a list is not kept": Mutant(Rules(hub=_ListsAreForgotten), "5", {**PUSHED, "orders": ("client, push under pause",)}),
-    "a new hub takes Use away": Mutant(Rules(hub=_with_gate(_copy(_ForgetsUse))), "5", {**PUSHED, "takeovers": 1.0}),
+    "a new hub takes Use away": Mutant(
+        Rules(hub=_with_gate(_copy(_ForgetsUse))), "5", {**PUSHED, "takeovers": 1.0, "policy": "Retain", "reconfigures": False}
+    ),
 }

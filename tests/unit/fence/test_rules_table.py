@@ -1,0 +1,69 @@
+"""The table of rules for auditors names things that exist, and every mutant."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.model.mutants import MUTANTS
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = ROOT / "docs/reference/fence-rules.md"
+ROW = re.compile(r"^\| (?P<rule>.+?) \| `(?P<where>[^`]+)` \| (?P<test>.+?) \| (?P<mutant>.+?) \|$")
+NO_MUTANT = "none: "
+
+
+class Rule(NamedTuple):
+    rule: str
+    where: str
+    test: str
+    mutant: str
+
+
+def rules() -> list[Rule]:
+    return [Rule(*match.group("rule", "where", "test", "mutant")) for line in PAGE.read_text().splitlines() if (match := ROW.match(line))]
+
+
+def names(path: Path) -> set[str]:
+    """Everything a module defines: functions, classes, and `Class.member`."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            members = (member.name for member in node.body if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef))
+            found |= {f"{node.name}.{member}" for member in members}
+    return found
+
+
+def module(name: str) -> Path:
+    package, base = ("epochkv_fence", ROOT / "fence") if not name.startswith("epochkv_connector.") else ("", ROOT / "connector")
+    return (base / package / name.replace(".", "/")).with_suffix(".py")
+
+
+def test_no_row_of_the_table_is_overlooked() -> None:
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and not line.startswith(("| rule ", "|---"))]
+    assert len(rows) == len(rules()) > 80
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule.rule)
+def test_what_a_rule_names_exists(rule: Rule) -> None:
+    name, symbol = rule.where.split(":")
+    assert symbol in names(module(name)), f"{rule.where} does not exist"
+    if rule.test != "the mutant":
+        path, test = rule.test.strip("`").split("::")
+        assert test in names(ROOT / path), f"{rule.test} does not exist"
+    assert rule.mutant in MUTANTS or (rule.mutant.startswith(NO_MUTANT) and rule.test != "the mutant"), f"no mutant {rule.mutant!r}"
+
+
+def test_every_mutant_is_named_once() -> None:
+    named = [rule.mutant for rule in rules() if not rule.mutant.startswith(NO_MUTANT)]
+    assert sorted(named) == sorted(MUTANTS)
+
+
+def test_every_section_of_the_design_has_mutants() -> None:
+    assert {mutant.section for mutant in MUTANTS.values()} == {"3", "4", "5", "7"}
