@@ -83,6 +83,7 @@ class Session:
         self._refused_since: float | None = None
         self._unanswered_since: float | None = None
         self._patience = SILENCE_SECONDS
+        self._asking = asyncio.Event()
 
     # ------------------------------------------------------------------ life
 
@@ -117,6 +118,7 @@ class Session:
         """Best effort: without a connection it is dropped, and asked for again when there is one."""
         if self._unanswered_since is None:
             self._unanswered_since = time.monotonic()
+            self._asking.set()
         if self._dealer is None:
             return
         try:
@@ -240,16 +242,17 @@ class Session:
                 return
 
     async def _notice_silence(self) -> None:
-        """Returns when somebody has been asking in vain for too long."""
+        """Returns when somebody has been asking in vain for too long; costs nothing while nobody asks."""
         while True:
-            await asyncio.sleep(0.1)
-            since = self._unanswered_since
-            if not self._conversations:
-                self._unanswered_since = None
-            elif since is not None and time.monotonic() >= since + self._patience:
-                self._patience = min(2 * self._patience, MAX_SILENCE_SECONDS)
-                self._unanswered_since = time.monotonic()
-                return
+            await self._asking.wait()
+            while (since := self._unanswered_since) is not None and self._conversations:
+                if time.monotonic() >= since + self._patience:
+                    self._patience = min(2 * self._patience, MAX_SILENCE_SECONDS)
+                    self._unanswered_since = time.monotonic()
+                    return
+                await asyncio.sleep(0.1)
+            self._unanswered_since = None
+            self._asking.clear()
 
 
 def _open(context: zmq.asyncio.Context, keys: ClientKeys, ipv6: bool) -> zmq.asyncio.Socket:
