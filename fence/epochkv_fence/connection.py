@@ -38,8 +38,8 @@ ROOT_SECRET_FILE: Final = "root.secret"
 ROOT_SECRET_BYTES: Final = 32
 MAX_CONFIG_BYTES: Final = 1 << 20
 MAX_UID: Final = 253
-RELOAD_TRIES: Final = 5
-RELOAD_SECONDS: Final = 0.05
+RELOAD_TRIES: Final = 4
+RELOAD_SECONDS: Final = 0.025
 ENDPOINT: Final = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s\[\]:/@*;]+):(?P<port>[0-9]{1,5})")
 
 

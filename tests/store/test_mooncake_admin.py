@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
+from epochkv_fence.client import Pool
 from epochkv_fence.mooncake_admin import MooncakeAdmin
 from epochkv_fence.store_admin import Removed, StoreAdminError
+from tests.helpers_fence import FakeEngine, eventually
+from tests.helpers_hub import Agents, HubProcess
 from tests.helpers_store import Cluster, RawClient, wait_until
 
 
 def remove_all(stores: Cluster, *, force: bool, seconds: float = 10.0) -> Removed:
     admin = MooncakeAdmin(lambda uid: [f"http://127.0.0.1:{stores.admin_port}"], seconds)
     return asyncio.run(admin.remove_all("u-1", force=force))
+
+
+class Reading(FakeEngine):
+    """An engine that says how many reads from the store it has not finished."""
+
+    num_loading = 0
+
+    def loading(self) -> int | None:
+        return self.num_loading
 
 
 @pytest.fixture
@@ -67,3 +80,33 @@ def test_the_wrong_port_is_an_error_that_says_so(filled: Cluster) -> None:
     with pytest.raises(StoreAdminError):
         asyncio.run(admin.remove_all("u-1", force=True))
     assert len(filled.keys()) == 10
+
+
+def test_a_file_hub_empties_the_store_before_it_publishes(filled: Cluster, tmp_path: Path) -> None:
+    """`--reclaim RemoveAll`: loads are drained everywhere first, so an engine that still reads holds the wipe, not the keys."""
+    options = ("--reclaim", "RemoveAll", "--store-admin", f"http://127.0.0.1:{filled.admin_port}", "--join-after-seconds", "0")
+    with HubProcess(tmp_path / "state", *options) as hub, Pool.connect(hub.folder) as pool:
+        agents = Agents(hub.folder)
+        try:
+            engine = Reading()
+            agent, _ = agents.start(engine=engine)
+            eventually(lambda: agent.view.epoch == 0)
+            engine.num_loading = 1
+            agent.poke()
+            eventually(lambda: pool.engines()[0].loading == 1)
+            late = pool.reset(timeout_s=1.0)
+            assert not late.published
+            assert len(filled.keys()) == 10  # somebody reads: nothing is wiped by force
+            engine.num_loading = 0
+            agent.poke()
+            assert pool.wait(late.epoch, timeout_s=60).published
+            assert filled.keys() == []
+        finally:
+            agents.stop()
+
+
+def test_a_file_hub_sweeps_the_store_when_no_engine_is_left_to_do_it(filled: Cluster, tmp_path: Path) -> None:
+    options = ("--store-admin", f"http://127.0.0.1:{filled.admin_port}", "--lease-seconds", "1")
+    with HubProcess(tmp_path / "state", *options) as hub, Pool.connect(hub.folder) as pool:
+        assert pool.reset().published
+        wait_until(lambda: filled.keys() == [], 60, "the store is swept")

@@ -108,7 +108,7 @@ def _weights(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
 def _memory(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
     if now.wipe_failed and not before.wipe_failed:
         yield Line(logging.WARNING, "the store could not be emptied in time; nobody finds the old keys, and removing them goes on")
-    if now.reclaimed > before.reclaimed:
+    if now.reclaimed > before.reclaimed and now.reclaimed_keys:  # a pool without a store has nothing to tell
         text = f"the store holds no keys below epoch {now.reclaimed}; {now.reclaimed_keys} removed so far"
         yield Line(logging.INFO, text, {"below": now.reclaimed, "keys": now.reclaimed_keys, "bytes": now.reclaimed_bytes})
 

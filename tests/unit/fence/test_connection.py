@@ -169,7 +169,7 @@ def test_a_pair_that_is_being_replaced_is_read_again(folder: Path) -> None:
     (folder / "client.key").write_text(fresh.secret)
 
     def rest() -> None:
-        time.sleep(0.06)
+        time.sleep(0.02)
         (folder / "client.pub").write_text(fresh.public)
 
     with pytest.raises(ConnectionError_, match="does not belong"):

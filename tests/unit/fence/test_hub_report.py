@@ -78,6 +78,7 @@ def test_weights_that_nobody_vouches_for() -> None:
 def test_memory_given_back() -> None:
     before = pool(target=2, published=2)
     assert texts(before, replace(before, reclaimed=2, reclaimed_keys=40)) == ["the store holds no keys below epoch 2; 40 removed so far"]
+    assert texts(before, replace(before, reclaimed=2)) == []
     assert "could not be emptied in time" in texts(before, replace(before, wipe_failed=True))[0]
 
 
