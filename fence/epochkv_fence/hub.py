@@ -260,8 +260,7 @@ class Hub(HubRules):
         if record.at_least(self.target):
             self._behind.pop(beat.boot, None)
         self._note_reading(record)
-        if beat.seq >= self._waiting.get(beat.boot, (b"", -1))[1]:
-            self._waiting[beat.boot] = (peer, beat.seq)
+        self._await_round(record, peer, beat.seq, now)
         return [*([ev.Changed()] if new or changed else []), *self._heal(record.epoch or 0, now), *self._note()]
 
     def _propose(self, epoch: int, moment: Moment | None, now: float) -> list[ev.Action]:
@@ -345,7 +344,7 @@ class Hub(HubRules):
         wipe = self.target if self._may_wipe(now) else None
         beats = self._waiting if self._may_grant() else {}
         if beats:
-            self._waiting = {}
+            self._waiting, self._joining = {}, False
         questions, self._trainers.questions = self._trainers.questions, []
         self._round = Round(number, self.term, now, beats, publish, wipe, questions)
         self._last_round = now

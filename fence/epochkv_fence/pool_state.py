@@ -20,6 +20,8 @@ ROUND_SECONDS: Final = 1.0
 """Longest pause between grant rounds while no reset is open."""
 ROUNDS_PER_LEASE: Final = 10
 """A grant is worth what is left of its lease since the heartbeat was sent, so short leases need quicker rounds."""
+JOIN_SECONDS: Final = 0.05
+"""The same while a boot waits that has no grant of this hub: it may be in bypass because of that, as all are after a restart."""
 QUESTION_SECONDS: Final = 0.05
 """Shortest pause between rounds that are for a trainer's question alone."""
 
@@ -68,6 +70,7 @@ class PoolState:
         self._round: Round | None = None
         self._last_round = NEVER
         self._brisk_until = NEVER
+        self._joining = False  # among those waiting is one without a live grant of ours
         self._ask: Ask | None = None
         self._gate = Gate()
         self._recording: int | None = None
@@ -106,13 +109,19 @@ class PoolState:
             return math.inf
         due = math.inf
         if self._waiting and self._noted:
-            pause = min(ROUND_SECONDS, self.config.lease_seconds / ROUNDS_PER_LEASE)
+            pause = min(JOIN_SECONDS if self._joining else ROUND_SECONDS, self.config.lease_seconds / ROUNDS_PER_LEASE)
             due = max(now, self._last_round + (0.0 if self.open or now < self._brisk_until else pause))
         if self._trainers.questions:
             due = min(due, max(now, self._last_round + QUESTION_SECONDS))
         if self._durable >= self.target > self._stored and self._publishing is None:
             due = min(due, self._evaluate_at())
         return due
+
+    def _await_round(self, record: BootRecord, peer: bytes, seq: int, now: float) -> None:
+        """The next round answers this heartbeat, unless a younger one of the same boot waits already."""
+        if seq >= self._waiting.get(record.boot, (b"", -1))[1]:
+            self._waiting[record.boot] = (peer, seq)
+            self._joining = self._joining or now >= max(record.live_until, record.below_until)
 
     def tick_at(self) -> float:
         """When the next `Tick` is due."""
