@@ -1,0 +1,136 @@
+"""Keys and client folder of a file hub: replaced as a whole, repaired after a kill, bound to their pool."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epochkv_fence.cli.state import Keys, ensure_keys, read_keys, retire_previous, rotate_keys, write_client
+from epochkv_fence.client import Connection
+from epochkv_fence.file_authority import StateError
+from tests.helpers_fence import eventually
+from tests.helpers_hub import hub_world, together, using
+
+
+def folder_fits(state: Path, keys: Keys) -> None:
+    """The client folder is that of these keys."""
+    connection = Connection.load(state / "client", {})
+    found = connection.client_keys()
+    assert (found.public, found.secret, found.hub_public) == (keys.client.public, keys.client.secret, keys.hub.public)
+    assert connection.root_secret().hex() == keys.root_secret
+    assert connection.pool.uid == keys.pool_uid
+
+
+def test_keys_are_made_once_and_belong_to_one_pool(tmp_path: Path) -> None:
+    keys = ensure_keys(tmp_path, "uid-1")
+    assert ensure_keys(tmp_path, "uid-1") == keys == read_keys(tmp_path)
+    assert len({keys.client.public, keys.hub.public}) == 2
+    write_client(tmp_path, keys, "policy", "tcp://h:1", "Pushed")
+    folder_fits(tmp_path, keys)
+    with pytest.raises(StateError, match=r"belongs to pool uid uid-1, whose record is gone"):
+        ensure_keys(tmp_path, "uid-2")
+
+
+def test_a_rotation_keeps_the_key_before_and_everything_else(tmp_path: Path) -> None:
+    first = ensure_keys(tmp_path, "uid-1")
+    write_client(tmp_path, first, "policy", "tcp://h:1", "Pushed")
+    second = rotate_keys(tmp_path, 100.0)
+    assert second.accepted == (second.client.public, first.client.public)
+    assert (second.hub, second.root_secret, second.pool_uid) == (first.hub, first.root_secret, first.pool_uid)
+    folder_fits(tmp_path, second)
+    with pytest.raises(StateError, match="the key before is still accepted"):
+        rotate_keys(tmp_path, 100.0)
+    assert retire_previous(tmp_path).accepted == (second.client.public,)
+    assert retire_previous(tmp_path).accepted == (second.client.public,)
+    third = rotate_keys(tmp_path, 0.0)
+    assert rotate_keys(tmp_path, 0.0).accepted[1] == third.client.public  # its grace was over
+
+
+def test_of_many_rotations_at_once_one_is_done(tmp_path: Path) -> None:
+    ensure_keys(tmp_path, "uid-1")
+
+    def rotate() -> Any:
+        try:
+            return rotate_keys(tmp_path, 100.0)
+        except StateError:
+            return None
+
+    done = [keys for keys in together([rotate] * 8) if keys is not None]
+    assert done == [read_keys(tmp_path)]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"version": 1}'])
+def test_what_is_no_keys_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "keys.json").write_bytes(content)
+    for call in (lambda: ensure_keys(tmp_path, "u"), lambda: rotate_keys(tmp_path, 1.0), lambda: retire_previous(tmp_path)):
+        with pytest.raises(StateError, match=r"keys\.json holds no keys that this version can read"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 2},
+        {"root_secret": "00"},
+        {"root_secret": "no hex"},
+        {"client": {"public": "x", "secret": "y"}},
+        {"previous": {"public": "x", "rotated_at": 0, "retire_at": 0}},
+    ],
+)
+def test_keys_that_are_changed_by_hand_are_named(tmp_path: Path, change: dict[str, Any]) -> None:
+    ensure_keys(tmp_path, "u")
+    content = json.loads((tmp_path / "keys.json").read_text())
+    (tmp_path / "keys.json").write_text(json.dumps({**content, **change}))
+    with pytest.raises(StateError, match=r"holds no keys that this version can read"):
+        read_keys(tmp_path)
+
+
+ROTATOR = """
+import sys
+from pathlib import Path
+from epochkv_fence.cli.state import rotate_keys
+print("ready", flush=True)
+while True:
+    rotate_keys(Path(sys.argv[1]), 0.0)
+"""
+
+
+def test_a_kill_in_the_middle_of_a_rotation_is_repaired_at_the_next_start(tmp_path: Path) -> None:
+    rng = random.Random(11)
+    write_client(tmp_path, ensure_keys(tmp_path, "uid-1"), "policy", "tcp://h:1", "Pushed")
+    torn, seen = 0, set()
+    for _ in range(15):
+        child = subprocess.Popen([sys.executable, "-c", ROTATOR, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        time.sleep(rng.uniform(0.0, 0.03))
+        child.kill()
+        child.communicate(timeout=30)
+        keys = ensure_keys(tmp_path, "uid-1")  # always whole
+        seen.add(keys.client.public)
+        texts = [(tmp_path / "client" / name).read_text().strip() for name in ("client.pub", "client.key")]
+        torn += texts != [keys.client.public, keys.client.secret]
+        write_client(tmp_path, keys, "policy", "tcp://h:1", "Pushed")
+        folder_fits(tmp_path, keys)
+    assert torn > 0  # at least one kill came between the truth and the folder that is made from it
+    assert len(seen) > 1
+
+
+def test_a_key_whose_grace_is_over_goes_although_it_is_used(tmp_path: Path) -> None:
+    with hub_world(tmp_path / "state", join_after_seconds=0.0) as world:
+        ((agent, _),) = world.serving(1)
+        pool = world.connect()
+        rotate_keys(world.options.state, 0.0)
+        assert world.hub is not None
+        before = world.hub.accepted_keys
+        eventually(lambda: len(world.hub.accepted_keys) == 1 and world.hub.accepted_keys != before)  # type: ignore[union-attr]
+        reset = pool.reset(timeout_s=60)
+        assert reset.published
+        eventually(lambda: using(agent, reset.epoch), 60, "the engine has read the new key")
