@@ -35,14 +35,16 @@ def main() -> int:
     replay.add_argument("seed", type=int)
     replay.add_argument("--focus", choices=sorted(MUTANTS), default="", help="as it is drawn for this mutant")
     replay.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="without this rule")
+    for command in (run, replay):
+        command.add_argument("--steps", type=_positive, default=None, help="of every schedule (default: drawn)")
     for command in (run, mutants):
         command.add_argument("--processes", type=_positive, default=None, help="worker processes (default: one per core)")
     args = parser.parse_args()
     if args.command == "run":
-        return _run(args.seed, args.schedules, args.focus, args.processes)
+        return _run(args)
     if args.command == "mutants":
         return _mutants([args.only] if args.only else list(MUTANTS), args.processes)
-    return _replay(args.seed, args.focus, args.mutant)
+    return _replay(args)
 
 
 def _positive(text: str) -> int:
@@ -56,8 +58,9 @@ def _minutes(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-def _run(seed: int | None, count: int, focus: str, processes: int | None) -> int:
-    first = random.SystemRandom().randrange(10**6, 10**9) if seed is None else seed
+def _run(args: argparse.Namespace) -> int:
+    count = args.schedules
+    first = random.SystemRandom().randrange(10**6, 10**9) if args.seed is None else args.seed
     print(f"seeds {first}..{first + count - 1}", flush=True)
     said = time.monotonic()
 
@@ -70,10 +73,11 @@ def _run(seed: int | None, count: int, focus: str, processes: int | None) -> int
                 f"{report.schedules:,} of {count:,} schedules, {len(report.failures)} violations, about {_minutes(left)} left", flush=True
             )
 
-    report = schedules.run(first, count, focus=focus, processes=processes, progress=progress)
+    report = schedules.run(first, count, focus=args.focus, steps=args.steps, processes=args.processes, progress=progress)
     for failure in report.failures:
         print(f"\n{failure}")
     print(", ".join(f"{number:,} {what}" for what, number in sorted(report.counts.items())))
+    print(f"{report.steps:,} steps and the calm after them")
     print(f"{report.schedules:,} schedules, {len(report.failures)} violations")
     return 1 if report.failures else 0
 
@@ -91,10 +95,9 @@ def _mutants(names: list[str], processes: int | None) -> int:
     return 0 if number == len(names) else 1
 
 
-def _replay(seed: int, focus: str, mutant: str) -> int:
-    rules = MUTANTS[mutant].rules if mutant else None
-    fields = MUTANTS[focus or mutant].focus if focus or mutant else None
-    one = world.World(seed, rules, fields)
+def _replay(args: argparse.Namespace) -> int:
+    rules = MUTANTS[args.mutant].rules if args.mutant else None
+    one = world.World(args.seed, rules, schedules.focused(args.focus or args.mutant, args.steps))
     try:
         one.run()
     except parts.Violation as violation:

@@ -17,9 +17,10 @@ from typing import Any
 
 from tests.model.mutants import MUTANTS
 from tests.model.parts import Violation
-from tests.model.world import simulate
+from tests.model.world import World, simulate
 
 CHUNK = 50
+CHUNK_STEPS = 30_000
 MUTANT_BUDGET = 6000
 """Schedules after which a mutant counts as not caught."""
 FIRST_MUTANT_SEED = 0
@@ -32,10 +33,11 @@ class Failure:
     seed: int
     text: str
     focus: str = ""
+    steps: int | None = None
 
     def __str__(self) -> str:
-        focus = f" --focus {self.focus!r}" if self.focus else ""
-        return f"{self.text}\nreplay: .build/venv/bin/python -m hack.simulate replay {self.seed}{focus}"
+        options = (f" --focus {self.focus!r}" if self.focus else "") + (f" --steps {self.steps}" if self.steps else "")
+        return f"{self.text}\nreplay: .build/venv/bin/python -m hack.simulate replay {self.seed}{options}"
 
 
 @dataclass
@@ -43,12 +45,19 @@ class Report:
     """What some schedules gave."""
 
     schedules: int = 0
+    steps: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
+
+    def add_world(self, world: World) -> None:
+        """Take a schedule that violated nothing into this one."""
+        self.steps += world.profile.steps
+        self.counts.update(world.counts)
 
     def add(self, other: Report) -> None:
         """Take another report into this one."""
         self.schedules += other.schedules
+        self.steps += other.steps
         self.counts.update(other.counts)
         self.failures += other.failures
 
@@ -63,16 +72,21 @@ class Catch:
     violation: str
 
 
-def run_chunk(first: int, count: int, focus: str = "") -> Report:
+def focused(focus: str = "", steps: int | None = None) -> dict[str, Any]:
+    """Fields of the profile that are not drawn: those of a mutant, and the number of steps."""
+    return {**(MUTANTS[focus].focus if focus else {}), **({"steps": steps} if steps else {})}
+
+
+def run_chunk(first: int, count: int, focus: str = "", steps: int | None = None) -> Report:
     """Schedules of consecutive seeds, in this process."""
     report = Report()
-    fields: dict[str, Any] | None = MUTANTS[focus].focus if focus else None
+    fields = focused(focus, steps)
     for seed in range(first, first + count):
         report.schedules += 1
         try:
-            report.counts.update(simulate(seed, focus=fields).counts)
+            report.add_world(simulate(seed, focus=fields))
         except Violation as violation:
-            report.failures.append(Failure(seed, str(violation), focus))
+            report.failures.append(Failure(seed, str(violation), focus, steps))
     return report
 
 
@@ -109,6 +123,7 @@ def run(
     count: int,
     *,
     focus: str = "",
+    steps: int | None = None,
     processes: int | None = None,
     progress: Callable[[Report, float], None] | None = None,
     stop_after: int = 5,
@@ -116,17 +131,20 @@ def run(
     """Schedules of `count` seeds from `first` on.
 
     Args:
+        focus: draw them as for this mutant.
+        steps: of every schedule; None: drawn.
         progress: called now and then with what is done and the seconds it took.
         stop_after: failures after which no more chunks are begun.
     """
     total = Report()
     began = time.monotonic()
-    chunks = [(seed, min(CHUNK, first + count - seed)) for seed in range(first, first + count, CHUNK)]
+    size = CHUNK if steps is None else max(1, min(CHUNK, CHUNK_STEPS // steps))
+    chunks = [(seed, min(size, first + count - seed)) for seed in range(first, first + count, size)]
     with pool(processes) as executor:
         open_chunks: set[Future[Report]] = set()
         while chunks or open_chunks:
             while chunks and len(open_chunks) < 2 * (processes or os.cpu_count() or 1):
-                open_chunks.add(executor.submit(run_chunk, *chunks.pop(0), focus))
+                open_chunks.add(executor.submit(run_chunk, *chunks.pop(0), focus, steps))
             done, open_chunks = wait(open_chunks, return_when=FIRST_COMPLETED)
             for future in done:
                 total.add(future.result())
