@@ -31,7 +31,7 @@ CPU_ENVIRONMENT = {
 
 
 class Engine(EngineApi):
-    """One engine. `connector` is the JSON of `--kv-transfer-config`, None for a cache-less reference."""
+    """One engine. `connector` is the JSON of `--kv-transfer-config`, None for a cache-less reference; `python` has vLLM."""
 
     def __init__(
         self,
@@ -42,10 +42,11 @@ class Engine(EngineApi):
         prefix_caching: bool = True,
         args: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
+        python: str | Path = sys.executable,
     ) -> None:
         self.name, self.model, self.port = name, "model", free_port()
         command = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "model",
+            str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "model",
             "--host", "127.0.0.1", "--port", str(self.port), "--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32",
             "--max-model-len", "2048", "--max-num-seqs", "8", "--enable-prompt-tokens-details", "--shutdown-timeout", "5",
             "--enable-prefix-caching" if prefix_caching else "--no-enable-prefix-caching", *args,

@@ -1,0 +1,80 @@
+"""An engine that nobody provisioned: a trainer's own vLLM process joins the pool with a file, counts, and leaves by its lease."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epochkv_fence.client import Pool
+from hack.demo.journey import ENGINE, MODEL, NAMESPACE, POOL, make_prompts
+from hack.demo.kube import Kube, wait_until
+from hack.demo.setup import Setup
+from hack.standalone.engine import Engine
+from tests.e2e.conftest import connection_folder, forwarded_hub
+
+pytestmark = pytest.mark.timeout(900)
+NAME = "trainer-0"
+TRANSFER = {
+    "kv_connector": "EpochKVConnector",
+    "kv_connector_module_path": "epochkv_connector.connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+
+
+def status(kube: Kube) -> dict[str, Any]:
+    found: dict[str, Any] = kube.get(f"/apis/epochkv.io/v1alpha1/namespaces/{NAMESPACE}/kvcachepools/{POOL}")["status"]
+    return found
+
+
+def external(kube: Kube) -> dict[str, Any] | None:
+    return next((entry for entry in status(kube)["externalEngines"] if entry["name"].startswith(NAME)), None)
+
+
+def mode(kube: Kube) -> str | None:
+    return (external(kube) or {}).get("mode")
+
+
+def test_it_joins_counts_and_leaves(setup: Setup, kube: Kube, tmp_path: Path) -> None:
+    weights = setup.models / "base"
+    python = os.environ.get("EPOCHKV_PYTHON_ENGINE", sys.executable)
+    ours = [*kube.engines(NAMESPACE, ENGINE, MODEL)]
+    before = status(kube)["engines"]["total"]
+    with forwarded_hub(kube) as port, Pool.connect(connection_folder(kube, tmp_path, port)) as pool:
+        path = tmp_path / "connection.json"
+        connection = json.loads(path.read_text())
+        # Only the hub is reached from outside the cluster, so this one has an L1 of its own and no L2.
+        joined = {key: connection[key] for key in ("pool", "hub", "weights_source")} | {"local": {"capacity_bytes": 64 << 20}}
+        (tmp_path / "engine.json").write_text(json.dumps(joined))
+        environ = {"EPOCHKV_CONFIG": str(tmp_path / "engine.json"), "EPOCHKV_ENGINE_NAME": NAME}
+        engine = Engine(NAME, weights, tmp_path, TRANSFER, environ=environ, python=python)
+        try:
+            engine.wait_ready(500)
+            wait_until(lambda: mode(kube) == "Bypass", 60, lambda: f"not in bypass: {status(kube)}")
+            assert status(kube)["engines"]["total"] == before + 1
+
+            with pool.weight_update("for-everybody", timeout_s=60):
+                for other in ours:
+                    other.reload_weights("/models/base")
+                engine.reload_weights(weights)
+            wait_until(lambda: mode(kube) == "Use", 60, lambda: f"not in use: {status(kube)}")
+            (prompt,) = make_prompts(8001, 1)
+            assert [engine.complete(prompt).cached for _ in range(2)] == [0, 896]
+
+            epoch = status(kube)["targetEpoch"] + 1
+            patch = json.dumps({"spec": {"resetEpoch": epoch}})
+            kube.kubectl("-n", NAMESPACE, "patch", "kvp", POOL, "--type=merge", "-p", patch)
+            kube.kubectl("-n", NAMESPACE, "wait", f"kvp/{POOL}", f"--for=jsonpath={{.status.epoch}}={epoch}", "--timeout=60s")
+            assert engine.complete(prompt).cached == 0
+            wait_until(lambda: (external(kube) or {}).get("epoch") == epoch, 60, lambda: f"not at {epoch}: {status(kube)}")
+        finally:
+            engine.process.signal(signal.SIGKILL)
+            engine.process.end()
+        wait_until(lambda: external(kube) is None, 120, lambda: f"still counted: {status(kube)}")
+        assert status(kube)["engines"]["total"] == before
