@@ -30,6 +30,8 @@ logger = logging.getLogger("epochkv.hub")
 
 KEYS_LOOK_SECONDS: Final = 1.0
 REPORT_SECONDS: Final = 0.1
+REPORT_SHARE: Final = 20
+"""Looking at thousands of engines takes time that the hub needs: pause this many times as long as it took."""
 DEFAULT_GRACE_SECONDS: Final = 86_400.0
 ACQUIRE_SECONDS: Final = 30.0
 MAX_NAME: Final = 253
@@ -256,19 +258,20 @@ class FileHub:
         return exposition(self.options.pool, snapshot, counters)
 
     async def _report(self) -> None:
-        """Log what has changed, at most ten times a second; also what only time changes, such as silence."""
+        """Log what has changed, at most ten times a second; also what time alone changes, such as silence."""
         look_seconds = max(0.5, self.options.lease_seconds / 4)
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(look_seconds):
                     await self._changed.wait()
             self._changed.clear()
+            began = time.monotonic()
             if self._server is not None:
                 now = self._server.snapshot(self.uid)
                 for line in compare(self._seen, now):
                     logger.log(line.level, line.text, extra={"fields": {"pool": self.options.pool, **line.fields}})
                 self._seen = now
-            await asyncio.sleep(REPORT_SECONDS)
+            await asyncio.sleep(max(REPORT_SECONDS, REPORT_SHARE * (time.monotonic() - began)))
 
     # ------------------------------------------------------------------ keys
 

@@ -63,7 +63,8 @@ def _epochs(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
         took = f" after {now.reset_seconds:.3f} s" if now.reset_seconds is not None and now.published == now.target else ""
         text = f"epoch {now.published} published{took}: no engine uses an older one"
         carried = f"; {now.carried} running requests keep what they held" if now.carried else ""
-        late = [engine_name(view) for view in now.laggards]
+        # Below what was published; the next epoch may be asked for already, and nobody at it yet.
+        late = [engine_name(view) for view in now.engines if view.alive and (view.epoch is None or view.epoch < now.published)]
         behind = f"; not acknowledged, fenced by their leases: {_names(late)}" if late else ""
         yield Line(
             logging.WARNING if late else logging.INFO,

@@ -65,6 +65,12 @@ def test_a_reset_from_its_ask_to_its_end() -> None:
     assert line.fields["laggards"] == ["rollout-1"]
 
 
+def test_the_next_epoch_asked_for_at_once_makes_nobody_late() -> None:
+    before = pool(engine(1, 1, converged=False), target=2, published=1)
+    now = pool(engine(1, 2, converged=False), target=3, published=2)
+    assert texts(before, now) == ["epoch 3 recorded, asked for; 1 of 1 engines to go", "epoch 2 published: no engine uses an older one"]
+
+
 def test_weights_that_nobody_vouches_for() -> None:
     waiting = engine(1, 1, Mode.BYPASS)
     settled = pool(waiting, target=1, published=1, weights_pending=[waiting])
