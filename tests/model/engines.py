@@ -75,7 +75,7 @@ class EngineSide:
         if isinstance(message, Grant) and any(isinstance(action, ag.Adopt) for action in engine.queue):
             if message.epoch == before and message.seq < engine.mode_seq:
                 raise Violation(f"I3: e{engine.index} takes its mode from a grant for an older heartbeat")
-            engine.mode_seq = message.seq
+            engine.adopting_seq = message.seq
 
     def turn(self) -> bool:
         """One engine's agent thread goes on; False: none has anything to do."""
@@ -149,7 +149,7 @@ class EngineSide:
             engine.queue[:0] = engine.agent.step(ag.AdoptFailed(), engine.clock.read(world.now))
         else:
             world.note(f"e{engine.index} adopts {epoch} {mode.value}")
-            engine.bound, engine.bound_mode = epoch, mode
+            engine.bound, engine.bound_mode, engine.mode_seq = epoch, mode, engine.adopting_seq
             if engine.floor_unknown:
                 engine.private_at, engine.floor_unknown = epoch, False
                 if world.profile.local == "propose":

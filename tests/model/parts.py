@@ -27,8 +27,8 @@ SPREAD = 1.249
 """Fastest clock over slowest: a lease of 4 s on the slowest ends just inside lease and margin on the fastest."""
 SPREAD_WITH_LONGER_LEASE = 1.16
 JOIN_AFTER = 3.0
-PUSH_TO_ASK = 2.9
-"""Pools that rely on `joinAfterSeconds` set it above this time from the start of a push to the ask."""
+PUSH_TO_ASK = 2.4
+"""Pools that rely on `joinAfterSeconds` set it above this time from the start of a push to the ask, by any clock."""
 RECLAIM_SECONDS = 2.0
 STORE_LEASE = 1.5
 """How long a key that is read cannot be removed, and within which time a write lands: below `reclaim_seconds`."""
@@ -221,6 +221,7 @@ class Engine:
     beats: int = 0
     said: dict[int, tuple[int | None, Mode]] = field(default_factory=dict)  # heartbeat -> epoch and mode it reported
     mode_seq: int = -1  # of the heartbeat whose grant set the mode
+    adopting_seq: int = -1  # of the one whose grant is being adopted
     highest: int = 0  # epoch seen in this boot
 
     def open_loads(self, now: float) -> list[Load]:

@@ -445,4 +445,4 @@ SCRIPTS: dict[str, Callable[[Trainer], Script]] = {
     "unsafe: push while serving, then raise": Trainer.unsafe_push_while_serving,
     "unsafe: raise, then push while serving": Trainer.unsafe_raise_and_push,
 }
-assert JOIN_AFTER > PUSH_TO_ASK
+assert JOIN_AFTER > PUSH_TO_ASK * SPREAD

@@ -5,7 +5,7 @@ from __future__ import annotations
 from epochkv_fence import agent as ag
 from epochkv_fence.agent import Agent
 from epochkv_fence.messages import Grant, Propose
-from tests.model.mutants.kind import DUEL, Mutant
+from tests.model.mutants.kind import CALM, DUEL, Mutant
 from tests.model.parts import Rules
 
 
@@ -96,8 +96,6 @@ class _BeatsTwiceAsOften(Agent):
     def _period(self, now: float) -> float:
         return super()._period(now) / 2
 
-
-CALM = {"takeovers": 0.03, "trouble": 0.03, "restores": False, "reconfigures": False}
 
 AGENT_MUTANTS = {
     "lease counted from receipt": Mutant(Rules(agent=_LeaseFromReceipt), "3"),

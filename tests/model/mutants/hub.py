@@ -11,7 +11,7 @@ from epochkv_fence.boots import NEVER, BootRecord
 from epochkv_fence.hub import Hub
 from epochkv_fence.messages import Grant, Heartbeat, Moment, Nudge, Status
 from epochkv_fence.pool_state import Round
-from tests.model.mutants.kind import DUEL, Mutant
+from tests.model.mutants.kind import CALM, DUEL, Mutant
 from tests.model.parts import Rules
 
 
@@ -243,7 +243,9 @@ HUB_MUTANTS = {
     "grants of the target delay publication": Mutant(Rules(hub=_EveryGrantDelays), "4"),
     "no second read before publishing": Mutant(Rules(hub=_NoSecondRead), "4", QUICK),
     "the epoch taken before the read": Mutant(Rules(hub=_EpochBeforeRead), "4", DUEL),
-    "what an older term evaluated is published": Mutant(Rules(hub=_KeepsRounds, read_in_any_term=True), "4", QUICK),
+    "what an older term evaluated is published": Mutant(
+        Rules(hub=_KeepsRounds, read_in_any_term=True), "4", {**QUICK, "steps": 1200, "trouble": 0.1, "freezes": 0.2}
+    ),
     "granting before the note is durable": Mutant(Rules(hub=_GrantBeforeNote), "4", {**QUICK, "steps": 300, "trouble": 0.1}),
     "granting an epoch before it is durable": Mutant(Rules(hub=_GrantBeforeRecord), "4", QUICK),
     "a target seen late leaves older grants uncounted": Mutant(Rules(hub=_LateTargetMovesNothing), "4", {**QUICK, "watch": 1.0}),
@@ -259,18 +261,7 @@ HUB_MUTANTS = {
         Rules(hub=_EveryProposalCounts), "4", {"local": "propose", "orders": ("engines reset together",), "engines": 3, "pushed": False}
     ),
     "a trainer is told a target without a leadership read": Mutant(
-        Rules(hub=_AnswersWithoutRead),
-        "5",
-        {
-            "pushed": True,
-            "orders": ("client, reset after a push",),
-            "takeovers": 1.0,
-            "told_late": 0.1,
-            "watch": 0.1,
-            "restores": False,
-            "idle": 0.0,
-            "steps": 1200,
-        },
+        Rules(hub=_AnswersWithoutRead), "5", {**CALM, "pushed": True, "orders": ("client, reset after a push",), "idle": 0.0, "steps": 3000}
     ),
     "nudges that never end": Mutant(Rules(hub=_NudgesWithoutEnd), "7", {"pushed": False}),
     "leadership reads for nobody": Mutant(Rules(hub=_RoundsWithoutPause), "7", {"pushed": False}),

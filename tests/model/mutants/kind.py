@@ -35,3 +35,6 @@ DUEL: dict[str, Any] = {
     "pace": 0.4,
 }
 """Two hubs, and one reset after the other."""
+
+CALM: dict[str, Any] = {"takeovers": 0.02, "trouble": 0.03, "freezes": 0.03, "ambush": 0.0, "restores": False, "reconfigures": False}
+"""Hardly any trouble, so that there is time for several resets."""
