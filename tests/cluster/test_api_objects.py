@@ -13,7 +13,18 @@ import pytest
 import yaml
 
 from epochkv_operator.api import parse_engine, parse_pool
-from epochkv_operator.planning import HubEngine, HubView, Observed, Plan, engine_status, plan_engine, plan_pool, pool_status
+from epochkv_operator.planning import (
+    HubEngine,
+    HubView,
+    KeysView,
+    Observed,
+    Plan,
+    ReclaimView,
+    engine_status,
+    plan_engine,
+    plan_pool,
+    pool_status,
+)
 from hack.cluster.controlplane import ControlPlane
 from tests.helpers_planning import CONTEXT, ENGINE_SPECS, POOL_SPECS
 
@@ -218,8 +229,21 @@ def test_statuses_fit_the_schema(clean: Cluster) -> None:
     engine = parse_engine(clean.create("InferenceEngine", "rollout", ENGINE_SPECS["minimal"]))
     clean.execute(plan_pool(pool, Observed(), CONTEXT))
     clean.execute(plan_engine(engine, pool, Observed(clean.children()), CONTEXT))
-    crowd = [HubEngine("rollout", f"ray-{number}", 0, 6, "Bypass", 1) for number in range(80)]
-    hub = HubView(7, 6, crowd, True, [(f"ray-{number}", "Behind") for number in range(20)], 7, now, now, 12)
+    crowd = [HubEngine("rollout", f"ray-{number % 70}", number, 6, "Bypass", 1, f"{number:08x}", True) for number in range(80)]
+    hub = HubView(
+        target=7,
+        published=6,
+        engines=crowd,
+        granting=True,
+        laggards=[(f"ray-{number}", "Behind") for number in range(20)],
+        reset_epoch=7,
+        reset_started=now,
+        origin="Trainer",
+        weights_version="v" * 253,
+        held=True,
+        reclaim=ReclaimView(6, 12, 2**40, now, wipe_failed=True),
+        keys=KeysView(2, 2, ("ray-1",)),
+    )
     observed = Observed(clean.children(), (), hub)
     for kind, name, status in (
         ("KVCachePool", "policy", pool_status(pool, observed, CONTEXT, {}, now)),
@@ -232,3 +256,5 @@ def test_statuses_fit_the_schema(clean: Cluster) -> None:
     reread = parse_pool(clean.request("GET", f"{clean.collection('KVCachePool')}/policy")[1])
     assert reread.status is not None
     assert (reread.status.target_epoch, reread.status.epoch, reread.status.granting) == (7, 6, True)
+    assert reread.status.external_engines is not None
+    assert len({engine.name for engine in reread.status.external_engines}) == 64

@@ -89,8 +89,6 @@ class HubView:
     granting: bool = False
     laggards: Sequence[tuple[str, str]] = ()
     """`(name, reason)` of engines that publication waits for."""
-    complete: bool = True
-    """Every live engine has had the time to be heard from. A hub that has just begun to lead knows nobody yet."""
     reset_epoch: int | None = None
     """Epoch of the latest reset that this hub led; the four values below belong to it."""
     reset_started: datetime | None = None
@@ -105,6 +103,8 @@ class HubView:
     """The target waits for `spec.weightsReady`."""
     reclaim: ReclaimView = ReclaimView()
     keys: KeysView | None = None
+    complete: bool = True
+    """Every live engine has had the time to be heard from. A hub that has just begun to lead knows nobody yet."""
 
     @property
     def pending(self) -> list[str]:
