@@ -38,6 +38,9 @@ def pair(context: zmq.Context) -> tuple[zmq.Socket, zmq.Socket]:
         end.rcvhwm = end.sndhwm = 0
     port = left.bind_to_random_port("tcp://127.0.0.1")
     right.connect(f"tcp://127.0.0.1:{port}")
+    right.send(b"hello")
+    assert left.poll(1000 * SECONDS), "no connection"
+    assert left.recv() == b"hello"
     return left, right
 
 
