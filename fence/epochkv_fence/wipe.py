@@ -36,6 +36,7 @@ class Wiper:
         self._running: int | None = None
         self._counts = False
         self._lands_until = NEVER
+        self._unanswered_until = NEVER  # one without an answer may land after one that was answered
         self._retry_at = NEVER
 
     def begin(self, needed: bool) -> None:
@@ -80,14 +81,14 @@ class Wiper:
         """The store removed `keys`; a wipe that began under another target or term proves nothing for this one."""
         if epoch != self._running:
             return
-        counts, self._running, self._lands_until = self._counts, None, NEVER
+        counts, self._running, self._lands_until = self._counts, None, self._unanswered_until
         if counts and epoch == target and keys == 0:
             self.done = True
 
     def failed(self, epoch: int, now: float) -> None:
         """No answer: it may still land, until it may not."""
         if epoch == self._running:
-            self._running = None
+            self._running, self._unanswered_until = None, self._lands_until
             self._retry_at = now + WIPE_RETRY_SECONDS
 
     def give_up(self) -> None:

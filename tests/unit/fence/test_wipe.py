@@ -9,7 +9,7 @@ import pytest
 from epochkv_fence import hub_events as ev
 from epochkv_fence.authority import PoolRecord, Term
 from epochkv_fence.messages import Mode, Reclaim
-from epochkv_fence.wipe import WIPE_LANDS_SECONDS, WIPE_SECONDS
+from epochkv_fence.wipe import WIPE_LANDS_SECONDS, WIPE_SECONDS, Wiper
 from tests.unit.fence.helpers import HOLD, Driver, boot, config
 
 MODEL = {"reclaim": "RemoveAll", "weights_source": "Model"}
@@ -360,3 +360,14 @@ def test_waiting_for_an_answer_of_the_store_asks_for_nothing() -> None:
     hub.step(ev.Tick())
     assert hub.hub.round_at(hub.now) == float("inf")
     assert hub.hub.tick_at() > hub.now
+
+
+def test_a_wipe_without_an_answer_may_land_after_one_that_was_answered() -> None:
+    wiper = Wiper()
+    wiper.begin(needed=True)
+    wiper.start(1, before=10.0)
+    wiper.failed(1, now=1.0)
+    wiper.start(1, before=12.0)
+    wiper.answered(1, keys=0, target=1)
+    assert wiper.done
+    assert wiper.landed_at() == 10.0
