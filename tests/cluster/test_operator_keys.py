@@ -178,6 +178,25 @@ def test_a_secret_of_an_older_operator_is_named_with_what_to_do(plane: ControlPl
         assert condition(namespace.status("policy"), "Ready")["status"] == "True"
 
 
+def test_a_new_hub_key_goes_into_the_secret_in_place(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    """The pool's own keys stay; only engines that were given the older hub's key have to start again."""
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
+        operator.wait_ready()
+        namespace.create_pool("policy", **POOL)
+        before = eventually(lambda: secret(namespace), "the pool's Secret")
+        uid = namespace.get(CHILDREN["secrets"], "policy-fence")["metadata"]["uid"]  # type: ignore[index]
+        operator.kill()
+        namespace.delete(CHILDREN["secrets"], "epochkv-hub")
+        operator.start().wait_ready()
+        after = eventually(
+            lambda: found if (found := secret(namespace))["hub.pub"] != before["hub.pub"] else None, f"new\n{operator.tail()}"
+        )
+        assert {**after, "hub.pub": before["hub.pub"]} == before
+        assert namespace.get(CHILDREN["secrets"], "policy-fence")["metadata"]["uid"] == uid  # type: ignore[index]
+        with FenceEngine(f"tcp://127.0.0.1:{operator.hub_port}", keys_now(namespace), "engine-0") as engine:
+            eventually(lambda: engine.leased, f"let in; log:\n{operator.tail()}")
+
+
 def test_the_hub_knows_the_new_key_before_anybody_can_have_it(
     namespace: Namespace, proxy: FaultProxy, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
