@@ -15,10 +15,11 @@ import sys
 import time
 
 from tests.model import parts, schedules, world
-from tests.model.mutants import MUTANTS
+from tests.model.mutants import ALL_MUTANTS, MUTANTS, RARE_MUTANTS
 
 PROGRESS_SECONDS = 5.0
 CI_SCHEDULES = 20_000
+RARE_BUDGET = 100_000
 
 
 def main() -> int:
@@ -28,13 +29,16 @@ def main() -> int:
     run = commands.add_parser("run", help="random schedules")
     run.add_argument("--schedules", type=_positive, default=CI_SCHEDULES, help="how many (default: %(default)s)")
     run.add_argument("--seed", type=int, default=None, help="the first seed (default: a random one, which is printed)")
-    run.add_argument("--focus", choices=sorted(MUTANTS), default="", help="schedules as they are drawn for this mutant, nothing mutated")
+    run.add_argument(
+        "--focus", choices=sorted(ALL_MUTANTS), default="", help="schedules as they are drawn for this mutant, nothing mutated"
+    )
     mutants = commands.add_parser("mutants", help="every rule taken away")
-    mutants.add_argument("--only", choices=sorted(MUTANTS), default=None, help="one of them")
+    mutants.add_argument("--only", choices=sorted(ALL_MUTANTS), default=None, help="one of them")
+    mutants.add_argument("--rare", action="store_true", help=f"those that need up to {RARE_BUDGET:,} schedules")
     replay = commands.add_parser("replay", help="one seed")
     replay.add_argument("seed", type=int)
-    replay.add_argument("--focus", choices=sorted(MUTANTS), default="", help="as it is drawn for this mutant")
-    replay.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="without this rule")
+    replay.add_argument("--focus", choices=sorted(ALL_MUTANTS), default="", help="as it is drawn for this mutant")
+    replay.add_argument("--mutant", choices=sorted(ALL_MUTANTS), default="", help="without this rule")
     for command in (run, replay):
         command.add_argument("--steps", type=_positive, default=None, help="of every schedule (default: drawn)")
     for command in (run, mutants):
@@ -43,7 +47,8 @@ def main() -> int:
     if args.command == "run":
         return _run(args)
     if args.command == "mutants":
-        return _mutants([args.only] if args.only else list(MUTANTS), args.processes)
+        names = [args.only] if args.only else list(RARE_MUTANTS if args.rare else MUTANTS)
+        return _mutants(names, RARE_BUDGET if args.rare else schedules.MUTANT_BUDGET, args.processes)
     return _replay(args)
 
 
@@ -82,21 +87,21 @@ def _run(args: argparse.Namespace) -> int:
     return 1 if report.failures else 0
 
 
-def _mutants(names: list[str], processes: int | None) -> int:
+def _mutants(names: list[str], budget: int, processes: int | None) -> int:
     print(f"{'seed':>6} {'schedules':>9}  rule taken away: what was violated", flush=True)
 
     def caught(catch: schedules.Catch) -> None:
         seed = "-" if catch.seed is None else str(catch.seed)
         print(f"{seed:>6} {catch.schedules:>9,}  {catch.name}: {catch.violation[:90] or 'NOT CAUGHT'}", flush=True)
 
-    found = schedules.hunt_all(names, processes=processes, caught=caught)
+    found = schedules.hunt_all(names, budget=budget, processes=processes, caught=caught)
     number = sum(catch.seed is not None for catch in found.values())
     print(f"{number} of {len(names)} mutants caught")
     return 0 if number == len(names) else 1
 
 
 def _replay(args: argparse.Namespace) -> int:
-    rules = MUTANTS[args.mutant].rules if args.mutant else None
+    rules = ALL_MUTANTS[args.mutant].rules if args.mutant else None
     one = world.World(args.seed, rules, schedules.focused(args.focus or args.mutant, args.steps))
     try:
         one.run()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from epochkv_fence import hub_events as ev
 from epochkv_fence.authority import PoolRecord, Term
-from tests.model.parts import Call, HubProcess
+from tests.model.parts import Call, HubProcess, Violation
 
 if TYPE_CHECKING:
     from tests.model.world import World
@@ -32,6 +32,8 @@ class Authority:
     def call(self, process: HubProcess, kind: str, value: int, origin: Any = None) -> Call:
         """A hub calls; what comes of it is for `turn` to say."""
         call = Call(process, kind, value, process.term, self.world.late(), self.world.now + PATIENCE, origin=origin)
+        if kind == "wipe" and self.world.rng.random() < self.world.profile.store_fails:
+            call.not_before = self.world.now + self.world.rng.choice([1.0, 2.5, 8.0])
         if kind in MUST_ANSWER:
             call.not_before = min(call.not_before, self.world.now + PATIENCE)
             call.patience = float("inf")
@@ -105,6 +107,8 @@ class Authority:
                 if call.value > old.target:
                     call.result = None  # refused: the record was lost
                 elif call.value > old.published:
+                    if call.origin and world.store.found:
+                        raise Violation(f"W: {call.value} is published after a wipe that found {world.store.found} keys")
                     world.note(f"authority: published {call.value} (by h{call.process.index})")
                     world.count("published")
                     self._write(replace(old, published=call.value))

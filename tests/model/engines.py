@@ -133,6 +133,7 @@ class EngineSide:
         world = self.world
         engine.beats += 1
         engine.said[beat.seq] = (beat.epoch, beat.mode)
+        engine.sent[beat.seq] = engine.clock.read(world.now)
         loading = len(engine.open_loads(world.now)) if engine.knows_loading else None
         age = (world.now - engine.born) * engine.clock.rate
         message = Heartbeat(engine.agent.boot, beat.seq, beat.epoch, beat.mode, boot_age_seconds=age, loading=loading)

@@ -75,7 +75,8 @@ class HubSide:
             case ev.Record(epoch, origin):
                 world.authority.call(process, "record", epoch, origin)
             case ev.Publish(epoch):
-                world.authority.call(process, "publish", epoch)
+                wiper = process.hub._wiper
+                world.authority.call(process, "publish", epoch, origin=wiper.done and not wiper.given_up)
             case ev.NoteGranting():
                 world.authority.call(process, "note", 0)
             case ev.Wipe(epoch, before):
@@ -92,7 +93,8 @@ class HubSide:
         if grant.mode is Mode.USE or profile.policy == "RemoveAll" or profile.reconfigures:
             return
         for engine in self.world.engines:
-            if engine.agent.boot == grant.boot and engine.said.get(grant.seq) == (grant.epoch, Mode.USE):
+            uses = engine.agent.boot == grant.boot and engine.said.get(grant.seq) == (grant.epoch, Mode.USE)
+            if uses and engine.clock.read(self.world.now) < engine.sent[grant.seq] + grant.lease_seconds:
                 raise Violation(f"I4: h{process.index} takes epoch {grant.epoch} away from e{engine.index}, which uses it")
 
     # ------------------------------------------------------------------ time and rounds

@@ -105,6 +105,7 @@ class Profile:
     push_crashes: float
     idle: float
     ambush: float
+    trainer_restarts: float
 
     @classmethod
     def draw(cls, rng: random.Random, focus: dict[str, Any] | None = None) -> Profile:
@@ -133,6 +134,7 @@ class Profile:
             "blind_loads": rng.random() < 0.15,
             "store_fails": rng.choice([0.0, 0.1, 0.6]),
             "busy_store": rng.random() < 0.5,
+            "trainer_restarts": rng.choice([0.0, 0.1, 0.5]),
             "ambush": rng.choice([0.0, 0.0, 0.02, 0.1]),
             "idle": rng.choice([0.0, 1.0, 1.0]),
             "push_crashes": rng.choice([0.0, 0.1, 0.3]),
@@ -220,6 +222,7 @@ class Engine:
     frozen_until: float = 0.0
     beats: int = 0
     said: dict[int, tuple[int | None, Mode]] = field(default_factory=dict)  # heartbeat -> epoch and mode it reported
+    sent: dict[int, float] = field(default_factory=dict)  # heartbeat -> when, by its clock
     mode_seq: int = -1  # of the heartbeat whose grant set the mode
     adopting_seq: int = -1  # of the one whose grant is being adopted
     highest: int = 0  # epoch seen in this boot

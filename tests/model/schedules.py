@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.model.mutants import MUTANTS
+from tests.model.mutants import ALL_MUTANTS
 from tests.model.parts import Violation
 from tests.model.world import World, simulate
 
 CHUNK = 50
 CHUNK_STEPS = 30_000
-MUTANT_BUDGET = 6000
+MUTANT_BUDGET = 3000
 """Schedules after which a mutant counts as not caught."""
 FIRST_MUTANT_SEED = 0
 
@@ -74,7 +74,7 @@ class Catch:
 
 def focused(focus: str = "", steps: int | None = None) -> dict[str, Any]:
     """Fields of the profile that are not drawn: those of a mutant, and the number of steps."""
-    return {**(MUTANTS[focus].focus if focus else {}), **({"steps": steps} if steps else {})}
+    return {**(ALL_MUTANTS[focus].focus if focus else {}), **({"steps": steps} if steps else {})}
 
 
 def run_chunk(first: int, count: int, focus: str = "", steps: int | None = None) -> Report:
@@ -92,7 +92,7 @@ def run_chunk(first: int, count: int, focus: str = "", steps: int | None = None)
 
 def hunt(name: str, budget: int = MUTANT_BUDGET) -> Catch:
     """Schedules without the rule, until one violates an invariant."""
-    mutant = MUTANTS[name]
+    mutant = ALL_MUTANTS[name]
     for index in range(budget):
         seed = FIRST_MUTANT_SEED + index
         try:
@@ -156,11 +156,13 @@ def run(
     return total
 
 
-def hunt_all(names: list[str], *, processes: int | None = None, caught: Callable[[Catch], None] | None = None) -> dict[str, Catch]:
+def hunt_all(
+    names: list[str], *, budget: int = MUTANT_BUDGET, processes: int | None = None, caught: Callable[[Catch], None] | None = None
+) -> dict[str, Catch]:
     """Every mutant, side by side; `caught` is called with each as it ends."""
     found: dict[str, Catch] = {}
     with pool(processes) as executor:
-        waiting = {executor.submit(hunt, name) for name in names}
+        waiting = {executor.submit(hunt, name, budget) for name in names}
         while waiting:
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             for future in done:

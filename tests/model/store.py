@@ -26,6 +26,7 @@ class Store:
         self.world = world
         self.keys: dict[tuple[int, int], int] = {}
         self.puts: list[Put] = []
+        self.found = 0  # by the last wipe
 
     def put(self, epoch: int, block: int, weights: int) -> None:
         """An engine saves a block; it lands at some time."""
@@ -66,9 +67,9 @@ class Store:
                 if not load.poisoned and world.engine_side.live(engine):
                     raise Violation(f"W: the store is wiped while e{engine.index} reads epoch {load.epoch} and may use what it gets")
                 load.foreign = True
-        removed = len(self.keys)
+        self.found = len(self.keys)
         self.keys.clear()
-        return removed
+        return self.found
 
     def readers(self) -> str:
         """Who has a lease and reads: nobody may when a wipe is decided."""

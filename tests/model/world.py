@@ -136,7 +136,7 @@ class World:
             (10, self.trainer.turn),
             (1.0 * profile.trouble, self.engine_side.restart),
             (0.3 * profile.trouble, self.hub_side.restart),
-            (0.3 * profile.trouble, self.trainer.restart),
+            (profile.trainer_restarts, self.trainer.restart),
             (1.2 * profile.freezes, self._freeze),
             (1.4 * profile.takeovers, self.hub_side.takeover),
             (0.6 * profile.told_late, self.hub_side.told_late),

@@ -13,7 +13,22 @@ from tests.model.mutants.outside import OUTSIDE_MUTANTS
 from tests.model.mutants.weights import WEIGHTS_MUTANTS
 from tests.model.mutants.wipe import WIPE_MUTANTS
 
-MUTANTS: dict[str, Mutant] = {**AGENT_MUTANTS, **HUB_MUTANTS, **WEIGHTS_MUTANTS, **WIPE_MUTANTS, **OUTSIDE_MUTANTS}
-"""Rule taken away -> the mutant."""
+RARE = (
+    "what an older term evaluated is published",
+    "the read compares the holder, not the term",
+    "a trainer is told a target without a leadership read",
+    "a trainer joins an epoch that others asked for",
+    "marks for other weights count",
+    "an engine in use counts as drained",
+    "Use while a wipe may land",
+    "a wipe without a leadership read",
+)
+"""Rules that stand behind others: taking one away shows only when several rare things meet, in one of many thousand schedules.
+Not among those that every test run has to catch; `python -m hack.simulate mutants --rare` looks for them."""
 
-__all__ = ["MUTANTS", "Mutant"]
+ALL_MUTANTS: dict[str, Mutant] = {**AGENT_MUTANTS, **HUB_MUTANTS, **WEIGHTS_MUTANTS, **WIPE_MUTANTS, **OUTSIDE_MUTANTS}
+"""Rule taken away -> the mutant."""
+MUTANTS = {name: mutant for name, mutant in ALL_MUTANTS.items() if name not in RARE}
+RARE_MUTANTS = {name: ALL_MUTANTS[name] for name in RARE}
+
+__all__ = ["ALL_MUTANTS", "MUTANTS", "RARE_MUTANTS", "Mutant"]

@@ -50,6 +50,8 @@ class _NoSecondRead(Hub):
         if current is None or current.publish is None:
             return actions
         self._publishing, current.publish = current.publish, None
+        if not self.round_open:
+            self._round = None
         return [*actions, ev.Publish(self._publishing)]
 
 
@@ -244,7 +246,7 @@ HUB_MUTANTS = {
     "no second read before publishing": Mutant(Rules(hub=_NoSecondRead), "4", QUICK),
     "the epoch taken before the read": Mutant(Rules(hub=_EpochBeforeRead), "4", DUEL),
     "what an older term evaluated is published": Mutant(
-        Rules(hub=_KeepsRounds, read_in_any_term=True), "4", {**QUICK, "steps": 1200, "trouble": 0.1, "freezes": 0.2}
+        Rules(hub=_KeepsRounds, read_in_any_term=True), "4", {**QUICK, "steps": 3000, "trouble": 0.1, "freezes": 0.2}
     ),
     "granting before the note is durable": Mutant(Rules(hub=_GrantBeforeNote), "4", {**QUICK, "steps": 300, "trouble": 0.1}),
     "granting an epoch before it is durable": Mutant(Rules(hub=_GrantBeforeRecord), "4", QUICK),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from tests.model.mutants.kind import DUEL, Mutant
+from tests.model.mutants.kind import CALM, DUEL, Mutant
 from tests.model.parts import Rules
 
 SERVING = {"pushed": False, "trouble": 0.1, "takeovers": 0.1}
+LONG = {**CALM, "pushed": True, "policy": "Retain", "push_crashes": 0.3, "idle": 0.0, "steps": 3000, "disorder": 0.1, "pace": 0.4}
 PUSHED = {"pushed": True, "restores": False, "trouble": 0.3}
 
 OUTSIDE_MUTANTS = {
@@ -14,7 +15,7 @@ OUTSIDE_MUTANTS = {
         Rules(read_before_collecting=True), "4", {**DUEL, "ambush": 0.1, "trouble": 1.0, "steps": 1200}
     ),
     "the read compares the holder, not the term": Mutant(
-        Rules(holder_only=True), "4", {**DUEL, "takeovers": 1.0, "ambush": 0.02, "steps": 1200}
+        Rules(holder_only=True), "4", {**DUEL, "takeovers": 1.0, "ambush": 0.1, "steps": 3000, "trouble": 0.3}
     ),
     "a new leader reads the record from a cache": Mutant(Rules(stale_load=True), "4", {**DUEL, "takeovers": 1.0}),
     "a late Record lowers the target": Mutant(Rules(record_lowers=True), "4"),
@@ -37,14 +38,12 @@ OUTSIDE_MUTANTS = {
         Rules(trainer_resumes_unpublished=True), "5", {**PUSHED, "orders": ("client, push under pause",)}
     ),
     "a trainer lists the boots after the push": Mutant(
-        Rules(trainer_lists_on_exit=True), "5", {**PUSHED, "push_crashes": 0.3, "orders": ("client, push under pause",)}
+        Rules(trainer_lists_on_exit=True), "5", {**LONG, "orders": ("client, push under pause",)}
     ),
-    "a trainer says that it asked just now": Mutant(
-        Rules(trainer_says_now=True), "5", {**PUSHED, "push_crashes": 0.3, "orders": ("client, reset after a push",)}
-    ),
+    "a trainer says that it asked just now": Mutant(Rules(trainer_says_now=True), "5", {**LONG, "orders": ("client, reset after a push",)}),
     "a trainer joins an epoch that others asked for": Mutant(
         Rules(trainer_takes_any_epoch=True),
         "5",
-        {**PUSHED, "trouble": 1.0, "idle": 0.0, "orders": ("client, reset after a push", "client, fence first")},
+        {**LONG, "push_crashes": 0.0, "trainer_restarts": 0.5, "orders": ("client, reset after a push", "client, fence first")},
     ),
 }

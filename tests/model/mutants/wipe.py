@@ -7,7 +7,7 @@ from epochkv_fence.boots import BootRecord
 from epochkv_fence.hub import Hub
 from epochkv_fence.messages import Mode, Reclaim
 from epochkv_fence.pool_state import Round
-from tests.model.mutants.kind import Mutant
+from tests.model.mutants.kind import CALM, Mutant
 from tests.model.parts import Rules
 
 
@@ -67,6 +67,8 @@ class _WipeWithoutRead(Hub):
             return actions
         actions += self._wipe(current, now)
         current.wipe = None
+        if not self.round_open:
+            self._round = None
         return actions
 
 
@@ -141,6 +143,7 @@ class _NeverDeletes(Hub):
 
 WIPING = {"policy": "RemoveAll", "store_admin": True, "restores": False, "pushed": False}
 BUSY = {**WIPING, "busy_store": True}
+LATE = {**BUSY, **CALM, "store_fails": 0.6, "steps": 3000, "disorder": 0.1, "pace": 0.4, "idle": 0.0}
 DELETING = {"policy": "Delete", "restores": False, "reconfigures": False, "pushed": False}
 
 WIPE_MUTANTS = {
@@ -149,8 +152,8 @@ WIPE_MUTANTS = {
     "open loads do not hold the wipe": Mutant(Rules(hub=_LoadsDoNotCount), "4", BUSY),
     "an engine in use counts as drained": Mutant(Rules(hub=_UseIsDrained), "4", {**BUSY, "reconfigures": True}),
     "Use while the store is wiped": Mutant(Rules(hub=_UseWhileWiping), "4", BUSY),
-    "Use while a wipe may land": Mutant(Rules(hub=_UseBeforeItLanded), "4", {**BUSY, "store_fails": 0.6}),
-    "a wipe may land at any time": Mutant(Rules(hub=_LandsAnyTime), "4", {**BUSY, "takeovers": 0.3}),
+    "Use while a wipe may land": Mutant(Rules(hub=_UseBeforeItLanded), "4", LATE),
+    "a wipe may land at any time": Mutant(Rules(hub=_LandsAnyTime), "4", LATE),
     "a wipe without a leadership read": Mutant(Rules(hub=_WipeWithoutRead), "4", {**BUSY, "takeovers": 1.0}),
     "a wipe is never given up": Mutant(Rules(hub=_WipeForEver), "4", {**WIPING, "store_fails": 1.0}),
     "one wipe is enough": Mutant(Rules(hub=_OneWipe), "4", BUSY),

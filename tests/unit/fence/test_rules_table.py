@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.model.mutants import MUTANTS
+from tests.model.mutants import ALL_MUTANTS, MUTANTS, RARE_MUTANTS
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs/reference/fence-rules.md"
@@ -57,13 +57,20 @@ def test_what_a_rule_names_exists(rule: Rule) -> None:
     if rule.test != "the mutant":
         path, test = rule.test.strip("`").split("::")
         assert test in names(ROOT / path), f"{rule.test} does not exist"
-    assert rule.mutant in MUTANTS or (rule.mutant.startswith(NO_MUTANT) and rule.test != "the mutant"), f"no mutant {rule.mutant!r}"
+    assert rule.mutant in ALL_MUTANTS or (rule.mutant.startswith(NO_MUTANT) and rule.test != "the mutant"), f"no mutant {rule.mutant!r}"
 
 
 def test_every_mutant_is_named_once() -> None:
     named = [rule.mutant for rule in rules() if not rule.mutant.startswith(NO_MUTANT)]
-    assert sorted(named) == sorted(MUTANTS)
+    assert sorted(named) == sorted(ALL_MUTANTS)
 
 
 def test_every_section_of_the_design_has_mutants() -> None:
     assert {mutant.section for mutant in MUTANTS.values()} == {"3", "4", "5", "7"}
+
+
+def test_mutants_that_are_rarely_caught_are_said_to_be() -> None:
+    listed = PAGE.read_text().split("## Rarely caught")[1]
+    for name in RARE_MUTANTS:
+        assert f"- {name}\n" in listed, name
+    assert listed.count("\n- ") == len(RARE_MUTANTS)
