@@ -19,6 +19,7 @@ class Ask:
         listed: made with a list of boots.
         ready: False: nobody may use the epoch until the same owner asks again with True.
         request: of the trainer's `Bump`.
+        heirs: who may use the epoch because it may use the one before, whose weights are the same.
     """
 
     epoch: int
@@ -28,6 +29,7 @@ class Ask:
     listed: bool = False
     ready: bool = True
     request: int | None = None
+    heirs: frozenset[bytes] = frozenset()
 
     @property
     def possible(self) -> bool:

@@ -266,10 +266,13 @@ class Hub(HubRules):
     def _propose(self, epoch: int, moment: Moment | None, now: float) -> list[ev.Action]:
         """Made from an older epoch: somebody's proposal was first, and one bump serves all. It counts as made at the moment
         that the engine knew when its caches were reset, however late it arrives."""
-        if self.term is None or epoch != self.target + 1:
+        if self.term is None or epoch != self.target + 1 or epoch <= self._wanted():
             return []
-        at = asked_at(moment, self._instance, 0.0, self.config.max_clock_rate, now)
-        return self._asked(Ask(epoch, at, now, Origin(Source.ENGINE)), now)
+        if not self._vouched():
+            at = asked_at(moment, self._instance, 0.0, self.config.max_clock_rate, now)
+            return self._asked(Ask(epoch, at, now, Origin(Source.ENGINE)), now)
+        heirs, origin = self._heirs(), Origin(Source.ENGINE, self._weights_version())
+        return self._asked(Ask(epoch, None, now, origin, listed=True, heirs=heirs), now) if heirs else []
 
     def _bump(self, peer: bytes, bump: Bump, now: float) -> list[ev.Action]:
         """Taken also by a hub that does not lead yet, which answers when it does."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from epochkv_fence.asks import Ask
 from epochkv_fence.boots import BootRecord, Gate
-from epochkv_fence.messages import Mode
+from epochkv_fence.messages import Mode, Source
 from epochkv_fence.pool_state import PoolState
 from epochkv_fence.trainers import same_weights
 from epochkv_fence.wipe import WIPE_LANDS_SECONDS
@@ -77,7 +77,24 @@ class HubRules(PoolState):
             gate.close()
         if marks is not None and self._same_weights(marks.version):
             gate.marked = marks.boots
+        elif marks is None and ask is not None:
+            gate.marked = set(ask.heirs)
         return gate
+
+    def _vouched(self) -> bool:
+        """Somebody says who has the weights of the target, or that they are on their way. Clearing one engine's caches
+        brings weights to nobody, so an engine's proposal must not open to age what a trainer keeps closed. A new hub knows
+        this of the target's origin alone: a trainer's, or an engine's that goes on with a trainer's weights."""
+        origin = self._origin
+        trained = origin is not None and (
+            origin.source is Source.TRAINER or bool(origin.source is Source.ENGINE and origin.weights_version)
+        )
+        return self.config.weights_source == "Pushed" and self.target > 0 and (self._gate.listed or self._gate.held or trained)
+
+    def _heirs(self) -> frozenset[bytes]:
+        """Who may use the target may use the epoch that an engine proposes after it: they have the same weights."""
+        known = {boot for boot, record in self._boots.items() if self._gate.mode(record, self.target, self.config) is Mode.USE}
+        return frozenset(known | self._gate.marked)
 
     def _same_weights(self, version: str) -> bool:
         """A list is for the weights that the target came with: of two trainers that push different ones for one epoch only

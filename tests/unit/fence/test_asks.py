@@ -277,11 +277,13 @@ def test_a_hold_heard_before_leadership_is_remembered() -> None:
 
 def test_the_record_names_who_asked_and_for_which_weights() -> None:
     hub = pool()
-    hub.ask(1, version="v1")
-    hub.hear(Bump(1, 2, weights_version="v2"))
-    hub.hear(Propose(boot(1), 3))
+    hub.hear(Propose(boot(1), 1))
+    hub.ask(2, version="v1")
+    hub.hear(Bump(1, 3, [boot(1)], weights_version="v2"))
+    hub.beat(1)
+    hub.hear(Propose(boot(1), 4))
     origins = [action.origin for action in hub.writes if isinstance(action, ev.Record)]
-    assert origins == [Origin(Source.SPEC, "v1"), Origin(Source.TRAINER, "v2"), Origin(Source.ENGINE)]
+    assert origins == [Origin(Source.ENGINE), Origin(Source.SPEC, "v1"), Origin(Source.TRAINER, "v2"), Origin(Source.ENGINE, "v2")]
 
 
 def test_a_record_written_again_keeps_its_origin() -> None:
