@@ -12,7 +12,7 @@ PUSHED = {"pushed": True, "restores": False, "trouble": 0.3}
 OUTSIDE_MUTANTS = {
     "grants without a leadership read": Mutant(Rules(verify_always=True), "4", {**DUEL, "watch": 1.0, "freezes": 1.0}),
     "the read before the heartbeats are collected": Mutant(
-        Rules(read_before_collecting=True), "4", {**DUEL, "ambush": 0.1, "trouble": 1.0, "steps": 1200}
+        Rules(read_before_collecting=True), "4", {**DUEL, "ambush": 0.1, "trouble": 1.0, "steps": 3000}
     ),
     "the read compares the holder, not the term": Mutant(
         Rules(holder_only=True), "4", {**DUEL, "takeovers": 1.0, "ambush": 0.1, "steps": 3000, "trouble": 0.3}
