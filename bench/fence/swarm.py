@@ -108,24 +108,31 @@ class Swarm:
         self._commands = b""
         self._engines: dict[int, Engine] = {}
         self._due: list[tuple[float, int]] = []
+        self._next: dict[int, float] = {}
         for number in range(num_engines):
             engine = Engine(self._context, endpoint, keys, number)
             fd = int(engine.socket.getsockopt(zmq.FD))
             self._engines[fd] = engine
             self._epoll.register(fd, select.EPOLLIN)
             engine.step(ag.Started())
-            heapq.heappush(self._due, (engine.agent.deadline(), fd))
+            self._note(fd, engine.agent.deadline())
+
+    def _note(self, fd: int, at: float) -> None:
+        self._next[fd] = at
+        heapq.heappush(self._due, (at, fd))
 
     def run(self) -> None:
         while True:
             now = time.monotonic()
             while self._due and self._due[0][0] <= now:
-                _, fd = heapq.heappop(self._due)
+                at, fd = heapq.heappop(self._due)
+                if self._next[fd] != at:
+                    continue  # an earlier time was noted since
                 engine = self._engines[fd]
                 if engine.agent.deadline() <= now:
                     engine.step(ag.Tick())
                     engine.read()  # sending may have swallowed the sign that something had come
-                heapq.heappush(self._due, (max(engine.agent.deadline(), now + 0.001), fd))
+                self._note(fd, max(engine.agent.deadline(), now + 0.001))
             wait = min(self._due[0][0] - now, MAX_WAIT_SECONDS) if self._due else MAX_WAIT_SECONDS
             for fd, _ in self._epoll.poll(max(0.0, wait)):
                 if fd == STDIN:
@@ -133,6 +140,9 @@ class Swarm:
                         return
                 else:
                     self._engines[fd].read()
+                    deadline = self._engines[fd].agent.deadline()
+                    if deadline < self._next[fd]:
+                        self._note(fd, deadline)
 
     def _command(self) -> bool:
         chunk = os.read(STDIN, 65536)
