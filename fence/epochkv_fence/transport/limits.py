@@ -13,10 +13,10 @@ from typing import Final
 PEER_RATE: Final = 200.0
 """Messages a second of one connection: an agent needs a few while a reset is open, a trainer a page of status each 5 ms."""
 PEER_BURST: Final = 400.0
-POOL_RATE: Final = 5_000.0
-"""Messages a second of one pool: twice what 20,000 boots need in steady state."""
-POOL_BURST: Final = 100_000.0
-"""A reset of 20,000 boots: nudged heartbeats, acknowledgements, and some of each again."""
+POOL_RATE: Final = 20_000.0
+"""Messages a second of one pool: what 10,000 boots say while resets follow one another without a pause."""
+POOL_BURST: Final = 50_000.0
+"""A reset of 10,000 boots: nudged heartbeats, acknowledgements, and all of it again."""
 BYTES_PER_TOKEN: Final = 4096
 GARBAGE_TOKENS: Final = 9.0
 """What a message costs that cannot be taken, on top."""
