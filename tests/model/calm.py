@@ -72,6 +72,8 @@ class Calm:
         """Weights that are never pushed: every engine uses the published epoch soon, unless it waits for another one."""
         world = self.world
         patience = world.config.lease_seconds / min(world.rates) + SETTLE_SECONDS
+        if world.config.reclaim == "RemoveAll" or world.profile.reconfigures:  # a new leader may wipe once more
+            patience += WIPE_SECONDS / min(world.rates)
         limit = world.now + patience
         while True:
             if world.authority.record.target > world.authority.record.published:  # an engine asked for one more
@@ -137,7 +139,7 @@ class Calm:
             ("agent ticks", sum(allowed)),
             ("recorded", 0),
             ("published", 0),
-            ("proposals", 0),
+            ("proposals", sum(allowed)),  # one that is not taken is repeated with every heartbeat
         ):
             if grew.get(what, 0) > most:
                 raise Violation(f"I5: {grew[what]} {what} in {STEADY_LEASES} quiet leases")

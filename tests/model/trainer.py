@@ -399,7 +399,7 @@ class Trainer:
                 yield
         self._resume()
         if at_once and world.authority.record.target == began and not any(engine.floor_unknown for engine in world.engines):
-            world.checks.cascade_began(began)
+            world.checks.cascade_began(max([began, *(engine.agent.epoch or 0 for engine in world.engines)]))
         for _ in range(6):
             yield
         world.checks.cascade_ended()

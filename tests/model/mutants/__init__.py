@@ -14,6 +14,7 @@ from tests.model.mutants.weights import WEIGHTS_MUTANTS
 from tests.model.mutants.wipe import WIPE_MUTANTS
 
 RARE = (
+    "a new leader learns a longer lease late",
     "an engine forgets its epoch with its lease",
     "what an older term evaluated is published",
     "the read compares the holder, not the term",
