@@ -73,6 +73,7 @@ class FakeEngine:
         self.is_ready = True
         self.is_busy = False
         self.num_carried = 0
+        self.reset_at: int | None = None  # epoch at which its caches alone were reset
         self.left_to_reclaim = 0
         self.reclaims: list[int] = []
 
@@ -87,6 +88,9 @@ class FakeEngine:
 
     def carried(self) -> int:
         return self.num_carried
+
+    def private(self) -> bool:
+        return self.reset_at is not None and self.adopted[-1][0] <= self.reset_at
 
     def stats(self) -> dict[str, float]:
         return {"hits": 1.0}

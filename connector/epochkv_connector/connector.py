@@ -139,7 +139,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._tiers.half if self._tiers is not None else None,
             loads_off=loads_off,
             propose=self._link.propose if config.on_local_reset == "propose" else None,
-            on_drained=self._link.poke,
+            poke=self._link.poke,
             local_worker=self._find_local_worker,
             on_error=self._guard.note,
         )

@@ -80,6 +80,10 @@ class FenceHooks:
         """Reads from the store that may still deliver bytes; None: not known."""
         return self._loading()
 
+    def private(self) -> bool:
+        """The caches of this engine alone were reset: it shares nothing before the pool's next epoch."""
+        return self._fence.waiting_after_reset
+
     def stats(self) -> dict[str, float]:
         """Numbers for status and metrics."""
         return self._stats()

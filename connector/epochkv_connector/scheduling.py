@@ -43,7 +43,7 @@ class SchedulerSide:
         half: bookkeeping of the tiers; None when no tier is configured (the fence still works).
         loads_off: why loads are never answered, or None.
         propose: asks the hub for an epoch after a local reset; None: do not ask.
-        on_drained: told in bypass when the last read from the store has ended.
+        poke: has the hub told at once, of the end of the last read from the store in bypass and of a local reset.
         local_worker: finds the worker half when it lives in this process.
         on_error: told of errors that were dealt with here.
     """
@@ -56,7 +56,7 @@ class SchedulerSide:
         *,
         loads_off: str | None = None,
         propose: Callable[[int], None] | None = None,
-        on_drained: Callable[[], None] = lambda: None,
+        poke: Callable[[], None] = lambda: None,
         local_worker: Callable[[], LocalWorker | None] = lambda: None,
         on_error: Callable[[str, Exception], None] = lambda where, error: None,
     ) -> None:
@@ -65,7 +65,7 @@ class SchedulerSide:
         self.half = half
         self._loads_off = loads_off
         self._propose = propose
-        self._on_drained = on_drained
+        self._poke = poke
         self._local_worker = local_worker
         self._on_error = on_error
         self._pool: Any = None
@@ -301,7 +301,7 @@ class SchedulerSide:
             self._count_acks(self.half, output.kv_connector_worker_meta)
         self._drain_when_idle()
         if reading and self.loading() == 0:
-            self._on_drained()
+            self._poke()
 
     def _distrust_loads(self, output: Any) -> None:
         """The bookkeeping has failed: take every success back, as if it was poisoned, and use the tiers no more."""
@@ -419,6 +419,8 @@ class SchedulerSide:
             epoch = self.fence.proposal()
             if epoch is not None:
                 self._propose(epoch)
+        if rotated:
+            self._poke()
         return True
 
     def _cleared(self, half: SchedulerHalf) -> set[str]:

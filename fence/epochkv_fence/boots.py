@@ -55,7 +55,7 @@ class BootRecord:
         return before != self._shown()
 
     def _shown(self) -> tuple[object, ...]:
-        return self.epoch, self.current_mode, self.newest.carried, self.key_index
+        return self.epoch, self.current_mode, self.newest.carried, self.newest.private, self.key_index
 
     def _raise_epoch(self, beat: Heartbeat) -> None:
         if beat.epoch is None:
@@ -111,6 +111,7 @@ class BootRecord:
             stats=dict(self.newest.stats),
             loading=self.newest.loading,
             key_index=self.key_index,
+            private=self.newest.private,
         )
 
 

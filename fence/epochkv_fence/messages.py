@@ -101,6 +101,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
         stats: counters of the connector, for status and metrics.
         loading: reads from the store that may still deliver bytes, in flight or in quarantine; None: not known, which
             never counts as none.
+        private: this boot's caches were reset alone: it shares nothing before the next epoch. For status only.
     """
 
     boot: Boot
@@ -115,6 +116,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     fingerprint: Name = ""
     stats: Annotated[dict[StatName, float], msgspec.Meta(max_length=MAX_STATS)] = {}
     loading: Count | None = None
+    private: bool = False
 
 
 class Grant(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
@@ -216,6 +218,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     age_seconds: Seconds = 0.0
     silent_seconds: Seconds = 0.0
     fingerprint: Name = ""
+    private: bool = False
 
 
 class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):

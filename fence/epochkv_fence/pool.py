@@ -10,6 +10,8 @@ from epochkv_fence.messages import Mode
 
 ReclaimPolicy = Literal["Delete", "RemoveAll", "Retain"]
 RECLAIM_POLICIES: Final = ("Delete", "RemoveAll", "Retain")
+EngineState = Literal["use", "bypass", "private", "behind", "silent"]
+ENGINE_STATES: Final[tuple[EngineState, ...]] = ("use", "bypass", "private", "behind", "silent")
 
 
 def margin_seconds(lease_seconds: float) -> float:
@@ -89,6 +91,7 @@ class EngineView:
         silent_seconds: since it was last heard from.
         loading: reads from the store that it has not finished; None: it did not say.
         key_index: which of the pool's accepted keys it uses, 0 the newest.
+        private: its caches were reset alone, and it shares nothing before the next epoch, whatever its mode.
     """
 
     boot: bytes
@@ -106,6 +109,18 @@ class EngineView:
     stats: dict[str, float] = field(default_factory=dict)
     loading: int | None = None
     key_index: int = 0
+    private: bool = False
+
+    @property
+    def state(self) -> EngineState:
+        """One word for metrics."""
+        if not self.alive:
+            return "silent"
+        if not self.converged:
+            return "behind"
+        if self.mode is Mode.BYPASS:
+            return "bypass"
+        return "private" if self.private else "use"
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,4 +132,5 @@ def _engine_status(record: BootRecord, now: float) -> EngineStatus:
         age_seconds=beat.boot_age_seconds,
         silent_seconds=max(0.0, now - record.heard_at),
         fingerprint=beat.fingerprint,
+        private=beat.private,
     )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-#: What an engine process can be, as the hub sees it.
-ENGINE_STATES = ("use", "bypass", "behind", "silent")
+from epochkv_fence.pool import ENGINE_STATES
 
 REGISTRY = CollectorRegistry(auto_describe=True)
 
@@ -55,7 +54,7 @@ RESET_SECONDS = Histogram(
 )
 POOL_ENGINES = Gauge(
     "epochkv_pool_engines",
-    "Engine processes heard of, by state (use, bypass, behind, silent)",
+    f"Engine processes heard of, by state ({', '.join(ENGINE_STATES)})",
     ["namespace", "pool", "state"],
     registry=REGISTRY,
 )

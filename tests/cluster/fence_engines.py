@@ -43,6 +43,7 @@ class FenceEngine:
         self.hold = threading.Event()
         self.running = 0
         self.loads = 0
+        self.reset_at: int | None = None
         self.storeless = False
         self.removed: list[int] = []
         identity = EngineIdentity("external", name, rank) if pod is None else EngineIdentity(name, pod, rank)
@@ -84,6 +85,9 @@ class FenceEngine:
 
     def stats(self) -> dict[str, float]:
         return {}
+
+    def private(self) -> bool:
+        return self.reset_at is not None and self.adopted[-1][0] <= self.reset_at
 
     def loading(self) -> int | None:
         return self.loads

@@ -93,6 +93,41 @@ def test_they_join_count_and_leave(plane: ControlPlane, namespace: Namespace, tm
         eventually(lambda: namespace.status("policy").get("epoch") == 2, "those that left hold nothing up")
 
 
+def test_an_engine_that_was_reset_alone_is_told_with_the_remedy(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator, contextlib.ExitStack() as stack:
+        operator.wait_ready()
+        namespace.create_pool("policy", **POOL)
+        connection = mounted(namespace, tmp_path)
+        fine, alone = (stack.enter_context(joined(connection, name)) for name in ("fine", "alone"))
+        eventually(lambda: len(external(namespace)) == 2, f"joined; log:\n{operator.tail()}")
+        eventually(lambda: condition(namespace.status("policy"), "EpochConverged").get("status") == "True", "converged")
+        assert namespace.status("policy")["engines"]["bypassed"] == 0
+        alone.reset_at = 0
+        alone.agent.poke()
+        status = eventually(
+            lambda: s if condition(s := namespace.status("policy"), "EpochConverged").get("reason") == "LocalReset" else None,
+            f"told; log:\n{operator.tail()}",
+        )
+        found = condition(status, "EpochConverged")
+        assert found["status"] == "True"
+        assert "until the next epoch: alone. To have them share again: kubectl patch kvp policy" in found["message"]
+        assert '{"spec":{"resetEpoch":1}}' in found["message"]
+        assert status["engines"]["bypassed"] == 1
+        assert {entry["name"]: entry["mode"] for entry in status["externalEngines"]} == {"fine": "Use", "alone": "Private"}
+        said = eventually(lambda: namespace.events("LocalReset"), "an Event")
+        assert said[0]["type"] == "Warning"
+        namespace.bump("policy", 1)
+        eventually(
+            lambda: (
+                (s := namespace.status("policy")).get("epoch") == 1
+                and condition(s, "EpochConverged")["reason"] == "Published"
+                and s["engines"]["bypassed"] == 0
+            ),
+            f"shared again; log:\n{operator.tail()}",
+        )
+        assert (fine.epoch, alone.epoch) == (1, 1)
+
+
 def test_requests_of_an_older_epoch_are_counted_until_they_end(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
     with OperatorProcess(plane, namespace.name, tmp_path) as operator:
         operator.wait_ready()

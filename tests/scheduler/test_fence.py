@@ -13,6 +13,7 @@ from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
+from epochkv_connector.link import FenceHooks
 from tests.helpers_scheduler import BLOCK, Mode, RequestStatus, SharedStore, global_root, prompt
 
 MakeRig = Callable[..., Any]
@@ -294,6 +295,31 @@ def test_a_local_reset_goes_private_until_the_next_epoch(make_rig: MakeRig) -> N
     rig.serve(tokens)
     assert rig.cached[rig.serve(tokens)] == 8 * BLOCK
     assert set(store.objects) > saved
+    rig.check_clean()
+
+
+@pytest.mark.parametrize(("on_local_reset", "calls"), [("private", ["poke True"]), ("propose", ["propose 1", "poke True"])])
+def test_the_hub_is_told_at_once_of_a_local_reset(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, on_local_reset: str, calls: list[str]
+) -> None:
+    """After the proposal, if there is one: whoever hears of the reset knows by then that somebody asked for its end."""
+    told: list[str] = []
+    monkeypatch.setattr("epochkv_connector.link.HubLink.poke", lambda self: told.append(f"poke {hooks.private()}"))
+    monkeypatch.setattr("epochkv_connector.link.HubLink.propose", lambda self, epoch: told.append(f"propose {epoch}"))
+    rig = make_rig(extra={"on_local_reset": on_local_reset})
+    hooks = FenceHooks(rig.fence, dict, lambda below: (0, 0), lambda: 0)
+    rig.adopt(0)
+    assert not hooks.private()
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True)
+    assert (told, hooks.private()) == ([], False), "nothing was admitted: the root is kept"
+    rig.serve(prompt(1, LENGTH))
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True)
+    assert (told, hooks.private()) == (calls, True)
+    rig.adopt(0, mode=Mode.BYPASS)
+    rig.adopt(0)
+    assert hooks.private(), "the same epoch granted again changes nothing"
+    rig.adopt(1)
+    assert not hooks.private()
     rig.check_clean()
 
 

@@ -7,26 +7,16 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
-from epochkv_fence.messages import Mode
-from epochkv_fence.pool import EngineView, PoolSnapshot
+from epochkv_fence.pool import ENGINE_STATES, PoolSnapshot
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 REQUEST_SECONDS: Final = 5.0
 
 
-def engine_state(view: EngineView) -> str:
-    """One of `use`, `bypass`, `behind`, `silent`."""
-    if not view.alive:
-        return "silent"
-    if not view.converged:
-        return "behind"
-    return "use" if view.mode is Mode.USE else "bypass"
-
-
 def exposition(pool: str, snapshot: PoolSnapshot, counters: dict[str, int]) -> str:
     """All metrics of one pool."""
     labels = f'namespace="",pool="{_escaped(pool)}"'
-    states = [engine_state(view) for view in snapshot.engines]
+    states = [view.state for view in snapshot.engines]
     lines: list[str] = []
 
     def family(name: str, kind: str, text: str, values: list[tuple[str, float]]) -> None:
@@ -41,8 +31,8 @@ def exposition(pool: str, snapshot: PoolSnapshot, counters: dict[str, int]) -> s
     family(
         "epochkv_pool_engines",
         "gauge",
-        "Engine processes heard of, by state (use, bypass, behind, silent)",
-        [(f'{labels},state="{state}"', states.count(state)) for state in ("use", "bypass", "behind", "silent")],
+        f"Engine processes heard of, by state ({', '.join(ENGINE_STATES)})",
+        [(f'{labels},state="{state}"', states.count(state)) for state in ENGINE_STATES],
     )
     family("epochkv_pool_carried_requests", "gauge", "Requests that run under older epochs", [(labels, snapshot.carried)])
     family(

@@ -6,6 +6,7 @@ import enum
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -56,14 +57,22 @@ def show_status(status: PoolStatus, output: Output) -> None:
         ("epoch", f"{status.published} published" + ("" if status.converged else f", {status.target} asked for: a reset is open")),
         ("weights", status.weights_version or "-"),
         ("asked by", status.origin or "-"),
-        ("engines", f"{len(states)}: {states.count('use')} share, {states.count('bypass')} in bypass, {states.count('behind')} behind"),
+        ("engines", f"{len(states)}: {_counted(states)}"),
         ("lease", f"{status.lease_seconds:g} s"),
     ]
     if status.laggards:
         rows.append(("behind", names(status.laggards)))
+    alone = tuple(engine.name for engine in status.engines if engine.state == "private")
+    if alone:
+        rows.append(("private", f"{names(alone)}: caches reset alone; shared again after the next `epochkv reset`"))
     for row in rows:
         table.add_row(*row)
     console().print(table, highlight=False, markup=False)
+
+
+def _counted(states: Sequence[str]) -> str:
+    words = (("use", "share"), ("bypass", "in bypass"), ("private", "private"), ("behind", "behind"))
+    return ", ".join(f"{states.count(state)} {word}" for state, word in words)
 
 
 def show_engines(status: PoolStatus, output: Output) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from epochkv_fence.messages import Mode
 from epochkv_fence.pool import EngineView, PoolSnapshot
 
 MAX_LINES: Final = 10
@@ -102,7 +101,7 @@ def _weights(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
         text = f"{new} engines serve without reuse, as nobody said that they have the weights of epoch {now.target}: {names}"
         yield Line(logging.WARNING, text + "; they share after the next weight update", {"pending": new})
     elif old and not new and settled:
-        using = sum(view.alive and view.converged and view.mode is Mode.USE for view in now.engines)
+        using = sum(view.state == "use" for view in now.engines)
         yield Line(logging.INFO, f"all {using} engines share epoch {now.target}", {"engines": using})
 
 

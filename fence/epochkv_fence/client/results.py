@@ -20,7 +20,8 @@ class Engine:
         name: its pod, or its engine's name, with `/rank` above rank 0.
         epoch: highest epoch it acknowledged; None before the first.
         state: `use`: it shares the pool's KV; `bypass`: at the target, without reuse, until it has the weights;
-            `behind`: not at the target yet.
+            `private`: at the target with the weights, but its caches were reset alone, so it shares nothing before the next
+            epoch; `behind`: not at the target yet.
         carried: requests it still runs under an older epoch, each with the KV it already held.
         loading: reads from the store that it has not finished; None: it did not say.
     """
@@ -31,7 +32,7 @@ class Engine:
     pod: str
     rank: int
     epoch: int | None
-    state: Literal["use", "bypass", "behind"]
+    state: Literal["use", "bypass", "private", "behind"]
     carried: int
     loading: int | None
     age_seconds: float
@@ -42,7 +43,6 @@ class Engine:
     def of(cls, status: EngineStatus, target: int) -> Engine:
         """From the wire."""
         name = status.pod or status.engine or status.boot.hex()[:8]
-        at_target = status.epoch is not None and status.epoch >= target
         return cls(
             boot=status.boot.hex(),
             name=f"{name}/{status.rank}" if status.rank else name,
@@ -50,13 +50,21 @@ class Engine:
             pod=status.pod,
             rank=status.rank,
             epoch=status.epoch,
-            state="behind" if not at_target else "use" if status.mode is Mode.USE else "bypass",
+            state=_state(status, target),
             carried=status.carried,
             loading=status.loading,
             age_seconds=status.age_seconds,
             silent_seconds=status.silent_seconds,
             fingerprint=status.fingerprint,
         )
+
+
+def _state(status: EngineStatus, target: int) -> Literal["use", "bypass", "private", "behind"]:
+    if status.epoch is None or status.epoch < target:
+        return "behind"
+    if status.mode is Mode.BYPASS:
+        return "bypass"
+    return "private" if status.private else "use"
 
 
 @dataclass(frozen=True, slots=True)

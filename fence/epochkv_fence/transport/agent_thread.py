@@ -53,8 +53,9 @@ MAX_POLL_SECONDS: Final = 1.0
 class AgentHooks(Protocol):
     """What the engine offers; called on the agent thread, except `reclaim`.
 
-    One more may be there: `loading() -> int | None`, the reads from the store that may still deliver bytes, in flight or in
-    quarantine; None: not known.
+    Two more may be there: `loading() -> int | None`, the reads from the store that may still deliver bytes, in flight or in
+    quarantine; None: not known. And `private() -> bool`: the caches of this engine alone were reset, so it shares nothing
+    before the next epoch.
     """
 
     def ready(self) -> bool:
@@ -116,6 +117,7 @@ class AgentThread:
         self._hooks = hooks
         self._loading: Callable[[], int | None] | None = getattr(hooks, "loading", None)
         self._loads_told: int | None = None
+        self._private: Callable[[], bool] = getattr(hooks, "private", lambda: False)
         self._credentials = credentials
         self._keys_due = time.monotonic() + KEYS_SECONDS
         self._born = time.monotonic()
@@ -420,6 +422,7 @@ class AgentThread:
             fingerprint=self._identity.fingerprint[:253],
             stats={name[:MAX_STAT_NAME]: value for name, value in list(stats.items())[:MAX_STATS]},
             loading=self._loads_told,
+            private=bool(self._hook("private", self._private, False)),
         )
 
     def _adopt(self, epoch: int, mode: Mode) -> None:

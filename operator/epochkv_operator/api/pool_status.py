@@ -48,7 +48,7 @@ class EnginesStatus(StatusModel):
     converged: Count = 0
     """Of these, at the target epoch."""
     bypassed: Count = 0
-    """Of these, serving without shared KV; `WeightsConverged` says why."""
+    """Of these, serving without shared KV; `WeightsConverged` says why, or `EpochConverged` with the reason `LocalReset`."""
     carried_requests: Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})] = 0
     """Requests still running that were admitted under an older epoch; they see only what they held already."""
     summary: Annotated[str, Field(max_length=64)] = ""
@@ -63,7 +63,7 @@ class ExternalEngine(StatusModel):
     epoch: Epoch | None = None
     """The epoch it reported last."""
     mode: Annotated[str | None, Field(max_length=16)] = None
-    """`Use` or `Bypass`."""
+    """`Use`, `Bypass`, or `Private` (its caches were reset alone, so it shares nothing before the next epoch)."""
     rank: Annotated[int | None, Field(ge=0, json_schema_extra={"format": "int64"})] = None
     """Its data-parallel rank."""
     carried: Annotated[int | None, Field(ge=0, json_schema_extra={"format": "int64"})] = None

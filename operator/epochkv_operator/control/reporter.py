@@ -22,6 +22,8 @@ log = structlog.get_logger(__name__)
 EPOCH_FIELDS = ("targetEpoch", "epoch")
 #: These come and go with every reset, and cost nobody anything; only where they are stuck they are worth an Event.
 ROUTINE = frozenset({"CarriedRequests", "Drained", "Reclaiming", "Reclaimed"})
+#: Worth a warning although the condition is True.
+ODD = frozenset({"LocalReset"})
 
 
 def merge_patch(old: Json, new: Json) -> Json:
@@ -100,8 +102,11 @@ class Reporter:
             level = "debug" if reason in ROUTINE else "info"
             getattr(log, level)("condition changed", object=about, condition=kind, status=status, reason=reason, message=message)
             # On first sight nothing has changed yet; the condition itself is the news.
-            if previous is not None and previous["status"] != status and not {reason, previous["reason"]} <= ROUTINE:
-                self._events.emit(obj, warning=status != "True", reason=reason, action=kind, note=message or kind)
+            if previous is None:
+                continue
+            moved = previous["status"] != status and not {reason, previous["reason"]} <= ROUTINE
+            if moved or reason in ODD:
+                self._events.emit(obj, warning=status != "True" or reason in ODD, reason=reason, action=kind, note=message or kind)
         self._tell_reset(obj, about, before.get("reset") or {}, after.get("reset") or {})
 
     def _tell_reset(self, obj: Json, about: str, before: Json, after: Json) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from epochkv_fence.messages import Mode
-from epochkv_fence.pool import EngineView, PoolSnapshot
+from epochkv_fence.pool import ENGINE_STATES, EngineView, PoolSnapshot
 from epochkv_operator import metrics
 from epochkv_operator.planning import HubEngine, HubView, KeysView, ReclaimView
 
@@ -57,6 +57,7 @@ def view_of(
     return HubView(
         target=snapshot.target,
         published=snapshot.published,
+        asked=snapshot.asked,
         complete=complete,
         engines=tuple(_engine(engine, engine.boot in pending) for engine in counted),
         laggards=tuple(_laggard(engine) for engine in snapshot.engines if not engine.converged),
@@ -85,21 +86,12 @@ def key_view(snapshot: PoolSnapshot, generation: int, accepted: int) -> KeysView
     return KeysView(generation, accepted, tuple(old) if accepted > 1 else ())
 
 
-def state_of(engine: EngineView) -> str:
-    """One word for metrics: silent, behind, use or bypass."""
-    if not engine.alive:
-        return "silent"
-    if not engine.converged:
-        return "behind"
-    return "use" if engine.mode is Mode.USE else "bypass"
-
-
 def export(namespace: str, pool: str, snapshot: PoolSnapshot, told: Told) -> None:
     """Set the pool's gauges."""
     metrics.TARGET_EPOCH.labels(namespace=namespace, pool=pool).set(snapshot.target)
     metrics.PUBLISHED_EPOCH.labels(namespace=namespace, pool=pool).set(snapshot.published)
-    states = [state_of(engine) for engine in snapshot.engines]
-    for state in metrics.ENGINE_STATES:
+    states = [engine.state for engine in snapshot.engines]
+    for state in ENGINE_STATES:
         metrics.POOL_ENGINES.labels(namespace=namespace, pool=pool, state=state).set(states.count(state))
     metrics.CARRIED_REQUESTS.labels(namespace=namespace, pool=pool).set(snapshot.carried)
     metrics.WEIGHTS_PENDING.labels(namespace=namespace, pool=pool).set(len(snapshot.weights_pending))
@@ -117,6 +109,7 @@ def _engine(engine: EngineView, pending: bool) -> HubEngine:
         carried=engine.carried,
         boot=engine.boot.hex()[:8],
         pending=pending,
+        private=engine.private,
     )
 
 

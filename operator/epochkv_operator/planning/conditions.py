@@ -120,7 +120,11 @@ def _epoch_current(engine: InferenceEngine, pool: KVCachePool | None, observed: 
     current = [name for name, known in ranks.items() if at_target(known, target)]
     behind = sorted(set(ranks) - set(current))
     if len(current) >= state.wanted and not behind:
-        return Condition(kind, "True", "Current", f"{len(current)} of {state.wanted} replicas are at epoch {target}")
+        alone = observed.hub.alone([rank for known in ranks.values() for rank in known])
+        note = f"; without shared KV until the next one, because their caches alone were reset: {epochs.listed(alone)}" if alone else ""
+        advice = "; the pool's EpochConverged says what to do" if alone else ""
+        text = f"{len(current)} of {state.wanted} replicas are at epoch {target}{note}{advice}"
+        return Condition(kind, "True", epochs.LOCAL_RESET if alone else "Current", text)
     silent = [name for name in behind if not ranks[name]]
     text = f"{len(current)} of {state.wanted} replicas are at epoch {target}"
     if silent:

@@ -47,12 +47,19 @@ class HubEngine:
     """Start of its boot's id, which tells engines of one name apart."""
     pending: bool = False
     """In bypass at the target, because nobody said that it has the weights."""
+    private: bool = False
+    """Its caches were reset alone: whatever its mode, it shares nothing before the next epoch."""
 
     @property
     def display_name(self) -> str:
         """Pod (or engine) and rank, unique within a pool."""
         base = self.pod or self.engine or "unnamed"
         return f"{base}/{self.rank}" if self.rank else base
+
+    @property
+    def kept_apart(self) -> bool:
+        """It could share the epoch it is at, had its caches not been reset alone."""
+        return self.private and self.mode == "Use"
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,8 @@ class HubView:
     granting: bool = False
     laggards: Sequence[tuple[str, str]] = ()
     """`(name, reason)` of engines that publication waits for."""
+    asked: int = 0
+    """Highest epoch that anybody asked for, recorded or not."""
     reset_epoch: int | None = None
     """Epoch of the latest reset that this hub led; the four values below belong to it."""
     reset_started: datetime | None = None
@@ -110,6 +119,12 @@ class HubView:
     def pending(self) -> list[str]:
         """Engines in bypass for want of weights."""
         return [engine.display_name for engine in self.engines if engine.pending]
+
+    def alone(self, engines: Sequence[HubEngine]) -> list[str]:
+        """Names of those that could share at the target, had their caches not been reset alone; none once the next is asked for."""
+        if self.asked > self.target:
+            return []
+        return [engine.display_name for engine in engines if engine.kept_apart and engine.epoch is not None and engine.epoch >= self.target]
 
 
 @dataclass(frozen=True)

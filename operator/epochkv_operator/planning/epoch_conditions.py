@@ -12,6 +12,8 @@ from typing import Final
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning.context import Condition, HubEngine, HubView
 
+LOCAL_RESET: Final = "LocalReset"
+"""The epoch is what it should be, and engines whose caches were reset alone share nothing in it: a reason with status True."""
 _SHOWN: Final = 4
 _NO_HUB: Final = "no hub leads this pool at the moment; engines whose lease ends serve in bypass"
 _ASKER: Final = {"Spec": "spec.resetEpoch", "Trainer": "a trainer", "Engine": "an engine that was reset alone"}
@@ -29,16 +31,18 @@ def epoch_converged(pool: KVCachePool, hub: HubView | None) -> Condition:
         text = f"epoch {hub.target} is recorded, {hub.published} is published"
         return Condition(kind, "False", "WaitingForEngines", f"{text}; waiting for {waiting}" if waiting else text)
     text = f"no engine uses an epoch below {hub.published}"
+    alone = hub.alone(hub.engines)
+    reset_alone = f"; {_reset_alone(pool, hub, alone)}" if alone else ""
     if epoch_ahead(asked, hub):
         asker = _ASKER.get(hub.origin or "", "somebody else")
         state = "resets nothing: that epoch was out already" if asked == hub.target else "resets nothing: it is below"
         return Condition(
             kind,
             "True",
-            "EpochAhead",
-            f"{text}, which {asker} asked for; spec.resetEpoch {asked} {state}; to reset, set {hub.target + 1} or higher",
+            LOCAL_RESET if alone else "EpochAhead",
+            f"{text}, which {asker} asked for; spec.resetEpoch {asked} {state}; to reset, set {hub.target + 1} or higher{reset_alone}",
         )
-    return Condition(kind, "True", "Published", text)
+    return Condition(kind, "True", LOCAL_RESET if alone else "Published", text + reset_alone)
 
 
 def epoch_ahead(asked: int, hub: HubView) -> bool:
@@ -137,6 +141,15 @@ def listed(names: Iterable[str]) -> str:
     found = list(names)
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return ", ".join(found[:_SHOWN]) + more
+
+
+def _reset_alone(pool: KVCachePool, hub: HubView, names: Sequence[str]) -> str:
+    patch = _patch(pool, f'{{"spec":{{"resetEpoch":{hub.target + 1}}}}}')
+    asking = 'with "on_local_reset": "propose" in their connector\'s configuration they ask for that themselves'
+    return (
+        f"the caches of these engines alone were reset, and they serve correctly, without shared KV, until the next epoch: {listed(names)}."
+        f" To have them share again: {patch}; {asking}"
+    )
 
 
 def _pending(pool: KVCachePool, hub: HubView, named: str) -> str:

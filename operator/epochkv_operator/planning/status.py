@@ -24,6 +24,7 @@ from epochkv_operator.planning.conditions import (
 )
 from epochkv_operator.planning.connection import master_address
 from epochkv_operator.planning.context import Condition, Context, HubEngine, HubView, Json, Observed
+from epochkv_operator.planning.epoch_conditions import LOCAL_RESET
 from epochkv_operator.planning.names import (
     ENGINE_LABEL,
     component_selector,
@@ -49,7 +50,7 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
     partial = _partial(observed.hub, (previous.get("engines") or {}).get("total", 0))
     found = conditions(pool_conditions(pool, observed), previous, pool.metadata.generation, now)
     status: Json = {
-        "conditions": _kept(found, previous, ("WeightsConverged", "Drained")) if partial else found,
+        "conditions": _kept(found, previous, ("WeightsConverged", "Drained", *_alone_too(found, previous))) if partial else found,
         "observedGeneration": pool.metadata.generation,
     }
     _add_epochs(status, observed.hub, previous)
@@ -150,6 +151,12 @@ def _ready_too(found: Sequence[Json]) -> tuple[str, ...]:
     return ("Ready",) if reasons["Ready"] == reasons.get("EpochCurrent") else ()
 
 
+def _alone_too(found: Sequence[Json], previous: Json) -> tuple[str, ...]:
+    """`EpochConverged`, while it says of engines that may not have been heard from yet that they were reset alone."""
+    now, before = ({c["type"]: c for c in some}.get("EpochConverged", {}) for some in (found, previous.get("conditions") or []))
+    return ("EpochConverged",) if before.get("reason") == LOCAL_RESET and now.get("status") == before["status"] else ()
+
+
 def timestamp(moment: datetime, *, milliseconds: bool = False) -> str:
     """RFC 3339 in UTC."""
     return moment.astimezone(UTC).isoformat(timespec="milliseconds" if milliseconds else "seconds").replace("+00:00", "Z")
@@ -174,7 +181,7 @@ def _engines(hub: HubView) -> Json:
     return {
         "total": total,
         "converged": converged,
-        "bypassed": sum(engine.mode == "Bypass" for engine in hub.engines),
+        "bypassed": sum(engine.mode == "Bypass" or engine.private for engine in hub.engines),
         "carriedRequests": sum(engine.carried for engine in hub.engines),
         "summary": f"{converged}/{total}",
     }
@@ -200,7 +207,8 @@ def _external(observed: Observed, namespace: str) -> list[Json]:
 def _external_entry(engine: HubEngine, shared_name: bool) -> Json:
     """Boots that report under one name are told apart by their ids; a process that was restarted is one of them for a lease."""
     suffix = f"#{engine.boot}" if shared_name and engine.boot else ""
-    entry: Json = {"name": engine.display_name[: 253 - len(suffix)] + suffix, "mode": engine.mode}
+    mode = "Private" if engine.kept_apart else engine.mode
+    entry: Json = {"name": engine.display_name[: 253 - len(suffix)] + suffix, "mode": mode}
     if engine.epoch is not None:
         entry["epoch"] = engine.epoch
     return {**entry, "rank": engine.rank, "carried": engine.carried}

@@ -515,6 +515,31 @@ def test_keys_of_a_directory_that_has_none(tmp_path: Path) -> None:
         assert epochkv("keys", command, "--state", str(tmp_path / "absent")).returncode == 5
 
 
+def test_an_engine_that_was_reset_alone_is_shown_with_the_remedy(tmp_path: Path) -> None:
+    with HubProcess(tmp_path / "state", "--join-after-seconds", "0") as hub:
+        agents = Agents(hub.folder)
+        try:
+            engine = FakeEngine()
+            agent, _ = agents.start("cleared", engine=engine)
+            eventually(lambda: using(agent, 0))
+            engine.reset_at = 0
+            agent.poke()
+            eventually(lambda: "1: 0 share, 0 in bypass, 1 private, 0 behind" in epochkv("status", config=hub.folder).stdout)
+            remedy = "cleared: caches reset alone; shared again after the next `epochkv reset`"
+            assert remedy in epochkv("status", config=hub.folder).stdout
+            assert [line.split()[:3] for line in epochkv("engines", config=hub.folder).stdout.splitlines()] == [
+                ["ENGINE", "STATE", "EPOCH"],
+                ["cleared", "private", "0"],
+            ]
+            assert json.loads(epochkv("engines", "-o", "json", config=hub.folder).stdout)[0]["state"] == "private"
+            assert epochkv("reset", config=hub.folder).returncode == 0
+            status = epochkv("status", config=hub.folder).stdout
+            assert "1: 1 share, 0 in bypass, 0 private, 0 behind" in status
+            assert "caches reset alone" not in status
+        finally:
+            agents.stop()
+
+
 def test_an_engine_that_is_in_bypass_is_shown_so(tmp_path: Path) -> None:
     with HubProcess(tmp_path / "state", "--join-after-seconds", "3600") as hub:
         agents = Agents(hub.folder)
@@ -524,6 +549,6 @@ def test_an_engine_that_is_in_bypass_is_shown_so(tmp_path: Path) -> None:
             done = epochkv("reset", config=hub.folder)
             assert "1 engines serve without reuse: nobody said that they have the weights of epoch 1" in done.stdout
             assert agent.view.mode is Mode.BYPASS
-            assert "1: 0 share, 1 in bypass, 0 behind" in epochkv("status", config=hub.folder).stdout
+            assert "1: 0 share, 1 in bypass, 0 private, 0 behind" in epochkv("status", config=hub.folder).stdout
         finally:
             agents.stop()

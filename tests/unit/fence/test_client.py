@@ -136,6 +136,27 @@ def test_status_shows_the_engines_by_name(world: HubWorld) -> None:
     assert pool.engines()[0].boot == agents[0][0]._agent.boot.hex()
 
 
+def test_an_engine_that_was_reset_alone_is_shown_at_once_and_until_the_next_epoch(world: HubWorld) -> None:
+    agents = world.serving(2)
+    pool = world.connect()
+    assert [engine.state for engine in pool.engines()] == ["use", "use"]
+    agents[1][1].reset_at = 0
+    agents[1][0].poke()
+    eventually(lambda: [engine.state for engine in pool.engines()] == ["use", "private"])
+    reset = pool.reset()
+    assert (reset.published, reset.laggards, reset.bypassed) == (True, (), 0)
+    eventually(lambda: [engine.state for engine in pool.engines()] == ["use", "use"])
+
+
+def test_an_engine_that_fails_to_tell_goes_on(world: HubWorld) -> None:
+    ((agent, engine),) = world.serving(1)
+    engine.adopted.clear()
+    engine.reset_at = 0  # `private()` raises now
+    agent.poke()
+    eventually(lambda: agent.counters["hook_errors"] > 0)
+    assert [found.state for found in world.connect().engines()] == ["use"]
+
+
 # ---------------------------------------------------------------------------------------------------------- many at once
 
 

@@ -89,8 +89,8 @@ def test_memory_given_back() -> None:
 
 
 def test_metrics_are_prometheus_text() -> None:
-    snapshot = pool(engine(1), engine(2, mode=Mode.BYPASS), engine(3, converged=False), engine(4, alive=False), target=7, published=6,
-                    reset_seconds=0.25, reclaimed_keys=12)  # fmt: skip
+    engines = engine(1), engine(2, mode=Mode.BYPASS), engine(3, converged=False), engine(4, alive=False), replace(engine(5), private=True)
+    snapshot = pool(*engines, target=7, published=6, reset_seconds=0.25, reclaimed_keys=12)
     lines = exposition('po"l\\\n', snapshot, {"received": 5}).splitlines()
     labels = 'namespace="",pool="po\\"l\\\\\\n"'
     for line in (
@@ -99,6 +99,7 @@ def test_metrics_are_prometheus_text() -> None:
         f"epochkv_pool_last_reset_seconds{{{labels}}} 0.25",
         f'epochkv_pool_engines{{{labels},state="use"}} 1',
         f'epochkv_pool_engines{{{labels},state="bypass"}} 1',
+        f'epochkv_pool_engines{{{labels},state="private"}} 1',
         f'epochkv_pool_engines{{{labels},state="behind"}} 1',
         f'epochkv_pool_engines{{{labels},state="silent"}} 1',
         f"epochkv_pool_reclaimed_keys_total{{{labels}}} 12",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from epochkv_fence import hub_events as ev
 from epochkv_fence.authority import Origin, PoolRecord, Term
-from epochkv_fence.messages import Bump, BumpStatus, Error, Heartbeat, Mode, Moment, Refusal, Source, Status, encode
+from epochkv_fence.client import Engine
+from epochkv_fence.messages import Bump, BumpStatus, EngineStatus, Error, Grant, Heartbeat, Mode, Moment, Refusal, Source, Status, encode
 from epochkv_fence.trainers import MAX_QUESTIONS
 from tests.unit.fence.helpers import HOLD, INSTANCE, LEASE, Driver, boot
 
@@ -179,6 +182,52 @@ def test_the_snapshot_shows_what_engines_said() -> None:
     assert ev.Changed() in actions  # its owner waits for this to drop the old key
     (view,) = hub.hub.snapshot(hub.now).engines
     assert view.key_index == 0
+
+
+def test_an_engine_that_was_reset_alone_is_shown_so_and_decides_nothing() -> None:
+    """Two pools, one with an engine that says so: the same grants, the same writes, the same publication."""
+    plain, marked = pool(), pool()
+    for hub, private in ((plain, False), (marked, True)):
+        hub.beat(1, epoch=0)
+        assert not hub.hub.snapshot(hub.now).engines[0].private
+        hub.beat(2, epoch=0)
+        actions = hub.step(ev.Heard(b"peer1", Heartbeat(boot(1), 1, 0, Mode.USE, boot_age_seconds=1000.0, private=private)))
+        assert (ev.Changed() in actions) == private
+        (page,) = pages(hub)
+        assert [(engine.boot, engine.mode, engine.private) for engine in page.engines] == [
+            (boot(1), Mode.USE, private),
+            (boot(2), Mode.USE, False),
+        ]
+        views = {view.boot: view for view in hub.hub.snapshot(hub.now).engines}
+        assert (views[boot(1)].state, views[boot(2)].state) == ("private" if private else "use", "use")
+        hub.beat(1, epoch=0, seq=0)  # an older one, late
+        assert {view.private for view in hub.hub.snapshot(hub.now).engines} == {private, False}
+        hub.hear(Bump(1, 1))
+        hub.beat(1, epoch=0, seq=2, private=private)
+        assert {view.state for view in hub.hub.snapshot(hub.now).engines} == {"behind"}
+        hub.beat(1, epoch=1, seq=3)
+        hub.beat(2, epoch=1)
+        hub.round()
+        assert {view.state for view in hub.hub.snapshot(hub.now).engines} == {"use"}
+    assert plain.of(Grant) == marked.of(Grant) != []
+    assert plain.kinds() == marked.kinds()
+    assert ("Publish", 1) in plain.kinds()
+
+
+@pytest.mark.parametrize(
+    ("epoch", "mode", "state"),
+    [(2, Mode.USE, "private"), (2, Mode.BYPASS, "bypass"), (1, Mode.USE, "behind"), (None, Mode.BYPASS, "behind")],
+)
+def test_the_state_of_an_engine_that_was_reset_alone(epoch: int | None, mode: Mode, state: str) -> None:
+    """What keeps it from sharing first is what is told: an epoch, then weights, then its own reset."""
+    status = EngineStatus(boot(1), "e", "p", 0, epoch, mode, 0, private=True)
+    assert Engine.of(status, 2).state == state
+    hub = Driver()
+    hub.step(ev.Acquired(Term("h", 1), PoolRecord(2, 2, True)))
+    hub.beat(1, epoch=epoch, mode=mode, private=True)
+    assert [view.state for view in hub.hub.snapshot(hub.now).engines] == [state]
+    hub.now += LEASE
+    assert [view.state for view in hub.hub.snapshot(hub.now).engines] == ["silent"]
 
 
 def test_the_snapshot_of_a_new_leader_names_where_the_target_came_from() -> None:

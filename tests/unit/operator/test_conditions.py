@@ -211,6 +211,75 @@ def test_epoch_converged(hub: HubView | None, status: str, reason: str, says: st
     assert says in message(conditions, "EpochConverged")
 
 
+ALONE = [rank("p0"), rank("p1", private=True)]
+KEPT_APART = (
+    "the caches of these engines alone were reset, and they serve correctly, without shared KV, until the next epoch: p1. To have them "
+    'share again: kubectl patch kvp policy -n rl --type=merge -p \'{"spec":{"resetEpoch":%d}}\'; with "on_local_reset": "propose" in '
+    "their connector's configuration they ask for that themselves"
+)
+
+
+@pytest.mark.parametrize(
+    ("hub", "status", "reason", "says"),
+    [
+        (HubView(7, 7, ALONE), "True", "LocalReset", "no engine uses an epoch below 7; " + KEPT_APART % 8),
+        (
+            HubView(9, 9, [rank("p0", 9), rank("p1", 9, private=True)], origin="Trainer"),
+            "True",
+            "LocalReset",
+            "no engine uses an epoch below 9, which a trainer asked for; spec.resetEpoch 7 resets nothing: it is below; "
+            "to reset, set 10 or higher; " + KEPT_APART % 10,
+        ),
+        (HubView(7, 7, ALONE, asked=8), "True", "Published", "no engine uses an epoch below 7"),  # the remedy is under way
+        (HubView(8, 7, ALONE), "False", "WaitingForEngines", "epoch 8 is recorded, 7 is published"),
+        # Without its weights it would not share either; WeightsConverged tells.
+        (HubView(7, 7, [rank("p1", mode="Bypass", pending=True, private=True)]), "True", "Published", "no engine uses an epoch below 7"),
+        (HubView(7, 7, [rank("p1", 6, private=True)]), "True", "Published", "no engine uses an epoch below 7"),  # dead, not forgotten yet
+    ],
+)
+def test_engines_that_were_reset_alone_are_named_with_the_remedy(hub: HubView, status: str, reason: str, says: str) -> None:
+    conditions = pool_conditions(POLICY, Observed(pool_children(), (), hub))
+    assert by_type(conditions)["EpochConverged"] == (status, reason)
+    assert message(conditions, "EpochConverged") == says
+    assert by_type(conditions)["Ready"][0] == status  # they serve
+
+
+def test_the_engine_object_tells_that_its_pods_were_reset_alone() -> None:
+    for ranks, reason, says in (
+        (
+            ALONE,
+            "LocalReset",
+            "2 of 2 replicas are at epoch 7; without shared KV until the next one, because their caches alone were reset: p1; "
+            "the pool's EpochConverged says what to do",
+        ),
+        ([rank("p0"), rank("p1"), rank("elsewhere", private=True)], "Current", "2 of 2 replicas are at epoch 7"),
+    ):
+        conditions = engine_conditions(ROLLOUT, POLICY, Observed(engine_children(ready(2)), PODS, HubView(7, 7, ranks)))
+        assert by_type(conditions)["EpochCurrent"] == ("True", reason)
+        assert message(conditions, "EpochCurrent") == says
+        assert by_type(conditions)["Ready"] == ("True", "Ready")
+
+
+def test_engines_that_were_reset_alone_count_as_bypassed() -> None:
+    ranks = [*ALONE, HubEngine("ray", "", 0, 7, "Use", private=True), HubEngine("young", "", 0, 7, "Bypass", private=True)]
+    status = pool_status(POLICY, Observed(pool_children(), PODS, HubView(7, 7, ranks)), CONTEXT, {}, NOW)
+    assert status["engines"] == {"total": 4, "converged": 4, "bypassed": 3, "carriedRequests": 0, "summary": "4/4"}
+    assert [(entry["name"], entry["mode"]) for entry in status["externalEngines"]] == [("ray", "Private"), ("young", "Bypass")]
+
+
+def test_a_new_hub_that_has_not_heard_from_everybody_does_not_take_a_local_reset_back() -> None:
+    full = pool_status(POLICY, Observed(pool_children(), PODS, HubView(7, 7, ALONE)), CONTEXT, {}, NOW)
+    told = next(condition for condition in full["conditions"] if condition["type"] == "EpochConverged")
+
+    def after(hub: HubView) -> Json:
+        status = pool_status(POLICY, Observed(pool_children(), PODS, hub), CONTEXT, full, NOW)
+        return next(condition for condition in status["conditions"] if condition["type"] == "EpochConverged")
+
+    assert after(HubView(7, 7, ALONE[:1], complete=False)) == told
+    assert after(HubView(7, 7, ALONE[:1]))["reason"] == "Published"
+    assert after(HubView(8, 7, ALONE[:1], complete=False))["reason"] == "WaitingForEngines"
+
+
 def test_conditions_that_do_not_apply_are_absent() -> None:
     hub = HubView(0, 0)
     for spec in ("l1", "external"):

@@ -7,7 +7,8 @@ from dataclasses import replace
 from epochkv_fence.authority import Origin
 from epochkv_fence.messages import Mode, Source
 from epochkv_fence.pool import EngineView, PoolSnapshot
-from epochkv_operator.hub.view import Told, key_view, view_of
+from epochkv_operator.hub.view import Told, export, key_view, view_of
+from epochkv_operator.metrics import REGISTRY, forget_pool
 
 EMPTY = PoolSnapshot("u", True, 0, 0, 0, [], [], 0, None, None, None, 0)
 
@@ -52,6 +53,32 @@ def test_origin_weights_and_pending_engines() -> None:
     assert (view.origin, view.weights_version, view.held, view.pending) == ("Trainer", "step-3", True, ["young"])
     assert [item.pending for item in view.engines] == [False, True]
     assert view_of(replace(snapshot, leading=False), Told(), "Pushed") is None
+
+
+def test_engines_that_were_reset_alone() -> None:
+    engines = [engine("fine"), engine("alone", private=True), engine("young", mode=Mode.BYPASS, private=True)]
+    snapshot = replace(EMPTY, target=1, published=1, asked=1, engines=engines)
+    view = view_of(snapshot, Told(), "Pushed")
+    assert view is not None
+    assert [item.private for item in view.engines] == [False, True, True]
+    assert view.alone(view.engines) == ["alone"]
+    raising = view_of(replace(snapshot, asked=2), Told(), "Pushed")
+    assert raising is not None
+    assert raising.alone(raising.engines) == [], "the remedy is under way"
+    export("rl", "gauges", snapshot, Told())
+
+    def gauge(state: str) -> float | None:
+        return REGISTRY.get_sample_value("epochkv_pool_engines", {"namespace": "rl", "pool": "gauges", "state": state})
+
+    assert {state: gauge(state) for state in ("use", "bypass", "private", "behind", "silent")} == {
+        "use": 1.0,
+        "bypass": 1.0,
+        "private": 1.0,
+        "behind": 0.0,
+        "silent": 0.0,
+    }
+    forget_pool("rl", "gauges")
+    assert gauge("private") is None
 
 
 def test_old_keys_are_named_while_there_are_two_and_their_users_live() -> None:
