@@ -25,29 +25,35 @@ SUMMARY = re.compile(r"^=+ (.*\b(?:passed|failed|error|errors|skipped|no tests r
 
 @dataclass(frozen=True)
 class Layer:
-    """One pytest run: `python -m pytest paths`, expected to take about `seconds`."""
+    """One pytest run: `python -m pytest paths`, expected to take about `seconds`.
+
+    `workers`: how many tests run at a time, a file's tests in one process; more than cores where tests mostly wait for leases,
+    deadlines and processes.
+    """
 
     name: str
     python: Path
     paths: tuple[str, ...]
     seconds: int
+    workers: int = 1
 
 
 LAYERS = (
     Layer(
-        "unit", DEV, ("tests/unit/fence", "tests/unit/operator", "tests/unit/operator_runtime", "tests/unit/hack", "tests/unit/chart"), 40
+        "unit", DEV, ("tests/unit/fence", "tests/unit/operator", "tests/unit/operator_runtime", "tests/unit/hack", "tests/unit/chart"), 150, 4
     ),
-    Layer("model", DEV, ("tests/model", "tests/security"), 90),
+    Layer("model", DEV, ("tests/model", "tests/security"), 420),
     Layer(
         "unit-connector",
         ENGINE,
         ("tests/unit/connector_worker", "tests/unit/connector_scheduler", "tests/unit/connector_identity", "tests/unit/operator_arguments"),
         60,
+        2,
     ),
-    Layer("scheduler", ENGINE, ("tests/scheduler",), 90),
+    Layer("scheduler", ENGINE, ("tests/scheduler",), 90, 2),
     Layer("store", ENGINE, ("tests/store",), 180),
-    Layer("cluster", DEV, ("tests/cluster",), 240),
-    Layer("engine", ENGINE, ("tests/engine",), 420),
+    Layer("cluster", DEV, ("tests/cluster",), 480, 2),
+    Layer("engine", ENGINE, ("tests/engine",), 480),
     Layer("e2e", DEV, ("tests/e2e",), 480),
 )
 GROUPS = {"unit": ("unit", "model", "unit-connector")}
@@ -96,7 +102,8 @@ def run_layer(layer: Layer, extra: list[str]) -> tuple[int, str]:
         "EPOCHKV_PYTHON_DEV": str(DEV),
         "EPOCHKV_PYTHON_ENGINE": str(ENGINE),
     }
-    command = [str(layer.python), "-m", "pytest", *paths, *extra]
+    parallel = ["-n", str(layer.workers), "--dist", "loadfile"] if layer.workers > 1 else []
+    command = [str(layer.python), "-m", "pytest", *parallel, *paths, *extra]
     with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         assert process.stdout
         rest = b""
