@@ -243,7 +243,10 @@ def test_a_private_reset_costs_one_engine_its_caches_until_the_next_epoch(
         lambda: [view.stats["waiting_after_reset"] for view in pair.pool.snapshot().engines if view.alive].count(1.0) == 1,
         "a heartbeat that says so",
     )
+    # What a trainer sees, from the heartbeat that the reset itself caused.
+    assert engine_states(trainer) == ["private", "use"]
     assert trainer.status().target == target
     assert trainer.reset(timeout_s=60).published
+    assert engine_states(trainer) == ["use", "use"]
     eventually(lambda: "in use, back from bypass" in fence_lines(pair.b)[-1], "its log says that it is back")
     pair.check_sharing(prompt, expected)
