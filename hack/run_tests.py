@@ -50,7 +50,7 @@ LAYERS = (
         60,
         2,
     ),
-    Layer("scheduler", ENGINE, ("tests/scheduler",), 90, 2),
+    Layer("scheduler", ENGINE, ("tests/scheduler",), 90),
     Layer("store", ENGINE, ("tests/store",), 180),
     Layer("cluster", DEV, ("tests/cluster",), 480, 2),
     Layer("engine", ENGINE, ("tests/engine",), 480),

@@ -170,6 +170,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             use_private=config.hub is None and not pushed,
             forced_bypass=forced,
             proposes=config.on_local_reset == "propose",
+            others_save=config.distributed is not None,
         )
 
     def _why_no_loads(self) -> str | None:

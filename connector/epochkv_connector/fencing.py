@@ -72,7 +72,8 @@ class FencePolicy:
         has_hub: a hub is configured and can be spoken to in principle; without one the root stays private.
         use_private: tiers may be used under the private root (no hub and weights never pushed).
         forced_bypass: why this engine may never use a shared root, or None.
-        proposes: after a local reset the pool is asked for its next epoch (for the log).
+        proposes: after a local reset the pool is asked for its next epoch.
+        others_save: other engines save where this one loads (there is an L2).
     """
 
     weights_pushed: bool
@@ -80,6 +81,14 @@ class FencePolicy:
     use_private: bool = False
     forced_bypass: str | None = None
     proposes: bool = False
+    others_save: bool = True
+
+    @property
+    def leaves_unused(self) -> bool:
+        """A local reset also leaves a shared root that this engine never used: others may have saved under it, with the
+        weights from before. Not with `proposes`, whose frameworks reset every engine: the first one's proposal may have
+        brought the others to their next epoch before their turn."""
+        return self.weights_pushed and self.others_save and not self.proposes
 
 
 class Fence:
@@ -109,6 +118,7 @@ class Fence:
         self._lock = threading.RLock()
         self._granted: tuple[int, Mode] | None = None
         self._reset_at_epoch: int | None = None  # local reset: private until the pool's epoch exceeds this one
+        self._reset_unseen = False  # local reset without a lease: private until an epoch after the next one granted
         self._distrusted = False
         self._bound = False
         self._settled = False  # in use, and nothing but lease and global can have changed since that was found out
@@ -245,6 +255,8 @@ class Fence:
                 self.counters["lower_epoch_refused"] += 1
                 return
             self._granted, self._settled = (epoch, mode), False
+            if self._reset_unseen:
+                self._reset_unseen, self._reset_at_epoch = False, epoch
             self.counters["adoptions"] += 1
             self._refresh()
 
@@ -463,18 +475,21 @@ class Fence:
     def reset(self) -> bool:
         """Somebody called vLLM's own reset. Returns whether a root that names something was given up.
 
-        A root under which nothing was admitted names nothing yet and is kept. A shared root that was used is left at
-        once, until the pool's next epoch (also when the lease is lost at this moment: it may come back). A private root
-        that was used is replaced.
+        A shared root that was used, or that others may have used (`FencePolicy.leaves_unused`), is left at once, until the
+        pool's next epoch, also when the lease is lost at this moment: it may come back. Then it may come back with an epoch
+        from before the reset, which is left, too. A private root that was used is replaced; one under which nothing was
+        admitted names nothing yet and is kept.
         """
         with self._lock:
             self._refresh()
             self._settled = False
-            epoch = self._granted[0] if self._granted else -1
+            epoch, mode = self._granted or (-1, Mode.BYPASS)
             rotated = self._admitted_since_swap
-            if epoch >= 0 and self._used_epoch == epoch:
+            if epoch >= 0 and (self._used_epoch == epoch or (mode is Mode.USE and self._policy.leaves_unused)):
                 self._reset_at_epoch = epoch
                 rotated = True
+            if self._policy.has_hub and self._policy.leaves_unused and self._clock() >= self._lease_until():
+                self._reset_unseen = True
             if not rotated:
                 self.counters["resets_kept"] += 1
                 return False

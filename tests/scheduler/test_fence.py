@@ -298,6 +298,48 @@ def test_a_local_reset_goes_private_until_the_next_epoch(make_rig: MakeRig) -> N
     rig.check_clean()
 
 
+def test_a_local_reset_leaves_an_epoch_that_only_others_have_used(make_rig: MakeRig) -> None:
+    """Others saved under it with the old weights; this engine, idle so far, is about to get new ones."""
+    rig = make_rig(store=SharedStore())
+    rig.adopt(1)
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True)
+    assert rig.connector._gauges()["waiting_after_reset"] == 1.0
+    assert rig.fence.snapshot.shared is False
+    rig.adopt(2, weights="w1")
+    assert rig.fence.snapshot.shared is True
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"store": None}, id="nobody else saves"),
+        pytest.param({"weights_source": "Model"}, id="weights never change"),
+        pytest.param({"extra": {"on_local_reset": "propose"}}, id="every engine is reset"),
+    ],
+)
+def test_where_no_old_weights_can_be_behind_it_an_unused_epoch_is_kept(make_rig: MakeRig, settings: dict[str, Any]) -> None:
+    rig = make_rig(**{"store": SharedStore(), **settings})
+    rig.adopt(1)
+    root = global_root()
+    assert rig.scheduler.reset_prefix_cache(reset_connector=True)
+    assert global_root() is root
+    assert rig.fence.snapshot.shared is True
+
+
+def test_a_local_reset_without_a_lease_leaves_the_epoch_granted_next(make_rig: MakeRig) -> None:
+    """That one may have been raised, and used by others, before the weights came that this reset is about."""
+    rig = make_rig(store=SharedStore())
+    rig.adopt(1)
+    rig.lease_until = 0.0
+    rig.scheduler.reset_prefix_cache(reset_connector=True)
+    rig.lease_until = float("inf")
+    assert rig.fence.current().shared is False
+    rig.adopt(2, weights="w1")
+    assert rig.fence.snapshot.shared is False
+    rig.adopt(3)
+    assert rig.fence.snapshot.shared is True
+
+
 @pytest.mark.parametrize(("on_local_reset", "calls"), [("private", ["poke True"]), ("propose", ["propose 1", "poke True"])])
 def test_the_hub_is_told_at_once_of_a_local_reset(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, on_local_reset: str, calls: list[str]
