@@ -25,6 +25,8 @@ from epochkv_fence.store_admin import Removed, StoreAdminError
 
 DEADLINE_SECONDS: Final = 10.0
 MAX_ANSWER_BYTES: Final = 1 << 20
+STANDBY: Final = b"service plane is not active"
+"""What a master that does not serve answers to everything, with status 503, before it does anything."""
 ALLOCATED: Final = re.compile(rb"^master_allocated_bytes(?:\{[^}]*\})?\s+([0-9.eE+-]+)\s*$", re.MULTILINE)
 
 
@@ -32,8 +34,8 @@ class MooncakeAdmin:
     """`epochkv_fence.store_admin.StoreAdmin` over the HTTP admin ports of Mooncake masters.
 
     Args:
-        url_of: the admin URLs of a pool's masters, the first that answers is used (a standby master refuses); such as
-            `http://master:9003`. Only stores of one pool alone may be named.
+        url_of: the admin URLs of a pool's masters, such as `http://master:9003`; the first that takes the request is used
+            (a standby master refuses). Only stores of one pool alone may be named.
         deadline_seconds: for one `remove_all`, over all its requests.
     """
 
@@ -45,24 +47,31 @@ class MooncakeAdmin:
         """Remove every key, leased ones only with `force`, and none from `before` on (`time.monotonic`).
 
         Raises:
-            StoreAdminError: no master answered in time, or all refused; what was removed is then unknown.
+            StoreAdminError: no master answered in time, or all refused; what was removed is then unknown. A request that was
+                sent and failed may still be carried out: no other master's answer stands for it.
         """
         urls = self._url_of(pool_uid)
         if not urls:
             raise StoreAdminError(f"no admin address is known for the store of pool {pool_uid}")
-        until = min(time.monotonic() + self._deadline, before)
+        began = time.monotonic()
+        until = min(began + self._deadline, before)
         problems = []
         for url in urls:
+            if time.monotonic() >= until:
+                problems.append(f"{url}: not asked, it is too late")
+                break
             call = _Call(url, force, until)
             try:
                 async with asyncio.timeout(max(0.0, until - time.monotonic())):
                     return await asyncio.wrap_future(call.start())
             except TimeoutError:
-                problems.append(f"{url}: no answer within {self._deadline:g} s")
+                problems.append(f"{url}: no answer within {until - began:.3g} s")
             except StoreAdminError as error:
                 problems.append(str(error))
             finally:
                 call.abort()
+            if call.may_land:
+                break
         raise StoreAdminError("; ".join(problems))
 
 
@@ -84,15 +93,20 @@ def check_admin_url(url: str) -> str:
 
 
 class _Call:
-    """One `remove_all` at one master, on a daemon thread (an executor's would be joined at exit)."""
+    """One `remove_all` at one master, on a daemon thread (an executor's would be joined at exit).
+
+    Attributes:
+        may_land: the removal was sent, and no answer says that it is over or was refused. Does not rise after `abort`.
+    """
 
     def __init__(self, url: str, force: bool, until: float) -> None:
         self._url = url
         self._force = force
         self._until = until
         self._lock = threading.Lock()
-        self._connection: http.client.HTTPConnection | None = None
+        self._sock: socket.socket | None = None
         self._aborted = False
+        self.may_land = False
 
     def start(self) -> Future[Removed]:
         future: Future[Removed] = Future()
@@ -109,13 +123,16 @@ class _Call:
         return future
 
     def abort(self) -> None:
-        """End the thread soon, also when an answer comes byte by byte, which no socket time-out notices."""
+        """Send nothing from now on and end the thread soon.
+
+        Also when a connection is being made, or an answer comes byte by byte, which no socket time-out notices. Only a
+        look-up of a name cannot be ended: the thread ends when it returns.
+        """
         with self._lock:
             self._aborted = True
-            sock = self._connection.sock if self._connection is not None else None
-            if sock is not None:
+            if self._sock is not None:
                 with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+                    self._sock.shutdown(socket.SHUT_RDWR)
 
     def _remove_all(self) -> Removed:
         before = self._allocated()
@@ -129,6 +146,7 @@ class _Call:
             well = False
         if not well:
             raise StoreAdminError(f"{self._url}{path}: unexpected answer {answer[:200]!r}; is this the admin port of a Mooncake master?")
+        self.may_land = False
         after = self._allocated()
         return Removed(keys, max(0, before - after) if before is not None and after is not None else None)
 
@@ -142,25 +160,60 @@ class _Call:
 
     def _request(self, method: str, path: str) -> bytes:
         """The body of an answer with status 200."""
-        left = self._until - time.monotonic()
-        if left <= 0.0:  # also of a process that slept between two requests
-            raise StoreAdminError(f"{self._url}{path}: not sent, it is too late")
+        what = f"{self._url}{path}"
         parts = urlsplit(self._url)
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=left)
-        with self._lock:
-            if self._aborted:
-                raise StoreAdminError(f"{self._url}{path}: given up")
-            self._connection = connection
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port)
+        connection.auto_open = 0
         try:
-            connection.request(method, path, headers={"Connection": "close"})
+            connection.sock = self._connect(what)
+            with self._lock:  # whoever has aborted, or looks at the time, before this knows that nothing is sent
+                connection.sock.settimeout(self._left(what))
+                self.may_land = method == "POST"
+                connection.request(method, path, headers={"Connection": "close"})
             answer = connection.getresponse()
             body = answer.read(MAX_ANSWER_BYTES)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise StoreAdminError(f"{self._url}{path}: {error or type(error).__name__}") from error
+            raise StoreAdminError(f"{what}: {error or type(error).__name__}") from error
         finally:
             with self._lock:
-                self._connection = None
+                self._sock = None
             connection.close()
         if answer.status != 200:
-            raise StoreAdminError(f"{self._url}{path}: HTTP {answer.status}: {body[:200].decode(errors='replace')}")
+            if answer.status == 503 and STANDBY in body:
+                self.may_land = False
+            raise StoreAdminError(f"{what}: HTTP {answer.status}: {body[:200].decode(errors='replace')}")
         return body
+
+    def _connect(self, what: str) -> socket.socket:
+        """To the first address that answers; each gets its share of the time that is left."""
+        parts = urlsplit(self._url)
+        found = socket.getaddrinfo(parts.hostname or "", parts.port, type=socket.SOCK_STREAM)
+        problem = OSError("the name has no address")
+        for number, (family, kind, protocol, _, address) in enumerate(found):
+            sock = socket.socket(family, kind, protocol)
+            try:
+                with self._lock:
+                    sock.settimeout(self._left(what) / (len(found) - number))
+                    self._sock = sock
+                sock.connect(address)
+                return sock
+            except OSError as error:
+                problem = error
+                sock.close()
+            except StoreAdminError:
+                sock.close()
+                raise
+        raise problem
+
+    def _left(self, what: str) -> float:
+        """Seconds that are left, more than 0; also of a process that slept between two steps.
+
+        Raises:
+            StoreAdminError: none are, or it was given up.
+        """
+        if self._aborted:
+            raise StoreAdminError(f"{what}: given up")
+        left = self._until - time.monotonic()
+        if left <= 0.0:
+            raise StoreAdminError(f"{what}: not sent, it is too late")
+        return left

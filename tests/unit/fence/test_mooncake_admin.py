@@ -112,8 +112,44 @@ def test_a_refusal_names_status_and_text() -> None:
 
 def test_a_standby_is_passed_over() -> None:
     handle, _ = working()
-    with server(lambda sock, line: answer(sock, b"standby", "503 X")) as standby, server(handle) as leader:
+    with server(lambda sock, line: answer(sock, b"service plane is not active", "503 X")) as standby, server(handle) as leader:
         assert remove_all(standby, leader) == Removed(3, 4000)
+
+
+@pytest.mark.parametrize("after", ["hangs up", "answers that it failed", "answers nonsense", "hangs"])
+def test_a_removal_that_was_sent_and_may_still_land_is_not_another_masters(after: str) -> None:
+    """The other master would say that nothing is left, while the first one is still to empty the store."""
+    sent = threading.Event()
+    release = threading.Event()
+
+    def breaking(sock: socket.socket, line: str) -> None:
+        if "/metrics" in line:
+            answer(sock, b"master_allocated_bytes 1\n")
+            return
+        sent.set()
+        if after == "answers that it failed":
+            answer(sock, b"upstream reset", "503 X")
+        elif after == "answers nonsense":
+            answer(sock, b"[]")
+        elif after == "hangs":
+            release.wait(30)
+
+    handle, asked = working(keys=0)
+    try:
+        with server(breaking) as first, server(handle) as second, pytest.raises(StoreAdminError, match=first):
+            remove_all(first, second, seconds=1.0)
+    finally:
+        release.set()
+    assert sent.is_set()
+    assert asked == []
+
+
+def test_a_master_that_cannot_be_reached_is_passed_over() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    handle, _ = working()
+    with server(handle) as leader:
+        assert remove_all(f"http://127.0.0.1:{port}", leader) == Removed(3, 4000)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +216,57 @@ def test_nothing_is_removed_from_the_time_on_at_which_engines_may_read_again() -
         with pytest.raises(StoreAdminError, match="too late"):
             _Call(url, True, before)._remove_all()  # as the thread of a process that slept would go on
     assert [line for line in asked if "remove_all" in line] == []
+
+
+def test_a_slow_look_up_of_the_name_does_not_make_a_removal_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle, asked = working()
+    before = time.monotonic() + 0.5
+    looked_up: list[float] = []
+    real = socket.getaddrinfo
+
+    def slow(host: str, *rest: object, **more: object) -> object:
+        found = real("127.0.0.1", *rest, **more)  # type: ignore[arg-type]
+        if asked:  # the look-up for the removal
+            time.sleep(max(0.0, before + 0.2 - time.monotonic()))
+        looked_up.append(time.monotonic())
+        return found
+
+    with server(handle) as url:
+        monkeypatch.setattr("epochkv_fence.mooncake_admin.socket.getaddrinfo", slow)
+        admin = MooncakeAdmin(lambda uid: [url.replace("127.0.0.1", "master.example")])
+        started = time.monotonic()
+        with pytest.raises(StoreAdminError, match=r"no answer within 0\.\d+ s") as told:
+            asyncio.run(admin.remove_all("u-1", force=True, before=before))
+        assert "within 10 s" not in str(told.value)
+        assert time.monotonic() - started < 20
+        eventually(lambda: threads() == 0, what="the thread ends")
+    assert [at >= before for at in looked_up] == [False, True]
+    assert len(asked) == 1
+    assert "/metrics" in asked[0]
+
+
+def test_a_call_that_is_given_up_while_its_connection_is_made_ends() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        address = listener.getsockname()
+        fillers = []
+        try:
+            for _ in range(8):  # nobody accepts: with the queue full the kernel drops what arrives
+                filler = socket.socket()
+                filler.setblocking(False)
+                filler.connect_ex(address)
+                fillers.append(filler)
+            call = _Call(f"http://127.0.0.1:{address[1]}", True, time.monotonic() + 3600.0)
+            future = call.start()
+            eventually(lambda: call._sock is not None, what="it dials")
+            with pytest.raises(TimeoutError):
+                future.result(0.5)
+            call.abort()
+            assert isinstance(future.exception(20), StoreAdminError)
+            assert not call.may_land
+            eventually(lambda: threads() == 0, what="the thread ends")
+        finally:
+            for filler in fillers:
+                filler.close()
 
 
 @pytest.mark.parametrize(
