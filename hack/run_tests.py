@@ -40,7 +40,11 @@ class Layer:
 
 LAYERS = (
     Layer(
-        "unit", DEV, ("tests/unit/fence", "tests/unit/operator", "tests/unit/operator_runtime", "tests/unit/hack", "tests/unit/chart"), 150, 4
+        "unit",
+        DEV,
+        ("tests/unit/fence", "tests/unit/operator", "tests/unit/operator_runtime", "tests/unit/hack", "tests/unit/chart"),
+        150,
+        4,
     ),
     Layer("model", DEV, ("tests/model", "tests/security"), 420),
     Layer(
