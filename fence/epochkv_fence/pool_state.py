@@ -96,6 +96,11 @@ class PoolState:
         return self.term is not None and (self.target > self.published or self._recording is not None)
 
     @property
+    def num_boots(self) -> int:
+        """Boots that are remembered."""
+        return len(self._boots)
+
+    @property
     def round_open(self) -> bool:
         """The round that began has something that needs its leadership read."""
         current = self._round
