@@ -62,5 +62,6 @@ def run() -> None:
 
 
 def _end(error: Exception, status: Exit) -> None:
-    say_error(str(error))
+    for text in (str(error), *getattr(error, "__notes__", ())):
+        say_error(text)
     sys.exit(status)

@@ -23,7 +23,8 @@ from epochkv_fence.connection import CONFIG_ENV
 HELP: Final = """Run COMMAND, which pushes new weights to every engine of the pool, inside a weight update.
 
 Exactly the engines that are there when COMMAND starts share the new epoch; one that starts or restarts meanwhile serves
-without reuse until the next update. When COMMAND fails, the epoch is raised with nobody named: weights are unknown.
+without reuse until the next update. When COMMAND fails, the epoch is raised with nobody named: weights
+are unknown, and `epochkv status` shows them as `failed: VERSION ...`.
 
 --order push_under_pause (default): COMMAND pauses the engines, pushes, and resumes nothing; resume after `epochkv update`.
 --order fence_first: the old epoch is fenced before COMMAND starts, so engines may serve (without reuse) while it pushes.
@@ -71,6 +72,10 @@ def update(
             for note in getattr(error, "__notes__", [str(error)]):
                 say_error(f"{error}. {note}")
             raise typer.Exit(error.status) from None
+        except KeyboardInterrupt as error:
+            for note in getattr(error, "__notes__", ()):
+                say_error(note)
+            raise
         finally:
             progress.stop()
     assert made.reset is not None

@@ -8,10 +8,11 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
+from epochkv_fence.client.arguments import check_arguments, check_order, check_timeout, check_version
 from epochkv_fence.client.background import Background, closed_meanwhile
-from epochkv_fence.client.calls import Calls, Progress, Update, check_arguments, check_order, check_timeout, check_version
+from epochkv_fence.client.calls import Calls, Progress, Update
 from epochkv_fence.client.errors import PoolError
-from epochkv_fence.client.pool import CONNECT_SECONDS, LOOK_SECONDS, RESET_SECONDS, Config, note_failure, open_calls
+from epochkv_fence.client.pool import CONNECT_SECONDS, LOOK_SECONDS, RESET_SECONDS, Config, note_failure, note_unfinished, open_calls
 from epochkv_fence.client.results import Engine, OnFailure, Order, PoolStatus, Reset
 from epochkv_fence.connection import Connection
 
@@ -99,7 +100,11 @@ class AsyncPool:
         except BaseException as error:
             await self._fail(update, error)
             raise
-        update.reset = await self._do(self._calls.end_update(update, progress))
+        try:
+            update.reset = await self._do(self._calls.end_update(update, progress))
+        except BaseException as error:
+            note_unfinished(error, update)
+            raise
 
     async def _fail(self, update: Update, cause: BaseException) -> None:
         try:

@@ -16,11 +16,13 @@ import asyncio
 import contextlib
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from epochkv_fence.client.arguments import MAX_VERSION
 from epochkv_fence.client.errors import HubUnreachable, KeyRefused, PoolError, ResetNotRecorded, ResetTimeout, WrongPool
 from epochkv_fence.client.results import Engine, OnFailure, Order, PoolStatus, Reset
 from epochkv_fence.client.session import Answer, Conversation, Session
@@ -38,7 +40,7 @@ FAIL_SECONDS: Final = 10.0
 """For saying that an update failed, whatever the caller's own time limit was."""
 MAX_PASSES: Final = 4
 BOOTS_PER_MESSAGE: Final = 2048
-MAX_VERSION: Final = 253
+FAILED: Final = "failed: "
 
 Progress = Callable[["Standing"], None]
 
@@ -59,6 +61,34 @@ class Standing:
     laggards: int
     pending: int
     names: tuple[str, ...] = ()
+
+
+class _Teller:
+    """Calls the caller's `progress`, which only looks on: whatever it raises is logged once, and never ends a reset."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+        self._has_failed = False
+        self._told: Standing | None = None
+
+    @property
+    def wanted(self) -> bool:
+        return self._progress is not None
+
+    def again(self) -> None:
+        """Tell the next one also when nothing has changed."""
+        self._told = None
+
+    def __call__(self, standing: Standing) -> None:
+        if self._progress is None or standing == self._told:
+            return
+        self._told = standing
+        try:
+            self._progress(standing)
+        except BaseException:  # also SystemExit, which would end the client's thread
+            if not self._has_failed:
+                logger.warning("the progress callback failed; the reset goes on", exc_info=True)
+            self._has_failed = True
 
 
 @dataclass(slots=True)
@@ -237,18 +267,19 @@ class Calls:
 
     async def _pursue(self, ask: Ask, ended: Callable[[], bool], progress: Progress | None = None) -> None:
         """Ask until `ended`, or until the time is over."""
+        tell = _Teller(progress)
         while time.monotonic() < ask.until:
             with self.session.conversation() as conversation:
-                taken = await self._ask(conversation, ask, ended, progress)
+                taken = await self._ask(conversation, ask, ended, tell)
             if not taken:
                 return
             assert ask.newest is not None
             logger.info("epoch %d is somebody else's; asking for %d", ask.epoch, ask.newest.target + 1)
             ask.epoch, ask.owned, ask.newest = _above(ask.newest.target), False, None
 
-    async def _ask(self, conversation: Conversation, ask: Ask, ended: Callable[[], bool], progress: Progress | None) -> bool:
+    async def _ask(self, conversation: Conversation, ask: Ask, ended: Callable[[], bool], tell: _Teller) -> bool:
         """Repeat one ask. Returns True when its epoch belongs to somebody else, so that a higher one is needed."""
-        poll, told = FIRST_POLL_SECONDS, None
+        poll = FIRST_POLL_SECONDS
         while True:
             for message in ask.messages(conversation.request):
                 conversation.ask(message)
@@ -257,9 +288,7 @@ class Calls:
                 if not isinstance(answer, BumpStatus) or answer.epoch != ask.epoch:
                     continue
                 self._take(ask, answer)
-                if progress is not None and (standing := ask.standing()) != told:
-                    told = standing
-                    progress(standing)
+                tell(ask.standing())
                 if ended():
                     return False
                 if not ask.exact and answer.target >= ask.epoch and not ask.owned:
@@ -267,10 +296,10 @@ class Calls:
             if time.monotonic() >= ask.until:
                 return False
             poll = min(2 * poll, MAX_POLL_SECONDS)
-            if progress is not None and poll == MAX_POLL_SECONDS:
+            if tell.wanted and poll == MAX_POLL_SECONDS:
                 if ask.recorded and not ask.published:
                     ask.names = await self._laggards(ask.epoch)
-                told = None  # who waits is told again
+                tell.again()
 
     @staticmethod
     def _take(ask: Ask, answer: BumpStatus) -> None:
@@ -333,15 +362,12 @@ class Calls:
         """See `Pool.wait`. Asks for nothing."""
         called_at = time.monotonic()
         until, pause = called_at + timeout_s, FIRST_POLL_SECONDS
-        told = None
+        tell = _Teller(progress)
         with self.session.conversation() as conversation:
             while True:
                 page = await self._page(conversation, 0, until)
                 published = page.published >= epoch
-                standing = Standing(epoch, page.target >= epoch, published, page.total, 0, 0)
-                if progress is not None and standing != told:
-                    told = standing
-                    progress(standing)
+                tell(Standing(epoch, page.target >= epoch, published, page.total, 0, 0))
                 if published or time.monotonic() + pause >= until:
                     break
                 await asyncio.sleep(pause)
@@ -360,8 +386,8 @@ class Calls:
             weights_version=status.weights_version,
         )
         if not published:
-            unasked = "" if page.target >= epoch else f"; nobody has asked for it (the target is {page.target})"
-            raise ResetTimeout(f"epoch {epoch} is not published after {timeout_s:g} s{unasked}. " + self._late(reset), reset)
+            unasked = f"epoch {epoch} is not published after {timeout_s:g} s: nobody has asked for it (the target is {page.target})"
+            raise ResetTimeout(self._late(reset) if page.target >= epoch else unasked, reset)
         return reset
 
     # ------------------------------------------------------------------ weights
@@ -378,25 +404,43 @@ class Calls:
 
     async def end_update(self, update: Update, progress: Progress | None = None) -> Reset:
         """After the push: name those who have the weights, in a new epoch or in the one that was fenced first."""
-        called = time.monotonic()
-        if update.epoch is not None and not await self._superseded(update.epoch, called + update.timeout_s):
-            ask = Ask(update.epoch, update.version, update.boots, True, called, called + update.timeout_s)
-            await self._pursue(ask, lambda: ask.settled, progress)
-            if not ask.recorded:
-                raise self._not_recorded(ask.epoch, update.timeout_s)
-            if ask.newest is not None and ask.newest.target == update.epoch:
-                return await self._outcome(ask, True, update.on_failure)
+        if update.epoch is not None:
+            if (reset := await self._mark(update, update.epoch, progress)) is not None:
+                return reset
+            update.epoch = None  # somebody raised the pool beyond it: its marks mean nothing any more
         reset = await self.reset(None, update.version, True, update.timeout_s, update.on_failure, update.boots, progress)
         update.epoch = reset.epoch
         return reset
 
+    async def _mark(self, update: Update, epoch: int, progress: Progress | None) -> Reset | None:
+        """Name those who have the weights of the epoch that was fenced first; None: it is not the target any more."""
+        called = time.monotonic()
+        ask = Ask(epoch, update.version, update.boots, True, called, called + update.timeout_s)
+        with contextlib.suppress(HubUnreachable):
+            if await self._superseded(epoch, ask.until):
+                return None
+            await self._pursue(ask, lambda: ask.settled, progress)
+        if ask.newest is None:
+            where, problem = self.session.connection.hub.endpoint, self.session.problem
+            raise HubUnreachable(
+                f"epoch {epoch} is published and engines serve in bypass there, without reuse, until a hub is told that they have the "
+                f"weights; none answered within {update.timeout_s:g} s. The hub at {where}: {problem}"
+            )
+        if ask.newest.target < epoch:
+            raise self._not_recorded(epoch, update.timeout_s)
+        return await self._outcome(ask, True, update.on_failure) if ask.newest.target == epoch else None
+
     async def fail_update(self, update: Update) -> int | None:
-        """The push failed, so nobody's weights are known: nobody may share until the next update. The new epoch, if any."""
+        """The push failed, so nobody's weights are known: nobody may share until the next update. The new epoch, if any.
+
+        It is asked for with a version of its own, so that an ask of somebody else (a plain reset, an engine's proposal), which
+        may let engines share by age, is never taken for this one.
+        """
         called = time.monotonic()
         seconds = min(FAIL_SECONDS, update.timeout_s)
         if update.epoch is not None and not await self._superseded(update.epoch, called + seconds):
             return update.epoch  # everybody is in bypass there, and stays
-        reset = await self.reset(None, "", False, seconds, "bypass", boots=())
+        reset = await self.reset(None, failed_version(update.version), False, seconds, "bypass", boots=())
         return reset.epoch
 
     async def _superseded(self, epoch: int, until: float) -> bool:
@@ -411,39 +455,7 @@ def _above(target: int) -> int:
     return target + 1
 
 
-def check_arguments(epoch: int | None, version: str | None, timeout_s: float, on_failure: str) -> str:
-    """The version as text.
-
-    Raises:
-        ValueError, TypeError: an argument cannot be meant.
-    """
-    if epoch is not None:
-        if isinstance(epoch, bool) or not isinstance(epoch, int):
-            raise TypeError(f"epoch is {epoch!r}; give an integer, or None for the next one")
-        if not 0 <= epoch <= MAX_EPOCH:
-            raise ValueError(f"epoch is {epoch}; it must be from 0 to {MAX_EPOCH}")
-    check_timeout(timeout_s)
-    if on_failure not in ("bypass", "crash"):
-        raise ValueError(f"on_failure is {on_failure!r}; use 'bypass' or 'crash'")
-    return check_version(version) if version is not None else ""
-
-
-def check_version(version: str) -> str:
-    """Raise unless `version` can name weights."""
-    if not isinstance(version, str):
-        raise TypeError(f"the version of the weights is {version!r}; give text")
-    if not 0 < len(version) <= MAX_VERSION:
-        raise ValueError(f"the version of the weights has {len(version)} characters; give 1 to {MAX_VERSION}")
-    return version
-
-
-def check_timeout(timeout_s: float) -> None:
-    """Raise unless `timeout_s` is a usable number of seconds."""
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= 86_400:
-        raise ValueError(f"timeout_s is {timeout_s!r}; give seconds, more than 0 and at most 86400")
-
-
-def check_order(order: str) -> None:
-    """Raise unless `order` is one of the two safe ones."""
-    if order not in ("push_under_pause", "fence_first"):
-        raise ValueError(f"order is {order!r}; use 'push_under_pause' or 'fence_first'")
+def failed_version(version: str) -> str:
+    """What status shows for weights whose push failed; different each time."""
+    mark = f" {secrets.token_hex(4)}"
+    return FAILED + version[: MAX_VERSION - len(FAILED) - len(mark)] + mark

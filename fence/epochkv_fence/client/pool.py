@@ -20,18 +20,10 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self
 
+from epochkv_fence.client.arguments import check_arguments, check_order, check_timeout, check_version
 from epochkv_fence.client.background import Background
-from epochkv_fence.client.calls import (
-    FAIL_SECONDS,
-    Calls,
-    Progress,
-    Update,
-    check_arguments,
-    check_order,
-    check_timeout,
-    check_version,
-)
-from epochkv_fence.client.errors import PoolError
+from epochkv_fence.client.calls import FAIL_SECONDS, Calls, Progress, Update
+from epochkv_fence.client.errors import HubUnreachable, PoolError, ResetTimeout
 from epochkv_fence.client.results import Engine, OnFailure, Order, PoolStatus, Reset
 from epochkv_fence.client.session import Session
 from epochkv_fence.connection import Connection
@@ -128,6 +120,7 @@ class Pool:
             on_failure: when it is recorded and not published in time: `bypass` returns with `published=False` and the
                 laggards' names (their leases fence them), `crash` raises `ResetTimeout`.
             progress: called on another thread with a `Standing` at every change, and about once a second while it takes.
+                What it raises is logged once and changes nothing.
 
         Raises:
             ResetNotRecorded: whatever `on_failure` says. Nobody fences the engines: keep them paused.
@@ -161,7 +154,8 @@ class Pool:
 
         Exactly the engine processes that are there on entry share the new epoch; one that starts or restarts meanwhile
         serves without reuse until the next update. An exception inside raises the epoch with nobody named, best effort:
-        weights are unknown, so every engine leaves the old epoch and none shares.
+        weights are unknown, so every engine leaves the old epoch and none shares; status shows them as `failed: <version> ...`.
+        Whatever this raises has a note (`__notes__`) that says what state the engines are in.
 
         Args:
             version: of the weights, at most 253 characters; different for every update.
@@ -175,6 +169,7 @@ class Pool:
         Raises:
             ResetNotRecorded, ResetTimeout: as in `reset`; on entry with `fence_first` a reset that is not published in
                 time always raises.
+            HubUnreachable: no hub answered on entry; or on exit with `fence_first`: engines then serve without reuse.
         """
         version = check_version(version)
         check_order(order)
@@ -186,7 +181,11 @@ class Pool:
         except BaseException as error:
             self._fail(update, error)
             raise
-        update.reset = self._background.run(self._calls.end_update(update, progress), timeout_s + EXTRA_SECONDS)
+        try:
+            update.reset = self._background.run(self._calls.end_update(update, progress), timeout_s + EXTRA_SECONDS)
+        except BaseException as error:
+            note_unfinished(error, update)
+            raise
 
     def _fail(self, update: Update, cause: BaseException) -> None:
         try:
@@ -241,3 +240,17 @@ def note_failure(cause: BaseException, update: Update, epoch: int | None, error:
         text = f"EpochKV: the pool could not be told, so engines keep the old epoch; keep them paused until the next update: {error}"
     cause.add_note(text)
     logger.warning("the update to %s failed. %s", update.version, text)
+
+
+def note_unfinished(cause: BaseException, update: Update) -> None:
+    """Say on what the end of an update raised, after a push that succeeded, what became of the pool."""
+    if isinstance(cause, ResetTimeout):
+        text = f"epoch {cause.reset.epoch} is recorded: engines leave the older ones now, those that do not answer with their leases"
+    elif update.epoch is not None:
+        text = f"engines are at epoch {update.epoch}, in bypass (without reuse) until a hub is told that they have {update.version}"
+    elif isinstance(cause, HubUnreachable):
+        text = f"engines have {update.version} and may go on with older KV: keep them paused and update again"
+    else:
+        text = f"engines have {update.version}, and whether its epoch is recorded is not known: keep them paused and update again"
+    cause.add_note(f"EpochKV: {text}")
+    logger.warning("the update to %s is not finished: %s", update.version, text)

@@ -113,6 +113,7 @@ def test_what_is_not_published_in_time_is_status_3_with_names(hub: HubProcess, a
     nobody = epochkv("wait", "9000000", "--timeout", "0.5", config=hub.folder)
     assert nobody.returncode == 3
     assert "nobody has asked for it" in nobody.stderr
+    assert "is recorded" not in nobody.stderr
     engine.is_busy = False
 
 
@@ -162,6 +163,8 @@ def test_nobody_there_is_status_4(tmp_path: Path, hub: HubProcess) -> None:
         (("update", "--version", "v"), "COMMAND"),
         (("update", "--", "true"), "--version"),
         (("update", "--version", "v", "--order", "x", "--", "true"), "use 'push_under_pause' or 'fence_first'"),
+        (("update", "--version", "step-\udcff", "--", "touch", "/nowhere"), "no Unicode text"),
+        (("reset", "--weights-version", "step-\udcff"), "no Unicode text"),
         (("status", "--config", "/nowhere"), "/nowhere"),
         (("frobnicate",), "frobnicate"),
         (("hub", "--pool", "p", "--listen", "7700", "--state", "/nowhere/x"), "--listen is '7700'"),

@@ -116,7 +116,7 @@ def test_progress_is_told_with_names(tmp_path: Path) -> None:
 
 def test_waiting_for_what_nobody_asked_for_ends(world: HubWorld) -> None:
     pool = world.connect()
-    with pytest.raises(ResetTimeout, match=r"epoch 5 is not published after 0\.3 s; nobody has asked for it \(the target is 0\)"):
+    with pytest.raises(ResetTimeout, match=r"epoch 5 is not published after 0\.3 s: nobody has asked for it \(the target is 0\)$"):
         pool.wait(5, timeout_s=0.3)
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from epochkv_fence.client import AsyncPool, Pool, PoolClosed, ResetNotRecorded, ResetTimeout
+from epochkv_fence.client import AsyncPool, HubUnreachable, Pool, PoolClosed, ResetNotRecorded, ResetTimeout, Standing
+from epochkv_fence.client.calls import Ask, Calls
 from epochkv_fence.transport import AgentThread
 from tests.helpers_fence import FakeEngine, eventually
 from tests.helpers_hub import HubWorld, bypassing, hub_world, together, using
@@ -108,9 +111,12 @@ def test_an_engine_that_hangs_is_named(tmp_path: Path) -> None:
             pass
         assert update.reset is not None
         assert (update.reset.published, update.reset.laggards) == (False, ("engine-1",))
-        with pytest.raises(ResetTimeout, match="engine-1"):
+        with pytest.raises(ResetTimeout, match="engine-1") as caught:
             with pool.weight_update("step-2", timeout_s=1.0, on_failure="crash"):
                 pass
+        assert caught.value.__notes__ == [
+            "EpochKV: epoch 2 is recorded: engines leave the older ones now, those that do not answer with their leases"
+        ]
         with pytest.raises(ResetTimeout, match="engine-1"):
             with pool.weight_update("step-3", order="fence_first", timeout_s=1.0):
                 raise AssertionError("the block must not begin before the old epoch is fenced")
@@ -138,7 +144,7 @@ def test_an_exception_inside_leaves_nobody_sharing(world: HubWorld, kind: type[B
             raise kind("the push failed")
     assert caught.value.__notes__ == ["EpochKV: epoch 1: engines serve without reuse until the next weight update"]
     all_bypassing(agents, 1)
-    assert pool.status().weights_version == ""  # nobody has step-1
+    assert re.fullmatch(r"failed: step-1 [0-9a-f]{8}", pool.status().weights_version)
     with pool.weight_update("step-1"):
         pass
     all_using(agents, 2)
@@ -194,9 +200,81 @@ def test_a_hub_that_is_gone_when_the_push_fails_is_said_on_the_exception(world: 
 def test_a_hub_that_is_gone_when_the_push_is_done_raises(world: HubWorld) -> None:
     world.serving(1)
     pool = world.connect()
-    with pytest.raises(ResetNotRecorded):
+    with pytest.raises(ResetNotRecorded) as caught:
         with pool.weight_update("step-1", timeout_s=1.0):
             world.stop_hub()
+    assert caught.value.__notes__ == ["EpochKV: engines have step-1 and may go on with older KV: keep them paused and update again"]
+
+
+def test_a_hub_that_is_gone_when_a_push_behind_the_fence_is_done_is_said_with_the_epoch(world: HubWorld) -> None:
+    agents = world.serving(1)
+    pool = world.connect()
+    with pytest.raises(HubUnreachable, match="epoch 1 is published and engines serve in bypass there") as caught:
+        with pool.weight_update("step-1", order="fence_first", timeout_s=1.0):
+            world.stop_hub()
+    (note,) = caught.value.__notes__
+    assert note == "EpochKV: engines are at epoch 1, in bypass (without reuse) until a hub is told that they have step-1"
+    all_bypassing(agents, 1)
+
+
+def test_a_failed_push_does_not_take_somebody_elses_epoch_for_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain reset takes the number between the client's question and its ask, and lets old engines share by age."""
+    with hub_world(tmp_path / "state", join_after_seconds=0.0) as world:
+        agents = world.serving(1)
+        pool = world.connect()
+        pursue = Calls._pursue
+
+        async def late(self: Calls, ask: Ask, *rest: Any) -> None:
+            def overtake() -> None:
+                world.ask(1)
+                all_using(agents, 1)
+
+            await asyncio.to_thread(overtake)
+            await pursue(self, ask, *rest)
+
+        monkeypatch.setattr(Calls, "_pursue", late)
+        with pytest.raises(RuntimeError) as caught:
+            with pool.weight_update("step-1"):
+                raise RuntimeError("the push failed")
+        assert caught.value.__notes__ == ["EpochKV: epoch 2: engines serve without reuse until the next weight update"]
+        all_bypassing(agents, 2)
+
+
+def test_the_longest_version_can_fail(world: HubWorld) -> None:
+    agents = world.serving(1)
+    pool = world.connect()
+    with pytest.raises(RuntimeError):
+        with pool.weight_update("\U0001f40c" * 253):
+            raise RuntimeError("the push failed")
+    all_bypassing(agents, 1)
+    shown = pool.status().weights_version
+    assert shown.startswith("failed: \U0001f40c")
+    assert len(shown) == 253
+
+
+@pytest.mark.parametrize("kind", [BrokenPipeError, SystemExit])
+def test_a_progress_callback_that_raises_changes_nothing(
+    world: HubWorld, kind: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    agents = world.serving(1)
+    pool = world.connect()
+    told: list[Standing] = []
+
+    def broken(standing: Standing) -> None:
+        told.append(standing)
+        raise kind("the terminal is gone")
+
+    with pool.weight_update("step-1", progress=broken) as update:
+        pass
+    assert update.reset is not None
+    assert update.reset.published
+    all_using(agents, 1)
+    agents[0][1].is_busy = True
+    assert not pool.reset(timeout_s=3.0, progress=broken).published
+    agents[0][1].is_busy = False
+    assert pool.wait(2, progress=broken).published
+    assert len(told) >= 4
+    assert sum("the progress callback failed" in record.message for record in caplog.records) == 3  # once each
 
 
 @pytest.mark.parametrize("order", ["push_under_pause", "fence_first"])
@@ -266,6 +344,7 @@ def test_arguments_of_an_update(world: HubWorld) -> None:
     pool = world.connect()
     for arguments, match in (
         ({"version": ""}, "has 0 characters"),
+        ({"version": "step-\udcff"}, "no Unicode text"),
         ({"version": "v", "order": "push_while_serving"}, "use 'push_under_pause' or 'fence_first'"),
         ({"version": "v", "timeout_s": -1}, "timeout_s is -1"),
         ({"version": "v", "on_failure": "x"}, "use 'bypass' or 'crash'"),
@@ -340,6 +419,12 @@ def test_asyncio_a_pool_that_is_closed_ends_what_waits(world: HubWorld) -> None:
             await task
         with pytest.raises(PoolClosed):
             await pool.status()
+        pool = await AsyncPool.connect(world.folder)
+        with pytest.raises(PoolClosed) as caught:
+            async with pool.weight_update("step-1"):
+                await pool.close()
+        (note,) = caught.value.__notes__
+        assert note == "EpochKV: engines have step-1, and whether its epoch is recorded is not known: keep them paused and update again"
 
     asyncio.run(body())
 
