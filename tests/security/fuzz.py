@@ -39,7 +39,7 @@ from epochkv_fence.transport.keys import CredentialsError, check_key
 from epochkv_fence.transport.limits import Peers
 from tests.helpers_fence import FenceWorld
 from tests.security.generators import BOOTS, document, frames, json_text, value, zmtp
-from tests.security.wire import FakeHub, RawClient, heartbeat
+from tests.security.wire import FakeHub, RawClient, failures, heartbeat
 
 Target = Callable[[Random], None]
 BATCH = 200
@@ -209,7 +209,7 @@ class HubPath:
                 raise Crash(f"the hub grants no more: {self._hub.counters}")
         finally:
             client.close()
-        failed = {name: count for name, count in self._hub.counters.items() if name in ("take_failed", "turns_failed", "tasks_failed")}
+        failed = failures(self._hub)
         if failed:
             raise Crash(f"the hub met exceptions: {failed}")
 

@@ -18,6 +18,7 @@ from epochkv_fence.transport import ClientKeys, HubServer, generate_keypair
 from epochkv_fence.transport.limits import MAX_PEERS, Bucket, Peers
 from tests.helpers_fence import POOL, FenceWorld, eventually
 from tests.security.flooder import flooding
+from tests.security.wire import failures
 
 LEASE = 6.0
 OTHER = "pool-uid-2"
@@ -51,7 +52,7 @@ def stands(world: FenceWorld, hub: HubServer, proof: str, at_least: int) -> None
     assert all(agent.view.epoch == 1 and time.monotonic() < agent.view.lease_until for agent, _ in agents)
     flooded = hub.counters[proof]
     eventually(lambda: hub.counters[proof] > flooded, what="it was going on all the time")
-    assert hub.counters["take_failed"] == hub.counters["turns_failed"] == 0
+    assert failures(hub) == {}
 
 
 def second_pool(world: FenceWorld, hub: HubServer) -> ClientKeys:
@@ -126,7 +127,7 @@ def test_connections_that_use_up_the_file_descriptors(world: FenceWorld, hub: Hu
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     late, _ = world.agent(hub.endpoint)
     eventually(lambda: late.view.epoch == 1)
-    assert hub.counters["take_failed"] == hub.counters["turns_failed"] == 0
+    assert failures(hub) == {}
 
 
 def test_many_connections_of_one_pool_share_its_limit(world: FenceWorld, hub: HubServer) -> None:

@@ -16,7 +16,7 @@ import pytest
 from epochkv_fence.messages import Bump, BumpStatus, Error, Grant, Mode, Refusal, encode
 from epochkv_fence.transport import ClientKeys, HubServer, generate_keypair
 from tests.helpers_fence import POOL, FenceWorld, eventually
-from tests.security.wire import FakeHub, Relay, heartbeat, pool_boots, raw
+from tests.security.wire import FakeHub, Relay, failures, heartbeat, pool_boots, raw
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_bytes_that_are_no_zeromq_at_all(world: FenceWorld, hub: HubServer) -> N
             plain.sendall(noise.randbytes(noise.randrange(1, 500)))
     agent, _ = world.agent(hub.endpoint)
     eventually(lambda: agent.view.epoch == 0)
-    assert world.thread.call(lambda: hub.counters["take_failed"]) == 0
+    assert world.thread.call(lambda: failures(hub)) == {}
 
 
 # ------------------------------------------------------------------------------------------------- tampering and replay

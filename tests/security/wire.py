@@ -13,6 +13,14 @@ from epochkv_fence.messages import Grant, Heartbeat, Message, Mode, decode, enco
 from epochkv_fence.transport import ClientKeys, HubServer, KeyPair
 from tests.helpers_fence import POOL, FenceWorld
 
+FAILURES = ("take_failed", "turns_failed", "tasks_failed", "steps_failed", "unencodable")
+"""Counters of what must never happen, whatever clients say."""
+
+
+def failures(hub: HubServer) -> dict[str, int]:
+    """Those that did."""
+    return {name: hub.counters[name] for name in FAILURES if hub.counters[name]}
+
 
 class RawClient:
     """A DEALER that says what it likes."""

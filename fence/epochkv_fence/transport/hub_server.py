@@ -2,7 +2,7 @@
 
 Everything runs in one event loop: bursts of messages (`router`), one timer for all that is due, and a task with a deadline
 for every call to the authority or a store. A read that does not answer means no grants in that round; only a read that
-answers "somebody else" makes this hub step down.
+answers "somebody else" makes this hub step down. A pool whose step fails is tried again, and harms no other pool.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import zmq
 
 from epochkv_fence import hub_events as ev
 from epochkv_fence.authority import Authority, Origin, PoolRecord, Term
-from epochkv_fence.hub import Hub
 from epochkv_fence.messages import INSTANCE_BYTES, Message, Source
 from epochkv_fence.pool import PoolConfig, PoolSnapshot
 from epochkv_fence.store_admin import Removed, StoreAdmin, StoreAdminError
 from epochkv_fence.transport.calls import Calls
+from epochkv_fence.transport.changes import Changes
 from epochkv_fence.transport.keys import HubKeys, check_key
-from epochkv_fence.transport.limits import POOL_BURST, POOL_RATE, Bucket
 from epochkv_fence.transport.router import Lane, Router
+from epochkv_fence.transport.served import ServedPool
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -41,10 +41,8 @@ LOAD_RETRY_SECONDS: Final = 0.25
 MAX_LOAD_RETRY_SECONDS: Final = 2.0
 STOP_SECONDS: Final = 2.0
 STORE_DEADLINE_SECONDS: Final = 8.0
-CHANGE_SHARE: Final = 0.05
-"""Changes other than of epochs are told so seldom that telling them takes no more than this share of the time: what is told
-may look at every engine of a pool."""
-MIN_CHANGE_GAP_SECONDS: Final = 0.02
+QUIET_SECONDS: Final = 10.0
+"""Between two stack traces of one pool: whoever makes its steps fail may do so without end."""
 
 
 class UnknownPool(KeyError):
@@ -52,21 +50,6 @@ class UnknownPool(KeyError):
 
     def __str__(self) -> str:
         return f"the hub has no pool with uid {self.args[0]!r}; call set_pool first"
-
-
-class _Pool:
-    """A pool's state machine and what its driver keeps beside it. A pool that is removed and set again is a new one."""
-
-    def __init__(self, config: PoolConfig, instance: bytes) -> None:
-        self.config = config
-        self.hub = Hub(config, instance)
-        self.bucket = Bucket.full(POOL_RATE, POOL_BURST, time.monotonic())
-        self.told: tuple[int, int, bool] | None = None
-        self.tell_at = -math.inf
-
-    def epochs(self) -> tuple[int, int, bool]:
-        """Changes of these are told at once."""
-        return self.hub.target, self.hub.published, self.hub.term is not None
 
 
 class HubServer:
@@ -101,14 +84,13 @@ class HubServer:
         self._bind = bind
         self._authority = authority
         self._stores = stores
-        self._on_change = on_change or (lambda uid: None)
+        self._changes = Changes(on_change or (lambda uid: None))
         self._on_step_down = on_step_down or (lambda: None)
         self._deadline = authority_deadline_seconds
         self._store_deadline = store_deadline_seconds
         self._calls = Calls(self.counters)
-        self._pools: dict[str, _Pool] = {}
+        self._pools: dict[str, ServedPool] = {}
         self._lanes: dict[str, Lane] = {}
-        self._changed: set[str] = set()
         self._term: Term | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._round_number = 0
@@ -166,7 +148,7 @@ class HubServer:
                 raise ValueError(f"pool {config.name!r} has the client key of pool {owner.config.name!r}; give each pool its own key pair")
         pool = self._pools.get(config.uid)
         if pool is None:
-            pool = self._pools[config.uid] = _Pool(config, self.instance)
+            pool = self._pools[config.uid] = ServedPool(config, self.instance)
             self._map_keys(pool, config)
             if self._term is not None:
                 self._spawn(self._acquire(pool, self._term))
@@ -177,25 +159,25 @@ class HubServer:
 
     add_pool = set_pool
 
-    def _map_keys(self, pool: _Pool, config: PoolConfig) -> None:
+    def _map_keys(self, pool: ServedPool, config: PoolConfig) -> None:
         self._unmap_keys(pool)
         for index, key in enumerate(config.client_public_keys):
-            self._lanes.setdefault(key, Lane(pool, index, pool.bucket))
+            self._lanes.setdefault(key, pool.lane(index))
 
-    def _unmap_keys(self, pool: _Pool) -> None:
+    def _unmap_keys(self, pool: ServedPool) -> None:
         self._lanes = {key: lane for key, lane in self._lanes.items() if lane.pool is not pool}
 
-    def _owner(self, key: str) -> _Pool | None:
+    def _owner(self, key: str) -> ServedPool | None:
         lane = self._lanes.get(key)
-        return lane.pool if lane is not None and isinstance(lane.pool, _Pool) else None
+        return lane.pool if lane is not None and isinstance(lane.pool, ServedPool) else None
 
     def remove_pool(self, uid: str) -> None:
         """Forget a pool: its clients are answered with an error and their leases run out. Unknown uids are ignored."""
         pool = self._pools.pop(uid, None)
         if pool is not None:
             self._unmap_keys(pool)
-            pool.hub.step(ev.SteppedDown(), time.monotonic())
-            self._changed.discard(uid)
+            self._act(pool, ev.SteppedDown())
+            self._changes.forget(uid)
             self._calls.forget(pool.config.name)
 
     def request(
@@ -249,7 +231,7 @@ class HubServer:
             published_at=None if published is None else published + shift,
         )
 
-    def _pool(self, uid: str) -> _Pool:
+    def _pool(self, uid: str) -> ServedPool:
         try:
             return self._pools[uid]
         except KeyError:
@@ -281,19 +263,17 @@ class HubServer:
         for pool in self._pools.values():
             self._step(pool, ev.SteppedDown())
 
-    async def _acquire(self, pool: _Pool, term: Term) -> None:
+    async def _acquire(self, pool: ServedPool, term: Term) -> None:
         """Read the pool's record, after the term was won, until it answers."""
         pause = LOAD_RETRY_SECONDS
         while self._current(pool) and self._term == term:
             record = await self._ask(pool, "load", partial(self._authority.load, pool.config.uid))
-            if record is not None:
-                if self._current(pool) and self._term == term:
-                    self._step(pool, ev.Acquired(term, record))
+            if record is not None and self._current(pool) and self._term == term and self._step(pool, ev.Acquired(term, record)):
                 return
             await asyncio.sleep(pause)
             pause = min(2 * pause, MAX_LOAD_RETRY_SECONDS)
 
-    def _current(self, pool: _Pool) -> bool:
+    def _current(self, pool: ServedPool) -> bool:
         return self._pools.get(pool.config.uid) is pool
 
     # ------------------------------------------------------------------ time and rounds
@@ -330,13 +310,10 @@ class HubServer:
     def _turn(self, now: float) -> float:
         """Everything that is due; returns when to look again (at the latest: what happens looks again by itself)."""
         pools = list(self._pools.values())
-        for pool in pools:
-            if now >= pool.hub.tick_at():
-                self._act(pool, ev.Tick())
-        due = min((pool.hub.tick_at() for pool in pools), default=math.inf)
-        due = min(due, self._tell_changes(now))
+        due = min((self._tick(pool, now) for pool in pools), default=math.inf)
+        due = min(due, self._changes.tell(self._epochs, now))
         if not self._round_running and self._term is not None:
-            round_due = min((pool.hub.round_at(now) for pool in pools), default=math.inf)
+            round_due = min((self._guard(pool, partial(pool.round_at, now), math.inf) for pool in pools), default=math.inf)
             round_due = max(round_due, self._round_began + ROUND_GAP_SECONDS)
             if round_due <= now:
                 self._round_running = True
@@ -346,18 +323,32 @@ class HubServer:
                 due = min(due, round_due)
         return min(due, now + MAX_SLEEP_SECONDS)
 
+    def _tick(self, pool: ServedPool, now: float) -> float:
+        """What is due of one pool; returns when its next tick is."""
+        due = self._guard(pool, pool.tick_at, now + FAILED_TURN_SECONDS)
+        if now < due:
+            return due
+        if not self._act(pool, ev.Tick()):
+            pool.failed_until = now + FAILED_TURN_SECONDS
+        return self._guard(pool, pool.tick_at, now + FAILED_TURN_SECONDS)
+
+    def _epochs(self, uid: str) -> tuple[int, int, bool]:
+        hub = self._pools[uid].hub
+        return hub.target, hub.published, hub.term is not None
+
     async def _round(self, term: Term) -> None:
         """Collect and evaluate; read leadership once, for all pools; then grant and publish."""
+        begun: list[ServedPool] = []
+        self._round_number += 1
+        number = self._round_number
         try:
             if self._term != term:
                 return
-            self._round_number += 1
-            number = self._round_number
-            pools = list(self._pools.values())
-            for pool in pools:
-                self._act(pool, ev.RoundBegan(number))
-            pools = [pool for pool in pools if pool.hub.round_open]
-            if not pools:
+            now = time.monotonic()
+            begun = [pool for pool in self._pools.values() if now >= pool.failed_until]
+            for pool in begun:
+                self._act_in_round(pool, ev.RoundBegan(number))
+            if not any(pool.hub.round_open for pool in begun):
                 return
             leads = await self._ask(None, "verify", partial(self._authority.verify, term))
             if self._term != term:
@@ -367,27 +358,55 @@ class HubServer:
                 self._abandon_term()
                 self._on_step_down()
                 return
-            for pool in pools:
+            for pool in begun if leads else ():
                 if self._current(pool):
-                    self._act(pool, ev.RoundVerified(number) if leads else ev.RoundDropped(number))
+                    self._act_in_round(pool, ev.RoundVerified(number))
         finally:
             self._round_running = False
+            for pool in begun:  # nothing, for those whose round is over
+                self._act(pool, ev.RoundDropped(number))
             self._look()
 
     # ------------------------------------------------------------------ effects
 
-    def _step(self, pool: _Pool, event: ev.Event) -> None:
-        self._act(pool, event)
+    def _step(self, pool: ServedPool, event: ev.Event) -> bool:
+        stepped = self._act(pool, event)
         self._look()
+        return stepped
 
-    def _act(self, pool: _Pool, event: ev.Event) -> None:
-        for action in pool.hub.step(event, time.monotonic()):
-            if type(action) is ev.Send:
-                self._router.send(action.peer, action.message)
-            else:
-                self._do(pool, action)
+    def _act(self, pool: ServedPool, event: ev.Event) -> bool:
+        """Step one pool and do what it asks for; never raises. Returns whether all of that worked."""
+        try:
+            for action in pool.hub.step(event, time.monotonic()):
+                if type(action) is ev.Send:
+                    self._router.send(action.peer, action.message)
+                else:
+                    self._do(pool, action)
+        except Exception:
+            self._step_failed(pool)
+            return False
+        return True
 
-    def _do(self, pool: _Pool, action: ev.Action) -> None:
+    def _act_in_round(self, pool: ServedPool, event: ev.Event) -> None:
+        if not self._act(pool, event):
+            pool.failed_until = time.monotonic() + FAILED_TURN_SECONDS
+
+    def _guard(self, pool: ServedPool, look: Callable[[], float], otherwise: float) -> float:
+        """What `look` finds out about a pool; never raises."""
+        try:
+            return look()
+        except Exception:
+            self._step_failed(pool)
+            return otherwise
+
+    def _step_failed(self, pool: ServedPool) -> None:
+        self.counters["steps_failed"] += 1
+        now = time.monotonic()
+        if now >= pool.quiet_until:
+            pool.quiet_until = now + QUIET_SECONDS
+            logger.exception("pool %s: the hub failed to take a step, and tries again; other pools go on", pool.config.name)
+
+    def _do(self, pool: ServedPool, action: ev.Action) -> None:
         uid = pool.config.uid
         match action:
             case ev.Send(peer, message):
@@ -406,23 +425,23 @@ class HubServer:
             case ev.Sweep(below):
                 self._spawn(self._empty(pool, "sweep", None, partial(ev.Swept, below), ev.SweepFailed(below)))
             case ev.Changed():
-                self._changed.add(uid)
+                self._changes.add(uid)
 
-    async def _ask(self, pool: _Pool | None, what: str, call: Callable[[], Awaitable[T]]) -> T | None:
+    async def _ask(self, pool: ServedPool | None, what: str, call: Callable[[], Awaitable[T]]) -> T | None:
         name = pool.config.name if pool is not None else "leadership"
         return await self._calls.call(name, what, self._deadline, call)
 
-    async def _write(self, pool: _Pool, what: str, write: Callable[[], Awaitable[None]], done: ev.Event, failed: ev.Event) -> None:
+    async def _write(self, pool: ServedPool, what: str, write: Callable[[], Awaitable[None]], done: ev.Event, failed: ev.Event) -> None:
         async def answer() -> bool:
             await write()
             return True
 
         answered = await self._ask(pool, what, answer)
-        if self._current(pool):
-            self._step(pool, done if answered else failed)
+        if self._current(pool) and not (answered and self._step(pool, done)):
+            self._step(pool, failed)
 
     async def _empty(
-        self, pool: _Pool, what: str, force_before: float | None, done: Callable[[int, int | None], ev.Event], failed: ev.Event
+        self, pool: ServedPool, what: str, force_before: float | None, done: Callable[[int, int | None], ev.Event], failed: ev.Event
     ) -> None:
         """Have the store's admin remove everything: also what is being read, but then only before `force_before`."""
 
@@ -434,28 +453,8 @@ class HubServer:
             return await self._stores.remove_all(pool.config.uid, force=True, before=force_before)
 
         removed = await self._calls.call(pool.config.name, what, self._store_deadline, remove)
-        if self._current(pool):
-            self._step(pool, failed if removed is None else done(removed.keys, removed.num_bytes))
-
-    def _tell_changes(self, now: float) -> float:
-        """Tell what changed, if it may be told now; returns when to tell the rest."""
-        due = math.inf
-        for uid in list(self._changed):
-            pool = self._pools[uid]
-            epochs = pool.epochs()
-            if epochs == pool.told and now < pool.tell_at:
-                due = min(due, pool.tell_at)
-                continue
-            self._changed.discard(uid)
-            pool.told = epochs
-            began = time.monotonic()
-            try:
-                self._on_change(uid)
-            except Exception:
-                logger.exception("on_change failed for pool %s", uid)
-            ended = time.monotonic()
-            pool.tell_at = ended + max(MIN_CHANGE_GAP_SECONDS, (ended - began) / CHANGE_SHARE)
-        return due
+        if self._current(pool) and (removed is None or not self._step(pool, done(removed.keys, removed.num_bytes))):
+            self._step(pool, failed)
 
     # ------------------------------------------------------------------ what the router calls
 
@@ -463,9 +462,14 @@ class HubServer:
         """Which pool a client's key speaks for."""
         return self._lanes.get(key)
 
+    def cost(self, lane: Lane, message: Message) -> float:
+        """What a message takes from its pool's costs."""
+        assert isinstance(lane.pool, ServedPool)
+        return lane.pool.cost(message)
+
     def take(self, lane: Lane, peer: bytes, message: Message) -> None:
         """A message of a client."""
-        assert isinstance(lane.pool, _Pool)
+        assert isinstance(lane.pool, ServedPool)
         self._act(lane.pool, ev.Heard(peer, message, lane.key_index))
 
     def burst_done(self) -> None:

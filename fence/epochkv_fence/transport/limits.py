@@ -2,7 +2,8 @@
 
 A client that sends more loses what is above the limit and nothing else; everything that is lost is repeated by an honest one.
 The limit of a connection keeps one client from using up its pool's, the limit of a pool keeps many connections of one pool
-from using up the hub.
+from using up the hub. Messages do not cost alike: those that look at every boot of a pool have a limit of their own, so that
+trainers who ask too often lose no heartbeat of their pool.
 """
 
 from __future__ import annotations
@@ -17,6 +18,12 @@ POOL_RATE: Final = 20_000.0
 """Messages a second of one pool: what 10,000 boots say while resets follow one another without a pause."""
 POOL_BURST: Final = 50_000.0
 """A reset of 10,000 boots: nudged heartbeats, acknowledgements, and all of it again."""
+COST_RATE: Final = 2_000.0
+"""Of what looks at every boot of a pool, a `Bump` or a page of `Status`: one for each, and one per `BOOTS_PER_COST` boots. So
+such messages of one pool take no more than about 15 % of the hub's only thread."""
+COST_BURST: Final = 20_000.0
+"""All pages of 10,000 boots, and a `Bump` in as many messages as it takes."""
+BOOTS_PER_COST: Final = 100
 BYTES_PER_TOKEN: Final = 4096
 GARBAGE_TOKENS: Final = 9.0
 """What a message costs that cannot be taken, on top."""

@@ -28,7 +28,7 @@ class SocketReader:
 
     Args:
         take: takes one message; raises `zmq.Again` when there is none.
-        done: called after each burst that took something.
+        done: called after each burst, also one that found nothing.
         failed: called when `take` or `done` raised anything else; the reader goes on.
     """
 
@@ -50,7 +50,7 @@ class SocketReader:
         self.kick()
 
     def kick(self) -> None:
-        """Look again soon: something was sent on the socket."""
+        """Look again soon: something was sent on the socket, or `done` has more to do."""
         if self._pending is None and self._open:
             self._pending = self._loop.call_soon(self._read)
 
@@ -79,8 +79,7 @@ class SocketReader:
                 taken += 1
             else:
                 self.kick()
-            if taken:
-                self._done()
+            self._done()
         except Exception:
             self._failed()
             logger.exception("a burst of messages could not be handled")

@@ -1,4 +1,4 @@
-"""The hub's socket: a ROUTER with CURVE, limits on what clients may send, and counters of what was not taken.
+"""The hub's socket: a ROUTER with CURVE, limits on what clients may send, turns between pools, and counters of what was not taken.
 
 Peers are named by the socket, never by the peer: with names of their own choice and handover, a client of one pool could
 take over the connection of another pool's engine. There are no ZMTP heartbeats: see `dealer`.
@@ -18,7 +18,8 @@ from zmq.utils.monitor import parse_monitor_message
 from epochkv_fence.messages import MAX_MESSAGE_BYTES, Error, Message, Refusal, WireError, decode, encode
 from epochkv_fence.transport.keys import HubKeys
 from epochkv_fence.transport.limits import BYTES_PER_TOKEN, GARBAGE_TOKENS, PEER_RATE, Bucket, Peer, Peers
-from epochkv_fence.transport.reader import SocketReader
+from epochkv_fence.transport.reader import BURST_SECONDS, SocketReader
+from epochkv_fence.transport.turns import Line, Turns, Waiting
 from epochkv_fence.transport.zap import ZapHandler
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 ZAP_DOMAIN: Final = "epochkv"
 NO_POOL: Final = "your key speaks for no pool of this hub"
 TOO_MANY: Final = f"more than {PEER_RATE:.0f} messages a second, or too many of your pool; what was above is lost, repeat it"
+TOO_COSTLY: Final = "your pool asks for more than its share of the hub's time; this was not taken, ask again more slowly"
 ANSWER_SECONDS: Final = 1.0
 """Between two errors told to one peer."""
 RECEIVE_QUEUE: Final = 64
@@ -50,11 +52,19 @@ MONITORED: Final = sum(EVENT_COUNTERS)
 
 
 class Lane(NamedTuple):
-    """What a client's key stands for."""
+    """What a client's key stands for. All but the index is its pool's.
+
+    Attributes:
+        bucket: messages that the pool may still send.
+        costs: of those that look at all its boots.
+        line: where its messages wait.
+    """
 
     pool: object
     key_index: int
     bucket: Bucket
+    costs: Bucket
+    line: Line
 
 
 class Receiver(Protocol):
@@ -62,6 +72,9 @@ class Receiver(Protocol):
 
     def lane(self, key: str) -> Lane | None:
         """What this key stands for; None: no pool (any more)."""
+
+    def cost(self, lane: Lane, message: Message) -> float:
+        """What it takes from the lane's costs; 0: it does not look at all boots."""
 
     def take(self, lane: Lane, peer: bytes, message: Message) -> None:
         """A message of a client."""
@@ -82,7 +95,9 @@ class Router:
         self._receiver = receiver
         self._counters = counters
         self.peers = Peers()
+        self._turns = Turns()
         self._discarding = False
+        self._unencodable: set[str] = set()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
@@ -108,7 +123,7 @@ class Router:
             self.close()
             raise
         self._readers = [
-            SocketReader(self._socket, self._take, self._receiver.burst_done, self._take_failed),
+            SocketReader(self._socket, self._take, self._serve, self._take_failed),
             SocketReader(self._monitor, self._take_event),
         ]
         bound = self._socket.getsockopt(zmq.LAST_ENDPOINT)
@@ -164,6 +179,7 @@ class Router:
         return known
 
     def _take(self) -> None:
+        """Receive one message and put it into its pool's line, which is cheap whatever it says."""
         if self._discarding:
             self._discard()
             return
@@ -177,21 +193,53 @@ class Router:
             self._counters["dropped_peer"] += 1
             self._refuse(name, peer, Refusal.LIMIT, TOO_MANY, now)
             return
-        lane = self._receiver.lane(_user_id(frames[-1]))
+        key = _user_id(frames[-1])
+        lane = self._lane(key, name, peer, now)
+        if lane is None:
+            return
+        message = Waiting(name, key, [frame.bytes for frame in frames[1:]])
+        if not lane.bucket.take(tokens, now) or not self._turns.put(lane.line, message):
+            self._counters["dropped_pool"] += 1
+            self._refuse(name, peer, Refusal.LIMIT, TOO_MANY, now)
+
+    def _lane(self, key: str, name: bytes, peer: Peer, now: float) -> Lane | None:
+        lane = self._receiver.lane(key)
         if lane is None:  # its key was accepted when it connected, and is not any more
             self._counters["refused_pool"] += 1
             self._refuse(name, peer, Refusal.POOL, NO_POOL, now)
-            return
-        if not lane.bucket.take(tokens, now):
-            self._counters["dropped_pool"] += 1
-            self._refuse(name, peer, Refusal.LIMIT, TOO_MANY, now)
+        return lane
+
+    def _serve(self) -> None:
+        """Hand messages over, in turns, for as long as a burst may last."""
+        if self._turns and self._turns.serve(self._hand_over, BURST_SECONDS):
+            self._receiver.burst_done()
+        if self._turns and self._readers:
+            self._readers[0].kick()
+
+    def _hand_over(self, waiting: Waiting) -> None:
+        try:
+            self._judge(waiting, time.monotonic())
+        except Exception:
+            self._take_failed()
+            logger.exception("a message could not be handled")
+
+    def _judge(self, waiting: Waiting, now: float) -> None:
+        name = waiting.peer
+        peer = self.peers.get(name, now)
+        lane = self._lane(waiting.key, name, peer, now)
+        if lane is None:
             return
         try:
-            message = decode([frame.bytes for frame in frames[1:]])
+            message = decode(waiting.frames)
         except WireError as error:
             self._counters[f"refused_{error.code.value}"] += 1
             peer.bucket.fine(GARBAGE_TOKENS)
             self._refuse(name, peer, error.code, error.text[:1024], now)
+            return
+        cost = self._receiver.cost(lane, message)
+        if cost and not lane.costs.take(cost, now):
+            self._counters["dropped_cost"] += 1
+            self._refuse(name, peer, Refusal.LIMIT, TOO_COSTLY, now)
             return
         self._counters["received"] += 1
         self._receiver.take(lane, name, message)
@@ -250,14 +298,25 @@ class Router:
             return
         try:
             version, payload = encode(message)
+        except Exception as error:  # what clients said may add up to what no message can hold
+            self._counters["unencodable"] += 1
+            self._tell_unencodable(type(message).__name__, error)
+            return
+        try:
             self._socket.send(name, MORE)
             self._socket.send(version, MORE)
             self._socket.send(payload, NOBLOCK)
-        except (zmq.ZMQError, WireError) as error:
+        except zmq.ZMQError as error:
             self._counters["unsent"] += 1
             logger.debug("cannot send to a peer: %s", error)
         if self._readers:
             self._readers[0].kick()
+
+    def _tell_unencodable(self, kind: str, error: Exception) -> None:
+        """Once per kind of message: whoever causes it may do so without end."""
+        if kind not in self._unencodable:
+            self._unencodable.add(kind)
+            logger.error("a %s cannot be encoded and is not sent, nor are later ones of which this is true: %r", kind, error)
 
 
 def _user_id(frame: zmq.Frame) -> str:

@@ -1,0 +1,105 @@
+"""Pools take turns by the time that their messages cost, whatever their number."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from epochkv_fence.transport import turns as turns_module
+from epochkv_fence.transport.turns import MAX_WAITING, MAX_WAITING_BYTES, SLICE_SECONDS, Line, Turns, Waiting
+
+
+def message(key: str, number: int = 0, size: int = 10) -> Waiting:
+    return Waiting(b"peer", key, [b"x" * size, number.to_bytes(4, "big")])
+
+
+class Clock:
+    """Stands still but where a message is taken."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_messages_of_one_line_keep_their_order_and_none_is_lost() -> None:
+    turns, lines = Turns(), {key: Line() for key in "abc"}
+    for number in range(300):
+        for key, line in lines.items():
+            assert turns.put(line, message(key, number))
+    taken: list[Waiting] = []
+    end = time.monotonic() + 20
+    while turns:
+        assert time.monotonic() < end
+        turns.serve(taken.append, 0.001)
+    for key, line in lines.items():
+        assert [waiting for waiting in taken if waiting.key == key] == [message(key, number) for number in range(300)]
+        assert line.num_bytes == 0
+
+
+def test_turns_are_of_equal_time_not_of_equal_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A's messages cost 10 ms each, B's 0.1 ms: of what B says, each waits for one of A's at most."""
+    clock = Clock()
+    monkeypatch.setattr(turns_module, "time", clock)
+    turns, costly, cheap = Turns(), Line(), Line()
+    for number in range(200):
+        turns.put(costly, message("costly", number))
+    spent = {"costly": 0.0, "cheap": 0.0}
+    waited: list[float] = []
+    put_at: dict[int, float] = {}
+
+    def take(waiting: Waiting) -> None:
+        cost = 0.01 if waiting.key == "costly" else 0.0001
+        if waiting.key == "cheap":
+            waited.append(clock.now - put_at[int.from_bytes(waiting.frames[1], "big")])
+        spent[waiting.key] += cost
+        clock.now += cost
+
+    for number in range(50):
+        put_at[number] = clock.now
+        turns.put(cheap, message("cheap", number))
+        turns.serve(take, 0.002)
+    assert len(waited) >= 49
+    assert max(waited) <= 0.01 + SLICE_SECONDS
+    for number in range(50, 250):  # now both have more than enough
+        put_at[number] = clock.now
+        turns.put(cheap, message("cheap", number))
+    before = dict(spent)
+    turns.serve(take, 0.03)
+    assert spent["cheap"] - before["cheap"] >= 0.0099  # as long as one of the costly ones
+
+
+def test_who_was_silent_has_saved_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(turns_module, "time", clock)
+    turns, busy, late = Turns(), Line(), Line()
+
+    def take(waiting: Waiting) -> None:
+        order.append(waiting.key)
+        clock.now += SLICE_SECONDS
+
+    order: list[str] = []
+    for _ in range(1000):
+        turns.put(busy, message("busy"))
+    turns.serve(take, 500 * SLICE_SECONDS)
+    order.clear()
+    for _ in range(1000):
+        turns.put(late, message("late"))
+    turns.serve(take, 100 * SLICE_SECONDS)
+    assert abs(order.count("late") - order.count("busy")) <= 2
+
+
+def test_a_line_has_an_end_in_messages_and_in_bytes() -> None:
+    turns, line, other = Turns(), Line(), Line()
+    for _ in range(MAX_WAITING):
+        assert turns.put(line, message("a"))
+    assert not turns.put(line, message("a"))
+    assert turns.put(other, message("b"))
+    taken: list[Waiting] = []
+    while turns:
+        turns.serve(taken.append, 1.0)
+    assert len(taken) == MAX_WAITING + 1
+    large = Waiting(b"peer", "a", [b"x" * (MAX_WAITING_BYTES // 4)])
+    assert sum(turns.put(line, large) for _ in range(6)) == 4
