@@ -33,6 +33,7 @@ from epochkv_fence.messages import (
     encode,
 )
 from epochkv_fence.transport.dealer import Link, LinkEvent
+from epochkv_fence.transport.key_reader import KeyReader
 from epochkv_fence.transport.keys import ClientKeys
 
 logger = logging.getLogger(__name__)
@@ -96,8 +97,9 @@ class AgentThread:
     Args:
         endpoint: of the hub, such as `tcp://epochkv-hub.epochkv-system.svc:7700`.
         boot: 16 random bytes drawn when this process started.
-        credentials: reads the keys again, every third of a lease and when the hub refuses those in use. When they have changed,
-            a second connection is made with the new ones, and takes over as soon as it stands: the lease goes on.
+        credentials: reads the keys again, every third of a lease and when the hub refuses those in use; on a thread of its own,
+            so that it may hang. When they have changed, a second connection is made with the new ones, and takes over as soon
+            as it stands: the lease goes on.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class AgentThread:
         self._loading: Callable[[], int | None] | None = getattr(hooks, "loading", None)
         self._loads_told: int | None = None
         self._private: Callable[[], bool] = getattr(hooks, "private", lambda: False)
-        self._credentials = credentials
+        self._key_reader = KeyReader(credentials, self._wake) if credentials is not None else None
         self._keys_due = time.monotonic() + KEYS_SECONDS
         self._born = time.monotonic()
         self._agent = ag.Agent(boot)
@@ -266,8 +268,8 @@ class AgentThread:
             if link is not None and now >= link.redial_at:
                 link.redial()
                 self.counters["redials"] += 1
-        if now >= self._keys_due:
-            self._check_keys(now)
+        if self._key_reader is not None:
+            self._read_keys(self._key_reader, now)
         self._tell_state(now)
 
     def _draining(self) -> bool:
@@ -282,19 +284,23 @@ class AgentThread:
 
     # ------------------------------------------------------------------ keys
 
-    def _check_keys(self, now: float) -> None:
-        """Whether there are newer keys; if so, dial with them beside the connection there is."""
-        lease = self._agent.lease_seconds
-        self._keys_due = now + (KEYS_SECONDS if lease is None else max(MIN_KEYS_SECONDS, lease / ag.BEATS_PER_LEASE))
-        if self._credentials is None or self._link is None or self._context is None:
-            return
-        try:
-            keys = self._credentials()
-        except Exception as error:
+    def _read_keys(self, reader: KeyReader, now: float) -> None:
+        if now >= self._keys_due:
+            lease = self._agent.lease_seconds
+            self._keys_due = now + (KEYS_SECONDS if lease is None else max(MIN_KEYS_SECONDS, lease / ag.BEATS_PER_LEASE))
+            reader.begin()
+        answer = reader.answer()
+        if isinstance(answer, ClientKeys):
+            self._say("keys", "", logging.DEBUG, "the credentials are readable")
+            self._compare_keys(answer)
+        elif answer is not None:
             self.counters["credentials_errors"] += 1
-            self._say("keys", repr(error), logging.WARNING, "cannot read the credentials: %s; going on with those in use", error)
+            self._say("keys", repr(answer), logging.WARNING, "cannot read the credentials: %s; going on with those in use", answer)
+
+    def _compare_keys(self, keys: ClientKeys) -> None:
+        """Whether these are newer keys; if so, dial with them beside the connection there is."""
+        if self._link is None or self._context is None:
             return
-        self._say("keys", "", logging.DEBUG, "the credentials are readable")
         if self._next is not None and (keys == self._link.keys or keys != self._next.keys):
             self._next.close()
             self._next = self._poller = None
@@ -373,11 +379,14 @@ class AgentThread:
         if self._link is None:
             return
         try:
-            sent = self._link.send(encode(message))
-            self.counters["sent" if sent else "unsent"] += 1  # without a connection: the next heartbeat says it all
-        except WireError as error:
-            self.counters["unsent"] += 1
-            self._say("wire", "too large", logging.ERROR, "cannot send: %s", error.text)
+            frames = encode(message)
+        except Exception as error:  # what a hook said may be too large, or no number at all
+            self.counters["unencodable"] += 1
+            kind = type(message).__name__
+            self._say(f"wire {kind}", "unencodable", logging.ERROR, "a %s cannot be encoded and is not sent: %r", kind, error)
+            return
+        sent = self._link.send(frames)
+        self.counters["sent" if sent else "unsent"] += 1  # without a connection: the next heartbeat says it all
 
     # ------------------------------------------------------------------ the state machine
 

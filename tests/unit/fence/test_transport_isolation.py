@@ -1,0 +1,132 @@
+"""What goes wrong with one pool, or with one message, harms nothing else, and is over when its cause is."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from epochkv_fence.hub import Hub
+from epochkv_fence.messages import BumpStatus, Grant, Heartbeat, Message
+from epochkv_fence.transport import ClientKeys, HubKeys, HubServer, generate_keypair
+from epochkv_fence.transport.limits import Bucket
+from epochkv_fence.transport.router import Lane, Router
+from epochkv_fence.transport.turns import Line
+from tests.helpers_fence import POOL, FakeEngine, FenceWorld, LoopThread, eventually
+from tests.security.wire import heartbeat, raw
+
+OTHER = "pool-uid-2"
+LEASE = 3.0
+
+
+@pytest.fixture
+def world() -> Iterator[FenceWorld]:
+    made = FenceWorld(lease_seconds=LEASE, join_after_seconds=0.0)
+    yield made
+    made.close()
+
+
+def second_pool(world: FenceWorld, hub: HubServer) -> ClientKeys:
+    pair = generate_keypair()
+    config = world.reconfigure(uid=OTHER, name="default/second", client_public_keys=(pair.public,))
+    world.thread.call(lambda: hub.set_pool(config))
+    return ClientKeys(world.hub_pair.public, *pair)
+
+
+@pytest.mark.parametrize("method", ["_begin_round", "_finish_round", "_heartbeat", "_tick", "tick_at", "round_at", "_recorded", "_acquire"])
+def test_a_pool_whose_steps_fail_harms_no_other_and_goes_on_afterwards(
+    world: FenceWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    real = getattr(Hub, method)
+    broken = threading.Event()
+    broken.set()
+
+    def fails(self: Hub, *args: Any, **kwargs: Any) -> Any:
+        if self.config.uid == OTHER and broken.is_set():
+            raise ArithmeticError("the test breaks this pool")
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Hub, method, fails)
+    hub = world.hub()
+    keys = second_pool(world, hub)
+    world.lead(hub)
+    good, _ = world.agent(hub.endpoint)
+    bad, _ = world.agent(hub.endpoint, keys)
+    eventually(lambda: good.view.epoch == 0, what="the other pool's engine is granted")
+    world.thread.call(lambda: hub.request(OTHER, 1))
+    bad.poke()
+    eventually(lambda: hub.counters["steps_failed"] >= 1, what="the fault is there")
+    world.request(hub, 1)
+    eventually(lambda: world.published() == 1, what="the other pool's reset")
+    lease = good.view.lease_until
+    eventually(lambda: good.view.lease_until >= lease + LEASE, what="its leases are renewed")
+    broken.clear()
+    bad.poke()
+    eventually(lambda: bad.view.epoch == 1, what="the pool is served again")
+    eventually(lambda: world.thread.call(lambda: hub.snapshot(OTHER)).published == 1)
+    assert hub.counters["tasks_failed"] == hub.counters["turns_failed"] == hub.counters["take_failed"] == 0
+    said = caplog.text.count("the hub failed to take a step")
+    assert 1 <= said <= 4  # not once per failure: at most one each 10 s
+    assert said < hub.counters["steps_failed"] or hub.counters["steps_failed"] == 1
+
+
+class Answers:
+    """A receiver that answers each heartbeat with a status that no message can hold, and then with a grant."""
+
+    def __init__(self) -> None:
+        self.router: Router | None = None
+        self.line = Line()
+
+    def lane(self, key: str) -> Lane | None:
+        return Lane(self, 0, Bucket.full(100.0, 100.0, 0.0), Bucket.full(100.0, 100.0, 0.0), self.line)
+
+    def cost(self, lane: Lane, message: Message) -> float:
+        return 0.0
+
+    def take(self, lane: Lane, peer: bytes, message: Message) -> None:
+        assert self.router is not None
+        assert isinstance(message, Heartbeat)
+        broken: list[Any] = [2**64, -(2**64), object(), "\ud800"]
+        for value in broken:
+            self.router.send(peer, BumpStatus(1, 1, value, 1))
+        self.router.send(peer, Grant(message.boot, message.seq, 7, message.mode, 30.0))
+
+    def burst_done(self) -> None:
+        pass
+
+
+def test_what_cannot_be_encoded_is_counted_told_once_and_not_sent(caplog: pytest.LogCaptureFixture) -> None:
+    thread, pair, counters, answers = LoopThread(), HubKeys(*generate_keypair()), Counter[str](), Answers()
+    router = answers.router = Router(pair, answers, counters)
+    endpoint = thread.call(lambda: router.open("tcp://127.0.0.1:0"))
+    try:
+        with caplog.at_level(logging.ERROR), raw(endpoint, ClientKeys(pair.public, *generate_keypair())) as client:
+            for seq in range(3):
+                answer = client.ask(heartbeat(b"b" * 16, seq))
+                assert isinstance(answer, Grant)
+                assert (answer.seq, answer.epoch) == (seq, 7)
+    finally:
+        thread.call(router.close)
+        thread.close()
+    assert counters["unencodable"] == 12
+    assert counters["take_failed"] == counters["unsent"] == 0
+    assert caplog.text.count("cannot be encoded") == 1
+
+
+def test_an_engine_whose_numbers_cannot_be_encoded_is_silent_until_they_can(world: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
+    hub = world.hub()
+    world.lead(hub)
+    engine = FakeEngine()
+    engine.num_carried = 2**64
+    agent, _ = world.agent(hub.endpoint, engine=engine)
+    eventually(lambda: agent.counters["unencodable"] >= 2)
+    assert agent.view.epoch is None
+    engine.num_carried = 5
+    eventually(lambda: agent.view.epoch == 0)
+    eventually(lambda: world.thread.call(lambda: hub.snapshot(POOL)).carried == 5)
+    assert agent.counters["sessions_failed"] == 0
+    assert caplog.text.count("cannot be encoded") == 1
