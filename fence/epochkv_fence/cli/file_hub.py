@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 
 from epochkv_fence.cli.metrics import MetricsServer, exposition
 from epochkv_fence.cli.report import compare
-from epochkv_fence.cli.state import Keys, ensure_keys, read_keys, retire_previous, write_client
+from epochkv_fence.cli.state import Keys, ensure_keys, read_keys, repair_client, retire_previous, write_client
 from epochkv_fence.connection import ConnectionError_, check_endpoint
 from epochkv_fence.file_authority import FileAuthority, StateError
 from epochkv_fence.mooncake_admin import MooncakeAdmin, check_admin_url
@@ -295,28 +295,40 @@ class FileHub:
         keys = await asyncio.to_thread(read_keys, authority.directory)
         if keys is None or keys.pool_uid != self.uid:
             raise StateError(f"{authority.directory}: the keys are gone; those in use go on, and a restart makes new ones")
+        self._accept(keys, server)
+        if await asyncio.to_thread(repair_client, authority.directory, keys):  # or the only key that is accepted could be nobody's
+            logger.warning("the client folder did not have the newest keys, as after a rotation that was killed; they are written again")
         if keys.previous is not None and (why := self._retired(keys, config)):
-            keys = await asyncio.to_thread(retire_previous, authority.directory)
-            logger.info("the client key before is not accepted any more: %s", why)
-        if keys.accepted != config.client_public_keys:
-            fresh = keys.accepted[0] != config.client_public_keys[0]
-            self._config = self._pool_config(keys)
-            server.set_pool(self._config)
-            if fresh:
-                logger.info("a new client key is accepted; the one before as well, until no engine uses it")
+            judged = keys.previous.public
+            keys = await asyncio.to_thread(retire_previous, authority.directory, judged)
+            if judged not in keys.accepted:
+                logger.info("the client key before is not accepted any more: %s", why)
+            self._accept(keys, server)
+
+    def _accept(self, keys: Keys, server: HubServer) -> None:
+        assert self._config is not None
+        before = self._config.client_public_keys
         self._keys = keys
+        if keys.accepted == before:
+            return
+        self._config = self._pool_config(keys)
+        server.set_pool(self._config)
+        if keys.accepted[0] != before[0]:
+            logger.info("a new client key is accepted; the one before as well, until no engine uses it")
 
     def _retired(self, keys: Keys, config: PoolConfig) -> str:
         """Why the previous key may go; empty: it may not yet.
 
-        It stays for two leases at least, and as long as a live engine uses it: an engine re-reads its keys when their
-        files change, one that cannot (keys in its environment) needs a restart.
+        It stays for two leases at least, for some minutes for the sake of trainers, whose keys are not known, and as long
+        as a live engine uses it: an engine re-reads its keys when their files change, one that cannot (keys in its
+        environment) needs a restart.
         """
         assert keys.previous is not None
         now = time.time()
         if now >= keys.previous.retire_at:
             return "its grace is over"
-        if keys.accepted != config.client_public_keys or now < keys.previous.rotated_at + 2 * config.hold_seconds:
+        keep_until = max(keys.previous.keep_until, keys.previous.rotated_at + 2 * config.hold_seconds)
+        if keys.accepted != config.client_public_keys or now < keep_until:
             return ""
         users = sum(view.alive and view.key_index > 0 for view in self.snapshot().engines)
         return "" if users else "no engine uses it"

@@ -6,8 +6,10 @@ import asyncio
 import enum
 import json
 import logging
+import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Annotated, Final
@@ -29,9 +31,12 @@ survives, never restore an older copy of it, and keep STATE/client private: it h
 
 Engines and trainers join with `EPOCHKV_CONFIG=STATE/client/connection.json`, on other machines with a copy of that folder.
 
-Exit status: 0 told to end (SIGTERM, SIGINT); 2 wrong usage, or the address is taken; 5 the state cannot be used (held by
-another process, unreadable, of another pool); 6 the state was removed or replaced while it served.
+Exit status: 0 told to end (SIGTERM, SIGINT); 1 told to end, and it had to give up something that hangs; 2 wrong usage, or the
+address is taken; 5 the state cannot be used (held by another process, unreadable, of another pool); 6 the state was removed or
+replaced while it served.
 """
+END_SECONDS: Final = 10.0
+"""Longer than an orderly end takes: each of its steps has a shorter deadline."""
 
 
 class LogFormat(enum.StrEnum):
@@ -129,9 +134,17 @@ async def serve(made: FileHub, log_format: LogFormat) -> Exit:
     logger = logging.getLogger("epochkv.hub")
     loop = asyncio.get_running_loop()
     told = asyncio.Event()
+
+    def end() -> None:
+        if not told.is_set():
+            _end_anyway()
+        told.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told.set)
-    await made.start()
+        loop.add_signal_handler(number, end)
+    if not await _started(made, told):
+        logger.info("told to end before it served")
+        return Exit.DONE
     text = f"pool {made.options.pool} ({made.uid}) on {made.endpoint}, state {made.options.state.absolute()}"
     fields = {"pool": made.options.pool, "uid": made.uid, "endpoint": made.endpoint, "connection": str(made.connection_file)}
     logger.info(text, extra={"fields": fields})
@@ -149,6 +162,35 @@ async def serve(made: FileHub, log_format: LogFormat) -> Exit:
         return Exit.DONE
     say_error(f"{made.options.state} was removed or replaced under this hub; it cannot prove any more that it leads")
     return Exit.LOST
+
+
+async def _started(made: FileHub, told: asyncio.Event) -> bool:
+    """Whether it serves; False when it was told to end first."""
+    starting, ending = asyncio.create_task(made.start()), asyncio.create_task(told.wait())
+    try:
+        await asyncio.wait([starting, ending], return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+        await starting
+    except asyncio.CancelledError:
+        if not told.is_set():
+            raise
+        return False
+    finally:
+        ending.cancel()
+    return True
+
+
+def _end_anyway() -> None:
+    """Be gone END_SECONDS from now, also when a thread of this process hangs on a disk that does not answer."""
+
+    def give_up() -> None:
+        say_error(f"it did not end within {END_SECONDS:g} s of being told to: something hangs, a disk perhaps; giving up")
+        os._exit(Exit.FAILED)
+
+    timer = threading.Timer(END_SECONDS, give_up)
+    timer.daemon = True
+    timer.start()
 
 
 def introduction(made: FileHub) -> str:

@@ -8,13 +8,14 @@ from typing import Annotated, Final
 import typer
 
 from epochkv_fence.cli.file_hub import DEFAULT_GRACE_SECONDS
-from epochkv_fence.cli.state import CLIENT_FOLDER, retire_previous, rotate_keys
+from epochkv_fence.cli.state import CLIENT_FOLDER, KEEP_SECONDS, retire_previous, rotate_keys
 
 HELP: Final = "Replace the key that speaks for a pool, without an engine losing its lease."
 ROTATE_HELP: Final = """Make a new client key. The running hub accepts it within a second, and the one before as well.
 
 Engines and trainers on this machine read the new key from STATE/client by themselves; elsewhere replace their copy of that
-folder. The key before goes when no engine uses it any more, at the latest after --grace.
+folder. The key before goes when no engine uses it any more, at the latest after --grace. Trainers are not counted: for them it
+stays 10 minutes at least (or --grace, if that is less), and one that has its key in its environment needs the new one by then.
 
 \b
   epochkv keys rotate --state /var/lib/epochkv/policy
@@ -40,7 +41,11 @@ def rotate(
 ) -> None:
     """See ROTATE_HELP."""
     rotate_keys(state, grace)
-    print(f"new client key in {state / CLIENT_FOLDER}; the one before is accepted until no engine uses it, for {grace:g} s at most")
+    least = min(grace, KEEP_SECONDS)
+    print(
+        f"new client key in {state / CLIENT_FOLDER}; the one before is accepted for {least:g} s and then until no engine uses it, "
+        f"for {grace:g} s at most"
+    )
 
 
 @app.command("retire", help=RETIRE_HELP)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
+import logging
 import os
 import secrets
 import time
@@ -32,10 +34,16 @@ from epochkv_fence.transport.keys import (
     generate_keypair,
 )
 
+logger = logging.getLogger("epochkv.hub")
+
 KEYS_FILE: Final = "keys.json"
 KEYS_LOCK: Final = "keys.lock"
 CLIENT_FOLDER: Final = "client"
 KEYS_VERSION: Final = 1
+KEEP_SECONDS: Final = 600.0
+"""How long the key before stays at least, unless its grace is shorter: nobody knows which key a trainer has."""
+LOCK_SECONDS: Final = 5.0
+LOCK_POLL_SECONDS: Final = 0.05
 
 
 class _Pair(msgspec.Struct, frozen=True):
@@ -44,11 +52,16 @@ class _Pair(msgspec.Struct, frozen=True):
 
 
 class Previous(msgspec.Struct, frozen=True):
-    """The client key that was replaced last; accepted until nobody uses it, at the latest until `retire_at` (Unix seconds)."""
+    """The client key that was replaced last; accepted until no engine uses it, at the latest until `retire_at` (Unix seconds)."""
 
     public: str
     rotated_at: float
     retire_at: float
+
+    @property
+    def keep_until(self) -> float:
+        """It stays until then also when no engine uses it, for trainers."""
+        return min(self.retire_at, self.rotated_at + KEEP_SECONDS)
 
 
 class Keys(msgspec.Struct, frozen=True):
@@ -119,7 +132,9 @@ def read_keys(directory: Path) -> Keys | None:
 
 
 def rotate_keys(directory: Path, grace_seconds: float) -> Keys:
-    """Make a new client key; the one before stays accepted until nobody uses it, or for `grace_seconds`.
+    """Make a new client key; the one before stays accepted until no engine uses it, or for `grace_seconds`.
+
+    For trainers, whose keys nobody counts, it stays `KEEP_SECONDS` at least, or `grace_seconds` if that is less.
 
     Raises:
         StateError: there are no keys yet, or an older key is still accepted.
@@ -129,7 +144,8 @@ def rotate_keys(directory: Path, grace_seconds: float) -> Keys:
         now = time.time()
         if keys.previous is not None and now < keys.previous.retire_at:
             raise StateError(
-                f"{directory}: the key before is still accepted, until no engine uses it or {keys.previous.retire_at - now:.0f} s more; "
+                f"{directory}: the key before is still accepted, for {max(0.0, keys.previous.keep_until - now):.0f} s more and then until "
+                f"no engine uses it, at most {keys.previous.retire_at - now:.0f} s; "
                 "rotate again afterwards, or drop it now with `epochkv keys retire`"
             )
         previous = Previous(keys.client.public, now, now + grace_seconds)
@@ -139,18 +155,43 @@ def rotate_keys(directory: Path, grace_seconds: float) -> Keys:
     return keys
 
 
-def retire_previous(directory: Path) -> Keys:
-    """Accept the newest client key alone.
+def retire_previous(directory: Path, judged: str | None = None) -> Keys:
+    """Accept the newest client key alone, once the client folder has it.
+
+    Args:
+        judged: the public key that is found to be of no use; if another one is the key before by now, nothing changes.
+            None: whichever it is.
 
     Raises:
-        StateError: there are no keys yet.
+        StateError: there are no keys yet, or they cannot be written.
     """
     with _locked(directory):
         keys = _existing(directory)
-        if keys.previous is not None:
+        _write_credentials(directory / CLIENT_FOLDER, keys)
+        if keys.previous is not None and judged in (None, keys.previous.public):
             keys = msgspec.structs.replace(keys, previous=None)
             _write(directory / KEYS_FILE, msgspec.json.format(msgspec.json.encode(keys)))
     return keys
+
+
+def repair_client(directory: Path, keys: Keys) -> bool:
+    """Write the client folder's credentials again if they are not those of `keys`: a rotation was killed in the middle.
+
+    Returns:
+        Whether they had to be.
+
+    Raises:
+        StateError: they cannot be written.
+    """
+    folder = directory / CLIENT_FOLDER
+    if _has_credentials(folder, keys):
+        return False
+    with _locked(directory):
+        keys = _existing(directory)
+        if _has_credentials(folder, keys):  # a rotation was under way
+            return False
+        _write_credentials(folder, keys)
+    return True
 
 
 def write_client(directory: Path, keys: Keys, pool: str, endpoint: str, weights_source: str) -> Path:
@@ -186,29 +227,52 @@ def _existing(directory: Path) -> Keys:
 
 
 def _existing_json(path: Path) -> dict[str, Any]:
+    """What somebody may have added to; what is no JSON object is kept aside, because it was written by hand."""
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+    except FileNotFoundError:
         return {}
-    return found if isinstance(found, dict) else {}
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict):
+        return found
+    names = (path.with_name(path.name + ".bad" + (f".{number}" if number else "")) for number in itertools.count())
+    aside = next(name for name in names if not name.exists())
+    os.replace(path, aside)
+    logger.warning("%s was not a JSON object; it is now %s, and what was added to it is not in the new one", path, aside)
+    return {}
 
 
-def _write_credentials(folder: Path, keys: Keys) -> None:
-    folder.mkdir(mode=0o700, exist_ok=True)
-    for name, text in (
+def _credentials(keys: Keys) -> list[tuple[str, bytes]]:
+    texts = (
         (HUB_PUBLIC_FILE, keys.hub.public),
         (ROOT_SECRET_FILE, keys.root_secret),
         (CLIENT_SECRET_FILE, keys.client.secret),
         (CLIENT_PUBLIC_FILE, keys.client.public),
-    ):
-        _write(folder / name, text.encode() + b"\n")
+    )
+    return [(name, text.encode() + b"\n") for name, text in texts]
+
+
+def _write_credentials(folder: Path, keys: Keys) -> None:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for name, content in _credentials(keys):
+        _write(folder / name, content)
+
+
+def _has_credentials(folder: Path, keys: Keys) -> bool:
+    return all(_holds(folder / name, content) for name, content in _credentials(keys))
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    with contextlib.suppress(OSError):
+        return path.read_bytes() == content
+    return False
 
 
 def _write(path: Path, content: bytes) -> None:
     """Replace a file as a whole, readable by this user alone, durably; one that is the same is left alone."""
-    with contextlib.suppress(OSError):
-        if path.read_bytes() == content:
-            return
+    if _holds(path, content):
+        return
     part = path.with_name(path.name + ".part")
     file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(file, "wb") as sink:
@@ -225,15 +289,33 @@ def _write(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hub and `keys rotate` change the same files."""
+    """Hub and `keys rotate` change the same files. Who has the lock writes its process id into it."""
     try:
         lock = os.open(directory / KEYS_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise StateError(f"{directory} cannot be used ({error.strerror or error}); give the --state directory of `epochkv hub`") from error
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        _take(lock, directory / KEYS_LOCK)
         yield
+        os.ftruncate(lock, 0)
     except OSError as error:
         raise StateError(f"{directory}: keys cannot be written ({error.strerror or error})") from error
     finally:
         os.close(lock)
+
+
+def _take(lock: int, path: Path) -> None:
+    """Raise `StateError` when somebody else holds it for too long: stopped, or on a disk that hangs."""
+    until = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError as error:
+            if time.monotonic() >= until:
+                text = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
+                who = f"process {text}" if text.isdecimal() else "another process"
+                raise StateError(f"{path} has been held by {who} for {LOCK_SECONDS:g} s; end that process and try again") from error
+        time.sleep(LOCK_POLL_SECONDS)
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)

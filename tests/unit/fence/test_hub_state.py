@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from epochkv_fence.cli.state import Keys, ensure_keys, read_keys, retire_previous, rotate_keys, write_client
-from epochkv_fence.client import Connection
+from epochkv_fence.client import Connection, Pool
 from epochkv_fence.file_authority import StateError
 from tests.helpers_fence import eventually
 from tests.helpers_hub import hub_world, together, using
@@ -134,3 +134,108 @@ def test_a_key_whose_grace_is_over_goes_although_it_is_used(tmp_path: Path) -> N
         reset = pool.reset(timeout_s=60)
         assert reset.published
         eventually(lambda: using(agent, reset.epoch), 60, "the engine has read the new key")
+
+
+KILLED_ROTATION = """
+import os, sys
+from pathlib import Path
+from epochkv_fence.cli import state
+state._write_credentials = lambda folder, keys: os._exit(9)
+state.rotate_keys(Path(sys.argv[1]), float(sys.argv[2]))
+"""
+
+
+def test_a_running_hub_repairs_what_a_killed_rotation_left_before_it_retires_a_key(tmp_path: Path) -> None:
+    with hub_world(tmp_path / "state", join_after_seconds=0.0) as world:
+        hub, state = world.hub, world.options.state
+        assert hub is not None
+        old = (world.folder / "client.pub").read_text().strip()
+        obstacle = world.folder / "client.pub.part"
+        obstacle.mkdir()  # the folder cannot be written either, as on a full disk
+        done = subprocess.run([sys.executable, "-c", KILLED_ROTATION, str(state), "0"], check=False)
+        assert done.returncode == 9
+        eventually(lambda: len(hub.accepted_keys) == 2, what="the hub takes the new key all the same")
+        time.sleep(3.0)  # three looks
+        assert old in hub.accepted_keys  # its grace is over, and the folder has no other
+        assert (world.folder / "client.pub").read_text().strip() == old
+        obstacle.rmdir()
+        eventually(lambda: len(hub.accepted_keys) == 1, what="the old key goes")
+        keys = read_keys(state)
+        assert keys is not None
+        assert hub.accepted_keys == keys.accepted == (keys.client.public,)
+        folder_fits(state, keys)
+        with Pool.connect(world.folder, 20) as pool:
+            assert pool.reset().published
+
+
+def test_a_key_that_was_not_judged_is_not_retired(tmp_path: Path) -> None:
+    """Somebody rotates again between the hub's look and what it does about it."""
+    first = ensure_keys(tmp_path, "uid-1")
+    second = rotate_keys(tmp_path, 0.0)
+    third = rotate_keys(tmp_path, 1000.0)
+    kept = retire_previous(tmp_path, first.client.public)
+    assert kept == third == read_keys(tmp_path)
+    assert kept.accepted == (third.client.public, second.client.public)
+    assert retire_previous(tmp_path, second.client.public).accepted == (third.client.public,)
+
+
+def test_a_trainers_key_stays_although_no_engine_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hub_world(tmp_path / "state", lease_seconds=0.5, join_after_seconds=0.0) as world:
+        world.serving(1)
+        hub, state = world.hub, world.options.state
+        assert hub is not None
+        content = json.loads((world.folder / "connection.json").read_text())
+        del content["hub"]["credentials_dir"]
+        files = {"HUB_PUBLIC": "hub.pub", "CLIENT_PUBLIC": "client.pub", "CLIENT_SECRET": "client.key"}
+        variables = {f"EPOCHKV_{name}_KEY": (world.folder / file).read_text() for name, file in files.items()}
+        with Pool.connect(Connection.load(content, variables), 20) as trainer:
+            with trainer.weight_update("v1", timeout_s=60) as update:
+                previous = rotate_keys(state, 86_400.0).previous
+                assert previous is not None
+                eventually(lambda: len(hub.accepted_keys) == 2)
+                eventually(lambda: all(view.key_index == 0 for view in world.snapshot().engines), 60, "engines use the new key")
+                assert hub._config is not None
+                enough = previous.rotated_at + 2 * hub._config.hold_seconds + 3.0
+                eventually(lambda: time.time() > enough, 60, "what engines need is over")
+                assert previous.public in hub.accepted_keys
+            assert update.reset is not None
+            assert update.reset.published
+        monkeypatch.setattr("epochkv_fence.cli.state.KEEP_SECONDS", 1.0)
+        eventually(lambda: len(hub.accepted_keys) == 1, what="no engine uses it, and trainers have had their time")
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from epochkv_fence.cli import state
+with state._locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_keys_that_somebody_holds_are_not_waited_for_for_ever(tmp_path: Path) -> None:
+    keys = ensure_keys(tmp_path, "uid-1")
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        for call in (lambda: rotate_keys(tmp_path, 1.0), lambda: ensure_keys(tmp_path, "uid-1")):
+            with pytest.raises(StateError, match=rf"keys\.lock has been held by process {holder.pid} for 5 s"):
+                call()
+        holder.kill()
+    assert ensure_keys(tmp_path, "uid-1") == keys
+
+
+@pytest.mark.parametrize("content", [b'{"local": {', b"[1]", b"\xff\xfe", b"[" * 100_000])
+def test_a_connection_file_that_is_none_is_kept_aside(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    keys = ensure_keys(tmp_path, "uid-1")
+    for number in range(2):
+        path = write_client(tmp_path, keys, "policy", "tcp://h:1", "Pushed")
+        assert not caplog.records
+        path.write_bytes(content + b"\n" * number)
+        write_client(tmp_path, keys, "policy", "tcp://h:1", "Pushed")
+        folder_fits(tmp_path, keys)
+        aside = path.with_name("connection.json.bad" + (".1" if number else ""))
+        assert aside.read_bytes() == content + b"\n" * number
+        assert str(aside) in caplog.text
+        caplog.clear()
