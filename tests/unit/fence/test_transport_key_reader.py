@@ -1,0 +1,150 @@
+"""Credentials on a file system that hangs: leases go on, stopping waits for nothing, and the keys are read when it is back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from epochkv_fence.transport import ClientKeys, CredentialsError, generate_keypair
+from epochkv_fence.transport.key_reader import MAX_READS, KeyReader
+from tests.helpers_fence import FenceWorld, eventually
+
+LEASE = 3.0
+
+
+class HangingFiles:
+    """Answers, or hangs until `back` is set; each read has the keys that were there when it began."""
+
+    def __init__(self, keys: ClientKeys) -> None:
+        self.keys = keys
+        self.back = threading.Event()
+        self.back.set()
+        self.num_hanging = 0
+        self._all = [self.back]
+        self._lock = threading.Lock()
+
+    def __call__(self) -> ClientKeys:
+        keys, back = self.keys, self.back
+        if not back.is_set():
+            with self._lock:
+                self.num_hanging += 1
+            assert back.wait(60)
+            with self._lock:
+                self.num_hanging -= 1
+        return keys
+
+    def hang(self) -> threading.Event:
+        """From now on; set what is returned to let those that hang go on."""
+        self.back = threading.Event()
+        self._all.append(self.back)
+        return self.back
+
+    def close(self) -> None:
+        for event in self._all:
+            event.set()
+
+
+@pytest.fixture
+def files() -> Iterator[HangingFiles]:
+    pair = generate_keypair()
+    made = HangingFiles(ClientKeys(pair.public, *generate_keypair()))
+    yield made
+    made.close()
+
+
+def test_a_file_system_that_hangs_costs_no_lease_and_stopping_does_not_wait_for_it(
+    files: HangingFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(KeyReader.__init__, "__defaults__", (0.5,))
+    world = FenceWorld(lease_seconds=LEASE, join_after_seconds=0.0)
+    try:
+        hub = world.hub()
+        world.lead(hub)
+        files.keys = world.client_keys
+        agent, _ = world.agent(hub.endpoint, credentials=files)
+        eventually(lambda: agent.view.epoch == 0)
+        files.hang()
+        eventually(lambda: files.num_hanging >= 1, what="a read hangs")
+        lease, gaps = agent.view.lease_until, 0
+        while agent.view.lease_until < lease + 2 * LEASE:
+            gaps += time.monotonic() >= agent.view.lease_until
+            assert gaps == 0, "the lease was lost"
+            time.sleep(0.01)
+        eventually(lambda: agent.counters["credentials_errors"] >= 1)
+        assert caplog.text.count("the file system hangs") == 1
+        assert 1 <= files.num_hanging <= MAX_READS
+        world.request(hub, 1)
+        eventually(lambda: agent.view.epoch == 1, what="resets go on, too")
+        assert agent.stop()
+        assert files.num_hanging >= 1  # it hangs still
+    finally:
+        world.close()
+
+
+def test_new_keys_are_taken_when_the_file_system_is_back(files: HangingFiles) -> None:
+    world = FenceWorld(lease_seconds=LEASE, join_after_seconds=0.0)
+    try:
+        hub = world.hub()
+        world.lead(hub)
+        files.keys = world.client_keys
+        agent, _ = world.agent(hub.endpoint, credentials=files)
+        eventually(lambda: agent.view.epoch == 0)
+        back = files.hang()
+        eventually(lambda: files.num_hanging >= 1, what="a read hangs")
+        new = generate_keypair()
+        world.thread.call(lambda: hub.set_pool(world.reconfigure(client_public_keys=(new.public, world.pool_pair.public))))
+        files.keys = ClientKeys(world.hub_pair.public, *new)
+        back.set()
+        eventually(lambda: agent.counters["key_changes"] == 1)
+        assert time.monotonic() < agent.view.lease_until
+    finally:
+        world.close()
+
+
+def test_a_hung_read_is_told_once_and_others_are_tried_beside_it(files: HangingFiles) -> None:
+    told = threading.Semaphore(0)
+    reader = KeyReader(files, told.release, seconds=0.02)
+    old, first = files.keys, files.hang()
+    reader.begin()
+    eventually(lambda: files.num_hanging == 1)
+    reader.begin()
+    assert files.num_hanging == 1  # within its deadline there is no second one
+    answer = eventually(reader.answer)
+    assert isinstance(answer, TimeoutError)
+    assert reader.answer() is None
+    new = files.keys = ClientKeys(old.hub_public, *generate_keypair())
+    files.hang().set()  # mounted anew: the next one answers
+    reader.begin()
+    assert told.acquire(timeout=10)
+    assert reader.answer() == new
+    first.set()
+    assert told.acquire(timeout=10)
+    assert reader.answer() is None  # the old keys came too late
+
+
+def test_reads_that_hang_are_few(files: HangingFiles) -> None:
+    reader = KeyReader(files, lambda: None, seconds=0.0)
+    back = files.hang()
+    for _ in range(3 * MAX_READS):
+        reader.begin()
+    eventually(lambda: files.num_hanging == MAX_READS)
+    reader.begin()
+    time.sleep(0.05)
+    assert files.num_hanging == MAX_READS
+    back.set()
+    eventually(lambda: reader.answer() == files.keys)
+
+
+def test_what_reading_raises_is_an_answer() -> None:
+    def read() -> ClientKeys:
+        raise CredentialsError("client.key: cannot read the key")
+
+    told = threading.Event()
+    reader = KeyReader(read, told.set)
+    assert reader.answer() is None
+    reader.begin()
+    assert told.wait(10)
+    assert isinstance(reader.answer(), CredentialsError)
