@@ -52,7 +52,6 @@ LAYERS = (
         ENGINE,
         ("tests/unit/connector_worker", "tests/unit/connector_scheduler", "tests/unit/connector_identity", "tests/unit/operator_arguments"),
         60,
-        2,
     ),
     Layer("scheduler", ENGINE, ("tests/scheduler",), 90),
     Layer("store", ENGINE, ("tests/store",), 180),

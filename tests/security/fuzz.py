@@ -291,13 +291,25 @@ def void(_: object) -> None:
     """Take a result away."""
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Neither a line per refused message, nor waiting for files that are being swapped: here they are not."""
+    logger, pause = logging.getLogger("epochkv_fence"), connection.RELOAD_SECONDS
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    vars(connection)["RELOAD_SECONDS"] = 0.0
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        vars(connection)["RELOAD_SECONDS"] = pause
+
+
 def run(seconds: float, seed: int, say: Callable[[str], None]) -> tuple[int, int]:
     """(inputs, crashes) after so many seconds of turns over all targets; the first crash ends the run."""
     counts: Counter[str] = Counter()
-    logging.getLogger("epochkv_fence").setLevel(logging.ERROR)
-    vars(connection)["RELOAD_SECONDS"] = 0.0  # files are not being swapped here
     began = told = time.monotonic()
-    with targets() as all_targets:
+    with quiet(), targets() as all_targets:
         while (now := time.monotonic()) < began + seconds:
             for name, (target, share) in all_targets.items():
                 for _ in range(share):
