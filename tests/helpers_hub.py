@@ -29,6 +29,15 @@ from tests.helpers_fence import FakeEngine, LoopThread, eventually
 CLI = (sys.executable, "-m", "epochkv_fence.cli")
 
 
+def epochkv(*arguments: str, config: Path | None = None, seconds: float = 60.0, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    variables = {**os.environ, **environ}
+    variables.pop("EPOCHKV_CONFIG", None)
+    if config is not None:
+        variables["EPOCHKV_CONFIG"] = str(config)
+    return subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=seconds, env=variables, check=False)
+
+
 def free_port() -> int:
     """A port on loopback that nobody listens on now."""
     with socket.socket() as probe:

@@ -1,0 +1,266 @@
+"""`epochkv hub` and `epochkv keys` as people and scripts use them: what they leave behind, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.helpers_fence import eventually
+from tests.helpers_hub import Agents, HubProcess, epochkv, free_port, using
+
+# ------------------------------------------------------------------------------------------------------------------ hub
+
+
+def test_a_hub_writes_what_clients_need_for_this_user_alone(tmp_path: Path) -> None:
+    with HubProcess(tmp_path / "state", "--weights-source", "Model") as hub:
+        names = sorted(path.name for path in hub.folder.iterdir())
+        assert names == ["client.key", "client.pub", "connection.json", "hub.pub", "root.secret"]
+        for path in (*hub.folder.iterdir(), hub.state / "keys.json", hub.state / "state.db"):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+        assert stat.S_IMODE(hub.folder.stat().st_mode) == stat.S_IMODE(hub.state.stat().st_mode) == 0o700
+        content = json.loads((hub.folder / "connection.json").read_text())
+        assert content["hub"] == {"endpoint": f"tcp://127.0.0.1:{hub.port}", "credentials_dir": "."}
+        assert (content["pool"]["name"], content["weights_source"]) == ("policy", "Model")
+        assert f"export EPOCHKV_CONFIG={hub.folder / 'connection.json'}" in hub.text()
+        copy = tmp_path / "elsewhere"
+        subprocess.run(["cp", "-r", str(hub.folder), str(copy)], check=True)
+        assert epochkv("reset", config=copy).returncode == 0
+
+
+def test_started_again_it_continues_the_pool_and_keeps_what_was_added_to_the_file(tmp_path: Path) -> None:
+    hub = HubProcess(tmp_path / "state", "--lease-seconds", "1", "--join-after-seconds", "0").start()
+    agents = Agents(hub.folder)
+    try:
+        agent, _ = agents.start()
+        eventually(lambda: using(agent, 0))
+        assert epochkv("reset", config=hub.folder).returncode == 0
+        path = hub.folder / "connection.json"
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps({**content, "local": {"capacity_bytes": 1 << 30}}))
+        secret = (hub.folder / "root.secret").read_text()
+        assert hub.end() == 0
+        assert "told to end" in hub.text()
+        hub.start()
+        again = json.loads(path.read_text())
+        assert again == {**content, "local": {"capacity_bytes": 1 << 30}}
+        assert (hub.folder / "root.secret").read_text() == secret
+        eventually(lambda: using(agent, 1), 30, "the engine goes on")
+        done = epochkv("reset", "-o", "json", config=hub.folder)
+        assert json.loads(done.stdout)["epoch"] == 2
+        hub.kill()
+        hub.start()
+        assert json.loads(epochkv("status", "-o", "json", config=hub.folder).stdout)["published"] == 2
+        assert hub.end(signal.SIGINT) == 0
+    finally:
+        agents.stop()
+        hub.end()
+
+
+def test_a_log_worth_reading(tmp_path: Path) -> None:
+    with HubProcess(tmp_path / "state", "--lease-seconds", "2", "--join-after-seconds", "3600", "--log-format", "json") as hub:
+        agents = Agents(hub.folder)
+        try:
+            agent, engine = agents.start("rollout-a")
+            eventually(lambda: using(agent, 0))
+            assert epochkv("reset", "--weights-version", "v1", config=hub.folder).returncode == 0
+            engine.is_busy = True
+            assert epochkv("reset", config=hub.folder).returncode == 0
+            agent.stop()
+            eventually(lambda: "is gone" in hub.text(), 30)
+        finally:
+            agents.stop()
+        lines = [json.loads(line) for line in hub.text().splitlines()]
+        assert all({"timestamp", "level", "event"} <= line.keys() for line in lines)
+        events = "\n".join(line["event"] for line in lines)
+        for wanted in (
+            "leading: epoch 0, published 0",
+            "engine rollout-a joined",
+            "epoch 1 recorded, asked for by trainer, weights v1; ",
+            "epoch 1 published after ",
+            "1 engines serve without reuse, as nobody said that they have the weights of epoch 1: rollout-a",
+            "not acknowledged, fenced by their leases: rollout-a",
+            "engine rollout-a is gone",
+        ):
+            assert wanted in events, events
+        quiet = len(hub.text().splitlines())
+        time.sleep(3)
+        assert len(hub.text().splitlines()) == quiet  # transitions only
+    assert "keys.json" not in hub.text()
+    for secret in ("client.key", "root.secret"):
+        assert (hub.folder / secret).read_text().strip() not in hub.text()
+
+
+HOLDER = """
+import fcntl, os, sys, time
+lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600)
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_hub_whose_keys_are_held_ends(tmp_path: Path, told: bool) -> None:
+    hub = HubProcess(tmp_path / "state")
+    hub.state.mkdir()
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(hub.state / "keys.lock")], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        hub.start(wait=False)
+        assert hub.child is not None
+        if told:
+            eventually((hub.state / "state.db").exists, 60, "it is about to take the keys")
+            assert hub.end() == 0
+            assert "told to end before it served" in hub.text()
+        else:
+            assert hub.child.wait(60) == 5
+            assert f"{hub.state / 'keys.lock'} has been held by another process for 5 s" in hub.text()
+        holder.kill()
+    assert hub.start().end() == 0
+
+
+def test_a_hub_on_a_disk_that_hangs_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    hub = HubProcess(tmp_path / "state")
+    hub.state.mkdir()
+    os.mkfifo(hub.state / "keys.json")  # reading it never returns
+    hub.start(wait=False)
+    eventually((hub.state / "keys.lock").exists, 60, "it is about to read its keys")
+    assert hub.end() == 1
+    assert "something hangs" in hub.text()
+
+
+def test_a_second_hub_is_told_who_holds_the_state(tmp_path: Path) -> None:
+    with HubProcess(tmp_path / "state") as hub:
+        assert hub.child is not None
+        second = epochkv("hub", "--pool", "policy", "--listen", "tcp://127.0.0.1:0", "--state", str(hub.state))
+        assert second.returncode == 5
+        assert f"is held by process {hub.child.pid}, which serves this pool" in second.stderr
+        other = epochkv("hub", "--pool", "policy", "--listen", f"tcp://127.0.0.1:{hub.port}", "--state", str(tmp_path / "other"))
+        assert other.returncode == 2
+        assert f"--listen tcp://127.0.0.1:{hub.port}" in other.stderr
+    wrong = epochkv("hub", "--pool", "another", "--listen", "tcp://127.0.0.1:0", "--state", str(hub.state))
+    assert wrong.returncode == 5
+    assert "belongs to pool 'policy', not 'another'" in wrong.stderr
+    shorter = epochkv("hub", "--pool", "policy", "--listen", "tcp://127.0.0.1:0", "--state", str(hub.state), "--lease-seconds", "10")
+    assert shorter.returncode == 5
+    assert "a lease never gets shorter" in shorter.stderr
+
+
+def test_a_lost_record_with_keys_left_is_no_pool_to_continue(tmp_path: Path) -> None:
+    with HubProcess(tmp_path / "state") as hub:
+        pass
+    for path in hub.state.glob("state.db*"):
+        path.unlink()
+    done = epochkv("hub", "--pool", "policy", "--listen", "tcp://127.0.0.1:0", "--state", str(hub.state))
+    assert done.returncode == 5
+    assert "epochs would begin at 0 again under names that were used" in done.stderr
+
+
+def test_a_hub_whose_state_is_removed_ends_with_status_6(tmp_path: Path) -> None:
+    hub = HubProcess(tmp_path / "state", "--lease-seconds", "2").start()
+    agents = Agents(hub.folder)
+    try:
+        agent, _ = agents.start()
+        eventually(lambda: using(agent, 0))
+        for path in hub.state.glob("state.db*"):
+            path.unlink()
+        assert hub.child is not None
+        assert hub.child.wait(30) == 6
+        assert "was removed or replaced under this hub" in hub.text()
+        eventually(lambda: time.monotonic() >= agent.view.lease_until, what="the engine leaves with its lease")
+    finally:
+        agents.stop()
+
+
+def test_metrics_and_health(tmp_path: Path) -> None:
+    port = free_port()
+    with HubProcess(tmp_path / "state", "--metrics", f"127.0.0.1:{port}", "--join-after-seconds", "0") as hub:
+        agents = Agents(hub.folder)
+        try:
+            agent, _ = agents.start()
+            eventually(lambda: using(agent, 0))
+            assert epochkv("reset", config=hub.folder).returncode == 0
+
+            def get(path: str) -> tuple[int, str]:
+                try:
+                    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+                        return answer.status, answer.read().decode()
+                except urllib.error.HTTPError as error:
+                    return error.code, error.read().decode()
+
+            assert get("/healthz") == (200, "ok\n")
+            assert get("/other")[0] == 404
+            status, text = get("/metrics")
+            assert status == 200
+            for line in (
+                'epochkv_pool_target_epoch{namespace="",pool="policy"} 1',
+                'epochkv_pool_published_epoch{namespace="",pool="policy"} 1',
+                'epochkv_hub_leading{namespace="",pool="policy"} 1',
+            ):
+                assert line in text.splitlines()
+            assert 'epochkv_pool_engines{namespace="",pool="policy",state="' in text
+            with socket.create_connection(("127.0.0.1", port)) as idle:  # a connection that says nothing holds nobody up
+                assert get("/healthz")[0] == 200
+                idle.sendall(b"\xff\xff\r\n\r\n")
+                assert get("/healthz")[0] == 200
+            taken = epochkv(
+                "hub", "--pool", "p", "--listen", "tcp://127.0.0.1:0", "--state", str(tmp_path / "x"), "--metrics", f"127.0.0.1:{port}"
+            )
+            assert taken.returncode == 2
+            assert "--metrics" in taken.stderr
+        finally:
+            agents.stop()
+
+
+# ----------------------------------------------------------------------------------------------------------------- keys
+
+
+def test_keys_are_rotated_under_a_running_hub(tmp_path: Path) -> None:
+    with HubProcess(tmp_path / "state", "--lease-seconds", "1", "--join-after-seconds", "0") as hub:
+        old = tmp_path / "old"
+        subprocess.run(["cp", "-r", str(hub.folder), str(old)], check=True)
+        agents, fixed = Agents(hub.folder), Agents(old)
+        try:
+            agent, _ = agents.start("reads-its-keys-again")
+            stays, _ = fixed.start("keeps-its-keys")
+            eventually(lambda: using(agent, 0) and using(stays, 0))
+            assert epochkv("keys", "rotate", "--state", str(hub.state)).returncode == 0
+            eventually(lambda: "a new client key is accepted" in hub.text(), what="the hub notices")
+            assert epochkv("status", config=hub.folder).returncode == 0
+            assert epochkv("status", config=old).returncode == 0
+            again = epochkv("keys", "rotate", "--state", str(hub.state))
+            assert again.returncode == 5
+            assert "the key before is still accepted" in again.stderr
+            time.sleep(5.0)  # longer than two leases and margins
+            assert "is not accepted any more" not in hub.text()
+            stays.stop()
+            assert epochkv("keys", "retire", "--state", str(hub.state)).returncode == 0
+            eventually(lambda: epochkv("status", "--timeout", "5", config=old).returncode == 4, 60, "the old key goes")
+            lease = agent.view.lease_until
+            eventually(lambda: agent.view.lease_until > lease and using(agent, 0), what="the other engine never lost its lease")
+            assert epochkv("keys", "rotate", "--state", str(hub.state)).returncode == 0
+            assert epochkv("keys", "retire", "--state", str(hub.state)).returncode == 0
+            eventually(lambda: epochkv("status", config=hub.folder).returncode == 0)
+            eventually(lambda: agent.view.lease_until > time.monotonic() and using(agent, 0), what="it has taken the third key")
+        finally:
+            agents.stop()
+            fixed.stop()
+
+
+def test_keys_of_a_directory_that_has_none(tmp_path: Path) -> None:
+    for command in ("rotate", "retire"):
+        done = epochkv("keys", command, "--state", str(tmp_path))
+        assert done.returncode == 5
+        assert "holds no keys; give the --state directory" in done.stderr
+        assert epochkv("keys", command, "--state", str(tmp_path / "absent")).returncode == 5
