@@ -20,6 +20,7 @@ class Ask:
         ready: False: nobody may use the epoch until the same owner asks again with True.
         request: of the trainer's `Bump`.
         heirs: who may use the epoch because it may use the one before, whose weights are the same.
+        restated: the pool's owner names the same weights as before, or none: that says nothing new of them.
     """
 
     epoch: int
@@ -30,6 +31,7 @@ class Ask:
     ready: bool = True
     request: int | None = None
     heirs: frozenset[bytes] = frozenset()
+    restated: bool = False
 
     @property
     def possible(self) -> bool:
@@ -42,6 +44,10 @@ class Ask:
         Only of the very same request: another one for the same epoch may have been made much later than the first.
         """
         return self.request is not None and self.request == request and at is None and self.at is not None and not self.listed
+
+    def brings_weights(self, known: str) -> bool:
+        """It names weights, and others than those of the target, `known`: an update of its own."""
+        return bool(self.origin.weights_version) and self.origin.weights_version != known and not self.restated
 
     def releases(self) -> bool:
         """The pool's owner says that the weights are ready; nobody else can."""

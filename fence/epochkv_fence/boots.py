@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from epochkv_fence.messages import Heartbeat, Mode
+from epochkv_fence.messages import Heartbeat, Mode, Moment
 from epochkv_fence.pool import EngineView, PoolConfig
 
 NEVER = -math.inf
@@ -125,6 +125,10 @@ class Gate:
         held: its owner has not said yet that the weights are ready; until then no age proves anything.
         listed: there is such a list, so that the age of a boot never proves anything any more.
         request: of the trainer's ask that this gate follows.
+        held_for: the weights that its owner is to call ready.
+        goes_on_from: the epoch before, if this one has the same weights: who reports that it uses that one has them. It
+            matters after a change of hub, when the new one has not heard everybody yet.
+        refused: proposals that came from boots while nobody had the weights, by boot and the moment of their reset.
     """
 
     asked_at: float | None = None
@@ -132,10 +136,26 @@ class Gate:
     held: bool = False
     listed: bool = False
     request: int | None = None
+    held_for: str = ""
+    goes_on_from: int | None = None
+    refused: dict[bytes, Moment | None] = field(default_factory=dict)
 
     def close(self) -> None:
         """From now on only the list counts."""
         self.asked_at, self.held, self.listed = None, False, True
+
+    def hold(self, version: str) -> bool:
+        """Wait for the owner of these weights; False: it does already, or a list decides."""
+        if self.listed or self.held:
+            return False
+        self.held, self.held_for = True, version
+        return True
+
+    def stale(self, boot: bytes, moment: Moment | None, *, hopeless: bool) -> bool:
+        """Whether this proposal was refused once; `hopeless`: it is now, because nobody has the weights."""
+        if hopeless:
+            self.refused[boot] = moment
+        return boot in self.refused and self.refused[boot] == moment
 
     def mode(self, boot: BootRecord, target: int, config: PoolConfig) -> Mode:
         """The mode `boot` gets at `target`."""
@@ -144,6 +164,8 @@ class Gate:
         if boot.epoch == target and boot.mode is Mode.USE:
             return Mode.USE  # granted before, perhaps by another hub
         if boot.boot in self.marked:
+            return Mode.USE
+        if boot.epoch is not None and boot.epoch == self.goes_on_from and boot.mode is Mode.USE:
             return Mode.USE
         if self._old_enough(boot, config) and not self.held:
             return Mode.USE

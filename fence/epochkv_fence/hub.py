@@ -16,7 +16,7 @@ from epochkv_fence import hub_events as ev
 from epochkv_fence.asks import Ask, asked_at
 from epochkv_fence.authority import Origin, PoolRecord, Term
 from epochkv_fence.boots import NEVER, BootRecord
-from epochkv_fence.hub_rules import HubRules
+from epochkv_fence.hub_store import HubStore
 from epochkv_fence.messages import (
     Bump,
     Error,
@@ -42,7 +42,7 @@ RETRY_SECONDS: Final = 0.25
 MAX_BOOTS: Final = 10_000
 
 
-class Hub(HubRules):
+class Hub(HubStore):
     """Takes events, one by one."""
 
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:  # noqa: PLR0911, PLR0912 - one line per event
@@ -98,6 +98,9 @@ class Hub(HubRules):
         self._durable = record.target
         # Nobody was ever granted anything: there is no older grant to wait for.
         self._lead_until = now + self._lead_wait() if record.granting else NEVER
+        open_before = record.granting and record.target > record.published
+        self._release_at = now + self._others_wipe_lands() if open_before else math.inf
+        self._others_wipe_until = self._release_at if open_before else NEVER
         self.published = max(self.published, record.published)
         self._stored = record.published  # less than that, after a restore: then it is published again
         self._forget_at = now + self.config.hold_seconds
@@ -147,10 +150,22 @@ class Hub(HubRules):
         """The highest epoch asked for counts, and of asks for one epoch the first."""
         if not ask.possible:
             return []
+        if ask.origin.source is Source.SPEC:
+            version, self._owners_version = self._owners_version, ask.origin.weights_version
+            ask.restated = version == ask.origin.weights_version
         if ask.epoch > self._wanted():
             self._ask = ask
             return self._record(now)
-        return [*self._refine(ask, now), *self._release(ask, now)]
+        return [*self._hold_back(ask), *self._refine(ask, now), *self._release(ask, now)]
+
+    def _hold_back(self, ask: Ask) -> list[ev.Action]:
+        """Weights that are not ready, of an epoch that is known already: found recorded, or asked for by others, too."""
+        if ask.ready:
+            return []
+        if self._ask is not None and self._ask.epoch == ask.epoch:
+            self._ask.ready = False
+        held = self.target == ask.epoch and self._gate.hold(ask.origin.weights_version)
+        return [ev.Changed()] if held else []
 
     def _refine(self, ask: Ask, now: float) -> list[ev.Action]:
         """The repetition of an ask of unknown time that proves one, such as the first after a change of hub."""
@@ -169,7 +184,9 @@ class Hub(HubRules):
             return []
         if self._ask is not None and self._ask.epoch == ask.epoch:
             self._ask.ready = True
-        if self.target == ask.epoch and self._gate.held:
+        version = ask.origin.weights_version
+        older = bool(version) and version == self._gate.held_for and ask.epoch < self.target
+        if self._gate.held and (self.target == ask.epoch or older):
             self._gate.held = False
             return [ev.Changed(), *self._invite(now)]
         return []
@@ -212,14 +229,15 @@ class Hub(HubRules):
             if origin is not None and target == self.target:
                 self._origin = origin
             return []
+        ask, before = self._own_ask(target), self.target
+        heirs = self._heirs() if self._goes_on(ask) else None
         self.target = target
         for record in self._boots.values():
             record.below_until = max(record.below_until, record.live_until)
             record.live_until = NEVER
         self._behind = {boot: None for boot, record in self._boots.items() if not record.at_least(target)}
-        ask = self._own_ask(target)
         self._origin = origin or (ask.origin if ask is not None else None)
-        self._gate = self._gate_of(ask, target)
+        self._gate = self._gate_after(ask, target, before, heirs)
         self._trainers.forget_marks(target)
         self._started_at = ask.seen if ask is not None else now
         self._begin_wipe()
@@ -231,8 +249,8 @@ class Hub(HubRules):
         match message:
             case Heartbeat():
                 return self._heartbeat(peer, message, now, key_index)
-            case Propose(epoch=epoch, moment=moment):
-                return self._propose(epoch, moment, now)
+            case Propose(boot=boot, epoch=epoch, moment=moment):
+                return [] if self._stale(boot, epoch, moment) else self._propose(epoch, moment, now)
             case Bump():
                 return self._bump(peer, message, now)
             case Status():
@@ -262,6 +280,12 @@ class Hub(HubRules):
         self._note_reading(record)
         self._await_round(record, peer, beat.seq, now)
         return [*([ev.Changed()] if new or changed else []), *self._heal(record.epoch or 0, now), *self._note()]
+
+    def _stale(self, boot: bytes, epoch: int, moment: Moment | None) -> bool:
+        """Refused while nobody had the weights: the reset came before them, and stays so when they are there."""
+        if self.term is None or epoch != self.target + 1 or boot not in self._boots or not self._vouched():
+            return False
+        return self._gate.stale(boot, moment, hopeless=not self._heirs())
 
     def _propose(self, epoch: int, moment: Moment | None, now: float) -> list[ev.Action]:
         """Made from an older epoch: somebody's proposal was first, and one bump serves all. It counts as made at the moment
@@ -424,45 +448,6 @@ class Hub(HubRules):
         self._retry_at = now + RETRY_SECONDS
         return []
 
-    # ------------------------------------------------------------------ RemoveAll: hold, drain, wipe, publish
-
-    def _begin_wipe(self) -> None:
-        """Decided once per target and term, so that a policy changed in between meets no grant of `Use` of the target. What
-        nobody was ever granted for holds no keys."""
-        self._wiper.begin(self.config.reclaim == "RemoveAll" and self._noted and self.target > self.published)
-        self._reading = {}
-        for record in self._boots.values():
-            self._note_reading(record)
-
-    def _note_reading(self, record: BootRecord) -> None:
-        if not self._wiper.open or self._drained(record):
-            self._reading.pop(record.boot, None)
-        else:
-            self._reading[record.boot] = None
-
-    def _wipe(self, current: Round, now: float) -> list[ev.Action]:
-        """After the read; it begins in the store while no later hub can have released loads, nor this one, or never."""
-        before = min(current.began + self._wipe_lands(), self._wiper.give_up_at())
-        if current.wipe is None or current.wipe != self.target or not self._wiper.open or now >= before:
-            return []
-        self._wiper.start(self.target, before)
-        return [ev.Wipe(self.target, before)]
-
-    def _store_answered(self, event: ev.Wiped | ev.WipeFailed | ev.Swept | ev.SweepFailed, now: float) -> list[ev.Action]:
-        match event:
-            case ev.Wiped(epoch, keys, num_bytes):
-                self._reclaimer.count(keys, num_bytes)
-                self._wiper.answered(epoch, keys, self.target)
-                return [ev.Changed()]
-            case ev.WipeFailed(epoch):
-                self._wiper.failed(epoch, now)
-                return []
-            case ev.Swept(below, keys, num_bytes):
-                return [ev.Changed()] if self._reclaimer.swept(below, keys, num_bytes, self.published) else []
-            case ev.SweepFailed(below):
-                self._reclaimer.sweep_failed(below)
-                return []
-
     # ------------------------------------------------------------------ time
 
     def _tick(self, now: float) -> list[ev.Action]:
@@ -478,6 +463,9 @@ class Hub(HubRules):
         if now >= self._wiper.give_up_at():
             self._wiper.give_up()
             actions.append(ev.Changed())
+        if now >= self._release_at:
+            self._release_at, self._invite_at = math.inf, NEVER
+            actions += self._invite(now)
         if now >= self._reclaimer.due_at:
             actions += self._reclaim(now)
         return actions
@@ -487,15 +475,8 @@ class Hub(HubRules):
         dead = [boot for boot, record in self._boots.items() if now >= record.dead_at(self.config.hold_seconds)]
         for boot in dead:
             del self._boots[boot]
+            self._gate.refused.pop(boot, None)
             for table in (self._behind, self._reading, self._waiting):
                 table.pop(boot, None)
         self._forget_at = now + self.config.hold_seconds / 3 if self._boots else math.inf
         return [ev.Changed()] if dead else []
-
-    def _reclaim_after(self, at: float) -> None:
-        if self.config.reclaim != "Retain" and self.term is not None:
-            self._reclaimer.start(self.published, at)
-
-    def _reclaim(self, now: float) -> list[ev.Action]:
-        able = [record for record in self._boots.values() if self._can_reclaim(record, now)]
-        return self._reclaimer.next(self.published, able, self.config, now)

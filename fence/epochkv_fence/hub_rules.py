@@ -72,7 +72,9 @@ class HubRules(PoolState):
     def _gate_of(self, ask: Ask | None, target: int) -> Gate:
         """A list counts alone, for the weights that the target came with; without one the ask's age rule, if it has any."""
         marks = self._trainers.marked(target)
-        gate = Gate() if ask is None else Gate(ask.at, held=not ask.ready, request=ask.request)
+        gate = Gate() if ask is None else Gate(ask.at, request=ask.request)
+        if self._ask is not None and self._ask.epoch == target and not self._ask.ready:  # also of an ask of unknown time
+            gate.held, gate.held_for = True, self._ask.origin.weights_version
         if marks is not None or (ask is not None and ask.listed):
             gate.close()
         if marks is not None and self._same_weights(marks.version):
@@ -81,14 +83,40 @@ class HubRules(PoolState):
             gate.marked = set(ask.heirs)
         return gate
 
+    def _goes_on(self, ask: Ask | None) -> bool:
+        """`ask` brings no weights while those of the target are on their way: a plain reset in the middle of somebody's
+        update. The epoch moves, and nobody new may use it. Once somebody may use what a list named, the update is over."""
+        if ask is None or ask.listed or self.config.weights_source != "Pushed" or self.target == 0:
+            return False
+        gate = self._gate
+        if gate.held:
+            ready = ask.releases() and ask.origin.weights_version == gate.held_for
+            return not ready and not ask.brings_weights(self._weights_version() or gate.held_for)
+        return not ask.brings_weights(self._weights_version()) and (gate.listed or self._list_lost()) and not self._heirs()
+
+    def _list_lost(self) -> bool:
+        """The target was found recorded with a trainer's weights: whether with a list, this hub cannot know."""
+        origin = self._origin
+        return self._gate.asked_at is None and origin is not None and origin.source is not Source.SPEC and bool(origin.weights_version)
+
+    def _gate_after(self, ask: Ask | None, target: int, before: int, heirs: frozenset[bytes] | None) -> Gate:
+        """The gate of a target that follows `before`: its own, unless (`heirs`) it goes on with weights on their way."""
+        gate, old = self._gate_of(ask, target), self._gate
+        if heirs is None or self._trainers.marked(target) is not None:
+            return gate
+        if old.held:
+            gate.asked_at, gate.held, gate.held_for, gate.request = old.asked_at, True, old.held_for, None
+        else:
+            gate.close()
+        gate.marked, gate.goes_on_from = set(heirs), before
+        return gate
+
     def _vouched(self) -> bool:
         """Somebody says who has the weights of the target, or that they are on their way. Clearing one engine's caches
         brings weights to nobody, so an engine's proposal must not open to age what a trainer keeps closed. A new hub knows
-        this of the target's origin alone: a trainer's, or an engine's that goes on with a trainer's weights."""
+        this of the target's origin alone: a trainer's, or one that names weights."""
         origin = self._origin
-        trained = origin is not None and (
-            origin.source is Source.TRAINER or bool(origin.source is Source.ENGINE and origin.weights_version)
-        )
+        trained = origin is not None and (origin.source is Source.TRAINER or bool(origin.weights_version))
         return self.config.weights_source == "Pushed" and self.target > 0 and (self._gate.listed or self._gate.held or trained)
 
     def _heirs(self) -> frozenset[bytes]:
@@ -115,7 +143,14 @@ class HubRules(PoolState):
 
     def _holds_loads(self, now: float) -> bool:
         """Until the store is empty and the epoch published, every grant is Bypass; and as long as a wipe may land."""
-        return (self._wiper.needed and self.target > self.published) or now < self._wiper.landed_at()
+        if now < self._wiper.landed_at():
+            return True
+        return self.target > self.published and (self._wiper.needed or self._others_may_wipe(now))
+
+    def _others_may_wipe(self, now: float) -> bool:
+        """The hub before may have asked for a wipe and died, under a policy of its own. Only while the epoch is unpublished:
+        whoever publishes has waited until no wipe can begin any more, its own or an older hub's."""
+        return now < self._others_wipe_until
 
     def _drained(self, record: BootRecord) -> bool:
         """Its newest heartbeat says so: at the target, in bypass, no load open. Not to know it counts as loading."""
@@ -137,3 +172,7 @@ class HubRules(PoolState):
     def _wipe_lands(self) -> float:
         """Another hub leads at the earliest when our read began, and waits for a lease before it releases any load."""
         return min(WIPE_LANDS_SECONDS, self.config.lease_seconds)
+
+    def _others_wipe_lands(self) -> float:
+        """The same by our clock, of a wipe that rests on a read before we led; shorter than `_lead_wait`."""
+        return self._wipe_lands() * self.config.max_clock_rate

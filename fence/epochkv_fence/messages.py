@@ -26,6 +26,8 @@ Boot = Annotated[bytes, msgspec.Meta(min_length=BOOT_BYTES, max_length=BOOT_BYTE
 """128 random bits drawn when an EngineCore process starts."""
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+EngineCount = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+"""Of one engine, so that the sum over all engines of a pool is a `Count`."""
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 Instance = Annotated[bytes, msgspec.Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
 """64 random bits drawn when a hub process starts."""
@@ -108,14 +110,14 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     seq: Count
     epoch: Epoch | None = None
     mode: Mode = Mode.BYPASS
-    carried: Count = 0
+    carried: EngineCount = 0
     boot_age_seconds: Seconds = 0.0
     engine: Name = ""
     pod: Name = ""
     rank: Count = 0
     fingerprint: Name = ""
     stats: Annotated[dict[StatName, float], msgspec.Meta(max_length=MAX_STATS)] = {}
-    loading: Count | None = None
+    loading: EngineCount | None = None
     private: bool = False
 
 

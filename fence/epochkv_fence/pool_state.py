@@ -20,6 +20,7 @@ ROUND_SECONDS: Final = 1.0
 """Longest pause between grant rounds while no reset is open."""
 ROUNDS_PER_LEASE: Final = 10
 """A grant is worth what is left of its lease since the heartbeat was sent, so short leases need quicker rounds."""
+MAX_COUNT: Final = 2**63 - 1
 JOIN_SECONDS: Final = 0.05
 """The same while a boot waits that has no grant of this hub: it may be in bypass because of that, as all are after a restart."""
 QUESTION_SECONDS: Final = 0.05
@@ -63,6 +64,9 @@ class PoolState:
         self._noted = False
         self._noting = False
         self._lead_until = math.inf
+        self._others_wipe_until = NEVER  # a wipe that an older hub asked for may begin until then
+        self._release_at = math.inf  # that is over: whoever may use the target is told
+        self._owners_version: str | None = None  # the weights that the pool's owner named last
         self._boots: dict[bytes, BootRecord] = {}
         self._behind: dict[bytes, None] = {}  # boots not at the target, in a replayable order
         self._reading: dict[bytes, None] = {}  # while a wipe is needed: boots not known to have drained
@@ -132,7 +136,7 @@ class PoolState:
         """When the next `Tick` is due."""
         if self.term is None:
             return self._forget_at
-        due = min(self._forget_at, self._reclaimer.due_at, self._wiper.give_up_at())
+        due = min(self._forget_at, self._reclaimer.due_at, self._wiper.give_up_at(), self._release_at)
         if self.open and self._late():
             due = min(due, self._nudge_at)
         pending = self._record_due() or (bool(self._waiting) and not self._noted and not self._noting)
@@ -179,7 +183,7 @@ class PoolState:
             asked=self._wanted(),
             engines=engines,
             laggards=[view for view in engines if view.alive and not view.converged],
-            carried=sum(view.carried for view in engines),
+            carried=min(sum(view.carried for view in engines), MAX_COUNT),
             started_at=self._started_at,
             published_at=self._published_at,
             reset_seconds=self._reset_seconds,
@@ -215,7 +219,7 @@ class PoolState:
         using = {record.boot for record in alive if record.epoch == self.target and record.current_mode is Mode.USE}
         pending = sum(record.boot in self._gate.marked and record.boot not in using for record in alive)
         bypassed = sum(self._in_bypass(record) for record in alive)
-        carried = sum(record.newest.carried for record in self._boots.values())
+        carried = min(sum(record.newest.carried for record in self._boots.values()), MAX_COUNT)
         return [
             BumpStatus(
                 request=request,

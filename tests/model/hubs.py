@@ -88,9 +88,13 @@ class HubSide:
                 world.count("changes")
 
     def _keeps_use(self, process: HubProcess, grant: Grant) -> None:
-        """Whoever reports that it uses an epoch keeps it, whichever hub grants; but for a store that is to be wiped."""
-        profile = self.world.profile
+        """Whoever reports that it uses an epoch keeps it, whichever hub grants; but for a store that is to be wiped, or that
+        the hub before may still wipe, which lasts no longer than the epoch is unpublished."""
+        profile, hub = self.world.profile, process.hub
         if grant.mode is Mode.USE or profile.policy == "RemoveAll" or profile.reconfigures:
+            return
+        granted_at = process.clock.read(self.world.now) if grant.moment is None else grant.moment.at  # it may be sent later
+        if hub._others_may_wipe(granted_at):
             return
         for engine in self.world.engines:
             uses = engine.agent.boot == grant.boot and engine.said.get(grant.seq) == (grant.epoch, Mode.USE)

@@ -52,6 +52,13 @@ class _UseBeforeItLanded(Hub):
         return self._fence_holds(now) and not self._wiper.open
 
 
+class _OthersDoNotWipe(Hub):
+    """A wipe that the hub before asked for may still begin when a new one, under another policy, lets engines load."""
+
+    def _others_may_wipe(self, now: float) -> bool:
+        return False
+
+
 class _LandsAnyTime(Hub):
     def _wipe(self, current: Round, now: float) -> list[ev.Action]:
         return [ev.Wipe(action.epoch) if isinstance(action, ev.Wipe) else action for action in super()._wipe(current, now)]
@@ -153,6 +160,7 @@ WIPE_MUTANTS = {
     "an engine in use counts as drained": Mutant(Rules(hub=_UseIsDrained), "4", {**BUSY, "reconfigures": True}),
     "Use while the store is wiped": Mutant(Rules(hub=_UseWhileWiping), "4", BUSY),
     "Use while a wipe may land": Mutant(Rules(hub=_UseBeforeItLanded), "4", LATE),
+    "Use while an older hub's wipe may land": Mutant(Rules(hub=_OthersDoNotWipe), "4", {**LATE, "reconfigures": True, "takeovers": 0.3}),
     "a wipe may land at any time": Mutant(Rules(hub=_LandsAnyTime), "4", LATE),
     "a wipe without a leadership read": Mutant(Rules(hub=_WipeWithoutRead), "4", {**BUSY, "takeovers": 1.0}),
     "a wipe is never given up": Mutant(Rules(hub=_WipeForEver), "4", {**WIPING, "store_fails": 1.0}),

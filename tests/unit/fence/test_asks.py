@@ -7,7 +7,7 @@ import pytest
 from epochkv_fence import hub_events as ev
 from epochkv_fence.asks import asked_at
 from epochkv_fence.authority import Origin, PoolRecord, Term
-from epochkv_fence.messages import MAX_EPOCH, Bump, BumpStatus, Error, Mode, Moment, Propose, Refusal, Source
+from epochkv_fence.messages import MAX_EPOCH, Bump, BumpStatus, Error, Mode, Moment, Propose, Refusal, Source, decode, encode
 from tests.unit.fence.helpers import HOLD, INSTANCE, Driver, boot
 
 OTHER = b"hub-in-b"
@@ -272,6 +272,20 @@ def test_a_hold_heard_before_leadership_is_remembered() -> None:
     assert modes(hub) == {1: Mode.USE}
 
 
+@pytest.mark.parametrize("asked", ["before leadership", "since"])
+def test_a_hold_of_an_epoch_that_is_found_recorded_holds(asked: str) -> None:
+    hub = Driver()
+    if asked == "before leadership":
+        hub.ask(1, fresh=False, version="v2", ready=False)
+    hub.step(ev.Acquired(Term("h", 1), PoolRecord(1, 1, True, Origin(Source.SPEC, "v2"))))
+    if asked == "since":
+        hub.ask(1, fresh=False, version="v2", ready=False)
+    hub.beat(1, 1, Mode.BYPASS)
+    hub.hear(Bump(5, 2, moment=hub.moment()))  # a plain reset does not end it
+    assert hub.hub.target == 2
+    assert modes(hub) == {1: Mode.BYPASS}
+
+
 # --------------------------------------------------------------------------------------------------------------- origins
 
 
@@ -349,6 +363,19 @@ def test_an_epoch_heard_before_leadership_is_compared_when_it_leads() -> None:
     hub.beat(1, epoch=9)
     hub.lead(target=9, published=9, granting=True)
     assert hub.kinds() == []
+
+
+# ------------------------------------------------------------------------------------------------------------- what is told
+
+
+def test_a_sum_that_no_message_can_carry_is_cut() -> None:
+    hub = pool()
+    for number in (1, 2, 3):
+        hub.beat(number, carried=2**63 - 1)
+    hub.hear(Bump(1, 1))
+    answer = hub.of(BumpStatus)[-1]
+    assert decode(encode(answer)) == answer
+    assert answer.carried == hub.hub.snapshot(hub.now).carried == 2**63 - 1
 
 
 # ------------------------------------------------------------------------------------------------------- not yet leading

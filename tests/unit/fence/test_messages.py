@@ -93,6 +93,15 @@ def test_what_an_older_peer_sends_is_taken() -> None:
     assert decode([b"\x01", of("Bump", request=1, epoch=4)]) == Bump(1, 4, None, "", None, 0.0)
 
 
+@pytest.mark.parametrize("field", ["carried", "loading"])
+def test_what_one_engine_counts_leaves_room_for_the_sum_of_many(field: str) -> None:
+    most = 2**31 - 1
+    beat = decode([b"\x01", of("Heartbeat", boot=BOOT, seq=0, **{field: most})])
+    assert getattr(beat, field) == most
+    with pytest.raises(WireError, match=field):
+        decode([b"\x01", of("Heartbeat", boot=BOOT, seq=0, **{field: most + 1})])
+
+
 def of(tag: str, **fields: object) -> bytes:
     return msgspec.msgpack.encode({"type": tag, **fields})
 

@@ -50,8 +50,32 @@ def test_it_opens_nothing_while_the_first_half_of_fence_first_waits_for_weights(
     hub.hear(Bump(1, 1, [boot(1), boot(2)], "v1"))  # the weights are there
     everyone(hub, 1, one=Mode.BYPASS, two=Mode.BYPASS)
     everyone(hub, 1)
-    hub.hear(Propose(boot(1), 2, hub.moment()), peer=b"peer1")  # an agent repeats it
+    hub.hear(Propose(boot(1), 2, hub.moment()), peer=b"peer1")  # an agent repeats it: of a reset before the weights were there
+    assert everyone(hub, 1) == {1: (1, Mode.USE), 2: (1, Mode.USE)}
+    hub.now += 1.0
+    hub.hear(Propose(boot(1), 2, hub.moment()), peer=b"peer1")  # of a reset since
     assert everyone(hub, 1) == {1: (2, Mode.USE), 2: (2, Mode.USE)}
+
+
+def test_a_pool_all_in_bypass_that_lives_on_proposals_alone_goes_by_age() -> None:
+    hub = Driver()
+    hub.step(ev.Acquired(TERM, PoolRecord(5, 5, True, Origin(Source.ENGINE))))
+    assert everyone(hub, 5, one=Mode.BYPASS, two=Mode.BYPASS) == {1: (5, Mode.BYPASS), 2: (5, Mode.BYPASS)}
+    hub.hear(Propose(boot(1), 6, hub.moment()), peer=b"peer1")
+    hub.hear(Propose(boot(2), 6, hub.moment()), peer=b"peer2")
+    assert everyone(hub, 5, one=Mode.BYPASS, two=Mode.BYPASS) == {1: (6, Mode.USE), 2: (6, Mode.USE)}
+
+
+def test_what_is_kept_of_refused_proposals_goes_with_their_boots() -> None:
+    hub = pool()
+    listed(hub)
+    everyone(hub, 0)
+    hub.hear(Propose(boot(1), 2, hub.moment()), peer=b"peer1")
+    hub.hear(Propose(boot(9), 2, hub.moment()), peer=b"peer9")  # never heard of
+    assert list(hub.hub._gate.refused) == [boot(1)]
+    hub.now += 1000.0
+    hub.step(ev.Tick())
+    assert hub.hub._gate.refused == {}
 
 
 def test_it_opens_nothing_while_the_owner_holds_the_weights() -> None:
@@ -76,7 +100,7 @@ def test_exactly_those_that_may_use_the_epoch_may_use_the_proposed_one() -> None
 
 
 def test_a_new_hub_that_lost_the_list_opens_nothing_either() -> None:
-    for origin in (Origin(Source.TRAINER, "v1"), Origin(Source.TRAINER), Origin(Source.ENGINE, "v1")):
+    for origin in (Origin(Source.TRAINER, "v1"), Origin(Source.TRAINER), Origin(Source.ENGINE, "v1"), Origin(Source.SPEC, "v1")):
         hub = Driver()
         hub.step(ev.Acquired(TERM, PoolRecord(5, 5, True, origin)))
         everyone(hub, 5, two=Mode.BYPASS)
@@ -94,3 +118,13 @@ def test_a_trainers_list_for_the_same_epoch_counts_alone() -> None:
     hub.hear(Bump(2, 2, [], "v1"))  # before the proposal is recorded
     hub.step(ev.Recorded(2))
     assert everyone(hub, 1) == {1: (2, Mode.BYPASS), 2: (2, Mode.BYPASS)}
+
+
+def test_a_change_of_hub_loses_no_hold() -> None:
+    hub = Driver()
+    hub.ask(5, fresh=False, version="v1", ready=False)
+    hub.step(ev.Acquired(TERM, PoolRecord(5, 5, True, Origin(Source.SPEC, "v1"))))
+    both = {1: (5, Mode.BYPASS), 2: (5, Mode.BYPASS)}
+    assert everyone(hub, 5, one=Mode.BYPASS, two=Mode.BYPASS) == both
+    hub.hear(Propose(boot(1), 6, hub.moment()), peer=b"peer1")
+    assert everyone(hub, 5, one=Mode.BYPASS, two=Mode.BYPASS) == both

@@ -112,7 +112,7 @@ def test_with_a_list_exactly_those_boots_join() -> None:
 
 def test_a_list_that_was_lost_with_a_hub_is_taken_from_the_repetition() -> None:
     hub = Driver()
-    hub.lead(target=1, granting=True)
+    hub.lead(target=1, published=1, granting=True)
     hub.beat(1, age=10_000.0)
     assert modes(hub) == {1: Mode.BYPASS}
     hub.step(ev.Heard(b"t", Bump(1, 1, [boot(1)])))
@@ -167,7 +167,7 @@ def test_of_two_trainers_that_push_different_weights_for_one_epoch_only_one_is_b
 def test_a_list_for_weights_that_the_recorded_target_did_not_come_with_marks_nobody() -> None:
     hub = Driver()
     hub.hear(Bump(1, 1, [boot(1)], weights_version="mine"))
-    hub.step(ev.Acquired(TERM, PoolRecord(1, 0, True, Origin(Source.TRAINER, "theirs"))))
+    hub.step(ev.Acquired(TERM, PoolRecord(1, 1, True, Origin(Source.TRAINER, "theirs"))))
     hub.beat(1, age=10_000.0)
     assert modes(hub) == {1: Mode.BYPASS}
     hub.hear(Bump(1, 1, [boot(1)], weights_version="theirs"))

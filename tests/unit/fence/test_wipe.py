@@ -10,7 +10,7 @@ from epochkv_fence import hub_events as ev
 from epochkv_fence.authority import PoolRecord, Term
 from epochkv_fence.messages import Mode, Reclaim
 from epochkv_fence.wipe import WIPE_LANDS_SECONDS, WIPE_SECONDS, Wiper
-from tests.unit.fence.helpers import HOLD, Driver, boot, config
+from tests.unit.fence.helpers import HOLD, LEASE, Driver, boot, config
 
 MODEL = {"reclaim": "RemoveAll", "weights_source": "Model"}
 
@@ -371,3 +371,55 @@ def test_a_wipe_without_an_answer_may_land_after_one_that_was_answered() -> None
     wiper.answered(1, keys=0, target=1)
     assert wiper.done
     assert wiper.landed_at() == 10.0
+
+
+@pytest.mark.parametrize("policy", ["Delete", "Retain", "RemoveAll"])
+def test_a_new_hub_holds_loads_while_a_wipe_of_the_old_one_may_begin(policy: str) -> None:
+    old = wiping()
+    sent = old.stores[-1]
+    assert isinstance(sent, ev.Wipe)
+    hub = Driver(weights_source="Model", reclaim=policy, store_admin=True)
+    hub.lead(target=1, published=0, granting=True, term=Term("hub-b", 2))
+    began = hub.now
+    until = began + WIPE_LANDS_SECONDS * HOLD / LEASE  # by a clock that is as fast as the margin allows
+    hub.beat(1, epoch=1, mode=Mode.USE, loading=0)
+    assert {grant.mode for grant in hub.round()} == {Mode.BYPASS}
+    hub.now = until - 0.01
+    acknowledge(hub, 1, 1)
+    assert {grant.mode for grant in hub.round()} == {Mode.BYPASS}
+    assert hub.hub.tick_at() <= until
+    hub.now = until
+    before = len(hub.nudged())
+    hub.step(ev.Tick())
+    acknowledge(hub, 1, 1)
+    released = policy != "RemoveAll"  # that one wipes itself
+    assert hub.nudged()[before:] == [boot(1)] * released
+    assert {grant.mode for grant in hub.round()} == {Mode.USE if released else Mode.BYPASS}
+    hub.now = began + HOLD
+    acknowledge(hub, 1, 1)
+    hub.round()
+    assert hub.published == [1] * released  # no later than without
+
+
+def test_a_new_hub_of_a_published_epoch_or_of_a_pool_without_grants_holds_nothing() -> None:
+    for published, granting in ((1, True), (0, False)):
+        hub = Driver(weights_source="Model")
+        hub.lead(target=1, published=published, granting=granting)
+        hub.beat(1, epoch=1, mode=Mode.USE, loading=0)
+        assert {grant.mode for grant in hub.round()} == {Mode.USE}
+
+
+def test_a_hub_that_learns_of_the_publication_holds_nothing_any_more() -> None:
+    """Whoever published has waited until no wipe could begin."""
+    hub = Driver(weights_source="Model")
+    hub.lead(target=1, published=0, granting=True)
+    hub.step(ev.Observed(PoolRecord(target=1, published=1)))
+    hub.beat(1, epoch=1, mode=Mode.BYPASS, loading=0)
+    assert {grant.mode for grant in hub.round()} == {Mode.USE}
+
+
+@pytest.mark.parametrize("lease", [1.0, 4.0, 30.0, 600.0])
+def test_holding_loads_for_a_wipe_never_outlasts_the_wait_for_older_grants(lease: float) -> None:
+    hub = Driver(lease_seconds=lease)
+    assert hub.hub._others_wipe_lands() <= hub.hub._lead_wait()
+    assert hub.hub._others_wipe_lands() >= min(WIPE_LANDS_SECONDS, lease)
