@@ -4,13 +4,14 @@ Reads one JSON object from standard input (`kind`, `endpoint`, `rate` a second, 
 floods until standard input is closed, and prints one JSON object with what it did.
 
 Kinds: `garbage` (frames that are no message, from an authenticated client), `frames` (messages of 20,000 frames),
-`messages` (well-formed heartbeats of ever new boots), `strangers` (CURVE handshakes with keys that nobody knows),
-`connections` (plain TCP connections that are left open with garbage in them).
+`messages` (well-formed heartbeats of ever new boots), `bumps` (of epoch 1, over 600 connections), `strangers` (CURVE
+handshakes with keys that nobody knows), `connections` (plain TCP connections that are left open with garbage in them).
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import secrets
 import select
@@ -24,13 +25,16 @@ from pathlib import Path
 
 import zmq
 
-from epochkv_fence.messages import Heartbeat, encode
+from epochkv_fence.messages import Bump, Heartbeat, encode
 from epochkv_fence.transport import ClientKeys, generate_keypair
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_OPEN = 500
+CONNECTIONS = 600
+BUMPS_AT_ONCE = 50
 FRAMES = 20_000
 HALF_A_GREETING = b"\xff" + 8 * b"\0" + b"\x7f\x03"
+BUMP = encode(Bump(1, 1))
 GARBAGE = [b"\x01", b"\xc1garbage"]
 
 
@@ -44,6 +48,8 @@ class Flood:
         self._context = zmq.Context()
         self._context.max_sockets = 4 * MAX_OPEN
         self._socket = self._dealer(keys) if keys is not None else None
+        self._dealers: list[zmq.Socket[bytes]] = []
+        self._turns = itertools.cycle(self._dealers)
         self._open: deque[zmq.Socket[bytes] | socket.socket] = deque()
 
     def _dealer(self, keys: ClientKeys) -> zmq.Socket[bytes]:
@@ -64,15 +70,26 @@ class Flood:
     def messages(self) -> bool:
         return self._send(encode(Heartbeat(secrets.token_bytes(16), 0)))
 
-    def _send(self, frames: list[bytes]) -> bool:
-        assert self._socket is not None
+    def bumps(self) -> bool:
+        """Connect once more, or, when there are connections enough, one on some of them."""
+        assert self._keys is not None
+        if len(self._dealers) < CONNECTIONS:
+            self._dealers.append(self._dealer(self._keys))
+            return True
+        for _ in range(BUMPS_AT_ONCE):
+            self._send(BUMP, next(self._turns))
+        return False  # as fast as the connections take them, and no rate is to be caught up with
+
+    def _send(self, frames: list[bytes], dealer: zmq.Socket[bytes] | None = None) -> bool:
+        dealer = dealer or self._socket
+        assert dealer is not None
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            dealer.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
             return False
         self.counts["sent"] += 1
         with contextlib.suppress(zmq.Again):
-            self._socket.recv_multipart(zmq.NOBLOCK)
+            dealer.recv_multipart(zmq.NOBLOCK)
             self.counts["answers"] += 1
         return True
 

@@ -1,0 +1,73 @@
+"""Engines in a process of their own, and how long any of them was without a lease: `python -m tests.security.engines`.
+
+Reads one JSON object from standard input (`endpoint`, `keys`, `count`), says `joined` when all have a lease, and when standard
+input is closed prints one JSON object: `looks`, `gaps` (looks that saw an engine without a live lease), `renewed` (how often
+the engine with the fewest got a longer lease).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from epochkv_fence.transport import AgentThread, ClientKeys, EngineIdentity
+from tests.helpers_fence import FakeEngine, eventually
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextlib.contextmanager
+def engines(endpoint: str, keys: ClientKeys, count: int) -> Iterator[dict[str, int]]:
+    """Have engines while the block runs, all with a lease at its start. What is yielded is filled with the counts at its end."""
+    counts: dict[str, int] = {}
+    command = [sys.executable, "-m", "tests.security.engines"]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        asked = {"endpoint": endpoint, "keys": [keys.hub_public, keys.public, keys.secret], "count": count}
+        process.stdin.write(json.dumps(asked) + "\n")
+        process.stdin.flush()
+        try:
+            assert process.stdout.readline() == "joined\n"
+            yield counts
+        finally:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+            counts.update(json.loads(process.stdout.readline()))
+
+
+def main() -> None:
+    asked = json.loads(sys.stdin.readline())
+    keys = ClientKeys(*asked["keys"])
+    agents = [
+        AgentThread(asked["endpoint"], keys, secrets.token_bytes(16), EngineIdentity(f"engine-{number}"), FakeEngine())
+        for number in range(asked["count"])
+    ]
+    for agent in agents:
+        agent.start()
+    eventually(lambda: all(time.monotonic() < agent.view.lease_until for agent in agents), what="everyone has a lease")
+    print("joined", flush=True)
+    looks = gaps = 0
+    until, renewed = [agent.view.lease_until for agent in agents], [0] * len(agents)
+    while not select.select([sys.stdin], [], [], 0.01)[0]:
+        now = time.monotonic()
+        for number, agent in enumerate(agents):
+            lease = agent.view.lease_until
+            looks += 1
+            gaps += now >= lease
+            renewed[number] += lease > until[number]
+            until[number] = lease
+    print(json.dumps({"looks": looks, "gaps": gaps, "renewed": min(renewed)}), flush=True)
+    for agent in agents:
+        agent.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Messages that cost the hub more than others: what one pool asks for is paid for by that pool alone.
+
+Hub, engines and flooder are processes of their own. The flooding pool has 10,000 boots, so that a `Bump` of it takes some
+milliseconds of the hub's only thread, and a few hundred a second would take all of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from epochkv_fence.messages import Bump, BumpStatus, Error, Heartbeat, Mode, Refusal, Status, encode
+from epochkv_fence.trainers import STATUS_PAGE
+from epochkv_fence.transport import ClientKeys, HubServer, generate_keypair
+from epochkv_fence.transport.limits import COST_BURST
+from tests.helpers_fence import POOL, FenceWorld, eventually
+from tests.security.engines import engines
+from tests.security.flooder import flooding
+from tests.security.wire import failures, heartbeat, pool_boots, raw
+
+LEASE = 6.0
+OTHER = "pool-uid-2"
+NUM_BOOTS = 10_000
+
+
+@pytest.fixture
+def world() -> Iterator[FenceWorld]:
+    made = FenceWorld(lease_seconds=LEASE, join_after_seconds=0.0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def hub(world: FenceWorld) -> HubServer:
+    made = world.hub()
+    world.lead(made)
+    return made
+
+
+def second_pool(world: FenceWorld, hub: HubServer, num_boots: int = 0) -> ClientKeys:
+    """Keys of another pool of the same hub, and boots of it that nobody has."""
+    pair = generate_keypair()
+    config = world.reconfigure(uid=OTHER, name="default/second", client_public_keys=(pair.public,), lease_seconds=60.0)
+
+    def make() -> None:
+        hub.set_pool(config)
+        lane = hub.lane(pair.public)
+        assert lane is not None
+        for number in range(num_boots):
+            hub.take(lane, b"nobody", Heartbeat(number.to_bytes(16, "big"), 0, 0, Mode.USE))
+
+    world.thread.call(make)
+    return ClientKeys(world.hub_pair.public, *pair)
+
+
+def test_a_flood_of_costly_messages_over_many_connections_takes_no_lease_of_another_pool(world: FenceWorld, hub: HubServer) -> None:
+    keys = second_pool(world, hub, NUM_BOOTS)
+    with engines(hub.endpoint, world.client_keys, 3) as served, flooding("bumps", hub.endpoint, 400, keys) as flood:
+        eventually(lambda: hub.counters["dropped_cost"] >= 1_000, what=f"the flood is there: {hub.counters}")
+        assert hub.counters["connections_accepted"] >= 600
+        world.request(hub, 1)
+        eventually(lambda: world.published() == 1, what="a reset goes on")
+        until = time.monotonic() + 1.5 * LEASE
+        eventually(lambda: time.monotonic() >= until)
+        dropped = hub.counters["dropped_cost"]
+        eventually(lambda: hub.counters["dropped_cost"] > dropped, what="it was going on all the time")
+    assert flood["sent"] >= 1_000
+    assert served["looks"] >= 100
+    assert served["gaps"] == 0
+    assert served["renewed"] >= 2  # in one and a half leases
+    assert failures(hub) == {}
+
+
+def test_what_looks_at_many_boots_costs_by_their_number(world: FenceWorld, hub: HubServer) -> None:
+    keys = second_pool(world, hub, NUM_BOOTS)
+    lane = hub.lane(keys.public)
+    small = hub.lane(world.pool_pair.public)
+    assert lane is not None
+    assert small is not None
+    for message in (Bump(1, 1), Status(1)):
+        assert world.thread.call(lambda message=message: hub.cost(lane, message)) == 101.0
+        assert world.thread.call(lambda message=message: hub.cost(small, message)) == 1.0
+    assert world.thread.call(lambda: hub.cost(lane, Heartbeat(b"b" * 16, 0))) == 0.0
+    assert COST_BURST > NUM_BOOTS / STATUS_PAGE * 101.0  # a trainer can list all boots at once
+
+
+def test_who_asks_for_too_much_is_told_and_its_pools_heartbeats_are_taken(world: FenceWorld, hub: HubServer) -> None:
+    def spend() -> None:
+        lane = hub.lane(world.pool_pair.public)
+        assert lane is not None
+        lane.costs.fine(10**6)
+
+    with raw(hub.endpoint, world.client_keys) as client:
+        assert isinstance(client.ask(encode(Bump(1, 1))), BumpStatus)
+        world.thread.call(spend)
+        client.socket.send_multipart(encode(Bump(2, 2)))
+        answer = eventually(lambda: told if isinstance(told := client.hear(0.1), Error) else None)
+        assert answer.code is Refusal.LIMIT
+        assert world.thread.call(lambda: hub.snapshot(POOL)).asked == 1
+        client.socket.send_multipart(heartbeat(b"h" * 16))
+        eventually(lambda: pool_boots(world, hub) == {b"h" * 16})
+    assert hub.counters["dropped_cost"] == 1
+
+
+@pytest.mark.parametrize("carried", [2**31 - 1, 2**63 - 1])
+def test_numbers_that_add_up_to_what_no_message_can_hold_harm_nobody(world: FenceWorld, hub: HubServer, carried: int) -> None:
+    keys = second_pool(world, hub)
+    agent, _ = world.agent(hub.endpoint)
+    eventually(lambda: agent.view.epoch == 0)
+    with raw(hub.endpoint, keys) as client:
+        for number in range(3):
+            client.socket.send_multipart(encode(Heartbeat(bytes([number]) * 16, 0, carried=carried)))
+        eventually(lambda: len(pool_boots(world, hub, OTHER)) + hub.counters["refused_malformed"] == 3, what="taken or refused")
+        client.socket.send_multipart(encode(Bump(1, 1)))
+        client.socket.send_multipart(encode(Status(2)))
+        eventually(lambda: isinstance(client.hear(0.1), Status), what="answered")
+        assert world.thread.call(lambda: hub.snapshot(OTHER)).asked == 1
+        world.request(hub, 1)
+        eventually(lambda: world.published() == 1 and agent.view.epoch == 1)
+        lease = agent.view.lease_until
+        eventually(lambda: agent.view.lease_until > lease)
+    assert failures(hub) == {}
