@@ -23,13 +23,17 @@ _launchers: list[subprocess.Popen[bytes]] = []
 
 
 def start_time(pid: int) -> int | None:
-    """Start time of a live process in clock ticks since boot (field 22 of /proc/PID/stat); None when dead or a zombie."""
+    """Start time of a live process in clock ticks since boot (field 22 of /proc/PID/stat); None when dead or a zombie.
+
+    A zombie with threads that are still on their way out lives: they hold its sockets, so its ports are not free yet.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
+        num_threads = len(os.listdir(f"/proc/{pid}/task"))
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
+    return None if fields[0] in "ZX" and num_threads <= 1 else int(fields[19])
 
 
 def wait_for(condition: Callable[[], bool], seconds: float, interval: float = 0.05) -> bool:
