@@ -15,7 +15,7 @@ help: ## List the targets
 setup: ## Python environment for the operator, the fence and the tools
 	@$(SETUP) dev
 
-setup-engine: ## The same with vLLM on CPU and the connector (6 GB)
+setup-engine: ## Environment of `setup`, plus vLLM on CPU and the connector (6 GB)
 	@$(SETUP) dev engine
 
 setup-cluster: ## Everything the local cluster needs: packages, Go-built Kubernetes, environments

@@ -121,7 +121,8 @@ def show_reset(reset: Reset, output: Output, wait: bool = True) -> None:
     if reset.laggards and not reset.noop:
         print(f"not acknowledged by: {names(reset.laggards)}")
     if reset.bypassed and reset.published:
-        print(f"{reset.bypassed} engines serve without reuse: nobody said that they have the weights of epoch {reset.epoch}")
+        serve = "engine serves" if reset.bypassed == 1 else "engines serve"
+        print(f"{reset.bypassed} {serve} without reuse: nobody said that they have the weights of epoch {reset.epoch}; `epochkv update` does")
 
 
 def names(found: tuple[str, ...]) -> str:
