@@ -122,7 +122,8 @@ def show_reset(reset: Reset, output: Output, wait: bool = True) -> None:
         print(f"not acknowledged by: {names(reset.laggards)}")
     if reset.bypassed and reset.published:
         serve = "engine serves" if reset.bypassed == 1 else "engines serve"
-        print(f"{reset.bypassed} {serve} without reuse: nobody said that they have the weights of epoch {reset.epoch}; `epochkv update` does")
+        why = f"nobody said that they have the weights of epoch {reset.epoch}"
+        print(f"{reset.bypassed} {serve} without reuse: {why}; `epochkv update` does")
 
 
 def names(found: tuple[str, ...]) -> str:
