@@ -24,6 +24,7 @@ class Checks:
         self.cascade: int | None = None
         self.published = 0  # highest ever, also before a restore
         self.recorded = 0
+        self.base_is_void = False  # the record went back to epoch 0, in which every engine counts as having base weights
 
     def step(self) -> None:
         """I1, I2, I3 as they stand now."""
@@ -61,13 +62,17 @@ class Checks:
             raise Violation(f"I3: engines that reset together at epoch {self.cascade} raised the target to {target}")
 
     def _weights(self, index: int, epoch: int, weights: int) -> None:
+        if epoch == 0 and self.base_is_void:
+            return
         first = self.epoch_weights.setdefault(epoch, weights)
         if weights != first:
             raise Violation(f"I1: e{index} has weights {weights} and shares epoch {epoch}, which was first used with weights {first}")
 
     def restored(self) -> None:
-        """An older record came back from a backup: what it says counts from here."""
+        """An older record came back from a backup: what it says counts from here. Epoch 0 is the one that it cannot protect:
+        nothing tells a hub that weights were pushed since, until somebody reports or asks for a later epoch."""
         self.record_target = self.record_published = 0
+        self.base_is_void = self.base_is_void or self.world.authority.record.target == 0
 
     def cascade_began(self, target: int) -> None:
         """Every engine was reset alone at this epoch, all at once: one raise is enough for all of them."""
