@@ -41,11 +41,20 @@ def mode(kube: Kube) -> str | None:
     return (external(kube) or {}).get("mode")
 
 
+def raise_epoch(kube: Kube) -> int:
+    """One epoch further with kubectl; returns when it is published."""
+    epoch = int(status(kube).get("targetEpoch", 0)) + 1
+    kube.kubectl("-n", NAMESPACE, "patch", "kvp", POOL, "--type=merge", "-p", json.dumps({"spec": {"resetEpoch": epoch}}))
+    kube.kubectl("-n", NAMESPACE, "wait", f"kvp/{POOL}", f"--for=jsonpath={{.status.epoch}}={epoch}", "--timeout=60s")
+    return epoch
+
+
 def test_it_joins_counts_and_leaves(setup: Setup, kube: Kube, tmp_path: Path) -> None:
     weights = setup.models / "base"
     python = os.environ.get("EPOCHKV_PYTHON_ENGINE", sys.executable)
     ours = [*kube.engines(NAMESPACE, ENGINE, MODEL)]
     before = status(kube)["engines"]["total"]
+    raise_epoch(kube)  # at epoch 0 everybody has the base weights, and nobody has to wait for them
     with forwarded_hub(kube) as port, Pool.connect(connection_folder(kube, tmp_path, port)) as pool:
         path = tmp_path / "connection.json"
         connection = json.loads(path.read_text())
@@ -67,10 +76,7 @@ def test_it_joins_counts_and_leaves(setup: Setup, kube: Kube, tmp_path: Path) ->
             (prompt,) = make_prompts(8001, 1)
             assert [engine.complete(prompt).cached for _ in range(2)] == [0, 896]
 
-            epoch = status(kube)["targetEpoch"] + 1
-            patch = json.dumps({"spec": {"resetEpoch": epoch}})
-            kube.kubectl("-n", NAMESPACE, "patch", "kvp", POOL, "--type=merge", "-p", patch)
-            kube.kubectl("-n", NAMESPACE, "wait", f"kvp/{POOL}", f"--for=jsonpath={{.status.epoch}}={epoch}", "--timeout=60s")
+            epoch = raise_epoch(kube)
             assert engine.complete(prompt).cached == 0
             wait_until(lambda: (external(kube) or {}).get("epoch") == epoch, 60, lambda: f"not at {epoch}: {status(kube)}")
         finally:
