@@ -381,14 +381,14 @@ class Trainer:
         yield from self._pause()
         if world.profile.pushed:
             yield from self._push()
-            if world.now > self.push_began + PUSH_TO_ASK:  # longer than `joinAfterSeconds` allows for
+        began, at_once = world.authority.record.target, True
+        waiting = {engine.agent.boot for engine in world.engines}
+        while waiting:
+            if world.profile.pushed and world.now > self.push_began + PUSH_TO_ASK:  # longer than `joinAfterSeconds` allows for
                 yield from self._ask_status()
                 yield from self._bump([], self._published)
                 self._resume()
                 return
-        began, at_once = world.authority.record.target, True
-        waiting = {engine.agent.boot for engine in world.engines}
-        while waiting:
             for engine in world.engines:
                 if engine.agent.boot in waiting and self._reachable(engine) and not engine.queue:
                     world.engine_side.local_reset(engine)
