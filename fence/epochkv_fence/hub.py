@@ -95,7 +95,7 @@ class Hub(HubStore):
         self._abandon()
         self.term = term
         self._noted = record.granting
-        self._durable = record.target
+        self._durable = self._proven = record.target
         # Nobody was ever granted anything: there is no older grant to wait for.
         self._lead_until = now + self._lead_wait() if record.granting else NEVER
         open_before = record.granting and record.target > record.published
@@ -308,7 +308,11 @@ class Hub(HubStore):
             self._trainers.wait(peer, bump.request, bump.epoch)
         if self.term is None:
             return [*actions, self._not_leading(peer)]
-        return [*actions, *(ev.Send(peer, answer) for answer in self._bump_statuses([(bump.request, bump.epoch)], now))]
+        return [*actions, *self._answer([(peer, bump.request, bump.epoch)], now)] if self._may_tell(bump.epoch) else actions
+
+    def _answer(self, waiters: list[tuple[bytes, int, int]], now: float) -> list[ev.Action]:
+        answers = self._bump_statuses([(request, epoch) for _, request, epoch in waiters], now)
+        return [ev.Send(peer, answer) for (peer, _, _), answer in zip(waiters, answers, strict=True)]
 
     def _mark(self, bump: Bump, now: float) -> list[ev.Action]:
         """Exactly these boots got the weights of the epoch. A long list comes in several messages, or later."""
@@ -369,11 +373,12 @@ class Hub(HubStore):
             self._wiper.allow(now)
         publish = self.target if self._may_publish(now) else None
         wipe = self.target if self._may_wipe(now) else None
-        beats = self._waiting if self._may_grant() else {}
-        if beats:
-            self._waiting, self._joining = {}, False
+        beats: dict[bytes, tuple[bytes, int]] = {}
+        if self._may_grant():  # also when nobody waits: what is heard from now on must not get into this round
+            beats, self._waiting, self._joining = self._waiting, {}, False
         questions, self._trainers.questions = self._trainers.questions, []
-        self._round = Round(number, self.term, now, beats, publish, wipe, questions)
+        durable = min(self._durable, self.target)
+        self._round = Round(number, self.term, now, beats, durable, publish, wipe, questions)
         self._last_round = now
         if not self.round_open:
             self._round = None
@@ -386,6 +391,9 @@ class Hub(HubStore):
         if current is None:
             return []
         actions = self._grant_all(current, now)
+        if current.target > self._proven:
+            self._proven = current.target
+            actions += self._answer([waiter for waiter in self._trainers.waiters() if self._may_tell(waiter[2])], now)
         actions += [ev.Send(peer, self._status(question, now)) for peer, question in current.questions]
         if current.publish is not None and current.publish > self._stored and self._publishing is None:
             self._publishing = current.publish
@@ -437,14 +445,12 @@ class Hub(HubStore):
             self._reclaim_after(now)
         self._invite_at = NEVER
         invited = self._invite(now) if self._wiper.needed else []
-        served = self._trainers.served(epoch)
-        answers = self._bump_statuses([(request, asked) for _, request, asked in served], now)
-        return [ev.Changed(), *invited, *(ev.Send(peer, answer) for (peer, _, _), answer in zip(served, answers, strict=True))]
+        return [ev.Changed(), *invited, *self._answer(self._trainers.served(epoch), now)]
 
     def _publish_failed(self, now: float) -> list[ev.Action]:
         """Perhaps the record was lost (a wiped status, a restored store): record the target again before the next try."""
         self._publishing = None
-        self._durable = 0
+        self._durable = self._proven = 0
         self._retry_at = now + RETRY_SECONDS
         return []
 

@@ -30,6 +30,12 @@ class HubRules(PoolState):
         """After this a grant made now is dead: the lease, and the margin for clocks at different rates."""
         return self.config.hold_seconds
 
+    def _may_tell(self, epoch: int) -> bool:
+        """A trainer that is told of its target counts on it when publication does not come in time: after a lease nobody
+        uses older epochs. So it must not hear of a target that only a deposed hub knows, whose Record landed late, while
+        the one that leads goes on granting the epoch before: a read that began after it was durable shows that we lead."""
+        return self.target <= self._proven or epoch <= self.published
+
     # ------------------------------------------------------------------ publication
 
     def _may_publish(self, now: float) -> bool:

@@ -29,12 +29,14 @@ QUESTION_SECONDS: Final = 0.05
 
 @dataclass(slots=True)
 class Round:
-    """A grant round whose leadership read is under way; `publish` and `wipe` name the epoch they were evaluated for."""
+    """A grant round whose leadership read is under way; `target` is the durable one when it began, `publish` and `wipe` name
+    the epoch they were evaluated for."""
 
     number: int
     term: Term
     began: float
     beats: dict[bytes, tuple[bytes, int]]
+    target: int
     publish: int | None
     wipe: int | None
     questions: list[tuple[bytes, Status]] = field(default_factory=list)
@@ -60,6 +62,7 @@ class PoolState:
         self._instance = instance
         self._origin: Origin | None = None  # of the target
         self._durable = 0  # the target known to be durable in this term
+        self._proven = 0  # the target that no hub can miss any more when it grants
         self._stored = 0  # what the record says is published, as it was read in this term and written since
         self._noted = False
         self._noting = False
@@ -110,7 +113,8 @@ class PoolState:
         current = self._round
         if current is None:
             return False
-        return bool(current.beats or current.questions) or current.publish is not None or current.wipe is not None
+        asked_for = bool(current.beats or current.questions) or self._proof_wanted()
+        return asked_for or current.publish is not None or current.wipe is not None
 
     def round_at(self, now: float) -> float:
         """When the next round should begin; infinity while there is nothing to do."""
@@ -120,7 +124,7 @@ class PoolState:
         if self._waiting and self._noted:
             pause = min(JOIN_SECONDS if self._joining else ROUND_SECONDS, self.config.lease_seconds / ROUNDS_PER_LEASE)
             due = max(now, self._last_round + (0.0 if self.open or now < self._brisk_until else pause))
-        if self._trainers.questions:
+        if self._trainers.questions or self._proof_wanted():
             due = min(due, max(now, self._last_round + QUESTION_SECONDS))
         if self._durable >= self.target > self._stored and self._publishing is None:
             due = min(due, self._evaluate_at())
@@ -163,6 +167,10 @@ class PoolState:
     def _record_due(self) -> bool:
         return self.term is not None and self._recording is None and self._wanted() > self._durable
 
+    def _proof_wanted(self) -> bool:
+        """Trainers wait to hear that the target is on record."""
+        return self._durable >= self.target > self._proven and self._trainers.waiting
+
     def _wanted(self) -> int:
         """The target that has to be durable: what was asked for, and never less than what was granted."""
         return max(self.target, self._ask.epoch if self._ask is not None else 0)
@@ -183,7 +191,7 @@ class PoolState:
             asked=self._wanted(),
             engines=engines,
             laggards=[view for view in engines if view.alive and not view.converged],
-            carried=min(sum(view.carried for view in engines), MAX_COUNT),
+            carried=self._carried(),
             started_at=self._started_at,
             published_at=self._published_at,
             reset_seconds=self._reset_seconds,
@@ -200,6 +208,9 @@ class PoolState:
 
     def _weights_version(self) -> str:
         return self._origin.weights_version if self._origin is not None else ""
+
+    def _carried(self) -> int:
+        return min(sum(record.newest.carried for record in self._boots.values()), MAX_COUNT)
 
     def _moment(self, now: float) -> Moment | None:
         return None if self._instance is None else Moment(self._instance, now)
@@ -219,7 +230,7 @@ class PoolState:
         using = {record.boot for record in alive if record.epoch == self.target and record.current_mode is Mode.USE}
         pending = sum(record.boot in self._gate.marked and record.boot not in using for record in alive)
         bypassed = sum(self._in_bypass(record) for record in alive)
-        carried = min(sum(record.newest.carried for record in self._boots.values()), MAX_COUNT)
+        carried = self._carried()
         return [
             BumpStatus(
                 request=request,

@@ -69,9 +69,18 @@ class Trainers:
         if len(self._waiting) < MAX_WAITERS:
             self._waiting[peer, request] = epoch
 
+    @property
+    def waiting(self) -> bool:
+        """Somebody waits for an epoch."""
+        return bool(self._waiting)
+
+    def waiters(self) -> list[tuple[bytes, int, int]]:
+        """(peer, request, epoch) of those who wait."""
+        return [(peer, request, epoch) for (peer, request), epoch in self._waiting.items()]
+
     def served(self, published: int) -> list[tuple[bytes, int, int]]:
         """(peer, request, epoch) of those whose epoch is published, once."""
-        done = [(peer, request, epoch) for (peer, request), epoch in self._waiting.items() if epoch <= published]
+        done = [waiter for waiter in self.waiters() if waiter[2] <= published]
         for peer, request, _ in done:
             del self._waiting[peer, request]
         return done

@@ -67,10 +67,13 @@ def _run(args: argparse.Namespace) -> int:
     count = args.schedules
     first = random.SystemRandom().randrange(10**6, 10**9) if args.seed is None else args.seed
     print(f"seeds {first}..{first + count - 1}", flush=True)
-    said = time.monotonic()
+    said, told = time.monotonic(), 0
 
     def progress(report: schedules.Report, seconds: float) -> None:
-        nonlocal said
+        nonlocal said, told
+        for failure in report.failures[told:]:
+            print(f"\n{failure}", flush=True)
+        told = len(report.failures)
         if time.monotonic() - said >= PROGRESS_SECONDS:
             said = time.monotonic()
             left = seconds / max(1, report.schedules) * (count - report.schedules)
@@ -79,8 +82,6 @@ def _run(args: argparse.Namespace) -> int:
             )
 
     report = schedules.run(first, count, focus=args.focus, steps=args.steps, processes=args.processes, progress=progress)
-    for failure in report.failures:
-        print(f"\n{failure}")
     print(", ".join(f"{number:,} {what}" for what, number in sorted(report.counts.items())))
     print(f"{report.steps:,} steps and the calm after them")
     print(f"{report.schedules:,} schedules, {len(report.failures)} violations")

@@ -114,16 +114,6 @@ class _LateTargetMovesNothing(Hub):
         return actions
 
 
-class _IgnoresWatch(Hub):
-    """A durable target above its own raises nothing while it leads."""
-
-    def _observe(self, record: PoolRecord, now: float) -> list[ev.Action]:
-        return super()._observe(replace(record, target=min(record.target, self.target)), now)
-
-    def _publish_failed(self, now: float) -> list[ev.Action]:
-        return super()._publish_failed(now)
-
-
 class _NewLeaderForgetsTarget(Hub):
     """Installs its term with whatever target it remembers, not with the one read after the acquiring write."""
 
@@ -193,6 +183,13 @@ class _KeepsOldPublished(Hub):
         return super()._acquire(term, replace(record, published=max(record.published, self.published)), now)
 
 
+class _TellsAtOnce(Hub):
+    """Tells a trainer of a target as soon as its own Record is answered."""
+
+    def _may_tell(self, epoch: int) -> bool:
+        return True
+
+
 class _NudgesWithoutEnd(Hub):
     def _tick(self, now: float) -> list[ev.Action]:
         self._nudge_at = now
@@ -229,13 +226,6 @@ class _AnswersWithoutRead(Hub):
         return [ev.Send(peer, self._status(question, now))]
 
 
-class _NotHeldToOrder(Hub):
-    """An older heartbeat is answered after a younger one."""
-
-    def _answerable(self, record: BootRecord, seq: int) -> bool:
-        return True
-
-
 QUICK = {**DUEL, "takeovers": 1.0}
 
 HUB_MUTANTS = {
@@ -264,6 +254,24 @@ HUB_MUTANTS = {
     ),
     "a trainer is told a target without a leadership read": Mutant(
         Rules(hub=_AnswersWithoutRead), "5", {**CALM, "pushed": True, "orders": ("client, reset after a push",), "idle": 0.0, "steps": 3000}
+    ),
+    "a trainer is told of a target that the leader may not know": Mutant(
+        Rules(hub=_TellsAtOnce),
+        "5",
+        {
+            **DUEL,
+            "pushed": True,
+            "orders": ("client, fence first",),
+            "local": "private",
+            "trouble": 0.03,
+            "trainer_restarts": 0.0,
+            "push_crashes": 0.0,
+            "ambush": 0.0,
+            "freezes": 0.2,
+            "takeovers": 0.1,
+            "pace": 1.0,
+            "steps": 1200,
+        },
     ),
     "nudges that never end": Mutant(Rules(hub=_NudgesWithoutEnd), "7", {"pushed": False}),
     "leadership reads for nobody": Mutant(Rules(hub=_RoundsWithoutPause), "7", {"pushed": False}),

@@ -391,3 +391,42 @@ def test_a_bump_is_remembered_by_a_hub_that_does_not_lead_and_answered_when_it_d
     hub.lead(target=2, published=2, granting=True)
     assert hub.hub.target == 3
     assert modes(hub) == {1: Mode.USE}
+
+
+# ------------------------------------------------------------------------------------------------------------ what is told
+
+
+def test_a_target_is_told_only_when_a_later_read_shows_that_we_lead() -> None:
+    hub = pool()
+    hub.hold_writes = True
+    hub.beat(1, age=100.0)
+    before_the_record = hub.begin()
+    hub.hear(Bump(7, 1, []))
+    assert [answer.target for answer in hub.of(BumpStatus)] == [0]
+    hub.step(ev.Recorded(1))
+    hub.hear(Bump(7, 1, []))
+    assert len(hub.of(BumpStatus)) == 1, "whether another hub leads meanwhile, and never heard of it, nobody knows"
+    hub.step(ev.RoundVerified(before_the_record))
+    assert len(hub.of(BumpStatus)) == 1, "that read may have been answered before the record was written"
+    assert hub.hub.round_at(hub.now) <= hub.now + 0.05
+    hub.step(ev.RoundVerified(hub.begin()))
+    assert [answer.target for answer in hub.of(BumpStatus)] == [0, 1]
+    hub.hear(Bump(8, 2, []))
+    assert [answer.target for answer in hub.of(BumpStatus)] == [0, 1, 1], "known from now on"
+
+
+def test_a_target_that_was_read_with_leadership_is_told_at_once() -> None:
+    hub = Driver()
+    hub.lead(target=4, published=3, granting=True)
+    hub.hear(Bump(7, 4, []))
+    assert [answer.target for answer in hub.of(BumpStatus)] == [4]
+
+
+def test_nobody_who_waits_and_no_read_for_a_target() -> None:
+    hub = pool()
+    hub.ask(1)
+    hub.round()
+    assert hub.hub.published == 1
+    hub.ask(2)
+    hub.step(ev.Published(2))
+    assert hub.hub.round_at(hub.now) == float("inf")

@@ -315,8 +315,7 @@ class Crowd:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.sndhwm = self._dealer.rcvhwm = 100_000
-        self._dealer.curve_serverkey = keys.hub_public.encode()
-        self._dealer.curve_publickey, self._dealer.curve_secretkey = keys.public.encode(), keys.secret.encode()
+        keys.apply(self._dealer)
         self._dealer.connect(connection.hub.endpoint)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run)

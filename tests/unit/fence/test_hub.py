@@ -11,6 +11,7 @@ from epochkv_fence.messages import (
     Bump,
     BumpStatus,
     Error,
+    Grant,
     Heartbeat,
     Mode,
     Propose,
@@ -49,6 +50,18 @@ def test_a_heartbeat_after_the_read_began_waits_for_the_next_round() -> None:
     hub.beat(2)
     hub.step(ev.RoundVerified(number))
     assert [grant.boot for grant in hub.round()] == [boot(2)]
+
+
+def test_a_round_for_a_question_alone_takes_no_heartbeat_that_comes_after_its_read() -> None:
+    hub = Driver()
+    hub.lead(granting=True)
+    hub.hear(Status(1))
+    number = hub.begin()
+    assert hub.hub.round_open
+    hub.beat(1)
+    hub.step(ev.RoundVerified(number))
+    assert hub.of(Grant) == [], "another hub may have led, and published, between that read and the heartbeat"
+    assert [grant.boot for grant in hub.round()] == [boot(1)]
 
 
 def test_the_epoch_is_taken_after_the_read() -> None:

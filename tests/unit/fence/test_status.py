@@ -139,6 +139,7 @@ def test_a_bump_is_told_how_many_boots_wait_for_its_weights() -> None:
     for number in (1, 2, 3, 4):
         hub.beat(number, age=1.0)
     hub.hear(Bump(1, 1, [boot(1), boot(2), boot(9)], weights_version="v1"))
+    hub.round()
     hub.beat(1, epoch=1, mode=Mode.USE, age=1.0)
     hub.beat(2, epoch=1, mode=Mode.BYPASS, age=1.0)
     hub.beat(3, epoch=1, mode=Mode.BYPASS, age=1.0)
