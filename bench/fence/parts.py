@@ -150,9 +150,7 @@ class Trainer:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
-        self._socket.curve_serverkey = keys.hub_public.encode()
-        self._socket.curve_publickey = keys.public.encode()
-        self._socket.curve_secretkey = keys.secret.encode()
+        keys.apply(self._socket)
         self._socket.connect(endpoint)
         self._number = 0
 

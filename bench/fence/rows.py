@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.fence.parts import Child, Fence, Trainer, cpu_seconds, rss_bytes, until
-from bench.fence.relay import Relay
 from bench.fence.report import Figure, Progress, Row, latency_figures
+from hack.standalone.relay import Relay
 from tests.security.flooder import flooding
 
 LEASE_SECONDS = 30.0
@@ -174,7 +174,7 @@ def hurt(kind: str, victim: Victim, relay: Relay) -> None:
     elif kind == "killed":
         victim.child.kill()
     else:
-        relay.silent.set()
+        relay.silent = True
 
 
 def fault(kind: str, repeats: int, progress: Progress) -> Row:
@@ -199,7 +199,7 @@ def fault(kind: str, repeats: int, progress: Progress) -> Row:
                 lease, known = victim.lease_at(at)
                 assert (known if known is not None else epoch) < epoch, "the victim was not hurt"
                 slack.append(at - lease)
-                swallowed += relay.swallowed
+                swallowed += relay.num_changed
             finally:
                 if victim.child.process.poll() is None:
                     os.kill(victim.child.process.pid, signal.SIGCONT)

@@ -50,9 +50,7 @@ class Engine:
             (zmq.HANDSHAKE_IVL, 10_000),
         ):
             self.socket.setsockopt(option, value)
-        self.socket.curve_serverkey = keys.hub_public.encode()
-        self.socket.curve_publickey = keys.public.encode()
-        self.socket.curve_secretkey = keys.secret.encode()
+        keys.apply(self.socket)
         self.socket.connect(endpoint)
 
     def read(self) -> None:

@@ -55,9 +55,7 @@ class Flood:
     def _dealer(self, keys: ClientKeys) -> zmq.Socket[bytes]:
         dealer = self._context.socket(zmq.DEALER)
         dealer.linger = 0
-        dealer.curve_serverkey = keys.hub_public.encode()
-        dealer.curve_publickey = keys.public.encode()
-        dealer.curve_secretkey = keys.secret.encode()
+        keys.apply(dealer)
         dealer.connect(self._endpoint)
         return dealer
 

@@ -15,8 +15,9 @@ import pytest
 
 from epochkv_fence.messages import Bump, BumpStatus, Error, Grant, Mode, Refusal, encode
 from epochkv_fence.transport import ClientKeys, HubServer, generate_keypair
+from hack.standalone.relay import Relay
 from tests.helpers_fence import POOL, FenceWorld, eventually
-from tests.security.wire import FakeHub, Relay, failures, heartbeat, pool_boots, raw
+from tests.security.wire import FakeHub, failures, heartbeat, pool_boots, raw
 
 
 @pytest.fixture

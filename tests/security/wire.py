@@ -1,10 +1,8 @@
-"""Clients, relays and hubs that say what they like, for tests of what the wire lets through."""
+"""Clients and hubs that say what they like, for tests of what the wire lets through."""
 
 from __future__ import annotations
 
 import contextlib
-import socket
-import threading
 from collections.abc import Iterator
 
 import zmq
@@ -30,9 +28,7 @@ class RawClient:
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.linger = 0
         if keys is not None:
-            self.socket.curve_serverkey = keys.hub_public.encode()
-            self.socket.curve_publickey = keys.public.encode()
-            self.socket.curve_secretkey = keys.secret.encode()
+            keys.apply(self.socket)
         self.socket.connect(endpoint)
 
     def ask(self, frames: list[bytes], timeout: float = 10.0) -> Message | None:
@@ -67,48 +63,6 @@ def heartbeat(boot: bytes, seq: int = 0) -> list[bytes]:
 def pool_boots(world: FenceWorld, hub: HubServer, uid: str = POOL) -> set[bytes]:
     """The boots that the hub knows."""
     return {view.boot for view in world.thread.call(lambda: hub.snapshot(uid)).engines}
-
-
-class Relay:
-    """A TCP relay that can flip one bit of every chunk, send every chunk twice, or swallow what it is given.
-
-    `num_changed` counts the chunks that were not passed on as they came.
-    """
-
-    def __init__(self, target: str) -> None:
-        host, port = target.removeprefix("tcp://").split(":")
-        self._target = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.tampering = False
-        self.replaying = False
-        self.silent = False
-        self.num_changed = 0
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(self._target)
-                for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=self._relay, args=(source, sink), daemon=True).start()
-
-    def _relay(self, source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError), source, sink:
-            while chunk := bytearray(source.recv(65536)):
-                if self.tampering or self.replaying or self.silent:
-                    self.num_changed += 1
-                if self.tampering:
-                    chunk[-1] ^= 1
-                if self.silent:
-                    continue
-                sink.sendall(chunk)
-                if self.replaying:
-                    sink.sendall(chunk)
-
-    def close(self) -> None:
-        self._listener.close()
 
 
 class FakeHub:

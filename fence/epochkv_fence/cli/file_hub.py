@@ -33,7 +33,6 @@ REPORT_SECONDS: Final = 0.1
 REPORT_SHARE: Final = 20
 """Looking at thousands of engines takes time that the hub needs: pause this many times as long as it took."""
 DEFAULT_GRACE_SECONDS: Final = 86_400.0
-ACQUIRE_SECONDS: Final = 30.0
 MAX_NAME: Final = 253
 
 

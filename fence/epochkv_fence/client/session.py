@@ -20,7 +20,8 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from epochkv_fence.connection import Connection, ConnectionError_
-from epochkv_fence.messages import MAX_MESSAGE_BYTES, BumpStatus, Error, Message, Refusal, Status, WireError, decode, encode
+from epochkv_fence.messages import BumpStatus, Error, Message, Refusal, Status, WireError, decode, encode
+from epochkv_fence.transport.dealer import MONITORED, configure
 from epochkv_fence.transport.keys import ClientKeys
 
 logger = logging.getLogger(__name__)
@@ -31,13 +32,6 @@ SILENCE_SECONDS: Final = 3.0
 """Asked and not answered for so long: dial anew. Doubles while it does not help."""
 MAX_SILENCE_SECONDS: Final = 12.0
 MAX_QUEUED: Final = 64
-MONITORED: Final = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_DISCONNECTED
-)
 
 Answer = Status | BumpStatus
 
@@ -256,28 +250,11 @@ class Session:
 
 
 def _open(context: zmq.asyncio.Context, keys: ClientKeys, ipv6: bool) -> zmq.asyncio.Socket:
-    """The options are those of an agent (`transport.agent_thread`): dead peers are noticed by the kernel."""
+    """As an agent's, but a trainer that waits dials sooner than thousands of agents that all come back."""
     dealer = context.socket(zmq.DEALER)
-    for option, value in (
-        (zmq.TCP_KEEPALIVE, 1),
-        (zmq.TCP_KEEPALIVE_IDLE, 2),
-        (zmq.TCP_KEEPALIVE_INTVL, 1),
-        (zmq.TCP_KEEPALIVE_CNT, 2),
-        (zmq.TCP_MAXRT, 3000),
-        (zmq.CONNECT_TIMEOUT, 1000),
-        (zmq.HANDSHAKE_IVL, 1500),
-        (zmq.RECONNECT_IVL, 100),
-        (zmq.RECONNECT_IVL_MAX, 1000),
-        (zmq.IMMEDIATE, 1),
-        (zmq.LINGER, 0),
-        (zmq.MAXMSGSIZE, 4 * MAX_MESSAGE_BYTES),
-    ):
-        dealer.setsockopt(option, value)
+    configure(dealer, keys, handshake_ms=1500, reconnect_max_ms=1000)
     if ipv6:  # not for names: libzmq would take their IPv6 address alone
         dealer.setsockopt(zmq.IPV6, 1)
-    dealer.curve_serverkey = keys.hub_public.encode()
-    dealer.curve_publickey = keys.public.encode()
-    dealer.curve_secretkey = keys.secret.encode()
     return dealer
 
 

@@ -54,6 +54,26 @@ EVENTS: Final = {
 }
 
 
+def configure(dealer: zmq.Socket[Any], keys: ClientKeys, *, handshake_ms: int = 10_000, reconnect_max_ms: int = 500) -> None:
+    """The options of a client's socket, before it connects."""
+    for option, value in (
+        (zmq.TCP_KEEPALIVE, 1),
+        (zmq.TCP_KEEPALIVE_IDLE, 2),
+        (zmq.TCP_KEEPALIVE_INTVL, 1),
+        (zmq.TCP_KEEPALIVE_CNT, 2),
+        (zmq.TCP_MAXRT, 3000),
+        (zmq.CONNECT_TIMEOUT, 1000),
+        (zmq.HANDSHAKE_IVL, handshake_ms),
+        (zmq.RECONNECT_IVL, 100),
+        (zmq.RECONNECT_IVL_MAX, reconnect_max_ms),
+        (zmq.IMMEDIATE, 1),
+        (zmq.LINGER, 0),
+        (zmq.MAXMSGSIZE, 4 * MAX_MESSAGE_BYTES),
+    ):
+        dealer.setsockopt(option, value)
+    keys.apply(dealer)
+
+
 class Link:
     """A connection, being made or made. Used by one thread.
 
@@ -75,7 +95,8 @@ class Link:
         self.opened_at = time.monotonic()
         self.redial_at = self.opened_at + SILENT_REDIAL_SECONDS
         self._patience = SILENT_REDIAL_SECONDS
-        self.socket = self._make(context)
+        self.socket = context.socket(zmq.DEALER)
+        configure(self.socket, keys)
         self.monitor: Any = self.socket.get_monitor_socket(MONITORED)
         self.monitor.linger = 0
         try:
@@ -83,28 +104,6 @@ class Link:
         except zmq.ZMQError:
             self.close()
             raise
-
-    def _make(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-        dealer = context.socket(zmq.DEALER)
-        for option, value in (
-            (zmq.TCP_KEEPALIVE, 1),
-            (zmq.TCP_KEEPALIVE_IDLE, 2),
-            (zmq.TCP_KEEPALIVE_INTVL, 1),
-            (zmq.TCP_KEEPALIVE_CNT, 2),
-            (zmq.TCP_MAXRT, 3000),
-            (zmq.CONNECT_TIMEOUT, 1000),
-            (zmq.HANDSHAKE_IVL, 10_000),
-            (zmq.RECONNECT_IVL, 100),
-            (zmq.RECONNECT_IVL_MAX, 500),
-            (zmq.IMMEDIATE, 1),
-            (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, 4 * MAX_MESSAGE_BYTES),
-        ):
-            dealer.setsockopt(option, value)
-        dealer.curve_serverkey = self.keys.hub_public.encode()
-        dealer.curve_publickey = self.keys.public.encode()
-        dealer.curve_secretkey = self.keys.secret.encode()
-        return dealer
 
     def close(self) -> None:
         """Hang up; may be called twice."""

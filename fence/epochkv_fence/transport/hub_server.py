@@ -157,8 +157,6 @@ class HubServer:
             pool.config = config
             self._step(pool, ev.Configured(config))
 
-    add_pool = set_pool
-
     def _map_keys(self, pool: ServedPool, config: PoolConfig) -> None:
         self._unmap_keys(pool)
         for index, key in enumerate(config.client_public_keys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import zmq
 from zmq.utils import z85
@@ -75,6 +76,12 @@ class ClientKeys:
         """
         base = Path(directory)
         return cls(*(read_key(base / name) for name in (HUB_PUBLIC_FILE, CLIENT_PUBLIC_FILE, CLIENT_SECRET_FILE)))
+
+    def apply(self, socket: zmq.Socket[Any]) -> None:
+        """Have `socket` speak CURVE as this client, to that hub alone. Before it connects."""
+        socket.curve_serverkey = self.hub_public.encode()
+        socket.curve_publickey = self.public.encode()
+        socket.curve_secretkey = self.secret.encode()
 
 
 def generate_keypair() -> KeyPair:

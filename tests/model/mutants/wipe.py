@@ -79,21 +79,6 @@ class _WipeWithoutRead(Hub):
         return actions
 
 
-class _NewTermKeepsWipe(Hub):
-    """What was wiped in an older term counts in the next one."""
-
-    def _begin_wipe(self) -> None:
-        done, was = self._wiper.done, self._wiper.needed
-        super()._begin_wipe()
-        self._wiper.done = self._wiper.needed and was and done
-
-    def _abandon(self) -> list[ev.Action]:
-        done, needed = self._wiper.done, self._wiper.needed
-        actions = super()._abandon()
-        self._wiper.done, self._wiper.needed = done, needed
-        return actions
-
-
 class _WipeForEver(Hub):
     """A wipe is never given up."""
 
