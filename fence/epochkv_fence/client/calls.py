@@ -263,6 +263,8 @@ class Calls:
         await self._pursue(ask, (lambda: ask.settled) if wait else (lambda: ask.recorded), progress)
         if not ask.recorded:
             raise self._not_recorded(ask.epoch, timeout_s)
+        if len(ask.boots or ()) > BOOTS_PER_MESSAGE:
+            await self._heard_all()
         return await self._outcome(ask, wait, on_failure)
 
     async def _pursue(self, ask: Ask, ended: Callable[[], bool], progress: Progress | None = None) -> None:
@@ -309,6 +311,12 @@ class Calls:
         ask.newest = answer
         if answer.target == ask.epoch and answer.weights_version == ask.version:
             ask.owned = True
+
+    async def _heard_all(self) -> None:
+        """What answered may be the first of several messages, and a client that hangs up now takes the others with it. A
+        hub takes messages in order. Best effort: a boot that is not marked stays in bypass."""
+        with contextlib.suppress(HubUnreachable), self.session.conversation() as conversation:
+            await self._page(conversation, 0, time.monotonic() + MAX_RETRY_SECONDS)
 
     async def _outcome(self, ask: Ask, wait: bool, on_failure: OnFailure) -> Reset:
         newest = ask.newest

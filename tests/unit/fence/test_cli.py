@@ -46,6 +46,11 @@ def inside(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     return int(ended.value.code or 0), captured.out, captured.err
 
 
+def interruptible() -> None:
+    """In a child, before it runs: a shell has its background jobs ignore SIGINT, and the tests may be one."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def target(hub: HubProcess) -> int:
     with Pool.connect(hub.folder) as pool:
         return pool.status().target
@@ -113,7 +118,11 @@ def test_waiting_says_whom_for_and_may_be_interrupted(tmp_path: Path) -> None:
             assert done.returncode == 3
             assert "epochkv: epoch 1: waiting for slow" in done.stderr
             child = subprocess.Popen(
-                [*CLI, "reset", "--config", str(patient.folder)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                [*CLI, "reset", "--config", str(patient.folder)],
+                stderr=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                preexec_fn=interruptible,
             )
             eventually(lambda: target(patient) == 2, what="asked for")
             child.send_signal(signal.SIGINT)
