@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.bump_to_published import Watcher
 from bench.fence.parts import Child, until
-from bench.fence.report import Progress, Row, latency_figures
+from bench.report import Progress, Row, latency_figures
 from epochkv_operator.kube.client import MERGE_PATCH, KubeClient
 from epochkv_operator.kube.resources import POOLS
 from hack.cluster.binaries import build

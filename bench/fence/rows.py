@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.fence.parts import Child, Fence, Trainer, cpu_seconds, rss_bytes, until
-from bench.fence.report import Figure, Progress, Row, latency_figures
+from bench.report import Figure, Progress, Row, latency_figures
 from hack.standalone.relay import Relay
 from tests.security.flooder import flooding
 

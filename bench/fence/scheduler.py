@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from bench.fence.parts import ROOT, Child
-from bench.fence.report import Figure, Progress, Row
+from bench.report import Figure, Progress, Row
 
 SECONDS = 300.0
 

@@ -1,9 +1,11 @@
-"""What a row of the benchmark is, and how rows are shown."""
+"""What a row of a benchmark is, and how rows are shown. Shared by all benchmarks that print figures beside their aims."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import platform
 import statistics
 import sys
 import time
@@ -18,17 +20,26 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure and its aim. `unit` is written after both."""
+    """One figure and its aim. `unit` is written after both.
+
+    Attributes:
+        at_least: the aim is a lower bound; otherwise an upper one.
+        spread: smallest and largest of the repetitions whose median `value` is; None: it was measured once.
+    """
 
     name: str
     value: float
     aim: float | None
     unit: str = "ms"
+    at_least: bool = False
+    spread: tuple[float, float] | None = None
 
     @property
     def met(self) -> bool | None:
         """None: there is no aim for it."""
-        return None if self.aim is None else self.value <= self.aim
+        if self.aim is None:
+            return None
+        return self.value >= self.aim if self.at_least else self.value <= self.aim
 
     @property
     def verdict(self) -> str:
@@ -59,30 +70,50 @@ def latency_figures(seconds: Sequence[float], aim_p99_ms: float) -> list[Figure]
     ]
 
 
+def repeated(name: str, values: Sequence[float], aim: float | None, unit: str = "", *, at_least: bool = False) -> Figure:
+    """The median of repetitions, with their spread."""
+    return Figure(name, statistics.median(values), aim, unit, at_least, (min(values), max(values)))
+
+
 def shown(value: float) -> str:
     """Three digits that count."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
+def print_table(rows: Sequence[Row], title: str, console: Console | None = None) -> None:
     """One line for each figure; a row's details are in the JSON file."""
-    table = Table(title="fence: figure beside aim")
-    for column, justify in (("what", "left"), ("figure", "left"), ("measured", "right"), ("aim", "right"), ("", "left")):
+    table = Table(title=f"{title}: figure beside aim")
+    spread = any(figure.spread for row in rows for figure in row.figures)
+    columns = [
+        ("what", "left"),
+        ("figure", "left"),
+        ("measured", "right"),
+        *([("min .. max", "right")] if spread else []),
+        ("aim", "right"),
+    ]
+    for column, justify in (*columns, ("", "left")):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     for row in rows:
         for index, figure in enumerate(row.figures):
-            aim = "" if figure.aim is None else f"<= {shown(figure.aim)} {figure.unit}"
-            name = row.name if index == 0 else ""
-            table.add_row(name, figure.name, f"{shown(figure.value)} {figure.unit}", aim, figure.verdict)
+            aim = "" if figure.aim is None else f"{'>=' if figure.at_least else '<='} {shown(figure.aim)} {figure.unit}".rstrip()
+            cells = [row.name if index == 0 else "", figure.name, f"{shown(figure.value)} {figure.unit}".rstrip()]
+            if spread:
+                cells.append(" .. ".join(shown(value) for value in figure.spread or ()))
+            table.add_row(*cells, aim, figure.verdict)
         table.add_section()
     (console or Console()).print(table)
 
 
-def write_json(rows: Sequence[Row], path: Path, machine: dict[str, Any]) -> None:
+def machine() -> dict[str, Any]:
+    """Where it was measured."""
+    return {"cpus": os.cpu_count(), "load": os.getloadavg(), "python": platform.python_version(), "system": platform.platform()}
+
+
+def write_json(rows: Sequence[Row], path: Path, benchmark: str) -> None:
     """Everything, samples included."""
     body = {
-        "benchmark": "fence",
-        "machine": machine,
+        "benchmark": benchmark,
+        "machine": machine(),
         "rows": [{**asdict(row), "figures": [{**asdict(f), "met": f.met} for f in row.figures]} for row in rows],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
