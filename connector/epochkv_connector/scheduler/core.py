@@ -21,6 +21,7 @@ from epochkv_connector.records import JobAck, LoadJob, Phase, SaveJob, Source
 from epochkv_connector.scheduler.index import HostIndex, slot_count
 from epochkv_connector.scheduler.jobs import Copied, Ledger, Loaded, Outcome, Released, Stored
 from epochkv_connector.scheduler.lookup import KnownInStore, Lookups
+from epochkv_connector.scheduler.pause import LoadPause
 from epochkv_connector.scheduler.planner import MISS, HitPlanner, LoadDraft
 from epochkv_connector.scheduler.saves import SaveDraft, SavePlanner
 from epochkv_connector.scheduler.tracker import Tracker
@@ -48,6 +49,7 @@ COUNTERS = (
     "lookups_deferred",
     "lookups_missed",
     "lookups_below_min",
+    "lookups_paused",
     "hits_shrunk",
     "tokens_planned_host",
     "tokens_planned_store",
@@ -125,6 +127,7 @@ class SchedulerHalf:
         if store is not None and keys_of is not None:
             wait, deadline = config.lookup_wait_ms / 1e3, config.lookup_deadline_ms / 1e3
             self._lookups = Lookups(store, keys_of, wait, deadline, clock)
+        self._pause = LoadPause(2 * config.job_deadline_seconds, clock)
         self._planner = HitPlanner(
             config,
             layout,
@@ -132,6 +135,7 @@ class SchedulerHalf:
             self._known,
             tracker=self._tracker,
             lookups=self._lookups,
+            pause=self._pause,
             counts=self._count,
             clock=clock,
         )
@@ -197,6 +201,8 @@ class SchedulerHalf:
         host = [(move.group, move.block) for move in draft.moves if move.source is Source.HOST]
         store = [(move.group, move.block) for move in draft.moves if move.source is Source.STORE]
         self._sources[request_id] = self._planner.split(host, store, num_external_tokens)
+        if store:
+            self._pause.begin(request_id)
         return Commit.LOADING
 
     def hit_sources(self, request_id: str) -> Mapping[Source, int]:
@@ -325,6 +331,9 @@ class SchedulerHalf:
         self._count["loads_done"] += 1
         self._count["loads_failed"] += done.failed
         self._count["blocks_loaded"] += len(done.job.moves) - len(done.doubted)
+        fetched = sum(move.source is Source.STORE for move in done.job.moves)
+        if fetched:
+            self._pause.end(done.job.request_id, None if done.abandoned else len(done.filled) == fetched)
         if done.abandoned:
             return
         # Verified L2 bytes in a slot are good on every rank, even when the copy to the GPU came too late.
@@ -445,6 +454,8 @@ class SchedulerHalf:
             "plans_open": self._planner.num_plans,
             "tracker_entries": 0 if self._tracker is None else len(self._tracker),
             "known_in_store": len(self._known),
+            "loads_paused": self._pause.paused,
+            "load_pauses": self._pause.num_pauses,
         }
         if self._lookups is not None:
             values |= self._lookups.stats()

@@ -16,6 +16,7 @@ from epochkv_connector.records import BlockMove, Source
 from epochkv_connector.scheduler import hits
 from epochkv_connector.scheduler.index import HostIndex, Key
 from epochkv_connector.scheduler.lookup import READ_LEASE_SECONDS, KnownInStore, Lookups, Query, State
+from epochkv_connector.scheduler.pause import LoadPause
 from epochkv_connector.scheduler.plans import HELD_FRACTION, PLAN_TTL_SECONDS, Plan, PlanTable
 from epochkv_connector.scheduler.tracker import Tracker
 from epochkv_connector.scheduler.views import CacheLayout, GroupKind, Hit, RequestView
@@ -64,6 +65,7 @@ class HitPlanner:
 
     Args:
         lookups: L2 queries; None: L1 alone.
+        pause: whether L2 may be asked.
         counts: counters of the scheduler half, shared.
     """
 
@@ -76,10 +78,12 @@ class HitPlanner:
         *,
         tracker: Tracker | None,
         lookups: Lookups | None,
+        pause: LoadPause,
         counts: Counter[str],
         clock: Callable[[], float],
     ) -> None:
         self._config = config
+        self._pause = pause
         self._layout = layout
         self._index = index
         self._known = known
@@ -149,6 +153,9 @@ class HitPlanner:
     def _query(self, req: RequestView, found: _Found, local: int, max_tokens: int, namespace: str | None) -> Query | None:
         """The request's L2 query, begun if need be; None when L2 is not to be asked."""
         if self._lookups is None or namespace is None:
+            return None
+        if not self._pause.allows():
+            self._count["lookups_paused"] += 1
             return None
         query = self._lookups.get(req.request_id, namespace, req.root)
         if query is not None:
