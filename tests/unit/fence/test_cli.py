@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -46,9 +47,14 @@ def inside(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     return int(ended.value.code or 0), captured.out, captured.err
 
 
-def interruptible() -> None:
-    """In a child, before it runs: a shell has its background jobs ignore SIGINT, and the tests may be one."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """For children that are started here: a shell has its background jobs ignore SIGINT, and the tests may be one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def target(hub: HubProcess) -> int:
@@ -117,13 +123,10 @@ def test_waiting_says_whom_for_and_may_be_interrupted(tmp_path: Path) -> None:
             done = epochkv("reset", "--timeout", "8", config=patient.folder)
             assert done.returncode == 3
             assert "epochkv: epoch 1: waiting for slow" in done.stderr
-            child = subprocess.Popen(
-                [*CLI, "reset", "--config", str(patient.folder)],
-                stderr=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                preexec_fn=interruptible,
-            )
+            with interruptible():
+                child = subprocess.Popen(
+                    [*CLI, "reset", "--config", str(patient.folder)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                )
             eventually(lambda: target(patient) == 2, what="asked for")
             child.send_signal(signal.SIGINT)
             _, errors = child.communicate(timeout=30)
