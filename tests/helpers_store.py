@@ -247,5 +247,10 @@ class RawClient:
         assert self._client.batch_get_into([key], [self._address], [num_bytes]) == [num_bytes]
         return self._map[:num_bytes]
 
+    def remove(self, key: str) -> bool:
+        """By force, also what is being read; False if there was none."""
+        code: int = self._client.remove(key, True)
+        return code == 0
+
     def close(self) -> None:
         self._client.close()

@@ -31,15 +31,24 @@ def executable(name: str) -> str:
 
 
 class Mooncake:
-    """One master and `num_stores` store nodes of `segment_bytes` each; a key that was asked for or read is leased for `lease_seconds`.
+    """One master and `num_stores` store nodes of `segment_bytes` each.
+
+    A key that was asked for or read is leased for `lease_seconds`; a node that was not heard of for `client_ttl_seconds` is dropped.
 
     Attributes:
         address: host:port of the master.
     """
 
-    def __init__(self, directory: Path, num_stores: int = 1, segment_bytes: int = 256 << 20, lease_seconds: float = 10.0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        num_stores: int = 1,
+        segment_bytes: int = 256 << 20,
+        lease_seconds: float = 10.0,
+        client_ttl_seconds: int = 10,
+    ) -> None:
         self.directory, self.num_stores, self.segment_bytes = directory, num_stores, segment_bytes
-        self.lease_seconds = lease_seconds
+        self.lease_seconds, self.client_ttl_seconds = lease_seconds, client_ttl_seconds
         self.rpc_port, self.admin_port = free_port(), free_port()
         self.address = f"127.0.0.1:{self.rpc_port}"
         self.master: Process | None = None
@@ -50,7 +59,7 @@ class Mooncake:
         command = [
             executable("mooncake_master"), "--rpc_address=127.0.0.1", f"--rpc_port={self.rpc_port}", "--rpc_thread_num=2",
             "--metrics_host=127.0.0.1",
-            f"--metrics_port={self.admin_port}", "--client_ttl=10",
+            f"--metrics_port={self.admin_port}", f"--client_ttl={self.client_ttl_seconds}",
             f"--default_kv_lease_ttl={int(self.lease_seconds * 1000)}", "--eviction_high_watermark_ratio=0.85",
             "--eviction_ratio=0.10", "--put_start_discard_timeout_sec=30", "--logtostderr=true",
         ]  # fmt: skip
@@ -58,8 +67,8 @@ class Mooncake:
         self.master.wait_until(lambda: port_open(self.rpc_port), 20, "accepting connections")
         return self.master
 
-    def start_store(self) -> Process:
-        """Add a store node; returns once its segment is mounted."""
+    def start_store(self, wait: bool = True) -> Process:
+        """Add a store node; with `wait`, return once its segment is mounted (and no other has gone meanwhile)."""
         before = self.num_segments()
         port = free_port()
         environ = {
@@ -82,7 +91,8 @@ class Mooncake:
         ]
         store = Process(f"mooncake store {len(self.stores)}", command, self.directory / f"store-{len(self.stores)}.log", environ)
         self.stores.append(store)
-        store.wait_until(lambda: self.num_segments() > before, 60, "mounted")
+        if wait:
+            store.wait_until(lambda: self.num_segments() > before, 60, "mounted")
         return store
 
     def num_segments(self) -> int:
