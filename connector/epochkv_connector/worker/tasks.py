@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from epochkv_connector.records import JobAck, LoadJob, Phase, SaveJob
+from epochkv_connector.keys import KeyCodecError, epoch_of
+from epochkv_connector.records import BlockMove, JobAck, LoadJob, Phase, SaveJob
 from epochkv_connector.store import Ticket, Transfer
 from epochkv_connector.worker.staging import Staging, StagingStream
 
@@ -44,6 +45,8 @@ class Load:
     job: LoadJob
     deadline: float
     after: Any = None  # event behind which the copy may run
+    pieces: tuple[tuple[BlockMove, ...], ...] = ((),)  # in no piece does a slot come twice
+    at: int = 0  # the piece that is being fetched or copied
     stage: Stage = Stage.QUEUED
     failed: bool = False
     filled: tuple[int, ...] = ()
@@ -51,8 +54,22 @@ class Load:
     ticket: Ticket | None = None
     busy: tuple[int, ...] = ()  # slots the ticket writes to
 
+    @property
+    def piece(self) -> tuple[BlockMove, ...]:
+        """What is being fetched or copied."""
+        return self.pieces[self.at]
+
+    @property
+    def is_last_piece(self) -> bool:
+        """Whether the load is over with this piece."""
+        return self.at + 1 == len(self.pieces)
+
     def ack(self, rank: int) -> JobAck:
-        """The LOADED acknowledgement; slots whose transfer still runs are named busy."""
+        """The LOADED acknowledgement; slots whose transfer still runs are named busy.
+
+        A failed load in several pieces blames no slot: a slot stands for several of its blocks.
+        """
+        vague = self.failed and len(self.pieces) > 1
         return JobAck(
             job_id=self.job.job_id,
             rank=rank,
@@ -60,8 +77,8 @@ class Load:
             start_block=0,
             num_blocks=0 if self.failed else len(self.job.moves),
             failed=self.failed,
-            filled_slots=self.filled,
-            failed_slots=self.bad if self.failed else (),
+            filled_slots=() if vague else tuple(dict.fromkeys(self.filled)),
+            failed_slots=self.bad if self.failed and not vague else (),
             busy_slots=self.busy if is_open(self.ticket) else (),
         )
 
@@ -77,6 +94,14 @@ class Save:
     failed: bool = False
     ticket: Ticket | None = None
     busy: tuple[int, ...] = ()  # slots the ticket reads from
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the save's names were born in; -1: it has none."""
+        try:
+            return -1 if self.job.namespace is None else epoch_of(self.job.namespace)
+        except KeyCodecError:
+            return -1
 
     def ack(self, rank: int, phase: Phase, *, failed: bool) -> JobAck:
         """The COPIED or STORED acknowledgement: the whole range or nothing of it."""
@@ -104,16 +129,21 @@ class Report(NamedTuple):
     acks: list[JobAck]
 
 
+Work = Callable[[Callable[[], StagingStream]], None]
+"""Copies of one job; is given the way to its thread's stream, which may fail to open."""
+
+
 class Mover:
     """A daemon thread that copies in one direction, in order of arrival. Work must not raise; what it raises is logged."""
 
     def __init__(self, name: str, staging: Staging) -> None:
         self._staging = staging
-        self._work: queue.SimpleQueue[Callable[[StagingStream], None] | None] = queue.SimpleQueue()
+        self._stream: StagingStream | None = None
+        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=f"epochkv-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[StagingStream], None]) -> None:
+    def submit(self, work: Work) -> None:
         """Queue; never blocks."""
         self._work.put(work)
 
@@ -123,12 +153,14 @@ class Mover:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    def _open(self) -> StagingStream:
+        self._stream = self._stream or StagingStream(self._staging)
+        return self._stream
+
     def _serve(self) -> None:
-        stream: StagingStream | None = None
         while (work := self._work.get()) is not None:
             try:
-                stream = stream or StagingStream(self._staging)
-                work(stream)
+                work(self._open)
             except Exception:
                 logger.exception("a copy thread met an unexpected error")
 

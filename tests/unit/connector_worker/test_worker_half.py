@@ -121,8 +121,7 @@ class Rig:
         self.acks: dict[tuple[int, Phase], JobAck] = {}
 
     def address(self, slot: int) -> int:
-        assert self.worker._staging is not None
-        return self.worker._staging.region.slot_address(slot)
+        return self.worker.region.slot_address(slot)
 
     def block(self, block: int) -> bytes:
         return self.kv[:, block].numpy().tobytes()

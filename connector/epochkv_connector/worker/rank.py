@@ -1,0 +1,177 @@
+"""What the loads and the saves of one worker rank share: the host region, the store, and which slot holds what.
+
+Everything that more than one thread touches is guarded by `changed`, which is also how the model-runner thread is told
+that something has ended. A job that cannot be done raises `JobFailed` here; `guard` turns that, and anything else, into
+the failure of that job alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from epochkv_connector.keys import KeyCodecError, epoch_of, object_key, replica_owner
+from epochkv_connector.records import BlockMove
+from epochkv_connector.store.counters import Counters, Notices
+from epochkv_connector.store.lanes import Ticket, Transfer
+from epochkv_connector.worker.staging import Pair, Staging, compute_event
+from epochkv_connector.worker.tasks import BlockStore, Mover
+
+logger = logging.getLogger(__name__)
+
+
+class JobFailed(Exception):
+    """A job cannot be done; `reason` is the name of a counter."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class Rank:
+    """One rank's region, store and slots.
+
+    Attributes:
+        shard: which KV shard this rank holds.
+        replicas, replica: how many ranks hold the same shard, and this one's place among them.
+        newest_epoch: highest epoch this rank was told of.
+    """
+
+    def __init__(self, shard: int, replicas: int, replica: int) -> None:
+        self.shard = shard
+        self.replicas = replicas
+        self.replica = replica
+        self.staging: Staging | None = None
+        self.store: BlockStore | None = None
+        self.movers: dict[str, Mover] = {}
+        self.newest_epoch = -1
+        self.stopped = False
+        self.counters = Counters()
+        self.notices = Notices(logger)
+        self.changed = threading.Condition()  # re-entrant: a store may answer inside the call that asks it
+        self._held: Counter[int] = Counter()  # slot -> transfers that may still touch it
+        self._contents: dict[int, tuple[int, bytes]] = {}
+
+    @property
+    def num_held(self) -> int:
+        """Slots that a transfer may still touch."""
+        return len(self._held)
+
+    def usable(self) -> Staging:
+        """The region.
+
+        Raises:
+            JobFailed: there is none yet, or the engine shuts down.
+        """
+        if self.staging is None:
+            raise JobFailed("unregistered", "a job came before the KV caches were registered")
+        if self.stopped:
+            raise JobFailed("shutdown", "the engine shuts down")
+        return self.staging
+
+    def event(self) -> Any:
+        """End of the work issued so far on the model's stream (None on CPU). Model-runner thread only."""
+        return None if self.staging is None else compute_event(self.staging.device)
+
+    # -- slots ---------------------------------------------------------------------------------------------------
+
+    def check_slots(self, moves: Iterable[BlockMove]) -> None:
+        """Refuse slots and groups that do not exist."""
+        staging = self.usable()
+        for move in moves:
+            if not (0 <= move.slot < staging.region.num_slots and 0 <= move.group < len(staging.groups)):
+                raise JobFailed("bad_move", f"slot {move.slot} of group {move.group} does not exist")
+
+    def check_free(self, moves: Iterable[BlockMove]) -> None:
+        """Refuse to write to slots that a late store call may still touch."""
+        with self.changed:
+            held = [move.slot for move in moves if move.slot in self._held]
+        if held:
+            raise JobFailed("slot_busy", f"slots {held} are still in use by an earlier job's transfer")
+
+    def mismatched(self, moves: Iterable[BlockMove]) -> tuple[int, ...]:
+        """Slots that do not hold the very block that the scheduler half believes they hold."""
+        return tuple(move.slot for move in moves if self._contents.get(move.slot) != (move.group, move.block_hash))
+
+    def check_contents(self, moves: Iterable[BlockMove]) -> None:
+        """Refuse what `mismatched` names."""
+        bad = self.mismatched(moves)
+        if bad:
+            raise JobFailed("slot_mismatch", f"slots {bad} do not hold the blocks that were asked for")
+
+    def empty(self, moves: Iterable[BlockMove]) -> None:
+        """The slots of these moves are about to be overwritten."""
+        with self.changed:
+            for move in moves:
+                self._contents.pop(move.slot, None)
+
+    def fill(self, moves: Iterable[BlockMove]) -> None:
+        """The slots of these moves hold their blocks now."""
+        with self.changed:
+            for move in moves:
+                self._contents[move.slot] = (move.group, move.block_hash)
+
+    # -- the store -----------------------------------------------------------------------------------------------
+
+    def transfer(self, namespace: str, move: BlockMove) -> Transfer:
+        """One object between its slot and the store."""
+        staging = self.usable()
+        key = object_key(namespace, move.group, self.shard, move.block_hash)
+        return Transfer(key, staging.region.slot_address(move.slot), staging.object_view(move.group, move.slot))
+
+    def is_ours(self, block_hash: bytes) -> bool:
+        """Whether this rank, of all that hold the same shard, puts this block."""
+        return replica_owner(block_hash, self.replicas) == self.replica
+
+    def is_stale(self, namespace: str) -> bool:
+        """Whether the namespace is of an older epoch than this rank was told of."""
+        try:
+            return epoch_of(namespace) < self.newest_epoch
+        except KeyCodecError:
+            return False
+
+    def hold(self, slots: tuple[int, ...], ask: Callable[[], Ticket]) -> Ticket:
+        """Ask the store for something; its slots are nobody else's until it has let go of them."""
+        with self.changed:
+            self._held.update(slots)
+        try:
+            ticket = ask()
+        except BaseException:
+            self._release(slots)
+            raise
+        ticket.released.add_done_callback(lambda _: self._release(slots))
+        return ticket
+
+    def _release(self, slots: tuple[int, ...]) -> None:
+        with self.changed:
+            self._held.subtract(slots)
+            self._held = +self._held
+            self.changed.notify_all()
+
+    # -- what is told --------------------------------------------------------------------------------------------
+
+    def count_copy(self, kind: str, pairs: Sequence[Pair], seconds: float) -> None:
+        """A copy has ended."""
+        staging = self.staging
+        assert staging is not None
+        self.counters.add(f"copy_{kind}_blocks", len(pairs))
+        self.counters.add(f"copy_{kind}_bytes", sum(staging.groups[pair.group].payload_bytes for pair in pairs))
+        self.counters.add(f"copy_{kind}_seconds", seconds)
+
+    def tell(self, kind: str, reason: str, detail: str, word: str = "failed") -> None:
+        """Count a failure; log the first of its kind."""
+        self.counters.add(f"{kind}_{word}_{reason}")
+        self.notices.say(f"{kind} {reason}", "KV %s %s: %s (said once; counted)", kind, word, detail)
+
+    def guard(self, work: Callable[[], None], fail: Callable[[str, str], None]) -> None:
+        """Run one job's work; anything it raises fails that job only."""
+        try:
+            work()
+        except JobFailed as error:
+            fail(error.reason, str(error))
+        except Exception as error:
+            logger.debug("job failed", exc_info=True)
+            fail("error", f"{type(error).__name__}: {error}")

@@ -1,0 +1,190 @@
+"""Saves of one rank: copy GPU blocks to slots behind the forward pass, then put the slots to the store.
+
+The two parts are acknowledged apart (`Phase.COPIED`, `Phase.STORED`): GPU blocks are free after the first, which needs no
+network, and slots after the second.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+from epochkv_connector.records import Phase, SaveJob
+from epochkv_connector.store.lanes import Outcome
+from epochkv_connector.worker.rank import JobFailed, Rank
+from epochkv_connector.worker.staging import Pair, StagingStream
+from epochkv_connector.worker.tasks import Save, Stage, remaining
+
+
+class Saves:
+    """Saves under way, guarded by `Rank.changed`.
+
+    Attributes:
+        copies: saves that may still read GPU blocks, by job id.
+        puts: saves that are copied and not yet stored or given up, by job id.
+        storing: saves whose slots the store may still read, by job id; some of them were given up.
+        acks: (save, phase, failed) that were not told yet.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self.copies: dict[int, Save] = {}
+        self.puts: dict[int, Save] = {}
+        self.storing: dict[int, Save] = {}
+        self.acks: list[tuple[Save, Phase, bool]] = []
+        self._unsubmitted: list[Save] = []
+
+    def take(self, job: SaveJob) -> None:
+        """A step brought this save: it begins with `submit`. Model-runner thread."""
+        rank = self._rank
+        with rank.changed:
+            if job.job_id in self.copies or job.job_id in self.puts:
+                rank.counters.add("duplicate_jobs")
+                return
+            save = Save(job, time.monotonic() + job.deadline_seconds)
+            self.copies[job.job_id] = save
+            self._unsubmitted.append(save)
+        rank.counters.add("save_jobs")
+
+    def submit(self) -> None:
+        """The forward pass was issued: begin behind it. Model-runner thread."""
+        rank = self._rank
+        with rank.changed:
+            saves, self._unsubmitted = self._unsubmitted, []
+        if not saves:
+            return
+        after = rank.event()
+        for save in saves:
+            save.after = after
+            rank.guard(partial(self._begin, save), partial(self.fail_copy, save))
+
+    def drop_unsubmitted(self, reason: str) -> None:
+        """The engine shuts down before these could begin."""
+        with self._rank.changed:
+            saves, self._unsubmitted = self._unsubmitted, []
+        for save in saves:
+            self.fail_copy(save, reason, "the engine shuts down")
+
+    def expire(self, now: float) -> None:
+        """Fail copies that have not begun in time; puts have deadlines of their own in the store client."""
+        for save in [save for save in list(self.copies.values()) if save.deadline <= now]:
+            self.fail_copy(save, "deadline", f"save job {save.job.job_id} missed its deadline")
+
+    def fail_copy(self, save: Save, reason: str, detail: str) -> None:
+        """End a save that has not begun to copy."""
+        with self._rank.changed:
+            if save.stage is not Stage.QUEUED:
+                return
+            save.stage = Stage.COPYING
+        self._mark_copy_failed(save, reason, detail)
+        self._end_copy(save)
+        if save.job.namespace is not None:
+            self._acknowledge(save, Phase.STORED, failed=True)
+
+    # -- the copy ------------------------------------------------------------------------------------------------
+
+    def _begin(self, save: Save) -> None:
+        rank = self._rank
+        rank.check_slots(save.job.moves)
+        rank.check_free(move for move in save.job.moves if move.copy)
+        rank.movers["save"].submit(partial(self._gather, save))
+
+    def _gather(self, save: Save, stream: Callable[[], StagingStream]) -> None:
+        rank = self._rank
+        with rank.changed:
+            if save.stage is not Stage.QUEUED:
+                return
+            save.stage = Stage.COPYING
+        rank.guard(partial(self._copy, save, stream), partial(self._mark_copy_failed, save))
+        self._end_copy(save)
+        if save.job.namespace is None:
+            return
+        if save.failed:
+            self._acknowledge(save, Phase.STORED, failed=True)
+        else:
+            rank.guard(partial(self._begin_put, save), partial(self._fail_put, save))
+
+    def _copy(self, save: Save, stream: Callable[[], StagingStream]) -> None:
+        rank = self._rank
+        if remaining(save.deadline) == 0:
+            raise JobFailed("deadline", f"save job {save.job.job_id} missed its deadline")
+        fresh = [move for move in save.job.moves if move.copy]
+        rank.empty(fresh)
+        rank.check_contents(move for move in save.job.moves if not move.copy)
+        pairs = [Pair(move.group, move.gpu_block, move.slot) for move in fresh]
+        began = time.monotonic()
+        stream().gather(pairs, save.after)
+        rank.count_copy("save", pairs, time.monotonic() - began)
+        rank.fill(fresh)
+
+    def _mark_copy_failed(self, save: Save, reason: str, detail: str) -> None:
+        save.failed = True
+        self._rank.tell("save", reason, detail)
+
+    def _end_copy(self, save: Save) -> None:
+        with self._rank.changed:
+            save.stage = Stage.OVER
+            self.copies.pop(save.job.job_id, None)
+            if save.job.namespace is not None:
+                self.puts[save.job.job_id] = save
+            self.acks.append((save, Phase.COPIED, save.failed))
+            self._rank.changed.notify_all()
+
+    # -- the put -------------------------------------------------------------------------------------------------
+
+    def _begin_put(self, save: Save) -> None:
+        rank, store, namespace = self._rank, self._rank.store, save.job.namespace
+        assert namespace is not None
+        rank.usable()
+        if store is None:
+            raise JobFailed("no_store", f"save job {save.job.job_id} names L2, but there is none")
+        ours = [move for move in save.job.moves if move.put and rank.is_ours(move.block_hash)]
+        if not ours:
+            self._acknowledge(save, Phase.STORED, failed=False)
+            return
+        transfers = [rank.transfer(namespace, move) for move in ours]
+        with rank.changed:  # `cancel_puts` sees the ticket, or this sees the epoch that it was told
+            if rank.is_stale(namespace):
+                raise JobFailed("stale", f"save job {save.job.job_id} is of an older epoch ({namespace})")
+            save.busy = tuple(move.slot for move in ours)
+            save.ticket = rank.hold(save.busy, lambda: store.put(transfers, remaining(save.deadline)))
+            self.storing[save.job.job_id] = save
+        save.ticket.released.add_done_callback(lambda _: self._let_go(save))
+        save.ticket.done.add_done_callback(lambda done: rank.guard(partial(self._stored, save, done), partial(self._fail_put, save)))
+
+    def _stored(self, save: Save, done: Future[list[Outcome]]) -> None:
+        bad = next((outcome for outcome in done.result() if outcome is not Outcome.OK), None)
+        if bad is not None:
+            raise JobFailed(f"{bad}", f"save job {save.job.job_id} was not stored completely ({bad})")
+        self._acknowledge(save, Phase.STORED, failed=False)
+
+    def _fail_put(self, save: Save, reason: str, detail: str) -> None:
+        self._rank.tell("save_put", reason, detail, word="dropped")
+        self._acknowledge(save, Phase.STORED, failed=True)
+
+    def _let_go(self, save: Save) -> None:
+        with self._rank.changed:
+            self.storing.pop(save.job.job_id, None)
+            self._rank.changed.notify_all()
+
+    def old_puts(self, below: int) -> list[Save]:
+        """Saves of epochs below `below` that the store may still be working on. Any thread."""
+        with self._rank.changed:
+            return [save for save in self.storing.values() if save.epoch < below]
+
+    def cancel_puts(self, below: int) -> None:
+        """Let no store call begin for saves of epochs below `below`, now or later. Any thread."""
+        with self._rank.changed:
+            self._rank.newest_epoch = max(self._rank.newest_epoch, below)
+            tickets = [save.ticket for save in self.old_puts(below)]
+        for ticket in tickets:
+            assert ticket is not None
+            ticket.cancel()
+
+    def _acknowledge(self, save: Save, phase: Phase, *, failed: bool) -> None:
+        with self._rank.changed:
+            self.puts.pop(save.job.job_id, None)
+            self.acks.append((save, phase, failed))
+            self._rank.changed.notify_all()
