@@ -50,8 +50,8 @@ def busy_interpreter(active: bool) -> Iterator[None]:
             thread.join()
 
 
-def measure(layers: int, block_bytes: int, blocks: int, one_storage: bool, busy: bool, repeats: int) -> None:
-    """Print one row."""
+def rates(layers: int, block_bytes: int, blocks: int, one_storage: bool, busy: bool, repeats: int) -> dict[str, float]:
+    """Bytes per nanosecond (GB/s) by kind of copy; "plain copy" is the same bytes in one piece."""
     num_blocks = 2 * blocks
     if one_storage:
         tensors = list(torch.randint(0, 255, (layers, num_blocks, block_bytes), dtype=torch.uint8))
@@ -82,10 +82,15 @@ def measure(layers: int, block_bytes: int, blocks: int, one_storage: bool, busy:
     thread = threading.Thread(target=run)  # copies run on a thread of their own, as in an engine
     thread.start()
     thread.join()
-    rates = {name: total / taken / 1e9 for name, taken in results.items()}
-    plain = rates["plain copy"]
+    return {name: total / taken / 1e9 for name, taken in results.items()}
+
+
+def measure(layers: int, block_bytes: int, blocks: int, one_storage: bool, busy: bool, repeats: int) -> None:
+    """Print one row."""
+    measured = rates(layers, block_bytes, blocks, one_storage, busy, repeats)
+    plain = measured["plain copy"]
     shape = f"{layers} layers x {block_bytes >> 10} KiB, {blocks} blocks, {'one storage' if one_storage else 'apart'}"
-    cells = "  ".join(f"{name} {rate:6.2f} ({rate / plain:4.0%})" for name, rate in rates.items())
+    cells = "  ".join(f"{name} {rate:6.2f} ({rate / plain:4.0%})" for name, rate in measured.items())
     print(f"{shape:48}{'busy' if busy else '':5} GB/s: {cells}")
 
 
