@@ -18,6 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 
+PLAIN_WIDTH = 140
+"""Of tables that go to a file or a pipe."""
+
+
 @dataclass(frozen=True)
 class Figure:
     """One figure and its aim. `unit` is written after both.
@@ -101,7 +105,7 @@ def print_table(rows: Sequence[Row], title: str, console: Console | None = None)
                 cells.append(" .. ".join(shown(value) for value in figure.spread or ()))
             table.add_row(*cells, aim, figure.verdict)
         table.add_section()
-    (console or Console()).print(table)
+    (console or Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)).print(table)
 
 
 def machine() -> dict[str, Any]:

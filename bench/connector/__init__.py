@@ -1,0 +1,1 @@
+"""Benchmarks of the connector: the two tiers, the bookkeeping, the store, the chat trace; see `python -m bench.connector -h`."""

@@ -1,0 +1,66 @@
+"""Benchmarks of the connector: `make bench-connector`, or `python -m bench.connector [ROW ...]`.
+
+Every figure is a ratio within this run, or a time of code that runs alone; the sides of a ratio take turns. Prints a table
+with the aim beside each figure and writes everything, samples included, to a JSON file. Engine rows start vLLM CPU engines
+with a random-weight model of about 100 million parameters; nothing is downloaded.
+
+The chat trace is `conversation_trace.jsonl` of Mooncake's FAST'25 paper (repository kvcache-ai/Mooncake): give it with
+--trace or EPOCHKV_TRACE. Without it a synthetic trace of the same shape is drawn, and the output says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from bench import harness
+from bench.connector import trace
+from bench.harness import Entry
+from bench.report import Progress, Row
+
+
+def bookkeeping_row(arguments: argparse.Namespace, progress: Progress) -> Row:
+    """Imports are late: a row loads only what it needs."""
+    from bench.connector import bookkeeping
+
+    return bookkeeping.row(3 * arguments.repeats, progress)
+
+
+def simulation_row(arguments: argparse.Namespace, progress: Progress) -> Row:
+    from bench.connector import simulation
+
+    return simulation.row(trace.load(arguments.trace, arguments.requests), progress)
+
+
+def copies_row(arguments: argparse.Namespace, progress: Progress) -> Row:
+    from bench.connector import copies
+
+    return copies.row(arguments.repeats, progress)
+
+
+def store_row(arguments: argparse.Namespace, progress: Progress) -> Row:
+    from bench.connector import store
+
+    return store.row(3 * arguments.repeats, progress)
+
+
+ROWS: dict[str, Entry] = {
+    "bookkeeping": Entry("lookup, plan and commit of a hit, no engine", 5, bookkeeping_row),
+    "hit-rates": Entry("chat trace on 4, 8, 16 simulated engines against known hit rates", 70, simulation_row),
+    "staging": Entry("copies between engine blocks and host slots / plain copy", 15, copies_row),
+    "store": Entry("L2 put and get / raw Mooncake client", 60, store_row),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What only this benchmark can be told."""
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="repetitions of each side of a ratio; short ones three times as many (default 5)"
+    )
+    parser.add_argument("--trace", type=Path, help=f"the chat trace, plain or gzip (default: ${trace.TRACE_ENV}, else a synthetic one)")
+    parser.add_argument("--requests", type=int, help="only so many requests of the trace on the simulated engines (default: all)")
+
+
+if __name__ == "__main__":
+    sys.exit(harness.run("connector", __doc__, ROWS, add_arguments))

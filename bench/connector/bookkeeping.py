@@ -1,0 +1,144 @@
+"""What a hit costs the scheduler thread: the production `SchedulerHalf` with a full L1, no engine and no store.
+
+A request's way is cut at two places: the walk over its block hashes (what the design calls lookup), and everything that
+then holds and accepts the hit (plan, commit, making the load job).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.report import Progress, Row, repeated
+from epochkv_connector.config import ConnectorConfig
+from epochkv_connector.records import JobAck, Phase
+from epochkv_connector.scheduler import hits
+from epochkv_connector.scheduler.core import SchedulerHalf, StepJobs
+from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
+
+BLOCK_TOKENS = 16
+PROMPT_TOKENS = 4096
+SHORT_TOKENS = 256
+NUM_PROMPTS = 64
+BATCH = 20
+ROOT = b"root"
+LAYOUT = CacheLayout((GroupLayout(GroupKind.FULL, BLOCK_TOKENS),), BLOCK_TOKENS, 1)
+
+
+@dataclass(frozen=True)
+class Names:
+    """A private root: no store is asked."""
+
+    root: bytes = ROOT
+    epoch: int = 1
+    namespace: str | None = None
+    shared: bool = False
+
+
+class Blocks:
+    """The engine's block pool as far as saves need it; nothing is ever short."""
+
+    null_block_id = 0
+
+    def num_references(self, block_id: int) -> int:
+        return 2
+
+    def touch(self, block_ids: Sequence[int]) -> None:
+        """Nothing is counted."""
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Nothing is counted."""
+
+
+def chain(text: str, num_blocks: int) -> list[bytes]:
+    """As many block hashes of 32 bytes, as vLLM's sha256 makes them."""
+    return [hashlib.sha256(f"{text} {index}".encode()).digest() for index in range(num_blocks)]
+
+
+def acknowledge(half: SchedulerHalf, jobs: StepJobs) -> None:
+    """One rank that does everything at once."""
+    for save in jobs.saves:
+        half.on_acks([JobAck(save.job_id, 0, Phase.COPIED, save.start_block, save.num_blocks)])
+    for load in jobs.loads:
+        half.on_acks([JobAck(load.job_id, 0, Phase.LOADED, 0, len(load.moves))])
+
+
+def filled_half(prompts: Sequence[Sequence[bytes]], names: Names) -> SchedulerHalf:
+    """An L1 twice as large as the prompts, which are saved in it."""
+    num_slots = 2 * sum(len(hashes) for hashes in prompts)
+    config = ConnectorConfig.parse({"pool": {"name": "p", "namespace": "n", "uid": "u"}, "local": {"capacity_bytes": num_slots}}, {})
+    half = SchedulerHalf(config, LAYOUT, num_ranks=1, store=None, ids=itertools.count(), clock=time.monotonic)
+    half.bind_block_pool(Blocks())
+    half.adopt(names)
+    for index, hashes in enumerate(prompts):
+        blocks = [list(range(1, len(hashes) + 1))]
+        half.collect_saves([ScheduledRequestView(f"s{index}", len(hashes) * BLOCK_TOKENS, hashes, BLOCK_TOKENS, ROOT, blocks)], names)
+        acknowledge(half, half.end_step())
+        half.finish(f"s{index}")
+    return half
+
+
+@dataclass(frozen=True)
+class Cost:
+    """CPU seconds of the calling thread for each part of a request, means of batches."""
+
+    walk: list[float]
+    lookup: list[float]
+    commit: list[float]
+    step: list[float]
+
+
+def measure(num_tokens: int, repeats: int) -> Cost:
+    """Requests that find their whole prompt in L1 (less the last block, which vLLM computes)."""
+    num_blocks = num_tokens // BLOCK_TOKENS
+    prompts = [chain(f"prompt {index}", num_blocks) for index in range(NUM_PROMPTS)]
+    names = Names()
+    half = filled_half(prompts, names)
+    group_blocks = [list(range(1, num_blocks + 1))]
+    cost = Cost([], [], [], [])
+    serial = itertools.count()
+    clock = time.thread_time  # CPU: another process on the core is not our cost
+    for _ in range(repeats):
+        walk = lookup = commit = step = 0.0
+        for _ in range(BATCH):
+            number = next(serial)
+            hashes = prompts[number % NUM_PROMPTS]
+            view = RequestView(f"r{number}", num_tokens, hashes, BLOCK_TOKENS, ROOT)
+            began = clock()
+            found = half._planner._found(view)
+            walked = hits.longest_hit(LAYOUT, 0, num_tokens - BLOCK_TOKENS, found.present)
+            a = clock()
+            hit = half.lookup(view, 0, names)
+            b = clock()
+            half.commit(view, group_blocks, hit.num_tokens or 0, names)
+            c = clock()
+            jobs = half.end_step()
+            d = clock()
+            acknowledge(half, jobs)
+            half.finish(view.request_id)
+            if hit.num_tokens != walked or walked != num_tokens - BLOCK_TOKENS or len(jobs.loads) != 1:
+                raise RuntimeError(f"a prompt in L1 was answered with {hit.num_tokens} of {num_tokens} tokens")
+            walk, lookup, commit, step = walk + a - began, lookup + b - a, commit + c - b, step + d - c
+        for total, into in ((walk, cost.walk), (lookup, cost.lookup), (commit, cost.commit), (step, cost.step)):
+            into.append(total / BATCH)
+    return cost
+
+
+def row(repeats: int, progress: Progress) -> Row:
+    """The walk per block; plan, commit and load job per request, for a short prompt and a long one."""
+    figures = []
+    details: dict[str, object] = {"block tokens": BLOCK_TOKENS, "requests in a batch": BATCH}
+    began = time.monotonic()
+    for done, num_tokens in enumerate((SHORT_TOKENS, PROMPT_TOKENS)):
+        cost = measure(num_tokens, repeats)
+        num_blocks = num_tokens // BLOCK_TOKENS - 1
+        walk = [seconds * 1e6 / num_blocks for seconds in cost.walk]
+        rest = [1e6 * (a - w + b + c) for w, a, b, c in zip(cost.walk, cost.lookup, cost.commit, cost.step, strict=True)]
+        figures.append(repeated(f"lookup in L1, {num_tokens} tokens, per block", walk, 0.5, "us"))
+        figures.append(repeated(f"plan + commit, {num_tokens} tokens ({num_blocks} blocks), per request", rest, 30, "us"))
+        details[f"{num_tokens} tokens"] = {"seconds": vars(cost)}
+        progress.step(done + 1, 2, began)
+    return Row("a hit on the scheduler thread", figures, details)

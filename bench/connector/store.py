@@ -1,0 +1,165 @@
+"""L2 put and get through our client against the raw Mooncake client: same master, same store process, same object sizes.
+
+Both clients live in this process and take turns. The raw client is measured twice: all objects in one call, and in calls of
+as many objects as ours makes (a call to a hung store node takes seconds for each four objects, so ours makes small ones).
+Ours also seals each object and checks what it gets: header, trailer and the payload's xxh3.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench.report import Figure, Progress, Row, repeated
+from epochkv_connector.store import Outcome, StoreClient, StoreSettings, Transfer
+from epochkv_connector.store.settings import prepare_environment
+from hack.standalone.mooncake import Mooncake
+
+SIZES = {"64 KiB": 64 << 10, "384 KiB": 384 << 10, "2 MiB": 2 << 20}
+"""Payloads; 384 KiB is a 16-token block of the benchmark's model, 2 MiB one of a model of 8 billion parameters in bfloat16."""
+
+ENDS = 128
+BYTES_PER_TURN = 48 << 20
+TIMEOUT = 30.0
+
+
+class Region:
+    """Page-aligned memory for `count` objects of `size` bytes."""
+
+    def __init__(self, count: int, size: int) -> None:
+        self.stride = -(-size // 4096) * 4096
+        self.num_bytes = count * self.stride
+        self._map = mmap.mmap(-1, self.num_bytes)
+        self._map.write(bytes(range(256)) * (self.num_bytes // 256))  # every page is there
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.view = memoryview(self._map)
+        self.addresses = [self.address + index * self.stride for index in range(count)]
+        self.size = size
+
+    def transfers(self, keys: Sequence[str]) -> list[Transfer]:
+        """One for each object."""
+        return [
+            Transfer(key, self.addresses[index], self.view[index * self.stride : index * self.stride + self.size])
+            for index, key in enumerate(keys)
+        ]
+
+
+class Raw:
+    """Mooncake's own client, as its documentation uses it."""
+
+    def __init__(self, master: str, region: Region) -> None:
+        from mooncake.store import MooncakeDistributedStore
+
+        self._region = region
+        self.client: Any = MooncakeDistributedStore()
+        code = self.client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", master)
+        if code != 0 or self.client.register_buffer(region.address, region.num_bytes) != 0:
+            raise RuntimeError(f"the raw client could not be set up ({code})")
+
+    def put(self, keys: Sequence[str], at_once: int) -> None:
+        """All objects, `at_once` in a call."""
+        for start, codes in self._calls(self.client.batch_put_from, keys, at_once):
+            if any(codes):
+                raise RuntimeError(f"raw put from {start}: {codes}")
+
+    def get(self, keys: Sequence[str], at_once: int) -> None:
+        """All objects, `at_once` in a call."""
+        for start, codes in self._calls(self.client.batch_get_into, keys, at_once):
+            if any(code != self._region.size for code in codes):
+                raise RuntimeError(f"raw get from {start}: {codes}")
+
+    def _calls(self, call: Callable[..., list[int]], keys: Sequence[str], at_once: int) -> Iterator[tuple[int, list[int]]]:
+        for start in range(0, len(keys), at_once):
+            chunk = list(keys[start : start + at_once])
+            yield start, call(chunk, self._region.addresses[start : start + at_once], [self._region.size] * len(chunk))
+
+
+@contextmanager
+def clients(mooncake: Mooncake, size: int, count: int) -> Iterator[tuple[StoreClient, Region, Raw]]:
+    """Both clients, ready, each with memory of its own."""
+    ours_region, raw_region = Region(count, size), Region(count, size)
+    ours = StoreClient(StoreSettings(mooncake.address), [(ours_region.address, ours_region.num_bytes)])
+    ours.start()
+    raw = Raw(mooncake.address, raw_region)
+    try:
+        if not ours.wait_ready(30.0):
+            raise RuntimeError("our client is not ready after 30 s")
+        yield ours, ours_region, raw
+    finally:
+        ours.close(10.0)
+        raw.client.close()
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds of wall clock."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def turn(ours: StoreClient, region: Region, raw: Raw, name: str, small: int, backwards: bool) -> dict[str, float]:
+    """Everything once: seconds by what was done. Order changes from turn to turn, so that drifts cancel."""
+    count = len(region.addresses)
+    keys = {who: [f"bench/{name}/{who}/{index}" for index in range(count)] for who in ("ours", "raw", "raw small")}
+
+    def check(outcomes: list[Outcome]) -> None:
+        if any(outcome is not Outcome.OK for outcome in outcomes):
+            raise RuntimeError(f"our client: {outcomes}")
+
+    transfers = region.transfers(keys["ours"])
+    work: dict[str, dict[str, Callable[[], object]]] = {
+        "put": {
+            "ours": lambda: check(ours.put(transfers, TIMEOUT).done.result(TIMEOUT)),
+            "raw": lambda: raw.put(keys["raw"], count),
+            "raw small": lambda: raw.put(keys["raw small"], small),
+        },
+        "get": {
+            "ours": lambda: check(ours.get(transfers, TIMEOUT).done.result(TIMEOUT)),
+            "raw": lambda: raw.get(keys["raw"], count),
+            "raw small": lambda: raw.get(keys["raw small"], small),
+        },
+    }
+    seconds: dict[str, float] = {}
+    for what, by_whom in work.items():
+        for who in sorted(by_whom, reverse=backwards):
+            seconds[f"{what} {who}"] = timed(by_whom[who])
+    raw.client.remove_by_regex(f"^bench/{name}/", True)
+    return seconds
+
+
+def row(repeats: int, progress: Progress) -> Row:
+    """Throughput of ours / raw for puts and gets of each size."""
+    prepare_environment()
+    figures: list[Figure] = []
+    details: dict[str, Any] = {}
+    began, done, total = time.monotonic(), 0, len(SIZES) * repeats
+    small = StoreSettings("").max_call_keys
+    with tempfile.TemporaryDirectory(prefix="epochkv-bench-") as folder, Mooncake(Path(folder), segment_bytes=1 << 30) as mooncake:
+        for label, payload in SIZES.items():
+            count = BYTES_PER_TURN // payload
+            samples: dict[str, list[float]] = {}
+            with clients(mooncake, payload + ENDS, count) as (ours, region, raw):
+                turn(ours, region, raw, "warm-up", small, False)
+                for index in range(repeats):
+                    for what, seconds in turn(ours, region, raw, str(index), small, bool(index % 2)).items():
+                        samples.setdefault(what, []).append(seconds)
+                    done += 1
+                    progress.step(done, total, began)
+            for what in ("put", "get"):
+                own, whole, cut = (samples[f"{what} {who}"] for who in ("ours", "raw", "raw small"))
+                figures.append(
+                    repeated(f"{what} {label}, ours / raw", [b / a for a, b in zip(own, whole, strict=True)], 0.9, at_least=True)
+                )
+                figures.append(
+                    repeated(f"{what} {label}, ours / raw, {small} in a call", [b / a for a, b in zip(own, cut, strict=True)], None)
+                )
+            rates = {what: payload * count / statistics.median(seconds) / 1e9 for what, seconds in samples.items()}
+            details[label] = {"objects": count, "GB/s": rates, "seconds": samples}
+    return Row("L2 through our client / raw Mooncake client (throughput)", figures, details)
