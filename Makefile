@@ -76,6 +76,9 @@ bench-epoch: setup ## Patch -> published on the demo's cluster: median and max o
 bench-fence: setup-cluster ## Fence: bump -> published by size and authority, steady state, faults, scheduler cost (ARGS="bump-16 --bumps 50")
 	@$(DEV) -m bench.fence $(ARGS)
 
+bench-connector: setup-engine ## Connector: time to first token, vLLM's own connector, decode, L2, copies, chat trace (ARGS="ttft store")
+	@$(ENGINE) -m bench.connector $(ARGS)
+
 bench-start: setup-engine ## Engine start-up with the connector and without
 	@$(ENGINE) -m bench.engine_start
 
@@ -91,4 +94,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-unit test-scheduler test-store test-engine test-cluster test-e2e simulate simulate-mutants lint generate bench-epoch bench-fence bench-start bench-staging fuzz lock clean
+.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-unit test-scheduler test-store test-engine test-cluster test-e2e simulate simulate-mutants lint generate bench-epoch bench-fence bench-connector bench-start bench-staging fuzz lock clean
