@@ -17,7 +17,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-
 PLAIN_WIDTH = 140
 """Of tables that go to a file or a pipe."""
 
