@@ -10,7 +10,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,24 @@ from epochkv_fence.store_admin import StoreAdmin
 
 T = TypeVar("T")
 GRACE_SECONDS = 3600.0
+
+
+def transfer_config(
+    connection: Mapping[str, Any], weights_source: str, local_bytes: int | None, master_address: str | None, **extra: Any
+) -> dict[str, Any]:
+    """`--kv-transfer-config` of an engine that joins with this connection; L1 and L2 as far as they are given."""
+    config: dict[str, Any] = {**connection, "weights_source": weights_source, "tracker": master_address is None}
+    if local_bytes is not None:
+        config["local"] = {"capacity_bytes": local_bytes}
+    if master_address is not None:
+        config["distributed"] = {"master_address": master_address}
+    return {
+        "kv_connector": "EpochKVConnector",
+        "kv_connector_module_path": "epochkv_connector.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {**config, **extra},
+    }
 
 
 class Pool:
@@ -122,22 +140,7 @@ class Pool:
 
     def connector(self, local_bytes: int | None = None, master_address: str | None = None, **extra: Any) -> dict[str, Any]:
         """`--kv-transfer-config` of an engine of this pool; L1 and L2 as far as they are given."""
-        config: dict[str, Any] = {
-            **self.connection(),
-            "weights_source": self._options.weights_source,
-            "tracker": master_address is None,
-        }
-        if local_bytes is not None:
-            config["local"] = {"capacity_bytes": local_bytes}
-        if master_address is not None:
-            config["distributed"] = {"master_address": master_address}
-        return {
-            "kv_connector": "EpochKVConnector",
-            "kv_connector_module_path": "epochkv_connector.connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {**config, **extra},
-        }
+        return transfer_config(self.connection(), self._options.weights_source, local_bytes, master_address, **extra)
 
     def _running(self) -> FileHub:
         if self._hub is None:

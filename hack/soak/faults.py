@@ -1,0 +1,196 @@
+"""What goes wrong in a soak: one actor for each part that may fail, each with its own random numbers.
+
+What an actor does, and after how long, follows from the seed and its name alone, so a seed replays the same faults at the
+same times; how they fall on requests differs from run to run. Every fault is undone by the actor that made it.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from hack.soak.tally import Tally
+from hack.soak.world import Rank, World
+from hack.standalone.process import Process
+
+Wait = Callable[[float], bool]
+
+
+class Actor(ABC):
+    """A thread that waits `calm` seconds (drawn between two bounds), does one thing, and so on until the run ends."""
+
+    name: str
+    calm: tuple[float, float] = (4.0, 12.0)
+
+    def __init__(self, world: World, tally: Tally, seed: int, stop: threading.Event) -> None:
+        self.world, self.tally, self.stop = world, tally, stop
+        self.rng = random.Random(f"{seed}:{self.name}")
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"soak-{self.name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def join(self, seconds: float) -> bool:
+        """Wait until its last action is undone; False if it hangs."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    @abstractmethod
+    def act(self) -> None:
+        """One action, undone when this returns."""
+
+    def hold(self, low: float, high: float) -> None:
+        """Let a fault last: between two times, and not beyond the run."""
+        self.stop.wait(self.rng.uniform(low, high))
+
+    def fault(self, kind: str) -> None:
+        """Count one."""
+        self.tally.count(f"fault {self.name} {kind}")
+        self.tally.count("faults")
+        self.tally.note(f"{self.name} {kind}")
+
+    def _run(self) -> None:
+        try:
+            while not self.stop.wait(self.rng.uniform(*self.calm)):
+                self.act()
+        except BaseException as error:  # reported by the run
+            self.error = error
+            self.tally.problem("broken actor", name=self.name, error=repr(error))
+
+
+def freeze(process: Process, actor: Actor, low: float, high: float) -> None:
+    """SIGSTOP for a while."""
+    process.signal(signal.SIGSTOP)
+    actor.fault("stop")
+    try:
+        actor.hold(low, high)
+    finally:
+        process.signal(signal.SIGCONT)
+        actor.tally.note(f"{actor.name} goes on")
+
+
+def kill(process: Process) -> None:
+    """SIGKILL, and wait for the end."""
+    process.signal(signal.SIGKILL)
+    process.popen.wait(30)
+
+
+class Master(Actor):
+    """The store's master: frozen, or killed and started again empty; sometimes everything in the store is removed by force."""
+
+    name = "master"
+
+    def act(self) -> None:
+        mooncake = self.world.mooncake
+        assert mooncake.master is not None
+        kind = self.rng.choice(("stop", "kill", "wipe"))
+        if kind == "stop":
+            freeze(mooncake.master, self, 0.2, 4.0)
+        elif kind == "kill":
+            kill(mooncake.master)
+            self.fault("kill")
+            self.hold(0.1, 3.0)
+            mooncake.start_master()
+        else:
+            mooncake.admin("api/v1/remove_all?force=true", "POST")
+            self.fault("wipe")
+
+
+class StoreNode(Actor):
+    """One store node: frozen, or killed and replaced."""
+
+    def __init__(self, number: int, world: World, tally: Tally, seed: int, stop: threading.Event) -> None:
+        self.name = f"store{number}"
+        self._process = world.mooncake.stores[number]
+        super().__init__(world, tally, seed, stop)
+
+    def act(self) -> None:
+        if self.rng.random() < 0.6:
+            freeze(self._process, self, 0.2, 6.0)
+        else:
+            kill(self._process)
+            self.fault("kill")
+            self.hold(0.1, 4.0)
+            self._process = self.world.mooncake.start_store(wait=False)
+
+
+class Hub(Actor):
+    """The hub: frozen, or killed and started again; long enough at times for leases to run out."""
+
+    name = "hub"
+
+    def act(self) -> None:
+        hub = self.world.hub
+        if self.rng.random() < 0.5:
+            freeze(hub.process, self, 0.2, 8.0)
+        else:
+            kill(hub.process)
+            self.fault("kill")
+            self.hold(0.1, 8.0)
+            hub.start()
+
+
+class Lines(Actor):
+    """The network before the store's master and before the hub: slow, or broken."""
+
+    name = "line"
+
+    def act(self) -> None:
+        to_store = self.rng.random() < 0.6
+        relay, where = (self.world.master_relay, "store") if to_store else (self.world.hub.relay, "hub")
+        if self.rng.random() < 0.5:
+            relay.delay_seconds = self.rng.uniform(0.02, 1.5)
+            self.fault(f"{where} slow")
+            self.hold(0.5, 4.0)
+            relay.delay_seconds = 0.0
+        else:
+            relay.cut()
+            self.fault(f"{where} cut")
+            self.hold(0.1, 4.0)
+            relay.mend()
+
+
+class FrozenEngine(Actor):
+    """An engine stands still, at times for longer than its lease, and goes on as if nothing had been."""
+
+    name = "engine"
+    calm = (8.0, 24.0)
+
+    def act(self) -> None:
+        rank = self.rng.choice(self.world.ranks)
+        process = rank.engine.process
+        if not rank.up:
+            return
+        process.signal(signal.SIGSTOP)
+        self.fault("stop")
+        try:
+            self.hold(0.2, 8.0)
+        finally:
+            if process.alive():
+                process.signal(signal.SIGCONT)
+
+
+class KilledEngine(Actor):
+    """Engines B and C are killed and come back with the weights of their start. A is spared, so that its memory can be watched."""
+
+    name = "engine"
+    calm = (60.0, 150.0)
+
+    def __init__(self, ranks: Sequence[Rank], world: World, tally: Tally, seed: int, stop: threading.Event, soon: bool) -> None:
+        self._ranks = ranks
+        if soon:
+            self.calm = (15.0, 30.0)
+        super().__init__(world, tally, seed + 1, stop)
+
+    def act(self) -> None:
+        rank = self.rng.choice(self._ranks)
+        self.world.kill(rank)
+        self.fault("kill")
+        self.hold(0.5, 5.0)
+        self.world.restart(rank)
+        self.tally.note(f"{rank.name} is back")

@@ -1,0 +1,154 @@
+"""One soak from start to verdict."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hack import models
+from hack.engine_api import EngineApi
+from hack.soak.answers import Prompt, draw, work_out
+from hack.soak.checks import Memory, leaks
+from hack.soak.faults import Actor, FrozenEngine, Hub, KilledEngine, Lines, Master, StoreNode
+from hack.soak.tally import Tally
+from hack.soak.traffic import Client, ask
+from hack.soak.trainer import Resets, Trainer
+from hack.soak.world import World
+from hack.standalone.engine import Engine
+
+NUM_PROMPTS = 40
+CLIENTS_PER_ENGINE = 2
+PROGRESS_SECONDS = 10.0
+JOIN_SECONDS = 300.0
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came out. `lines` are for people; `problems` is empty when all is well."""
+
+    closing: str
+    lines: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+def clock(seconds: float) -> str:
+    """minutes:seconds."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def make_weights(folder: Path) -> list[Path]:
+    """Three sets of weights for one architecture; engines start with the first."""
+    return [models.make(folder / name, seed) for seed, name in enumerate(("base", "new", "third"), 1)]
+
+
+def work_out_answers(folder: Path, weights: Sequence[Path], seed: int, say: Say, reference: EngineApi | None = None) -> list[Prompt]:
+    """Prompts of this seed and their answers; with an engine of its own unless one without caches is given."""
+    drawn = draw(NUM_PROMPTS, random.Random(f"{seed}:prompts"))
+    with contextlib.ExitStack() as stack:
+        engine = reference or stack.enter_context(Engine("reference", weights[0], folder, prefix_caching=False))
+        return work_out(engine, weights, drawn, say)
+
+
+def soak(folder: Path, weights: Sequence[Path], prompts: Sequence[Prompt], minutes: float, seed: int, say: Say) -> Verdict:
+    """Run for `minutes` under faults, heal everything, and look for what is left."""
+    world, tally = World(folder, weights), Tally(folder / "soak.log")
+    try:
+        world.begin()
+        say(f"3 engines share; {minutes:g} minutes of faults begin (seed {seed}, log {folder / 'soak.log'})")
+        return _run(world, tally, prompts, minutes, seed, say)
+    finally:
+        world.end()
+
+
+def _run(world: World, tally: Tally, prompts: Sequence[Prompt], minutes: float, seed: int, say: Say) -> Verdict:
+    stop, stop_clients = threading.Event(), threading.Event()
+    actors: list[Actor] = [kind(world, tally, seed, stop) for kind in (Master, Hub, Lines, FrozenEngine, Resets)]
+    actors += [StoreNode(number, world, tally, seed, stop) for number in range(len(world.mooncake.stores))]
+    actors.append(KilledEngine(world.ranks[1:], world, tally, seed, stop, soon=minutes < 5))
+    trainer = Trainer(world, tally, seed, stop)
+    clients = [
+        Client(rank, prompts, tally, seed, 10 * rank.index + number, stop_clients)
+        for rank in world.ranks
+        for number in range(CLIENTS_PER_ENGINE)
+    ]
+    memory = Memory(world, stop_clients)
+    began = time.monotonic()
+    starts: list[Callable[[], None]] = [*(client.start for client in clients), *(actor.start for actor in (*actors, trainer)), memory.start]
+    for start in starts:
+        start()
+    while (elapsed := time.monotonic() - began) < minutes * 60 and not tally["broken actor"]:
+        time.sleep(min(PROGRESS_SECONDS, max(0.1, minutes * 60 - elapsed)))
+        say(_progress(tally, memory, time.monotonic() - began, minutes * 60))
+    stop.set()
+    elapsed = time.monotonic() - began
+    for actor in (*actors, trainer):
+        if not actor.join(JOIN_SECONDS):
+            tally.problem("hanging call", actor=actor.name)
+    say("faults are over; everything is healed")
+    _share_again(world, trainer, prompts, tally)
+    stop_clients.set()
+    for client in clients:
+        if not client.join(JOIN_SECONDS):
+            tally.problem("hanging call", what="a request")
+    leaked = leaks(world, tally)
+    return _verdict(tally, memory, elapsed, leaked)
+
+
+def _share_again(world: World, trainer: Trainer, prompts: Sequence[Prompt], tally: Tally) -> None:
+    """After the last fault one update must be enough for every engine to share, and to be right."""
+    trainer.under_pause(world.weights[1] if world.current != world.weights[1] else world.weights[2])
+    deadline = time.monotonic() + 60.0
+    while True:
+        states = [engine.state for engine in world.trainer.engines()]
+        if states.count("use") == len(world.ranks):
+            break
+        if time.monotonic() > deadline:
+            tally.problem("engines do not share again", states=states)
+            return
+        time.sleep(0.2)
+    before = tally["answers with a hit"]
+    deadline = time.monotonic() + 60.0
+    while tally["answers with a hit"] == before and time.monotonic() < deadline:
+        for rank in world.ranks:
+            ask(rank, prompts[0], tally)
+    if tally["answers with a hit"] == before:
+        tally.problem("engines do not share again", hits=0)
+
+
+def _progress(tally: Tally, memory: Memory, elapsed: float, total: float) -> str:
+    sizes = ", ".join(f"{name} {size:.0f}" for name, size in sorted(memory.last().items())[-4:])
+    return (
+        f"{clock(elapsed)} of {clock(total)}, {clock(max(0.0, total - elapsed))} left: {tally['faults']} faults, {tally['resets']} resets, "
+        f"{tally['updates']} updates, {tally['prompts']} prompts ({tally['answers with a hit']} with a hit), "
+        f"{tally['wrong tokens']} wrong tokens, {len(tally.problems)} problems; MB: {sizes}"
+    )
+
+
+def _verdict(tally: Tally, memory: Memory, elapsed: float, leaked: int) -> Verdict:
+    growths = memory.growths()
+    for growth in growths:
+        if not growth.flat:
+            tally.problem("memory grows", what=str(growth))
+    if not tally["answers with a hit"]:
+        tally.problem("nothing was ever reused")
+    lines = [
+        "faults: " + ", ".join(f"{kind} {count}" for kind, count in tally.of("fault ").items()),
+        f"answers: {tally['judged']} judged, {tally['answers with a hit']} of them with a hit, {tally['overlapped a push']} overlapped a "
+        f"push, {tally['aborted by a pause']} aborted by a pause, {tally['requests lost with their engine']} lost with a killed engine, "
+        f"{tally['failed requests']} failed",
+        f"updates: {tally['updates']} done, {tally['updates broken off']} broken off, {tally['updates failed']} attempts failed, "
+        f"{tally['pool resets']} plain resets of the pool, {tally['refused resets']} resets refused by vLLM",
+        *(f"memory: {growth}" for growth in growths),
+    ]
+    closing = (
+        f"{clock(elapsed)} min, {tally['faults']} faults, {tally['resets']} resets, {tally['prompts']} prompts, "
+        f"{tally['wrong tokens']} wrong tokens, {leaked} leaked blocks"
+    )
+    return Verdict(closing, tuple(lines), tuple(tally.problems))

@@ -1,0 +1,211 @@
+"""Two engines and a store that is made to fail: A saves (L1 and L2), B reads (L2 alone, through a relay before the master)."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import xxhash
+
+from hack.engine_api import Answer
+from hack.standalone.engine import Engine
+from hack.standalone.mooncake import Mooncake
+from hack.standalone.pool import Pool
+from hack.standalone.process import Process
+from hack.standalone.relay import Relay
+from tests.engine.conftest import BLOCKS, CACHED, L1_BYTES, Prompts, Reference, Weights, eventually
+from tests.helpers_store import RawClient
+
+LOAD_DEADLINE_SECONDS = 5.0
+# A hung master or store node is given up as late as in production, a starved one not sooner.
+ENVIRON = {"MC_RPC_TIMEOUT_MS": "2000", "MC_TCP_STATUS_TIMEOUT_SEC": "2"}
+STORE = {"lookup_deadline_ms": 1000.0, "job_deadline_seconds": LOAD_DEADLINE_SECONDS}
+KEY = re.compile(rb"[0-9a-f]{8}/[0-9a-f]{16}/e\d+/g\d+/r\d+/[0-9a-f]+")
+METRICS_SECONDS = 1.1
+"""Metrics travel with a step, at most once a second."""
+
+
+def stop(process: Process) -> None:
+    """SIGSTOP; returns when the kernel says that it stands still."""
+    process.signal(signal.SIGSTOP)
+    eventually(lambda: _run_state(process) == "T", f"{process.name} stands still", 10.0)
+
+
+def go_on(process: Process) -> None:
+    """SIGCONT; returns when it runs."""
+    process.signal(signal.SIGCONT)
+    eventually(lambda: _run_state(process) != "T", f"{process.name} runs", 10.0)
+
+
+def kill(process: Process) -> None:
+    """SIGKILL, and wait for the end."""
+    process.signal(signal.SIGKILL)
+    process.popen.wait(30.0)
+
+
+def _run_state(process: Process) -> str:
+    return Path(f"/proc/{process.popen.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+class FaultyPair:
+    """A and B, their store, the relay between B and the master, and a client of the store that belongs to nobody's pool."""
+
+    def __init__(self, folder: Path, weights: Weights, prompts: Prompts, reference: Reference) -> None:
+        self.weights, self.prompts, self.reference = weights, prompts, reference
+        self.mooncake = Mooncake(folder / "mooncake", lease_seconds=3.0, client_ttl_seconds=8)
+        self.mooncake.__enter__()
+        self.relay = Relay(self.mooncake.address)
+        self.pool = Pool(folder, lease_seconds=60.0)
+        self.pool.__enter__()
+        # L2 alone, so that B asks the store whatever it has seen before.
+        self.b = Engine("B", weights.base, folder, self.pool.connector(None, self.relay.address, **STORE), environ=ENVIRON)
+        self.a = Engine("A", weights.base, folder, self.pool.connector(L1_BYTES, self.mooncake.address, **STORE), environ=ENVIRON)
+        self._raw: RawClient | None = None
+
+    def begin(self) -> None:
+        """Return once both share an epoch and B loads what A saves."""
+        for engine in (self.a, self.b):
+            engine.wait_ready()
+        self.pool.bump()
+        self.pool.wait_engines(2)
+        self.shares()
+
+    @property
+    def raw(self) -> RawClient:
+        """Somebody else who reaches the store's ports."""
+        if self._raw is None:
+            self._raw = RawClient(self.mooncake.address)
+        return self._raw
+
+    @property
+    def store(self) -> Process:
+        """The store node that was started last."""
+        return self.mooncake.stores[-1]
+
+    @property
+    def master(self) -> Process:
+        assert self.mooncake.master is not None
+        return self.mooncake.master
+
+    def ask(self, engine: Engine, prompt: Sequence[int]) -> Answer:
+        """One request, which must not fail and must be answered as without any cache."""
+        answer = engine.complete(prompt)
+        assert answer.tokens == self.reference(prompt, self.weights.base), f"{engine.name} gave a wrong answer"
+        return answer
+
+    def save(self, prompt: Sequence[int]) -> set[str]:
+        """A computes the prompt; the keys that appeared in the store: as many as it has blocks, unless puts were lost."""
+        before = set(self.mooncake.keys())
+        self.ask(self.a, prompt)
+        new: set[str] = set()
+        deadline = time.monotonic() + 5.0
+        while len(new) < BLOCKS and time.monotonic() < deadline:
+            time.sleep(0.05)
+            new = set(self.mooncake.keys()) - before
+        return new
+
+    def saved(self) -> tuple[list[int], set[str]]:
+        """A prompt whose blocks are all in the store, and their keys; until the store takes them."""
+        deadline = time.monotonic() + 60.0
+        while True:
+            prompt = self.prompts()
+            keys = self.save(prompt)
+            if len(keys) == BLOCKS:
+                return prompt, keys
+            assert time.monotonic() < deadline, "the store takes no blocks"
+
+    def shares(self) -> None:
+        """B loads what A saves: the state that it must come back to by itself."""
+
+        def loaded() -> bool:
+            return self.ask(self.b, self.saved()[0]).cached == CACHED
+
+        eventually(loaded, "B loads what A has saved", 90.0)
+
+    def forget_gpu(self, engine: Engine) -> None:
+        """Drop vLLM's own prefix cache, so that the tiers are asked."""
+        assert engine.reset_prefix_cache(external=False)
+
+    def total(self, engine: Engine, *names: str) -> float:
+        """Sum of the connector's counters and gauges of these names, none older than this call."""
+        for _ in range(2):
+            engine.complete(self.prompts(8), 1)
+            time.sleep(METRICS_SECONDS)
+        engine.complete(self.prompts(8), 1)
+        return self.seen(engine, *names)
+
+    def seen(self, engine: Engine, *names: str) -> float:
+        """The same as it was reported last."""
+        events = sum(engine.metric("vllm:epochkv_events_total", event=name) for name in names)
+        return events + sum(engine.metric("vllm:epochkv_state", of=name) for name in names)
+
+    def grows(self, engine: Engine, before: float, *names: str, seconds: float = 15.0) -> None:
+        """A counter rises above `before` without anybody asking for a cached prompt."""
+
+        def grown() -> bool:
+            engine.complete(self.prompts(8), 1)
+            return self.seen(engine, *names) > before
+
+        eventually(grown, f"{engine.name} counts {', '.join(names)}", seconds)
+
+    def end(self) -> None:
+        """End everything, also what stands still."""
+        for engine in (self.a, self.b):
+            engine.process.end(15.0)
+        if self._raw is not None:
+            with suppress(Exception):
+                self._raw.close()
+        self.relay.close()
+        self.pool.__exit__(None, None, None)
+        self.mooncake.__exit__(None, None, None)
+
+
+class Ambush:
+    """Strikes between a lookup and the load that follows it, as nobody can from outside by chance.
+
+    B's client names a block to the master first to ask whether it is there, then to load it, so the second time that a
+    key passes the relay is the load. `strike` is called with the keys of that call before the master hears of it.
+    """
+
+    def __init__(self, strike: Callable[[list[str]], None], seed: int = 0, probability: float = 1.0) -> None:
+        self._strike, self._probability = strike, probability
+        self._random = random.Random(seed)
+        self._fate: dict[str, bool] = {}
+        self._met: set[str] = set()
+        self._lock = threading.Lock()
+        self.num_lookups = self.num_strikes = 0
+
+    def __call__(self, chunk: bytes) -> None:
+        """`Relay.watch`."""
+        keys = [match.decode() for match in KEY.findall(chunk)]
+        with self._lock:
+            new = [key for key in keys if key not in self._fate]
+            again = [key for key in keys if key not in new and key not in self._met]
+            if new:
+                self.num_lookups += 1
+                self._fate.update(dict.fromkeys(new, self._random.random() < self._probability))
+            self._met.update(again)
+            doomed = [key for key in again if self._fate[key]]
+            self.num_strikes += bool(doomed)
+        if doomed:
+            self._strike(doomed)
+
+
+def of_another_codec(value: bytes, version: int) -> bytes:
+    """A stored object as a connector of another version might have sealed it: codec number and seal, both ends.
+
+    Layout of an end, 64 bytes: magic 8, codec u16, ..., xxh3-64 of the 56 bytes before.
+    """
+
+    def end(old: bytes) -> bytes:
+        changed = old[:8] + struct.pack("<H", version) + old[10:56]
+        return changed + struct.pack("<Q", xxhash.xxh3_64_intdigest(changed))
+
+    return end(value[:64]) + value[64:-64] + end(value[-64:])

@@ -1,0 +1,281 @@
+"""A store that dies, freezes, forgets, fills up, lies or is robbed under two serving engines.
+
+Every answer is that of an engine without any cache, no request fails, the connector's counters say what happened, and the
+engines share again by themselves. The tests use one pair of engines and leave it sharing; the last one ends them.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hack.models import Shape
+from tests.engine.conftest import BLOCKS, CACHED, Prompts, Reference, Weights, eventually
+from tests.engine.store_faults import Ambush, FaultyPair, go_on, kill, of_another_codec, stop
+
+SHAPE = Shape()
+OBJECT_BYTES = 2 * SHAPE.kv_heads * SHAPE.head_dim * 4 * 128 * SHAPE.layers + 128
+HUNG_SECONDS = 40.0
+"""A call that has not returned by then hangs."""
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path, weights: Weights, prompts: Prompts, reference: Reference) -> Iterator[FaultyPair]:
+    pair = FaultyPair(folder, weights, prompts, reference)
+    try:
+        pair.begin()
+        yield pair
+    finally:
+        pair.end()
+
+
+def test_a_hung_store_node_costs_a_few_loads_and_then_nothing(pair: FaultyPair) -> None:
+    saved = [pair.saved()[0] for _ in range(6)]
+    pauses = pair.total(pair.b, "load_pauses")
+    failed = pair.total(pair.b, "loads_failed")
+    stop(pair.store)
+    try:
+        with ThreadPoolExecutor(3) as threads:  # together: three failures in a row
+            assert [answer.cached for answer in threads.map(lambda prompt: pair.ask(pair.b, prompt), saved[:3])] == [0, 0, 0]
+        pair.grows(pair.b, pauses, "load_pauses")
+        assert pair.total(pair.b, "loads_failed") >= failed + 3
+        assert pair.seen(pair.b, "loads_paused") == 1
+        assert pair.total(pair.b, "load_failed_store_transfer", "load_failed_deadline") >= 1
+    finally:
+        go_on(pair.store)
+    pair.shares()
+    assert pair.total(pair.b, "loads_paused") == 0
+
+
+def test_a_killed_store_node_costs_its_keys(pair: FaultyPair) -> None:
+    prompt, keys = pair.saved()
+    before = pair.total(pair.b, "load_failed_store_transfer")
+    kill(pair.store)
+    assert set(pair.mooncake.keys()) >= keys, "the master knows already"
+    assert pair.ask(pair.b, prompt).cached == 0
+    pair.grows(pair.b, before, "load_failed_store_transfer")
+    pair.mooncake.start_store(wait=False)
+    eventually(lambda: not keys & set(pair.mooncake.keys()), "the master drops the keys of the dead node", 60.0)
+    assert pair.ask(pair.b, prompt).cached == CACHED, "its own GPU cache"
+    pair.shares()
+
+
+def test_a_frozen_master_opens_the_breakers(pair: FaultyPair) -> None:
+    prompt, _ = pair.saved()
+    before = pair.total(pair.a, "store_breaker_opened")
+    late = pair.total(pair.b, "queries_late", "queries_failed")
+    stop(pair.master)
+    try:
+        assert pair.ask(pair.b, prompt).cached == 0
+        pair.ask(pair.a, pair.prompts())  # A puts
+        pair.grows(pair.a, before, "store_breaker_opened", seconds=30.0)
+        pair.grows(pair.b, late, "queries_late", "queries_failed")
+        assert pair.seen(pair.a, "store_breaker_open") == 1
+    finally:
+        go_on(pair.master)
+    pair.shares()
+    eventually(lambda: pair.total(pair.a, "store_breaker_open") == 0, "A's breaker is closed")
+
+
+def test_a_killed_master_comes_back_empty(pair: FaultyPair) -> None:
+    prompt, _ = pair.saved()
+    before = pair.total(pair.a, "store_breaker_opened")
+    kill(pair.master)
+    assert pair.ask(pair.b, prompt).cached == 0
+    pair.ask(pair.a, pair.prompts())
+    pair.grows(pair.a, before, "store_breaker_opened", seconds=30.0)
+    pair.mooncake.start_master()
+    assert pair.mooncake.keys() == []
+    pair.shares()
+
+
+def test_a_full_store_takes_no_puts(pair: FaultyPair) -> None:
+    before = pair.total(pair.a, "save_put_dropped_full")
+    segments = pair.mooncake.num_segments()
+    stop(pair.store)  # nothing can be evicted from, or written to, where nobody answers
+    try:
+        pair.ask(pair.a, pair.prompts())
+    finally:
+        go_on(pair.store)
+    kill(pair.store)
+    eventually(lambda: pair.mooncake.num_segments() < segments, "the master knows no store node", 60.0)
+    prompt = pair.prompts()
+    eventually(lambda: not pair.save(prompt), "nothing is stored", 30.0)
+    pair.grows(pair.a, before, "save_put_dropped_full")
+    assert pair.ask(pair.b, prompt).cached == 0
+    pair.mooncake.start_store()
+    pair.shares()
+
+
+def test_foreign_bytes_under_our_keys_are_never_used(pair: FaultyPair) -> None:
+    def junk(value: bytes) -> bytes:
+        return random.Random(1).randbytes(len(value))
+
+    lies = {
+        "defect_magic": junk,
+        "defect_digest": None,  # another key's object
+        "defect_codec": lambda value: of_another_codec(value, 2),
+        "defect_checksum": lambda value: value[:1000] + bytes([value[1000] ^ 1]) + value[1001:],
+        "load_failed_store_size": lambda value: value[:-64],
+    }
+    for counter, lie in lies.items():
+        pair.shares()  # failures in a row would pause loads
+        prompt, keys = pair.saved()
+        values = {key: pair.raw.get(key, OBJECT_BYTES) for key in sorted(keys)}
+        others = dict(zip(values, [*values.values()][1:] + [*values.values()][:1], strict=True))
+        name = counter if counter.startswith("load") else f"store_{counter}"
+        before = pair.total(pair.b, name)
+        for key, value in values.items():
+            assert pair.raw.remove(key)
+            pair.raw.put(key, others[key] if lie is None else lie(value))
+        assert pair.ask(pair.b, prompt).cached == 0, f"B used an object with {counter}"
+        pair.grows(pair.b, before, name)
+    pair.shares()
+
+
+def test_a_key_that_goes_between_lookup_and_load_is_a_miss(pair: FaultyPair) -> None:
+    prompt, keys = pair.saved()
+    before = pair.total(pair.b, "load_failed_store_absent")
+    stolen: list[str] = []
+
+    def strike(doomed: list[str]) -> None:
+        stolen.extend(key for key in doomed if pair.raw.remove(key))
+
+    pair.relay.watch = Ambush(strike)
+    try:
+        assert pair.ask(pair.b, prompt).cached == 0
+    finally:
+        pair.relay.watch = None
+    assert stolen
+    assert set(stolen) <= keys
+    pair.grows(pair.b, before, "load_failed_store_absent")
+    pair.shares()
+
+
+def test_a_store_that_is_wiped_under_a_read_yields_no_wrong_answer(pair: FaultyPair) -> None:
+    """The wipe comes by force a moment after the read has begun, and other bytes fill the memory that it frees."""
+    delays, junk = random.Random(3), random.Random(4).randbytes(OBJECT_BYTES)
+    wipes: list[threading.Thread] = []
+    names = [f"load_failed_store_{outcome}" for outcome in ("absent", "foreign", "expired", "transfer", "pending")]
+    before = pair.total(pair.b, *names)
+
+    def wipe(delay: float) -> None:
+        time.sleep(delay)
+        pair.mooncake.admin("api/v1/remove_all?force=true", "POST")
+        pair.raw.put_all({f"junk/{len(wipes)}/{number}": junk for number in range(3 * BLOCKS)})
+
+    def strike(_: list[str]) -> None:
+        wipes.append(threading.Thread(target=wipe, args=(delays.uniform(0, 0.01),)))
+        wipes[-1].start()
+
+    pair.relay.watch = Ambush(strike)
+    try:
+        for _ in range(12):
+            pair.ask(pair.b, pair.saved()[0])
+            for wipe_thread in wipes:
+                wipe_thread.join(30.0)
+    finally:
+        pair.relay.watch = None
+    assert len(wipes) >= 3
+    pair.grows(pair.b, before, *names)
+    pair.mooncake.admin("api/v1/remove_all?force=true", "POST")
+    pair.shares()
+
+
+def test_thirty_percent_of_loads_are_lost_and_every_answer_is_the_same(pair: FaultyPair) -> None:
+    saved = [pair.saved()[0] for _ in range(20)]
+    failed, done = pair.total(pair.b, "loads_failed"), pair.seen(pair.b, "loads_done")
+    thief = Ambush(lambda doomed: [pair.raw.remove(key) for key in doomed] and None, seed=7, probability=0.3)
+    pair.relay.watch = thief
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            cached = [answer.cached for answer in threads.map(lambda prompt: pair.ask(pair.b, prompt), saved)]
+    finally:
+        pair.relay.watch = None
+    assert thief.num_lookups >= len(saved) // 2
+    assert thief.num_strikes >= 2
+    lost = pair.total(pair.b, "loads_failed") - failed
+    assert lost >= 2
+    assert pair.seen(pair.b, "loads_done") - done - lost == cached.count(CACHED) >= 5
+    pair.shares()
+
+
+def test_a_slow_master_is_used_until_it_is_too_slow(pair: FaultyPair) -> None:
+    prompt, other = pair.saved()[0], pair.saved()[0]
+    pair.relay.delay_seconds = 0.2
+    try:
+        assert pair.ask(pair.b, prompt).cached == CACHED
+        assert pair.relay.num_delayed > 0
+        before = pair.total(pair.b, "queries_late", "queries_failed")
+        pair.relay.delay_seconds = 3.0  # above the limit of a call
+        assert pair.ask(pair.b, other).cached == 0
+        pair.grows(pair.b, before, "queries_late", "queries_failed")
+    finally:
+        pair.relay.delay_seconds = 0.0
+    pair.shares()
+
+
+def test_a_cut_line_to_the_master_is_found_again(pair: FaultyPair) -> None:
+    prompt, _ = pair.saved()
+    before = pair.total(pair.b, "queries_failed", "queries_late")
+    assert pair.relay.cut() > 0
+    try:
+        assert pair.ask(pair.b, prompt).cached == 0
+        pair.grows(pair.b, before, "queries_failed", "queries_late")
+    finally:
+        pair.relay.mend()
+    pair.shares()
+
+
+def test_pause_sleep_reset_and_wake_end_while_the_store_hangs(pair: FaultyPair) -> None:
+    saved = [pair.saved()[0] for _ in range(3)]
+    stop(pair.store)
+    stop(pair.master)
+    b = pair.b
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            for path in (
+                "/reset_prefix_cache?reset_external=true",
+                "/reset_prefix_cache?reset_external=true&reset_running_requests=true",
+            ):
+                b.post(path, {}, HUNG_SECONDS)
+            asked = thread.submit(pair.ask, b, saved[0])
+            b.post("/pause?mode=keep&clear_cache=false", {}, HUNG_SECONDS)
+            b.post("/resume", {}, HUNG_SECONDS)
+            asked.result(HUNG_SECONDS)
+            b.post("/pause?mode=abort&clear_cache=true", {}, HUNG_SECONDS)
+            b.post("/resume", {}, HUNG_SECONDS)
+            b.post("/sleep?level=1", {}, HUNG_SECONDS)
+            assert b.request("GET", "/is_sleeping", seconds=HUNG_SECONDS) == b'{"is_sleeping":true}'
+            b.post("/wake_up", {}, HUNG_SECONDS)
+        assert pair.ask(b, saved[1]).cached == 0
+    finally:
+        go_on(pair.master)
+        go_on(pair.store)
+    pair.pool.bump()  # a reset keeps an engine out of the epoch
+    pair.pool.wait_engines(2)
+    pair.shares()
+
+
+def test_engines_end_when_told_to_although_the_store_hangs(pair: FaultyPair) -> None:
+    """The last test: B ends with the store frozen, A with the store dead; both by themselves, with no request lost before."""
+    prompt, _ = pair.saved()
+    stop(pair.store)
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(pair.b.complete, prompt)
+        eventually(lambda: pair.b.metric("vllm:num_requests_waiting") >= 1 or asked.done(), "B waits for a load", 10.0)
+        pair.b.process.popen.send_signal(signal.SIGTERM)
+        assert pair.b.process.popen.wait(HUNG_SECONDS) in (0, -signal.SIGTERM), pair.b.process.tail()
+        assert asked.exception(HUNG_SECONDS) or asked.result()
+    kill(pair.store)
+    kill(pair.master)
+    pair.ask(pair.a, pair.prompts())
+    pair.a.process.popen.send_signal(signal.SIGTERM)
+    assert pair.a.process.popen.wait(HUNG_SECONDS) in (0, -signal.SIGTERM), pair.a.process.tail()
