@@ -49,7 +49,7 @@ def run(benchmark: str, doc: str | None, entries: Mapping[str, Entry], add_argum
             row = entries[name].run(arguments, progress)
             done.append(replace(row, details={**row.details, "load before and after": [load, os.getloadavg()[0]]}))
         except Exception as error:
-            print(f"    {name} could not be measured: {error!r}", file=sys.stderr, flush=True)
+            print(f"    {name} could not be measured: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         write_json(done, arguments.json, benchmark)
     print_table(done, benchmark)
     print(f"{len(done)} of {len(names)} rows measured in {time.monotonic() - began:.0f} s; written to {arguments.json}")

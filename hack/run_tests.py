@@ -50,7 +50,13 @@ LAYERS = (
     Layer(
         "unit-connector",
         ENGINE,
-        ("tests/unit/connector_worker", "tests/unit/connector_scheduler", "tests/unit/connector_identity", "tests/unit/operator_arguments"),
+        (
+            "tests/unit/connector_worker",
+            "tests/unit/connector_scheduler",
+            "tests/unit/connector_identity",
+            "tests/unit/operator_arguments",
+            "tests/unit/bench",
+        ),
         60,
     ),
     Layer("scheduler", ENGINE, ("tests/scheduler",), 90),

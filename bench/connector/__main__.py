@@ -45,11 +45,39 @@ def store_row(arguments: argparse.Namespace, progress: Progress) -> Row:
     return store.row(3 * arguments.repeats, progress)
 
 
+def first_token_row(arguments: argparse.Namespace, progress: Progress) -> Row:
+    from bench.connector import first_token
+
+    return first_token.own_tiers(arguments.repeats, progress)
+
+
+def stock_row(arguments: argparse.Namespace, progress: Progress) -> Row:
+    from bench.connector import first_token
+
+    return first_token.against_stock(arguments.repeats, progress)
+
+
+def chat_row(arguments: argparse.Namespace, progress: Progress) -> Row:
+    from bench.connector import chat
+
+    return chat.against_stock(trace.load(arguments.trace), arguments.repeats, arguments.window, progress)
+
+
+def decode_row(arguments: argparse.Namespace, progress: Progress) -> Row:
+    from bench.connector import decode
+
+    return decode.row(2 * arguments.repeats, progress)
+
+
 ROWS: dict[str, Entry] = {
     "bookkeeping": Entry("lookup, plan and commit of a hit, no engine", 5, bookkeeping_row),
     "hit-rates": Entry("chat trace on 4, 8, 16 simulated engines against known hit rates", 70, simulation_row),
     "staging": Entry("copies between engine blocks and host slots / plain copy", 15, copies_row),
     "store": Entry("L2 put and get / raw Mooncake client", 60, store_row),
+    "ttft": Entry("time to first token, 4k tokens: cold, warm L1, warm L2 from another engine", 180, first_token_row),
+    "stock": Entry("the same from L2 / vLLM's MooncakeStoreConnector", 180, stock_row),
+    "chat": Entry("throughput on chats of the trace / vLLM's MooncakeStoreConnector", 300, chat_row),
+    "decode": Entry("decode throughput with the connector and no hits / without connector", 180, decode_row),
 }
 
 
@@ -59,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repeats", type=int, default=5, help="repetitions of each side of a ratio; short ones three times as many (default 5)"
     )
     parser.add_argument("--trace", type=Path, help=f"the chat trace, plain or gzip (default: ${trace.TRACE_ENV}, else a synthetic one)")
+    parser.add_argument("--window", type=int, default=10, help="requests of the chat row in one turn of an engine (default 10)")
     parser.add_argument("--requests", type=int, help="only so many requests of the trace on the simulated engines (default: all)")
 
 

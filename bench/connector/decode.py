@@ -1,0 +1,52 @@
+"""Decode throughput with the connector (L1 and L2, nothing ever found) against an engine without one, in turns."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from bench.connector.engines import CONCURRENCY, cpu_seconds, fleet, prompt
+from bench.connector.first_token import warm_up
+from bench.report import Progress, Row, repeated
+from hack.standalone.engine import Engine
+
+PROMPT_TOKENS = 64
+ANSWER_TOKENS = 192
+L1_BLOCKS = 600
+
+
+def tokens_per_second(engine: Engine, seed: str) -> tuple[float, float]:
+    """A few unique requests at once: (tokens in a second of wall clock, tokens in a second of the engine's CPU time)."""
+    prompts = [prompt(f"{seed} {index}", PROMPT_TOKENS) for index in range(CONCURRENCY)]
+    cpu, began = cpu_seconds(engine), time.perf_counter()
+    with ThreadPoolExecutor(CONCURRENCY) as executor:
+        answers = list(executor.map(lambda tokens: engine.complete(tokens, ANSWER_TOKENS), prompts))
+    count = sum(len(answer.tokens) for answer in answers)
+    if any(answer.cached for answer in answers):
+        raise RuntimeError(f"{engine.name}: a unique prompt was found in a cache")
+    return count / (time.perf_counter() - began), count / (cpu_seconds(engine) - cpu)
+
+
+def row(repeats: int, progress: Progress) -> Row:
+    """Ratios of neighbouring turns."""
+    wall: dict[str, list[float]] = {"with": [], "without": []}
+    cpu: dict[str, list[float]] = {"with": [], "without": []}
+    began = time.monotonic()
+    with fleet({"with": "ours", "without": "none"}, l1_blocks=L1_BLOCKS) as group:
+        warm_up(group)
+        order = ["with", "without"]
+        for index in range(repeats):
+            for name in order:
+                by_clock, by_cpu = tokens_per_second(group.engines[name], f"{name} {index}")
+                wall[name].append(by_clock)
+                cpu[name].append(by_cpu)
+            order.reverse()
+            progress.step(index + 1, repeats, began)
+    figures = [
+        repeated(
+            f"with / without connector, {what}", [a / b for a, b in zip(rates["with"], rates["without"], strict=True)], aim, at_least=True
+        )
+        for what, rates, aim in (("by wall clock", wall, 0.98), ("by CPU time of the engine", cpu, None))
+    ]
+    figures += [repeated(name, rates, None, "tokens/s") for name, rates in wall.items()]
+    return Row(f"decode throughput, {CONCURRENCY} requests, no hits", figures, {"tokens per second": wall, "tokens per CPU second": cpu})

@@ -1,0 +1,135 @@
+"""Engines of a benchmark run: one Mooncake, one pool, and vLLM CPU engines with the model of 100 million parameters.
+
+All engines of a row are alike but for the connector, run at the same time and are asked in turns, so that what else the
+machine does meets every side of a ratio.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.connector.model import make_large
+from hack.demo.stock import stock_connector
+from hack.standalone.engine import Engine
+from hack.standalone.mooncake import Mooncake
+from hack.standalone.pool import Pool
+
+BLOCK_TOKENS = 32
+"""The smallest that vLLM's CPU attention takes."""
+
+BLOCK_BYTES = 24 * 1024 * BLOCK_TOKENS
+MAX_TOKENS = 4112
+GPU_BLOCKS = 150
+"""One prompt of 4096 tokens and little more."""
+
+CONCURRENCY = 4
+SEGMENT_BYTES = 3 << 30
+START_SECONDS = 400.0
+WAIT_SECONDS = 60.0
+VOCABULARY = range(2, 12_000)
+ARGS = (
+    "--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(GPU_BLOCKS), "--max-model-len", str(MAX_TOKENS),
+    "--max-num-batched-tokens", "2048", "--max-num-seqs", str(CONCURRENCY),
+)  # fmt: skip
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def l1_bytes(num_blocks: int) -> int:
+    """Room for that many blocks with header and padding."""
+    return num_blocks * (BLOCK_BYTES + 8192)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Engines by name, and the store they share."""
+
+    engines: Mapping[str, Engine]
+    mooncake: Mooncake
+
+    def wait_stored(self, num_keys: int) -> None:
+        """Return once the store holds that many objects.
+
+        Raises:
+            TimeoutError: not within a minute.
+        """
+        wait(lambda: len(self.mooncake.keys()) >= num_keys, f"{num_keys} objects in the store, {len(self.mooncake.keys())} are there")
+
+
+@contextmanager
+def fleet(kinds: Mapping[str, str], l1_blocks: int = 0) -> Iterator[Fleet]:
+    """Start engines: name -> "ours", "stock" (vLLM's MooncakeStoreConnector) or "none"; returns when all are healthy.
+
+    Args:
+        l1_blocks: L1 of each engine of ours.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="epochkv-bench-")))
+        model = make_large(folder / "model", 1)
+        mooncake = stack.enter_context(Mooncake(folder, segment_bytes=SEGMENT_BYTES))
+        pool = stack.enter_context(Pool(folder))
+        stock, environ = stock_connector(folder, mooncake)
+        ours = pool.connector(local_bytes=l1_bytes(l1_blocks), master_address=mooncake.address) if l1_blocks else None
+        engines: dict[str, Engine] = {}
+        for name, kind in kinds.items():
+            connector = {"ours": ours, "stock": stock, "none": None}[kind]
+            engine = Engine(name, model, folder, connector, args=ARGS, environ=environ if kind == "stock" else {})
+            stack.callback(engine.process.end, 15.0)
+            engines[name] = engine
+        for engine in engines.values():
+            engine.wait_ready(START_SECONDS)
+        pool.wait_engines(sum(kind == "ours" for kind in kinds.values()))
+        yield Fleet(engines, mooncake)
+
+
+def wait(condition: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> None:
+    """Poll until it holds. Raises TimeoutError."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {seconds:.0f} s: {what}")
+        time.sleep(0.02)
+
+
+def prompt(seed: str, num_tokens: int) -> list[int]:
+    """Token ids that no other seed shares."""
+    rng = random.Random(seed)
+    return [rng.choice(VOCABULARY) for _ in range(num_tokens)]
+
+
+def empty_gpu(engine: Engine) -> None:
+    """Drop what the engine's own prefix cache holds, and nothing of a tier; waits for saves that still hold blocks."""
+    wait(lambda: engine.reset_prefix_cache(external=False), f"{engine.name}: prefix cache emptied")
+
+
+def timed_answer(engine: Engine, tokens: Sequence[int], cached: int) -> float:
+    """Seconds to the first token over HTTP.
+
+    Raises:
+        RuntimeError: the engine took another number of tokens than `cached` from caches, so it is not what should be measured.
+    """
+    began = time.perf_counter()
+    answer = engine.complete(tokens, 1)
+    seconds = time.perf_counter() - began
+    if answer.cached != cached:
+        raise RuntimeError(f"{engine.name} took {answer.cached} tokens from caches, expected {cached} of {len(tokens)}")
+    return seconds
+
+
+def cpu_seconds(engine: Engine) -> float:
+    """CPU time of the engine's processes so far."""
+    total = 0
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended
+        if int(fields[3]) == engine.process.popen.pid:
+            total += int(fields[11]) + int(fields[12])
+    return total / TICKS
