@@ -102,11 +102,10 @@ class Memory:
 def holdings(rank: Rank) -> dict[str, float]:
     """What an engine without requests still holds, as its metrics say: used GPU blocks, and the connector's `OPEN` gauges.
 
-    Metrics travel with a step, so one token is asked for first, twice: the report of a step is about the steps before.
+    Metrics travel with a step, at most once a second, so a step is made first.
     """
-    for _ in range(2):
-        rank.engine.complete(list(range(2, 10)), 1)
-        time.sleep(1.1)
+    time.sleep(1.1)
+    rank.engine.complete(list(range(2, 10)), 2)
     text = rank.engine.request("GET", "/metrics", seconds=20).decode()
     held = {name: metric_total(text, "vllm:epochkv_state", {"of": name}) for name in OPEN}
     held["gpu_blocks"] = metric_total(text, "vllm:kv_cache_usage_perc", {})

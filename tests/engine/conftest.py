@@ -93,7 +93,8 @@ class Reference:
     """An engine without any cache; answers are remembered per prompt and set of weights."""
 
     def __init__(self, engine: Engine, weights: Weights) -> None:
-        self._engine, self._loaded = engine, weights.base
+        self._engine = engine
+        self._loaded: Path | None = weights.base
         self._answers: dict[tuple[tuple[int, ...], Path], tuple[int, ...]] = {}
 
     def __call__(self, prompt: Sequence[int], model: Path) -> tuple[int, ...]:
@@ -106,6 +107,11 @@ class Reference:
             assert answer.cached == 0
             self._answers[key] = answer.tokens
         return self._answers[key]
+
+    def lend(self) -> Engine:
+        """The engine itself, to somebody who may change its weights."""
+        self._loaded = None
+        return self._engine
 
 
 @pytest.fixture(scope="session")

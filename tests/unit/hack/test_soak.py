@@ -1,0 +1,173 @@
+"""The soak's own judgement: what it counts as wrong, failed, leaked or growing, and that a seed replays its plan."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hack.engine_api import EngineError
+from hack.soak import checks
+from hack.soak.answers import BLOCK_TOKENS, Prompt, certain_answer, draw
+from hack.soak.checks import Growth, Memory
+from hack.soak.faults import Actor
+from hack.soak.tally import Tally
+from hack.soak.traffic import ask
+from hack.soak.world import Rank
+
+BASE, NEW = Path("base"), Path("new")
+PROMPT = Prompt((5, 6, 7), {BASE: (1, 2, 3), NEW: (4, 5, 6)})
+
+
+class Server:
+    """An engine's HTTP side with a made-up reply."""
+
+    name = model = "A1"
+
+    def __init__(self, tokens: tuple[int, ...] = (1, 2, 3), cached: int = 0, reason: str = "length") -> None:
+        usage = {"prompt_tokens_details": {"cached_tokens": cached}}
+        self.reply: Any = {"choices": [{"token_ids": list(tokens), "finish_reason": reason}], "usage": usage}
+        self.meanwhile = lambda: None
+        self.error: EngineError | None = None
+        self.metrics = ""
+
+    def post(self, path: str, body: Mapping[str, Any], seconds: float = 0.0) -> Any:
+        self.meanwhile()
+        if self.error:
+            raise self.error
+        return self.reply
+
+    def complete(self, prompt: object, max_tokens: int = 8) -> None:
+        return None
+
+    def request(self, method: str, path: str, seconds: float = 0.0) -> bytes:
+        return self.metrics.encode()
+
+
+def rank_of(server: Server) -> Rank:
+    return Rank(0, server, BASE)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def tally(tmp_path: Path) -> Tally:
+    return Tally(tmp_path / "log")
+
+
+def test_a_right_answer_is_judged_and_its_hit_counted(tally: Tally) -> None:
+    assert ask(rank_of(Server(cached=128)), PROMPT, tally)
+    assert (tally["judged"], tally["answers with a hit"], tally["wrong tokens"], tally.problems) == (1, 1, 0, [])
+
+
+@pytest.mark.parametrize(("tokens", "wrong"), [((1, 9, 3), 1), ((4, 5, 6), 3), ((1, 2), 1), ((1, 2, 3, 4), 1)])
+def test_every_wrong_token_is_counted_and_reported(tally: Tally, tokens: tuple[int, ...], wrong: int) -> None:
+    ask(rank_of(Server(tokens)), PROMPT, tally)
+    assert tally["wrong tokens"] == wrong
+    (report,) = tally.problems
+    assert report.startswith("wrong answers")
+    assert ("new" in report) == (tokens == (4, 5, 6)), "the report names the weights that the answer belongs to"
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_an_answer_that_meets_a_push_or_a_kill_is_not_judged(tally: Tally, steps: int) -> None:
+    server = Server((9, 9, 9))
+    rank = rank_of(server)
+    server.meanwhile = lambda: rank.move(steps)
+    ask(rank, PROMPT, tally)
+    assert (tally["overlapped a push"], tally["judged"], tally.problems) == (1, 0, [])
+    if steps == 1:
+        assert not ask(rank, PROMPT, tally), "nobody is asked in the middle of a push"
+
+
+def test_a_failed_request_is_a_problem_unless_its_engine_was_killed(tally: Tally) -> None:
+    server = Server()
+    rank, server.error = rank_of(server), EngineError("HTTP 500")
+    assert not ask(rank, PROMPT, tally)
+    assert tally["failed requests"] == 1
+    server.meanwhile = lambda: rank.move(2)
+    ask(rank, PROMPT, tally)
+    assert (tally["failed requests"], tally["requests lost with their engine"]) == (1, 1)
+
+
+def test_an_aborted_answer_is_counted_apart(tally: Tally) -> None:
+    ask(rank_of(Server((1,), reason="abort")), PROMPT, tally)
+    assert (tally["aborted by a pause"], tally["judged"], tally.problems) == (1, 0, [])
+
+
+def test_what_an_idle_engine_holds_is_a_leak(tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    server = Server()
+
+    class World:
+        ranks = (rank_of(server),)
+
+    server.metrics = 'vllm:epochkv_state{of="slots",engine="0"} 60\nvllm:kv_cache_usage_perc{engine="0"} 0.0\n'
+    assert checks.leaks(World(), tally, 0.2) == 0  # type: ignore[arg-type]
+    for held in ('vllm:kv_cache_usage_perc{engine="0"} 0.025', 'vllm:epochkv_state{of="jobs_open",engine="0"} 1'):
+        server.metrics = f"{held}\n"
+        before = len(tally.problems)
+        assert checks.leaks(World(), tally, 0.2) == 1  # type: ignore[arg-type]
+        assert len(tally.problems) == before + 1
+
+
+@pytest.mark.parametrize(("minutes", "grown_mb", "flat"), [(10, 10, True), (10, 39, True), (10, 60, False), (1, 30, False), (30, 49, True)])
+def test_what_counts_as_flat(minutes: float, grown_mb: float, flat: bool) -> None:
+    assert Growth("A1", minutes, 800e6, 800e6 + grown_mb * 1e6).flat is flat
+
+
+def test_growth_is_told_from_medians_after_the_warm_up() -> None:
+    memory = Memory(None, threading.Event())  # type: ignore[arg-type]
+    memory._samples["A1"] = [(float(at), 500 if at < 90 else 1000 + (100 if at > 400 else 0)) for at in range(0, 500, 5)]
+    memory._samples["short"] = [(float(at), 1) for at in range(0, 100, 5)]
+    (growth,) = memory.growths()
+    assert (growth.name, growth.begin, growth.end) == ("A1", 1000, 1100)
+
+
+class Recorder(Actor):
+    name = "recorder"
+    calm = (0.0, 0.001)
+
+    def act(self) -> None:
+        self.tally.note(str(self.rng.random()))
+        self.tally.count("acts")
+        if self.tally["acts"] == 20:
+            self.stop.set()
+
+
+def test_a_seed_replays_prompts_and_faults(tmp_path: Path) -> None:
+    logs = []
+    for name, seed in (("one", 7), ("two", 7), ("three", 8)):
+        tally = Tally(tmp_path / name)
+        actor = Recorder(None, tally, seed, threading.Event())  # type: ignore[arg-type]
+        actor.start()
+        assert actor.join(10.0)
+        logs.append([line.split()[1] for line in (tmp_path / name).read_text().splitlines()])
+    assert len(logs[0]) == 20
+    assert logs[0] == logs[1] != logs[2]
+    assert draw(5, random.Random("7")) == draw(5, random.Random("7")) != draw(5, random.Random("8"))
+    assert all(len(prompt) >= BLOCK_TOKENS for prompt in draw(50, random.Random("9")))
+
+
+def test_a_broken_actor_is_a_problem(tally: Tally) -> None:
+    class Broken(Recorder):
+        def act(self) -> None:
+            raise RuntimeError("no such thing")
+
+    actor = Broken(None, tally, 1, threading.Event())  # type: ignore[arg-type]
+    actor.start()
+    assert actor.join(10.0)
+    assert tally["broken actor"] == 1
+    assert "no such thing" in tally.problems[0]
+
+
+def test_an_answer_that_hangs_on_rounding_is_none() -> None:
+    server = Server()
+    choice = server.reply["choices"][0]
+    choice["logprobs"] = {"top_logprobs": [{"a": -0.1, "b": -3.0}, {"a": -0.5, "b": -0.6}]}
+    assert certain_answer(server, (1,)) == (1, 2, 3)  # type: ignore[arg-type]
+    choice["logprobs"]["top_logprobs"].append({"a": -0.70001, "b": -0.70002})
+    assert certain_answer(server, (1,)) is None  # type: ignore[arg-type]
