@@ -55,7 +55,8 @@ class BlockMove:
 class LoadJob:
     """Fill GPU blocks of `request_id`.
 
-    Reported once per rank in `finished_recving`, and in `failed_recving` if any byte is missing.
+    Reported once per rank in `finished_recving`, and in `failed_recving` if any byte is missing. Several moves from the store
+    may name one slot: each of them is in its GPU block before the next one is fetched.
     """
 
     job_id: int
@@ -92,7 +93,8 @@ class JobAck:
             intersection. Loads: `num_blocks` counts the blocks of the job that are filled, `start_block` is 0.
         failed: at least one block is missing.
         filled_slots: loads: slots that now hold verified L2 bytes and may be indexed in L1.
-        failed_slots: failed loads: slots whose block did not reach the GPU; empty with `failed` set: unknown.
+        failed_slots: failed loads: slots whose block did not reach the GPU; empty with `failed` set: unknown (as it is,
+            like `filled_slots`, where a slot stands for several blocks).
             Aggregated over ranks by hull in the request's chain.
         busy_slots: slots that this rank may still write or read after this acknowledgement (a deadline passed while
             a transfer ran). They are given to nobody until the rank acknowledges `Phase.RELEASED` for the job.

@@ -10,6 +10,7 @@ request; then `collect_saves`; then `build`. `on_acks`, `finish`, `adopt`, `rese
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -290,7 +291,7 @@ class SchedulerHalf:
                     self.on_acks([JobAck(job.job_id, rank, phase, job.start_block, 0, failed=True)])
 
     def _open_load(self, draft: LoadDraft, now: float) -> LoadJob:
-        fresh = iter(self._index.allocate(draft.num_reserved, reserved=True))
+        fresh = itertools.cycle(self._index.allocate(draft.num_reserved, reserved=True))
         moves = tuple(m if m.source is Source.HOST else replace(m, slot=next(fresh)) for m in draft.moves)
         deadline = self._config.job_deadline_seconds
         job = LoadJob(next(self._ids), draft.request_id, draft.namespace, moves, deadline)

@@ -191,12 +191,13 @@ class Ledger:
             start, end = entry.ranges.get(ack.phase, (job.start_block, job.start_block + job.num_blocks))
             entry.ranges[ack.phase] = (max(start, ack.start_block), min(end, ack.start_block + ack.num_blocks))
             return
-        filled = set(ack.filled_slots) - set(ack.busy_slots)
+        vague = ack.failed and len({move.slot for move in entry.job.moves}) < len(entry.job.moves)
+        filled = set() if vague else set(ack.filled_slots) - set(ack.busy_slots)
         entry.filled = filled if entry.filled is None else entry.filled & filled
         if ack.failed:
             entry.failed = True
-            entry.failed_slots.update(ack.failed_slots)
-            entry.blamed_all = entry.blamed_all or not ack.failed_slots
+            entry.failed_slots.update(() if vague else ack.failed_slots)
+            entry.blamed_all = entry.blamed_all or vague or not ack.failed_slots
 
     def _complete(self, entry: _Open, phase: Phase) -> Outcome:
         job = entry.job
@@ -235,7 +236,8 @@ class Ledger:
         if not over:
             return []
         busy = set().union(*entry.busy.values()) if entry.busy else set()
-        slots = [move.slot for move in reversed(job.moves) if move.slot in entry.unreleased and move.slot not in busy]
+        held = dict.fromkeys(move.slot for move in reversed(job.moves))  # a load may use a slot for several of its blocks
+        slots = [slot for slot in held if slot in entry.unreleased and slot not in busy]
         entry.unreleased.difference_update(slots)
         if not entry.unreleased:
             del self._jobs[job.job_id]

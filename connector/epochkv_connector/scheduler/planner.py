@@ -21,13 +21,20 @@ from epochkv_connector.scheduler.plans import HELD_FRACTION, PLAN_TTL_SECONDS, P
 from epochkv_connector.scheduler.tracker import Tracker
 from epochkv_connector.scheduler.views import CacheLayout, GroupKind, Hit, RequestView
 
+RING_SHARE = 8
+"""A load through the staging ring gets at most this part of it: several go on at a time, and saves find slots, too."""
+
 MISS = Hit(0)
 ASK_AGAIN = Hit(None)
 
 
 @dataclass(slots=True)
 class LoadDraft:
-    """An accepted hit. Slot -1 in a move: reserved, to be allocated when the step is known."""
+    """An accepted hit. Slot -1 in a move: reserved, to be allocated when the step is known.
+
+    Attributes:
+        num_reserved: slots for the blocks that are fetched; where there are fewer slots, they are used in turns.
+    """
 
     request_id: str
     namespace: str | None
@@ -178,18 +185,28 @@ class HitPlanner:
             self._choose(plan, total, found)
             while self._plans.num_held and self._plans.num_held + plan.num_held > cap:
                 self._evict_oldest()
-            newly_held = sum(self._index.is_idle(slot) for slot, _ in plan.pinned.values()) + len(plan.missing)
+            newly_held = sum(self._index.is_idle(slot) for slot, _ in plan.pinned.values()) + plan.reserved
             excess = newly_held - self._index.num_available
             if excess <= 0:
                 return
             self._count["hits_shrunk"] += 1
+            if not self._index.indexed:
+                break  # not even one slot of the ring
             limit = total - max(1, excess // self._unit_blocks) * alignment
             total = hits.longest_hit(self._layout, local, limit, found.present) if limit > local else local
-        plan.hit, plan.pinned, plan.missing = MISS, {}, {}
+        plan.hit = MISS
+        plan.clear()
+
+    def _slots_for(self, num_missing: int) -> int:
+        """How many slots fetch so many blocks: one for each where they stay, a share of a ring where they pass through."""
+        if self._index.indexed:
+            return num_missing
+        share = max(1, self._index.num_slots // RING_SHARE)
+        return min(num_missing, share, max(1, self._index.num_available))
 
     def _choose(self, plan: Plan, total: int, found: _Found) -> None:
         """The blocks of a hit of `total` tokens and where they come from."""
-        plan.pinned, plan.missing = {}, {}
+        plan.clear()
         for group, block in hits.needed_blocks(self._layout, plan.num_local_tokens, total):
             name = found.name(group, block)
             assert name is not None, "a hit went beyond the request's hashes"
@@ -198,6 +215,7 @@ class HitPlanner:
                 plan.missing[(group, block)] = name
             else:
                 plan.pinned[(group, block)] = (slot, name)
+        plan.reserved = self._slots_for(len(plan.missing))
         num_tokens = total - plan.num_local_tokens
         plan.hit = Hit(num_tokens, self.split(plan.pinned, plan.missing, num_tokens))
 
@@ -205,7 +223,8 @@ class HitPlanner:
         num_tokens = plan.hit.num_tokens or 0
         if num_tokens < max(1, self._config.min_load_tokens):
             self._count["lookups_below_min" if num_tokens else "lookups_missed"] += 1
-            plan.hit, plan.pinned, plan.missing = MISS, {}, {}
+            plan.hit = MISS
+            plan.clear()
         else:
             self._count["plans_opened"] += 1
             for source, tokens in plan.hit.sources.items():
@@ -213,7 +232,7 @@ class HitPlanner:
             if not plan.missing:
                 plan.valid_until = float("inf")  # referenced L1 blocks cannot go away
             self._index.pin(slot for slot, _ in plan.pinned.values())
-            reserved = self._index.reserve(len(plan.missing))
+            reserved = self._index.reserve(plan.reserved)
             assert reserved, "a plan was made larger than what is available"
             if self._tracker is not None:
                 self._tracker.use((group, name) for (group, _), (_, name) in plan.pinned.items())
@@ -288,7 +307,8 @@ class HitPlanner:
         for move in moves:
             taken = plan.pinned if move.source is Source.HOST else plan.missing
             del taken[(move.group, move.block)]
-        num_reserved = sum(move.source is Source.STORE for move in moves)
+        num_reserved = min(plan.reserved, sum(move.source is Source.STORE for move in moves))
+        plan.reserved -= num_reserved
         return LoadDraft(req.request_id, plan.namespace, moves, num_reserved)
 
     def _pin_late(self, req: RequestView, plan: Plan, key: tuple[int, int]) -> bool:
@@ -343,5 +363,5 @@ class HitPlanner:
 
     def _release(self, plan: Plan) -> None:
         self._index.unpin(slot for slot, _ in reversed(list(plan.pinned.values())))
-        self._index.unreserve(len(plan.missing))
-        plan.pinned, plan.missing = {}, {}
+        self._index.unreserve(plan.reserved)
+        plan.clear()

@@ -29,7 +29,8 @@ class Plan:
         root, num_local_tokens: with the request id, what the answer is valid for.
         hit: the answer; a plan with 0 tokens is a remembered miss and holds nothing.
         pinned: (group, block) -> (slot, block hash): referenced L1 blocks.
-        missing: (group, block) -> block hash: to be fetched from L2; as many slots are reserved.
+        missing: (group, block) -> block hash: to be fetched from L2.
+        reserved: slots promised for that; fewer than `missing` where blocks only pass through (a staging ring).
         valid_until: when the answer must be found anew (the store's read lease, or the life of a remembered miss).
     """
 
@@ -41,17 +42,22 @@ class Plan:
     valid_until: float
     pinned: dict[tuple[int, int], tuple[int, bytes]] = field(default_factory=dict)
     missing: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    reserved: int = 0
     asked_step: int = 0
     asked_at: float = 0.0
 
     @property
     def num_held(self) -> int:
         """Slots referenced or reserved."""
-        return len(self.pinned) + len(self.missing)
+        return len(self.pinned) + self.reserved
 
     def answers(self, num_local_tokens: int, root: bytes, namespace: str | None, now: float) -> bool:
         """Whether the same question may be answered by this plan."""
         return self.num_local_tokens == num_local_tokens and self.root == root and self.namespace == namespace and now < self.valid_until
+
+    def clear(self) -> None:
+        """Promise nothing (any more); what was held is the caller's to give back."""
+        self.pinned, self.missing, self.reserved = {}, {}, 0
 
 
 class PlanTable:

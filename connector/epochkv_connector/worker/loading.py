@@ -87,6 +87,8 @@ class Loads:
     def _fetch(self, load: Load, moves: Sequence[BlockMove]) -> None:
         rank, store, namespace = self._rank, self._rank.store, load.job.namespace
         rank.check_free(moves)
+        if load.at and remaining(load.deadline) == 0:  # it passed while the piece before this one was copied
+            raise JobFailed("deadline", f"load job {load.job.job_id} missed its deadline")
         if namespace is None or store is None:
             raise JobFailed("no_store", f"load job {load.job.job_id} needs L2, but there is none")
         rank.empty(moves)

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from epochkv_connector.config import ConnectorConfig
-from epochkv_connector.records import JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.records import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 from epochkv_connector.scheduler.core import SchedulerHalf, StepJobs
 from epochkv_connector.scheduler.views import (
     CacheLayout,
@@ -201,7 +201,9 @@ class Worker:
             return []
         job_id, job = self.late.popitem()
         if isinstance(job, LoadJob):
-            self._fetch(job)
+            for move in job.moves:
+                if move.source is Source.STORE:
+                    self._fetch(job, move)
         return [JobAck(job_id, self.rank, Phase.RELEASED, 0, 0)]
 
     def _range(self, job: SaveJob, how: str) -> tuple[int, int]:
@@ -234,39 +236,35 @@ class Worker:
             busy = tuple(move.slot for move in job.moves)
         return [JobAck(job.job_id, self.rank, Phase.STORED, start, num, failed=how != "ok", busy_slots=busy)]
 
-    def _fetch(self, job: LoadJob) -> tuple[set[int], set[int]]:
-        """Bring what L2 holds into the slots: (filled, missing)."""
-        filled, missing = set(), set()
-        for move in job.moves:
-            if move.source is Source.STORE:
-                found = job.namespace is not None and self.store.holds(job.namespace, move.group, move.block_hash)
-                (filled if found else missing).add(move.slot)
-                if found:
-                    self.slots[move.slot] = (move.group, move.block_hash)
-        return filled, missing
+    def _fetch(self, job: LoadJob, move: BlockMove) -> bool:
+        """Bring one block into its slot; False if L2 does not hold it."""
+        if job.namespace is None or not self.store.holds(job.namespace, move.group, move.block_hash):
+            return False
+        self.slots[move.slot] = (move.group, move.block_hash)
+        return True
 
     def _load(self, job: LoadJob, how: str) -> list[JobAck]:
         if how == "late":
             self.late[job.job_id] = job
-            every = tuple(move.slot for move in job.moves)
+            every = tuple(dict.fromkeys(move.slot for move in job.moves))
             self.reports.append((job.request_id, True))
             return [JobAck(job.job_id, self.rank, Phase.LOADED, 0, 0, True, (), every, every)]
         if how == "drop":
             self.reports.append((job.request_id, True))
             return [JobAck(job.job_id, self.rank, Phase.LOADED, 0, 0, True)]
-        filled, missing = self._fetch(job)
-        if how == "partial" and job.moves:
-            missing.add(job.moves[-1].slot)
-            filled.discard(job.moves[-1].slot)
-        for move in job.moves:
-            if move.slot in missing:
+        filled, missing = [], []
+        for move in job.moves:  # in order: a slot may stand for several blocks
+            lost = how == "partial" and move is job.moves[-1]
+            if lost or (move.source is Source.STORE and not self._fetch(job, move)):
+                missing.append(move.slot)
                 continue
+            if move.source is Source.STORE:
+                filled.append(move.slot)
             assert self.slots[move.slot] == (move.group, move.block_hash), "a slot had two owners"
             self.gpu[move.gpu_block] = self.slots[move.slot]
         self.reports.append((job.request_id, bool(missing)))
         done = len(job.moves) - len(missing)
-        ack = JobAck(job.job_id, self.rank, Phase.LOADED, 0, done, bool(missing), tuple(filled), tuple(missing))
-        return [ack]
+        return [JobAck(job.job_id, self.rank, Phase.LOADED, 0, done, bool(missing), tuple(filled), tuple(missing))]
 
 
 class World:

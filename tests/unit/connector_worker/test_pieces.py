@@ -1,0 +1,216 @@
+"""Loads with more blocks than slots go through in pieces, and whatever happens between two pieces is answered once."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from epochkv_connector.keys import object_key
+from epochkv_connector.records import LoadJob, Phase, Source
+from epochkv_connector.store import Outcome, Transfer
+from epochkv_connector.worker.staging import StagingStream
+from tests.helpers_store import wait_until
+from tests.unit.connector_worker.test_worker_half import LAYERS, NAMESPACE, ObedientStore, Rig, load, move, name_of
+
+BLOCKS = 7
+
+
+def content(number: int) -> bytes:
+    return bytes([number]) * (LAYERS * 64)
+
+
+def filled(store: ObedientStore) -> Rig:
+    """The store has blocks 100 to 106; GPU blocks 4 to 10 are theirs."""
+    for number in range(BLOCKS):
+        store.objects[object_key(NAMESPACE, 0, 0, name_of(100 + number))] = content(number + 1)
+    return Rig(store)
+
+
+def long_load(job_id: int = 1, num_slots: int = 3, deadline: float = 20.0) -> LoadJob:
+    moves = [move(4 + number, number % num_slots, 100 + number, Source.STORE) for number in range(BLOCKS)]
+    return load(job_id, moves, NAMESPACE, deadline)
+
+
+@pytest.fixture
+def store() -> ObedientStore:
+    return ObedientStore()
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 6, 7])
+def test_every_block_arrives_and_no_slot_is_used_before_its_copy_is_over(store: ObedientStore, num_slots: int) -> None:
+    rig = filled(store)
+    arrived: list[int] = []
+
+    def policy(kind: str, transfers: Sequence[Transfer]) -> Outcome:
+        arrived.append(sum(rig.block(4 + number) == content(number + 1) for number in range(BLOCKS)))
+        return Outcome.OK
+
+    store.policy = policy
+    before = rig.kv.clone()
+    rig.step(loads=[long_load(num_slots=num_slots)])
+    ack = rig.until_acked(1, Phase.LOADED)
+    assert (ack.failed, ack.num_blocks, ack.filled_slots, ack.busy_slots) == (False, BLOCKS, tuple(range(num_slots)), ())
+    assert [rig.block(4 + number) for number in range(BLOCKS)] == [content(number + 1) for number in range(BLOCKS)]
+    assert arrived == list(range(0, BLOCKS, num_slots)), "a piece is fetched when all before it are in their GPU blocks"
+    assert [len(request.transfers) for request in store.seen] == [min(num_slots, BLOCKS - begun) for begun in range(0, BLOCKS, num_slots)]
+    assert torch.equal(rig.kv[:, :4], before[:, :4])
+    assert torch.equal(rig.kv[:, 11:], before[:, 11:])
+    for _ in range(3):
+        rig.collect()
+    assert (rig.finished, rig.failed) == ({"r1": 1}, {})
+    assert rig.worker.stats()["held_slots"] == 0
+
+
+def test_the_next_piece_waits_until_the_store_lets_go_of_the_slots(store: ObedientStore) -> None:
+    rig = filled(store)
+    store.policy = lambda kind, transfers: None
+    rig.step(loads=[long_load()])
+    (first,) = store.open
+    store.answer(first, Outcome.OK)
+    rig.until(lambda: rig.block(6) == content(3), "the first piece is copied")
+    for _ in range(20):
+        rig.collect(0.001)
+    assert store.open == [first], "its buffers are still the store's"
+    store.policy = lambda kind, transfers: Outcome.OK
+    store.release(first)
+    assert not rig.until_acked(1, Phase.LOADED).failed
+
+
+def test_a_deadline_between_pieces_names_the_slots_of_the_piece_under_way(store: ObedientStore) -> None:
+    rig = filled(store)
+    store.policy = lambda kind, transfers: Outcome.OK if len(store.seen) < 2 else None
+    rig.step(loads=[long_load(deadline=0.3)])
+    ack = rig.until_acked(1, Phase.LOADED)
+    assert (ack.failed, ack.num_blocks, ack.filled_slots, ack.failed_slots, ack.busy_slots) == (True, 0, (), (), (0, 1, 2))
+    assert rig.worker.stats()["load_failed_deadline"] == 1
+    (request,) = store.open
+    assert request.ticket.cancelled
+    before = rig.kv.clone()
+    store.answer(request, Outcome.OK)  # too late
+    store.release(request)
+    rig.until_acked(1, Phase.RELEASED)
+    assert torch.equal(rig.kv, before)
+    assert len(store.seen) == 2, "nothing more is fetched for it"
+    assert (rig.finished, rig.failed) == ({"r1": 1}, {"r1": 1})
+    assert rig.worker.stats()["held_slots"] == 0
+
+
+@pytest.mark.parametrize("outcome", [Outcome.ABSENT, Outcome.FOREIGN, Outcome.CLOSED])
+def test_a_block_that_is_missing_in_a_later_piece_fails_the_load_and_blames_no_slot(store: ObedientStore, outcome: Outcome) -> None:
+    rig = filled(store)
+    store.policy = lambda kind, transfers: Outcome.OK if len(store.seen) < 3 else outcome
+    rig.step(loads=[long_load()])
+    ack = rig.until_acked(1, Phase.LOADED)
+    assert (ack.failed, ack.filled_slots, ack.failed_slots) == (True, (), ())
+    assert len(store.seen) == 3
+    assert (rig.finished, rig.failed) == ({"r1": 1}, {"r1": 1})
+
+
+@pytest.mark.parametrize("end", ["poison", "deadline", "shutdown"])
+def test_what_comes_while_a_piece_is_copied_ends_the_load_behind_that_copy(
+    store: ObedientStore, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    rig = filled(store)
+    copying, go_on = threading.Event(), threading.Event()
+    scatter = StagingStream.scatter
+
+    def slow_scatter(*args: Any) -> None:
+        copying.set()
+        assert go_on.wait(10)
+        scatter(*args)
+
+    monkeypatch.setattr(StagingStream, "scatter", slow_scatter)
+    rig.step(loads=[long_load(deadline=0.2 if end == "deadline" else 20.0)])
+    assert copying.wait(10)
+    if end == "poison":
+        rig.step(poisoned=["r1"])
+    elif end == "shutdown":
+        assert not rig.worker.shutdown(0.1), "a copy is under way"
+    else:
+        wait_until(lambda: next(iter(rig.worker._loads.open.values())).deadline < time.monotonic(), 5, "past the deadline")
+    rig.collect()
+    assert rig.finished == {}, "its blocks are being written"
+    go_on.set()
+    ack = rig.until_acked(1, Phase.LOADED)
+    assert (ack.failed, ack.busy_slots) == (True, ())
+    for _ in range(3):
+        rig.collect()
+    assert (rig.finished, rig.failed) == ({"r1": 1}, {"r1": 1})
+    assert len(store.seen) == 1, "the second piece was not begun"
+
+
+def test_an_exception_in_any_piece_is_answered_at_once(store: ObedientStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = filled(store)
+    calls = 0
+    scatter = StagingStream.scatter
+
+    def broken(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError("injected")
+        scatter(*args)
+
+    monkeypatch.setattr(StagingStream, "scatter", broken)
+    rig.step(loads=[long_load()])
+    assert rig.until_acked(1, Phase.LOADED).failed
+    assert calls == 2
+    assert (rig.finished, rig.failed) == ({"r1": 1}, {"r1": 1})
+    rig.step(loads=[long_load(2)])
+    assert not rig.until_acked(2, Phase.LOADED).failed, "the thread lives on"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_ends_of_long_loads_are_answered_once(seed: int) -> None:
+    """The store answers late, in part, wrongly or never; deadlines, poison and releases come at random moments."""
+    dice = random.Random(seed)
+    store = ObedientStore()
+    rig = filled(store)
+    lock = threading.Lock()
+
+    def policy(kind: str, transfers: Sequence[Transfer]) -> Outcome | None:
+        with lock:
+            return dice.choice([Outcome.OK, Outcome.OK, Outcome.OK, Outcome.OK, None, Outcome.TRANSFER])
+
+    store.policy = policy
+    failed = succeeded = 0
+    for job_id in range(1, 41):
+        with lock:
+            num_slots, poisoned, deadline = dice.randint(1, 4), dice.random() < 0.2, dice.choice([0.01, 20.0, 20.0])
+        rig.step(loads=[long_load(job_id, num_slots, deadline)])
+        if poisoned:
+            rig.step(poisoned=[f"r{job_id}"])
+        rig.until(settle(rig, store, job_id), f"job {job_id} (seed {seed})")
+        ack = rig.acks[job_id, Phase.LOADED]
+        succeeded += not ack.failed
+        failed += ack.failed
+        if not ack.failed:
+            assert [rig.block(4 + number) for number in range(BLOCKS)] == [content(number + 1) for number in range(BLOCKS)]
+        rig.kv[:, 4:11] = 0
+    assert failed
+    assert succeeded
+    for _ in range(3):
+        rig.collect(0.001)
+    # A poison that comes after the end is a report of its own, as the scheduler half asked for it.
+    assert all(1 <= rig.finished[f"r{job}"] <= 2 for job in range(1, 41))
+    assert [rig.worker.stats()[name] for name in ("held_slots", "open_loads")] == [0, 0]
+
+
+def settle(rig: Rig, store: ObedientStore, job_id: int) -> Callable[[], bool]:
+    """Answers what the store was asked until the job is over and its slots are free."""
+
+    def settled() -> bool:
+        while store.open:
+            request = store.open.pop()
+            store.answer(request, Outcome.OK)
+            store.release(request)
+        ack = rig.acks.get((job_id, Phase.LOADED))
+        return ack is not None and (not ack.busy_slots or (job_id, Phase.RELEASED) in rig.acks)
+
+    return settled
