@@ -10,9 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +35,10 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from epochkv_connector.records import JobAck, LoadJob, Phase, SaveJob, Source
-from epochkv_connector.wire import StepMetadata, WorkerReport
 from epochkv_fence.messages import Mode
+from tests.helpers_scheduler_worker import Cell, Content, FakeWorker, Prefixes, SharedStore
 
 BLOCK = 16
-Cell = tuple[str, str]  # (weights, digest of the tokens up to and including this one)
-Content = tuple[Cell | None, ...]  # one block
 
 MODEL_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -65,11 +60,6 @@ MODEL_CONFIG = {
 }
 
 
-def cell(weights: str, tokens: Sequence[int]) -> Cell:
-    """What the KV of the last of these tokens is a function of."""
-    return weights, hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()
-
-
 def write_model_dir(path: Path) -> Path:
     """A Hugging Face configuration without weights."""
     path.mkdir(parents=True, exist_ok=True)
@@ -86,145 +76,6 @@ def write_credentials(path: Path, secret: str = "ab" * 32) -> Path:
         (path / name).write_bytes(value)
     (path / "root.secret").write_text(secret)
     return path
-
-
-@dataclass
-class SharedStore:
-    """L2 for any number of rigs: keys to contents; can be told to lose, delay or corrupt."""
-
-    objects: dict[str, Content] = field(default_factory=dict)
-    answer_exists: bool = True
-    down: bool = False
-    lose: Callable[[str], bool] = lambda key: False
-    corrupt: Callable[[str], bool] = lambda key: False
-    asked: list[str] = field(default_factory=list)
-    fetched: list[str] = field(default_factory=list)
-    pending: list[tuple[Future[Sequence[bool]], list[str]]] = field(default_factory=list)
-
-    def exists(self, keys: Sequence[str], timeout: float = 1.0) -> Future[Sequence[bool]]:
-        """As the store client's: a future, answered at once unless the store is silent."""
-        self.asked.extend(keys)
-        future: Future[Sequence[bool]] = Future()
-        if self.down:
-            future.set_exception(ConnectionError("the store is down"))
-        elif self.answer_exists:
-            future.set_result([key in self.objects for key in keys])
-        else:
-            self.pending.append((future, list(keys)))
-        return future
-
-    def answer_pending(self) -> None:
-        """Answer every question that was left open."""
-        for future, keys in self.pending:
-            if not future.cancelled():
-                future.set_result([key in self.objects for key in keys])
-        self.pending.clear()
-
-    def close(self, timeout: float = 5.0) -> bool:
-        """Nothing to close."""
-        return True
-
-
-class FakeWorker:
-    """One rank: runs jobs on contents instead of bytes, at once or when told to."""
-
-    def __init__(self, rig: Rig, rank: int) -> None:
-        self.rig = rig
-        self.rank = rank
-        self.slots: dict[int, Content] = {}
-        self.loads: list[LoadJob] = []
-        self.saves: list[SaveJob] = []
-        self.finished: set[str] = set()
-        self.failed: set[str] = set()
-        self.acks: list[JobAck] = []
-        self.poison_orders: list[str] = []
-        self.hold_loads = False
-        self.hold_saves = False
-        self.fail_loads: Callable[[LoadJob], bool] = lambda job: False
-
-    def start_step(self, metadata: StepMetadata) -> None:
-        """Take a step's orders; runs after the step's forward pass."""
-        self.poison_orders.extend(metadata.poisoned)
-        self.finished.update(metadata.poisoned)
-        self.failed.update(metadata.poisoned)
-        self.loads.extend(metadata.loads)
-        self.saves.extend(metadata.saves)
-        self.work()
-
-    def work(self) -> None:
-        """Do what is not held."""
-        if not self.hold_saves:
-            saves, self.saves = self.saves, []
-            for save in saves:
-                self._save(save)
-        if not self.hold_loads:
-            loads, self.loads = self.loads, []
-            for load in loads:
-                self._load(load)
-
-    def _key(self, namespace: str, group: int, block_hash: bytes) -> str:
-        return f"{namespace}/g{group}/r{self.rank}/{block_hash.hex()}"
-
-    def _save(self, job: SaveJob) -> None:
-        for move in job.moves:
-            if move.copy:
-                self.slots[move.slot] = self.rig.gpu[move.gpu_block]
-        self.acks.append(JobAck(job.job_id, self.rank, Phase.COPIED, job.start_block, job.num_blocks))
-        if job.namespace is None:
-            return
-        store = self.rig.store
-        assert store is not None
-        for move in job.moves:
-            if move.put:
-                store.objects.setdefault(self._key(job.namespace, move.group, move.block_hash), self.slots[move.slot])
-        self.acks.append(JobAck(job.job_id, self.rank, Phase.STORED, job.start_block, job.num_blocks))
-
-    def _load(self, job: LoadJob) -> None:
-        failed_slots: list[int] = []
-        filled: list[int] = []
-        broken = self.fail_loads(job)
-        for move in job.moves:
-            content: Content | None = None
-            if move.source is Source.HOST:
-                content = self.slots.get(move.slot)
-            elif self.rig.store is not None and job.namespace is not None:
-                key = self._key(job.namespace, move.group, move.block_hash)
-                self.rig.store.fetched.append(key)
-                lost = self.rig.store.lose(key) or self.rig.store.corrupt(key)  # corruption is found by the checksum
-                content = None if lost else self.rig.store.objects.get(key)
-            if content is None or broken:
-                failed_slots.append(move.slot)
-                continue
-            self.rig.gpu[move.gpu_block] = content
-            if move.source is Source.STORE:
-                self.slots[move.slot] = content
-                filled.append(move.slot)
-        self.finished.add(job.request_id)
-        if failed_slots:
-            self.failed.add(job.request_id)
-        self.acks.append(
-            JobAck(
-                job.job_id,
-                self.rank,
-                Phase.LOADED,
-                0,
-                len(job.moves) - len(failed_slots),
-                failed=bool(failed_slots),
-                filled_slots=tuple(filled),
-                failed_slots=tuple(failed_slots),
-            )
-        )
-
-    def results(self) -> tuple[set[str], set[str]]:
-        """(finished, failed) since the last call."""
-        out = self.finished, self.failed
-        self.finished, self.failed = set(), set()
-        return out
-
-    def poll_acks(self) -> WorkerReport:
-        """Acknowledgements since the last call."""
-        acks, self.acks = self.acks, []
-        return WorkerReport(acks=acks)
 
 
 class Rig:
@@ -269,6 +120,7 @@ class Rig:
         self.recorded_weights: dict[str, str] = {}  # loads that vLLM has recorded and not yet promoted
         self.outputs: dict[str, list[int]] = {}
         self.finished: set[str] = set()
+        self._prefixes: dict[str, Prefixes] = {}
         self.max_num_seqs = max_num_seqs
         self.groups = tuple(groups)
         self._next_id = 0
@@ -479,32 +331,46 @@ class Rig:
     def _blocks(self, request: Request) -> tuple[list[int], ...]:
         return tuple(self.scheduler.kv_cache_manager.get_block_ids(request.request_id))
 
+    def label(self, request: Request) -> str:
+        """What the KV that this request computes now is a function of, besides its tokens."""
+        return self.weights
+
+    def admitted_label(self, request: Request) -> str:
+        """What the KV that the request begins this step with should have been computed under."""
+        return self.recorded_weights.pop(request.request_id, self.weights)
+
+    def _digests(self, request: Request) -> list[bytes]:
+        return self._prefixes.setdefault(request.request_id, Prefixes()).of(request.all_token_ids)
+
     def _check(self, request: Request, start: int, admitted: bool) -> None:
         """Whatever the request begins this step with must be a function of its own tokens, and, on admission, of the weights."""
         stale = foreign = 0
-        weights = self.recorded_weights.pop(request.request_id, self.weights)
-        tokens = list(request.all_token_ids)
+        label = self.admitted_label(request)
+        digests = self._digests(request)
         for kind, blocks in zip(self.groups, self._blocks(request), strict=True):
-            needed = range(start) if kind == "full" else range(max(0, start - int(kind) + 1), start)
-            for position in needed:
-                held = self.gpu.get(blocks[position // BLOCK], (None,) * BLOCK)[position % BLOCK]
-                if held is None or held[1] != cell("", tokens[: position + 1])[1]:
-                    foreign += 1
-                elif held[0] != weights:
-                    stale += 1
+            first = 0 if kind == "full" else max(0, start - int(kind) + 1)
+            for index in range(first // BLOCK, -(-start // BLOCK)):
+                positions = range(max(first, index * BLOCK), min(start, (index + 1) * BLOCK))
+                held = self.gpu.get(blocks[index], (None,) * BLOCK)
+                for position in positions:
+                    found = held[position % BLOCK]
+                    if found is None or found[1] != digests[position]:
+                        foreign += 1
+                    elif found[0] != label:
+                        stale += 1
         if admitted:
             self.stale_tokens[request.request_id] = self.stale_tokens.get(request.request_id, 0) + stale
         self.foreign_tokens[request.request_id] = self.foreign_tokens.get(request.request_id, 0) + foreign
 
     def _compute(self, request: Request, start: int, end: int) -> None:
-        tokens = list(request.all_token_ids)
+        digests, label = self._digests(request), self.label(request)
         for group_blocks in self._blocks(request):
             for position in range(start, end):
                 block = group_blocks[position // BLOCK]
                 if block == self.block_pool.null_block.block_id:
                     continue
-                content = list(self.gpu.get(block, (None,) * BLOCK))
-                content[position % BLOCK] = cell(self.weights, tokens[: position + 1])
+                content: list[Cell | None] = list(self.gpu.get(block, (None,) * BLOCK))
+                content[position % BLOCK] = (label, digests[position])
                 self.gpu[block] = tuple(content)
 
     def run(self, max_steps: int = 200) -> int:
@@ -566,7 +432,6 @@ __all__ = [
     "RequestStatus",
     "Rig",
     "SharedStore",
-    "cell",
     "global_root",
     "prompt",
     "sum_stale",

@@ -23,8 +23,8 @@ def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     before = getattr(kv_cache_utils, "NONE_HASH", None)
     made: list[Any] = []
 
-    def build(**kwargs: Any) -> Any:
-        rig = Rig(tmp_path / f"rig{len(made)}", monkeypatch=monkeypatch, **kwargs)
+    def build(kind: type[Rig] = Rig, **kwargs: Any) -> Any:
+        rig = kind(tmp_path / f"rig{len(made)}", monkeypatch=monkeypatch, **kwargs)
         made.append(rig)
         return rig
 

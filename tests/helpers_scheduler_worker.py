@@ -1,0 +1,185 @@
+"""What a worker made of dictionaries holds, and that worker: GPU blocks, host slots and a store of *contents* instead of bytes.
+
+A content says, for each token position, which weights computed its KV from which tokens, so that KV under a wrong name shows
+as a wrong prefix or wrong weights, whoever made the mistake.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from epochkv_connector.records import JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.wire import StepMetadata, WorkerReport
+
+if TYPE_CHECKING:
+    from tests.helpers_scheduler import Rig
+
+Cell = tuple[str, bytes]  # (weights, digest of the tokens up to and including this one)
+Content = tuple[Cell | None, ...]  # one block
+
+
+class Prefixes:
+    """Digests of every prefix of one growing sequence of tokens: what the KV at a position is a function of, but for weights."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._tokens: list[int] = []
+        self._digests: list[bytes] = []
+        self._hash = hashlib.sha256()
+
+    def of(self, tokens: Sequence[int]) -> list[bytes]:
+        """One digest per position; at least as many as there are tokens."""
+        known = len(self._tokens)
+        if list(tokens[:known]) != self._tokens[: len(tokens)]:
+            self._begin()
+            known = 0
+        for token in tokens[known:]:
+            self._hash.update(b"%d," % token)
+            self._digests.append(self._hash.digest())
+            self._tokens.append(token)
+        return self._digests
+
+
+@dataclass
+class SharedStore:
+    """L2 for any number of rigs: keys to contents; can be told to lose, delay or corrupt."""
+
+    objects: dict[str, Content] = field(default_factory=dict)
+    answer_exists: bool = True
+    down: bool = False
+    lose: Callable[[str], bool] = lambda key: False
+    corrupt: Callable[[str], bool] = lambda key: False
+    asked: list[str] = field(default_factory=list)
+    fetched: list[str] = field(default_factory=list)
+    pending: list[tuple[Future[Sequence[bool]], list[str]]] = field(default_factory=list)
+
+    def exists(self, keys: Sequence[str], timeout: float = 1.0) -> Future[Sequence[bool]]:
+        """As the store client's: a future, answered at once unless the store is silent."""
+        self.asked.extend(keys)
+        future: Future[Sequence[bool]] = Future()
+        if self.down:
+            future.set_exception(ConnectionError("the store is down"))
+        elif self.answer_exists:
+            future.set_result([key in self.objects for key in keys])
+        else:
+            self.pending.append((future, list(keys)))
+        return future
+
+    def answer_pending(self) -> None:
+        """Answer every question that was left open."""
+        for future, keys in self.pending:
+            if not future.cancelled():
+                future.set_result([key in self.objects for key in keys])
+        self.pending.clear()
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Nothing to close."""
+        return True
+
+
+class FakeWorker:
+    """One rank: runs jobs on contents instead of bytes, at once or when told to."""
+
+    def __init__(self, rig: Rig, rank: int) -> None:
+        self.rig = rig
+        self.rank = rank
+        self.slots: dict[int, Content] = {}
+        self.loads: list[LoadJob] = []
+        self.saves: list[SaveJob] = []
+        self.finished: set[str] = set()
+        self.failed: set[str] = set()
+        self.acks: list[JobAck] = []
+        self.poison_orders: list[str] = []
+        self.hold_loads = False
+        self.hold_saves = False
+        self.fail_loads: Callable[[LoadJob], bool] = lambda job: False
+
+    def start_step(self, metadata: StepMetadata) -> None:
+        """Take a step's orders; runs after the step's forward pass."""
+        self.poison_orders.extend(metadata.poisoned)
+        self.finished.update(metadata.poisoned)
+        self.failed.update(metadata.poisoned)
+        self.loads.extend(metadata.loads)
+        self.saves.extend(metadata.saves)
+        self.work()
+
+    def work(self) -> None:
+        """Do what is not held."""
+        if not self.hold_saves:
+            saves, self.saves = self.saves, []
+            for save in saves:
+                self._save(save)
+        if not self.hold_loads:
+            loads, self.loads = self.loads, []
+            for load in loads:
+                self._load(load)
+
+    def _key(self, namespace: str, group: int, block_hash: bytes) -> str:
+        return f"{namespace}/g{group}/r{self.rank}/{block_hash.hex()}"
+
+    def _save(self, job: SaveJob) -> None:
+        for move in job.moves:
+            if move.copy:
+                self.slots[move.slot] = self.rig.gpu[move.gpu_block]
+        self.acks.append(JobAck(job.job_id, self.rank, Phase.COPIED, job.start_block, job.num_blocks))
+        if job.namespace is None:
+            return
+        store = self.rig.store
+        assert store is not None
+        for move in job.moves:
+            if move.put:
+                store.objects.setdefault(self._key(job.namespace, move.group, move.block_hash), self.slots[move.slot])
+        self.acks.append(JobAck(job.job_id, self.rank, Phase.STORED, job.start_block, job.num_blocks))
+
+    def _load(self, job: LoadJob) -> None:
+        failed_slots: list[int] = []
+        filled: list[int] = []
+        broken = self.fail_loads(job)
+        for move in job.moves:
+            content: Content | None = None
+            if move.source is Source.HOST:
+                content = self.slots.get(move.slot)
+            elif self.rig.store is not None and job.namespace is not None:
+                key = self._key(job.namespace, move.group, move.block_hash)
+                self.rig.store.fetched.append(key)
+                lost = self.rig.store.lose(key) or self.rig.store.corrupt(key)  # corruption is found by the checksum
+                content = None if lost else self.rig.store.objects.get(key)
+            if content is None or broken:
+                failed_slots.append(move.slot)
+                continue
+            self.rig.gpu[move.gpu_block] = content
+            if move.source is Source.STORE:
+                self.slots[move.slot] = content
+                filled.append(move.slot)
+        self.finished.add(job.request_id)
+        if failed_slots:
+            self.failed.add(job.request_id)
+        self.acks.append(
+            JobAck(
+                job.job_id,
+                self.rank,
+                Phase.LOADED,
+                0,
+                len(job.moves) - len(failed_slots),
+                failed=bool(failed_slots),
+                filled_slots=tuple(filled),
+                failed_slots=tuple(failed_slots),
+            )
+        )
+
+    def results(self) -> tuple[set[str], set[str]]:
+        """(finished, failed) since the last call."""
+        out = self.finished, self.failed
+        self.finished, self.failed = set(), set()
+        return out
+
+    def poll_acks(self) -> WorkerReport:
+        """Acknowledgements since the last call."""
+        acks, self.acks = self.acks, []
+        return WorkerReport(acks=acks)
