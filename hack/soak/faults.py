@@ -10,13 +10,12 @@ import random
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 
 from hack.soak.tally import Tally
 from hack.soak.world import Rank, World
 from hack.standalone.process import Process
-
-Wait = Callable[[float], bool]
 
 
 class Actor(ABC):
@@ -44,10 +43,6 @@ class Actor(ABC):
     def act(self) -> None:
         """One action, undone when this returns."""
 
-    def hold(self, low: float, high: float) -> None:
-        """Let a fault last: between two times, and not beyond the run."""
-        self.stop.wait(self.rng.uniform(low, high))
-
     def fault(self, kind: str) -> None:
         """Count one."""
         self.tally.count(f"fault {self.name} {kind}")
@@ -63,12 +58,12 @@ class Actor(ABC):
             self.tally.problem("broken actor", name=self.name, error=repr(error))
 
 
-def freeze(process: Process, actor: Actor, low: float, high: float) -> None:
-    """SIGSTOP for a while."""
+def freeze(process: Process, actor: Actor, seconds: float) -> None:
+    """SIGSTOP for a while, not beyond the run."""
     process.signal(signal.SIGSTOP)
     actor.fault("stop")
     try:
-        actor.hold(low, high)
+        actor.stop.wait(seconds)
     finally:
         process.signal(signal.SIGCONT)
         actor.tally.note(f"{actor.name} goes on")
@@ -88,13 +83,13 @@ class Master(Actor):
     def act(self) -> None:
         mooncake = self.world.mooncake
         assert mooncake.master is not None
-        kind = self.rng.choice(("stop", "kill", "wipe"))
+        kind, seconds = self.rng.choice(("stop", "kill", "wipe")), self.rng.uniform(0.1, 4.0)
         if kind == "stop":
-            freeze(mooncake.master, self, 0.2, 4.0)
+            freeze(mooncake.master, self, seconds)
         elif kind == "kill":
             kill(mooncake.master)
             self.fault("kill")
-            self.hold(0.1, 3.0)
+            self.stop.wait(seconds)
             mooncake.start_master()
         else:
             mooncake.admin("api/v1/remove_all?force=true", "POST")
@@ -110,12 +105,13 @@ class StoreNode(Actor):
         super().__init__(world, tally, seed, stop)
 
     def act(self) -> None:
-        if self.rng.random() < 0.6:
-            freeze(self._process, self, 0.2, 6.0)
+        frozen, seconds = self.rng.random() < 0.6, self.rng.uniform(0.2, 6.0)
+        if frozen:
+            freeze(self._process, self, seconds)
         else:
             kill(self._process)
             self.fault("kill")
-            self.hold(0.1, 4.0)
+            self.stop.wait(seconds)
             self._process = self.world.mooncake.start_store(wait=False)
 
 
@@ -126,12 +122,13 @@ class Hub(Actor):
 
     def act(self) -> None:
         hub = self.world.hub
-        if self.rng.random() < 0.5:
-            freeze(hub.process, self, 0.2, 8.0)
+        frozen, seconds = self.rng.random() < 0.5, self.rng.uniform(0.2, 8.0)
+        if frozen:
+            freeze(hub.process, self, seconds)
         else:
             kill(hub.process)
             self.fault("kill")
-            self.hold(0.1, 8.0)
+            self.stop.wait(seconds)
             hub.start()
 
 
@@ -143,15 +140,16 @@ class Lines(Actor):
     def act(self) -> None:
         to_store = self.rng.random() < 0.6
         relay, where = (self.world.master_relay, "store") if to_store else (self.world.hub.relay, "hub")
-        if self.rng.random() < 0.5:
-            relay.delay_seconds = self.rng.uniform(0.02, 1.5)
+        slow, delay, seconds = self.rng.random() < 0.5, self.rng.uniform(0.02, 1.5), self.rng.uniform(0.1, 4.0)
+        if slow:
+            relay.delay_seconds = delay
             self.fault(f"{where} slow")
-            self.hold(0.5, 4.0)
+            self.stop.wait(seconds)
             relay.delay_seconds = 0.0
         else:
             relay.cut()
             self.fault(f"{where} cut")
-            self.hold(0.1, 4.0)
+            self.stop.wait(seconds)
             relay.mend()
 
 
@@ -162,17 +160,15 @@ class FrozenEngine(Actor):
     calm = (8.0, 24.0)
 
     def act(self) -> None:
-        rank = self.rng.choice(self.world.ranks)
+        rank, seconds = self.rng.choice(self.world.ranks), self.rng.uniform(0.2, 8.0)
         process = rank.engine.process
         if not rank.up:
             return
-        process.signal(signal.SIGSTOP)
-        self.fault("stop")
-        try:
-            self.hold(0.2, 8.0)
-        finally:
-            if process.alive():
-                process.signal(signal.SIGCONT)
+        with suppress(ProcessLookupError):  # killed meanwhile
+            process.signal(signal.SIGSTOP)
+            self.fault("stop")
+            self.stop.wait(seconds)
+            process.signal(signal.SIGCONT)
 
 
 class KilledEngine(Actor):
@@ -188,9 +184,9 @@ class KilledEngine(Actor):
         super().__init__(world, tally, seed + 1, stop)
 
     def act(self) -> None:
-        rank = self.rng.choice(self._ranks)
+        rank, seconds = self.rng.choice(self._ranks), self.rng.uniform(0.5, 5.0)
         self.world.kill(rank)
         self.fault("kill")
-        self.hold(0.5, 5.0)
+        self.stop.wait(seconds)
         self.world.restart(rank)
         self.tally.note(f"{rank.name} is back")

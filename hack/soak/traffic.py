@@ -46,7 +46,7 @@ class Client:
 def ask(rank: Rank, prompt: Prompt, tally: Tally) -> bool:
     """One request and its verdict; False if the engine is away."""
     version, engine, weights = rank.version, rank.engine, rank.weights
-    if not rank.up or version % 2 or rank.version != version:
+    if weights is None or not rank.up or version % 2 or rank.version != version:
         return False
     body = {
         "model": engine.model, "prompt": list(prompt.tokens), "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True,

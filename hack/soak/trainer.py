@@ -36,10 +36,10 @@ class Resets(Actor):
 
     def act(self) -> None:
         rank = self.rng.choice(self.world.ranks)
-        path, undo = self.rng.choice(self.PATHS)
+        (path, undo), seconds = self.rng.choice(self.PATHS), self.rng.uniform(0.0, 1.0)
         with rank.control:
             if self._post(rank, path) and undo:
-                self.hold(0.0, 1.0)
+                self.stop.wait(seconds)
                 self._post(rank, undo)
 
     def _post(self, rank: Rank, path: str) -> bool:
@@ -72,7 +72,8 @@ class Trainer(Actor):
 
     def act(self) -> None:
         kind = self.rng.choice(("under pause", "under pause", "fence first", "fence first", "broken off", "plain"))
-        folder = self.rng.choice([folder for folder in self.world.weights[1:] if folder != self.world.current])
+        others = [folder for folder in self.world.weights[1:] if folder != self.world.current]
+        folder = others[int(self.rng.random() * len(others))]
         with self.world.updates:
             if kind == "under pause":
                 self.under_pause(folder)
@@ -119,7 +120,8 @@ class Trainer(Actor):
 
     def _plain(self) -> None:
         """By age: for pools in which everybody has the same weights."""
-        if len({rank.weights for rank in self.world.ranks}) > 1:
+        known = {rank.weights for rank in self.world.ranks}
+        if len(known) > 1 or None in known:
             return
         try:
             self.world.trainer.reset(timeout_s=UPDATE_SECONDS)

@@ -38,7 +38,7 @@ class Rank:
     """One engine of the run, over all its boots.
 
     Attributes:
-        weights: folder that this boot has loaded.
+        weights: folder that this boot has loaded; None: nobody knows.
         version: even while weights stand still; moves on with every change of weights and every end of a boot.
         up: it should answer.
         control: held by whoever pauses, resets or pushes, from the pause to the resume.
@@ -46,7 +46,7 @@ class Rank:
 
     index: int
     engine: Engine
-    weights: Path
+    weights: Path | None
     version: int = 0
     up: bool = True
     born: float = field(default_factory=time.monotonic)
@@ -176,6 +176,7 @@ class World:
             rank.weights = folder
         except EngineError:
             if rank.up and rank.engine is engine:
+                rank.weights = None
                 raise
             return False
         finally:

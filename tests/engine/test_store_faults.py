@@ -301,12 +301,13 @@ def test_control_calls_end_while_the_store_is_dead(pair: FaultyPair) -> None:
 
 
 def test_engines_end_when_told_to_although_the_store_hangs(pair: FaultyPair) -> None:
-    """The last test: B ends with the store frozen, A with the store dead; both by themselves, with no request lost before."""
+    """The last test: B ends with master and node frozen and a load under way, A with both dead; both end by themselves."""
     prompt, _ = pair.saved()
     stop(pair.store)
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(pair.b.complete, prompt)
-        eventually(lambda: pair.b.metric("vllm:num_requests_waiting") >= 1 or asked.done(), "B waits for a load", 10.0)
+        eventually(lambda: pair.b.metric("vllm:num_requests_waiting") >= 1, "B waits for a load", LOAD_DEADLINE_SECONDS)
+        stop(pair.master)
         pair.b.process.popen.send_signal(signal.SIGTERM)
         assert pair.b.process.popen.wait(HUNG_SECONDS) in (0, -signal.SIGTERM), pair.b.process.tail()
         assert asked.exception(HUNG_SECONDS) or asked.result()
