@@ -38,14 +38,15 @@ class Resets(Actor):
         rank = self.rng.choice(self.world.ranks)
         (path, undo), seconds = self.rng.choice(self.PATHS), self.rng.uniform(0.0, 1.0)
         with rank.control:
-            if self._post(rank, path) and undo:
+            self._post(rank, path)
+            if undo:  # a pause that could not clear the caches holds all the same
                 self.stop.wait(seconds)
                 self._post(rank, undo)
 
-    def _post(self, rank: Rank, path: str) -> bool:
+    def _post(self, rank: Rank, path: str) -> None:
         version = rank.version
         if not rank.up:
-            return False
+            return
         try:
             answer = rank.engine.post(path, {}, 90.0)
         except EngineError as error:
@@ -53,11 +54,11 @@ class Resets(Actor):
             self.tally.note(f"{rank.name} {path}: {error}")
             if rank.up and rank.version == version and "no answer" in str(error):
                 self.tally.problem("hanging call", engine=rank.name, path=path, error=error)
-            return False
+            return
         success = not isinstance(answer, dict) or answer.get("success", True)
-        self.tally.count("resets" if success else "refused resets")
+        if path not in ("/resume", "/wake_up"):
+            self.tally.count("resets" if success else "refused resets")
         self.tally.note(f"{rank.name} {path}: {'done' if success else 'refused'}")
-        return True
 
 
 class Trainer(Actor):
