@@ -306,6 +306,11 @@ def num_worker_ranks(vllm_config: Any) -> int:
     return int(vllm_config.parallel_config.world_size)
 
 
+def num_machines(vllm_config: Any) -> int:
+    """Machines that the engine's worker ranks are spread over."""
+    return max(1, int(getattr(vllm_config.parallel_config, "nnodes_within_dp", 1) or 1))
+
+
 def num_kv_shards(vllm_config: Any, kv_cache_config: Any) -> int:
     """Distinct KV shards of the engine: ranks less replicas of KV heads."""
     return max(1, num_worker_ranks(vllm_config) // num_kv_replicas(kv_cache_config))

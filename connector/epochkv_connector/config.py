@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
+from epochkv_connector import schema
 from epochkv_fence.connection import CONFIG_ENV, ConnectionError_, HubRef, PoolRef, check_pool, read_document
 
 __all__ = ["CONFIG_ENV", "ConfigError", "ConnectorConfig", "DistributedTier", "HubRef", "LocalTier", "PoolRef"]
+
+EXTRA: Final = "kv_connector_extra_config"
+MAX_BYTES: Final = 1 << 50
+MAX_COUNT: Final = 1 << 31
 
 
 class ConfigError(ValueError):
@@ -66,37 +71,109 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         inline = dict(extra)
         variables = os.environ if environ is None else environ
-        source = inline.pop("config_file", None) or variables.get(CONFIG_ENV, "").strip() or None
-        merged: dict[str, Any] = {}
-        if source is not None:
-            try:
-                merged = read_document(source, variables).content
-            except ConnectionError_ as error:
-                raise ConfigError(f"config_file or {CONFIG_ENV}: {error}") from error
-        merged = {**merged, **inline}
+        document, origin = _document(inline.pop("config_file", None), variables)
+        merged = {**document, **inline}
+        found = schema.problem(merged, SCHEMA)
+        if found is not None:
+            key, sentence = found
+            raise ConfigError(f"{EXTRA if key in inline or key not in document else origin}: {sentence}")
         try:
             config = msgspec.convert(merged, cls)
         except (msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError) as error:
-            raise ConfigError(f"kv_connector_extra_config: {error}; known keys: {', '.join(cls.__struct_fields__)}") from error
+            raise ConfigError(f"{EXTRA}: {error}; known keys: {', '.join(cls.__struct_fields__)}") from error
         config.check()
         return config
 
     def check(self) -> None:
-        """Raise `ConfigError` for values that the types cannot exclude."""
-        positive = ("lookup_deadline_ms", "job_deadline_seconds", "tracker_capacity", "staging_slots")
-        for key in positive:
-            if getattr(self, key) <= 0:
-                raise ConfigError(f"{key} is {getattr(self, key)}; it must be greater than 0")
-        for key in ("lookup_wait_ms", "min_load_tokens"):
-            if getattr(self, key) < 0:
-                raise ConfigError(f"{key} is {getattr(self, key)}; it must be 0 or more")
-        if self.local and self.local.capacity_bytes <= 0:
-            raise ConfigError(f"local.capacity_bytes is {self.local.capacity_bytes}; give bytes, or leave local out for no L1")
-        if self.distributed and ":" not in self.distributed.master_address:
-            raise ConfigError(f"distributed.master_address is {self.distributed.master_address!r}; it must be host:port")
+        """Raise `ConfigError` for values that exclude each other, and for a pool that cannot be one."""
         if self.tracker and self.distributed:
-            raise ConfigError("tracker is true and distributed is set; with an L2 another engine may have saved, so set tracker to false")
+            raise ConfigError(
+                f"{EXTRA}: tracker is true and distributed is set; it must be false with an L2, where another engine may have saved"
+            )
         try:
-            check_pool(self.pool, "kv_connector_extra_config")
+            check_pool(self.pool, EXTRA)
         except ConnectionError_ as error:
-            raise ConfigError(str(error)) from error
+            raise ConfigError(str(error)) from None
+
+
+def _document(source: object, variables: Mapping[str, str]) -> tuple[dict[str, Any], str]:
+    """What the file or the environment gives, and its name in errors."""
+    if source is not None and not (isinstance(source, str) and source.strip()):
+        raise ConfigError(f"{EXTRA}: config_file is {schema.shown(source)}; it must be the path of a JSON file; or leave it out")
+    named = f"{EXTRA}: config_file" if source is not None else CONFIG_ENV
+    given = source if source is not None else variables.get(CONFIG_ENV, "").strip() or None
+    if given is None:
+        return {}, EXTRA
+    assert isinstance(given, str)
+    try:
+        document = read_document(given, variables)
+    except ConnectionError_ as error:
+        words = str(error).removeprefix("the connection configuration").removeprefix(CONFIG_ENV).lstrip(": ")
+        raise ConfigError(f"{named}: {schema.shown(given) + ' ' if words.startswith('is ') else ''}{words}") from None
+    return document.content, named if given.lstrip().startswith("{") else document.origin
+
+
+def _is_master(address: str) -> bool:
+    scheme, _, endpoints = address.rpartition("://")
+    return scheme in ("", "etcd") and all(schema.is_host_port(part) for part in endpoints.split(";"))
+
+
+def _is_word(value: str) -> bool:
+    return value != "" and value.isprintable() and not any(map(str.isspace, value))
+
+
+SCHEMA: Final = schema.Table(
+    {
+        "pool": schema.Table(
+            {
+                "name": schema.text("the pool's name", lambda value: True, optional=False),
+                "uid": schema.text("the pool's uid", lambda value: True, optional=False),
+                "namespace": schema.text("the pool's namespace", lambda value: True),
+            },
+            "every pool's connection.json has it",
+            optional=False,
+        ),
+        "hub": schema.Table(
+            {
+                "endpoint": schema.text("an address like tcp://host:7700", lambda value: True, optional=False),
+                "credentials_dir": schema.Rule(
+                    "the directory with hub.pub, client.pub, client.key and root.secret",
+                    lambda value: value is None or isinstance(value, str),
+                    "leave it out to take them from the environment",
+                ),
+            },
+            "leave hub out for an engine that shares nothing",
+        ),
+        "weights_source": schema.choice("Pushed", "Model"),
+        "local": schema.Table(
+            {"capacity_bytes": schema.whole(1, MAX_BYTES, "bytes", "or leave local out for no L1", optional=False)},
+            "leave local out for no L1",
+        ),
+        "distributed": schema.Table(
+            {
+                "master_address": schema.text(
+                    "host:port of the Mooncake master, or etcd://host:port;host:port of a replicated one",
+                    _is_master,
+                    remedy="or leave distributed out for no L2",
+                    optional=False,
+                ),
+                "metadata_server": schema.text("P2PHANDSHAKE or the address of Mooncake's metadata server", _is_word),
+                "protocol": schema.choice("tcp", "rdma"),
+                "device_name": schema.text("names of RDMA devices with commas, or empty", str.isprintable),
+            },
+            "leave distributed out for no L2",
+        ),
+        "tracker": schema.flag(),
+        "on_local_reset": schema.choice("private", "propose"),
+        "lookup_wait_ms": schema.number(0, 60_000, "milliseconds"),
+        "lookup_deadline_ms": schema.number(0, 600_000, "milliseconds", above=True),
+        "min_load_tokens": schema.whole(0, MAX_COUNT, "tokens"),
+        "job_deadline_seconds": schema.number(0, 3600, "seconds", above=True),
+        "verify": schema.choice("full", "header"),
+        "tracker_capacity": schema.whole(1, MAX_COUNT, "blocks"),
+        "staging_slots": schema.whole(1, 1 << 20, "blocks"),
+        "allow_untested_vllm": schema.flag(),
+        "encoder": schema.choice("Frozen", "Pushed"),
+    }
+)
+"""What every key may hold; its keys are those of `ConnectorConfig` and of the structures in it."""

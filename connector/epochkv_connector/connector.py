@@ -23,10 +23,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from epochkv_connector import compat, tiers
-from epochkv_connector.config import ConnectorConfig
+from epochkv_connector.config import ConfigError, ConnectorConfig
 from epochkv_connector.fencing import Fence, FencePolicy, PoolIdentity
 from epochkv_connector.identity import fingerprint
 from epochkv_connector.link import Credentials, FenceHooks, HubLink
+from epochkv_connector.memory import check_fits
 from epochkv_connector.scheduling import SchedulerSide
 from epochkv_connector.stats import EpochKVPromMetrics, EpochKVStats
 from epochkv_connector.wire import StepMetadata, WorkerReport
@@ -53,6 +54,21 @@ class Guard:
         """`work()`; on an exception: count, log once per kind, and `fallback()`."""
         try:
             return work()
+        except Exception as error:
+            self.note(where, error)
+        return fallback()
+
+    def build(self, where: str, work: Callable[[], T], fallback: Callable[[], T]) -> T:
+        """As `run`, for what is made at start: a configuration that is impossible ends the start.
+
+        Raises:
+            ConfigError: the message says what to change.
+        """
+        try:
+            return work()
+        except ConfigError as error:
+            logger.error("EpochKV cannot start: %s", error)
+            raise
         except Exception as error:
             self.note(where, error)
         return fallback()
@@ -85,10 +101,11 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         compat.share_log_handlers()
         self._guard = Guard()
-        self._epochkv_config = ConnectorConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
-        compat.check_version(self._epochkv_config.allow_untested_vllm)
-        compat.check_siblings()
-        self._refuse_foreign_encoders()
+        try:
+            self._epochkv_config = self._checked_config()
+        except (ConfigError, compat.UnsupportedEngine) as error:
+            logger.error("EpochKV cannot start: %s", error)  # vLLM's traces follow, one for each process
+            raise
         self._stats_sent: Counter[str] = Counter()
         self._stats_at = 0.0
         self._side: SchedulerSide | None = None
@@ -101,8 +118,18 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ------------------------------------------------------------------ construction
 
-    def _refuse_foreign_encoders(self) -> None:
-        if self._epochkv_config.weights_source == "Pushed" and self._vllm_config.ec_transfer_config is not None:
+    def _checked_config(self) -> ConnectorConfig:
+        config = ConnectorConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
+        compat.check_version(config.allow_untested_vllm)
+        compat.check_siblings()
+        self._refuse_foreign_encoders(config)
+        if config.local is not None:
+            share = config.local.capacity_bytes // compat.num_machines(self._vllm_config)
+            check_fits(share, "local.capacity_bytes", config.local.capacity_bytes)
+        return config
+
+    def _refuse_foreign_encoders(self, config: ConnectorConfig) -> None:
+        if config.weights_source == "Pushed" and self._vllm_config.ec_transfer_config is not None:
             raise compat.UnsupportedEngine(
                 "ec_transfer_config is set and weights are pushed: encoder outputs of other engines are keyed by content "
                 "only and would survive an update; remove ec_transfer_config, or set weights_source to Model"
@@ -132,7 +159,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         loads_off = self._why_no_loads()
         if loads_off is not None:
             logger.warning("EpochKV: loads are off: %s", loads_off)
-        self._tiers: tiers.SchedulerTiers | None = self._guard.run("tiers", self._build_tiers, lambda: None)
+        self._tiers: tiers.SchedulerTiers | None = self._guard.build("tiers", self._build_tiers, lambda: None)
         self._side = SchedulerSide(
             config,
             fence,
@@ -194,6 +221,16 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._tiers.reclaim(self._epochkv_config.pool.uid, self._fingerprint, below)
 
     # ------------------------------------------------------------------ properties vLLM asks for
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No. vLLM asks this before it loads the model, in the process that the user started: a wrong configuration ends here.
+
+        Raises:
+            ConfigError: the message says what to change.
+        """
+        ConnectorConfig.parse(extra_config)
+        return False
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -306,7 +343,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
                 return RefusingHalf(rank)
             return tiers.build_worker(config, self._vllm_config, self._kv_cache_config, kv_caches)
 
-        half = self._guard.run("register_kv_caches", build, lambda: RefusingHalf(rank))
+        half = self._guard.build("register_kv_caches", build, lambda: RefusingHalf(rank))
         self._worker = WorkerSide(half, rank, self._guard.note)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:

@@ -16,6 +16,7 @@ from epochkv_connector import compat
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.identity import pool_prefix
 from epochkv_connector.keys import object_key
+from epochkv_connector.memory import check_fits
 from epochkv_connector.scheduler.core import SchedulerHalf
 from epochkv_connector.scheduler.index import slot_count
 from epochkv_connector.scheduler.views import KeysOf, LookupClient
@@ -147,7 +148,11 @@ def build_worker(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any
         open_store=open_store if settings is not None else None,
     )
     groups = [GroupSpec(list(group.layer_names), group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups]
-    stride = half.register(kv_caches, groups, slot_count(config, max(1, layout.slot_bytes), ranks), kv_cache_config.num_blocks)
+    num_slots = slot_count(config, max(1, layout.slot_bytes), ranks)
+    if config.local is None:
+        local_ranks = ranks // compat.num_machines(vllm_config)
+        check_fits(num_slots * layout.slot_bytes * local_ranks, "staging_slots", config.staging_slots)
+    stride = half.register(kv_caches, groups, num_slots, kv_cache_config.num_blocks)
     if stride != layout.slot_bytes:
         logger.warning(
             "EpochKV: a block takes %d bytes of host memory, %d were expected from the configuration; L1 uses %.2f times "

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from epochkv_connector.config import ConfigError, ConnectorConfig
+from epochkv_connector import schema
+from epochkv_connector.config import SCHEMA, ConfigError, ConnectorConfig, DistributedTier, HubRef, LocalTier, PoolRef
 
 POOL = {"pool": {"name": "policy", "namespace": "default", "uid": "u-1"}}
 
@@ -19,24 +24,134 @@ def test_the_smallest_configuration_has_no_tier_and_no_hub() -> None:
     assert (config.weights_source, config.on_local_reset, config.encoder) == ("Pushed", "private", "Pushed")
 
 
+WRONG: list[tuple[dict[str, Any], str, str, str]] = [
+    # what is given, the key in the message, the value in the message, what is allowed
+    ({"weights_source": "Trained"}, "weights_source", "'Trained'", '"Pushed" or "Model"'),
+    ({"weights_source": 1}, "weights_source", "1", '"Pushed" or "Model"'),
+    ({"local": 64}, "local", "64", "capacity_bytes"),
+    ({"local": []}, "local", "[]", "capacity_bytes"),
+    ({"local": {}}, "local.capacity_bytes", "missing", "leave local out for no L1"),
+    ({"local": {"capacity_bytes": 0}}, "local.capacity_bytes", "0", "whole number of bytes from 1"),
+    ({"local": {"capacity_bytes": -1}}, "local.capacity_bytes", "-1", "whole number of bytes from 1"),
+    ({"local": {"capacity_bytes": True}}, "local.capacity_bytes", "true", "whole number of bytes"),
+    ({"local": {"capacity_bytes": "much"}}, "local.capacity_bytes", "'much'", "whole number of bytes"),
+    ({"local": {"capacity_bytes": "4096"}}, "local.capacity_bytes", "'4096'", "write it without quotes"),
+    ({"local": {"capacity_bytes": 4096.0}}, "local.capacity_bytes", "4096.0", "write it without a decimal point"),
+    ({"local": {"capacity_bytes": 10**40}}, "local.capacity_bytes", "1" + 40 * "0", "to 1125899906842624"),
+    ({"local": {"capacity_bytes": None}}, "local.capacity_bytes", "null", "leave local out for no L1"),
+    ({"distributed": {}}, "distributed.master_address", "missing", "leave distributed out for no L2"),
+    ({"distributed": {"protocol": "tcp"}}, "distributed.master_address", "missing", "host:port"),
+    ({"distributed": {"master_address": ""}}, "distributed.master_address", "''", "host:port"),
+    ({"distributed": {"master_address": "host"}}, "distributed.master_address", "'host'", "host:port"),
+    ({"distributed": {"master_address": "host:0"}}, "distributed.master_address", "'host:0'", "host:port"),
+    ({"distributed": {"master_address": "host:65536"}}, "distributed.master_address", "'host:65536'", "host:port"),
+    ({"distributed": {"master_address": "http://host:1"}}, "distributed.master_address", "'http://host:1'", "host:port"),
+    ({"distributed": {"master_address": "etcd://a:1;b"}}, "distributed.master_address", "'etcd://a:1;b'", "host:port"),
+    ({"distributed": {"master_address": "h:1", "protocol": "roce"}}, "distributed.protocol", "'roce'", '"tcp" or "rdma"'),
+    ({"distributed": {"master_address": "h:1", "protocol": "TCP"}}, "distributed.protocol", "'TCP'", '"tcp" or "rdma"'),
+    ({"distributed": {"master_address": "h:1", "metadata_server": ""}}, "distributed.metadata_server", "''", "P2PHANDSHAKE"),
+    ({"tracker": "yes"}, "tracker", "'yes'", "true or false"),
+    ({"tracker": 1}, "tracker", "1", "true or false"),
+    ({"tracker": True, "distributed": {"master_address": "h:1"}}, "tracker", "true", "false with an L2"),
+    ({"lookup_wait_ms": math.nan}, "lookup_wait_ms", "NaN", "from 0 to 60000"),
+    ({"lookup_wait_ms": None}, "lookup_wait_ms", "null", "from 0 to 60000"),
+    ({"lookup_wait_ms": "1"}, "lookup_wait_ms", "'1'", "write it without quotes"),
+    ({"lookup_deadline_ms": 0}, "lookup_deadline_ms", "0", "above 0"),
+    ({"lookup_deadline_ms": -0.5}, "lookup_deadline_ms", "-0.5", "above 0"),
+    ({"lookup_deadline_ms": math.inf}, "lookup_deadline_ms", "Infinity", "at most 600000"),
+    ({"lookup_deadline_ms": True}, "lookup_deadline_ms", "true", "a number of milliseconds"),
+    ({"job_deadline_seconds": 1e9}, "job_deadline_seconds", "1000000000.0", "at most 3600"),
+    ({"min_load_tokens": -1}, "min_load_tokens", "-1", "from 0"),
+    ({"min_load_tokens": 1.5}, "min_load_tokens", "1.5", "a whole number"),
+    ({"staging_slots": 0}, "staging_slots", "0", "from 1"),
+    ({"tracker_capacity": 1 << 40}, "tracker_capacity", str(1 << 40), "to 2147483648"),
+    ({"pool": None}, "pool", "null", "name, uid"),
+    ({"pool": {"name": "p"}}, "pool.uid", "missing", "the pool's uid"),
+    ({"pool": {"name": "p", "uid": ""}}, "pool.uid", "empty", "give the pool's uid"),
+    ({"pool": {"name": "p", "uid": 7}}, "pool.uid", "7", "the pool's uid"),
+    ({"hub": {}}, "hub.endpoint", "missing", "leave hub out"),
+    ({"hub": {"endpoint": "tcp://h:1", "credentials_dir": 5}}, "hub.credentials_dir", "5", "hub.pub"),
+    ({"verify": {"a": [1] * 1000}}, "verify", '{"a": [1, 1', '"full" or "header"'),
+    ({"config_file": 3}, "config_file", "3", "the path of a JSON file"),
+    ({"config_file": ""}, "config_file", "''", "the path of a JSON file"),
+]
+
+
+@pytest.mark.parametrize(("extra", "key", "value", "allowed"), WRONG)
+def test_a_wrong_value_is_one_line_with_key_value_and_what_is_allowed(extra: dict[str, Any], key: str, value: str, allowed: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ConnectorConfig.parse({**POOL, **extra}, {})
+    words = str(caught.value)
+    assert words.startswith(f"kv_connector_extra_config: {key} is {value}")
+    assert allowed in words
+    assert "\n" not in words
+    assert len(words) < 500
+
+
 @pytest.mark.parametrize(
-    ("extra", "named"),
+    ("extra", "named", "meant"),
     [
-        ({"capacity": 1}, "capacity"),
-        ({"weights_source": "Trained"}, "weights_source"),
-        ({"local": {"capacity_bytes": 0}}, "local.capacity_bytes is 0"),
-        ({"local": {"capacity_bytes": "much"}}, "capacity_bytes"),
-        ({"distributed": {"master_address": "host"}}, "distributed.master_address is 'host'"),
-        ({"tracker": True, "distributed": {"master_address": "h:1"}}, "tracker is true"),
-        ({"lookup_deadline_ms": 0}, "lookup_deadline_ms is 0"),
-        ({"min_load_tokens": -1}, "min_load_tokens is -1"),
-        ({"pool": {"name": "p", "namespace": "d", "uid": ""}}, "pool.uid is empty"),
-        ({"pool": {"name": "p"}}, "uid"),
+        ({"capasity_bytes": 1}, "capasity_bytes is 1", "did you mean local.capacity_bytes?"),
+        ({"local": {"capacityBytes": 1}}, "local.capacityBytes is 1", "did you mean local.capacity_bytes?"),
+        ({"local": {"capacity": 1, "capacity_bytes": 1}}, "local.capacity is 1", "the keys of local are: capacity_bytes"),
+        ({"distributed": {"master": "h:1"}}, "distributed.master is 'h:1'", "did you mean distributed.master_address?"),
+        ({"master_address": "h:1"}, "master_address is 'h:1'", "did you mean distributed.master_address?"),
+        ({"weightsSource": "Model"}, "weightsSource is 'Model'", "did you mean weights_source?"),
+        ({"hub": {"endpont": "x"}}, "hub.endpont is 'x'", "did you mean hub.endpoint?"),
+        ({"qqq": None}, "qqq is null", "the keys are: allow_untested_vllm, distributed"),
+        ({"new\nline": 1}, "new\\nline is 1", "the keys are"),
     ],
 )
-def test_a_wrong_value_is_named(extra: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
+def test_an_unknown_key_is_answered_with_the_nearest_one(extra: dict[str, Any], named: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         ConnectorConfig.parse({**POOL, **extra}, {})
+    assert f"{named}, but there is no such key" in str(caught.value)
+    assert meant in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "address", ["h:1", "mooncake.ns.svc:50051", "10.0.0.1:65535", "[::1]:50051", "etcd://a:2379", "etcd://a:2379;[fe80::1]:2379"]
+)
+def test_addresses_of_masters_are_taken(address: str) -> None:
+    config = ConnectorConfig.parse({**POOL, "distributed": {"master_address": address, "protocol": "rdma", "device_name": "mlx5_0"}}, {})
+    assert config.distributed is not None
+    assert config.distributed.master_address == address
+
+
+def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
+    def names(kind: Any, table: schema.Table) -> None:
+        assert set(table.keys) == set(kind.__struct_fields__)
+
+    names(ConnectorConfig, SCHEMA)
+    for key, kind in (("pool", PoolRef), ("hub", HubRef), ("local", LocalTier), ("distributed", DistributedTier)):
+        table = SCHEMA.keys[key]
+        assert isinstance(table, schema.Table)
+        names(kind, table)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*ConnectorConfig.__struct_fields__, "config_file", "x"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(st.sampled_from(["uid", "endpoint", "capacity_bytes", "y"]), inner, max_size=3)
+            ),
+            max_leaves=5,
+        ),
+        max_size=5,
+    )
+)
+@settings(max_examples=300, deadline=None)
+def test_whatever_comes_in_only_a_sentence_comes_out(extra: dict[str, Any]) -> None:
+    said, config = "one sentence", None
+    try:
+        config = ConnectorConfig.parse({**POOL, **extra}, {})
+    except ConfigError as error:
+        said = str(error)
+    assert len(said.splitlines()) == 1
+    assert config is None or (config.lookup_deadline_ms > 0 and config.staging_slots >= 1)
 
 
 def test_an_address_that_is_none_is_left_to_the_link() -> None:
@@ -64,9 +179,41 @@ def test_the_environment_alone_may_hold_it_and_folders_are_relative_to_the_file(
     assert config.hub.credentials_dir == str(tmp_path / "keys")
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{garbage", "EPOCHKV_CONFIG: '{garbage' is not a JSON object"),
+        ('{"pool": 3}', "EPOCHKV_CONFIG: pool is 3; it must be an object with the keys name, uid"),
+        ('{"pool": {"name": "p", "uid": "u"}, "loca": {}}', "EPOCHKV_CONFIG: loca is {}, but there is no such key; did you mean local?"),
+        ('{"pool": {"name": "p", "uid": "u"}, "lookup_wait_ms": NaN}', "is not a JSON object"),
+        ("/absent/connection.json", "EPOCHKV_CONFIG: '/absent/connection.json' cannot be read (No such file or directory)"),
+        ("[1]", "EPOCHKV_CONFIG: '[1]' cannot be read"),
+        ("{" * 100_000, "is not a JSON object"),
+    ],
+)
+def test_garbage_in_the_environment_is_one_sentence(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ConnectorConfig.parse({}, {"EPOCHKV_CONFIG": text})
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent\.json"):
+    with pytest.raises(ConfigError, match=r"config_file: '.*absent\.json' cannot be read \(No such file or directory\)"):
         ConnectorConfig.parse({"config_file": str(tmp_path / "absent.json")}, {})
-    (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"broken\.json"):
-        ConnectorConfig.parse({"config_file": str(tmp_path / "broken.json")}, {})
+    for name, content in (("broken.json", b"{"), ("binary.json", b"\xff\x00{"), ("list.json", b"[]"), ("empty.json", b"")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"config_file: .*{name} is not a JSON object"):
+            ConnectorConfig.parse({"config_file": str(tmp_path / name)}, {})
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(ConfigError, match=r"pipe\.json is not a regular file"):
+        ConnectorConfig.parse({"config_file": str(tmp_path / "pipe.json")}, {})
+
+
+def test_a_wrong_value_in_a_file_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "epochkv.json"
+    path.write_text(json.dumps({**POOL, "verify": "some", "tracker": False}))
+    with pytest.raises(ConfigError, match=rf"{path}: verify is 'some'"):
+        ConnectorConfig.parse({"config_file": str(path)}, {})
+    with pytest.raises(ConfigError, match=r"kv_connector_extra_config: verify is 'none'"):
+        ConnectorConfig.parse({"config_file": str(path), "verify": "none"}, {})

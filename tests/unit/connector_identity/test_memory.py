@@ -1,0 +1,96 @@
+"""The memory limit as the kernel writes it: cgroup v2, cgroup v1, neither; the smallest one holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from epochkv_connector.config import ConfigError
+from epochkv_connector.memory import check_fits, memory_limit
+
+GIB = 1 << 30
+UNLIMITED_V1 = "9223372036854771712"
+
+
+def write(root: Path, path: str, content: str) -> None:
+    target = root / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(content)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    write(tmp_path, "proc/meminfo", f"MemTotal:       {64 * GIB // 1024} kB\nMemFree: 5 kB\n")
+    return tmp_path
+
+
+def limit_of(root: Path) -> tuple[int, str]:
+    limit = memory_limit(root)
+    assert limit is not None
+    return limit.num_bytes, limit.source
+
+
+def test_a_machine_without_groups_has_its_memory(root: Path) -> None:
+    assert limit_of(root) == (64 * GIB, "the machine's memory")
+
+
+def test_a_container_sees_its_own_group_as_the_root(root: Path) -> None:
+    write(root, "proc/self/cgroup", "0::/\n")
+    write(root, "sys/fs/cgroup/memory.max", f"{8 * GIB}\n")
+    assert limit_of(root) == (8 * GIB, "memory.max of its cgroup")
+    write(root, "sys/fs/cgroup/memory.max", "max\n")
+    assert limit_of(root) == (64 * GIB, "the machine's memory")
+
+
+def test_a_group_outside_of_the_mount_counts_as_its_root(root: Path) -> None:
+    write(root, "proc/self/cgroup", "0::/../../other/leaf\n")
+    write(root, "sys/fs/cgroup/memory.max", f"{7 * GIB}\n")
+    assert limit_of(root)[0] == 7 * GIB
+
+
+@pytest.mark.parametrize(
+    ("parent", "leaf", "expected"), [("max", str(3 * GIB), 3), (str(2 * GIB), "max", 2), (str(2 * GIB), str(5 * GIB), 2)]
+)
+def test_the_smallest_limit_on_the_way_up_holds(root: Path, parent: str, leaf: str, expected: int) -> None:
+    write(root, "proc/self/cgroup", "0::/kubepods/pod1\n")
+    write(root, "sys/fs/cgroup/kubepods/memory.max", parent)
+    write(root, "sys/fs/cgroup/kubepods/pod1/memory.max", leaf)
+    assert limit_of(root)[0] == expected * GIB
+
+
+def test_version_1_of_groups(root: Path) -> None:
+    write(root, "proc/self/cgroup", "12:cpu,cpuacct:/x\n5:memory:/docker/abc\n1:name=systemd:/x\n")
+    write(root, "sys/fs/cgroup/memory/docker/abc/memory.limit_in_bytes", f"{4 * GIB}\n")
+    write(root, "sys/fs/cgroup/memory/memory.limit_in_bytes", UNLIMITED_V1)
+    assert limit_of(root) == (4 * GIB, "memory.limit_in_bytes of its cgroup")
+    write(root, "sys/fs/cgroup/memory/docker/abc/memory.limit_in_bytes", UNLIMITED_V1)
+    assert limit_of(root)[0] == 64 * GIB
+
+
+def test_garbage_and_nothing_are_no_limit(root: Path, tmp_path: Path) -> None:
+    write(root, "proc/self/cgroup", "nonsense\n0::/\n:::\n")
+    write(root, "sys/fs/cgroup/memory.max", "-5 apples")
+    assert limit_of(root)[0] == 64 * GIB
+    assert memory_limit(tmp_path / "empty") is None
+    check_fits(1 << 60, "local.capacity_bytes", 1 << 60, tmp_path / "empty")
+
+
+def test_what_cannot_exist_is_an_error_with_both_numbers(root: Path) -> None:
+    write(root, "proc/self/cgroup", "0::/\n")
+    write(root, "sys/fs/cgroup/memory.max", str(8 * GIB))
+    check_fits(8 * GIB, "local.capacity_bytes", 8 * GIB, root)
+    with pytest.raises(ConfigError) as caught:
+        check_fits(9 * GIB, "local.capacity_bytes", 18 * GIB, root)
+    assert str(caught.value) == (
+        f"kv_connector_extra_config: local.capacity_bytes is {18 * GIB}, which takes {9 * GIB} bytes (9.0 GiB) on this machine; "
+        f"it must stay below {8 * GIB} bytes (8.0 GiB, memory.max of its cgroup) with room for vLLM; "
+        "lower local.capacity_bytes, or raise that limit"
+    )
+
+
+def test_this_machine_has_a_limit() -> None:
+    limit = memory_limit()
+    assert limit is not None
+    total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+    assert 0 < limit.num_bytes <= int(total.split()[1]) * 1024
