@@ -334,7 +334,8 @@ class SchedulerHalf:
         self._count["blocks_loaded"] += len(done.job.moves) - len(done.doubted)
         fetched = sum(move.source is Source.STORE for move in done.job.moves)
         if fetched:
-            self._pause.end(done.job.request_id, None if done.abandoned else len(done.filled) == fetched)
+            arrived = not done.failed or len(done.filled) == fetched
+            self._pause.end(done.job.request_id, None if done.abandoned else arrived)
         if done.abandoned:
             return
         # Verified L2 bytes in a slot are good on every rank, even when the copy to the GPU came too late.
