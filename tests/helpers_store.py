@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -246,6 +246,16 @@ class RawClient:
     def get(self, key: str, num_bytes: int) -> bytes:
         assert self._client.batch_get_into([key], [self._address], [num_bytes]) == [num_bytes]
         return self._map[:num_bytes]
+
+    def offer(self, key: str, value: bytes) -> bool:
+        """Put; False if the store takes no more."""
+        self._map[: len(value)] = value
+        codes: list[int] = self._client.batch_put_from([key], [self._address], [len(value)])
+        return codes == [0]
+
+    def lease(self, keys: Sequence[str]) -> None:
+        """Ask whether they are there: what was asked for is not evicted for a while."""
+        self._client.batch_is_exist(list(keys))
 
     def remove(self, key: str) -> bool:
         """By force, also what is being read; False if there was none."""

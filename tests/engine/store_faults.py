@@ -59,7 +59,7 @@ class FaultyPair:
 
     def __init__(self, folder: Path, weights: Weights, prompts: Prompts, reference: Reference) -> None:
         self.weights, self.prompts, self.reference = weights, prompts, reference
-        self.mooncake = Mooncake(folder / "mooncake", lease_seconds=3.0, client_ttl_seconds=8)
+        self.mooncake = Mooncake(folder / "mooncake", segment_bytes=96 << 20, lease_seconds=3.0, client_ttl_seconds=8)
         self.mooncake.__enter__()
         self.relay = Relay(self.mooncake.address)
         self.pool = Pool(folder, lease_seconds=60.0)
