@@ -19,27 +19,53 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import vllm
-from vllm.v1.core import kv_cache_utils
 
 from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout
 from epochkv_connector.worker.slots import slot_stride
+
+TESTED_VERSIONS = ((0, 30), (0, 33))
+"""First and last minor version accepted."""
+
+
+class UnsupportedEngine(RuntimeError):
+    """This engine cannot be fenced; the message says what is wrong and what to change."""
+
+
+def _unsupported(found: str) -> str:
+    first, last = TESTED_VERSIONS
+    return f"vLLM {found} is not supported: EpochKV was tested with {first[0]}.{first[1]} to {last[0]}.{last[1]}; install one of these"
+
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorRole,
+        KVConnectorTransferResults,
+        SupportsHMA,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.v1.core import kv_cache_utils
+except ImportError as error:  # a version so far away that there is nothing to try
+    raise UnsupportedEngine(f"{_unsupported(getattr(vllm, '__version__', '(unknown)'))} ({error})") from None
 
 try:  # 0.32 and later
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError:
     CacheHitSource = None
 
-TESTED_VERSIONS = ((0, 30), (0, 33))
-"""First and last minor version accepted."""
+__all__ = [  # names of vLLM that the rest of the connector imports from here
+    "KVConnectorBase_V1",
+    "KVConnectorPromMetrics",
+    "KVConnectorRole",
+    "KVConnectorStats",
+    "KVConnectorTransferResults",
+    "SupportsHMA",
+]
 
 ALLOWED_SIBLINGS: frozenset[str] = frozenset({"EpochKVConnector"})
 """What may stand beside us in a MultiConnector: connectors that keep block hashes per request would outlive a re-hash."""
 
 Hasher = Callable[[Any], list[bytes]]
-
-
-class UnsupportedEngine(RuntimeError):
-    """This engine cannot be fenced; the message says what is wrong and what to change."""
 
 
 def check_version(allow_untested: bool, version: str | None = None) -> None:
@@ -55,10 +81,7 @@ def check_version(allow_untested: bool, version: str | None = None) -> None:
     first, last = TESTED_VERSIONS
     if first <= minor <= last or allow_untested:
         return
-    raise UnsupportedEngine(
-        f"vLLM {found} is not supported: EpochKV was tested with {first[0]}.{first[1]} to {last[0]}.{last[1]}; "
-        "install one of these, or set allow_untested_vllm to true in kv_connector_extra_config at your own risk"
-    )
+    raise UnsupportedEngine(f"{_unsupported(found)}, or set allow_untested_vllm to true in kv_connector_extra_config at your own risk")
 
 
 def share_log_handlers() -> None:

@@ -15,14 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    SupportsHMA,
-)
-
 from epochkv_connector import compat, tiers
+from epochkv_connector.compat import KVConnectorBase_V1, KVConnectorRole, KVConnectorTransferResults, SupportsHMA
 from epochkv_connector.config import ConfigError, ConnectorConfig
 from epochkv_connector.fencing import Fence, FencePolicy, PoolIdentity
 from epochkv_connector.identity import fingerprint

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from epochkv_connector.compat import KVConnectorPromMetrics, KVConnectorStats
 
 logger = logging.getLogger("vllm.epochkv.stats")
 
