@@ -9,6 +9,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+import msgspec
+
 
 class Source(enum.IntEnum):
     """Where the bytes of a load come from."""
@@ -26,8 +28,7 @@ class Phase(enum.IntEnum):
     RELEASED = 3  # follows a LOADED or STORED that named `busy_slots`: this rank touches them no more
 
 
-@dataclass(frozen=True, slots=True)
-class BlockMove:
+class BlockMove(msgspec.Struct, frozen=True, gc=False):
     """One block of one KV cache group of one request.
 
     Attributes:

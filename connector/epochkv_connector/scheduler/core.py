@@ -14,8 +14,10 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.records import JobAck, LoadJob, Phase, SaveJob, Source
@@ -199,10 +201,8 @@ class SchedulerHalf:
             return Commit.DOOMED
         self._count["plans_committed"] += 1
         self._load_drafts[request_id] = draft
-        host = [(move.group, move.block) for move in draft.moves if move.source is Source.HOST]
-        store = [(move.group, move.block) for move in draft.moves if move.source is Source.STORE]
-        self._sources[request_id] = self._planner.split(host, store, num_external_tokens)
-        if store:
+        self._sources[request_id] = self._planner.sources(draft, num_external_tokens)
+        if draft.num_fetched:
             self._pause.begin(request_id)
         return Commit.LOADING
 
@@ -291,8 +291,10 @@ class SchedulerHalf:
                     self.on_acks([JobAck(job.job_id, rank, phase, job.start_block, 0, failed=True)])
 
     def _open_load(self, draft: LoadDraft, now: float) -> LoadJob:
-        fresh = itertools.cycle(self._index.allocate(draft.num_reserved, reserved=True))
-        moves = tuple(m if m.source is Source.HOST else replace(m, slot=next(fresh)) for m in draft.moves)
+        moves = tuple(draft.moves)
+        if draft.num_fetched:
+            fresh = itertools.cycle(self._index.allocate(draft.num_reserved, reserved=True))
+            moves = tuple(m if m.source is Source.HOST else msgspec.structs.replace(m, slot=next(fresh)) for m in moves)
         deadline = self._config.job_deadline_seconds
         job = LoadJob(next(self._ids), draft.request_id, draft.namespace, moves, deadline)
         self._ledger.open_load(job, now, draft.abandoned)

@@ -8,7 +8,7 @@ only where all groups agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout
 
@@ -37,13 +37,6 @@ def needed_range(group: GroupLayout, num_local_tokens: int, num_total_tokens: in
     """Blocks of a group that must be loaded so that `num_total_tokens` are computed, given the local ones."""
     first = max(num_local_tokens // group.block_size, num_skipped_blocks(group, num_total_tokens))
     return range(first, cdiv(num_total_tokens, group.block_size))
-
-
-def needed_blocks(layout: CacheLayout, num_local_tokens: int, num_total_tokens: int) -> Iterator[tuple[int, int]]:
-    """(group, block) of everything a hit has to load, group by group, in chain order."""
-    for index, group in enumerate(layout.groups):
-        for block in needed_range(group, num_local_tokens, num_total_tokens):
-            yield index, block
 
 
 def longest_hit(layout: CacheLayout, num_local_tokens: int, max_tokens: int, present: Present) -> int:

@@ -74,6 +74,15 @@ class HostIndex:
         """Slot of a block, or None."""
         return self._maps[group].get(block_hash)
 
+    def num_idle(self, slots: Iterable[int]) -> int:
+        """How many slots fewer would be available if these different ones were referenced."""
+        refs = self._refs
+        return [refs[slot] for slot in slots].count(0)
+
+    def finder(self, group: int) -> Callable[[bytes], int | None]:
+        """`get` of one group, for many blocks in a row."""
+        return self._maps[group].get
+
     def is_idle(self, slot: int) -> bool:
         """Whether taking a reference on the slot makes one slot less available."""
         return self._refs[slot] == 0
@@ -120,13 +129,14 @@ class HostIndex:
 
     def pin(self, slots: Iterable[int]) -> None:
         """Reference indexed slots, so that they stay. The caller has checked `num_available` for the idle ones."""
+        refs = self._refs
         for slot in slots:
-            if self._refs[slot] == 0:
+            if refs[slot] == 0:
                 if self._names[slot] is None:
                     raise SlotError(f"slot {slot} holds nothing that a hit can refer to")
                 del (self._idle if slot in self._idle else self._dead)[slot]
                 self._held += 1
-            self._refs[slot] += 1
+            refs[slot] += 1
 
     def unpin(self, slots: Iterable[int]) -> None:
         """Drop one reference each. Give slots in reverse chain order: what is dropped first is evicted first."""

@@ -8,7 +8,7 @@ known. Nothing here waits except for the step's share of an L2 query.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from epochkv_connector.config import ConnectorConfig
@@ -33,12 +33,14 @@ class LoadDraft:
     """An accepted hit. Slot -1 in a move: reserved, to be allocated when the step is known.
 
     Attributes:
+        num_fetched: moves that come from L2.
         num_reserved: slots for the blocks that are fetched; where there are fewer slots, they are used in turns.
     """
 
     request_id: str
     namespace: str | None
     moves: list[BlockMove]
+    num_fetched: int
     num_reserved: int
     abandoned: bool = False  # the root changed since: its blocks must not be indexed
 
@@ -63,8 +65,20 @@ class _Found:
         return self.index.get(group, name)
 
     def present(self, group: int, block: int) -> bool:
-        name = self.name(group, block)
-        return name is not None and (self.slot(group, name) is not None or (group, name) in self.remote)
+        position = (block + 1) * self.scales[group] - 1  # as `name` and `slot`, without calls: asked for every block
+        if position >= len(self.hashes):
+            return False
+        name = bytes(self.hashes[position])
+        if self.index.get(group, name) is not None and (self.tracker is None or self.tracker.covers((group, name))):
+            return True
+        return (group, name) in self.remote
+
+    def locate(self, group: int, blocks: range) -> Iterator[tuple[int, bytes, int | None]]:
+        """(block, name, slot or None) of each; all of them have names."""
+        hashes, scale, find, tracker = self.hashes, self.scales[group], self.index.finder(group), self.tracker
+        for block in blocks:
+            name = bytes(hashes[(block + 1) * scale - 1])
+            yield block, name, find(name) if tracker is None or tracker.covers((group, name)) else None
 
 
 class HitPlanner:
@@ -185,7 +199,7 @@ class HitPlanner:
             self._choose(plan, total, found)
             while self._plans.num_held and self._plans.num_held + plan.num_held > cap:
                 self._evict_oldest()
-            newly_held = sum(self._index.is_idle(slot) for slot, _ in plan.pinned.values()) + plan.reserved
+            newly_held = self._index.num_idle(slot for slot, _ in plan.pinned.values()) + plan.reserved
             excess = newly_held - self._index.num_available
             if excess <= 0:
                 return
@@ -207,14 +221,13 @@ class HitPlanner:
     def _choose(self, plan: Plan, total: int, found: _Found) -> None:
         """The blocks of a hit of `total` tokens and where they come from."""
         plan.clear()
-        for group, block in hits.needed_blocks(self._layout, plan.num_local_tokens, total):
-            name = found.name(group, block)
-            assert name is not None, "a hit went beyond the request's hashes"
-            slot = found.slot(group, name)
-            if slot is None:
-                plan.missing[(group, block)] = name
-            else:
-                plan.pinned[(group, block)] = (slot, name)
+        pinned, missing = plan.pinned, plan.missing
+        for group, spec in enumerate(self._layout.groups):
+            for block, name, slot in found.locate(group, hits.needed_range(spec, plan.num_local_tokens, total)):
+                if slot is None:
+                    missing[(group, block)] = name
+                else:
+                    pinned[(group, block)] = (slot, name)
         plan.reserved = self._slots_for(len(plan.missing))
         num_tokens = total - plan.num_local_tokens
         plan.hit = Hit(num_tokens, self.split(plan.pinned, plan.missing, num_tokens))
@@ -239,8 +252,10 @@ class HitPlanner:
         self._plans.add(plan)
         self._plans.refresh(plan, self._step, now)
 
-    def split(self, host: Iterable[tuple[int, int]], store: Iterable[tuple[int, int]], num_tokens: int) -> dict[Source, int]:
+    def split(self, host: Collection[tuple[int, int]], store: Collection[tuple[int, int]], num_tokens: int) -> dict[Source, int]:
         """Tokens of a hit by tier, counted in the first full-attention group (every token is in it), else in all."""
+        if not host or not store:
+            return {Source.HOST if host else Source.STORE: num_tokens} if num_tokens else {}
         full = [index for index, group in enumerate(self._layout.groups) if group.kind is GroupKind.FULL]
         weights = {Source.HOST: 0, Source.STORE: 0}
         for source, blocks in ((Source.HOST, host), (Source.STORE, store)):
@@ -250,6 +265,14 @@ class HitPlanner:
         whole = sum(weights.values())
         from_host = num_tokens * weights[Source.HOST] // whole if whole else 0
         return {s: n for s, n in ((Source.HOST, from_host), (Source.STORE, num_tokens - from_host)) if n}
+
+    def sources(self, draft: LoadDraft, num_tokens: int) -> dict[Source, int]:
+        """Tokens by tier of an accepted hit."""
+        if draft.num_fetched == 0 or draft.num_fetched == len(draft.moves):
+            return {Source.STORE if draft.num_fetched else Source.HOST: num_tokens}
+        host = [(move.group, move.block) for move in draft.moves if move.source is Source.HOST]
+        store = [(move.group, move.block) for move in draft.moves if move.source is Source.STORE]
+        return self.split(host, store, num_tokens)
 
     # -- keeping or dropping -------------------------------------------------------------------------------------
 
@@ -286,30 +309,36 @@ class HitPlanner:
         vLLM caches every block it allocated here under its name, so every one of them must be filled.
         """
         local, total = plan.num_local_tokens, plan.num_local_tokens + num_tokens
+        pinned, missing = plan.pinned, plan.missing
         moves: list[BlockMove] = []
+        num_fetched = 0
         for group, spec in enumerate(self._layout.groups):
             gpu_blocks = group_block_ids[group]
             for block in range(local // spec.block_size, hits.cdiv(total, spec.block_size)):
                 if block >= len(gpu_blocks):
                     return None
-                if gpu_blocks[block] == null_block:
+                gpu_block = gpu_blocks[block]
+                if gpu_block == null_block:
                     if spec.kind is GroupKind.FULL:
                         return None
                     continue  # vLLM left it out of the window
                 key = (group, block)
-                if key in plan.missing:
-                    moves.append(BlockMove(group, block, gpu_blocks[block], -1, plan.missing[key], Source.STORE))
+                if key in missing:
+                    moves.append(BlockMove(group, block, gpu_block, -1, missing[key], Source.STORE))
+                    num_fetched += 1
                     continue
-                if key not in plan.pinned and not self._pin_late(req, plan, key):
+                if key not in pinned and not self._pin_late(req, plan, key):
                     return None
-                slot, name = plan.pinned[key]
-                moves.append(BlockMove(group, block, gpu_blocks[block], slot, name, Source.HOST))
-        for move in moves:
-            taken = plan.pinned if move.source is Source.HOST else plan.missing
-            del taken[(move.group, move.block)]
-        num_reserved = min(plan.reserved, sum(move.source is Source.STORE for move in moves))
+                slot, name = pinned[key]
+                moves.append(BlockMove(group, block, gpu_block, slot, name))
+        num_reserved = min(plan.reserved, num_fetched)
         plan.reserved -= num_reserved
-        return LoadDraft(req.request_id, plan.namespace, moves, num_reserved)
+        if len(moves) == len(pinned) + len(missing):  # the whole plan, which is the rule
+            plan.pinned, plan.missing = {}, {}
+        else:
+            for move in moves:
+                del (pinned if move.source is Source.HOST else missing)[(move.group, move.block)]
+        return LoadDraft(req.request_id, plan.namespace, moves, num_fetched, num_reserved)
 
     def _pin_late(self, req: RequestView, plan: Plan, key: tuple[int, int]) -> bool:
         """A shrunk hit ends with another window: take its blocks from L1 if they are there."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epochkv_connector.scheduler.hits import longest_hit, needed_blocks
+from epochkv_connector.scheduler.hits import longest_hit, needed_range
 from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout
 
 
@@ -75,7 +75,7 @@ def test_every_window_with_every_single_gap(block_size: int, eagle: bool) -> Non
 def test_everything_needed_is_present(case: tuple[CacheLayout, int, int, frozenset[tuple[int, int]]]) -> None:
     layout, local, limit, present = case
     total = longest_hit(layout, local, limit, lambda group, block: (group, block) in present)
-    needed = list(needed_blocks(layout, local, total))
+    needed = [(group, block) for group, spec in enumerate(layout.groups) for block in needed_range(spec, local, total)]
     assert set(needed) <= present
     assert len(needed) == len(set(needed))
     assert (total > local) == bool(needed)
