@@ -72,9 +72,9 @@ def against_stock(trace: Trace, repeats: int, window: int, progress: Progress) -
     seconds: dict[str, list[float]] = {"ours": [], "stock": []}
     cached = {"ours": 0, "stock": 0}
     cpu: dict[str, float] = {}
-    began = time.monotonic()
     with fleet({"ours": "ours", "stock": "stock"}, l1_blocks=L1_BLOCKS) as group:
         warm_up(group)
+        began = time.monotonic()
         for engine in group.engines.values():
             empty_gpu(engine)
         cpu = {name: -cpu_seconds(engine) for name, engine in group.engines.items()}

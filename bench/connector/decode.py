@@ -31,9 +31,9 @@ def row(repeats: int, progress: Progress) -> Row:
     """Ratios of neighbouring turns."""
     wall: dict[str, list[float]] = {"with": [], "without": []}
     cpu: dict[str, list[float]] = {"with": [], "without": []}
-    began = time.monotonic()
     with fleet({"with": "ours", "without": "none"}, l1_blocks=L1_BLOCKS) as group:
         warm_up(group)
+        began = time.monotonic()
         order = ["with", "without"]
         for index in range(repeats):
             for name in order:

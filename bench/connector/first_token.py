@@ -30,9 +30,9 @@ def warm_up(group: Fleet) -> None:
 def own_tiers(repeats: int, progress: Progress) -> Row:
     """Two engines with L1 and L2 take turns: one computes a prompt, the other finds it in L2, the first in its L1."""
     samples: dict[str, list[float]] = {"cold": [], "L2 of another engine": [], "L1": []}
-    began = time.monotonic()
     with fleet({"a": "ours", "b": "ours"}, l1_blocks=(repeats + 1) * PROMPT_BLOCKS) as group:
         warm_up(group)
+        began = time.monotonic()
         stored = len(group.mooncake.keys())
         for index in range(repeats):
             writer, reader = (group.engines[name] for name in ("ab" if index % 2 else "ba"))
@@ -58,9 +58,9 @@ def against_stock(repeats: int, progress: Progress) -> Row:
     Names differ, so each writes its own copy. L1 is too small to answer: every measured hit of ours comes from L2.
     """
     samples: dict[str, list[float]] = {"ours": [], "stock": []}
-    began = time.monotonic()
     with fleet({"ours": "ours", "stock": "stock"}, l1_blocks=SMALL_L1_BLOCKS) as group:
         warm_up(group)
+        began = time.monotonic()
         prompts = [prompt(f"prompt {index}", PROMPT_TOKENS) for index in range(NUM_ROTATING)]
         stored = len(group.mooncake.keys())
         for tokens in prompts:
