@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -34,6 +35,7 @@ def main() -> int:
     def say(text: str) -> None:
         print(text, flush=True)
 
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # end what was started, as after Ctrl-C
     say(f"seed {seed}, {args.minutes:g} minutes of faults, about {args.minutes + 3:g} in all, logs in {folder}")
     weights = make_weights(folder / "models")
     prompts = work_out_answers(folder, weights, seed, say)

@@ -15,8 +15,9 @@ from hack.soak.tally import Tally
 from hack.soak.world import Rank, World
 
 SAMPLE_SECONDS = 5.0
-WARM_UP_SECONDS = 90.0
+WARM_UP_SECONDS, WINDOW_SECONDS = 90.0, 60.0
 """By then an engine has touched all its GPU blocks, its host region and the code of every path."""
+HUB_WARM_UP_SECONDS, HUB_WINDOW_SECONDS = 20.0, 15.0
 MAX_GROWTH_BYTES_PER_MINUTE = 4 << 20
 MAX_GROWTH_BYTES = 48 << 20
 """Beyond the warm-up. One leaked KV block of the soak's model is 0.2 MB and requests bring about 15 a second, so a leak of one
@@ -32,7 +33,7 @@ OPEN = (
 
 @dataclass(frozen=True)
 class Growth:
-    """Resident memory of one process group: medians of the first and the last minute after its warm-up."""
+    """Resident memory of one process group: medians at the begin and at the end of what follows its warm-up."""
 
     name: str
     minutes: float
@@ -76,18 +77,23 @@ class Memory:
         """Of every process that lived long enough past its warm-up to tell."""
         found = []
         for name, samples in self._samples.items():
-            warm = [(at, size) for at, size in samples if at >= samples[0][0] + WARM_UP_SECONDS]
-            if not warm or warm[-1][0] - warm[0][0] < 60.0:
+            is_hub = name.startswith("hub")
+            warm_up = HUB_WARM_UP_SECONDS if is_hub else WARM_UP_SECONDS
+            window = HUB_WINDOW_SECONDS if is_hub else WINDOW_SECONDS
+            warm = [(at, size) for at, size in samples if at >= samples[0][0] + warm_up]
+            if not warm or warm[-1][0] - warm[0][0] < window:
                 continue
             first, last = warm[0][0], warm[-1][0]
-            begin = statistics.median(size for at, size in warm if at <= first + 60.0)
-            end = statistics.median(size for at, size in warm if at >= last - 60.0)
+            begin = statistics.median(size for at, size in warm if at <= first + window)
+            end = statistics.median(size for at, size in warm if at >= last - window)
             found.append(Growth(name, (last - first) / 60.0, begin, end))
         return found
 
     def last(self) -> dict[str, float]:
-        """The newest sample of each, in MB."""
-        return {name: samples[-1][1] / 1e6 for name, samples in self._samples.items()}
+        """The newest sample of each process that lives, in MB."""
+        living = {name: samples[-1] for name, samples in self._samples.items()}
+        newest = max((at for at, _ in living.values()), default=0.0)
+        return {name: size / 1e6 for name, (at, size) in sorted(living.items()) if at == newest}
 
     def _run(self) -> None:
         while not self._stop.wait(SAMPLE_SECONDS):

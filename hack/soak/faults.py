@@ -122,7 +122,7 @@ class Hub(Actor):
 
     def act(self) -> None:
         hub = self.world.hub
-        frozen, seconds = self.rng.random() < 0.5, self.rng.uniform(0.2, 8.0)
+        frozen, seconds = self.rng.random() < 0.8, self.rng.uniform(0.2, 8.0)
         if frozen:
             freeze(hub.process, self, seconds)
         else:

@@ -24,7 +24,7 @@ from hack.standalone.engine import Engine
 NUM_PROMPTS = 40
 CLIENTS_PER_ENGINE = 2
 PROGRESS_SECONDS = 10.0
-JOIN_SECONDS = 300.0
+JOIN_SECONDS = 700.0
 
 Say = Callable[[str], None]
 
@@ -123,7 +123,7 @@ def _share_again(world: World, trainer: Trainer, prompts: Sequence[Prompt], tall
 
 
 def _progress(tally: Tally, memory: Memory, elapsed: float, total: float) -> str:
-    sizes = ", ".join(f"{name} {size:.0f}" for name, size in sorted(memory.last().items())[-4:])
+    sizes = ", ".join(f"{name} {size:.0f}" for name, size in memory.last().items())
     return (
         f"{clock(elapsed)} of {clock(total)}, {clock(max(0.0, total - elapsed))} left: {tally['faults']} faults, {tally['resets']} resets, "
         f"{tally['updates']} updates, {tally['prompts']} prompts ({tally['answers with a hit']} with a hit), "

@@ -65,7 +65,7 @@ class Trainer(Actor):
     """Weight updates under pause and fence first, updates that break off, plain resets of the pool."""
 
     name = "trainer"
-    calm = (5.0, 15.0)
+    calm = (3.0, 9.0)
 
     def __init__(self, world: World, tally: Tally, seed: int, stop: threading.Event) -> None:
         super().__init__(world, tally, seed, stop)

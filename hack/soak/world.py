@@ -27,6 +27,7 @@ GPU_BLOCKS = 40
 """Of 128 tokens: less than the prompts need together, so that vLLM evicts and preempts."""
 L1_BYTES = 12 << 20
 """About 60 blocks: less than there are prompts, so that L1 evicts, too."""
+BOOT_SECONDS = 600.0
 LEASE_SECONDS = 5.0
 JOIN_AFTER_SECONDS = 3.0
 STORE_LEASE_SECONDS = 3.0
@@ -114,7 +115,7 @@ class World:
         self.trainer = TrainerPool.connect(self.hub.connection())
         self.ranks = [Rank(index, self._start(index), self.weights[0]) for index in range(NUM_ENGINES)]
         for rank in self.ranks:
-            rank.engine.wait_ready()
+            rank.engine.wait_ready(BOOT_SECONDS)
             rank.born = time.monotonic()
         deadline = time.monotonic() + 120.0
         while sorted(engine.state for engine in self.trainer.engines()) != ["use"] * NUM_ENGINES:
@@ -146,7 +147,7 @@ class World:
             rank.weights = self.weights[0]
             engine = self._start(rank.index)
             rank.engine = engine
-            engine.wait_ready()
+            engine.wait_ready(BOOT_SECONDS)
             rank.born = time.monotonic()
             rank.move(2)
             rank.up = True
