@@ -6,6 +6,7 @@ a wrong answer in life. Ranks acknowledge late, in any interleaving, and may fai
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections import Counter, deque
@@ -70,12 +71,17 @@ def config(*, l1_slots: int = 0, l2: bool = False, ranks: int = 1, **options: ob
 
 def chain(root: bytes, tokens: Sequence[int]) -> list[bytes]:
     """Block hashes as vLLM makes them: each names its whole prefix and the root."""
+    return list(_chain(root, tuple(tokens)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _chain(root: bytes, tokens: tuple[int, ...]) -> tuple[bytes, ...]:
     hashes, parent = [], root
     for start in range(0, len(tokens) - len(tokens) % HASH_BLOCK, HASH_BLOCK):
         block = repr(tokens[start : start + HASH_BLOCK]).encode()
         parent = hashlib.sha256(parent + block).digest()[:8]
         hashes.append(parent)
-    return hashes
+    return tuple(hashes)
 
 
 def view(request_id: str, tokens: Sequence[int], root: bytes) -> RequestView:
