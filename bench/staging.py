@@ -1,33 +1,47 @@
-"""Host staging against a plain copy of the same bytes, in the same run: `python -m bench.staging`.
+"""Host staging against the best plain copy of the same bytes, in the same run: `python -m bench.staging [--device cuda]`.
 
-Numbers mean something only as ratios on one machine: every row repeats the plain copy next to what it measures and prints both.
-`busy` rows run beside a Python thread that never lets the GIL go voluntarily, as a scheduler in the same process may.
+Numbers mean something only as ratios on one machine, so every repeat measures the plain copy next to what it measures. Both
+walk through `--span` bytes, far more than any cache: in an engine neither a block nor a slot was touched a moment ago. A row
+is one job of 16-token blocks; `apart` is one tensor for each layer, as vLLM allocates them, `uneven` the same at unequal
+distances, `together` all layers in one tensor. `busy` rows run beside a Python thread that never lets the GIL go voluntarily.
+On CUDA the plain copy is one asynchronous copy between page-locked and device memory in the direction of the row, and the
+last lines show that copies overlap compute.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from epochkv_connector.worker.layout import GroupSpec
-from epochkv_connector.worker.staging import Pair, Staging, StagingStream
+from epochkv_connector.worker.staging import Pair, Staging, StagingStream, compute_event
+
+SHAPES = ((16, 16 << 10), (32, 64 << 10), (16, 256 << 10))
+"""(layers, bytes of one layer in one block): a small shard, an 8B model, a large shard."""
+AIM = {"cpu": 0.8, "cuda": 0.9}
 
 
-def seconds(work: Callable[[], object], repeats: int) -> float:
-    """Median duration after one warm-up."""
-    work()
-    taken = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken)
+def seconds(works: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median duration of each after one warm-up, in turns."""
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(repeats + 1):
+        for name, work in works.items():
+            began = time.perf_counter()
+            work()
+            if turn:
+                taken[name].append(time.perf_counter() - began)
+    return {name: statistics.median(durations) for name, durations in taken.items()}
 
 
 @contextmanager
@@ -50,59 +64,118 @@ def busy_interpreter(active: bool) -> Iterator[None]:
             thread.join()
 
 
-def rates(layers: int, block_bytes: int, blocks: int, one_storage: bool, busy: bool, repeats: int) -> dict[str, float]:
-    """Bytes per nanosecond (GB/s) by kind of copy; "plain copy" is the same bytes in one piece."""
-    num_blocks = 2 * blocks
-    if one_storage:
-        tensors = list(torch.randint(0, 255, (layers, num_blocks, block_bytes), dtype=torch.uint8))
-    else:
-        tensors = [torch.randint(0, 255, (num_blocks, block_bytes), dtype=torch.uint8) for _ in range(layers)]
-    names = [f"l{i}" for i in range(layers)]
-    staging = Staging(dict(zip(names, tensors, strict=True)), [GroupSpec(names)], blocks, num_blocks)
-    pairs = [Pair(0, 2 * i, i) for i in range(blocks)]
-    total = layers * block_bytes * blocks
-    source, target = torch.ones(total, dtype=torch.uint8), torch.zeros(total, dtype=torch.uint8)
-    gpu, host = torch.tensor([pair.gpu_block for pair in pairs]), torch.tensor([pair.slot for pair in pairs])
-    flat = torch.zeros(layers, blocks, block_bytes, dtype=torch.uint8)
-
-    def per_layer() -> None:
-        for layer, tensor in enumerate(tensors):
-            flat[layer].index_copy_(0, host, tensor.index_select(0, gpu))
-
-    results: dict[str, float] = {}
-
-    def run() -> None:
-        stream = StagingStream(staging)
-        with busy_interpreter(busy):
-            results["plain copy"] = seconds(lambda: target.copy_(source), repeats)
-            results["gather"] = seconds(lambda: stream.gather(pairs), repeats)
-            results["scatter"] = seconds(lambda: stream.scatter(pairs), repeats)
-            results["index per layer"] = seconds(per_layer, repeats)
-
-    thread = threading.Thread(target=run)  # copies run on a thread of their own, as in an engine
-    thread.start()
-    thread.join()
-    return {name: total / taken / 1e9 for name, taken in results.items()}
+def kv_tensors(layout: str, layers: int, num_blocks: int, block_bytes: int, device: str) -> list[Tensor]:
+    """One tensor for each layer, `(num_blocks, block_bytes)`."""
+    shape = (num_blocks, block_bytes)
+    if layout == "together":
+        return list(torch.ones((layers, *shape), dtype=torch.uint8, device=device))
+    made: list[Tensor] = []
+    for layer in range(layers):
+        extra = layer * layer % 7 * 4096 if layout == "uneven" else 0
+        made.append(torch.ones(num_blocks * block_bytes + extra, dtype=torch.uint8, device=device)[extra:].view(shape))
+    return made
 
 
-def measure(layers: int, block_bytes: int, blocks: int, one_storage: bool, busy: bool, repeats: int) -> None:
-    """Print one row."""
-    measured = rates(layers, block_bytes, blocks, one_storage, busy, repeats)
-    plain = measured["plain copy"]
-    shape = f"{layers} layers x {block_bytes >> 10} KiB, {blocks} blocks, {'one storage' if one_storage else 'apart'}"
-    cells = "  ".join(f"{name} {rate:6.2f} ({rate / plain:4.0%})" for name, rate in measured.items())
-    print(f"{shape:48}{'busy' if busy else '':5} GB/s: {cells}")
+class Row:
+    """One line of the table: a pool of KV blocks, a region, and jobs that walk through both."""
+
+    def __init__(self, layout: str, layers: int, block_bytes: int, blocks: int, span: int, device: str) -> None:
+        self.name = f"{layers} layers x {block_bytes >> 10} KiB, {blocks} blocks, {layout}"
+        self.num_bytes = layers * block_bytes * blocks
+        self.device = device
+        num_jobs = max(2, span // self.num_bytes)
+        names = [f"l{i}" for i in range(layers)]
+        tensors = kv_tensors(layout, layers, num_jobs * blocks, block_bytes, device)
+        self.staging = Staging(dict(zip(names, tensors, strict=True)), [GroupSpec(names)], num_jobs * blocks, num_jobs * blocks)
+        order = torch.randperm(num_jobs * blocks, generator=torch.Generator().manual_seed(1)).tolist()
+        jobs = [[Pair(0, order[job * blocks + i], job * blocks + i) for i in range(blocks)] for job in range(num_jobs)]
+        self.jobs = itertools.cycle(jobs)
+        self._near = torch.ones((num_jobs, self.num_bytes), dtype=torch.uint8, device=device)
+        self._far = torch.ones((num_jobs, self.num_bytes), dtype=torch.uint8, pin_memory=device == "cuda")
+        self._plain = itertools.cycle(range(num_jobs))
+
+    def plain(self, to_host: bool) -> None:
+        """The same number of bytes in one piece."""
+        place = next(self._plain)
+        to, source = (self._far, self._near) if to_host else (self._near, self._far)
+        to[place].copy_(source[place], non_blocking=True)
+        if self.device == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def measure(self, repeats: int, busy: bool) -> dict[str, float]:
+        """Bytes per second by name, on a thread of its own, as in an engine."""
+        found: dict[str, float] = {}
+
+        def run() -> None:
+            stream = StagingStream(self.staging)
+            works: dict[str, Callable[[], object]] = {
+                "plain out": lambda: self.plain(True),
+                "gather": lambda: stream.gather(next(self.jobs)),
+                "plain in": lambda: self.plain(False),
+                "scatter": lambda: stream.scatter(next(self.jobs)),
+            }
+            with busy_interpreter(busy):
+                found.update({name: self.num_bytes / taken for name, taken in seconds(works, repeats).items()})
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        return found
+
+
+def overlap(row: Row) -> dict[str, Any]:
+    """Whether a job's copies end while the compute stream is still at work, and what they cost it."""
+    left = torch.ones((8192, 8192), dtype=torch.bfloat16, device="cuda")
+    product = torch.empty_like(left)
+    stream = StagingStream(row.staging)
+
+    def compute(copies: bool) -> tuple[float, bool]:
+        begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        after = compute_event(row.staging.device)  # recorded before the work, as a load's is
+        begun.record()
+        for _ in range(60):
+            torch.mm(left, left, out=product)
+        ended.record()
+        if copies:
+            stream.gather(next(row.jobs), after)
+        inside = not ended.query()
+        ended.synchronize()
+        return begun.elapsed_time(ended), inside
+
+    compute(True)
+    alone = statistics.median(compute(False)[0] for _ in range(5))
+    beside = [compute(True) for _ in range(5)]
+    slowed = statistics.median(duration for duration, _ in beside) / alone
+    return {"copies_ended_during_compute": all(inside for _, inside in beside), "compute_ms": alone, "compute_slowed": slowed}
 
 
 def main() -> None:
     """Run every row."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=7)
-    repeats = parser.parse_args().repeats
-    for busy in (False, True):
-        for layers, block_bytes in ((16, 16 << 10), (32, 64 << 10), (16, 256 << 10)):
-            for one_storage in (True, False):
-                measure(layers, block_bytes, 32, one_storage, busy, repeats)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--span", type=int, default=256 << 20, help="bytes that a row walks through (default: 256 MiB)")
+    parser.add_argument("--blocks", type=int, default=32, help="blocks in a job")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA device here")
+    rows: list[dict[str, Any]] = []
+    for busy, (layers, block_bytes), layout in itertools.product((False, True), SHAPES, ("apart", "uneven", "together")):
+        row = Row(layout, layers, block_bytes, args.blocks, args.span, args.device)
+        rates = row.measure(args.repeats, busy)
+        ratios = {"gather": rates["gather"] / rates["plain out"], "scatter": rates["scatter"] / rates["plain in"]}
+        rows.append({"row": row.name, "busy": busy, "bytes_per_second": rates, "ratio": ratios})
+        cells = "  ".join(f"{name} {rates[name] / 1e9:6.2f}" + (f" ({ratios[name]:4.0%})" if name in ratios else "") for name in rates)
+        print(f"{row.name:44}{'busy' if busy else '':5} GB/s: {cells}", flush=True)
+    quiet = [ratio for row in rows if not row["busy"] for ratio in row["ratio"].values()]
+    result: dict[str, Any] = {"device": args.device, "rows": rows, "aim": AIM[args.device], "worst": min(quiet)}
+    print(f"aim {AIM[args.device]:.0%} of a plain copy; median {statistics.median(quiet):.0%}, worst {min(quiet):.0%} (rows without busy)")
+    if args.device == "cuda":
+        result["overlap"] = overlap(Row("apart", 32, 64 << 10, args.blocks, args.span, "cuda"))
+        print("overlap with compute: " + ", ".join(f"{name} {value}" for name, value in result["overlap"].items()))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

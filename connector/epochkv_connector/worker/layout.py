@@ -70,24 +70,6 @@ class GroupView:
     parts: tuple[Tensor, ...]
     payload_bytes: int
 
-    def block(self, block_id: int) -> list[Tensor]:
-        """Views of one block's bytes, in payload order.
-
-        Raises:
-            IndexError: no such block.
-        """
-        if not 0 <= block_id < self.num_blocks:
-            raise IndexError(f"block {block_id} of {self.layer_names[0]}: the pool has {self.num_blocks} blocks")
-        return [part.select(0, block_id) for part in self.parts]
-
-    def like_block(self, payload: Tensor) -> list[Tensor]:
-        """Views of a contiguous `(payload_bytes,)` uint8 tensor, shaped like `block()`."""
-        shapes = [part.shape[1:] for part in self.parts]
-        if len(shapes) == 1:
-            return [payload.view(shapes[0])]
-        runs = payload.split_with_sizes([math.prod(shape) for shape in shapes])
-        return [run if len(shape) == 1 else run.view(shape) for run, shape in zip(runs, shapes, strict=True)]
-
 
 def group_view(caches: Mapping[str, KVCache], spec: GroupSpec, num_blocks: int | None) -> GroupView:
     """Build the view of one group.

@@ -1,25 +1,29 @@
 """The host region of one worker rank and the copies between GPU blocks and its slots.
 
 Only this region is ever registered with the store or the CUDA driver, so vLLM's sleep mode and expandable segments keep
-working and a GPU block is held for one device-to-host copy instead of one network put. Copies of a job are one call
-that does not hold the GIL. Depends on torch only: importable and testable without vLLM.
+working and a GPU block is held for one device-to-host copy instead of one network put. How bytes are copied: `copies`.
+Depends on torch only: importable and testable without vLLM.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import math
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from epochkv_connector.worker.copies import Copies, CpuCopies, CudaCopies
 from epochkv_connector.worker.layout import GroupSpec, GroupView, KVCache, group_view
 from epochkv_connector.worker.slots import HEADER_BYTES, object_bytes, slot_stride
 
 __all__ = ["GroupSpec", "HostRegion", "Pair", "Staging", "StagingStream"]
+
+PIN_CHUNK_BYTES = 64 << 30
+"""One registration with the driver is never larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,9 @@ class HostRegion:
         self.bytes = memoryview(self._map)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
-        self._pinned = pin and self._pin()
+        self._pinned: list[int] = []  # addresses of page-locked chunks
+        if pin:
+            self._pin()
 
     def slot_address(self, slot: int) -> int:
         """Address of the slot's header.
@@ -81,21 +87,36 @@ class HostRegion:
 
     def unpin(self) -> None:
         """Give page-locked memory back to the driver; the mapping itself lives as long as anybody refers to it."""
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.address)
-            self._pinned = False
+        pinned, self._pinned = self._pinned, []
+        for address in pinned:
+            torch.cuda.cudart().cudaHostUnregister(address)
 
-    def _pin(self) -> bool:
-        error = torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, 0)
-        if int(error) != 0:
-            raise RuntimeError(
-                f"cudaHostRegister of {self.num_bytes} bytes failed with {error}; lower local.capacity_bytes or staging_slots"
-            )
-        return True
+    def _pin(self) -> None:
+        """Page-lock exactly this region (torch's own pinned allocator rounds up to a power of two)."""
+        for start, size in pin_chunks(self.num_bytes, self.stride):
+            error = torch.cuda.cudart().cudaHostRegister(self.address + start, size, 0)
+            if int(error) != 0:
+                self.unpin()
+                raise RuntimeError(
+                    f"cudaHostRegister of bytes {start} to {start + size} of {self.num_bytes} failed with {error}; "
+                    "lower local.capacity_bytes or staging_slots"
+                )
+            self._pinned.append(self.address + start)
+
+
+def pin_chunks(num_bytes: int, stride: int, limit: int = PIN_CHUNK_BYTES) -> Iterator[tuple[int, int]]:
+    """(start, bytes) of the pieces in which a region is page-locked: whole slots and whole pages, about `limit` each.
+
+    A copy must not cross from one registration to another, so no slot may.
+    """
+    unit = math.lcm(stride, mmap.PAGESIZE)
+    chunk = max(1, limit // unit) * unit
+    for start in range(0, num_bytes, chunk):
+        yield start, min(chunk, num_bytes - start)
 
 
 class Staging:
-    """The groups of this rank, the host region, and the pairs of views a job copies."""
+    """The groups of this rank and the host region."""
 
     def __init__(
         self,
@@ -119,62 +140,49 @@ class Staging:
         """Writable bytes of the store object in `slot` (a block of `group`)."""
         return self.region.object_view(slot, self.groups[group].payload_bytes)
 
-    def views(self, pairs: Sequence[Pair]) -> tuple[list[Tensor], list[Tensor]]:
-        """(views of GPU blocks, matching views of slots), same length and shapes.
+    def batch(self, pairs: Sequence[Pair]) -> list[tuple[int, list[int], list[int]]]:
+        """(group, GPU blocks, slots) for each group.
 
         Raises:
             IndexError: a group, block or slot that does not exist.
         """
-        blocks: list[Tensor] = []
-        slots: list[Tensor] = []
+        found: dict[int, tuple[list[int], list[int]]] = {}
         for pair in pairs:
-            group = self.groups[pair.group]
-            blocks += group.block(pair.gpu_block)
-            slots += group.like_block(self.region.payload(pair.slot, group.payload_bytes))
-        return blocks, slots
+            if not 0 <= pair.group < len(self.groups):
+                raise IndexError(f"KV cache group {pair.group}: there are {len(self.groups)}")
+            if not 0 <= pair.gpu_block < self.groups[pair.group].num_blocks:
+                raise IndexError(f"block {pair.gpu_block}: the pool has {self.groups[pair.group].num_blocks} blocks")
+            self.region.slot_address(pair.slot)
+            blocks, slots = found.setdefault(pair.group, ([], []))
+            blocks.append(pair.gpu_block)
+            slots.append(pair.slot)
+        return [(group, *ids) for group, ids in found.items()]
 
 
 class StagingStream:
     """Runs copies in one direction on its own thread's stream. Made and used by exactly one thread.
 
-    CPU: `copy` returns when the bytes are there. CUDA: copies are issued on a side stream behind `after` and `copy`
-    waits for their own event, never for the device. Nobody else's work on the device is waited for.
+    Both calls return when the bytes are there. On CUDA the copies run on a side stream behind `after` and their own event
+    is waited for, never the device: nobody else's work on it is waited for.
     """
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
-        self._stream: torch.cuda.Stream | None = None
+        self._copies: Copies
         if staging.device.type == "cuda":
-            self._stream = torch.cuda.Stream(device=staging.device)
+            self._copies = CudaCopies(staging.groups, staging.region, staging.device)
         else:
-            _use_one_thread_for_copies()
+            self._copies = CpuCopies(staging.groups, staging.region)
 
     def gather(self, pairs: Sequence[Pair], after: torch.cuda.Event | None = None) -> None:
         """GPU blocks -> slots, after the compute stream has reached `after`."""
-        blocks, slots = self._staging.views(pairs)
-        self._copy(slots, blocks, after)
+        if pairs:
+            self._copies.gather(self._staging.batch(pairs), after)
 
     def scatter(self, pairs: Sequence[Pair], after: torch.cuda.Event | None = None) -> None:
         """Slots -> GPU blocks, after the compute stream has reached `after` (older kernels may still read the blocks)."""
-        blocks, slots = self._staging.views(pairs)
-        self._copy(blocks, slots, after)
-
-    def _copy(self, to: list[Tensor], source: list[Tensor], after: torch.cuda.Event | None) -> None:
-        if not to:
-            return
-        if self._stream is None:
-            torch._foreach_copy_(to, source)
-            return
-        # A strided device view would be copied through a temporary on the device; contiguous runs are plain
-        # asynchronous memcpys.
-        to, source = _contiguous_runs(to), _contiguous_runs(source)
-        done = torch.cuda.Event(blocking=True)
-        with torch.cuda.stream(self._stream):
-            if after is not None:
-                self._stream.wait_event(after)
-            torch._foreach_copy_(to, source, non_blocking=True)
-            done.record(self._stream)
-        done.synchronize()
+        if pairs:
+            self._copies.scatter(self._staging.batch(pairs), after)
 
 
 def compute_event(device: torch.device) -> torch.cuda.Event | None:
@@ -184,32 +192,3 @@ def compute_event(device: torch.device) -> torch.cuda.Event | None:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def _contiguous_runs(views: Sequence[Tensor]) -> list[Tensor]:
-    """The same bytes as one-dimensional contiguous tensors, in order."""
-    runs: list[Tensor] = []
-    for view in views:
-        runs += view.reshape(-1, view.shape[-1]).unbind(0) if view.is_contiguous() else _rows(view)
-    return runs
-
-
-def _rows(view: Tensor) -> list[Tensor]:
-    if view.dim() == 1:
-        return [view]
-    rows: list[Tensor] = []
-    for part in view.unbind(0):
-        rows += _rows(part)
-    return rows
-
-
-def _use_one_thread_for_copies() -> None:
-    """Keep the calling thread's copies on the calling thread.
-
-    torch would split each of them over a team of OpenMP threads, which compete with the model's own team: 3 times
-    slower on two cores. The setting is OpenMP's, per thread (`torch.set_num_threads` would change it for threads born
-    later, too).
-    """
-    torch.zeros(1 << 17).add_(1)  # torch sets its own number once per thread, at the first parallel region
-    with contextlib.suppress(AttributeError, OSError):  # torch without OpenMP: nothing to set
-        ctypes.CDLL(None).omp_set_num_threads(1)
