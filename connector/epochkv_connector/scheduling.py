@@ -81,6 +81,7 @@ class SchedulerSide:
         self._sent_loads: set[str] = set()
         self._broken = False
         self._cooldown: set[str] = set()  # a load failed: no external hit until scheduled once
+        self._steps_aside: set[str] = set()  # of these: not asked since
         self.counters: Counter[str] = Counter()
 
     # ------------------------------------------------------------------ life
@@ -170,7 +171,7 @@ class SchedulerSide:
             self._begin_lookup(request, snapshot)
         if must or outcome is Repin.CARRIED:
             return 0, False
-        if outcome is not Repin.CURRENT:
+        if outcome is not Repin.CURRENT or self._steps_aside_once(request.request_id):
             return None, False
         if request.request_id in self._cooldown or not self._usable(request, snapshot):
             return 0, False
@@ -179,6 +180,16 @@ class SchedulerSide:
         if hit.num_tokens is None:
             return None, False
         return hit.num_tokens, hit.num_tokens > 0
+
+    def _steps_aside_once(self, request_id: str) -> bool:
+        """After a failed load "ask again" once: it moves the request out of vLLM's queue of those that hold blocks.
+
+        At the head of that queue it would wait for blocks that others behind it hold, and vLLM looks at none of them while it
+        does not fit: with a sliding window a load holds fewer blocks than computing takes (seen: a permanent hang).
+        """
+        asked_first = request_id in self._steps_aside
+        self._steps_aside.discard(request_id)
+        return asked_first
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external: int) -> None:
         """Commit or abort the plan. Decided on `num_external` alone: a MultiConnector loser gets real blocks and 0."""
@@ -341,6 +352,7 @@ class SchedulerSide:
                 continue
             if request_id in failed:
                 self._cooldown.add(request_id)
+                self._steps_aside.add(request_id)
                 self._offered_blocks.pop(request_id, None)
             self.fence.end_load(request, succeeded=request_id not in failed)
         self._take_back(output, stripped)
@@ -366,6 +378,7 @@ class SchedulerSide:
         self._requests.pop(request_id, None)
         self._offered_blocks.pop(request_id, None)
         self._cooldown.discard(request_id)
+        self._steps_aside.discard(request_id)
         if request_id not in self._reissued:
             self._poisoned.discard(request_id)
         if self.half is not None:
@@ -457,6 +470,7 @@ class SchedulerSide:
             "reissued": len(self._reissued),
             "doomed": len(self._doomed),
             "cooldown": len(self._cooldown),
+            "steps_aside": len(self._steps_aside),
             "sent_loads": len(self._sent_loads),
             "unsent_loads": len(self._unsent),
             "to_name": len(self._to_name),

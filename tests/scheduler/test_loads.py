@@ -114,6 +114,35 @@ def test_a_poisoned_load_with_barely_enough_blocks_does_not_hang(make_rig: MakeR
     rig.check_clean()
 
 
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_failed_load_does_not_stand_in_the_way_of_others_that_hold_blocks(make_rig: MakeRig, failing: int) -> None:
+    """With a sliding window a load holds fewer blocks than computing takes, so the failed one may have to wait for others to end.
+
+    vLLM 0.32 keeps it at the head of those that hold blocks, and looks at none behind it while it does not fit.
+    """
+    store = SharedStore()
+    options: dict[str, Any] = {"groups": ("48", "full"), "store": store, "l1_bytes": None, "extra": {"staging_slots": 64}}
+    filler = make_rig(num_blocks=64, **options)
+    filler.adopt(0)
+    prompts = [prompt(seed, 9 * BLOCK + 1) for seed in (1, 2)]
+    for tokens in prompts:
+        filler.serve(tokens)
+    rig = make_rig(num_blocks=28, **options)
+    rig.adopt(0)
+    (worker,) = rig.workers
+    worker.hold_loads = True
+    requests = [rig.add(tokens) for tokens in prompts]
+    rig.step()
+    assert {request.status for request in requests} == {RequestStatus.WAITING_FOR_REMOTE_KVS}
+    assert rig.block_pool.get_num_free_blocks() < 20  # what the first one needs when it computes, less what it holds itself
+    worker.fail_loads = lambda job: job.request_id in [request.request_id for request in requests[:failing]]
+    release(rig)
+    rig.run(60)
+    assert {request.request_id for request in requests} <= rig.finished
+    assert rig.half.stats()["loads_failed"] == failing
+    rig.check_clean()
+
+
 def test_without_the_cooldown_the_same_load_is_tried_again_and_hangs(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that the rule excludes: vLLM 0.32 never schedules the second load."""
     rig, tokens = filled(make_rig, num_blocks=10)

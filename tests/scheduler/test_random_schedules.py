@@ -12,12 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 
 from epochkv_connector.records import Source
 from tests.helpers_scheduler import BLOCK, Mode, RequestStatus, SharedStore, prompt
 
 MakeRig = Callable[..., Any]
-SEEDS = [*range(10), int(os.environ.get("EPOCHKV_SEED", random.SystemRandom().randrange(10**6)))]
+SEEDS = [*range(int(os.environ.get("EPOCHKV_SEEDS", "16"))), int(os.environ.get("EPOCHKV_SEED", random.SystemRandom().randrange(10**6)))]
 
 
 reached: dict[str, float] = {}
@@ -50,8 +51,8 @@ class Chaos:
     def act(self) -> None:
         """One thing happens."""
         name = self.source.choices(
-            ["step", "add", "adopt", "bypass", "lease", "abort", "preempt", "reset", "hold", "fail", "lose", "shrink"],
-            [110, 30, 3, 1, 1, 4, 3, 1, 8, 3, 3, 2],
+            ["step", "add", "adopt", "bypass", "lease", "abort", "preempt", "reset", "hold", "fail", "lose", "shrink", "pause"],
+            [110, 30, 3, 1, 1, 4, 3, 1, 8, 3, 3, 2, 1],
         )[0]
         self.happened[name] = self.happened.get(name, 0) + 1
         getattr(self, f"_{name}")()
@@ -128,6 +129,16 @@ class Chaos:
             self._step()
         self._adopt()
 
+    def _pause(self) -> None:
+        """`keep`: everybody keeps his blocks, and the pool moves on meanwhile, or not."""
+        self.rig.scheduler.set_pause_state(self.source.choice([PauseState.PAUSED_ALL, PauseState.PAUSED_NEW]))
+        for _ in range(self.source.randrange(8)):
+            self._add()
+            self._step()
+        if self.source.random() < 0.5:
+            self._adopt()
+        self.rig.scheduler.set_pause_state(PauseState.UNPAUSED)
+
     def _hold(self) -> None:
         for worker in self.rig.workers:
             worker.hold_loads = self.source.random() < 0.5
@@ -171,8 +182,10 @@ class Chaos:
 def test_random_schedules(make_rig: MakeRig, tiers: str, seed: int) -> None:
     source = random.Random(f"{tiers}{seed}")
     store = SharedStore() if tiers != "l1" else None
+    groups = source.choice([("full",), ("full",), ("48", "full"), ("full", "32", "80")])
     rig = make_rig(
-        num_blocks=source.choice([16, 20, 40]),
+        groups=groups,
+        num_blocks=source.choice([16, 20, 40]) + 12 * (len(groups) - 1),
         store=store,
         l1_bytes=None if tiers == "l2" else source.choice([40, 400]) * SLOT_BYTES,
         num_ranks=source.choice([1, 2]),
