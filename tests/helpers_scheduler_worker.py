@@ -59,6 +59,10 @@ class SharedStore:
     fetched: list[str] = field(default_factory=list)
     pending: list[tuple[Future[Sequence[bool]], list[str]]] = field(default_factory=list)
 
+    def stats(self) -> dict[str, float]:
+        """As a client that is connected."""
+        return {"state": 2.0, "breaker_open": float(self.down), "exists_calls": float(len(self.asked))}
+
     def exists(self, keys: Sequence[str], timeout: float = 1.0) -> Future[Sequence[bool]]:
         """As the store client's: a future, answered at once unless the store is silent."""
         self.asked.extend(keys)

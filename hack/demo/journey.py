@@ -252,4 +252,4 @@ def _external(engine: EngineApi) -> int:
 
 def _late(engine: EngineApi) -> int:
     """Lookups of this engine that ended by their deadline (the connector's own count)."""
-    return int(engine.metric("vllm:epochkv_state", of="queries_late"))
+    return int(engine.metric("vllm:epochkv_store_queries_total", event="late"))

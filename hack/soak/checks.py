@@ -25,8 +25,8 @@ block in a hundred grows twice as fast as the first; allocators and Mooncake's c
 second."""
 
 OPEN = (
-    "plans_open", "jobs_open", "reads_open", "slots_held", "slots_reserved", "slots_busy", "carried", "carried_sessions",
-    "held_slots", "open_loads", "open_copies", "store_queued_puts", "store_queued_gets", "store_in_flight",
+    "plans_open", "jobs_open", "reads_open", 'slots{state="held"}', 'slots{state="reserved"}', 'slots{state="busy"}', "carried_requests",
+    "carried_sessions", "rank_held_slots", "rank_open", "store_queue", "store_in_flight",
 )  # fmt: skip
 """Gauges of the connector that must be 0 when nothing runs."""
 
@@ -113,9 +113,14 @@ def holdings(rank: Rank) -> dict[str, float]:
     time.sleep(1.1)
     rank.engine.complete(list(range(2, 10)), 2)
     text = rank.engine.request("GET", "/metrics", seconds=20).decode()
-    held = {name: metric_total(text, "vllm:epochkv_state", {"of": name}) for name in OPEN}
+    held = {name: _open(text, name) for name in OPEN}
     held["gpu_blocks"] = metric_total(text, "vllm:kv_cache_usage_perc", {})
     return {name: value for name, value in held.items() if value}
+
+
+def _open(text: str, name: str) -> float:
+    family, _, state = name.partition('{state="')
+    return metric_total(text, f"vllm:epochkv_{family}", {"state": state.removesuffix('"}')} if state else {})
 
 
 def leaks(world: World, tally: Tally, seconds: float = 60.0) -> int:

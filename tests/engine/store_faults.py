@@ -14,6 +14,7 @@ from pathlib import Path
 
 import xxhash
 
+from epochkv_connector import metrics
 from hack.engine_api import Answer
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
@@ -52,6 +53,21 @@ def kill(process: Process) -> None:
 
 def _run_state(process: Process) -> str:
     return Path(f"/proc/{process.popen.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+def series_of(name: str) -> tuple[str, dict[str, str]]:
+    """The Prometheus series of a name that the connector's halves count under; of a rank's gauge, that of rank 0.
+
+    Raises:
+        KeyError: there is none.
+    """
+    for candidate in (name, f"worker_{name}"):
+        for table, ending in ((metrics.COUNTER_OF, "_total"), (metrics.GAUGE_OF, "")):
+            if (found := table.find(candidate)) is not None:
+                family, values = found
+                labels = dict(zip(family.labels, values, strict=True)) | ({"rank": "0"} if family.per_rank else {})
+                return f"{metrics.PREFIX}{family.name}{ending}", labels
+    raise KeyError(name)
 
 
 class FaultyPair:
@@ -141,8 +157,7 @@ class FaultyPair:
 
     def seen(self, engine: Engine, *names: str) -> float:
         """The same as it was reported last."""
-        events = sum(engine.metric("vllm:epochkv_events_total", event=name) for name in names)
-        return events + sum(engine.metric("vllm:epochkv_state", of=name) for name in names)
+        return sum(engine.metric(series, **labels) for series, labels in map(series_of, names))
 
     def grows(self, engine: Engine, before: float, *names: str, seconds: float = 15.0) -> None:
         """A counter rises above `before` without anybody asking for a cached prompt."""

@@ -236,7 +236,7 @@ def test_a_private_reset_costs_one_engine_its_caches_until_the_next_epoch(
 
     def measured() -> bool:
         pair.b.complete(prompt, 1)  # metrics travel with a step, at most once a second
-        return pair.b.metric("vllm:epochkv_state", of="waiting_after_reset") == 1.0
+        return pair.b.metric("vllm:epochkv_waiting_after_reset") == 1.0
 
     eventually(measured, "a metric of the engine")
     eventually(

@@ -198,16 +198,16 @@ def test_stats_travel_add_up_and_reach_prometheus(make_rig: MakeRig) -> None:
     from epochkv_connector.connector import EpochKVConnector
 
     rig = make_rig()
-    rig.connector._stats_at = float("inf")  # nothing is told while it serves
+    rig.connector._reporter._at = float("inf")  # nothing is told while it serves
     rig.adopt(3)
     rig.serve(prompt(1, 4 * BLOCK))
-    rig.connector._stats_at = float("-inf")
+    rig.connector._reporter._at = float("-inf")
     first = rig.connector.get_kv_connector_stats()
     assert first is not None
     assert first.data["gauges"]["epoch"] == 3.0
     assert first.data["counters"]["adoptions"] == 1
     assert rig.connector.get_kv_connector_stats() is None  # at most once a second
-    rig.connector._stats_at = float("-inf")
+    rig.connector._reporter._at = float("-inf")
     second = rig.connector.get_kv_connector_stats()
     assert second is not None
     assert "adoptions" not in second.data["counters"]  # increments
@@ -219,8 +219,8 @@ def test_stats_travel_add_up_and_reach_prometheus(make_rig: MakeRig) -> None:
         rig.vllm_config, {Gauge: Gauge, Counter: Counter, Histogram: Histogram}, ["engine"], {0: ["0"]}
     )
     metrics.observe(rebuilt.to_dict())
-    assert REGISTRY.get_sample_value("vllm:epochkv_events_total", {"engine": "0", "event": "adoptions"}) == 3
-    assert REGISTRY.get_sample_value("vllm:epochkv_state", {"engine": "0", "of": "epoch"}) == 4.0
+    assert REGISTRY.get_sample_value("vllm:epochkv_adoptions_total", {"engine": "0"}) == 3
+    assert REGISTRY.get_sample_value("vllm:epochkv_epoch", {"engine": "0"}) == 4.0
 
 
 def test_registration_by_name_may_be_repeated() -> None:

@@ -12,14 +12,43 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from epochkv_connector.stats import EpochKVPromMetrics, EpochKVStats
 
 
+class Page:
+    """What `/metrics` would show."""
+
+    def __init__(self, engines: int = 1) -> None:
+        self.registry = CollectorRegistry()
+
+        def made(kind: Any) -> Any:
+            return lambda **arguments: kind(registry=self.registry, **arguments)
+
+        kinds = {kind: made(kind) for kind in (Gauge, Counter, Histogram)}
+        config = SimpleNamespace(kv_transfer_config=None)
+        self.metrics = EpochKVPromMetrics(config, kinds, ["engine"], {index: [str(index)] for index in range(engines)})
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"vllm:epochkv_{name}", {"engine": "0", **labels})
+
+    def series(self) -> set[tuple[str, ...]]:
+        return {
+            (sample.name, *sorted(map(str, sample.labels.items())))
+            for family in self.registry.collect()
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        }
+
+
 def test_only_growing_counters_are_reported() -> None:
-    stats = EpochKVStats.of({"loads": 2.0, "same": 0.0, "fell": -1.0}, {"state": -1.0})
-    assert stats.data == {"counters": {"loads": 2.0}, "gauges": {"state": -1.0}}
+    stats = EpochKVStats.of({"loads": 2.0, "same": 0.0, "fell": -1.0}, {"state": -1.0}, {"0": {"held": 0.0}, "1": {}})
+    assert stats.data == {"counters": {"loads": 2.0}, "gauges": {"state": -1.0}, "ranks": {"0": {"held": 0.0}}}
 
 
-def test_merging_adds_counters_and_takes_the_later_gauges() -> None:
-    first, second = EpochKVStats.of({"a": 1.0}, {"g": 1.0}), EpochKVStats.of({"a": 2.0, "b": 3.0}, {"g": 5.0})
-    assert first.aggregate(second).reduce() == {"a": 3.0, "b": 3.0, "g": 5.0}
+def test_merging_adds_counters_takes_the_later_gauges_and_keeps_ranks_apart() -> None:
+    first = EpochKVStats.of({"a": 1.0}, {"g": 1.0}, {"0": {"x": 1.0, "y": 2.0}})
+    second = EpochKVStats.of({"a": 2.0, "b": 3.0}, {"g": 5.0}, {"0": {"x": 7.0}, "1": {"x": 8.0}})
+    assert first.aggregate(second).reduce() == {"a": 3.0, "b": 3.0, "g": 5.0, "x[0]": 7.0, "y[0]": 2.0, "x[1]": 8.0}
+    assert not first.is_empty()
+    first.reset()
+    assert first.is_empty()
 
 
 @pytest.mark.parametrize(
@@ -27,22 +56,74 @@ def test_merging_adds_counters_and_takes_the_later_gauges() -> None:
     [
         (None, 0),
         ([1, 2], 0),
-        ({"counters": None, "gauges": 3}, 0),
-        ({"counters": {"falls": -1.0, "odd": "x", "nan": math.nan, "endless": math.inf, 7: 1.0}, "gauges": {"odd": None}}, 0),
-        ({"counters": {"good": 1.0}}, 5),  # no such engine
+        ({"counters": None, "gauges": 3, "ranks": [4]}, 0),
+        (
+            {
+                "counters": {"loads_done": -1.0, "saves_emitted": "x", "adoptions": math.nan, "lookups": math.inf, 7: 1.0},
+                "gauges": {"epoch": None},
+            },
+            0,
+        ),
+        ({"ranks": {"0": None, "1": {"store_state": "up"}, 2: {"store_state": 1.0}, None: {"store_state": 2.0}}}, 0),
+        ({"gauges": {"store_state": 1.0}, "ranks": {"0": {"epoch": 1.0}}}, 0),  # a rank's gauge without one, and the other way round
+        ({"counters": {"adoptions": 1.0}}, 5),  # no such engine
     ],
 )
 def test_no_report_ends_the_output_handler(data: Any, engine: int) -> None:
-    registry = CollectorRegistry()
+    page = Page()
+    page.metrics.observe(data, engine)
+    page.metrics.observe({"counters": {"loads_done": 2.0}, "gauges": {"lease_remaining_seconds": math.inf}})
+    assert page.value("loads_total") == 2.0
+    assert page.value("lease_remaining_seconds") == math.inf
+    accumulated = EpochKVStats.of({"loads_done": 1.0}).aggregate(EpochKVStats.received(data))
+    assert accumulated.reduce()["loads_done"] >= 1.0
 
-    def made(kind: Any) -> Any:
-        return lambda **arguments: kind(registry=registry, **arguments)
 
-    kinds = {kind: made(kind) for kind in (Gauge, Counter, Histogram)}
-    metrics = EpochKVPromMetrics(SimpleNamespace(kv_transfer_config=None), kinds, ["engine"], {0: ["0"]})
-    metrics.observe(data, engine)
-    metrics.observe({"counters": {"good": 2.0}, "gauges": {"level": math.inf}})
-    assert registry.get_sample_value("vllm:epochkv_events_total", {"engine": "0", "event": "good"}) == 2.0
-    assert registry.get_sample_value("vllm:epochkv_state", {"engine": "0", "of": "level"}) == math.inf
-    accumulated = EpochKVStats.of({"good": 1.0}).aggregate(EpochKVStats.received(data))
-    assert accumulated.reduce()["good"] >= 1.0
+def test_counters_begin_at_zero_and_gauges_when_they_are_reported() -> None:
+    page = Page()
+    assert page.value("loads_failed_total") == 0.0
+    assert page.value("hit_tokens_total", tier="L2") == 0.0
+    assert page.value("errors_total", where="other") == 0.0
+    assert page.value("epoch") is None
+    page.metrics.observe({"gauges": {"epoch": 7.0}, "ranks": {"0": {"store_breaker_open": 0.0}, "scheduler": {"store_breaker_open": 1.0}}})
+    assert page.value("epoch") == 7.0
+    assert page.value("store_breaker_open", rank="0") == 0.0
+    assert page.value("store_breaker_open", rank="scheduler") == 1.0
+
+
+def test_both_halves_land_in_one_family_with_a_label_for_the_tier() -> None:
+    page = Page()
+    page.metrics.observe({"counters": {"worker_copy_load_bytes": 100.0, "store_get_bytes": 40.0, "tokens_hit_store": 16.0}})
+    page.metrics.observe({"counters": {"worker_copy_load_bytes": 1.0, "plans_opened": 3.0}})
+    assert page.value("load_bytes_total", tier="L1") == 101.0
+    assert page.value("load_bytes_total", tier="L2") == 40.0
+    assert page.value("hit_tokens_total", tier="L2") == 16.0
+    assert page.value("lookups_total", result="hit") == 3.0
+
+
+def test_whatever_is_reported_the_set_of_series_stays_closed() -> None:
+    page = Page(engines=2)
+    known = page.series()
+    for number in range(50):
+        page.metrics.observe(
+            {
+                "counters": {
+                    f"made_up_{number}": 1.0,
+                    f"worker_load_failed_{number}": 1.0,
+                    f"store_code_-{number}": 1.0,
+                    f"error_place{number}": 1.0,
+                },
+                "gauges": {f"gauge_{number}": 1.0},
+                "ranks": {f"rank{number}": {"store_state": 1.0}, "9" * (6 + number): {"store_state": 1.0}},
+            },
+            1,
+        )
+    assert page.series() - known == {("vllm:epochkv_store_state", "('engine', '1')", "('rank', 'other')")}
+    reported = {"engine": "1"}
+    assert page.registry.get_sample_value("vllm:epochkv_load_failures_total", {**reported, "reason": "other"}) == 50.0
+    assert page.registry.get_sample_value("vllm:epochkv_store_unexpected_codes_total", reported) == 50.0
+    assert page.registry.get_sample_value("vllm:epochkv_errors_total", {**reported, "where": "other"}) == 50.0
+
+
+def test_every_label_set_is_bounded() -> None:
+    assert len(Page().series()) < 300  # of counters; gauges add at most a few for each rank

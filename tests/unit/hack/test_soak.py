@@ -105,9 +105,14 @@ def test_what_an_idle_engine_holds_is_a_leak(tally: Tally, monkeypatch: pytest.M
     class World:
         ranks = (rank_of(server),)
 
-    server.metrics = 'vllm:epochkv_state{of="slots",engine="0"} 60\nvllm:kv_cache_usage_perc{engine="0"} 0.0\n'
+    server.metrics = 'vllm:epochkv_slots{state="total",engine="0"} 60\nvllm:kv_cache_usage_perc{engine="0"} 0.0\n'
     assert checks.leaks(World(), tally, 0.2) == 0  # type: ignore[arg-type]
-    for held in ('vllm:kv_cache_usage_perc{engine="0"} 0.025', 'vllm:epochkv_state{of="jobs_open",engine="0"} 1'):
+    for held in (
+        'vllm:kv_cache_usage_perc{engine="0"} 0.025',
+        'vllm:epochkv_jobs_open{engine="0"} 1',
+        'vllm:epochkv_slots{state="busy",engine="0"} 2',
+        'vllm:epochkv_rank_open{what="copies",rank="1",engine="0"} 1',
+    ):
         server.metrics = f"{held}\n"
         before = len(tally.problems)
         assert checks.leaks(World(), tally, 0.2) == 1  # type: ignore[arg-type]

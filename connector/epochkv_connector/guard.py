@@ -1,0 +1,58 @@
+"""Keeps our exceptions away from vLLM: what raises is counted, logged once per kind, and answered with a miss."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
+
+from epochkv_connector.config import ConfigError
+
+logger = logging.getLogger("vllm.epochkv")
+
+T = TypeVar("T")
+
+
+class Guard:
+    """Runs our code so that vLLM never sees its exceptions."""
+
+    def __init__(self) -> None:
+        self.errors: Counter[str] = Counter()
+        self._logged: set[tuple[str, str]] = set()
+
+    def run(self, where: str, work: Callable[[], T], fallback: Callable[[], T]) -> T:
+        """`work()`; on an exception: count, log once per kind, and `fallback()`."""
+        try:
+            return work()
+        except Exception as error:
+            self.note(where, error)
+        return fallback()
+
+    def build(self, where: str, work: Callable[[], T], fallback: Callable[[], T]) -> T:
+        """As `run`, for what is made at start: a configuration that is impossible ends the start.
+
+        Raises:
+            ConfigError: the message says what to change.
+        """
+        try:
+            return work()
+        except ConfigError as error:
+            logger.error("EpochKV cannot start: %s", error)
+            raise
+        except Exception as error:
+            self.note(where, error)
+        return fallback()
+
+    def note(self, where: str, error: Exception) -> None:
+        """Count the error; log the first of its kind with its trace."""
+        self.errors[where] += 1
+        kind = (where, type(error).__name__)
+        if kind not in self._logged:
+            self._logged.add(kind)
+            logger.error(
+                "EpochKV: %s failed (%s: %s); treated as a miss, further ones of this kind are only counted",
+                where,
+                *(type(error).__name__, error),
+                exc_info=error,
+            )

@@ -1,0 +1,177 @@
+"""What an engine tells of itself: tokens by tier, in vLLM's statistics and in ours; tiers that an error turned off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.helpers_scheduler import BLOCK, SharedStore, prompt
+from tests.scheduler.test_errors import FailsOnce
+
+MakeRig = Callable[..., Any]
+
+
+def quiet(rig: Any) -> Any:
+    """Nothing is reported while it serves."""
+    rig.connector._reporter._at = float("inf")
+    return rig
+
+
+def report(rig: Any) -> dict[str, Any]:
+    """What the connector reports now; nothing afterwards until it is asked again."""
+    rig.connector._reporter._at = float("-inf")
+    stats = rig.connector.get_kv_connector_stats()
+    assert stats is not None
+    quiet(rig)
+    return stats.to_dict()
+
+
+def hits_by_source(rig: Any) -> dict[str, int]:
+    """vLLM's own count of external hits since the last call; its label is the value of the source."""
+    stats = rig.scheduler.connector_prefix_cache_stats
+    found = {source.value: tokens for source, tokens in stats.hits_by_source.items()}
+    stats.hits_by_source.clear()
+    return found
+
+
+def has_hit_sources() -> bool:
+    from epochkv_connector import compat
+
+    return compat.CacheHitSource is not None  # vLLM 0.32 and later
+
+
+def test_tokens_of_hits_are_counted_by_tier_here_and_in_vllm(make_rig: MakeRig) -> None:
+    store = SharedStore()
+    writer = quiet(make_rig(store=store))
+    writer.adopt(0)
+    tokens = prompt(1, 8 * BLOCK + 3)
+    writer.serve(tokens)
+    saved = report(writer)["counters"]["tokens_saved"]
+    assert saved == 8 * BLOCK
+    reader = quiet(make_rig(store=store))  # after the first: they share vLLM's global
+    reader.adopt(0)
+    reader.scheduler.make_stats = lambda *args, **kwargs: None  # it takes the statistics away at every step
+    reader.serve(tokens)
+    if has_hit_sources():
+        assert hits_by_source(reader) == {"external_unspecified": 8 * BLOCK}
+    first = report(reader)["counters"]
+    assert first["tokens_hit_store"] == 8 * BLOCK
+    assert "tokens_hit_host" not in first
+    reader.block_pool.reset_prefix_cache()
+    reader.serve(tokens)
+    if has_hit_sources():
+        assert hits_by_source(reader) == {"host": 8 * BLOCK}
+    second = report(reader)["counters"]
+    assert second["tokens_hit_host"] == 8 * BLOCK
+    assert "tokens_hit_store" not in second
+
+
+def test_a_hit_from_both_tiers_is_split(make_rig: MakeRig) -> None:
+    """L1 has the first half of a prompt, L2 all of it."""
+    store = SharedStore()
+    writer = quiet(make_rig(store=store))
+    writer.adopt(0)
+    tokens = prompt(1, 8 * BLOCK + 3)
+    writer.serve(tokens)
+    reader = quiet(make_rig(store=store))
+    reader.adopt(0)
+    reader.serve(tokens[: 4 * BLOCK + 1])
+    report(reader)
+    reader.block_pool.reset_prefix_cache()
+    reader.scheduler.make_stats = lambda *args, **kwargs: None
+    reader.scheduler.connector_prefix_cache_stats = type(reader.scheduler.connector_prefix_cache_stats)()
+    reader.serve(tokens)
+    if has_hit_sources():
+        assert hits_by_source(reader) == {"host": 4 * BLOCK, "external_unspecified": 4 * BLOCK}
+    counters = report(reader)["counters"]
+    assert (counters["tokens_hit_host"], counters["tokens_hit_store"]) == (4 * BLOCK, 4 * BLOCK)
+
+
+def test_everything_that_is_reported_has_a_series(make_rig: MakeRig) -> None:
+    from epochkv_connector import metrics
+
+    store = SharedStore()
+    rig = quiet(make_rig(store=store))
+    rig.adopt(0)
+    tokens = prompt(1, 8 * BLOCK)
+    rig.serve(tokens)
+    rig.adopt(1, weights="w1")
+    rig.serve(tokens)
+    rig.connector.reset_cache()
+    told = report(rig)
+    assert {name for name in told["counters"] if metrics.COUNTER_OF.find(name) is None} <= metrics.IGNORED
+    assert {name for name in told["gauges"] if metrics.GAUGE_OF.find(name) is None} == set()
+    assert told["ranks"]["scheduler"]["store_state"] == 2.0
+    assert told["counters"]["store_exists_calls"] > 0
+    assert {"epoch", "bypass", "broken", "lease_remaining_seconds", "plans_open", "slots"} <= told["gauges"].keys()
+
+
+def test_counters_that_could_not_be_asked_once_are_not_told_twice(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = quiet(make_rig())
+    rig.adopt(0)
+    rig.serve(prompt(1, 4 * BLOCK))
+    assert report(rig)["counters"]["saves_emitted"] >= 1
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.half, "stats", lambda: (_ for _ in ()).throw(RuntimeError("dictionary changed size during iteration")))
+        assert "saves_emitted" not in report(rig)["counters"]
+    assert "saves_emitted" not in report(rig)["counters"]
+
+
+@pytest.mark.parametrize("failing", ["adopt", "on_acks"])
+def test_tiers_that_an_error_turned_off_are_told(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    rig = quiet(make_rig())
+    rig.adopt(0)
+    rig.serve(prompt(1, 4 * BLOCK))
+    assert report(rig)["gauges"]["broken"] == 0.0
+    failure = FailsOnce(rig.half, failing, monkeypatch, after=failing == "on_acks")
+    rig.adopt(1, weights="w1")
+    rig.serve(prompt(2, 4 * BLOCK))
+    rig.serve(prompt(3, 4 * BLOCK))
+    assert failure.raised
+    assert report(rig)["gauges"]["broken"] == 1.0
+    assert rig.connector._gauges()["broken"] == 1.0  # what a heartbeat carries
+    assert report(rig)["gauges"]["broken"] == 1.0  # for the rest of this boot
+
+
+def test_tiers_that_could_not_be_built_are_told(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from epochkv_connector import tiers
+
+    def fails(*_: Any) -> None:
+        raise OSError("no threads left")
+
+    assert make_rig(l1_bytes=None).connector._gauges()["broken"] == 0.0  # there are none to build
+    monkeypatch.setattr(tiers, "build_scheduler_tiers", fails)
+    assert make_rig().connector._gauges()["broken"] == 1.0
+
+
+def test_an_l1_that_holds_no_block_is_an_error_at_start(make_rig: MakeRig) -> None:
+    from epochkv_connector.config import ConfigError
+
+    with pytest.raises(ConfigError, match=r"local\.capacity_bytes is 100; one block takes 2304 bytes .* give at least 2304"):
+        make_rig(l1_bytes=100)
+
+
+def test_an_engine_of_another_layout_finds_nothing_under_its_own_names(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store holds the same tokens, of the same pool and epoch, from an engine with another fingerprint: a miss, by name."""
+    from epochkv_connector import compat
+
+    store = SharedStore()
+    writer = quiet(make_rig(store=store))
+    writer.adopt(0)
+    tokens = prompt(1, 8 * BLOCK + 3)
+    writer.serve(tokens)
+    theirs = set(store.objects)
+    assert len(theirs) == 8
+    describe = compat.describe_engine
+    monkeypatch.setattr(compat, "describe_engine", lambda *arguments: {**describe(*arguments), "dtype": "bfloat16"})
+    other = quiet(make_rig(store=store))
+    other.adopt(0)
+    found = other.serve(tokens)
+    assert other.cached[found] == 0
+    assert store.asked
+    assert not theirs & set(store.asked[-8:])
+    assert len(set(store.objects) - theirs) == 8  # beside them, under other names
+    fingerprints = {key.split("/")[1] for key in store.objects}
+    assert len(fingerprints) == 2

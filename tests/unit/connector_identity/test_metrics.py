@@ -1,0 +1,103 @@
+"""The table of metrics against its page in the documentation, and against what the halves count."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import epochkv_connector
+from epochkv_connector import metrics
+from epochkv_connector.scheduler import core
+from epochkv_connector.store import envelope
+from epochkv_connector.store.lanes import Outcome
+
+PAGE = Path(__file__).parents[3] / "docs/reference/metrics.md"
+SOURCES = Path(epochkv_connector.__file__).parent
+
+
+def described() -> Iterator[tuple[str, str, str, str]]:
+    """Rows of the page: name, unit, labels, meaning."""
+    for line in PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 4 and cells[0].startswith("`vllm:epochkv_"):
+            yield cells[0].strip("`"), cells[1], cells[2], cells[3]
+
+
+def labels_of(family: metrics.Family) -> str:
+    words = ["`rank`"] if family.per_rank else []
+    for place, label in enumerate(family.labels):
+        words.append(f"`{label}`: {', '.join(dict.fromkeys(values[place] for values in family.series()))}")
+    return "; ".join(words) or "-"
+
+
+def test_the_page_names_every_metric_and_no_other() -> None:
+    page = {name: (labels, meaning) for name, _, labels, meaning in described()}
+    table = {f"{metrics.PREFIX}{family.name}_total": (labels_of(family), family.meaning) for family in metrics.COUNTERS}
+    table |= {f"{metrics.PREFIX}{family.name}": (labels_of(family), family.meaning) for family in metrics.GAUGES}
+    assert page.keys() == table.keys()
+    for name, row in page.items():
+        assert row == table[name], name
+    assert all(unit for _, unit, _, _ in described())
+    assert len(list(described())) == len(page)
+
+
+def test_every_metric_that_the_documentation_speaks_of_exists() -> None:
+    names = {f"{metrics.PREFIX}{family.name}_total" for family in metrics.COUNTERS} | {
+        metrics.PREFIX + family.name for family in metrics.GAUGES
+    }
+    spoken = {(path.name, name) for path in PAGE.parent.parent.rglob("*.md") for name in re.findall(r"vllm:epochkv_\w+", path.read_text())}
+    assert {(page, name) for page, name in spoken if name not in names and name != "vllm:epochkv_"} == set()
+
+
+def test_no_name_has_two_series() -> None:
+    for families in (metrics.COUNTERS, metrics.GAUGES):
+        sources = [source for family in families for source in family.sources]
+        assert len(sources) == len(set(sources))
+        assert len({family.name for family in families}) == len(families)
+        for family in families:
+            assert all(len(values) == len(family.labels) for values in family.series()), family.name
+
+
+def literals(folder: str, pattern: str) -> set[str]:
+    """What a pattern's group matches in the sources of a folder."""
+    return {name for path in (SOURCES / folder).glob("*.py") for name in re.findall(pattern, path.read_text())}
+
+
+def test_what_the_scheduler_half_and_the_fence_count_has_a_series() -> None:
+    counted = set(core.COUNTERS) | literals(".", r'counters\["(\w+)"\]') | literals("scheduler", r'_count\["(\w+)"\]')
+    assert len(counted) > 30
+    assert {name for name in counted if metrics.COUNTER_OF.find(name) is None} <= metrics.IGNORED
+
+
+def test_what_the_workers_count_has_a_series() -> None:
+    counted = literals("worker", r'counters\.add\("(\w+)"') | {
+        f"copy_{kind}_{unit}" for kind in ("load", "save") for unit in ("blocks", "bytes", "seconds")
+    }
+    assert len(counted) > 8
+    assert {name for name in counted if metrics.COUNTER_OF.find(f"worker_{name}") is None} == set()
+    reasons = literals("worker", r'JobFailed\("(\w+)"') | literals("worker", r'fail(?:_copy|_put)?\((?:load|save|)(?:, )?"(\w+)"')
+    assert {"deadline", "no_store", "poisoned", "shutdown", "error", "slot_busy"} <= reasons
+    of_saves = {"stale"}
+    listed = {family.name: set(family.values) for family in metrics.COUNTERS}
+    assert reasons - of_saves <= listed["load_failures"]
+    assert reasons <= listed["put_drops"]
+    failed = {outcome.value for outcome in Outcome if outcome is not Outcome.OK}
+    assert {f"store_{outcome}" for outcome in failed} <= listed["load_failures"]
+    assert failed <= listed["put_drops"]
+
+
+def test_what_the_store_client_counts_has_a_series() -> None:
+    counted = literals("store", r'_counters\.add\("(\w+)"') | {f"{call}_calls" for call in literals("store", r'\.call\(\s*"(\w+)"')}
+    counted |= {f"{call}_{outcome.value}" for call in ("get", "put") for outcome in Outcome} | {"get_bytes", "put_seconds"}
+    assert {"exists_calls", "canary_calls", "breaker_opened", "get_foreign"} <= counted
+    assert {name for name in counted if metrics.COUNTER_OF.find(f"store_{name}") is None} == set()
+    defects = next(family for family in metrics.COUNTERS if family.name == "store_defects")
+    assert {defect.value for defect in envelope.Defect} == set(defects.values)
+
+
+def test_every_guarded_place_is_listed() -> None:
+    places = literals(".", r'(?:_guard\.(?:run|build)|_on_error|_step)\(\s*"([\w.]+)"')
+    errors = next(family for family in metrics.COUNTERS if family.name == "errors")
+    assert {"get_num_new_matched_tokens", "tiers", "record_loads", "start_step"} <= places
+    assert places <= set(errors.values)
