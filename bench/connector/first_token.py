@@ -63,11 +63,11 @@ def against_stock(repeats: int, progress: Progress) -> Row:
         began = time.monotonic()
         prompts = [prompt(f"prompt {index}", PROMPT_TOKENS) for index in range(NUM_ROTATING)]
         stored = len(group.mooncake.keys())
-        for tokens in prompts:
-            for engine in group.engines.values():
+        for engine in group.engines.values():
+            for tokens in prompts:
                 timed_answer(engine, tokens, 0)
                 stored += PROMPT_BLOCKS
-        group.wait_stored(stored)
+                group.wait_stored(stored)  # one after the other: the small L1 is also where puts are read from
         order = ["ours", "stock"]
         for index in range(repeats * NUM_ROTATING):
             for name in order:
