@@ -178,7 +178,8 @@ def cluster(directory: Path) -> Iterator[Cluster]:
 
 def settings(address: str, **changes: object) -> StoreSettings:
     """Settings for a store on this machine."""
-    return StoreSettings(master_address=address, local_hostname="127.0.0.1", max_backoff_seconds=0.5, **changes)  # type: ignore[arg-type]
+    soon = {"max_backoff_seconds": 0.5, "setup_backoff_seconds": (0.5, 0.5)}
+    return StoreSettings(master_address=address, local_hostname="127.0.0.1", **{**soon, **changes})  # type: ignore[arg-type]
 
 
 class Memory:
@@ -264,3 +265,37 @@ class RawClient:
 
     def close(self) -> None:
         self._client.close()
+
+
+class RelayProcess:
+    """`hack.standalone.relay` in a process of its own: Mooncake's `setup` holds the GIL, so a relay in this one would stand still."""
+
+    _SOURCE = (
+        "import sys; from hack.standalone.relay import Relay\n"
+        "relay = Relay(sys.argv[1]); print(relay.address, flush=True)\n"
+        "for line in sys.stdin: relay.delay_seconds = float(line); print('done', flush=True)\n"
+    )
+
+    def __init__(self, address: str) -> None:
+        command = [sys.executable, "-c", self._SOURCE, address]
+        root = Path(__file__).resolve().parent.parent
+        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
+        self.address = self._line()
+
+    def delay(self, seconds: float) -> None:
+        """Every chunk, in either direction."""
+        assert self._child.stdin
+        self._child.stdin.write(f"{seconds}\n")
+        self._child.stdin.flush()
+        self._line()
+
+    def _line(self) -> str:
+        assert self._child.stdout
+        return self._child.stdout.readline().strip()
+
+    def close(self) -> None:
+        self._child.kill()
+        self._child.wait(10)
+        for pipe in (self._child.stdin, self._child.stdout):
+            if pipe:
+                pipe.close()

@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 import random
 import secrets
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 
 import pytest
 
 from epochkv_connector.keys import object_key
 from epochkv_connector.store import Outcome, State, StoreClient, StoreUnavailable
-from tests.helpers_store import Cluster, Memory, RawClient, pattern, settings, wait_until
+from tests.helpers_store import Cluster, Memory, RawClient, RelayProcess, pattern, settings, wait_until
 from tests.store.conftest import ConnectTo
 
 
@@ -111,6 +113,59 @@ def test_a_frozen_master_is_a_timeout_for_the_caller_and_then_an_open_breaker(st
     master.thaw()
     assert client.wait_ready(15)
     assert get(client, memory, keys) == [Outcome.OK] * 2
+
+
+class Mute:
+    """Accepts connections and ends them when told to, as a live master does, but answers no call: too slow, or another protocol."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                threading.Thread(target=self._listen, args=(connection,), daemon=True).start()
+
+    def _listen(self, connection: socket.socket) -> None:
+        with suppress(OSError), connection:
+            while connection.recv(4096):
+                pass
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def test_setup_is_not_repeated_soon_after_it_failed(connect: ConnectTo) -> None:
+    """It holds the GIL for as long as the master does not answer, and the engine stands still."""
+    mute = Mute()
+    try:
+        client = connect(mute.address, wait=False, setup_backoff_seconds=(60.0, 60.0))
+        wait_until(lambda: client.stats().get("setup_failed") == 1, 20, "setup fails")
+        time.sleep(4.0)  # probes go on twice a second
+        assert client.stats()["setup_failed"] == 1
+        hasty = connect(mute.address, wait=False, setup_backoff_seconds=(0.5, 0.5))
+        wait_until(lambda: hasty.stats().get("setup_failed", 0) >= 3, 20, "the pause decides")
+    finally:
+        mute.close()
+
+
+def test_after_a_setup_in_vain_the_master_is_found_when_it_works(stores: Cluster, connect: ConnectTo) -> None:
+    relay = RelayProcess(stores.address)
+    try:
+        stores.start_master()
+        stores.start_store()
+        relay.delay(3.0)
+        client = connect(relay.address, wait=False, setup_backoff_seconds=(2.0, 60.0))
+        wait_until(lambda: client.stats().get("setup_failed", 0) >= 1, 20, "setup fails while the master is slower than a call may be")
+        relay.delay(0.0)
+        assert client.wait_ready(30)
+        assert client.exists(block_keys(1)).result(10) == [False]
+    finally:
+        relay.close()
 
 
 # -- segment owners -------------------------------------------------------------------------------------------------------------

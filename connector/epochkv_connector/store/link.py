@@ -64,6 +64,7 @@ class Link:
         self._connection: Connection | None = None
         self._in_flight = 0
         self._renew = False
+        self._setup_pause, self._next_setup = settings.setup_backoff_seconds[0], 0.0  # manager thread only
         self._streak_calls, self._streak_began, self._streak_key = 0, 0.0, ""
         self._canary_failures = 0
         self._manager = threading.Thread(target=self._manage, name="epochkv-store-manager", daemon=True)
@@ -229,6 +230,7 @@ class Link:
             self._state = State.READY
             self._streak_calls = self._canary_failures = 0
             self._changed.notify_all()
+        self._setup_pause, self._next_setup = self._settings.setup_backoff_seconds[0], 0.0
         self._notices.forget()
         self._counters.add("connected")
         logger.info("L2 store ready at %s (%s)", master, detail)
@@ -246,7 +248,9 @@ class Link:
         return result
 
     def _reconnect(self, local: str) -> bool:
-        """Replace the connection; only while no call is in flight."""
+        """Replace the connection; only while no call is in flight, and not soon after an attempt that was in vain."""
+        if time.monotonic() < self._next_setup:
+            return False
         with self._changed:
             idle = self._changed.wait_for(lambda: self._in_flight == 0 or self._state >= State.DRAINING, _RENEW_WAIT_SECONDS)
             if not idle or self._state is not State.PROBING:
@@ -254,6 +258,8 @@ class Link:
             old, self._connection = self._connection, None
         if old is not None:
             old.close()
+        self._next_setup = time.monotonic() + self._setup_pause
+        self._setup_pause = min(2 * self._setup_pause, self._settings.setup_backoff_seconds[1])
         try:
             connection = Connection(self._settings, self._regions, local)
         except SetupFailed as error:

@@ -49,6 +49,9 @@ class StoreSettings:
             limit and not by its socket, so its buffers stay out of use for the latter (Mooncake's progress timeout is
             5 s).
         probe_timeout_seconds, min_backoff_seconds, max_backoff_seconds: reaching the master while it is away.
+        setup_backoff_seconds: first and longest pause after a `setup` that failed, or whose client did not work. It holds the GIL for
+            about a second, in which the engine stands still, and so does every repetition (measured with a master slower than
+            an RPC's limit: 1.1 s in every 6 s, for each client).
         poison_seconds, poison_calls: this many calls in a row that failed as transfers, over at least this time
         (longer than the
             master's `client_ttl`, within which a dead segment owner looks the same), make the client start over.
@@ -70,6 +73,7 @@ class StoreSettings:
     probe_timeout_seconds: float = 0.5
     min_backoff_seconds: float = 0.1
     max_backoff_seconds: float = 5.0
+    setup_backoff_seconds: tuple[float, float] = (2.0, 120.0)
     poison_seconds: float = 20.0
     poison_calls: int = 4
 
