@@ -87,6 +87,7 @@ class Row:
         names = [f"l{i}" for i in range(layers)]
         tensors = kv_tensors(layout, layers, num_jobs * blocks, block_bytes, device)
         self.staging = Staging(dict(zip(names, tensors, strict=True)), [GroupSpec(names)], num_jobs * blocks, num_jobs * blocks)
+        self.staging.region.tensor.fill_(1)  # or the first walk would measure page faults
         order = torch.randperm(num_jobs * blocks, generator=torch.Generator().manual_seed(1)).tolist()
         jobs = [[Pair(0, order[job * blocks + i], job * blocks + i) for i in range(blocks)] for job in range(num_jobs)]
         self.jobs = itertools.cycle(jobs)
