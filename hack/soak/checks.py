@@ -115,6 +115,7 @@ def holdings(rank: Rank) -> dict[str, float]:
     text = rank.engine.request("GET", "/metrics", seconds=20).decode()
     held = {name: _open(text, name) for name in OPEN}
     held["gpu_blocks"] = metric_total(text, "vllm:kv_cache_usage_perc", {})
+    held["unknown"] = float("vllm:epochkv_jobs_open{" not in text)  # silence is no proof
     return {name: value for name, value in held.items() if value}
 
 

@@ -105,7 +105,8 @@ def test_what_an_idle_engine_holds_is_a_leak(tally: Tally, monkeypatch: pytest.M
     class World:
         ranks = (rank_of(server),)
 
-    server.metrics = 'vllm:epochkv_slots{state="total",engine="0"} 60\nvllm:kv_cache_usage_perc{engine="0"} 0.0\n'
+    clean = 'vllm:epochkv_slots{state="total",engine="0"} 60\nvllm:epochkv_jobs_open{engine="1"} 0.0\n'
+    server.metrics = clean
     assert checks.leaks(World(), tally, 0.2) == 0  # type: ignore[arg-type]
     for held in (
         'vllm:kv_cache_usage_perc{engine="0"} 0.025',
@@ -113,10 +114,12 @@ def test_what_an_idle_engine_holds_is_a_leak(tally: Tally, monkeypatch: pytest.M
         'vllm:epochkv_slots{state="busy",engine="0"} 2',
         'vllm:epochkv_rank_open{what="copies",rank="1",engine="0"} 1',
     ):
-        server.metrics = f"{held}\n"
+        server.metrics = f"{clean}{held}\n"
         before = len(tally.problems)
         assert checks.leaks(World(), tally, 0.2) == 1  # type: ignore[arg-type]
         assert len(tally.problems) == before + 1
+    server.metrics = ""
+    assert checks.leaks(World(), tally, 0.2) == 1, "an engine without metrics of the connector"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("minutes", "grown_mb", "flat"), [(10, 10, True), (10, 39, True), (10, 60, False), (1, 30, False), (30, 49, True)])
