@@ -16,6 +16,7 @@ from hack.soak import checks
 from hack.soak.answers import BLOCK_TOKENS, Prompt, certain_answer, draw
 from hack.soak.checks import Growth, Memory
 from hack.soak.faults import Actor
+from hack.soak.run import _verdict
 from hack.soak.tally import Tally
 from hack.soak.traffic import ask
 from hack.soak.world import Rank
@@ -179,3 +180,19 @@ def test_an_answer_that_hangs_on_rounding_is_none() -> None:
     assert certain_answer(server, (1,)) == (1, 2, 3)  # type: ignore[arg-type]
     choice["logprobs"]["top_logprobs"].append({"a": -0.70001, "b": -0.70002})
     assert certain_answer(server, (1,)) is None  # type: ignore[arg-type]
+
+
+def test_the_verdict_names_every_problem_and_ends_with_the_figures(tally: Tally) -> None:
+    memory = Memory(None, threading.Event())  # type: ignore[arg-type]
+    memory._samples["A1"] = [(float(at), 1_000_000_000 + (200_000_000 if at > 400 else 0)) for at in range(0, 500, 5)]
+    for kind, count in {"faults": 812, "resets": 95, "prompts": 4211, "answers with a hit": 9, "fault master kill": 3}.items():
+        tally.count(kind, count)
+    verdict = _verdict(tally, memory, 1200.4, 0)
+    assert verdict.closing == "20:00 min, 812 faults, 95 resets, 4211 prompts, 0 wrong tokens, 0 leaked blocks"
+    assert any("master kill 3" in line for line in verdict.lines)
+    (problem,) = verdict.problems
+    assert problem.startswith("memory grows: what=A1 1000 -> 1200 MB")
+
+
+def test_a_soak_in_which_nothing_was_reused_shows_nothing(tally: Tally) -> None:
+    assert _verdict(tally, Memory(None, threading.Event()), 60.0, 0).problems == ("nothing was ever reused: ",)  # type: ignore[arg-type]
