@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from epochkv_fence.messages import BOOT_BYTES, MAX_EPOCH, Error, Grant, Message, Mode, Moment, Nudge, Propose, Reclaim
+from epochkv_fence.messages import BOOT_BYTES, MAX_EPOCH, Error, Grant, Leave, Message, Mode, Moment, Nudge, Propose, Reclaim
 
 RETRY_SECONDS: Final = 1.0
 """Heartbeat period without a live lease (also before the first grant tells the lease's length)."""
@@ -95,7 +95,12 @@ class Proposed:
     moment: Moment | None = None
 
 
-Event = Started | Tick | Poked | Received | Adopted | AdoptFailed | Settled | Proposed
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The engine shuts down, and its scheduler thread is outside `schedule()`: it admits nothing more. Nothing follows."""
+
+
+Event = Started | Tick | Poked | Received | Adopted | AdoptFailed | Settled | Proposed | Left
 
 
 # --------------------------------------------------------------------------------------------------------------- actions
@@ -179,6 +184,7 @@ class Agent:
         self.moment: Moment | None = None
         self.refused: Counter[str] = Counter()
         self._started = False
+        self._left = False
         self._acknowledged: tuple[int | None, Mode] = (None, Mode.BYPASS)
         self._settling = False
         self._pending: _Pending | None = None
@@ -204,13 +210,15 @@ class Agent:
         return AgentState.USE if self.mode is Mode.USE else AgentState.BYPASS
 
     def deadline(self) -> float:
-        """When the next `Tick` is due; infinity before `Started`."""
-        return self._beat_due if self._started else float("inf")
+        """When the next `Tick` is due; infinity before `Started` and after `Left`."""
+        return self._beat_due if self._started and not self._left else float("inf")
 
     # ------------------------------------------------------------------ stepping
 
     def step(self, event: Event, now: float) -> list[Action]:  # noqa: PLR0911 - one line per event
         """Take one event at `now` (seconds on this engine's monotonic clock)."""
+        if self._left:
+            return []
         match event:
             case Started():
                 self._started = True
@@ -230,6 +238,8 @@ class Agent:
                 return self._settled(now)
             case Proposed(epoch, moment):
                 return self._proposed(epoch, moment)
+            case Left():
+                return self._leave()
 
     def _received(self, message: Message, now: float) -> list[Action]:
         match message:
@@ -308,6 +318,12 @@ class Agent:
         self._settling = False
         self._acknowledged = (self.epoch, self.mode)
         return self._beat(now)
+
+    def _leave(self) -> list[Action]:
+        """The lease goes first: once the hub has heard of it, it waits for this boot no more."""
+        self._left = True
+        self.lease_until = NO_LEASE
+        return [Send(Leave(self.boot))] if self._started else []
 
     # ------------------------------------------------------------------ heartbeats
 

@@ -22,6 +22,7 @@ from epochkv_fence.messages import (
     Error,
     Grant,
     Heartbeat,
+    Leave,
     Message,
     Moment,
     Nudge,
@@ -258,13 +259,24 @@ class Hub(HubStore):
             case Reclaimed(boot=boot, below=below, removed=removed, removed_bytes=num_bytes):
                 new = self._reclaimer.answered(boot, below, removed, num_bytes, self.published)
                 return [ev.Changed()] if new else []
+            case Leave(boot=boot):
+                return self._leave(boot)
             case Error():
                 return []
             case _:
                 text = f"a hub takes no {type(message).__name__}"
                 return [ev.Send(peer, Error(Refusal.UNEXPECTED, text))]
 
+    def _leave(self, boot: bytes) -> list[ev.Action]:
+        """It has no lease any more, and takes none: nobody waits for it, and a heartbeat of its that comes late counts not."""
+        self._departed[boot] = None
+        while len(self._departed) > MAX_BOOTS:
+            del self._departed[next(iter(self._departed))]
+        return [ev.Changed()] if self._drop(boot) else []
+
     def _heartbeat(self, peer: bytes, beat: Heartbeat, now: float, key_index: int = 0) -> list[ev.Action]:
+        if beat.boot in self._departed:
+            return []
         record = self._boots.get(beat.boot)
         new = record is None
         if record is None:
@@ -480,9 +492,6 @@ class Hub(HubStore):
         """Drop boots that were silent for a lease and margin; by then every grant they had is dead."""
         dead = [boot for boot, record in self._boots.items() if now >= record.dead_at(self.config.hold_seconds)]
         for boot in dead:
-            del self._boots[boot]
-            self._gate.refused.pop(boot, None)
-            for table in (self._behind, self._reading, self._waiting):
-                table.pop(boot, None)
+            self._drop(boot)
         self._forget_at = now + self.config.hold_seconds / 3 if self._boots else math.inf
         return [ev.Changed()] if dead else []

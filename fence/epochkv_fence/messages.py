@@ -272,6 +272,12 @@ class Reclaimed(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     removed_bytes: Count = 0
 
 
+class Leave(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
+    """Agent -> hub: this boot has given up its lease for good, so nobody has to wait for the end of it."""
+
+    boot: Boot
+
+
 class Error(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     """Either side: a message of yours was not taken. Never answered."""
 
@@ -279,7 +285,7 @@ class Error(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     text: Text
 
 
-Message = Heartbeat | Grant | Nudge | Propose | Bump | BumpStatus | Status | Reclaim | Reclaimed | Error
+Message = Heartbeat | Grant | Nudge | Propose | Bump | BumpStatus | Status | Reclaim | Reclaimed | Leave | Error
 TAGS: Final = (
     "Heartbeat",
     "Grant",
@@ -290,6 +296,7 @@ TAGS: Final = (
     "Status",
     "Reclaim",
     "Reclaimed",
+    "Leave",
     "Error",
 )
 

@@ -71,6 +71,7 @@ class PoolState:
         self._release_at = math.inf  # that is over: whoever may use the target is told
         self._owners_version: str | None = None  # the weights that the pool's owner named last
         self._boots: dict[bytes, BootRecord] = {}
+        self._departed: dict[bytes, None] = {}  # boots that said that they have left, the newest last
         self._behind: dict[bytes, None] = {}  # boots not at the target, in a replayable order
         self._reading: dict[bytes, None] = {}  # while a wipe is needed: boots not known to have drained
         self._waiting: dict[bytes, tuple[bytes, int]] = {}
@@ -145,6 +146,13 @@ class PoolState:
             due = min(due, self._nudge_at)
         pending = self._record_due() or (bool(self._waiting) and not self._noted and not self._noting)
         return min(due, self._retry_at) if pending else due
+
+    def _drop(self, boot: bytes) -> bool:
+        """Forget a boot; False: it was not known."""
+        self._gate.refused.pop(boot, None)
+        for table in (self._behind, self._reading, self._waiting):
+            table.pop(boot, None)
+        return self._boots.pop(boot, None) is not None
 
     def _late(self) -> dict[bytes, None]:
         """The boots that a reset waits for."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from epochkv_fence.messages import Mode
-from tests.model.parts import RECLAIM_SECONDS, Engine, HubProcess, Violation
+from tests.model.parts import RECLAIM_SECONDS, STAYS, Engine, HubProcess, Violation
 
 if TYPE_CHECKING:
     from tests.model.world import World
@@ -36,6 +36,9 @@ class Calm:
         world.calm = True
         for who in (*world.engines, *world.hubs):
             who.frozen_until = 0.0
+        for engine in world.engines:
+            if engine.leaving != STAYS:
+                world.engine_side.restart_one(engine.index)
         for call in world.authority.calls:
             call.not_before = 0.0
         leaders = [process for process in world.hubs if process.term == world.authority.leader and process.hub.term == process.term]

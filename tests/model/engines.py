@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from epochkv_fence import agent as ag
 from epochkv_fence.messages import Grant, Heartbeat, Message, Mode, Reclaimed
-from tests.model.parts import START, STORE_LEASE, Engine, Load, Lookup, Violation
+from tests.model.parts import START, STAYS, STORE_LEASE, WANTS_TO_LEAVE, Engine, Load, Lookup, Violation
 
 if TYPE_CHECKING:
     from tests.model.world import World
@@ -55,6 +55,26 @@ class EngineSide:
         """A process dies; another boot takes its place."""
         self.restart_one(self.world.rng.randrange(len(self.world.engines)))
 
+    def shut_down(self) -> None:
+        """A process is told to end: it tells the hub, serves for a while what it has begun, and another boot takes its place."""
+        engine = self.world.rng.choice(self.world.engines)
+        if engine.leaving == STAYS:
+            self.world.note(f"e{engine.index} is told to end")
+            self.world.count("engine shutdowns")
+            engine.leaving = WANTS_TO_LEAVE
+
+    def _ends(self, engine: Engine) -> bool:
+        if engine.leaving == WANTS_TO_LEAVE:
+            return engine.lookup is None or self.world.rules.leaves_inside_schedule
+        return self.world.now >= engine.leaving
+
+    def _end(self, engine: Engine) -> None:
+        if engine.leaving == WANTS_TO_LEAVE:
+            engine.leaving = self.world.now + self.world.rng.choice([0.0, 1.0, 3.0])
+            self.step(engine, ag.Left())
+        else:
+            self.restart_one(engine.index)
+
     def restart_one(self, index: int) -> None:
         """The process in this slot dies; another boot takes its place."""
         world = self.world
@@ -87,7 +107,7 @@ class EngineSide:
 
     def due(self, engine: Engine) -> bool:
         """Whether its agent thread has something to do."""
-        if engine.queue or (engine.settling and self._outside(engine)):
+        if engine.queue or (engine.settling and self._outside(engine)) or self._ends(engine):
             return True
         return engine.clock.read(self.world.now) >= engine.agent.deadline()
 
@@ -98,6 +118,8 @@ class EngineSide:
         elif engine.settling and self._outside(engine):
             engine.settling = False
             self.step(engine, ag.Settled())
+        elif self._ends(engine):
+            self._end(engine)
         elif engine.clock.read(self.world.now) >= engine.agent.deadline():
             self.world.count("agent ticks")
             self.step(engine, ag.Tick())

@@ -20,6 +20,8 @@ from epochkv_fence.messages import Message, Mode, Moment
 from epochkv_fence.pool import PoolConfig, ReclaimPolicy
 
 START = 1000.0
+STAYS = float("inf")
+WANTS_TO_LEAVE = float("-inf")
 LEASE = 4.0
 LONGER_LEASE = 6.0
 MARGIN = 1.0  # max(1 s, 10 %)
@@ -63,6 +65,7 @@ class Rules:
     record_lowers: bool = False
     wipe_without_read: bool = False
     settled_at_once: bool = False
+    leaves_inside_schedule: bool = False
     lease_unchecked_after_load: bool = False
     loads_never_poisoned: bool = False
     saves_under_old_pins: bool = False
@@ -220,6 +223,7 @@ class Engine:
     loads: list[Load] = field(default_factory=list)
     queue: list[ag.Action] = field(default_factory=list)
     frozen_until: float = 0.0
+    leaving: float = STAYS  # when its process ends, once it has told the hub
     beats: int = 0
     said: dict[int, tuple[int | None, Mode]] = field(default_factory=dict)  # heartbeat -> epoch and mode it reported
     sent: dict[int, float] = field(default_factory=dict)  # heartbeat -> when, by its clock

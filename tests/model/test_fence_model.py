@@ -14,7 +14,7 @@ from tests.model.world import simulate
 FIXED_SCHEDULES = 2_000
 NEW_SCHEDULES = 20_000
 NEW_FIRST = 40_000_000
-FRESH_SCHEDULES = 300
+FRESH_SCHEDULES = 2_000
 FOCUS_SCHEDULES = 30
 FAULTS = ("lost", "duplicated", "timeouts", "freezes", "engine restarts", "hub restarts", "takeovers")
 RARER = ("trainer restarts", "configurations", "wipes", "poisoned loads", "schedules that publish", "proposals")

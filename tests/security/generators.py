@@ -21,6 +21,7 @@ from epochkv_fence.messages import (
     Error,
     Grant,
     Heartbeat,
+    Leave,
     Message,
     Mode,
     Moment,
@@ -48,6 +49,7 @@ CORPUS: list[Message] = [
     Status(3, 0, 4, 4, 1, [EngineStatus(BOOTS[0], "engine", "pod-0", 0, 4, Mode.USE, 0)], MOMENT, "v7", 30.0),
     Reclaim(BOOTS[0], 4),
     Reclaimed(BOOTS[0], 4, 12, 4096),
+    Leave(BOOTS[0]),
     Error(Refusal.TAG, "unknown tag"),
 ]
 EDGES: list[Any] = [

@@ -97,6 +97,14 @@ class _BeatsTwiceAsOften(Agent):
         return super()._period(now) / 2
 
 
+class _LeavesWithItsLease(Agent):
+    def _leave(self) -> list[ag.Action]:
+        kept = self.lease_until
+        actions = super()._leave()
+        self.lease_until = kept
+        return actions
+
+
 AGENT_MUTANTS = {
     "lease counted from receipt": Mutant(Rules(agent=_LeaseFromReceipt), "3"),
     "grants not bound to boots": Mutant(Rules(agent=_AnyBoot), "3", {"trouble": 1.0}),
@@ -106,7 +114,13 @@ AGENT_MUTANTS = {
     ),
     "the lease moves before the epoch is adopted": Mutant(Rules(agent=_LeaseBeforeAdoption), "3"),
     "acknowledged before adopted": Mutant(Rules(agent=_AcknowledgeBeforeAdoption), "3"),
-    "acknowledged inside schedule()": Mutant(Rules(settled_at_once=True), "3", {**DUEL, **CALM}),
+    "acknowledged inside schedule()": Mutant(Rules(settled_at_once=True), "3", {**DUEL, **CALM, "steps": 1200, "freezes": 0.3}),
+    "a boot that leaves keeps its lease": Mutant(Rules(agent=_LeavesWithItsLease), "3", {**DUEL, "trouble": 1.0}),
+    "a boot leaves inside schedule()": Mutant(
+        Rules(leaves_inside_schedule=True),
+        "3",
+        {**DUEL, **CALM, "trouble": 1.0, "engines": 1, "steps": 1200, "pace": 0.2, "freezes": 1.0},
+    ),
     "an overtaken grant sets the mode": Mutant(
         Rules(agent=_OldGrantsSetTheMode), "3", {"pushed": False, "policy": "RemoveAll", "disorder": 0.9, "restores": False, "idle": 0.0}
     ),

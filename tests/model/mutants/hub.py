@@ -139,9 +139,10 @@ class _HeardMayFall(Hub):
         if record is not None and beat.epoch is not None:
             record.epoch = beat.epoch
         actions = super()._heartbeat(peer, beat, now, key_index)
-        if not self._boots[beat.boot].at_least(self.target):
+        record = self._boots.get(beat.boot)
+        if record is not None and not record.at_least(self.target):
             self._behind[beat.boot] = None
-            self._boots[beat.boot].below_until = now + self._hold()
+            record.below_until = now + self._hold()
         return actions
 
 

@@ -11,6 +11,7 @@ from epochkv_fence.agent import (
     Agent,
     AgentState,
     Beat,
+    Left,
     Poked,
     Proposed,
     Received,
@@ -21,7 +22,7 @@ from epochkv_fence.agent import (
     Started,
     Tick,
 )
-from epochkv_fence.messages import MAX_EPOCH, Grant, Mode, Moment, Nudge, Propose, Reclaim
+from epochkv_fence.messages import MAX_EPOCH, Grant, Leave, Mode, Moment, Nudge, Propose, Reclaim
 
 BOOT, OTHER = b"B" * 16, b"O" * 16
 HUB = b"hub-in-a"
@@ -77,6 +78,22 @@ def test_the_lease_moves_only_once_the_epoch_is_adopted() -> None:
     assert agent.view == (1, Mode.USE, 130.0)
     agent.step(Adopted(2, Mode.USE), 122.0)
     assert agent.view == (2, Mode.USE, 150.0)
+
+
+def test_a_boot_that_has_left_has_no_lease_and_takes_nothing() -> None:
+    agent = at_epoch(1)
+    agent.step(Poked(), 101.0)
+    assert agent.step(grant(2, 2), 102.0) == [Adopt(2, Mode.USE)]
+    assert agent.step(Left(), 103.0) == [Send(Leave(BOOT))]
+    assert agent.state(103.0) is AgentState.UNASSIGNED
+    for late in (Adopted(2, Mode.USE), grant(1, 1), Settled(), Poked(), Tick(), Proposed(9), Left()):
+        assert agent.step(late, 104.0) == []
+    assert agent.state(104.0) is AgentState.UNASSIGNED
+    assert agent.deadline() == float("inf")
+
+
+def test_a_boot_that_never_started_has_nobody_to_tell_that_it_leaves() -> None:
+    assert Agent(BOOT).step(Left(), 100.0) == []
 
 
 def test_an_adoption_that_fails_changes_nothing_and_is_tried_again() -> None:

@@ -13,6 +13,7 @@ from epochkv_fence.messages import (
     Error,
     Grant,
     Heartbeat,
+    Leave,
     Mode,
     Propose,
     Reclaim,
@@ -349,6 +350,48 @@ def test_nudges_go_to_those_behind_at_record_and_every_quarter_second() -> None:
     hub.now += 1.0
     hub.step(ev.Tick())
     assert len(hub.nudged()) == 3
+
+
+def test_nobody_waits_for_a_boot_that_has_left() -> None:
+    hub = Driver()
+    hub.lead(granting=True)
+    hub.now += HOLD
+    for number in (1, 2):
+        hub.beat(number)
+    hub.round()
+    hub.ask(1)
+    hub.beat(2, epoch=1)
+    hub.round()
+    assert hub.published == [], "boot 1 has a lease below"
+    hub.hear(Leave(boot(1)), b"peer1")
+    hub.round()
+    assert hub.published == [1]
+    assert [view.boot for view in hub.hub.snapshot(hub.now).engines] == [boot(2)]
+
+
+def test_a_heartbeat_that_comes_after_its_boot_has_left_brings_nobody_back() -> None:
+    hub = Driver()
+    hub.lead(granting=True)
+    hub.beat(1)
+    hub.hear(Leave(boot(1)), b"peer1")
+    hub.beat(1)
+    assert hub.round() == []
+    assert hub.hub.num_boots == 0
+
+
+def test_a_boot_leaves_that_nobody_knows() -> None:
+    hub = Driver()
+    hub.lead(granting=True)
+    hub.hear(Leave(boot(1)), b"peer1")
+    assert hub.hub.num_boots == 0
+
+
+def test_what_is_remembered_of_those_who_left_is_bounded() -> None:
+    hub = Driver()
+    hub.lead(granting=True)
+    for number in range(MAX_BOOTS + 5):
+        hub.hear(Leave(number.to_bytes(16, "big")))
+    assert len(hub.hub._departed) == MAX_BOOTS
 
 
 def test_dead_boots_are_forgotten_after_lease_and_margin_of_silence() -> None:

@@ -16,6 +16,7 @@ from epochkv_fence.messages import (
     Error,
     Grant,
     Heartbeat,
+    Leave,
     Message,
     Mode,
     Moment,
@@ -60,6 +61,7 @@ MESSAGES: list[Message] = [
     Status(1, 0, 4, 3, 1, [EngineStatus(BOOT, "rollout", "rollout-0", 0, 3, Mode.USE, 0, private=True)]),
     Reclaim(BOOT, 4),
     Reclaimed(BOOT, 4, 12),
+    Leave(BOOT),
     Error(Refusal.TAG, "what"),
 ]
 

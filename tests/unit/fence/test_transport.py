@@ -71,6 +71,35 @@ def test_a_restarted_agent_is_a_new_boot_and_joins(world: FenceWorld) -> None:
     assert not using(agents[0][0], 0)
 
 
+def test_a_reset_does_not_wait_for_an_engine_that_was_stopped(world: FenceWorld) -> None:
+    hub, agents = serving(world)
+    began = time.monotonic()
+    assert agents[0][0].stop()
+    eventually(lambda: len(world.thread.call(lambda: hub.snapshot(POOL)).engines) == 1, what="the hub forgets the engine")
+    world.request(hub, 1)
+    eventually(lambda: world.published() == 1, what="published")
+    assert time.monotonic() < began + world.config.lease_seconds, "its lease of 30 s is not waited for"
+
+
+def test_an_engine_inside_schedule_does_not_say_that_it_leaves(world: FenceWorld) -> None:
+    hub, agents = serving(world)
+    agent, engine = agents[0]
+    engine.is_busy = True
+    assert agent.stop()
+    assert not using(agent, 0)
+    time.sleep(0.3)
+    assert len(world.thread.call(lambda: hub.snapshot(POOL)).engines) == 2, "a request may still be admitted with what it found"
+
+
+def test_an_engine_without_a_hub_stops_as_quickly(world: FenceWorld) -> None:
+    hub, agents = serving(world)
+    world.thread.run(hub.stop())
+    eventually(lambda: agents[0][0]._link is not None and not agents[0][0]._link.connected)
+    began = time.monotonic()
+    assert agents[0][0].stop(5.0)
+    assert time.monotonic() - began < 5.0
+
+
 def test_a_restarted_hub_takes_nobodys_lease_and_goes_on(world: FenceWorld) -> None:
     hub, agents = serving(world)
     world.request(hub, 1)
