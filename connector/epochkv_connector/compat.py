@@ -194,6 +194,58 @@ def hash_seed_is_random(algorithm: str) -> bool:
     return "xxhash" in algorithm and os.environ.get("PYTHONHASHSEED") is None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class AboutRequest:
+    """What vLLM's `BlockStored` says of the request that a block was made for."""
+
+    lora_id: int | None
+    lora_name: str | None
+    extra_keys: list[Any] | None
+    session_id: str | None
+
+
+def has_kv_events(block_pool: Any) -> bool:
+    """Whether somebody listens to KV events of this engine."""
+    return bool(getattr(block_pool, "enable_kv_cache_events", False))
+
+
+def about_request(request: Any, start: int, end: int) -> AboutRequest:
+    """The same, for the block of tokens `[start, end)`."""
+    extra, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)
+    untagged = getattr(kv_cache_utils, "to_event_extra_keys", lambda keys: keys)  # 0.31 and later tag them for the hash
+    lora = request.lora_request
+    return AboutRequest(
+        lora.adapter_id if lora else None, lora.name if lora else None, untagged([extra]), getattr(request, "session_id", None)
+    )
+
+
+def host_block_stored(name: bytes, group: int, parent: bytes | None, tokens: list[int], block_size: int, about: AboutRequest | None) -> Any:
+    """`BlockStored` for a block in host memory; without `about` the bare name, as vLLM's own offloading announces blocks."""
+    from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
+
+    known = about or AboutRequest(None, None, None, None)
+    return BlockStored(
+        block_hashes=[kv_cache_utils.maybe_convert_block_hash(name)],
+        parent_block_hash=kv_cache_utils.maybe_convert_block_hash(parent) if parent is not None else None,
+        token_ids=tokens,
+        block_size=block_size,
+        lora_id=known.lora_id,
+        medium=MEDIUM_CPU,
+        lora_name=known.lora_name,
+        extra_keys=known.extra_keys,
+        group_idx=group,
+        locality="LOCAL",
+        session_id=known.session_id,
+    )
+
+
+def host_block_removed(name: bytes, group: int) -> Any:
+    """`BlockRemoved` for a block in host memory."""
+    from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved
+
+    return BlockRemoved(block_hashes=[kv_cache_utils.maybe_convert_block_hash(name)], medium=MEDIUM_CPU, group_idx=group, locality="LOCAL")
+
+
 def queue_all_blocks_cleared(block_pool: Any, drop_pending: bool) -> None:
     """Queue one AllBlocksCleared on the block pool's own event queue, so that it precedes events of new blocks.
 

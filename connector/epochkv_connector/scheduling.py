@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from epochkv_connector import compat
 from epochkv_connector.config import ConnectorConfig
+from epochkv_connector.events import HostEvents
 from epochkv_connector.fencing import TAG_KEY, Fence, Repin
 from epochkv_connector.identity import Snapshot
 from epochkv_connector.records import Source
@@ -79,6 +80,7 @@ class SchedulerSide:
         self._to_name: list[str] = []  # to be reported finished and failed, in the next metadata
         self._unsent: set[str] = set()  # hits vLLM waits for, whose load no rank was told of yet
         self._sent_loads: set[str] = set()
+        self._events = HostEvents(on_error)
         self._broken = False
         self._cooldown: set[str] = set()  # a load failed: no external hit until scheduled once
         self._steps_aside: set[str] = set()  # of these: not asked since
@@ -92,6 +94,7 @@ class SchedulerSide:
         hash_block_size_sink.hash_block_size = compat.hash_block_size_of(block_pool)
         if self.half is not None:
             self.half.bind_block_pool(compat.BlockPoolAdapter(block_pool))
+        self._events.bind(block_pool, self.half if self._config.local is not None else None)
 
     def _apply(self) -> Snapshot:
         """Bring the bookkeeping to what holds now: poison what an adoption overtook. Returns what holds now."""
@@ -103,7 +106,7 @@ class SchedulerSide:
             self._poison(self._overtaken(self.half, snapshot))
         self._applied = snapshot  # from here on an error cannot leave a load unpoisoned
         if changed_root:
-            compat.queue_all_blocks_cleared(self._pool, drop_pending=False)
+            self._events.cleared(drop_pending=False)
         return snapshot
 
     def _overtaken(self, half: SchedulerHalf, snapshot: Snapshot) -> set[str]:
@@ -205,8 +208,9 @@ class SchedulerSide:
             outcome = self.half.commit(self._view(request, snapshot), blocks.get_block_ids(), num_external, snapshot)
         self.fence.begin_load(request)
         if outcome is Commit.LOADING:
-            if request_id not in self._unsent | self._sent_loads:
-                self._count_hit(request_id, num_external)
+            if request_id not in self._unsent and request_id not in self._sent_loads:
+                host, store = self._tokens_by_tier(request_id, num_external)
+                self.counters.update(tokens_hit_host=host, tokens_hit_store=store)
             self._unsent.add(request_id)
         else:
             self._doomed.add(request_id)
@@ -238,11 +242,6 @@ class SchedulerSide:
         host = min(sources.get(Source.HOST, 0), num_external)
         return host, num_external - host
 
-    def _count_hit(self, request_id: str, num_external: int) -> None:
-        host, store = self._tokens_by_tier(request_id, num_external)
-        self.counters["tokens_hit_host"] += host
-        self.counters["tokens_hit_store"] += store
-
     # ------------------------------------------------------------------ steps
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
@@ -261,6 +260,7 @@ class SchedulerSide:
                     self.half.collect_saves(views, snapshot)
             metadata = self.half.build(snapshot.epoch)
             self.counters["tokens_saved"] += sum(save.num_blocks for save in metadata.saves) * compat.hash_block_size_of(self._pool)
+            self._events.offer(self._requests, (*metadata.saves, *metadata.loads))
             told = {load.request_id for load in metadata.loads}
             self._sent_loads |= told
             self._unsent -= told
@@ -442,7 +442,7 @@ class SchedulerSide:
         self._apply()
         if self.half is not None:
             self._poison(self._cleared(self.half))
-        compat.queue_all_blocks_cleared(self._pool, drop_pending=True)
+        self._events.cleared(drop_pending=True)
         self.counters["local_resets"] += 1
         if rotated and self._propose is not None:
             epoch = self.fence.proposal()

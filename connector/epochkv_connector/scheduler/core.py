@@ -35,6 +35,7 @@ from epochkv_connector.scheduler.views import (
     Hit,
     KeysOf,
     LookupClient,
+    NameListener,
     RequestView,
     ScheduledRequestView,
     Snapshot,
@@ -112,7 +113,7 @@ class SchedulerHalf:
         if store is not None and keys_of is None:
             raise TypeError("SchedulerHalf needs keys_of together with store")
         self._config = config
-        self._layout = layout
+        self.layout = layout
         self._ids = ids
         self._clock = clock
         self.problem = layout.problem()
@@ -121,8 +122,8 @@ class SchedulerHalf:
         self.num_slots = slot_count(config, max(1, layout.slot_bytes), num_ranks)
         self._count: Counter[str] = Counter()
         self._tracker = Tracker(config.tracker_capacity) if config.tracker and config.local else None
-        on_evict = None if self._tracker is None else self._tracker.forget
-        self._index = HostIndex(self.num_slots, max(1, len(layout.groups)), config.local is not None, on_evict)
+        self.listener: NameListener | None = None
+        self._index = HostIndex(self.num_slots, max(1, len(layout.groups)), config.local is not None, self._left)
         self._ledger = Ledger(num_ranks)
         self._known = KnownInStore(KNOWN_IN_STORE_CAPACITY)
         self._saves = SavePlanner(layout, self._index, self._known, self._tracker)
@@ -257,7 +258,7 @@ class SchedulerHalf:
         )
         gpu_blocks = tuple(move.gpu_block for move in draft.moves if move.copy)
         pool.touch(gpu_blocks)
-        scale = {index: group.block_size // hash_block_size for index, group in enumerate(self._layout.groups)}
+        scale = {index: group.block_size // hash_block_size for index, group in enumerate(self.layout.groups)}
         self._ledger.open_save(job, gpu_blocks, scale, self._clock())
         self._save_jobs.append(job)
         self._count["saves_emitted"] += 1
@@ -329,6 +330,15 @@ class SchedulerHalf:
         new = [move for move in done.saved if self._index.insert(move.slot, move.group, move.block_hash)]
         if self._tracker is not None:
             self._tracker.confirm((move.group, move.block_hash) for move in new)
+        if self.listener is not None:
+            self.listener.arrived((move.group, move.block_hash) for move in new)
+
+    def _left(self, key: tuple[int, bytes]) -> None:
+        """L1 lost a block."""
+        if self._tracker is not None:
+            self._tracker.forget(key)
+        if self.listener is not None:
+            self.listener.left(key)
 
     def _on_loaded(self, done: Loaded) -> None:
         self._count["loads_done"] += 1
@@ -341,8 +351,9 @@ class SchedulerHalf:
         if done.abandoned:
             return
         # Verified L2 bytes in a slot are good on every rank, even when the copy to the GPU came too late.
-        for move in done.filled:
-            self._index.insert(move.slot, move.group, move.block_hash)
+        new = [move for move in done.filled if self._index.insert(move.slot, move.group, move.block_hash)]
+        if self.listener is not None:
+            self.listener.arrived((move.group, move.block_hash) for move in new)
         self._known.add((move.group, move.block_hash) for move in done.filled)
         filled = {move.slot for move in done.filled}
         for move in done.doubted:
@@ -368,6 +379,8 @@ class SchedulerHalf:
             found_again = self._index.renew(snap.root)
             if self._tracker is not None:
                 self._tracker.confirm(found_again)
+            if self.listener is not None:
+                self.listener.found_again(found_again)
         self._planner.forget_all()
         return self.open_loads()
 

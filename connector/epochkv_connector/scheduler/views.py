@@ -7,7 +7,7 @@ depends on.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -157,6 +157,15 @@ class LookupClient(Protocol):
 
     def exists(self, keys: Sequence[str]) -> Future[Sequence[bool]]:
         """Never blocks and never raises; at most `lookup.MAX_KEYS_PER_QUERY` keys. Errors travel in the future."""
+
+
+class NameListener(Protocol):
+    """Told which blocks (group, block hash) L1 holds, in order. Never raises."""
+
+    def arrived(self, keys: Iterable[tuple[int, bytes]]) -> None: ...
+    def left(self, key: tuple[int, bytes]) -> None: ...
+    def found_again(self, keys: Iterable[tuple[int, bytes]]) -> None:
+        """Blocks of a root that holds again."""
 
 
 KeysOf = Callable[[str, int, bytes], Sequence[str]]
