@@ -25,6 +25,7 @@ from epochkv_connector.stats import EpochKVPromMetrics, EpochKVStats
 from epochkv_connector.telemetry import Reporter
 from epochkv_connector.wire import StepMetadata, WorkerReport
 from epochkv_connector.working import Half, RefusingHalf, WorkerSide
+from epochkv_fence.messages import Mode
 
 logger = logging.getLogger("vllm.epochkv")
 
@@ -115,7 +116,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             local_worker=self._find_local_worker,
             on_error=self._guard.note,
         )
-        hooks = FenceHooks(fence, self._gauges, self._reclaim, self._side.loading)
+        hooks = FenceHooks(fence, self._gauges, self._reclaim, self._loading)
         self._link.start(hooks, digest, int(vllm_config.parallel_config.data_parallel_rank or 0))
         if fence.policy.forced_bypass is not None:
             logger.warning("EpochKV serves without caches: %s", fence.policy.forced_bypass)
@@ -152,11 +153,18 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         return None
 
     def _build_tiers(self) -> tiers.SchedulerTiers | None:
-        return tiers.build_scheduler_tiers(self._epochkv_config, self._vllm_config, self._kv_cache_config)
+        return tiers.build_scheduler_tiers(self._epochkv_config, self._vllm_config, self._kv_cache_config, self._link.poke)
 
     def _find_local_worker(self) -> WorkerSide | None:
         connector = _local_workers.get(str(self._kv_transfer_config.engine_id))
         return connector._worker if connector is not None else None
+
+    def _loading(self) -> int | None:
+        """Reads from the store that may still deliver bytes; in bypass ranks in other processes are asked, too."""
+        reads = self.side.loading()
+        if not reads or self._tiers is None or self._find_local_worker() is not None:
+            return reads
+        return self._tiers.num_reads() if self.side.fence.snapshot.mode is Mode.BYPASS else reads
 
     def _reclaim(self, below: int) -> tuple[int, int]:
         if self._tiers is None:

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from epochkv_connector import compat
+from epochkv_connector.admin import AdminServer, RankWatch, engine_folder, rank_socket
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.identity import pool_prefix
 from epochkv_connector.keys import object_key
 from epochkv_connector.memory import check_fits
+from epochkv_connector.ranks import RankHandlers, open_channel
 from epochkv_connector.scheduler.core import SchedulerHalf
 from epochkv_connector.scheduler.index import slot_count
 from epochkv_connector.scheduler.views import KeysOf, LookupClient
@@ -54,11 +57,19 @@ class SchedulerTiers:
 
     Attributes:
         object_bytes: size of an L2 object of this engine, by KV cache group.
+        admin: this process's place on the admin channel; None: it could not be opened.
+        watch: what ranks in other processes say of their reads.
     """
 
     half: SchedulerHalf
     store: LookupStore | None
     object_bytes: tuple[int, ...] = ()
+    admin: AdminServer | None = None
+    watch: RankWatch | None = None
+
+    def num_reads(self) -> int:
+        """Reads from the store that may still deliver bytes, as the ranks themselves say. Never waits; any thread."""
+        return self.half.num_reads(by_rank=self.watch.reads_over() if self.watch is not None else ())
 
     def reclaim(self, pool_uid: str, fingerprint: str, below: int) -> tuple[int, int]:
         """Remove the pool's L2 keys of the epochs below `below`, of every layout. Blocks: not for the scheduler thread.
@@ -81,13 +92,17 @@ class SchedulerTiers:
         return keys + self.store.remove_below(pool, below, fingerprint=fingerprint, others=True), num_bytes
 
     def close(self) -> None:
-        """Close the lookup client."""
+        """Leave the admin channel and close the lookup client."""
+        if self.admin is not None:
+            self.admin.stop()
         if self.store is not None:
             self.store.close(CLOSE_SECONDS)
 
 
-def build_scheduler_tiers(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any) -> SchedulerTiers | None:
-    """None when no tier is configured: the fence works alone."""
+def build_scheduler_tiers(
+    config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any, on_news: Callable[[], None] = lambda: None
+) -> SchedulerTiers | None:
+    """None when no tier is configured: the fence works alone. `on_news`: a rank says that a read is over, before any step."""
     if config.local is None and config.distributed is None:
         return None
     layout = compat.cache_layout(vllm_config, kv_cache_config)
@@ -102,7 +117,10 @@ def build_scheduler_tiers(config: ConnectorConfig, vllm_config: Any, kv_cache_co
         keys_of=make_keys_of(compat.num_kv_shards(vllm_config, kv_cache_config)) if store is not None else None,
     )
     sizes = tuple(object_bytes(compat.group_payload_bytes(group)) for group in kv_cache_config.kv_cache_groups)
-    return SchedulerTiers(half, store, sizes)
+    folder = engine_folder(str(vllm_config.kv_transfer_config.engine_id))
+    admin = open_channel(folder / "scheduler", {"STATUS": lambda argument, seconds: {"pid": os.getpid(), "stats": half.stats()}})
+    ranks = [rank_socket(folder, rank) for rank in range(compat.num_worker_ranks(vllm_config))]
+    return SchedulerTiers(half, store, sizes, admin, RankWatch(ranks, on_news))
 
 
 def make_keys_of(num_shards: int) -> KeysOf:
@@ -134,9 +152,12 @@ def build_worker(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any
     shards = compat.num_kv_shards(vllm_config, kv_cache_config)
     settings = StoreSettings.of(config)
 
+    clients: list[StoreClient] = []
+
     def open_store(region: HostRegion) -> StoreClient:
         assert settings is not None
         client = StoreClient(settings, [(region.address, region.num_bytes)])
+        clients.append(client)
         client.start()
         return client
 
@@ -161,4 +182,8 @@ def build_worker(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any
             layout.slot_bytes,
             stride / max(1, layout.slot_bytes),
         )
+    handlers = RankHandlers(half, clients[0] if clients else None, pool_prefix(config.pool.uid)).table()
+    admin = open_channel(rank_socket(engine_folder(str(vllm_config.kv_transfer_config.engine_id)), rank), handlers)
+    if admin is not None:
+        half.end_with(admin.stop)
     return half

@@ -421,16 +421,17 @@ class SchedulerHalf:
         """Requests whose load some rank has not reported (including hits accepted in this step)."""
         return self._ledger.loading() | set(self._load_drafts)
 
-    def num_reads(self, over: Set[int] = frozenset()) -> int:
+    def num_reads(self, over: Set[int] = frozenset(), by_rank: Sequence[Set[int]] = ()) -> int:
         """Loads that may still get bytes from L2: accepted, sent, or not let go of by some rank. Any thread.
 
         Args:
             over: jobs that the only rank has finished, as it says itself; its acknowledgement may wait for a step.
+            by_rank: the same of every rank.
         """
         drafts = list(self._load_drafts.values())  # first: a draft that becomes a job meanwhile is counted twice, never missed
         accepted = sum(1 for draft in drafts if any(move.source is Source.STORE for move in draft.moves))
         ended = over if self._ledger.num_ranks == 1 else frozenset()
-        return accepted + len(self._ledger.reads() - ended)
+        return accepted + len(self._ledger.reads(by_rank) - ended)
 
     def leak_report(self) -> dict[str, int]:
         """Everything that must be 0 when no request lives and every job is acknowledged."""

@@ -8,7 +8,7 @@ Saves are aggregated over ranks by intersection (a block is saved if every rank 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from epochkv_connector.records import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
@@ -128,9 +128,22 @@ class Ledger:
         """Whether a load of this request is under way."""
         return request_id in self._loading
 
-    def reads(self) -> set[int]:
-        """Loads that fetch from L2 and that some rank has not reported, or whose slots it may still write to. Any thread."""
-        return {job_id for job_id, entry in list(self._jobs.items()) if entry.reads}
+    def reads(self, over: Sequence[Set[int]] = ()) -> set[int]:
+        """Loads that fetch from L2 and that some rank has not reported, or whose slots it may still write to. Any thread.
+
+        Args:
+            over: by rank, jobs that are over there, as the rank says itself; its acknowledgement may wait for a step.
+        """
+        said = dict(enumerate(over)) if len(over) == self.num_ranks else {}
+        return {
+            job_id
+            for job_id, entry in list(self._jobs.items())
+            if entry.reads and not all(self._is_over(entry, rank) or job_id in said.get(rank, ()) for rank in range(self.num_ranks))
+        }
+
+    @staticmethod
+    def _is_over(entry: _Open, rank: int) -> bool:
+        return rank in entry.acked.get(Phase.LOADED, ()) and rank not in entry.busy
 
     def num_overdue(self, now: float) -> int:
         """Jobs that a rank should have acknowledged as dropped by now (a rank that hangs, or lost metadata)."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from epochkv_connector.worker.layout import GroupView
-from epochkv_connector.worker.rows import RowClass, progression, row_classes
+from epochkv_connector.worker.rows import RowClass, progressions, row_classes
 from epochkv_connector.worker.slots import HEADER_BYTES
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,10 @@ Batch = Sequence[tuple[int, Sequence[int], Sequence[int]]]
 
 ELEMENTS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """Bytes -> the type that moves so many at a time, bit for bit."""
+
+
+MAX_SERIES = 4
+"""Rows of one block that lie in so few equally spaced series are written series by series."""
 
 
 class Region(Protocol):
@@ -86,11 +90,11 @@ class _CpuRows:
         self._blocks = self._span.as_strided(((high - low - rows.num_bytes) // unit + 1, self._shape[1]), (1, 1))
         self._index, self._step = (rows.addresses - low) // unit, rows.block_strides // unit
         self._slot = ((HEADER_BYTES + first) // unit, region.stride // unit, (spacing // unit, 1))
-        self._regular: tuple[int, int, tuple[int, int], Tensor] | None = None
-        spaced = progression(self._index)
-        if spaced is not None and bool((self._step == self._step[0]).all()):
-            start, distance, order = spaced
-            self._regular = (start, int(self._step[0]), (distance, 1), order)
+        self._series: list[tuple[tuple[int, int], tuple[int, int], int, Tensor]] = []
+        series = progressions(self._index)
+        if len(series) <= MAX_SERIES and bool((self._step == self._step[0]).all()):
+            width = self._shape[1]
+            self._series = [((len(order), width), (max(step, 1), 1), first, order) for first, step, order in series]
 
     def _payload(self, slot: int) -> Tensor:
         start, stride, strides = self._slot
@@ -104,13 +108,15 @@ class _CpuRows:
             torch.index_select(self._blocks, 0, rows, out=self._payload(slot))
 
     def scatter(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        if self._regular is None:
+        if not self._series:
             for rows, slot in zip(self._rows_of(blocks), slots, strict=True):
                 self._blocks.index_copy_(0, rows, self._payload(slot))
             return
-        start, step, strides, order = self._regular
-        for block, slot in zip(blocks, slots, strict=True):  # a row is copied whole, which index_copy_ does not do
-            torch.index_select(self._payload(slot), 0, order, out=self._span.as_strided(self._shape, strides, start + block * step))
+        step = int(self._step[0])
+        for block, slot in zip(blocks, slots, strict=True):  # row by row, where index_copy_ goes element by element
+            payload = self._payload(slot)
+            for shape, strides, first, order in self._series:
+                torch.index_select(payload, 0, order, out=self._span.as_strided(shape, strides, first + block * step))
 
 
 def _spacing(offsets: Tensor) -> tuple[int, int]:

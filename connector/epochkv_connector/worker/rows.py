@@ -56,10 +56,16 @@ def row_classes(parts: Sequence[Tensor]) -> tuple[RowClass, ...]:
     return tuple(RowClass(run, *torch.tensor(rows, dtype=torch.int64, device="cpu").unbind(1)) for run, rows in found)
 
 
-def progression(values: Tensor) -> tuple[int, int, Tensor] | None:
-    """(first, step, order) if the values, brought into `order`, are equally spaced upwards; else None."""
+def progressions(values: Tensor) -> list[tuple[int, int, Tensor]]:
+    """Cut the values into few equally spaced ascending series: (first, step, indices of the values in that order)."""
     ascending, order = torch.sort(values)
-    steps = torch.diff(ascending)
-    if len(values) > 1 and not (int(steps[0]) > 0 and bool((steps == steps[0]).all())):
-        return None
-    return int(ascending[0]), int(steps[0]) if len(values) > 1 else 0, order
+    found: list[tuple[int, int, Tensor]] = []
+    start, numbers = 0, ascending.tolist()
+    while start < len(numbers):
+        end = start + 1
+        step = numbers[end] - numbers[start] if end < len(numbers) else 0
+        while step > 0 and end < len(numbers) and numbers[end] - numbers[end - 1] == step:
+            end += 1
+        found.append((numbers[start], step, order[start:end]))
+        start = end
+    return found

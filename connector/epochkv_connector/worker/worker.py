@@ -77,6 +77,7 @@ class WorkerHalf:
         # Guarded by Rank.changed:
         self._unreleased: list[Load | Save] = []
         self._poisoned: list[str] = []
+        self._end_with: Callable[[], object] = lambda: None
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -108,6 +109,10 @@ class WorkerHalf:
             self._rank.store = self._open_store(staging.region)
         return staging.region.stride
 
+    def end_with(self, stop: Callable[[], object]) -> None:
+        """Have `stop` called when this half shuts down."""
+        self._end_with = stop
+
     @property
     def region(self) -> HostRegion:
         """The host region; after `register`."""
@@ -131,6 +136,7 @@ class WorkerHalf:
             return True
         rank.stopped = True
         deadline = time.monotonic() + timeout
+        self._end_with()
         for load in list(self._loads.open.values()):
             self._loads.fail(load, "shutdown", "the engine shuts down")
         self._saves.drop_unsubmitted("shutdown")
@@ -243,13 +249,31 @@ class WorkerHalf:
         with self._rank.changed:
             return self._rank.changed.wait_for(lambda: not self._saves.copies, timeout)
 
-    def drain(self, below: int, timeout: float) -> int:
-        """Let no put of an epoch below `below` begin, and wait for those under way. Any thread.
+    def status(self) -> dict[str, Any]:
+        """What a person, or the scheduler half, may ask between steps (JSON). Any thread."""
+        return {
+            "rank": self.rank,
+            "open_jobs": len(self.open_jobs()),
+            "reads_over": sorted(self.reads_over()),
+            "stats": self.stats(),
+        }
+
+    def drain(self, below: int | None, timeout: float) -> int:
+        """Wait until the store works on nothing of this rank, or on no save of an epoch below `below`. Any thread.
+
+        Args:
+            below: saves of older epochs are given up; None: nothing is.
 
         Returns:
-            How many saves of such epochs the store may still be working on after `timeout` seconds; 0: none.
+            What is still under way after `timeout` seconds: saves, or slots without `below`; 0: nothing.
         """
-        self._saves.cancel_puts(below)
-        with self._rank.changed:
-            self._rank.changed.wait_for(lambda: not self._saves.old_puts(below), timeout)
-            return len(self._saves.old_puts(below))
+        saves, rank = self._saves, self._rank
+        if below is not None:
+            saves.cancel_puts(below)
+
+        def left() -> int:
+            return rank.num_held if below is None else len(saves.old_puts(below))
+
+        with rank.changed:
+            rank.changed.wait_for(lambda: not left(), timeout)
+            return left()
