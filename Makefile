@@ -88,6 +88,9 @@ bench-staging: setup-engine ## Staging copies against a plain copy of the same m
 soak: setup-engine ## Three engines under random faults, resets and weight changes (MINUTES=20 SEED=random)
 	@$(ENGINE) -m hack.soak --minutes $(or $(MINUTES),20) $(if $(SEED),--seed $(SEED))
 
+compat: setup-engine ## Scheduler, unit and engine layers on every vLLM version that is accepted (VERSIONS="0.30 0.31")
+	@$(DEV) -m hack.compat run $(VERSIONS)
+
 fuzz: setup ## Fuzz every decoder and receive path (MINUTES=10)
 	@$(DEV) -m tests.security.fuzz --minutes $(or $(MINUTES),10)
 
@@ -97,4 +100,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-unit test-scheduler test-store test-engine test-cluster test-e2e simulate simulate-mutants lint generate bench-epoch bench-fence bench-connector bench-start bench-staging soak fuzz lock clean
+.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-unit test-scheduler test-store test-engine test-cluster test-e2e simulate simulate-mutants lint generate bench-epoch bench-fence bench-connector bench-start bench-staging soak compat fuzz lock clean
