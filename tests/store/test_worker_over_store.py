@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -53,12 +54,19 @@ class Engine:
         self.worker.start_step(Step(**parts))  # type: ignore[arg-type]
         self.worker.finish_step()
 
+    def collect(self) -> None:
+        finished, failed, acks = self.worker.results(0.001)
+        self.finished += finished
+        self.failed += failed
+        self.acks += acks
+
+    def settled(self) -> bool:
+        self.collect()
+        return self.worker.stats()["held_slots"] == 0 and not self.worker.open_jobs()
+
     def wait(self, job_id: int, phase: Phase) -> JobAck:
         def found() -> JobAck | None:
-            finished, failed, acks = self.worker.results(0.001)
-            self.finished += finished
-            self.failed += failed
-            self.acks += acks
+            self.collect()
             return next((ack for ack in self.acks if (ack.job_id, ack.phase) == (job_id, phase)), None)
 
         wait_until(found, 20, f"job {job_id} {phase.name}")
@@ -129,3 +137,55 @@ def test_a_frozen_store_fails_the_load_at_its_deadline_and_frees_the_slots_later
 
     wait_until(loaded, 30, "loads work again")
     assert torch.equal(two.kv[:, 20:24], one.kv[:, 3:7])
+
+
+def test_a_load_longer_than_its_slots_arrives_whole(engines: list[Engine]) -> None:
+    one, two = engines
+    names = [secrets.token_bytes(32) for _ in range(10)]
+    one.step(saves=(SaveJob(1, "a", NAMESPACE, 0, 10, moves(10, 3, names, Source.HOST), 20.0),))
+    assert not one.wait(1, Phase.STORED).failed
+    before = two.kv.clone()
+    two.step(loads=(LoadJob(1, "b", NAMESPACE, in_turns(10, 20, names, 3), 20.0),))
+    ack = two.wait(1, Phase.LOADED)
+    assert (ack.failed, ack.num_blocks, ack.filled_slots) == (False, 10, (0, 1, 2))
+    assert (two.finished, two.failed) == (["b"], [])
+    assert torch.equal(two.kv[:, 20:30], one.kv[:, 3:13])
+    assert torch.equal(two.kv[:, :20], before[:, :20])
+    assert torch.equal(two.kv[:, 30:], before[:, 30:])
+    # A block in the middle is gone: the load fails once, and what follows it is not fetched.
+    missing = [*names[:5], secrets.token_bytes(32), *names[6:]]
+    two.step(loads=(LoadJob(2, "c", NAMESPACE, in_turns(10, 5, missing, 3), 20.0),))
+    assert two.wait(2, Phase.LOADED).failed
+    assert (two.finished, two.failed) == (["b", "c"], ["c"])
+    assert torch.equal(two.kv[:, 11:15], before[:, 11:15]), "blocks 6 to 9 were never fetched"
+
+
+@pytest.mark.parametrize("victim", ["store", "master"])
+def test_a_store_killed_under_loads_and_saves_leaves_every_job_answered_once(stores: Cluster, engines: list[Engine], victim: str) -> None:
+    one, two = engines
+    names = [secrets.token_bytes(32) for _ in range(8)]
+    one.step(saves=(SaveJob(1, "a", NAMESPACE, 0, 8, moves(8, 3, names, Source.HOST), 20.0),))
+    assert not one.wait(1, Phase.STORED).failed
+    process = stores.stores[0] if victim == "store" else stores.master
+    assert process is not None
+    process.freeze()  # what begins now is under way when the process dies
+    two.step(loads=(LoadJob(1, "b", NAMESPACE, in_turns(8, 20, names, 3), 8.0),))
+    two.step(
+        saves=(SaveJob(2, "s", NAMESPACE, 0, 2, tuple(BlockMove(0, i, 1 + i, 8 + i, secrets.token_bytes(32)) for i in range(2)), 8.0),)
+    )
+    two.wait(2, Phase.COPIED)
+    wait_until(lambda: two.worker.stats()["store_in_flight"] >= 2, 5, "calls are under way")
+    process.kill()
+    assert process.child is not None
+    assert process.child.returncode == -9
+    assert two.wait(1, Phase.LOADED).failed
+    two.wait(2, Phase.STORED)
+    wait_until(two.settled, 30, "no slot is held any more")
+    assert (two.finished, two.failed) == (["b"], ["b"])
+    told = Counter((ack.job_id, ack.phase) for ack in two.acks)
+    assert {key for key in told if key[1] is not Phase.RELEASED} == {(1, Phase.LOADED), (2, Phase.COPIED), (2, Phase.STORED)}
+    assert set(told.values()) == {1}
+
+
+def in_turns(count: int, first_block: int, names: list[bytes], num_slots: int) -> tuple[BlockMove, ...]:
+    return tuple(BlockMove(0, i, first_block + i, i % num_slots, names[i], Source.STORE) for i in range(count))

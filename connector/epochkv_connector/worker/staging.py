@@ -41,7 +41,7 @@ class HostRegion:
     The pages of the mapping are given no backing until they are touched (CPU) and are not inherited by forked children.
     """
 
-    def __init__(self, num_slots: int, stride: int, *, pin: bool) -> None:
+    def __init__(self, num_slots: int, stride: int, *, pin: bool, pin_limit: int = PIN_CHUNK_BYTES) -> None:
         """Map `num_slots * stride` bytes.
 
         Raises:
@@ -63,7 +63,7 @@ class HostRegion:
         self.address = self.tensor.data_ptr()
         self._pinned: list[int] = []  # addresses of page-locked chunks
         if pin:
-            self._pin()
+            self._pin(pin_limit)
 
     def slot_address(self, slot: int) -> int:
         """Address of the slot's header.
@@ -91,9 +91,9 @@ class HostRegion:
         for address in pinned:
             torch.cuda.cudart().cudaHostUnregister(address)
 
-    def _pin(self) -> None:
+    def _pin(self, limit: int) -> None:
         """Page-lock exactly this region (torch's own pinned allocator rounds up to a power of two)."""
-        for start, size in pin_chunks(self.num_bytes, self.stride):
+        for start, size in pin_chunks(self.num_bytes, self.stride, limit):
             error = torch.cuda.cudart().cudaHostRegister(self.address + start, size, 0)
             if int(error) != 0:
                 self.unpin()
