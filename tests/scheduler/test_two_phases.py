@@ -85,18 +85,28 @@ def test_slots_of_a_hit_stay_while_its_other_groups_get_theirs(make_rig: MakeRig
     rig.check_clean()
 
 
-@pytest.mark.parametrize("groups", HYBRIDS.values(), ids=HYBRIDS)
-def test_gpu_blocks_of_a_local_hit_stay_while_other_groups_load(make_rig: MakeRig, groups: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("groups", "num_blocks", "filler"),
+    [
+        pytest.param(("112", "full"), 19, 4, id="sliding window + full"),
+        pytest.param(("full", "112"), 19, 4, id="full + sliding window"),
+        pytest.param(("full", "96", "80"), 24, 3, id="three groups"),
+    ],
+)
+def test_gpu_blocks_of_a_local_hit_stay_while_other_groups_load(
+    make_rig: MakeRig, groups: tuple[str, ...], num_blocks: int, filler: int
+) -> None:
     """vLLM's half of it, on which our load rests: a prefix is on the GPU, the rest is loaded, and every idle block is needed."""
     tokens = prompt(1, LENGTH)
     store = stored(make_rig, groups, [tokens])
-    blocks = 8 * len(groups) + 3
-    rig = make_rig(groups=groups, num_blocks=blocks, store=store, l1_bytes=None, extra={"staging_slots": 64})
+    rig = make_rig(groups=groups, num_blocks=num_blocks, store=store, l1_bytes=None, extra={"staging_slots": 64})
     rig.adopt(0)
-    rig.serve([*tokens[: 4 * BLOCK], 7])  # the oldest idle blocks are the hit's own
+    rig.serve([*tokens[: 4 * BLOCK], 7])
+    rig.serve(prompt(50, filler * BLOCK - 2))  # takes what was never used: the hit's own blocks are the oldest now
     jobs = watched(rig)
     request = rig.serve(tokens)
     assert [job.request_id for job in jobs] == [request]
+    assert {move.block for job in jobs for move in job.moves if groups[move.group] == "full"} == {4, 5, 6, 7}, "no local hit"
     assert rig.cached[request] == 8 * BLOCK
     rig.check_clean()
 
