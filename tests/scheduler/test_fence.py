@@ -156,7 +156,7 @@ def test_a_broken_hub_configuration_is_bypass_said_once(
         logging.getLogger("vllm").propagate = True
         rig = make_rig(hub=False, extra={"hub": {"endpoint": endpoint, "credentials_dir": str(credentials)}})
     said = [record for record in caplog.records if "without the pool's caches" in record.getMessage()]
-    assert len(said) == 1
+    assert len({id(record) for record in said}) == 1  # vLLM 0.30 sets its logger up so that pytest hears a record twice
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
     again = rig.serve(tokens)
