@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from epochkv_connector import admin
 from epochkv_connector.records import JobAck, Phase
 from epochkv_connector.scheduling import DRAIN_SECONDS
 from tests.helpers_scheduler import BLOCK, Mode, SharedStore, prompt
+from tests.helpers_store import wait_until
 from tests.scheduler.test_loads import LENGTH, begin_load, filled
 
 MakeRig = Callable[..., Any]
@@ -167,3 +170,44 @@ def test_an_idle_engine_in_this_process_needs_no_step_to_know(make_rig: MakeRig,
     assert rig.side.loading() == 0
     monkeypatch.setattr(rig.half._ledger, "num_ranks", 2)
     assert rig.side.loading() == 1
+
+
+@pytest.fixture
+def short_folder() -> Iterator[str]:
+    """For sockets: pytest's own folders have long names."""
+    with tempfile.TemporaryDirectory(prefix="epochkv-", ignore_cleanup_errors=True) as folder:
+        yield folder
+
+
+def test_ranks_in_other_processes_are_asked_while_the_engine_is_idle(
+    short_folder: str, make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An idle engine stops stepping after a while, and a hung store may let go of a read only then."""
+    monkeypatch.setenv(admin.FOLDER_ENV, short_folder)
+    rig, _, _ = reading(make_rig)
+    (job,) = rig.workers[0].loads
+    over: list[list[int]] = [[], []]
+    folder = admin.engine_folder(str(rig.vllm_config.kv_transfer_config.engine_id))
+    servers = [
+        admin.AdminServer(admin.rank_socket(folder, rank), {"STATUS": lambda argument, seconds, rank=rank: {"reads_over": over[rank]}})
+        for rank in range(2)
+    ]
+    for server in servers:
+        server.start()
+    hub_is_told = rig.connector._loading  # what the heartbeats carry
+    over[0] = [job.job_id]
+    assert [hub_is_told() for _ in range(3)] == [1, 1, 1]
+    rig.adopt(1, weights="w1", mode=Mode.BYPASS)
+    hub_is_told()
+    wait_until(lambda: rig.connector._tiers.watch.reads_over()[0] == {job.job_id}, 10, "rank 0 was asked")
+    assert hub_is_told() == 1, "rank 1 still reads"
+    over[1] = [job.job_id]
+    wait_until(lambda: hub_is_told() == 0, 10, "both ranks have said that it is over, and no step was made")
+    assert rig.side.loading() == 1, "the books wait for the ranks' reports"
+    for server in servers:
+        assert server.stop()
+    for worker in rig.workers:
+        worker.hold_loads = False
+    rig.run()
+    assert (hub_is_told(), rig.side.loading()) == (0, 0)
+    rig.check_clean()

@@ -58,6 +58,31 @@ def test_a_read_is_open_until_every_rank_has_reported_it_and_let_go() -> None:
     assert ledger.reads() == set()
 
 
+def test_a_read_is_over_when_each_rank_has_reported_it_or_says_so_itself() -> None:
+    ledger = opened(2)
+    assert ledger.reads([{2}, set()]) == {2}
+    assert ledger.reads([{2}, {7}]) == {2}
+    assert ledger.reads([{2}]) == {2}, "a rank is missing"
+    assert ledger.reads([{2}, {2}]) == set()
+    feed(ledger, [JobAck(2, 0, Phase.LOADED, 0, BLOCKS)])
+    assert ledger.reads([set(), {2}]) == set(), "rank 0 has reported it and does not name it any more"
+    assert ledger.reads([{2}, set()]) == {2}
+    feed(ledger, [JobAck(2, 1, Phase.LOADED, 0, 0, failed=True, busy_slots=(24,))])
+    assert ledger.reads([set(), set()]) == {2}, "rank 1 has reported it, and its slots may still be written to"
+    assert ledger.reads([set(), {2}]) == set()
+
+
+def test_a_failed_load_that_used_slots_in_turns_is_doubted_as_a_whole() -> None:
+    ledger = Ledger(1)
+    moves = tuple(BlockMove(0, block, 10 + block, 20 + block % 2, bytes([block]), Source.STORE) for block in range(BLOCKS))
+    ledger.open_load(LoadJob(2, "r", "ns", moves, 10.0), 0.0)
+    loaded, released = feed(ledger, [JobAck(2, 0, Phase.LOADED, 0, 0, failed=True, filled_slots=(20, 21), failed_slots=(21,))])
+    assert isinstance(loaded, Loaded)
+    assert (loaded.filled, loaded.doubted) == ((), moves)
+    assert released == Released((21, 20)), "each slot once"
+    assert len(ledger) == 0
+
+
 def test_a_load_from_host_memory_and_a_save_read_nothing() -> None:
     ledger = Ledger(1)
     moves = tuple(BlockMove(0, block, 10 + block, 20 + block, bytes([block])) for block in range(BLOCKS))
