@@ -1,0 +1,232 @@
+"""Acknowledgements of several ranks: ranges per job, in any grouping, order and skew over steps, and what the tracker makes of them.
+
+Saves are aggregated by intersection and failed loads by hull, whichever way vLLM merges the ranks of a step, and nothing is seen
+before the last rank has spoken.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from epochkv_connector.config import ConfigError
+from epochkv_connector.records import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.scheduler.jobs import Copied, Ledger, Loaded, Outcome, Stored
+from epochkv_connector.scheduler.tracker import Tracker
+from epochkv_connector.scheduler.views import Commit
+from epochkv_connector.wire import WorkerReport
+from tests.unit.connector_scheduler.rig import LAYOUTS, World, chain, config, scheduled, snap_of, view
+
+SNAP = snap_of(1)
+BLOCKS = 8
+PROMPT = list(range(4 * BLOCKS + 1))
+SAVE, LOAD = 1, 2
+
+Range = tuple[int, int]
+ranges = st.tuples(st.integers(0, BLOCKS), st.integers(0, BLOCKS))
+
+
+def ledger_of(num_ranks: int) -> Ledger:
+    """A save to both tiers and a load of blocks 0..7, slots 20..27."""
+    ledger = Ledger(num_ranks)
+    moves = tuple(BlockMove(0, block, 10 + block, 20 + block, bytes([block]), Source.STORE) for block in range(BLOCKS))
+    ledger.open_save(SaveJob(SAVE, "s", "ns", 0, BLOCKS, moves, 10.0), [10 + block for block in range(BLOCKS)], {0: 1}, 0.0)
+    ledger.open_load(LoadJob(LOAD, "l", "ns", moves, 10.0), 0.0)
+    return ledger
+
+
+def acks_of(rank: int, copied: Range, stored: Range, missing: frozenset[int]) -> list[JobAck]:
+    """All that one rank says, in its order."""
+    filled = tuple(20 + block for block in range(BLOCKS) if block not in missing)
+    failed = tuple(20 + block for block in sorted(missing))
+    return [
+        JobAck(SAVE, rank, Phase.COPIED, copied[0], max(0, copied[1] - copied[0])),
+        JobAck(LOAD, rank, Phase.LOADED, 0, len(filled), bool(missing), filled, failed),
+        JobAck(SAVE, rank, Phase.STORED, stored[0], max(0, stored[1] - stored[0])),
+    ]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[list[JobAck]], list[WorkerReport], list[int]]:
+    """(what each rank says, one merged report per step, the step in which the last rank says each of its three things)."""
+    said = [
+        acks_of(rank, draw(ranges), draw(ranges), draw(st.frozensets(st.integers(0, BLOCKS - 1), max_size=3)))
+        for rank in range(draw(st.integers(1, 4)))
+    ]
+    when = [sorted(draw(st.lists(st.integers(0, 4), min_size=3, max_size=3))) for _ in said]
+    merged = []
+    for step in range(5):
+        reports = [
+            WorkerReport([ack for ack, at in zip(acks, times, strict=True) if at == step]) for acks, times in zip(said, when, strict=True)
+        ]
+        reports = draw(st.permutations(reports))
+        while len(reports) > 1:  # in any grouping
+            at = draw(st.integers(0, len(reports) - 2))
+            reports[at : at + 2] = [reports[at].aggregate(reports[at + 1])]
+        merged.append(reports[0])
+    return said, merged, [max(times[number] for times in when) for number in range(3)]
+
+
+def essence(outcome: Outcome) -> tuple[object, ...]:
+    """What of an outcome the bookkeeping acts upon."""
+    if isinstance(outcome, Copied):
+        return "copied", {move.block for move in outcome.saved}
+    if isinstance(outcome, Stored):
+        return "stored", {move.block for move in outcome.stored}
+    assert isinstance(outcome, Loaded)
+    return "loaded", outcome.failed, {m.block for m in outcome.filled}, {m.block for m in outcome.doubted}, {m.block for m in outcome.hull}
+
+
+@given(steps())
+@settings(max_examples=300, deadline=None)
+def test_any_grouping_order_and_skew_of_ranks_gives_intersection_and_hull_after_the_last(
+    case: tuple[list[list[JobAck]], list[WorkerReport], list[int]],
+) -> None:
+    said, merged, last = case
+    ledger = ledger_of(len(said))
+    seen: dict[str, tuple[int, tuple[object, ...]]] = {}
+    for step, report in enumerate(merged):
+        for ack in report.acks:
+            for outcome in ledger.acknowledge(ack):
+                if isinstance(outcome, Copied | Stored | Loaded):
+                    what = essence(outcome)
+                    assert what[0] not in seen
+                    seen[str(what[0])] = step, what
+    everything = set(range(BLOCKS))
+    expected = {}
+    for name, number in (("copied", 0), ("stored", 2)):
+        blocks = set(everything)
+        for acks in said:
+            blocks &= set(range(acks[number].start_block, acks[number].start_block + acks[number].num_blocks))
+        expected[name] = (last[number], (name, blocks))
+    missing = {slot - 20 for acks in said for slot in acks[1].failed_slots}
+    hull = set(range(min(missing), max(missing) + 1)) if missing else set()
+    expected["loaded"] = (last[1], ("loaded", bool(missing), everything - missing, missing, hull))
+    assert seen == expected
+    assert len(ledger) == 0
+    assert ledger.ignored_acks == 0
+
+
+@given(st.lists(st.lists(st.integers(0, 99), max_size=3), min_size=3, max_size=3))
+@settings(max_examples=100, deadline=None)
+def test_merging_reports_is_associative_and_loses_nothing(numbers: list[list[int]]) -> None:
+    a, b, c = (WorkerReport([JobAck(number, 0, Phase.COPIED, 0, 1) for number in few]) for few in numbers)
+    assert a.aggregate(b).aggregate(c) == a.aggregate(b.aggregate(c))
+    assert sorted(ack.job_id for ack in b.aggregate(a).acks) == sorted(ack.job_id for ack in a.aggregate(b).acks)
+    assert bool(WorkerReport()), "vLLM's aggregator skips what is falsy"
+
+
+@pytest.mark.parametrize("tracker", [True, False], ids=["tracker", "index alone"])
+@given(managed=st.lists(ranges, min_size=1, max_size=4), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_save_is_found_after_the_last_rank_and_as_far_as_all_ranks_got(tracker: bool, managed: list[Range], data: st.DataObject) -> None:
+    world = World(config(l1_slots=50, ranks=len(managed), tracker=tracker), ranks=len(managed))
+    blocks: list[list[int]] = [[]]
+    world.compute(blocks, chain(SNAP.root, PROMPT), 0, 4 * BLOCKS)
+    world.half.adopt(SNAP)
+    world.half.collect_saves([scheduled("a", PROMPT, SNAP.root, blocks, 4 * BLOCKS)], SNAP)
+    (job,) = world.step().saves
+
+    def found() -> int | None:
+        world.half.finish("asks")
+        return world.half.lookup(view("asks", PROMPT, SNAP.root), 0, SNAP).num_tokens
+
+    for rank in data.draw(st.permutations(range(len(managed)))):
+        assert found() == 0, "a rank has not spoken"
+        start, end = managed[rank]
+        world.half.on_acks([JobAck(job.job_id, rank, Phase.COPIED, start, max(0, end - start))])
+        world.step()
+    reach = min(end for _, end in managed) if all(start == 0 for start, _ in managed) else 0
+    assert found() == 4 * reach
+    world.half.finish("asks")
+    world.half.finish("a")
+    world.assert_idle()
+
+
+@given(missing=st.lists(st.frozensets(st.integers(0, BLOCKS - 1), max_size=3), min_size=1, max_size=3))
+@settings(max_examples=100, deadline=None)
+def test_the_hull_of_a_failed_load_leaves_the_tracker(missing: list[frozenset[int]]) -> None:
+    world = World(config(l1_slots=50, ranks=len(missing), tracker=True), ranks=len(missing))
+    world.half.adopt(SNAP)
+    world.free(world.save("a", PROMPT, SNAP))
+    world.half.finish("a")
+    assert world.load("b", PROMPT, SNAP) == (4 * BLOCKS, Commit.LOADING)
+    (job,) = world.step().loads
+    for rank, gone in enumerate(missing):
+        slots = tuple(job.moves[block].slot for block in sorted(gone))
+        world.half.on_acks([JobAck(job.job_id, rank, Phase.LOADED, 0, BLOCKS - len(gone), bool(gone), (), slots)])
+    world.half.finish("b")
+    lost = frozenset().union(*missing)
+    hull = range(min(lost), max(lost) + 1) if lost else range(0)
+    assert world.half.stats()["tracker_entries"] == BLOCKS - len(hull)
+    assert world.half.lookup(view("c", PROMPT, SNAP.root), 0, SNAP).num_tokens == 4 * (min(lost) if lost else BLOCKS)
+    world.half.finish("c")
+    world.assert_idle()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_with_an_l2_there_is_no_tracker_and_others_blocks_are_found(layout) -> None:
+    """Peers' tracker answered a miss for what another engine had saved (AIBrix PR#2119)."""
+    with pytest.raises(ConfigError, match="tracker"):
+        config(l1_slots=50, l2=True, tracker=True)
+    world = World(config(l1_slots=50, l2=True), layout)
+    assert SNAP.namespace
+    hashes = chain(SNAP.root, PROMPT)
+    for group, spec in enumerate(layout.groups):
+        for block in range(4 * BLOCKS // spec.block_size):
+            world.store.put(SNAP.namespace, group, hashes[(block + 1) * spec.block_size // 4 - 1])
+    assert world.half.lookup(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 4 * BLOCKS
+    assert world.half.stats()["tracker_entries"] == 0
+
+
+def test_in_l2_mode_alone_the_tracker_is_not_made() -> None:
+    world = World(config(tracker=True))
+    world.save("a", PROMPT, SNAP)
+    assert world.half.stats()["tracker_entries"] == 0
+
+
+class TrackerMachine(RuleBasedStateMachine):
+    """The tracker against a plain LRU."""
+
+    keys = st.lists(st.tuples(st.integers(0, 1), st.binary(min_size=1, max_size=1)), min_size=1, max_size=6, unique=True)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker = Tracker(5)
+        self.model: OrderedDict[tuple[int, bytes], None] = OrderedDict()
+
+    def touch(self, keys: list[tuple[int, bytes]]) -> None:
+        for key in reversed(keys):  # the head of a chain is forgotten last
+            self.model.pop(key, None)
+            self.model[key] = None
+
+    @rule(keys=keys)
+    def confirm(self, keys: list[tuple[int, bytes]]) -> None:
+        self.tracker.confirm(keys)
+        self.touch(keys)
+        while len(self.model) > 5:
+            self.model.popitem(last=False)
+
+    @rule(keys=keys)
+    def use(self, keys: list[tuple[int, bytes]]) -> None:
+        self.tracker.use(keys)
+        self.touch([key for key in keys if key in self.model])
+
+    @rule(keys=keys)
+    def forget(self, keys: list[tuple[int, bytes]]) -> None:
+        for key in keys:
+            self.tracker.forget(key)
+            self.model.pop(key, None)
+
+    @invariant()
+    def agrees(self) -> None:
+        assert len(self.tracker) == len(self.model) <= 5
+        assert all(self.tracker.covers(key) for key in self.model)
+
+
+TestTrackerMachine = TrackerMachine.TestCase
+TestTrackerMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
