@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from bench.connector.engines import BLOCK_TOKENS, CONCURRENCY, MAX_TOKENS, cpu_seconds, empty_gpu, fleet, prompt
+from bench.connector.engines import BLOCK_TOKENS, CONCURRENCY, MAX_TOKENS, SETTLE_SECONDS, cpu_seconds, empty_gpu, fleet, prompt
 from bench.connector.first_token import warm_up
 from bench.connector.trace import Request, Trace
 from bench.report import Figure, Progress, Row, repeated
@@ -81,6 +81,7 @@ def against_stock(trace: Trace, repeats: int, window: int, progress: Progress) -
         order = ["ours", "stock"]
         for index in range(repeats):
             for name in order:
+                time.sleep(SETTLE_SECONDS)
                 took, reused = serve(group.engines[name], chats[index * window : (index + 1) * window])
                 seconds[name].append(took)
                 cached[name] += reused

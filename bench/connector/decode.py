@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from bench.connector.engines import CONCURRENCY, cpu_seconds, fleet, prompt
+from bench.connector.engines import CONCURRENCY, SETTLE_SECONDS, cpu_seconds, fleet, prompt
 from bench.connector.first_token import warm_up
 from bench.report import Progress, Row, repeated
 from hack.standalone.engine import Engine
@@ -37,6 +37,7 @@ def row(repeats: int, progress: Progress) -> Row:
         order = ["with", "without"]
         for index in range(repeats):
             for name in order:
+                time.sleep(SETTLE_SECONDS)
                 by_clock, by_cpu = tokens_per_second(group.engines[name], f"{name} {index}")
                 wall[name].append(by_clock)
                 cpu[name].append(by_cpu)

@@ -33,6 +33,8 @@ CONCURRENCY = 4
 SEGMENT_BYTES = 3 << 30
 START_SECONDS = 400.0
 WAIT_SECONDS = 60.0
+SETTLE_SECONDS = 2.0
+"""Between turns: an engine polls and stores for a moment after its last token, which would slow its neighbour."""
 VOCABULARY = range(2, 12_000)
 ARGS = (
     "--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(GPU_BLOCKS), "--max-model-len", str(MAX_TOKENS),
