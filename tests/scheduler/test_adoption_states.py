@@ -1,0 +1,196 @@
+"""More states a request can be in when an epoch is adopted: paused, between vLLM's own lookup and its admission, on a P/D path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.interface import PauseState
+
+from tests.helpers_scheduler import BLOCK, Mode, RequestStatus, SharedStore, prompt
+from tests.scheduler.test_loads import LENGTH, begin_load, filled, release
+
+MakeRig = Callable[..., Any]
+
+
+def test_requests_that_a_keep_pause_holds_across_an_adoption(make_rig: MakeRig) -> None:
+    """`pause(mode="keep")` without clearing: everybody keeps his blocks while weights are pushed and the epoch is raised."""
+    store = SharedStore()
+    rig, tokens = filled(make_rig, num_blocks=48, store=store)
+    rig.scheduler.reset_prefix_cache()
+    running = rig.add(prompt(50, LENGTH), max_tokens=2 * BLOCK)
+    rig.step()
+    rig.workers[0].hold_loads = True
+    loaded = rig.add(tokens)  # recorded, and not promoted, when the pause begins
+    rig.step()
+    release(rig)
+    waiting = rig.request(tokens)
+    while loaded.request_id not in rig.scheduler.finished_recving_kv_req_ids:
+        rig.step()
+    rig.scheduler.add_request(waiting)
+    rig.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    saved = set(store.objects)
+    rig.step()
+    rig.adopt(1, weights="w1")
+    for _ in range(3):
+        output = rig.step()
+        assert output.total_num_scheduled_tokens == 0
+    assert not rig.fence.busy(), "a paused engine is never inside schedule()"
+    assert rig.fence.carried() == 2
+    rig.scheduler.set_pause_state(PauseState.UNPAUSED)
+    rig.run()
+    assert {running.request_id, loaded.request_id, waiting.request_id} <= rig.finished
+    assert (rig.cached[loaded.request_id], rig.cached[waiting.request_id]) == (8 * BLOCK, 0)
+    assert {key for key in set(store.objects) - saved if "/e0/" in key} == set(), "a carried request saved"
+    assert rig.fence.carried() == 0
+    assert rig.cached[rig.serve([*running.all_token_ids, 9])] == 0
+    rig.check_clean()
+
+
+def test_a_load_under_way_across_a_keep_pause_and_an_adoption(make_rig: MakeRig) -> None:
+    rig, tokens = filled(make_rig)
+    request = begin_load(rig, tokens)
+    rig.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    rig.adopt(1, weights="w1")
+    release(rig)
+    for _ in range(4):
+        rig.step()
+    assert rig.workers[0].poison_orders == [request.request_id], "its end waits for no resume"
+    assert not rig.connector.has_pending_push_work(), "a pause would wait for it"
+    rig.scheduler.set_pause_state(PauseState.UNPAUSED)
+    rig.run()
+    assert rig.cached[request.request_id] == 0
+    rig.check_clean()
+
+
+@pytest.mark.parametrize("mode", [Mode.USE, Mode.BYPASS])
+def test_an_adoption_between_vllms_own_lookup_and_our_answer(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, mode: Mode) -> None:
+    """vLLM has found the prompt in its own cache, by the old names: it must drop that."""
+    rig = make_rig()
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    find = rig.scheduler._get_local_prefix_cache_hit
+    found: list[int] = []
+
+    def overtaken(request: Any) -> Any:
+        hit = find(request)
+        found.append(hit[1])
+        if len(found) == 1:
+            rig.adopt(1, weights="w1", mode=mode)
+        return hit
+
+    monkeypatch.setattr(rig.scheduler, "_get_local_prefix_cache_hit", overtaken)
+    request = rig.serve(tokens)
+    assert found == [8 * BLOCK, 0]
+    assert rig.cached[request] == 0
+    rig.check_clean()
+
+
+def test_an_adoption_between_our_answer_and_the_admission_of_a_local_hit(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too late to drop it: the request is admitted under the old root, inside the step, and carried; nobody else sees its KV."""
+    store = SharedStore()
+    rig = make_rig(store=store)
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    saved = set(store.objects)
+    allocate = rig.scheduler.kv_cache_manager.allocate_slots
+    inside: list[bool] = []
+
+    def overtaken(*args: Any, **kwargs: Any) -> Any:
+        if not inside:
+            inside.append(rig.fence.busy())
+            rig.fence.adopt(1, Mode.USE)  # the push waits for the acknowledgement, and that for the end of the step
+        return allocate(*args, **kwargs)
+
+    monkeypatch.setattr(rig.scheduler.kv_cache_manager, "allocate_slots", overtaken)
+    request = rig.add(tokens, max_tokens=2 * BLOCK)
+    rig.step()
+    assert inside == [True]
+    assert rig.cached[request.request_id] == 8 * BLOCK
+    assert rig.fence.carried() == 1
+    assert not rig.fence.busy()
+    rig.weights = "w1"
+    rig.run()
+    assert set(store.objects) == saved, "it saved under a root that is not current"
+    assert rig.cached[rig.serve(list(request.all_token_ids))] == 0
+    rig.check_clean()
+
+
+def test_saves_under_way_keep_the_names_they_were_born_with(make_rig: MakeRig) -> None:
+    store = SharedStore()
+    rig = make_rig(store=store)
+    rig.adopt(0)
+    (worker,) = rig.workers
+    worker.hold_saves = True
+    rig.add(prompt(1, LENGTH), max_tokens=2)
+    rig.step()
+    assert len(worker.saves) == 1
+    rig.adopt(1, weights="w1")
+    rig.step()
+    release(rig)
+    rig.run()
+    assert len(store.objects) == 8
+    assert all("/e0/" in key for key in store.objects), "garbage at worst, never a wrong name"
+    assert rig.half.stats()["slots_indexed"] == 0, "and not indexed in L1"
+    assert rig.cached[rig.serve(prompt(1, LENGTH))] == 0
+    rig.check_clean()
+
+
+def test_l1_of_older_roots_goes_first(make_rig: MakeRig) -> None:
+    rig = make_rig(l1_bytes=20 * 2304)
+    rig.adopt(0)
+    rig.serve(prompt(1, LENGTH))
+    rig.adopt(1, weights="w1")
+    rig.serve(prompt(2, LENGTH))
+    assert rig.half.stats()["slots_other_roots"] == 8
+    rig.serve(prompt(3, LENGTH))
+    assert rig.half.stats()["slots_other_roots"] == 4
+    rig.scheduler.reset_prefix_cache()
+    assert rig.cached[rig.serve(prompt(2, LENGTH))] == 8 * BLOCK, "a block of the current root was evicted before old ones"
+    rig.check_clean()
+
+
+def multimodal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epochkv_connector.compat.is_multimodal", lambda config: True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reuses"),
+    [
+        pytest.param({}, False, id="pushed weights, live encoder"),
+        pytest.param({"extra": {"encoder": "Frozen"}}, True, id="frozen encoder"),
+        pytest.param({"weights_source": "Model"}, True, id="weights never change"),
+    ],
+)
+def test_a_multimodal_engine_shares_only_what_its_encoder_cannot_spoil(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], reuses: bool
+) -> None:
+    """Encoder outputs are cached by content: with a live encoder and pushed weights KV could be made from old ones."""
+    multimodal(monkeypatch)
+    store = SharedStore()
+    rig = make_rig(store=store, **settings)
+    rig.adopt(0)
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens)
+    assert rig.cached[rig.serve(tokens)] == (8 * BLOCK if reuses else 0)
+    assert bool(store.objects) is reuses
+    assert rig.fence.snapshot.shared is reuses
+    rig.check_clean()
+
+
+def test_a_skipping_request_that_is_preempted_across_an_adoption(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.adopt(0)
+    request = rig.add(prompt(1, LENGTH), max_tokens=4, skip_reading_prefix_cache=True)
+    rig.step()
+    rig.scheduler._preempt_request(rig.scheduler.running.pop(), 0.0)
+    assert request.status is RequestStatus.PREEMPTED
+    rig.adopt(1, weights="w1")
+    output = rig.step()
+    assert output.num_scheduled_tokens[request.request_id] >= LENGTH, "it goes on in the same step, all of it computed again"
+    rig.run()
+    assert rig.cached[rig.serve(prompt(1, LENGTH))] == 8 * BLOCK
+    rig.check_clean()
