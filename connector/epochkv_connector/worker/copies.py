@@ -31,6 +31,9 @@ ELEMENTS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16
 """Bytes -> the type that moves so many at a time, bit for bit."""
 
 
+NOT_SUPPORTED = (36, 801)
+"""CUDA errors of a driver that is older than its runtime, or of a device that cannot."""
+
 MAX_SERIES = 4
 """Rows of one block that lie in so few equally spaced series are written series by series."""
 
@@ -203,13 +206,21 @@ def batch_copy(library: Any = None) -> Submit:
     # cudaMemcpyAttributes: its first field says that sources are read in stream order; the rest, whatever its size, is 0.
     attributes = (ctypes.c_int * 16)(1)
     start, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+    refused: list[int] = []
 
     def all_at_once(to: Tensor, source: Tensor, sizes: Tensor, stream: int) -> None:
         arrays = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (to, source, sizes)]
         last = [ctypes.byref(failed)] if major < 13 else []  # 13 dropped the index of the failure
         count = ctypes.c_size_t(to.numel())
         attrs = (ctypes.byref(attributes), ctypes.byref(start), ctypes.c_size_t(1))
-        _check("cudaMemcpyBatchAsync", batch(*arrays, count, *attrs, *last, ctypes.c_void_p(stream)))
+        code = 0 if refused else batch(*arrays, count, *attrs, *last, ctypes.c_void_p(stream))
+        if code in NOT_SUPPORTED:
+            refused.append(code)
+            logger.warning("this driver refuses batched copies (CUDA error %d); blocks are copied row by row", code)
+            code = 0
+        _check("cudaMemcpyBatchAsync", code)
+        if refused:
+            one_by_one(to, source, sizes, stream)
 
     return all_at_once
 

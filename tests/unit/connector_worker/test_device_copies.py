@@ -102,6 +102,19 @@ def test_the_driver_gets_every_row_of_a_job(batched: bool) -> None:
         copies.batch_copy(runtime([], batched, fail=3))(target.data_ptr() + offsets, source.data_ptr() + places, lengths, 77)
 
 
+@pytest.mark.parametrize("code", [36, 801])
+def test_a_driver_without_batches_copies_row_by_row_from_then_on(code: int) -> None:
+    source, target = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    calls: list[str] = []
+    library = runtime(calls, True)
+    library.cudaMemcpyBatchAsync = lambda *_: calls.append("refused") or code
+    submit = copies.batch_copy(library)
+    for place in (0, 8):
+        submit(target.data_ptr() + torch.tensor([place]), source.data_ptr() + torch.tensor([place]), torch.tensor([8]), 77)
+    assert calls == ["refused", "one", "one"]
+    assert target[:16].tolist() == list(range(16))
+
+
 # -- on a device ------------------------------------------------------------------------------------------------------
 
 

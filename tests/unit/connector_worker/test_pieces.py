@@ -82,6 +82,22 @@ def test_the_next_piece_waits_until_the_store_lets_go_of_the_slots(store: Obedie
     assert not rig.until_acked(1, Phase.LOADED).failed
 
 
+def test_a_load_that_fails_while_it_waits_for_its_slots_fetches_nothing_more(store: ObedientStore) -> None:
+    rig = filled(store)
+    store.policy = lambda kind, transfers: None
+    rig.step(loads=[long_load()])
+    (first,) = store.open
+    store.answer(first, Outcome.OK)
+    rig.until(lambda: rig.block(6) == content(3), "the first piece is copied")
+    rig.step(poisoned=["r1"])
+    ack = rig.until_acked(1, Phase.LOADED)
+    assert (ack.failed, ack.busy_slots) == (True, (0, 1, 2))
+    store.release(first)
+    rig.until_acked(1, Phase.RELEASED)
+    assert len(store.seen) == 1
+    assert (rig.finished, rig.failed) == ({"r1": 1}, {"r1": 1})
+
+
 def test_a_deadline_between_pieces_names_the_slots_of_the_piece_under_way(store: ObedientStore) -> None:
     rig = filled(store)
     store.policy = lambda kind, transfers: Outcome.OK if len(store.seen) < 2 else None
