@@ -97,15 +97,15 @@ def clients(mooncake: Mooncake, size: int, count: int) -> Iterator[tuple[StoreCl
         raw.client.close()
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Seconds of wall clock."""
-    began = time.perf_counter()
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of wall clock, and CPU seconds of this process (the client's side of the transfer)."""
+    began, cpu = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - began
+    return time.perf_counter() - began, time.process_time() - cpu
 
 
-def turn(ours: StoreClient, region: Region, raw: Raw, name: str, small: int, backwards: bool) -> dict[str, float]:
-    """Everything once: seconds by what was done. Order changes from turn to turn, so that drifts cancel."""
+def turn(ours: StoreClient, region: Region, raw: Raw, name: str, small: int, backwards: bool) -> dict[str, tuple[float, float]]:
+    """Everything once: `timed` by what was done. Order changes from turn to turn, so that drifts cancel."""
     count = len(region.addresses)
     keys = {who: [f"bench/{name}/{who}/{index}" for index in range(count)] for who in ("ours", "raw", "raw small")}
 
@@ -126,7 +126,7 @@ def turn(ours: StoreClient, region: Region, raw: Raw, name: str, small: int, bac
             "raw small": lambda: raw.get(keys["raw small"], small),
         },
     }
-    seconds: dict[str, float] = {}
+    seconds: dict[str, tuple[float, float]] = {}
     for what, by_whom in work.items():
         for who in sorted(by_whom, reverse=backwards):
             seconds[f"{what} {who}"] = timed(by_whom[who])
@@ -145,11 +145,13 @@ def row(repeats: int, progress: Progress) -> Row:
         for label, payload in SIZES.items():
             count = BYTES_PER_TURN // payload
             samples: dict[str, list[float]] = {}
+            cpu: dict[str, float] = {}
             with clients(mooncake, payload + ENDS, count) as (ours, region, raw):
                 turn(ours, region, raw, "warm-up", small, False)
                 for index in range(repeats):
-                    for what, seconds in turn(ours, region, raw, str(index), small, bool(index % 2)).items():
+                    for what, (seconds, cpu_seconds) in turn(ours, region, raw, str(index), small, bool(index % 2)).items():
                         samples.setdefault(what, []).append(seconds)
+                        cpu[what] = cpu.get(what, 0.0) + cpu_seconds / repeats
                     done += 1
                     progress.step(done, total, began)
             for what in ("put", "get"):
@@ -160,6 +162,6 @@ def row(repeats: int, progress: Progress) -> Row:
                 figures.append(
                     repeated(f"{what} {label}, ours / raw, {small} in a call", [b / a for a, b in zip(own, cut, strict=True)], None)
                 )
-            rates = {what: payload * count / statistics.median(seconds) / 1e9 for what, seconds in samples.items()}
-            details[label] = {"objects": count, "GB/s": rates, "seconds": samples}
+            rates = {what: payload * count / statistics.median(taken) / 1e9 for what, taken in samples.items()}
+            details[label] = {"objects": count, "GB/s": rates, "seconds": samples, "client CPU seconds": cpu}
     return Row("L2 through our client / raw Mooncake client (throughput)", figures, details)
