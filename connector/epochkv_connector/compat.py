@@ -359,12 +359,28 @@ def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
     groups = tuple(_group_layout(group, dcp) for group in kv_cache_config.kv_cache_groups)
     if _drops_last_block(vllm_config) and not any(group.eagle for group in groups):
         groups = tuple(dataclasses.replace(group, eagle=True) for group in groups)  # as `KVCacheCoordinator.__init__` does
-    payloads = [group_payload_bytes(group) for group in kv_cache_config.kv_cache_groups]
+    payloads = _largest_payloads(vllm_config, kv_cache_config)
     return CacheLayout(
         groups=groups,
         alignment_tokens=math.lcm(*(group.block_size for group in groups)),
         slot_bytes=slot_stride(payloads) if payloads else 0,
     )
+
+
+def _largest_payloads(vllm_config: Any, kv_cache_config: Any) -> list[int]:
+    """Bytes of one block by group, on the pipeline stage that has most layers, so that every rank counts the same slots.
+
+    A rank knows its own layers only (the scheduler those of rank 0). Several groups: its own, as nothing says how stages cut them.
+    """
+    groups, stages = kv_cache_config.kv_cache_groups, int(vllm_config.parallel_config.pipeline_parallel_size)
+    if stages == 1 or len(groups) != 1 or type(groups[0].kv_cache_spec).__name__ == "UniformTypeKVCacheSpecs":
+        return [group_payload_bytes(group) for group in groups]
+    from vllm.distributed.utils import get_pp_indices
+
+    layers = int(vllm_config.model_config.get_total_num_hidden_layers())
+    bounds = [get_pp_indices(layers, stage, stages) for stage in range(stages)]
+    most = max(len(groups[0].layer_names), *(end - start for start, end in bounds))
+    return [int(groups[0].kv_cache_spec.page_size_bytes) * most]
 
 
 def _drops_last_block(vllm_config: Any) -> bool:
