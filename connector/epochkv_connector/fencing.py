@@ -20,16 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from epochkv_connector.identity import (
-    ROOT_BYTES,
-    Pin,
-    Snapshot,
-    adapter_root,
-    namespace,
-    shared_root,
-    transfer_tag,
-)
-from epochkv_connector.pinning import PIN_ATTRIBUTE, FencedHasher, HashPort, RootPort
+from epochkv_connector.identity import ROOT_BYTES, Pin, Snapshot, adapter_root, namespace, shared_root, transfer_tag
+from epochkv_connector.pinning import PIN_ATTRIBUTE, FencedHasher, HashPort, RootPort, brings_kv
 from epochkv_connector.standing import Herald, Standing, Why
 from epochkv_fence.messages import Mode
 
@@ -341,15 +333,9 @@ class Fence:
 
     def _may_share(self, request: Any) -> bool:
         """False for a request whose KV may come from another engine under a name we cannot vouch for (P/D)."""
-        params = getattr(request, "kv_transfer_params", None)
-        if not params:
-            return True
-        incoming = params.get("do_remote_prefill") or any(
-            str(key).startswith("remote_") and value is not None for key, value in params.items()
-        )
-        if not incoming:
-            return True
-        if params.get(TAG_KEY) == self.tag():
+        params = getattr(request, "kv_transfer_params", None) or {}
+        shown = params.get(TAG_KEY)  # without one nothing is vouched for, also where we have none ourselves
+        if not brings_kv(params) or (shown is not None and shown == self.tag()):
             return True
         self.counters["foreign_kv_requests"] += 1
         return False

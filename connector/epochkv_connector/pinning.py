@@ -5,12 +5,18 @@ Apart from the fence because it is the only part that runs inside vLLM's own has
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from epochkv_connector.identity import Pin
 
 PIN_ATTRIBUTE = "epochkv_pin"
+
+
+def brings_kv(params: Mapping[str, Any]) -> bool:
+    """Whether `kv_transfer_params` name KV that another engine brings in (P/D)."""
+    named = (str(key).startswith("remote_") and value is not None for key, value in params.items())
+    return bool(params.get("do_remote_prefill")) or any(named)
 
 
 class RootPort(Protocol):

@@ -194,3 +194,15 @@ def test_a_skipping_request_that_is_preempted_across_an_adoption(make_rig: MakeR
     rig.run()
     assert rig.cached[rig.serve(prompt(1, LENGTH))] == 8 * BLOCK
     rig.check_clean()
+
+
+def test_kv_of_another_engine_without_a_tag_is_private_under_a_private_root_too(make_rig: MakeRig) -> None:
+    """No root is shared, so we have no tag; a producer that shows none must not pass for one of ours."""
+    rig = make_rig(hub=False, weights_source="Model")
+    tokens = prompt(1, LENGTH)
+    rig.serve(tokens, params={"do_remote_prefill": True, "remote_engine_id": "x"})
+    assert rig.fence.counters["foreign_kv_requests"] == 1
+    assert rig.half.stats()["saves_emitted"] == 0
+    assert rig.cached[rig.serve(tokens)] == 0
+    assert rig.cached[rig.serve(tokens)] == 8 * BLOCK
+    rig.check_clean()
