@@ -46,6 +46,9 @@ test-store: setup-engine ## Real Mooncake master and store
 test-engine: setup-engine ## Real vLLM engines on CPU
 	@$(TESTS) engine
 
+test-matrix: setup-engine ## Every mode of the connector on real engines (the whole product; `make test` runs a slice), with a table
+	@EPOCHKV_MATRIX=whole EPOCHKV_MATRIX_TABLE=.build/matrix.md $(ENGINE) -m pytest -v tests/engine/test_matrix.py tests/engine/test_matrix_images.py; cat .build/matrix.md
+
 test-cluster: setup-cluster ## Real API server; operator, chart, RBAC
 	@$(TESTS) cluster
 
@@ -100,4 +103,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-unit test-scheduler test-store test-engine test-cluster test-e2e simulate simulate-mutants lint generate bench-epoch bench-fence bench-connector bench-start bench-staging soak compat fuzz lock clean
+.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-unit test-scheduler test-store test-engine test-matrix test-cluster test-e2e simulate simulate-mutants lint generate bench-epoch bench-fence bench-connector bench-start bench-staging soak compat fuzz lock clean

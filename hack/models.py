@@ -21,7 +21,11 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model; the defaults give about 220 thousand parameters (0.9 MB) and 12 KiB of KV per 4 tokens."""
+    """Sizes of the model; the defaults give about 220 thousand parameters (0.9 MB) and 12 KiB of KV per 4 tokens.
+
+    `windows`: tokens that each layer sees, None for all of them. Qwen3's own configuration has no such key; whoever loads the
+    model must make its layers follow it (`tests/engine/matrix_child.py` does).
+    """
 
     vocab: int = 512
     hidden: int = 64
@@ -31,6 +35,7 @@ class Shape:
     kv_heads: int = 2
     head_dim: int = 32
     positions: int = 4096
+    windows: tuple[int | None, ...] = ()
 
     def config(self) -> dict[str, object]:
         """The `config.json` of Hugging Face's Qwen3."""
@@ -59,6 +64,7 @@ class Shape:
             "dtype": "float32",
             "torch_dtype": "float32",
             "use_cache": True,
+            **({"windows": list(self.windows)} if self.windows else {}),
         }
 
 
@@ -132,6 +138,25 @@ def make(out: Path, seed: int, shape: Shape | None = None) -> Path:
     weights = {tensor.name: (tensor.shape, values(tensor, rng)) for tensor in tensors(shape)}
     write_safetensors(out / "model.safetensors", weights)
     (out / "config.json").write_text(json.dumps(shape.config(), indent=1) + "\n")
+    return out
+
+
+def make_adapter(out: Path, seed: int, shape: Shape | None = None, rank: int = 4) -> Path:
+    """Write a LoRA adapter for models of this shape into the folder `out`, strong enough to change answers; returns `out`."""
+    shape = shape or Shape()
+    out.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(seed)
+    sizes = {"q_proj": shape.heads * shape.head_dim, "v_proj": shape.kv_heads * shape.head_dim}
+    weights = {}
+    for layer in range(shape.layers):
+        for module, rows in sizes.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            for part, (num_rows, num_columns) in (("lora_A", (rank, shape.hidden)), ("lora_B", (rows, rank))):
+                tensor = Tensor(f"{name}.{part}.weight", (num_rows, num_columns), gain=1.5)
+                weights[tensor.name] = (tensor.shape, values(tensor, rng))
+    write_safetensors(out / "adapter_model.safetensors", weights)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(sizes), "bias": "none", "lora_dropout": 0.0}
+    (out / "adapter_config.json").write_text(json.dumps(config, indent=1) + "\n")
     return out
 
 

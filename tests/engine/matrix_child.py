@@ -1,0 +1,275 @@
+"""Engines of the matrix tests: a process that has imported vLLM once and forks one engine per connection.
+
+Importing vLLM takes ten times as long as starting one of these engines, so `main` imports, listens on a socket and forks. The
+child holds a whole engine, core and (with one rank) worker: tests look at the scheduler itself instead of trusting metrics alone.
+
+    python -m tests.engine.matrix_child SOCKET
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from vllm import LLM, SamplingParams
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer, Qwen3Model
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.worker import cpu_model_runner, cpu_worker  # noqa: F401  for their imports, before the fork
+
+from epochkv_connector.connector import EpochKVConnector
+from epochkv_fence.messages import Mode
+from tests.engine.matrix_engine import Output, Request, Start
+from tests.engine.matrix_images import IMAGE_PIXELS
+
+JOIN_SECONDS = 60.0
+
+
+class WindowedLayer(Qwen3DecoderLayer):
+    """A layer of Qwen3 with the window that `windows` in the model's configuration gives it; None: full attention.
+
+    vLLM has no architecture with two different windows that it loads without code from elsewhere.
+    """
+
+    def __init__(self, config: Any, prefix: str = "", **arguments: Any) -> None:
+        windows = getattr(config, "windows", None)
+        window = windows[extract_layer_index(prefix)] if windows else None
+        super().__init__(config, prefix=prefix, per_layer_sliding_window=window, **arguments)
+
+
+class NoStream:
+    """Of CUDA's streams and events what vLLM's runner uses to copy sampled tokens: on a CPU they are where they should be."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = torch.device("cpu")
+
+    def wait_stream(self, other: Any) -> None:
+        """Nothing runs elsewhere."""
+
+    def record(self, *args: Any) -> None:
+        """Nothing runs elsewhere."""
+
+    def synchronize(self) -> None:
+        """Nothing runs elsewhere."""
+
+
+@contextlib.contextmanager
+def no_stream_context(stream: Any) -> Iterator[None]:
+    """`torch.cuda.stream`."""
+    yield
+
+
+def schedule_ahead() -> None:
+    """vLLM switches asynchronous scheduling off on CPUs ("not required"), silently: switch it on, and replace CUDA's streams.
+
+    Scheduler, batch queue and model are vLLM's own.
+    """
+    settle = CpuPlatform.check_and_update_config.__func__
+
+    def settle_and_schedule_ahead(cls: type[CpuPlatform], vllm_config: Any) -> None:
+        settle(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(settle_and_schedule_ahead)
+    cuda: Any = torch.cuda
+    cuda.Stream = cuda.Event = NoStream
+    cuda.current_stream = NoStream
+    cuda.stream = no_stream_context
+
+
+def receive_between_stages() -> None:
+    """vLLM's CPU runner makes the buffer for what the stage before sends in its warm-up, which it leaves out without compilation:
+    every pipeline then ends with an AssertionError in `sync_and_gather_intermediate_tensors`. Make the buffer."""
+    runner = cpu_model_runner.CPUModelRunner
+    load = runner.load_model
+
+    def load_and_make_buffer(self: Any, *args: Any, **kwargs: Any) -> None:
+        load(self, *args, **kwargs)
+        if not get_pp_group().is_first_rank:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.dtype, device=self.device
+            )
+
+    runner.load_model = load_and_make_buffer
+
+
+def fork_workers() -> None:
+    """vLLM spawns the workers of several ranks on CPUs; forking them from here saves each the imports."""
+    settle = CpuPlatform.check_and_update_config.__func__
+
+    def settle_and_fork(cls: type[CpuPlatform], vllm_config: Any) -> None:
+        settle(cls, vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    CpuPlatform.check_and_update_config = classmethod(settle_and_fork)
+
+
+def picture(seed: int) -> Image.Image:
+    """Noise; the same seed is the same picture."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (IMAGE_PIXELS, IMAGE_PIXELS, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+class Served:
+    """An engine in this process, and what its scheduler was seen to do."""
+
+    def __init__(self, start: Start) -> None:
+        fork_workers()
+        receive_between_stages()
+        if start.schedule_ahead:
+            schedule_ahead()
+        self._llm = LLM(**start.arguments)
+        self.core: Any = self._llm.llm_engine.engine_core.engine_core
+        self._scheduler: Any = self.core.scheduler
+        self._seen: Counter[str] = Counter()
+        self._adapters: dict[str, LoRARequest] = {}
+        self._watch()
+        self._join()
+
+    def _watch(self) -> None:
+        schedule = self._scheduler.schedule
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self._seen["schedules_ahead"] += len(self.core.batch_queue or ()) > 0
+            decision = schedule(*args, **kwargs)
+            for request_id in decision.num_scheduled_tokens:
+                request = self._scheduler.requests[request_id]
+                self._seen["cut_prompts"] += request.num_computed_tokens < request.num_prompt_tokens
+            self._seen["draft_tokens"] += sum(map(len, decision.scheduled_spec_decode_tokens.values()))
+            return decision
+
+        self._scheduler.schedule = watched
+
+    def _join(self) -> None:
+        """Wait until the connector may use its tiers."""
+        connector = self._scheduler.connector
+        if not isinstance(connector, EpochKVConnector) or not connector._epochkv_config.hub:
+            return
+        deadline = time.monotonic() + JOIN_SECONDS
+        while connector.side.fence.current().mode is not Mode.USE:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not in use of the pool's epoch after {JOIN_SECONDS} s")
+            time.sleep(0.02)
+
+    def run(self, requests: list[Request]) -> list[Output]:
+        """See `MatrixEngine.run`."""
+        prompts, parameters, adapters = [], [], []
+        for request in requests:
+            prompt: dict[str, Any] = {"prompt_token_ids": list(request.tokens)}
+            if request.salt is not None:
+                prompt["cache_salt"] = request.salt
+            if request.image is not None:
+                prompt["multi_modal_data"] = {"image": picture(request.image)}
+            prompts.append(prompt)
+            parameters.append(SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False))
+            adapters.append(self._adapter(request.adapter))
+        lora = adapters if any(adapters) else None
+        answers = self._llm.generate(prompts, parameters, use_tqdm=False, lora_request=lora)
+        return [Output(tuple(answer.outputs[0].token_ids), answer.num_cached_tokens or 0) for answer in answers]
+
+    def _adapter(self, folder: str | None) -> LoRARequest | None:
+        if folder is None:
+            return None
+        number = len(self._adapters) + 1
+        return self._adapters.setdefault(folder, LoRARequest(Path(folder).name, number, folder))
+
+    def forget(self, _: None) -> bool:
+        """See `MatrixEngine.forget`."""
+        return bool(self._scheduler.reset_prefix_cache(reset_connector=False))
+
+    def facts(self, _: None) -> dict[str, Any]:
+        """See `MatrixEngine.facts`."""
+        facts: dict[str, Any] = {
+            **{name: self._seen[name] for name in ("schedules_ahead", "cut_prompts", "draft_tokens")},
+            "scheduler": type(self._scheduler).__name__,
+            "ranks": self.core.vllm_config.parallel_config.world_size,
+            "groups": [
+                [type(group.kv_cache_spec).__name__, getattr(group.kv_cache_spec, "sliding_window", None)]
+                for group in self._scheduler.kv_cache_config.kv_cache_groups
+            ],
+            "blocks_in_use": self._blocks_in_use(),
+        }
+        for metric in self._llm.get_metrics():
+            value = getattr(metric, "value", None)
+            labels = [metric.labels[key] for key in ("source", "event") if key in metric.labels]
+            if value is not None:
+                facts["/".join([metric.name.removeprefix("vllm:"), *labels])] = value
+        connector = self._scheduler.connector
+        if isinstance(connector, EpochKVConnector):
+            facts["leaks"] = {name: count for name, count in connector.side.leak_report().items() if count}
+            facts["errors"] = dict(connector._guard.errors)
+            if connector.side.half is not None:
+                facts["half"] = connector.side.half.stats()
+        return facts
+
+    def _blocks_in_use(self) -> int:
+        pool = self._scheduler.kv_cache_manager.block_pool
+        return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+
+    def end(self) -> None:
+        """Shut engine and connector down."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def serve(connection: Connection[Any, Any]) -> None:
+    """Commands of one test, until it says `end` or is gone."""
+    served: Served | None = None
+    while True:
+        try:
+            command, argument = connection.recv()
+        except EOFError:
+            return
+        if command == "end":
+            if served is not None:
+                served.end()
+            connection.send(os.getpid())
+            return
+        try:
+            answer: Any = None
+            if command == "start":
+                log = os.open(argument.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                os.dup2(log, 1)
+                os.dup2(log, 2)
+                os.environ.update(argument.environ)
+                served = Served(argument)
+            else:
+                answer = getattr(served, command)(argument)
+            connection.send((True, answer))
+        except Exception:
+            connection.send((False, traceback.format_exc()))
+
+
+def main() -> None:
+    """Listen and fork."""
+    Qwen3Model.decoder_layer_type = WindowedLayer
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    listener = Listener(sys.argv[1], "AF_UNIX")
+    while True:
+        connection = listener.accept()
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            status = 1
+            try:
+                serve(connection)
+                status = 0
+            finally:
+                os._exit(status)
+        connection.close()
+
+
+if __name__ == "__main__":
+    main()
