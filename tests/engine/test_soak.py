@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from hack.soak.run import soak, work_out_answers
 from tests.engine.conftest import Reference, Weights
 
 MINUTES, SEED = 2.0, 20
 
 
+@pytest.mark.timeout(900)
 def test_two_minutes_of_random_faults_leave_nothing_wrong(weights: Weights, reference: Reference, tmp_path: Path) -> None:
     folders = [weights.base, weights.new, weights.third]
     prompts = work_out_answers(tmp_path, folders, SEED, print, reference.lend())
