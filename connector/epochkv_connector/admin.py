@@ -35,7 +35,7 @@ import zmq
 logger = logging.getLogger("vllm.epochkv.admin")
 
 FOLDER_ENV = "EPOCHKV_ADMIN_DIR"
-DEADLINES = {"STATUS": 1.0, "DRAIN": 10.0, "RECLAIM": 30.0, "REMOVE_ALL": 30.0}
+DEADLINES = {"STATUS": 5.0, "DRAIN": 10.0, "RECLAIM": 30.0, "REMOVE_ALL": 30.0}
 """Request -> seconds after which it is answered ERR, whatever its handler does."""
 
 MAX_OPEN = 32

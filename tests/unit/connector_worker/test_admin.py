@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from epochkv_connector import admin
-from epochkv_connector.admin import AdminError, AdminServer, RankWatch, Refused, ask, ask_all
+from epochkv_connector.admin import AdminError, AdminServer, RankWatch, Refused, ask_all
 from epochkv_connector.ranks import RankHandlers, open_channel
 from epochkv_connector.records import Phase
 from epochkv_connector.store import Outcome
@@ -28,6 +28,11 @@ from tests.unit.connector_worker.test_worker_half import NAMESPACE, ObedientStor
 
 def echo(argument: str, seconds: float) -> Mapping[str, Any]:
     return {"said": argument}
+
+
+def ask(path: Path, name: str, argument: str = "", timeout: float = 20.0) -> admin.Reply:
+    """With patience: a starved machine is no fault."""
+    return admin.ask(path, name, argument, timeout)
 
 
 Serve = Callable[..., AdminServer]

@@ -4,6 +4,7 @@ CUDA, the same bytes as on CPU without waiting for anybody else's work."""
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epochkv_connector.worker import copies
@@ -23,12 +24,12 @@ from epochkv_connector.worker.staging import HostRegion, Pair, Staging, StagingS
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+@settings(deadline=None)
 @given(st.integers(1, 1 << 16), st.integers(1, 5000), st.integers(1, 1 << 24))
 def test_registrations_cover_the_region_in_whole_slots_and_pages(units: int, slots: int, limit: int) -> None:
     stride = 256 * units
     chunks = list(pin_chunks(slots * stride, stride, limit))
-    assert [start for start, _ in chunks] == [sum(size for _, size in chunks[:index]) for index in range(len(chunks))]
-    assert sum(size for _, size in chunks) == slots * stride
+    assert [start for start, _ in chunks] + [slots * stride] == list(itertools.accumulate((size for _, size in chunks), initial=0))
     for start, size in chunks:
         assert start % stride == start % mmap.PAGESIZE == 0
         assert size <= limit or size <= stride * mmap.PAGESIZE, "one unit may be larger than the limit"
@@ -43,6 +44,7 @@ def test_a_region_larger_than_the_limit_is_registered_in_several_pieces() -> Non
     assert list(pin_chunks(3 * stride, stride)) == [(0, 3 * stride)]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=12, unique=True))
 def test_series_name_every_value_once_and_in_order(values: list[int]) -> None:
     series = progressions(torch.tensor(values))
