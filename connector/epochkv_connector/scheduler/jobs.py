@@ -134,7 +134,7 @@ class Ledger:
         Args:
             over: by rank, jobs that are over there, as the rank says itself; its acknowledgement may wait for a step.
         """
-        said = dict(enumerate(over)) if len(over) == self.num_ranks else {}
+        said = dict(enumerate(over))
         return {
             job_id
             for job_id, entry in list(self._jobs.items())

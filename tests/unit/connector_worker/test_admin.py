@@ -338,7 +338,9 @@ def test_ranks_are_asked_what_is_over_and_nobody_waits_for_them(serve: Serve) ->
     news: list[int] = []
     watch = RankWatch(paths, lambda: news.append(1), period=0.0)
     assert watch.reads_over() == [frozenset(), frozenset()]
-    assert watch.reads_over() == [frozenset(), frozenset()], "the ranks hang; nobody waits"
+    (asking,) = [thread for thread in threading.enumerate() if thread.name == "epochkv-rank-watch"]
+    assert watch.reads_over() == [frozenset(), frozenset()]
+    assert asking.is_alive(), "the ranks hang; nobody waits for them"
     go_on.set()
     wait_until(lambda: watch.reads_over() == [frozenset(), {5}], 10, "rank 1 has said so")
     over[0] = [5, 6]
