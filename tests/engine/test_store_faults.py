@@ -50,6 +50,10 @@ def test_a_hung_store_node_costs_a_few_loads_and_then_nothing(pair: FaultyPair) 
         assert pair.total(pair.b, "loads_failed") >= failed + 3
         assert pair.seen(pair.b, "loads_paused") == 1
         assert pair.total(pair.b, "load_failed_store_transfer", "load_failed_deadline") >= 1
+        skipped = pair.total(pair.b, "lookups_paused")
+        with ThreadPoolExecutor(3) as threads:  # one is the trial, the others do not even ask
+            assert [answer.cached for answer in threads.map(lambda prompt: pair.ask(pair.b, prompt), saved[3:])] == [0, 0, 0]
+        pair.grows(pair.b, skipped, "lookups_paused")
     finally:
         go_on(pair.store)
     pair.shares()
