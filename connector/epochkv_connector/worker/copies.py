@@ -76,50 +76,61 @@ class CpuCopies:
                 rows.scatter(blocks, slots)
 
 
-class _CpuRows:
-    """One class of rows of one group: block views by index, slot views by stride."""
+class _Lens:
+    """Both sides of a class of rows in elements of at most `most` bytes: block rows by index, the rows of a slot by stride."""
 
-    def __init__(self, rows: RowClass, num_blocks: int, region: Region) -> None:
+    def __init__(self, rows: RowClass, num_blocks: int, region: Region, most: int) -> None:
         low = int(rows.addresses.min())
         high = int((rows.addresses + (num_blocks - 1) * rows.block_strides).max()) + rows.num_bytes
         first, spacing = _spacing(rows.offsets)
-        unit = math.gcd(16, region.address, region.stride, rows.num_bytes, first, spacing, low)
+        unit = math.gcd(most, region.address, region.stride, rows.num_bytes, first, spacing, low)
         unit = math.gcd(unit, *rows.addresses.tolist(), *rows.block_strides.tolist())
         # Only rows of KV tensors are ever touched in this range; what lies between them is not ours and may not be mapped.
         span = (ctypes.c_uint8 * (high - low)).from_address(low)
-        self._span = torch.frombuffer(span, dtype=ELEMENTS[unit])
+        self.span = torch.frombuffer(span, dtype=ELEMENTS[unit])
+        self.shape = (len(rows.addresses), rows.num_bytes // unit)
+        self.blocks = self.span.as_strided(((high - low - rows.num_bytes) // unit + 1, self.shape[1]), (1, 1))
+        self.index, self.steps = (rows.addresses - low) // unit, rows.block_strides // unit
         self._host = region.tensor.view(ELEMENTS[unit])
-        self._shape = (len(rows.addresses), rows.num_bytes // unit)
-        self._blocks = self._span.as_strided(((high - low - rows.num_bytes) // unit + 1, self._shape[1]), (1, 1))
-        self._index, self._step = (rows.addresses - low) // unit, rows.block_strides // unit
         self._slot = ((HEADER_BYTES + first) // unit, region.stride // unit, (spacing // unit, 1))
+
+    def payload(self, slot: int) -> Tensor:
+        """The rows in a slot."""
+        start, stride, strides = self._slot
+        return self._host.as_strided(self.shape, strides, start + slot * stride)
+
+    def rows_of(self, blocks: Sequence[int]) -> tuple[Tensor, ...]:
+        """For each block, the indices of its rows in `self.blocks`."""
+        return (self.index + torch.tensor(blocks, dtype=torch.int64, device="cpu")[:, None] * self.steps).unbind(0)
+
+
+class _CpuRows:
+    """Copies one class of rows of one group."""
+
+    def __init__(self, rows: RowClass, num_blocks: int, region: Region) -> None:
+        # index_select copies whole rows, fastest with 8 bytes to an element; index_copy_ element by element.
+        self._lens = _Lens(rows, num_blocks, region, 8)
+        self._wide = _Lens(rows, num_blocks, region, 16)
         self._series: list[tuple[tuple[int, int], tuple[int, int], int, Tensor]] = []
-        series = progressions(self._index)
-        if len(series) <= MAX_SERIES and bool((self._step == self._step[0]).all()):
-            width = self._shape[1]
+        series, steps, width = progressions(self._lens.index), self._lens.steps, self._lens.shape[1]
+        if len(series) <= MAX_SERIES and bool((steps == steps[0]).all()):
             self._series = [((len(order), width), (max(step, 1), 1), first, order) for first, step, order in series]
 
-    def _payload(self, slot: int) -> Tensor:
-        start, stride, strides = self._slot
-        return self._host.as_strided(self._shape, strides, start + slot * stride)
-
-    def _rows_of(self, blocks: Sequence[int]) -> tuple[Tensor, ...]:
-        return (self._index + torch.tensor(blocks, dtype=torch.int64, device="cpu")[:, None] * self._step).unbind(0)
-
     def gather(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        for rows, slot in zip(self._rows_of(blocks), slots, strict=True):
-            torch.index_select(self._blocks, 0, rows, out=self._payload(slot))
+        lens = self._lens
+        for rows, slot in zip(lens.rows_of(blocks), slots, strict=True):
+            torch.index_select(lens.blocks, 0, rows, out=lens.payload(slot))
 
     def scatter(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         if not self._series:
-            for rows, slot in zip(self._rows_of(blocks), slots, strict=True):
-                self._blocks.index_copy_(0, rows, self._payload(slot))
+            for rows, slot in zip(self._wide.rows_of(blocks), slots, strict=True):
+                self._wide.blocks.index_copy_(0, rows, self._wide.payload(slot))
             return
-        step = int(self._step[0])
-        for block, slot in zip(blocks, slots, strict=True):  # row by row, where index_copy_ goes element by element
-            payload = self._payload(slot)
+        lens, step = self._lens, int(self._lens.steps[0])
+        for block, slot in zip(blocks, slots, strict=True):
+            payload = lens.payload(slot)
             for shape, strides, first, order in self._series:
-                torch.index_select(payload, 0, order, out=self._span.as_strided(shape, strides, first + block * step))
+                torch.index_select(payload, 0, order, out=lens.span.as_strided(shape, strides, first + block * step))
 
 
 def _spacing(offsets: Tensor) -> tuple[int, int]:
