@@ -9,13 +9,14 @@ from __future__ import annotations
 import random
 import signal
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from hack.soak.tally import Tally
 from hack.soak.world import Rank, World
-from hack.standalone.process import Process
+from hack.standalone.process import Process, ProcessError
 
 
 class Actor(ABC):
@@ -75,6 +76,20 @@ def kill(process: Process) -> None:
     process.popen.wait(30)
 
 
+def start_again(start: Callable[[], Process], tally: Tally) -> None:
+    """Start what was killed; again if it cannot (a port that is not free yet, a machine without a thread to spare), five times."""
+    for attempt in range(5):
+        try:
+            start()
+        except ProcessError as error:
+            if attempt == 4:
+                raise
+            tally.note(f"once more: {error}")
+            time.sleep(1.0)
+        else:
+            return
+
+
 class Master(Actor):
     """The store's master: frozen, or killed and started again empty; sometimes everything in the store is removed by force."""
 
@@ -90,7 +105,7 @@ class Master(Actor):
             kill(mooncake.master)
             self.fault("kill")
             self.stop.wait(seconds)
-            mooncake.start_master()
+            start_again(mooncake.start_master, self.tally)
         else:
             mooncake.admin("api/v1/remove_all?force=true", "POST")
             self.fault("wipe")
@@ -129,7 +144,7 @@ class Hub(Actor):
             kill(hub.process)
             self.fault("kill")
             self.stop.wait(seconds)
-            hub.start()
+            start_again(hub.start, self.tally)
 
 
 class Lines(Actor):
