@@ -134,6 +134,31 @@ def test_layers_at_equal_distances_are_one_view_and_others_a_loop() -> None:
     assert len(backwards.parts) == 2
 
 
+@pytest.mark.parametrize("why", ["distances", "strides"])
+def test_layers_in_no_order_are_copied_both_ways(why: str) -> None:
+    """At distances that grow, or with blocks at different distances in each layer."""
+    memory = torch.from_numpy(np.random.default_rng(1).integers(0, 256, 1 << 16, dtype=np.uint8))
+    names = [f"l{number}" for number in range(12)]
+    caches, start = {}, 0
+    for number, name in enumerate(names):
+        stride = 48 + (16 * number if why == "strides" else 0)
+        caches[name] = memory.as_strided((5, 48), (stride, 1), start)
+        start += 2048 if why == "strides" else 5 * stride + 16 * number * number
+    stage = Staging(caches, [GroupSpec(names)], 6, 5)
+    stream = StagingStream(stage)
+    blocks = [[caches[name][block].clone() for name in names] for block in range(5)]
+    untouched = memory.clone()
+    stream.gather([Pair(0, block, 5 - block) for block in range(5)])
+    for block in range(5):
+        assert torch.equal(stage.region.payload(5 - block, 12 * 48), torch.cat(blocks[block]))
+    stream.scatter([Pair(0, block, block + 1) for block in range(5)])  # block 4 - b comes to b
+    for block in range(5):
+        assert torch.equal(torch.cat([caches[name][block] for name in names]), torch.cat(blocks[4 - block]))
+    for name in names:
+        caches[name].copy_(torch.stack([row[names.index(name)] for row in blocks]))
+    assert torch.equal(memory, untouched), "nothing between the layers was written"
+
+
 def test_layers_that_share_one_tensor_are_stored_once() -> None:
     tensor = torch.zeros(5, 8)
     view = group_view({"owner": tensor, "sharer": tensor}, GroupSpec(["owner", "sharer"]), 5)
