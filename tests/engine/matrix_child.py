@@ -20,9 +20,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.lora.request import LoRARequest
@@ -34,7 +32,6 @@ from vllm.v1.worker import cpu_model_runner, cpu_worker  # noqa: F401  for their
 from epochkv_connector.connector import EpochKVConnector
 from epochkv_fence.messages import Mode
 from tests.engine.matrix_engine import Output, Request, Start
-from tests.engine.matrix_images import IMAGE_PIXELS
 
 JOIN_SECONDS = 60.0
 
@@ -118,12 +115,6 @@ def fork_workers() -> None:
     CpuPlatform.check_and_update_config = classmethod(settle_and_fork)
 
 
-def picture(seed: int) -> Image.Image:
-    """Noise; the same seed is the same picture."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (IMAGE_PIXELS, IMAGE_PIXELS, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
-
-
 class Served:
     """An engine in this process, and what its scheduler was seen to do."""
 
@@ -172,8 +163,6 @@ class Served:
             prompt: dict[str, Any] = {"prompt_token_ids": list(request.tokens)}
             if request.salt is not None:
                 prompt["cache_salt"] = request.salt
-            if request.image is not None:
-                prompt["multi_modal_data"] = {"image": picture(request.image)}
             prompts.append(prompt)
             parameters.append(SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False))
             adapters.append(self._adapter(request.adapter))

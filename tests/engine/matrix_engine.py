@@ -26,13 +26,12 @@ BLOCK = 32
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt. `adapter`: folder of a LoRA adapter; `image`: seed of the picture that the prompt's placeholder stands for."""
+    """One prompt. `adapter`: folder of a LoRA adapter."""
 
     tokens: tuple[int, ...]
     max_tokens: int = 12
     salt: str | None = None
     adapter: str | None = None
-    image: int | None = None
 
 
 @dataclass(frozen=True)

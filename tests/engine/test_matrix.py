@@ -73,6 +73,7 @@ SLICE = [
     *(Cell(attention, tiers) for attention in WINDOWS for tiers in ("l1", "l2", "both")),
     Cell("sliding", "none"),
     Cell("three", "both", "tp2"),
+    Cell("three", "both", "pp2"),
     Cell("three", "both", kind="ahead"),
     Cell("sliding", "l2", kind="ngram"),
     Cell("three", "l1", kind="ngram"),
@@ -234,12 +235,15 @@ def preempt(trial: Trial) -> None:
     lab, cell = trial.lab, trial.cell
     requests = [Request(lab.prompt(150), 70) for _ in range(6)]
     expected = lab.expected(cell.attention, requests)
-    trial.engine.gained()
+    before = trial.engine.facts()
     outputs = trial.engine.run(requests)
     assert [output.tokens for output in outputs] == expected
-    preemptions = int(trial.engine.gained()["num_preemptions"])
+    after = trial.engine.facts()
+    preemptions = int(after["num_preemptions"] - before["num_preemptions"])
     assert preemptions > 0, "nobody was preempted"
     trial.proved.append(f"{preemptions} preemptions")
+    if cell.source:
+        trial.proved.append(f"{after['half']['loads_done'] - before['half']['loads_done']:.0f} loads for who came back")
 
 
 def check_kind(trial: Trial) -> None:
