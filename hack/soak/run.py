@@ -24,7 +24,7 @@ from hack.standalone.engine import Engine
 NUM_PROMPTS = 40
 CLIENTS_PER_ENGINE = 2
 PROGRESS_SECONDS = 10.0
-JOIN_SECONDS = 700.0
+JOIN_SECONDS, DISMISS_SECONDS = 700.0, 10.0
 
 Say = Callable[[str], None]
 
@@ -59,42 +59,63 @@ def work_out_answers(folder: Path, weights: Sequence[Path], seed: int, say: Say,
 def soak(folder: Path, weights: Sequence[Path], prompts: Sequence[Prompt], minutes: float, seed: int, say: Say) -> Verdict:
     """Run for `minutes` under faults, heal everything, and look for what is left."""
     world, tally = World(folder, weights), Tally(folder / "soak.log")
+    crew: Crew | None = None
     try:
         world.begin()
         say(f"3 engines share; {minutes:g} minutes of faults begin (seed {seed}, log {folder / 'soak.log'})")
-        return _run(world, tally, prompts, minutes, seed, say)
+        crew = Crew(world, tally, prompts, seed, soon=minutes < 5)
+        return _run(crew, minutes, say)
     finally:
+        if crew is not None:  # or they would start again what ends
+            crew.stop.set()
+            crew.stop_clients.set()
+            for actor in crew.actors:
+                actor.join(DISMISS_SECONDS)
         world.end()
 
 
-def _run(world: World, tally: Tally, prompts: Sequence[Prompt], minutes: float, seed: int, say: Say) -> Verdict:
-    stop, stop_clients = threading.Event(), threading.Event()
-    actors: list[Actor] = [kind(world, tally, seed, stop) for kind in (Master, Hub, Lines, FrozenEngine, Resets)]
-    actors += [StoreNode(number, world, tally, seed, stop) for number in range(len(world.mooncake.stores))]
-    actors.append(KilledEngine(world.ranks[1:], world, tally, seed, stop, soon=minutes < 5))
-    trainer = Trainer(world, tally, seed, stop)
-    clients = [
-        Client(rank, prompts, tally, seed, 10 * rank.index + number, stop_clients)
-        for rank in world.ranks
-        for number in range(CLIENTS_PER_ENGINE)
-    ]
-    memory = Memory(world, stop_clients)
+class Crew:
+    """Everything that runs beside the processes: actors, clients, the watch on memory."""
+
+    def __init__(self, world: World, tally: Tally, prompts: Sequence[Prompt], seed: int, soon: bool) -> None:
+        self.world, self.tally, self.prompts = world, tally, prompts
+        self.stop, self.stop_clients = threading.Event(), threading.Event()
+        self.trainer = Trainer(world, tally, seed, self.stop)
+        self.actors: list[Actor] = [kind(world, tally, seed, self.stop) for kind in (Master, Hub, Lines, FrozenEngine, Resets)]
+        self.actors += [StoreNode(number, world, tally, seed, self.stop) for number in range(len(world.mooncake.stores))]
+        self.actors += [KilledEngine(world.ranks[1:], world, tally, seed, self.stop, soon), self.trainer]
+        self.clients = [
+            Client(rank, prompts, tally, seed, 10 * rank.index + number, self.stop_clients)
+            for rank in world.ranks
+            for number in range(CLIENTS_PER_ENGINE)
+        ]
+        self.memory = Memory(world, self.stop_clients)
+
+    def start(self) -> None:
+        """Begin."""
+        for client in self.clients:
+            client.start()
+        for actor in self.actors:
+            actor.start()
+        self.memory.start()
+
+
+def _run(crew: Crew, minutes: float, say: Say) -> Verdict:
+    world, tally, memory = crew.world, crew.tally, crew.memory
     began = time.monotonic()
-    starts: list[Callable[[], None]] = [*(client.start for client in clients), *(actor.start for actor in (*actors, trainer)), memory.start]
-    for start in starts:
-        start()
+    crew.start()
     while (elapsed := time.monotonic() - began) < minutes * 60 and not tally["broken actor"]:
         time.sleep(min(PROGRESS_SECONDS, max(0.1, minutes * 60 - elapsed)))
         say(_progress(tally, memory, time.monotonic() - began, minutes * 60))
-    stop.set()
+    crew.stop.set()
     elapsed = time.monotonic() - began
-    for actor in (*actors, trainer):
+    for actor in crew.actors:
         if not actor.join(JOIN_SECONDS):
             tally.problem("hanging call", actor=actor.name)
     say("faults are over; everything is healed")
-    _share_again(world, trainer, prompts, tally)
-    stop_clients.set()
-    for client in clients:
+    _share_again(world, crew.trainer, crew.prompts, tally)
+    crew.stop_clients.set()
+    for client in crew.clients:
         if not client.join(JOIN_SECONDS):
             tally.problem("hanging call", what="a request")
     leaked = leaks(world, tally)
