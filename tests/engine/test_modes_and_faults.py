@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from epochkv_connector import admin
 from hack.standalone.engine import CPU_ENVIRONMENT, Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
@@ -50,7 +52,7 @@ def test_l1_only(weights: Weights, folder: Path, pool: Pool, prompts: Prompts, r
 def test_l2_only_and_a_master_that_comes_later(weights: Weights, folder: Path, pool: Pool, prompts: Prompts, reference: Reference) -> None:
     prompt = prompts()
     mooncake = Mooncake(folder / "late")
-    connector = pool.connector(master_address=mooncake.address, **PATIENT)
+    connector = pool.connector(master_address=mooncake.address, staging_slots=8, **PATIENT)  # a load gets one: 7 pieces
     with Engine("l2", weights.base, folder, connector, environ=PATIENT_ENVIRON) as engine:
         join(pool)
         answer = engine.complete(prompt)
@@ -82,9 +84,9 @@ def test_two_tensor_parallel_ranks(
     prompt = prompts()
     connector = pool.connector(master_address=mooncake.address, **PATIENT)
     args = ("--tensor-parallel-size", "2")
-    with Engine(
-        "tp2", weights.base, folder, connector, args=args, environ={**PATIENT_ENVIRON, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    ) as engine:
+    sockets = Path(tempfile.mkdtemp(prefix="epochkv-"))  # pytest's own folders have names too long for sockets
+    environ = {**PATIENT_ENVIRON, "VLLM_CPU_OMP_THREADS_BIND": "0|1", admin.FOLDER_ENV: str(sockets)}
+    with Engine("tp2", weights.base, folder, connector, args=args, environ=environ) as engine:
         join(pool)
         before = settled_keys(mooncake)
         assert engine.complete(prompt).tokens == reference(prompt, weights.base)
@@ -94,6 +96,13 @@ def test_two_tensor_parallel_ranks(
         assert (answer.cached, answer.tokens) == (CACHED, reference(prompt, weights.base))
         pool.bump()
         eventually(lambda: [view.loading for view in pool.snapshot().engines if view.alive] == [0], "both ranks say that they read no more")
+        processes = {path.name: path for path in sockets.glob("*/*")}
+        assert processes.keys() == {"rank0", "rank1", "scheduler"}
+        statuses = {name: admin.ask(path, "STATUS").body for name, path in processes.items()}
+        assert len({status["pid"] for status in statuses.values()}) == 3, "each process answers for itself"
+        assert [statuses[f"rank{rank}"]["stats"]["copy_load_blocks"] for rank in range(2)] == [BLOCKS, BLOCKS]
+        assert [admin.ask(processes[f"rank{rank}"], "DRAIN").body for rank in range(2)] == [{"left": 0}, {"left": 0}]
+    sockets.rmdir()  # an engine that ends leaves nothing there
 
 
 def test_broken_hub_address_and_key(weights: Weights, folder: Path, pool: Pool, prompts: Prompts, reference: Reference) -> None:
