@@ -167,9 +167,16 @@ class Pair:
     def start(self) -> Engine:
         """One more engine, with base weights; it may not be ready yet."""
         connector = self.pool.connector(L1_BYTES, self.mooncake.address, on_local_reset="propose", **PATIENT)
-        engine = Engine(next(self._names), self.weights.base, self.folder, connector, environ=PATIENT_ENVIRON)
+        name = next(self._names)
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events_of(name)}
+        args = ("--kv-events-config", json.dumps(events))
+        engine = Engine(name, self.weights.base, self.folder, connector, args=args, environ=PATIENT_ENVIRON)
         self._started.append(engine)
         return engine
+
+    def events_of(self, name: str) -> str:
+        """Where the engine of this name publishes its KV events."""
+        return f"ipc://{self.folder}/{name}.events"
 
     def start_from_environment(self) -> Engine:
         """An engine that nobody provisioned, with base weights: everything it knows of the pool comes from its environment."""
