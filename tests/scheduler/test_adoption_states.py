@@ -74,8 +74,8 @@ def test_an_adoption_between_vllms_own_lookup_and_our_answer(make_rig: MakeRig, 
     find = rig.scheduler._get_local_prefix_cache_hit
     found: list[int] = []
 
-    def overtaken(request: Any) -> Any:
-        hit = find(request)
+    def overtaken(*args: Any) -> Any:
+        hit = find(*args)
         found.append(hit[1])
         if len(found) == 1:
             rig.adopt(1, weights="w1", mode=mode)
