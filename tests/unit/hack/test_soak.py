@@ -130,8 +130,8 @@ def test_what_counts_as_flat(minutes: float, grown_mb: float, flat: bool) -> Non
 
 def test_growth_is_told_from_medians_after_the_warm_up() -> None:
     memory = Memory(None, threading.Event())  # type: ignore[arg-type]
-    memory._samples["A1"] = [(float(at), 500 if at < 90 else 1000 + (100 if at > 400 else 0)) for at in range(0, 500, 5)]
-    memory._samples["short"] = [(float(at), 1) for at in range(0, 100, 5)]
+    memory._samples["A1"] = [(float(at), 500 if at < 300 else 1000 + (100 if at > 600 else 0)) for at in range(0, 700, 5)]
+    memory._samples["short"] = [(float(at), 1) for at in range(0, 340, 5)]
     (growth,) = memory.growths()
     assert (growth.name, growth.begin, growth.end) == ("A1", 1000, 1100)
 
@@ -184,7 +184,7 @@ def test_an_answer_that_hangs_on_rounding_is_none() -> None:
 
 def test_the_verdict_names_every_problem_and_ends_with_the_figures(tally: Tally) -> None:
     memory = Memory(None, threading.Event())  # type: ignore[arg-type]
-    memory._samples["A1"] = [(float(at), 1_000_000_000 + (200_000_000 if at > 400 else 0)) for at in range(0, 500, 5)]
+    memory._samples["A1"] = [(float(at), 1_000_000_000 + (200_000_000 if at > 600 else 0)) for at in range(0, 700, 5)]
     for kind, count in {"faults": 812, "resets": 95, "prompts": 4211, "answers with a hit": 9, "fault master kill": 3}.items():
         tally.count(kind, count)
     verdict = _verdict(tally, memory, 1200.4, 0)
