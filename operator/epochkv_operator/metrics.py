@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Final
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from epochkv_fence.pool import ENGINE_STATES
@@ -37,6 +40,16 @@ LAST_LIST = Gauge(
     registry=REGISTRY,
 )
 LEADER = Gauge("epochkv_operator_leader", "1 while this process holds the Lease", registry=REGISTRY)
+HUB_MESSAGES = Counter(
+    "epochkv_hub_messages",
+    "What the hub of this process took, sent, refused and failed at, by outcome",
+    ["outcome"],
+    registry=REGISTRY,
+)
+HUB_FAULTS: Final = ("steps_failed", "take_failed", "tasks_failed", "turns_failed", "unencodable")
+"""Outcomes that are defects of the hub: there from the start, at 0, so that an alert sees the first one."""
+for _outcome in HUB_FAULTS:
+    HUB_MESSAGES.labels(outcome=_outcome)
 
 TARGET_EPOCH = Gauge("epochkv_pool_target_epoch", "Highest epoch recorded for the pool", ["namespace", "pool"], registry=REGISTRY)
 PUBLISHED_EPOCH = Gauge(
@@ -97,3 +110,16 @@ def forget_pool(namespace: str, pool: str) -> None:
             POOL_ENGINES.remove(namespace, pool, state)
         except KeyError:
             continue
+
+
+class HubCounts:
+    """Takes the counters of one hub over into `HUB_MESSAGES`: they only grow, and so does the metric, whatever hub comes after."""
+
+    def __init__(self) -> None:
+        self._taken: dict[str, int] = {}
+
+    def take(self, counters: Mapping[str, int]) -> None:
+        """Add what was counted since the last call."""
+        for outcome, count in counters.items():
+            HUB_MESSAGES.labels(outcome=outcome).inc(count - self._taken.get(outcome, 0))
+            self._taken[outcome] = count

@@ -84,6 +84,7 @@ class HubService:
         self._server = HubServer(bind, keys, self._authority, on_change=self._changed, on_step_down=self._deposed.set, stores=stores)
         self._served: dict[str, _Served] = {}
         self._sightings = Sightings()
+        self._counts = metrics.HubCounts()
         self._look = asyncio.Event()
         self.listening = False
 
@@ -246,6 +247,8 @@ class HubService:
         return now - served.old_key_used_at
 
     def export_metrics(self) -> None:
+        """Set the gauges of every pool and add what the hub has counted since; as a scrape begins."""
+        self._counts.take(dict(self._server.counters))
         for uid, served in self._served.items():
             snapshot = self._server.snapshot(uid)
             served.told.take(snapshot, time.time(), time.monotonic())
