@@ -84,6 +84,7 @@ POOL_CASES = [
     pool("weights-ready", {"local": LOCAL, "resetEpoch": 1, "weightsVersion": "step-100", "weightsReady": "step-100"}),
     pool("ready-of-older-weights", {"local": LOCAL, "resetEpoch": 2, "weightsVersion": "b", "weightsReady": "a"}),
     *(pool(f"reclaim-{policy}", {**mooncake(), "reset": {"reclaimPolicy": policy}}) for policy in ("Delete", "RemoveAll", "Retain")),
+    *(pool(f"local-reset-{word.lower()}", {"local": LOCAL, "reset": {"onLocalReset": word}}) for word in ("Private", "Propose")),
     pool("retain-external", {"distributed": EXTERNAL, "reset": {"reclaimPolicy": "Retain"}}),
     pool("wipe-without-store", {"local": LOCAL, "reset": {"reclaimPolicy": "RemoveAll"}}),
     pool("keys-generation", {"local": LOCAL, "keys": {"generation": 3}}),
@@ -99,6 +100,7 @@ POOL_CASES = [
         "RemoveAll would wipe a store that others may share",
         "use Delete or Retain",
     ),
+    pool("local-reset-enum", {"local": LOCAL, "reset": {"onLocalReset": "propose"}}, "Unsupported value", '"Propose"', schema=True),
     pool("reclaim-enum", {"local": LOCAL, "reset": {"reclaimPolicy": "delete"}}, "Unsupported value", '"Retain"', schema=True),
     pool("negative-generation", {"local": LOCAL, "keys": {"generation": -1}}, "greater than or equal to 0", schema=True),
     # L2 kinds and tiers
@@ -376,6 +378,7 @@ CHANGES = [
     pool_change("rotate-keys", {"keys": {"generation": 1}}, {"keys": {"generation": 2}}),
     pool_change("rotate-keys-back", {"keys": {"generation": 2}}, {"keys": {"generation": 1}}, "spec.keys.generation never goes down"),
     pool_change("forget-generation", {"keys": {"generation": 2}}, {}, "spec.keys.generation never goes down"),
+    pool_change("change-local-reset", {}, {"reset": {"onLocalReset": "Propose"}}),
     pool_change("change-reclaim", {"reset": {"reclaimPolicy": "Delete"}}, {"reset": {"reclaimPolicy": "Retain"}}),
     pool_change("remove-local", {"distributed": MOONCAKE}, {"distributed": MOONCAKE}),
     pool_change("add-distributed", {}, {"distributed": MOONCAKE}),

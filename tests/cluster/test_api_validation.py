@@ -99,7 +99,7 @@ def test_defaults_are_filled_in(made: Any) -> None:
     pool = made("KVCachePool", "defaults", {"distributed": MOONCAKE})
     assert pool["spec"] == {
         "resetEpoch": 0,
-        "reset": {"leaseSeconds": 30, "joinAfterSeconds": 60, "reclaimPolicy": "Delete"},
+        "reset": {"leaseSeconds": 30, "joinAfterSeconds": 60, "reclaimPolicy": "Delete", "onLocalReset": "Private"},
         "keys": {"generation": 0},
         "distributed": {
             "mooncake": {

@@ -85,6 +85,8 @@ def connection(pool: KVCachePool, context: Context, weights_source: str = "Pushe
         # Without an L2 nobody else can have saved a block, so the tracker may answer a miss by itself.
         "tracker": pool.spec.distributed is None,
     }
+    if pool.spec.reset.on_local_reset == "Propose":  # the connector's default is left out: a new field restarts no engine
+        config["on_local_reset"] = "propose"
     if pool.spec.local is not None:
         config["local"] = {"capacity_bytes": quantity.to_bytes(pool.spec.local.capacity)}
     distributed = pool.spec.distributed

@@ -145,10 +145,10 @@ def listed(names: Iterable[str]) -> str:
 
 def _reset_alone(pool: KVCachePool, hub: HubView, names: Sequence[str]) -> str:
     patch = _patch(pool, f'{{"spec":{{"resetEpoch":{hub.target + 1}}}}}')
-    asking = 'with "on_local_reset": "propose" in their connector\'s configuration they ask for that themselves'
+    asking = "" if pool.spec.reset.on_local_reset == "Propose" else "; with spec.reset.onLocalReset: Propose they ask for that themselves"
     return (
         f"the caches of these engines alone were reset, and they serve correctly, without shared KV, until the next epoch: {listed(names)}."
-        f" To have them share again: {patch}; {asking}"
+        f" To have them share again: {patch}{asking}"
     )
 
 

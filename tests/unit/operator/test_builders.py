@@ -109,6 +109,20 @@ def test_trainers_find_the_same_connection_in_the_config_map() -> None:
     assert ConnectorConfig.parse(json.loads(data["connection.json"]), environ={}).weights_source == "Pushed"
 
 
+@pytest.mark.parametrize(("word", "means"), [(None, "private"), ("Private", "private"), ("Propose", "propose")])
+def test_what_engines_do_after_a_local_reset_reaches_their_connector(word: str | None, means: str) -> None:
+    """Of engines that we start, and of those that read the ConfigMap; nothing changes for pools that do not ask for it."""
+    wanted = pool({**POOL_SPECS["l1-l2"], "reset": {"onLocalReset": word} if word else {}})
+    args = containers(one(desired_engine(engine("minimal"), wanted, CONTEXT), "Deployment"))[0]["args"]
+    transfer = json.loads(args[args.index("--kv-transfer-config") + 1])
+    for config in (
+        transfer["kv_connector_extra_config"],
+        json.loads(one(desired_pool(wanted, CONTEXT), "ConfigMap")["data"]["connection.json"]),
+    ):
+        assert ConnectorConfig.parse(config, environ={}).on_local_reset == means
+        assert ("on_local_reset" in config) is (word == "Propose")
+
+
 @pytest.mark.parametrize("spec", POOL_SPECS)
 def test_no_epoch_anywhere(spec: str) -> None:
     """A reset changes no object at all."""

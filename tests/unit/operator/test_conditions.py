@@ -214,8 +214,8 @@ def test_epoch_converged(hub: HubView | None, status: str, reason: str, says: st
 ALONE = [rank("p0"), rank("p1", private=True)]
 KEPT_APART = (
     "the caches of these engines alone were reset, and they serve correctly, without shared KV, until the next epoch: p1. To have them "
-    'share again: kubectl patch kvp policy -n rl --type=merge -p \'{"spec":{"resetEpoch":%d}}\'; with "on_local_reset": "propose" in '
-    "their connector's configuration they ask for that themselves"
+    'share again: kubectl patch kvp policy -n rl --type=merge -p \'{"spec":{"resetEpoch":%d}}\'; with '
+    "spec.reset.onLocalReset: Propose they ask for that themselves"
 )
 
 
@@ -242,6 +242,12 @@ def test_engines_that_were_reset_alone_are_named_with_the_remedy(hub: HubView, s
     assert by_type(conditions)["EpochConverged"] == (status, reason)
     assert message(conditions, "EpochConverged") == says
     assert by_type(conditions)["Ready"][0] == status  # they serve
+
+
+def test_engines_that_ask_for_the_next_epoch_themselves_are_not_told_to() -> None:
+    asking = pool({"resetEpoch": 7, "local": {"capacity": "1Gi"}, "reset": {"onLocalReset": "Propose"}})
+    says = message(pool_conditions(asking, Observed(pool_children(), (), HubView(7, 7, ALONE))), "EpochConverged")
+    assert says.endswith('{"spec":{"resetEpoch":8}}\'')
 
 
 def test_the_engine_object_tells_that_its_pods_were_reset_alone() -> None:
