@@ -93,6 +93,27 @@ POOL_CASES = [
     pool("ready-without-version", {"local": LOCAL, "weightsReady": "a"}, "weightsReady"),
     pool("empty-version", {"local": LOCAL, "weightsVersion": ""}, "weightsVersion", schema=True),
     pool("long-version", {"local": LOCAL, "weightsVersion": "v" * 254}, "weightsVersion", schema=True),
+    *(
+        pool(
+            f"version-of-two-lines-{name}",
+            {"local": LOCAL, "resetEpoch": 1, field: f"step{character}42", **more},
+            f"spec.{field}",
+            "one line",
+        )
+        for field, more in (("weightsVersion", {}), ("weightsReady", {"weightsVersion": "a"}))
+        for name, character in (
+            ("lf", "\n"),
+            ("cr", "\r"),
+            ("tab", "\t"),
+            ("nul", "\0"),
+            ("del", "\x7f"),
+            ("nel", "\x85"),
+            ("ls", "\u2028"),
+        )
+    ),
+    pool(
+        "version-of-any-letters", {"local": LOCAL, "resetEpoch": 1, "weightsVersion": "Schritt 42: größer, \u200b\u4e2d\u6587 \U0001f600"}
+    ),
     pool("numeric-version", {"local": LOCAL, "weightsVersion": 7}, "must be of type string", schema=True),
     pool(
         "wipe-of-a-shared-store",

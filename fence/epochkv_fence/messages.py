@@ -8,6 +8,7 @@ message or raises `WireError`, whose text names the tag and the version; the rec
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Sequence
 from typing import Annotated, Final
 
@@ -21,6 +22,8 @@ INSTANCE_BYTES: Final = 8
 MAX_EPOCH: Final = 2**53 - 1  # what JSON and YAML readers carry exactly
 MAX_STATS: Final = 64
 MAX_STAT_NAME: Final = 64
+CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+"""Newlines and control characters: what weights are called is shown in one line of logs, tables and conditions."""
 
 Boot = Annotated[bytes, msgspec.Meta(min_length=BOOT_BYTES, max_length=BOOT_BYTES)]
 """128 random bits drawn when an EngineCore process starts."""
@@ -174,6 +177,10 @@ class Bump(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     weights_version: Name = ""
     moment: Moment | None = None
     ago_seconds: Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        if CONTROL.search(self.weights_version):
+            raise ValueError(f"weights_version is {self.weights_version[:64]!a}; give one line without control characters, such as step-42")
 
 
 class BumpStatus(msgspec.Struct, frozen=True, tag=True, tag_field="type"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from epochkv_fence.messages import MAX_EPOCH
+from epochkv_fence.messages import CONTROL, MAX_EPOCH
 
 MAX_VERSION: Final = 253
 
@@ -38,6 +38,8 @@ def check_version(version: str) -> str:
         raise ValueError(
             f"the version of the weights is {version!a}, which is no Unicode text; give characters that can be encoded"
         ) from error
+    if CONTROL.search(version):
+        raise ValueError(f"the version of the weights is {version!a}; give one line without control characters, such as step-42")
     return version
 
 

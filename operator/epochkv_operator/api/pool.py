@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
+from epochkv_fence.messages import CONTROL
 from epochkv_operator.api.base import (
     API_VERSION,
     NAME_RULE,
@@ -278,7 +279,18 @@ _WIPE_NEEDS_OWN_STORE = rule(
     path=".reset.reclaimPolicy",
 )
 
-WeightsVersion = Annotated[str, Field(min_length=1, max_length=253)]
+
+def _one_line(value: str) -> str:
+    if CONTROL.search(value):
+        raise ValueError(_ONE_LINE["message"])
+    return value
+
+
+_ONE_LINE = rule(
+    r"!self.matches('[\\p{Cc}\\p{Zl}\\p{Zp}]')",
+    "the name of weights must be one line without control characters, such as step-42",
+)
+WeightsVersion = Annotated[str, Field(min_length=1, max_length=253, json_schema_extra=rules(_ONE_LINE)), AfterValidator(_one_line)]
 
 
 class KVCachePoolSpec(ApiModel):

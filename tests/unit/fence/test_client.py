@@ -449,6 +449,8 @@ def test_it_cannot_be_pickled(world: HubWorld) -> None:
         ({"weights_version": ""}, ValueError, "has 0 characters"),
         ({"weights_version": "x" * 254}, ValueError, "has 254 characters"),
         ({"weights_version": 7}, TypeError, "give text"),
+        ({"weights_version": "step-\n42"}, ValueError, r"the version of the weights is 'step-\\n42'; give one line"),
+        ({"weights_version": "step-\x1b[2J"}, ValueError, "without control characters"),
     ],
 )
 def test_arguments_that_cannot_be_meant(world: HubWorld, arguments: dict[str, object], kind: type[Exception], match: str) -> None:

@@ -130,6 +130,7 @@ def of(tag: str, **fields: object) -> bytes:
         ([b"\x01", of("Bump", request=1, epoch=1, ago_seconds=float("nan"))], Refusal.MALFORMED, "ago_seconds"),
         ([b"\x01", of("Bump", request=1, epoch=1, ago_seconds=-1.0)], Refusal.MALFORMED, "ago_seconds"),
         ([b"\x01", of("Bump", request=1, epoch=1, weights_version="v" * 254)], Refusal.MALFORMED, "weights_version"),
+        ([b"\x01", of("Bump", request=1, epoch=1, weights_version="v\n")], Refusal.MALFORMED, r"weights_version is 'v\n'; give one line"),
         ([b"\x01", of("Propose", boot=BOOT, epoch=1, moment=[b"short", 1.0])], Refusal.MALFORMED, "moment"),
         ([b"\x01", of("Propose", boot=BOOT, epoch=1, moment=[b"8" * 8, float("nan")])], Refusal.MALFORMED, "moment"),
         ([b"\x01", of("Propose", boot=BOOT, epoch=1, moment=[b"8" * 8, float("inf")])], Refusal.MALFORMED, "moment"),
