@@ -29,6 +29,9 @@ CPU_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 
+_GRACE_SECONDS = 30.0
+"""More than `--shutdown-timeout`, after which the server kills its engine."""
+
 
 class Engine(EngineApi):
     """One engine. `connector` is the JSON of `--kv-transfer-config`, None for a cache-less reference; `python` has vLLM."""
@@ -48,7 +51,7 @@ class Engine(EngineApi):
         command = [
             str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "model",
             "--host", "127.0.0.1", "--port", str(self.port), "--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32",
-            "--max-model-len", "2048", "--max-num-seqs", "8", "--enable-prompt-tokens-details", "--shutdown-timeout", "5",
+            "--max-model-len", "2048", "--max-num-seqs", "8", "--enable-prompt-tokens-details", "--shutdown-timeout", "20",
             "--enable-prefix-caching" if prefix_caching else "--no-enable-prefix-caching", *args,
         ]  # fmt: skip
         if connector is not None:
@@ -83,8 +86,12 @@ class Engine(EngineApi):
         except OSError:
             return 0
 
+    def end(self) -> None:
+        """As a kubelet ends a container: SIGTERM to the server, which ends its engine and workers; SIGKILL later to what is left."""
+        self.process.end(_GRACE_SECONDS, whole_group=False)
+
     def __enter__(self) -> Self:
         return self.wait_ready()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.process.end(15.0)
+        self.end()

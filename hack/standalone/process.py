@@ -85,18 +85,34 @@ class Process:
         """Send to the whole group (SIGSTOP, SIGCONT, SIGKILL, ...)."""
         os.killpg(self.popen.pid, number)
 
-    def end(self, grace_seconds: float = 10.0) -> None:
-        """SIGTERM, then SIGKILL for whatever is left of the group. Safe to call twice."""
-        for number, seconds in ((signal.SIGCONT, 0.0), (signal.SIGTERM, grace_seconds), (signal.SIGKILL, 10.0)):
-            try:
-                os.killpg(self.popen.pid, number)
-            except ProcessLookupError:
-                break
-            try:
-                self.popen.wait(seconds)
-            except subprocess.TimeoutExpired:
-                continue
+    def end(self, grace_seconds: float = 10.0, *, whole_group: bool = True) -> None:
+        """SIGTERM, then SIGKILL for whatever is left of the group after the grace. Safe to call twice.
+
+        Args:
+            grace_seconds: for the group to end by itself.
+            whole_group: SIGTERM everybody; otherwise only the first process, as a kubelet does, which ends its children itself.
+        """
+        if not self._group_signal(signal.SIGCONT):
+            self.popen.wait(10.0)
+            return
+        if whole_group:
+            self._group_signal(signal.SIGTERM)
+        else:
+            self.popen.terminate()
+        deadline = time.monotonic() + grace_seconds
+        while self._group_signal(0) and time.monotonic() < deadline:
+            self.popen.poll()  # reaps it, as one that is waited for is still a member
+            time.sleep(0.02)
+        self._group_signal(signal.SIGKILL)
         self.popen.wait(10.0)
+
+    def _group_signal(self, number: int) -> bool:
+        """False: nobody is left in the group."""
+        try:
+            os.killpg(self.popen.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
 
     def __enter__(self) -> Self:
         return self

@@ -81,6 +81,6 @@ def test_it_joins_counts_and_leaves(setup: Setup, kube: Kube, tmp_path: Path) ->
             wait_until(lambda: (external(kube) or {}).get("epoch") == epoch, 60, lambda: f"not at {epoch}: {status(kube)}")
         finally:
             engine.process.signal(signal.SIGKILL)
-            engine.process.end()
+            engine.end()
         wait_until(lambda: external(kube) is None, 120, lambda: f"still counted: {status(kube)}")
         assert status(kube)["engines"]["total"] == before

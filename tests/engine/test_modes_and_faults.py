@@ -76,13 +76,19 @@ def _stored(engine: Engine, mooncake: Mooncake, prompt: list[int]) -> bool:
     return bool(mooncake.keys())
 
 
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    """pytest's own folders have names too long for sockets."""
+    with tempfile.TemporaryDirectory(prefix="epochkv-") as name:
+        yield Path(name)
+
+
 def test_two_tensor_parallel_ranks(
-    weights: Weights, folder: Path, pool: Pool, mooncake: Mooncake, prompts: Prompts, reference: Reference
+    weights: Weights, folder: Path, sockets: Path, pool: Pool, mooncake: Mooncake, prompts: Prompts, reference: Reference
 ) -> None:
     prompt = prompts()
     connector = pool.connector(master_address=mooncake.address, **PATIENT)
     args = ("--tensor-parallel-size", "2")
-    sockets = Path(tempfile.mkdtemp(prefix="epochkv-"))  # pytest's own folders have names too long for sockets
     environ = {**PATIENT_ENVIRON, "VLLM_CPU_OMP_THREADS_BIND": "0|1", admin.FOLDER_ENV: str(sockets)}
     with Engine("tp2", weights.base, folder, connector, args=args, environ=environ) as engine:
         join(pool)
@@ -100,7 +106,9 @@ def test_two_tensor_parallel_ranks(
         assert len({status["pid"] for status in statuses.values()}) == 3, "each process answers for itself"
         assert [statuses[f"rank{rank}"]["stats"]["copy_load_blocks"] for rank in range(2)] == [BLOCKS, BLOCKS]
         assert [admin.ask(processes[f"rank{rank}"], "DRAIN").body for rank in range(2)] == [{"left": 0}, {"left": 0}]
-    sockets.rmdir()  # an engine that ends leaves nothing there
+        assert [view.alive for view in pool.snapshot().engines] == [True]
+    assert [path.name for path in sockets.glob("*/*")] == [], "an engine that ends leaves no sockets"
+    assert pool.snapshot().engines == [], "an engine that ends says so: nobody waits for its lease"
 
 
 def test_broken_hub_address_and_key(weights: Weights, folder: Path, pool: Pool, prompts: Prompts, reference: Reference) -> None:
@@ -131,7 +139,7 @@ def test_unknown_configuration_key_is_one_clear_error(weights: Weights, folder: 
             engine.wait_ready()
         assert "capasity" in engine.process.log.read_text()
     finally:
-        engine.process.end()
+        engine.end()
 
 
 IN_PROCESS = """

@@ -181,7 +181,7 @@ def test_the_gate_catches_an_engine_that_restarts_during_the_push(
     """It comes back with base weights (and from its environment alone), serves without any cache, and says so."""
     asked = [prompts() for _ in range(3)]
     with trainer.weight_update("one-restarts", timeout_s=60) as update:
-        pair.b.process.end()
+        pair.b.end()
         pair.a.reload_weights(weights.after(pair.model))
         pair.model = weights.after(pair.model)
         pair.b = pair.start_from_environment()
