@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -121,11 +122,27 @@ class Setup:
     def apply(self, note: Note) -> None:
         """Namespace, volumes, then the manifests that a user writes."""
         kube = self.kube()
+        self._remove_other_demo(kube, note)
         kube.kubectl("apply", "-f", str(MANIFESTS / "namespace.yaml"))
         for claim, folder in ((ENV_CLAIM, self.engine_venv), ("models", self.models)):
             note(provide_folder(self.provider.kubeconfig(), NAMESPACE, claim, folder))
         for name in ("pool", "engine", "reference"):
             note(kube.kubectl("apply", "-f", str(MANIFESTS / f"{name}.yaml")))
+
+    def _remove_other_demo(self, kube: Kube, note: Note) -> None:
+        """The demo of another checkout: its volumes show folders of that one, and a volume's source cannot be changed."""
+        ours = {str(folder.resolve()) for folder in (self.engine_venv, self.models)}
+        volumes = json.loads(kube.kubectl("get", "pv", "-o", "json"))["items"]
+        theirs = {
+            volume["metadata"]["name"]: volume["spec"]["hostPath"]["path"]
+            for volume in volumes
+            if volume["spec"].get("claimRef", {}).get("namespace") == NAMESPACE and volume["spec"]["hostPath"]["path"] not in ours
+        }
+        if not theirs:
+            return
+        note(f"removing the demo of another checkout ({', '.join(sorted(theirs.values()))})")
+        kube.kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found", "--timeout=180s", seconds=200.0)
+        kube.kubectl("delete", "pv", *theirs, "--ignore-not-found", "--timeout=60s")
 
     def wait_ready(self, note: Note, seconds: float = 600.0) -> None:
         """Until pool and engines are Ready; otherwise an error with their conditions."""

@@ -1,12 +1,13 @@
 """One cluster with the demo's pool and engines for the whole layer.
 
 `EPOCHKV_CLUSTER=NAME` uses (and keeps) that cluster, for example the one that `make demo` left; otherwise a cluster of its own is made
-and removed.
+and removed, whose name belongs to this checkout. What a run that was killed left of it goes first.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import re
@@ -21,9 +22,9 @@ import yaml
 
 from hack.demo.journey import NAMESPACE, POOL
 from hack.demo.kube import DemoError, Kube, condition, wait_until
-from hack.demo.setup import MANIFESTS, SYSTEM, Setup
+from hack.demo.setup import MANIFESTS, ROOT, SYSTEM, Setup
 
-OWN_CLUSTER = "e2e"
+OWN_CLUSTER = "e2e-" + hashlib.sha256(str(ROOT).encode()).hexdigest()[:6]
 SECONDS = 600.0
 
 
@@ -34,6 +35,8 @@ def setup() -> Iterator[Setup]:
     made = Setup(cluster=given or OWN_CLUSTER)
     try:
         made.build_tools(print)
+        if given is None:
+            made.remove(print)
         archives = made.build_images(print)
         made.make_models(print)
         made.bring_up(print)
