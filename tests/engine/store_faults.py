@@ -8,8 +8,9 @@ import signal
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import xxhash
@@ -28,8 +29,11 @@ LOAD_DEADLINE_SECONDS = 5.0
 # A hung master or store node is given up as late as in production, a starved one not sooner.
 # And vLLM would bind both engines to the first core of a small machine.
 ENVIRON = {"MC_RPC_TIMEOUT_MS": "2000", "MC_TCP_STATUS_TIMEOUT_SEC": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-STORE = {"lookup_deadline_ms": 1000.0, "job_deadline_seconds": LOAD_DEADLINE_SECONDS}
+# Sooner than an RPC's limit, so that a frozen master is a late answer first.
+STORE = {"lookup_deadline_ms": 1800.0, "job_deadline_seconds": LOAD_DEADLINE_SECONDS}
 KEY = re.compile(rb"[0-9a-f]{8}/[0-9a-f]{16}/e\d+/g\d+/r\d+/[0-9a-f]+")
+HUNG_SECONDS = 40.0
+"""A call that has not returned by then hangs."""
 METRICS_SECONDS = 1.1
 """Metrics travel with a step, at most once a second."""
 
@@ -145,6 +149,31 @@ class FaultyPair:
             return self.ask(self.b, self.saved()[0]).cached == CACHED
 
         eventually(loaded, "B loads what A has saved", 90.0)
+
+    def nodes_are_forgotten_after(self, seconds: int) -> None:
+        """From when on the master drops a store node that it does not hear of, and its keys; takes a new, empty master if need be.
+
+        A node that stands still is silent: a test of loads that hang ends before its keys go, or they are misses and no loads.
+        """
+        if self.mooncake.client_ttl_seconds == seconds:
+            return
+        self.mooncake.client_ttl_seconds = seconds
+        kill(self.master)
+        self.mooncake.start_master()
+        self.shares()
+
+    @contextmanager
+    def asks_for_a_load(self, prompt: Sequence[int]) -> Iterator[Future[Answer]]:
+        """B is asked for a prompt that the store holds; from the moment when its load asks the master where the bytes are."""
+        begun = threading.Event()
+        self.relay.watch = Ambush(lambda _: begun.set())
+        try:
+            with ThreadPoolExecutor(1) as thread:
+                asked = thread.submit(self.b.complete, prompt)
+                assert begun.wait(HUNG_SECONDS), "B loads nothing"
+                yield asked
+        finally:
+            self.relay.watch = None
 
     def rob(self, keys: Sequence[str]) -> list[str]:
         """Remove objects by force, as somebody else may; those that were there."""

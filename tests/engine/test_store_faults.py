@@ -20,12 +20,13 @@ import pytest
 from hack.engine_api import EngineError
 from hack.models import Shape
 from tests.engine.conftest import BLOCKS, CACHED, Prompts, Reference, Weights, eventually
-from tests.engine.store_faults import LOAD_DEADLINE_SECONDS, Ambush, FaultyPair, go_on, kill, of_another_codec, stop
+from tests.engine.store_faults import HUNG_SECONDS, Ambush, FaultyPair, go_on, kill, of_another_codec, stop
 
 SHAPE = Shape()
 OBJECT_BYTES = 2 * SHAPE.kv_heads * SHAPE.head_dim * 4 * 128 * SHAPE.layers + 128
-HUNG_SECONDS = 40.0
-"""A call that has not returned by then hangs."""
+FORGOTTEN_SECONDS, REMEMBERED_SECONDS = 8, 120
+"""Of a silent store node: in a test that waits for it, and longer than any other test takes."""
+HUNG_LOADS = ("load_failed_store_transfer", "load_failed_store_timeout", "load_failed_deadline")
 
 
 @pytest.fixture(scope="module")
@@ -38,29 +39,8 @@ def pair(folder: Path, weights: Weights, prompts: Prompts, reference: Reference)
         pair.end()
 
 
-def test_a_hung_store_node_costs_a_few_loads_and_then_nothing(pair: FaultyPair) -> None:
-    saved = [pair.saved()[0] for _ in range(6)]
-    pauses = pair.total(pair.b, "load_pauses")
-    failed = pair.total(pair.b, "loads_failed")
-    stop(pair.store)
-    try:
-        with ThreadPoolExecutor(3) as threads:  # together: three failures in a row
-            assert [answer.cached for answer in threads.map(lambda prompt: pair.ask(pair.b, prompt), saved[:3])] == [0, 0, 0]
-        pair.grows(pair.b, pauses, "load_pauses")
-        assert pair.total(pair.b, "loads_failed") >= failed + 3
-        assert pair.seen(pair.b, "loads_paused") == 1
-        assert pair.total(pair.b, "load_failed_store_transfer", "load_failed_deadline") >= 1
-        skipped = pair.total(pair.b, "lookups_paused")
-        with ThreadPoolExecutor(3) as threads:  # one is the trial, the others do not even ask
-            assert [answer.cached for answer in threads.map(lambda prompt: pair.ask(pair.b, prompt), saved[3:])] == [0, 0, 0]
-        pair.grows(pair.b, skipped, "lookups_paused")
-    finally:
-        go_on(pair.store)
-    pair.shares()
-    assert pair.total(pair.b, "loads_paused") == 0
-
-
 def test_a_killed_store_node_costs_its_keys(pair: FaultyPair) -> None:
+    pair.nodes_are_forgotten_after(FORGOTTEN_SECONDS)
     prompt, keys = pair.saved()
     before = pair.total(pair.b, "load_failed_store_transfer")
     kill(pair.store)
@@ -71,6 +51,29 @@ def test_a_killed_store_node_costs_its_keys(pair: FaultyPair) -> None:
     eventually(lambda: not keys & set(pair.mooncake.keys()), "the master drops the keys of the dead node", 60.0)
     assert pair.ask(pair.b, prompt).cached == CACHED, "its own GPU cache"
     pair.shares()
+
+
+def test_a_hung_store_node_costs_a_few_loads_and_then_nothing(pair: FaultyPair) -> None:
+    pair.nodes_are_forgotten_after(REMEMBERED_SECONDS)
+    saved = [pair.saved()[0] for _ in range(6)]
+    pauses, failed = pair.total(pair.b, "load_pauses"), pair.seen(pair.b, "loads_failed")
+    hung = pair.seen(pair.b, *HUNG_LOADS)
+    stop(pair.store)
+    try:
+        with ThreadPoolExecutor(3) as threads:  # together: three failures in a row
+            assert [answer.cached for answer in threads.map(lambda prompt: pair.ask(pair.b, prompt), saved[:3])] == [0, 0, 0]
+        pair.grows(pair.b, pauses, "load_pauses")
+        assert pair.seen(pair.b, "loads_failed") >= failed + 3
+        assert pair.seen(pair.b, "loads_paused") == 1
+        pair.grows(pair.b, hung, *HUNG_LOADS)
+        skipped = pair.seen(pair.b, "lookups_paused")
+        with ThreadPoolExecutor(3) as threads:  # at most one is a trial, the others do not even ask
+            assert [answer.cached for answer in threads.map(lambda prompt: pair.ask(pair.b, prompt), saved[3:])] == [0, 0, 0]
+        pair.grows(pair.b, skipped, "lookups_paused")
+    finally:
+        go_on(pair.store)
+    pair.shares()
+    assert pair.total(pair.b, "loads_paused") == 0
 
 
 def test_a_frozen_master_opens_the_breakers(pair: FaultyPair) -> None:
@@ -291,19 +294,17 @@ def back_in_use(pair: FaultyPair) -> None:
 
 @pytest.mark.parametrize("call", CONTROL)
 def test_control_calls_end_while_a_load_hangs(pair: FaultyPair, call: str) -> None:
+    pair.nodes_are_forgotten_after(REMEMBERED_SECONDS)
     prompt, _ = pair.saved()
-    before = pair.total(pair.b, "load_jobs")
     stop(pair.store)
     try:
-        with ThreadPoolExecutor(1) as thread:
-            asked = thread.submit(pair.b.complete, prompt)
-            eventually(lambda: pair.b.metric("vllm:num_requests_waiting") >= 1, "B waits for a load", LOAD_DEADLINE_SECONDS)
+        with pair.asks_for_a_load(prompt) as asked:
             control(pair, *CONTROL[call])
             answer = asked.result(HUNG_SECONDS)
         expected = pair.reference(prompt, pair.weights.base)
         aborted = call in ("pause, abort and clear", "sleep")
         assert answer.tokens == expected[: len(answer.tokens) if aborted else None]
-        pair.grows(pair.b, before, "load_jobs")
+        assert answer.cached == 0
     finally:
         go_on(pair.store)
     back_in_use(pair)
@@ -327,9 +328,7 @@ def test_engines_end_when_told_to_although_the_store_hangs(pair: FaultyPair) -> 
     """The last test: B ends with master and node frozen and a load under way, A with both dead; both end by themselves."""
     prompt, _ = pair.saved()
     stop(pair.store)
-    with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(pair.b.complete, prompt)
-        eventually(lambda: pair.b.metric("vllm:num_requests_waiting") >= 1, "B waits for a load", LOAD_DEADLINE_SECONDS)
+    with pair.asks_for_a_load(prompt) as asked:
         stop(pair.master)
         pair.b.process.popen.send_signal(signal.SIGTERM)
         assert pair.b.process.popen.wait(HUNG_SECONDS) in (0, -signal.SIGTERM), pair.b.process.tail()
