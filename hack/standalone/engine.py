@@ -27,6 +27,7 @@ CPU_ENVIRONMENT = {
     # Two engines on few cores: a thread team that spins while it waits starves its neighbour.
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise vLLM sets another number of threads, and binds every engine to the same core
 }
 
 _GRACE_SECONDS = 30.0
