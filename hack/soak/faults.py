@@ -76,12 +76,17 @@ def kill(process: Process) -> None:
     process.popen.wait(30)
 
 
-def start_again(start: Callable[[], Process], tally: Tally) -> None:
-    """Start what was killed; again if it cannot (a port that is not free yet, a machine without a thread to spare), five times."""
+def start_again(start: Callable[[], Process], started: Callable[[], Process | None], tally: Tally) -> None:
+    """Start what was killed; again if it cannot (a port that is not free yet, a machine without a thread to spare), five times.
+
+    `started`: what `start` has started, whether or not it became ready: one that is only slow would keep the port.
+    """
     for attempt in range(5):
         try:
             start()
         except ProcessError as error:
+            if (process := started()) is not None:
+                process.end(1.0)
             if attempt == 4:
                 raise
             tally.note(f"once more: {error}")
@@ -105,7 +110,7 @@ class Master(Actor):
             kill(mooncake.master)
             self.fault("kill")
             self.stop.wait(seconds)
-            start_again(mooncake.start_master, self.tally)
+            start_again(mooncake.start_master, lambda: mooncake.master, self.tally)
         else:
             mooncake.admin("api/v1/remove_all?force=true", "POST")
             self.fault("wipe")
@@ -121,7 +126,11 @@ class StoreNode(Actor):
 
     def act(self) -> None:
         frozen, seconds = self.rng.random() < 0.6, self.rng.uniform(0.2, 6.0)
-        if frozen:
+        if not self._process.alive():  # it found no master for too long
+            self.tally.count("store nodes that gave up")
+            self.tally.note(f"{self.name} had ended by itself")
+            self._process = self.world.mooncake.start_store(wait=False)
+        elif frozen:
             freeze(self._process, self, seconds)
         else:
             kill(self._process)
@@ -144,7 +153,7 @@ class Hub(Actor):
             kill(hub.process)
             self.fault("kill")
             self.stop.wait(seconds)
-            start_again(hub.start, self.tally)
+            start_again(hub.start, lambda: hub.process, self.tally)
 
 
 class Lines(Actor):

@@ -36,6 +36,10 @@ class Verdict:
     closing: str
     lines: tuple[str, ...]
     problems: tuple[str, ...]
+    faults: int
+    resets: int
+    updates: int
+    hits: int
 
 
 def clock(seconds: float) -> str:
@@ -85,7 +89,7 @@ class Crew:
         self.actors += [StoreNode(number, world, tally, seed, self.stop) for number in range(len(world.mooncake.stores))]
         self.actors += [KilledEngine(world.ranks[1:], world, tally, seed, self.stop, soon), self.trainer]
         self.clients = [
-            Client(rank, prompts, tally, seed, 10 * rank.index + number, self.stop_clients)
+            Client(rank, world.ranks, prompts, tally, seed, 10 * rank.index + number, self.stop_clients)
             for rank in world.ranks
             for number in range(CLIENTS_PER_ENGINE)
         ]
@@ -172,4 +176,5 @@ def _verdict(tally: Tally, memory: Memory, elapsed: float, leaked: int) -> Verdi
         f"{clock(elapsed)} min, {tally['faults']} faults, {tally['resets']} resets, {tally['prompts']} prompts, "
         f"{tally['wrong tokens']} wrong tokens, {leaked} leaked blocks"
     )
-    return Verdict(closing, tuple(lines), tuple(tally.problems))
+    counts = (tally[kind] for kind in ("faults", "resets", "updates", "answers with a hit"))
+    return Verdict(closing, tuple(lines), tuple(tally.problems), *counts)

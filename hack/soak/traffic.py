@@ -12,15 +12,20 @@ from hack.soak.answers import MAX_TOKENS, Prompt
 from hack.soak.tally import Tally
 from hack.soak.world import Rank
 
+BOOT_PAUSE_SECONDS = 0.5
+
 
 class Client:
     """A thread that asks one engine, one request after the other.
 
     An answer is judged when the engine had one set of weights, and was one process, from the question to the answer.
+    While one of `ranks` boots, which takes 20 s of a core, it asks less: no update is possible meanwhile, so little would be hit.
     """
 
-    def __init__(self, rank: Rank, prompts: Sequence[Prompt], tally: Tally, seed: int, number: int, stop: threading.Event) -> None:
-        self._rank, self._prompts, self._tally, self._stop = rank, prompts, tally, stop
+    def __init__(
+        self, rank: Rank, ranks: Sequence[Rank], prompts: Sequence[Prompt], tally: Tally, seed: int, number: int, stop: threading.Event
+    ) -> None:
+        self._rank, self._ranks, self._prompts, self._tally, self._stop = rank, ranks, prompts, tally, stop
         self._rng = random.Random(f"{seed}:client{number}")
         self._thread = threading.Thread(target=self._run, name=f"soak-client{number}", daemon=True)
 
@@ -38,6 +43,8 @@ class Client:
             try:
                 if not ask(self._rank, self._rng.choice(self._prompts), self._tally):
                     self._stop.wait(0.1)
+                if not all(rank.up for rank in self._ranks):
+                    self._stop.wait(BOOT_PAUSE_SECONDS)
             except Exception as error:
                 self._tally.problem("broken client", engine=self._rank.name, error=repr(error))
                 self._stop.wait(1.0)

@@ -15,11 +15,12 @@ from hack.engine_api import EngineError
 from hack.soak import checks
 from hack.soak.answers import BLOCK_TOKENS, Prompt, certain_answer, draw
 from hack.soak.checks import Growth, Memory
-from hack.soak.faults import Actor
+from hack.soak.faults import Actor, start_again
 from hack.soak.run import _verdict
 from hack.soak.tally import Tally
 from hack.soak.traffic import ask
 from hack.soak.world import Rank
+from hack.standalone.process import Process, ProcessError
 
 BASE, NEW = Path("base"), Path("new")
 PROMPT = Prompt((5, 6, 7), {BASE: (1, 2, 3), NEW: (4, 5, 6)})
@@ -171,6 +172,22 @@ def test_a_broken_actor_is_a_problem(tally: Tally) -> None:
     assert actor.join(10.0)
     assert tally["broken actor"] == 1
     assert "no such thing" in tally.problems[0]
+
+
+def test_what_started_too_slowly_is_ended_before_the_next_attempt(tmp_path: Path, tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    started: list[Process] = []
+
+    def start() -> Process:
+        assert not [process for process in started if process.alive()], "it keeps the port"
+        started.append(Process("slow", ["sleep", "60"], tmp_path / "log"))
+        if len(started) < 3:
+            raise ProcessError("not ready")
+        return started[-1]
+
+    start_again(start, lambda: started[-1], tally)
+    assert [process.alive() for process in started] == [False, False, True]
+    started[-1].end()
 
 
 def test_an_answer_that_hangs_on_rounding_is_none() -> None:

@@ -1,0 +1,28 @@
+"""Two minutes of `make soak`: three engines under random faults, resets and weight changes, from a fixed seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hack.soak.run import soak, work_out_answers
+from tests.engine.conftest import Reference, Weights
+
+MINUTES, SEED = 2.0, 20
+
+
+@pytest.mark.timeout(1200)
+def test_two_minutes_of_random_faults_leave_nothing_wrong(weights: Weights, reference: Reference, tmp_path: Path) -> None:
+    folders = [weights.base, weights.new, weights.third]
+    prompts = work_out_answers(tmp_path, folders, SEED, print, reference.lend())
+    verdict = soak(tmp_path, folders, prompts, MINUTES, SEED, print)
+    print(*verdict.lines, verdict.closing, sep="\n")
+    assert not verdict.problems, "\n".join(
+        (
+            *verdict.problems,
+            f"{tmp_path}/soak.log tells what happened around each PROBLEM, to the second; {tmp_path}/A1.log, B2.log and so on what the",
+            f"engines said, hub.log the hub, mooncake/ the store; again: python -m hack.soak --minutes {MINUTES:g} --seed {SEED}",
+        )
+    )
+    assert (verdict.faults >= 20, verdict.resets >= 5, verdict.updates >= 1, verdict.hits >= 20) == (True,) * 4, verdict.closing
