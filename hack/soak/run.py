@@ -70,6 +70,7 @@ def soak(folder: Path, weights: Sequence[Path], prompts: Sequence[Prompt], minut
         crew = Crew(world, tally, prompts, seed, soon=minutes < 5)
         return _run(crew, minutes, say)
     finally:
+        tally.close()
         if crew is not None:  # or they would start again what ends
             crew.stop.set()
             crew.stop_clients.set()

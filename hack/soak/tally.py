@@ -23,6 +23,7 @@ class Tally:
         self._counts: Counter[str] = Counter()
         self._log = log.open("a", buffering=1)
         self._began = time.monotonic()
+        self._over = False
         self.problems: list[str] = []
 
     def count(self, kind: str, amount: int = 1) -> None:
@@ -43,9 +44,17 @@ class Tally:
         """A line in the log."""
         self._log.write(f"{time.monotonic() - self._began:9.3f} {text}\n")
 
+    def close(self) -> None:
+        """Everything is being ended, perhaps in the middle of something: what fails from now on is no finding."""
+        self._over = True
+        self.note("the end")
+
     def problem(self, kind: str, **details: Any) -> None:
         """Something that must not happen."""
         text = f"{kind}: " + ", ".join(f"{name}={value}" for name, value in details.items())
+        if self._over:
+            self.note(f"after the end: {text}")
+            return
         self.note(f"PROBLEM {text}")
         self.count(kind)
         with self._lock:

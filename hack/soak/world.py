@@ -31,8 +31,6 @@ BOOT_SECONDS = 600.0
 LEASE_SECONDS = 5.0
 JOIN_AFTER_SECONDS = 3.0
 STORE_LEASE_SECONDS = 3.0
-ENVIRON = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""vLLM would bind every engine to the first core of a small machine."""
 CONNECTOR = {"lookup_deadline_ms": 500.0, "job_deadline_seconds": 5.0}
 
 
@@ -134,7 +132,7 @@ class World:
             self.hub.connection(), "Pushed", L1_BYTES, self.master_relay.address, on_local_reset=on_reset, **CONNECTOR
         )
         args = ("--num-gpu-blocks-override", str(GPU_BLOCKS), "--max-num-batched-tokens", "512")
-        return Engine(f"{'ABC'[index]}{self._boots}", self.weights[0], self.folder, connector, args=args, environ=ENVIRON)
+        return Engine(f"{'ABC'[index]}{self._boots}", self.weights[0], self.folder, connector, args=args)
 
     def kill(self, rank: Rank) -> None:
         """SIGKILL to the whole engine."""

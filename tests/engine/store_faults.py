@@ -27,8 +27,7 @@ from tests.helpers_store import RawClient
 
 LOAD_DEADLINE_SECONDS = 5.0
 # A hung master or store node is given up as late as in production, a starved one not sooner.
-# And vLLM would bind both engines to the first core of a small machine.
-ENVIRON = {"MC_RPC_TIMEOUT_MS": "2000", "MC_TCP_STATUS_TIMEOUT_SEC": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+ENVIRON = {"MC_RPC_TIMEOUT_MS": "2000", "MC_TCP_STATUS_TIMEOUT_SEC": "2"}
 # Sooner than an RPC's limit, so that a frozen master is a late answer first.
 STORE = {"lookup_deadline_ms": 1800.0, "job_deadline_seconds": LOAD_DEADLINE_SECONDS}
 KEY = re.compile(rb"[0-9a-f]{8}/[0-9a-f]{16}/e\d+/g\d+/r\d+/[0-9a-f]+")

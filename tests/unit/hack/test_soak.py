@@ -174,6 +174,14 @@ def test_a_broken_actor_is_a_problem(tally: Tally) -> None:
     assert "no such thing" in tally.problems[0]
 
 
+def test_what_fails_while_everything_is_being_ended_is_no_problem(tally: Tally, tmp_path: Path) -> None:
+    tally.problem("failed requests", engine="A")
+    tally.close()
+    tally.problem("broken actor", name="engine", error="its boot was cut short")
+    assert (len(tally.problems), tally["failed requests"], tally["broken actor"]) == (1, 1, 0)
+    assert "after the end: broken actor: name=engine" in (tmp_path / "log").read_text()
+
+
 def test_what_started_too_slowly_is_ended_before_the_next_attempt(tmp_path: Path, tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     started: list[Process] = []
