@@ -10,8 +10,10 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,8 +107,10 @@ def run_layer(layer: Layer, extra: list[str]) -> tuple[int, str]:
     if not paths:
         return 1, f"no such folder: {', '.join(layer.paths)}"
     summary = "no summary: pytest ended early"
+    folder = tempfile.mkdtemp(prefix="ekv-")  # short: names of sockets have at most 107 characters
     environ = {
         **os.environ,
+        "TMPDIR": folder,  # engines that are killed leave files in it
         "PYTHONUNBUFFERED": "1",
         "EPOCHKV_PYTHON_DEV": str(DEV),
         "EPOCHKV_PYTHON_ENGINE": str(ENGINE),
@@ -124,6 +128,10 @@ def run_layer(layer: Layer, extra: list[str]) -> tuple[int, str]:
             for line in lines:
                 if match := SUMMARY.match(line.decode(errors="replace").strip()):
                     summary = match[1]
+    if process.returncode == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        print(f"==> logs and files of layer {layer.name} are in {folder}", flush=True)
     return process.returncode, summary
 
 
