@@ -120,6 +120,7 @@ class Hub(HubStore):
         """Forget everything that belongs to a term: what was evaluated and not yet read is void."""
         questions = self._trainers.questions + (self._round.questions if self._round is not None else [])
         self._trainers.questions = []
+        self._trainers.updates.forget()
         self.term = None
         self._lead_until = math.inf
         self._round = None
@@ -312,6 +313,8 @@ class Hub(HubStore):
 
     def _bump(self, peer: bytes, bump: Bump, now: float) -> list[ev.Action]:
         """Taken also by a hub that does not lead yet, which answers when it does."""
+        if bump.update is not None:
+            self._trainers.updates.end(bump.update)
         actions = self._mark(bump, now)
         at = None if bump.boots is not None else asked_at(bump.moment, self._instance, bump.ago_seconds, self.config.max_clock_rate, now)
         origin = Origin(Source.TRAINER, bump.weights_version)
@@ -351,6 +354,12 @@ class Hub(HubStore):
             return [ev.Send(peer, self._status(question, now))]
         self._trainers.ask(peer, question)
         return []
+
+    def _tell(self, peer: bytes, question: Status, began: float, now: float) -> ev.Action:
+        """Who opens a weight update, or goes on with one, is heard in the order of questions; a hold counts from before the read."""
+        if question.update is not None:
+            self._trainers.updates.ask(question.update, began + self._hold(), now, admit=self._led_long_enough(now))
+        return ev.Send(peer, self._status(question, now))
 
     def _nudge(self, boots: Iterable[bytes], now: float) -> list[ev.Action]:
         self._nudge_at = now + max(NUDGE_SECONDS, len(self._late()) / NUDGES_PER_SECOND)
@@ -406,7 +415,7 @@ class Hub(HubStore):
         if current.target > self._proven:
             self._proven = current.target
             actions += self._answer([waiter for waiter in self._trainers.waiters() if self._may_tell(waiter[2])], now)
-        actions += [ev.Send(peer, self._status(question, now)) for peer, question in current.questions]
+        actions += [self._tell(peer, question, current.began, now) for peer, question in current.questions]
         if current.publish is not None and current.publish > self._stored and self._publishing is None:
             self._publishing = current.publish
             actions.append(ev.Publish(current.publish))

@@ -34,6 +34,8 @@ EngineCount = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 Instance = Annotated[bytes, msgspec.Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
 """64 random bits drawn when a hub process starts."""
+UpdateNumber = Annotated[bytes, msgspec.Meta(min_length=BOOT_BYTES, max_length=BOOT_BYTES)]
+"""128 random bits drawn by a trainer for one weight update."""
 LeaseSeconds = Annotated[float, msgspec.Meta(gt=0.0, le=86_400.0)]
 Name = Annotated[str, msgspec.Meta(max_length=253)]
 StatName = Annotated[str, msgspec.Meta(max_length=MAX_STAT_NAME)]
@@ -169,6 +171,7 @@ class Bump(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
         moment: the newest one that the client had been given by the time it made this request.
         ago_seconds: from when this epoch was asked for until `moment` was received, by the client's clock; 0 when the
             moment was received before that.
+        update: number of the trainer's `OpenUpdate`, which is over with this: its push has ended, well or not.
     """
 
     request: Count
@@ -177,6 +180,7 @@ class Bump(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     weights_version: Name = ""
     moment: Moment | None = None
     ago_seconds: Seconds = 0.0
+    update: UpdateNumber | None = None
 
     def __post_init__(self) -> None:
         if CONTROL.search(self.weights_version):
@@ -230,6 +234,24 @@ class EngineStatus(msgspec.Struct, frozen=True):
     private: bool = False
 
 
+class OpenUpdate(msgspec.Struct, frozen=True):
+    """A weight update that a trainer has open; in a `Status`.
+
+    Attributes:
+        holder: who the trainer is, and `version` what he pushes, for people.
+        since_seconds: for how long it has been open. Of a trainer's question: 0.0 before a hub has said that it is.
+        left_seconds: hub -> trainer: it ends then, unless the trainer asks again.
+        over: trainer -> hub: it has ended.
+    """
+
+    number: UpdateNumber
+    holder: Name = ""
+    version: Name = ""
+    since_seconds: Seconds = 0.0
+    left_seconds: Seconds = 0.0
+    over: bool = False
+
+
 class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     """Trainer -> hub with `request` alone: a question. Hub -> trainer: the pool and its live boots.
 
@@ -243,6 +265,8 @@ class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
         pool: uid of the pool that the asker's key speaks for.
         weights_version, origin: of the target; an empty version: nobody said.
         lease_seconds: the pool's, from its configuration.
+        update: the weight update that is open, if any. Of a question for the first page: the one that the asker wants to
+            open, or to keep open.
     """
 
     request: Count
@@ -257,6 +281,7 @@ class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     origin: Source = Source.SPEC
     pool: Name = ""
     after: Boot | None = None
+    update: OpenUpdate | None = None
 
 
 class Reclaim(msgspec.Struct, frozen=True, tag=True, tag_field="type"):

@@ -269,5 +269,6 @@ class PoolState:
             origin=self._origin.source if self._origin is not None else Source.SPEC,
             pool=self.config.uid[:253],
             after=question.after,
+            update=self._trainers.updates.shown(now),
         )
         return status_page(page, list(self._boots.values()), self.config, now)

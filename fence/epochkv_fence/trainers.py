@@ -14,6 +14,7 @@ import msgspec
 from epochkv_fence.boots import BootRecord
 from epochkv_fence.messages import EngineStatus, Status
 from epochkv_fence.pool import PoolConfig
+from epochkv_fence.updates import Updates
 
 MAX_WAITERS: Final = 1_000
 MAX_QUESTIONS: Final = 256
@@ -51,9 +52,11 @@ class Trainers:
 
     Attributes:
         questions: who wants to know the state of the pool, to be answered after the next leadership read.
+        updates: whose weight update is open.
     """
 
     def __init__(self) -> None:
+        self.updates = Updates()
         self.questions: list[tuple[bytes, Status]] = []
         self._waiting: dict[tuple[bytes, int], int] = {}
         self._marks: dict[int, Marks] = {}

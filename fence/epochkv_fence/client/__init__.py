@@ -1,7 +1,7 @@
 """The trainer's client: reset a pool's KV, push weights safely, see its engines. Needs the pool's key, not Kubernetes."""
 
 from epochkv_fence.client.async_pool import AsyncPool
-from epochkv_fence.client.calls import Standing, Update
+from epochkv_fence.client.calls import Standing
 from epochkv_fence.client.errors import (
     HubUnreachable,
     KeyRefused,
@@ -9,10 +9,12 @@ from epochkv_fence.client.errors import (
     PoolError,
     ResetNotRecorded,
     ResetTimeout,
+    UpdateInProgress,
     WrongPool,
 )
 from epochkv_fence.client.pool import Pool
 from epochkv_fence.client.results import Engine, PoolStatus, Reset
+from epochkv_fence.client.updating import Update
 from epochkv_fence.connection import Connection, ConnectionError_
 
 __all__ = [
@@ -31,5 +33,6 @@ __all__ = [
     "ResetTimeout",
     "Standing",
     "Update",
+    "UpdateInProgress",
     "WrongPool",
 ]

@@ -10,10 +10,11 @@ from typing import Any, NoReturn, Self, TypeVar
 
 from epochkv_fence.client.arguments import check_arguments, check_order, check_timeout, check_version
 from epochkv_fence.client.background import Background, closed_meanwhile
-from epochkv_fence.client.calls import Calls, Progress, Update
+from epochkv_fence.client.calls import Progress
 from epochkv_fence.client.errors import PoolError
 from epochkv_fence.client.pool import CONNECT_SECONDS, LOOK_SECONDS, RESET_SECONDS, Config, note_failure, note_unfinished, open_calls
 from epochkv_fence.client.results import Engine, OnFailure, Order, PoolStatus, Reset
+from epochkv_fence.client.updating import Update, UpdateCalls
 from epochkv_fence.connection import Connection
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ class AsyncPool:
     A call that is cancelled is given up; what it had asked for may still happen.
     """
 
-    def __init__(self, connection: Connection, background: Background, calls: Calls) -> None:
+    def __init__(self, connection: Connection, background: Background, calls: UpdateCalls) -> None:
         """Use `connect`."""
         self._connection = connection
         self._background = background

@@ -16,15 +16,21 @@ import asyncio
 import contextlib
 import logging
 import math
-import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
-from epochkv_fence.client.arguments import MAX_VERSION
-from epochkv_fence.client.errors import HubUnreachable, KeyRefused, PoolError, ResetNotRecorded, ResetTimeout, WrongPool
-from epochkv_fence.client.results import Engine, OnFailure, Order, PoolStatus, Reset
+from epochkv_fence.client.errors import (
+    HubUnreachable,
+    KeyRefused,
+    PoolError,
+    ResetNotRecorded,
+    ResetTimeout,
+    WrongPool,
+)
+from epochkv_fence.client.holding import Holding
+from epochkv_fence.client.results import Engine, OnFailure, PoolStatus, Reset
 from epochkv_fence.client.session import Answer, Conversation, Session
 from epochkv_fence.messages import MAX_EPOCH, Bump, BumpStatus, EngineStatus, Moment, Status
 
@@ -36,11 +42,8 @@ FIRST_POLL_SECONDS: Final = 0.01
 MAX_POLL_SECONDS: Final = 1.0
 REFUSED_SECONDS: Final = 2.0
 """A hub that starts refuses keys until it knows its pools; a key that is refused for longer is wrong."""
-FAIL_SECONDS: Final = 10.0
-"""For saying that an update failed, whatever the caller's own time limit was."""
 MAX_PASSES: Final = 4
 BOOTS_PER_MESSAGE: Final = 2048
-FAILED: Final = "failed: "
 
 Progress = Callable[["Standing"], None]
 
@@ -99,6 +102,7 @@ class Ask:
         boots: who has the weights; None: nobody says, the pool's age rule decides.
         exact: the caller named the epoch; otherwise it is ours only when a hub says so.
         moment, ago_seconds: a moment of a hub, and how long after the call it was received.
+        ends: the update that this is the end of.
     """
 
     epoch: int
@@ -113,6 +117,7 @@ class Ask:
     noop: bool = False
     newest: BumpStatus | None = None
     names: tuple[str, ...] = ()
+    ends: Holding | None = None
 
     def note_moment(self, moment: Moment | None) -> None:
         """The first moment of each hub process is the closest to the call."""
@@ -125,7 +130,8 @@ class Ask:
         parts = (
             [None] if boots is None else [list(boots[i : i + BOOTS_PER_MESSAGE]) for i in range(0, max(1, len(boots)), BOOTS_PER_MESSAGE)]
         )
-        return [Bump(request, self.epoch, part, self.version, self.moment, self.ago_seconds) for part in parts]
+        number = self.ends.number if self.ends is not None else None
+        return [Bump(request, self.epoch, part, self.version, self.moment, self.ago_seconds, number) for part in parts]
 
     @property
     def recorded(self) -> bool:
@@ -145,27 +151,6 @@ class Ask:
         if newest is None:
             return Standing(self.epoch, False, False, 0, 0, 0)
         return Standing(self.epoch, self.recorded, self.published, newest.engines, newest.laggards, newest.pending, self.names)
-
-
-@dataclass(slots=True)
-class Update:
-    """A weight update under way, as the caller's block sees it.
-
-    Attributes:
-        version: of the weights that are pushed.
-        boots: the engines that were there before the push began; exactly these may share the new epoch.
-        epoch: the epoch of the new weights; with `push_under_pause` None until the block has ended.
-        reset: the outcome; None until the block has ended well.
-    """
-
-    version: str
-    order: Order
-    boots: tuple[bytes, ...]
-    timeout_s: float
-    on_failure: OnFailure
-    epoch: int | None = None
-    reset: Reset | None = None
-    engines: tuple[Engine, ...] = field(default_factory=tuple)
 
 
 class Calls:
@@ -207,13 +192,20 @@ class Calls:
         assert page is not None
         return page, list(found.values())
 
-    async def _page(self, conversation: Conversation, first: int, until: float, refused_seconds: float = math.inf) -> Status:
+    async def _page(
+        self,
+        conversation: Conversation,
+        first: int,
+        until: float,
+        refused_seconds: float = math.inf,
+        holding: Holding | None = None,
+    ) -> Status:
         def wanted(answer: Answer) -> Status | None:
             return answer if isinstance(answer, Status) and answer.first == first and answer.moment is not None else None
 
         pause = FIRST_RETRY_SECONDS
         while True:
-            conversation.ask(Status(conversation.request, first))
+            conversation.ask(Status(conversation.request, first, update=holding.asked() if holding is not None else None))
             again = min(until, time.monotonic() + pause)
             while (answer := await conversation.next(again - time.monotonic())) is not None:
                 if (page := wanted(answer)) is not None:
@@ -247,18 +239,21 @@ class Calls:
         on_failure: OnFailure,
         boots: Sequence[bytes] | None = None,
         progress: Progress | None = None,
+        ends: Holding | None = None,
     ) -> Reset:
-        """See `Pool.reset`; with `boots`, exactly these may share the epoch."""
+        """See `Pool.reset`; with `boots`, exactly these may share the epoch, and with `ends` that update is over."""
         called_at = time.monotonic()
         until = called_at + timeout_s
         try:
             with self.session.conversation() as conversation:
-                page = await self._page(conversation, 0, until)
+                page = await self._page(conversation, 0, until, holding=ends)
         except HubUnreachable as error:
             raise self._not_recorded(epoch, timeout_s) from error
+        if ends is not None and not ends.given_up:
+            ends.take(page, self.session.connection.pool.name)
         exact = epoch is not None
         number = epoch if epoch is not None else _above(page.target)
-        ask = Ask(number, version, boots, exact, called_at, until, noop=exact and page.published >= number)
+        ask = Ask(number, version, boots, exact, called_at, until, noop=exact and page.published >= number, ends=ends)
         ask.note_moment(page.moment)
         await self._pursue(ask, (lambda: ask.settled) if wait else (lambda: ask.recorded), progress)
         if not ask.recorded:
@@ -398,72 +393,8 @@ class Calls:
             raise ResetTimeout(self._late(reset) if page.target >= epoch else unasked, reset)
         return reset
 
-    # ------------------------------------------------------------------ weights
-
-    async def begin_update(self, version: str, order: Order, timeout_s: float, on_failure: OnFailure) -> Update:
-        """Before the push: list the boots; with `fence_first`, move everybody off the old epoch."""
-        page, engines = await self._engines(time.monotonic() + timeout_s)
-        update = Update(version, order, tuple(engine.boot for engine in engines), timeout_s, on_failure)
-        update.engines = PoolStatus.of("", "", page, engines).engines
-        if order == "fence_first":
-            reset = await self.reset(None, version, True, timeout_s, "crash", boots=())
-            update.epoch = reset.epoch
-        return update
-
-    async def end_update(self, update: Update, progress: Progress | None = None) -> Reset:
-        """After the push: name those who have the weights, in a new epoch or in the one that was fenced first."""
-        if update.epoch is not None:
-            if (reset := await self._mark(update, update.epoch, progress)) is not None:
-                return reset
-            update.epoch = None  # somebody raised the pool beyond it: its marks mean nothing any more
-        reset = await self.reset(None, update.version, True, update.timeout_s, update.on_failure, update.boots, progress)
-        update.epoch = reset.epoch
-        return reset
-
-    async def _mark(self, update: Update, epoch: int, progress: Progress | None) -> Reset | None:
-        """Name those who have the weights of the epoch that was fenced first; None: it is not the target any more."""
-        called = time.monotonic()
-        ask = Ask(epoch, update.version, update.boots, True, called, called + update.timeout_s)
-        with contextlib.suppress(HubUnreachable):
-            if await self._superseded(epoch, ask.until):
-                return None
-            await self._pursue(ask, lambda: ask.settled, progress)
-        if ask.newest is None:
-            where, problem = self.session.connection.hub.endpoint, self.session.problem
-            raise HubUnreachable(
-                f"epoch {epoch} is published and engines serve in bypass there, without reuse, until a hub is told that they have the "
-                f"weights; none answered within {update.timeout_s:g} s. The hub at {where}: {problem}"
-            )
-        if ask.newest.target < epoch:
-            raise self._not_recorded(epoch, update.timeout_s)
-        return await self._outcome(ask, True, update.on_failure) if ask.newest.target == epoch else None
-
-    async def fail_update(self, update: Update) -> int | None:
-        """The push failed, so nobody's weights are known: nobody may share until the next update. The new epoch, if any.
-
-        It is asked for with a version of its own, so that an ask of somebody else (a plain reset, an engine's proposal), which
-        may let engines share by age, is never taken for this one.
-        """
-        called = time.monotonic()
-        seconds = min(FAIL_SECONDS, update.timeout_s)
-        if update.epoch is not None and not await self._superseded(update.epoch, called + seconds):
-            return update.epoch  # everybody is in bypass there, and stays
-        reset = await self.reset(None, failed_version(update.version), False, seconds, "bypass", boots=())
-        return reset.epoch
-
-    async def _superseded(self, epoch: int, until: float) -> bool:
-        """Somebody raised the pool beyond `epoch` meanwhile: its marks mean nothing any more."""
-        with self.session.conversation() as conversation:
-            return (await self._page(conversation, 0, until)).target != epoch
-
 
 def _above(target: int) -> int:
     if target >= MAX_EPOCH:
         raise PoolError(f"the pool is at epoch {target}, which is the highest there is; make a new pool")
     return target + 1
-
-
-def failed_version(version: str) -> str:
-    """What status shows for weights whose push failed; different each time."""
-    mark = f" {secrets.token_hex(4)}"
-    return FAILED + version[: MAX_VERSION - len(FAILED) - len(mark)] + mark

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from epochkv_fence.client.results import Reset
+    from epochkv_fence.messages import OpenUpdate
 
 
 class PoolError(Exception):
@@ -46,6 +47,19 @@ class ResetTimeout(PoolError):
     def __init__(self, text: str, reset: Reset) -> None:
         super().__init__(text)
         self.reset = reset
+
+
+class UpdateInProgress(PoolError):
+    """Another trainer has a weight update of the pool open: wait until it has ended. Raised on entry, before anything is
+    asked or pushed; and at the end of an update that was taken for dead meanwhile, which then counts as failed.
+
+    Attributes:
+        open: the other one (`holder`, `version`, `since_seconds`, `left_seconds`); None: it has ended.
+    """
+
+    def __init__(self, text: str, found: OpenUpdate | None) -> None:
+        super().__init__(text)
+        self.open = found
 
 
 class PoolClosed(PoolError):

@@ -22,10 +22,11 @@ from typing import Any, Final, NoReturn, Self
 
 from epochkv_fence.client.arguments import check_arguments, check_order, check_timeout, check_version
 from epochkv_fence.client.background import Background
-from epochkv_fence.client.calls import FAIL_SECONDS, Calls, Progress, Update
-from epochkv_fence.client.errors import HubUnreachable, PoolError, ResetTimeout
+from epochkv_fence.client.calls import Progress
+from epochkv_fence.client.errors import HubUnreachable, PoolError, ResetTimeout, UpdateInProgress
 from epochkv_fence.client.results import Engine, OnFailure, Order, PoolStatus, Reset
 from epochkv_fence.client.session import Session
+from epochkv_fence.client.updating import FAIL_SECONDS, Update, UpdateCalls
 from epochkv_fence.connection import Connection
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class Pool:
     A forked child cannot use its parent's: connect again there. `AsyncPool` is the same for asyncio.
     """
 
-    def __init__(self, connection: Connection, background: Background, calls: Calls) -> None:
+    def __init__(self, connection: Connection, background: Background, calls: UpdateCalls) -> None:
         """Use `connect`."""
         self._connection = connection
         self._background = background
@@ -170,6 +171,8 @@ class Pool:
             ResetNotRecorded, ResetTimeout: as in `reset`; on entry with `fence_first` a reset that is not published in
                 time always raises.
             HubUnreachable: no hub answered on entry; or on exit with `fence_first`: engines then serve without reuse.
+            UpdateInProgress: another trainer has one open, and the block does not run. A trainer that died holds it for the pool's
+                lease and its margin at most. On exit: this one was taken for dead and another one was opened; it counts as failed.
         """
         version = check_version(version)
         check_order(order)
@@ -217,11 +220,11 @@ class Pool:
         return f"<Pool {self.name} at {self._connection.hub.endpoint}>"
 
 
-async def open_calls(connection: Connection, timeout_s: float) -> Calls:
+async def open_calls(connection: Connection, timeout_s: float) -> UpdateCalls:
     """Connect, on the background loop; proves that a hub answers and which pool it is."""
     session = Session(connection)
     await session.start()
-    calls = Calls(session)
+    calls = UpdateCalls(session)
     try:
         await calls.greet(timeout_s)
     except BaseException:
@@ -244,6 +247,8 @@ def note_failure(cause: BaseException, update: Update, epoch: int | None, error:
 
 def note_unfinished(cause: BaseException, update: Update) -> None:
     """Say on what the end of an update raised, after a push that succeeded, what became of the pool."""
+    if isinstance(cause, UpdateInProgress):
+        return  # it says so itself
     if isinstance(cause, ResetTimeout):
         text = f"epoch {cause.reset.epoch} is recorded: engines leave the older ones now, those that do not answer with their leases"
     elif update.epoch is not None:

@@ -78,7 +78,7 @@ def false_hub(answer: Callable[[Status | Bump, Say], None]) -> Iterator[Connecti
 def honest(message: Status | Bump, say: Say) -> None:
     """What a hub of an empty pool says that publishes at once."""
     if isinstance(message, Status):
-        say(encode(Status(message.request, message.first, 0, 0, moment=MOMENT, pool="u")))
+        say(encode(Status(message.request, message.first, 0, 0, moment=MOMENT, pool="u", update=message.update)))
     else:
         say(encode(BumpStatus(message.request, message.epoch, message.epoch, message.epoch, weights_version=message.weights_version)))
 

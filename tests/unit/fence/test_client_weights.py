@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from epochkv_fence.client import AsyncPool, HubUnreachable, Pool, PoolClosed, ResetNotRecorded, ResetTimeout, Standing
+from epochkv_fence.client import (
+    AsyncPool,
+    HubUnreachable,
+    Pool,
+    PoolClosed,
+    Reset,
+    ResetNotRecorded,
+    ResetTimeout,
+    Standing,
+    UpdateInProgress,
+)
 from epochkv_fence.client.calls import Ask, Calls
 from epochkv_fence.transport import AgentThread
 from tests.helpers_fence import FakeEngine, eventually
@@ -296,46 +308,151 @@ from epochkv_fence.client import Pool
 pool = Pool.connect(sys.argv[1])
 with pool.weight_update("step-1", order=sys.argv[2]):
     print("pushing", flush=True)
-    time.sleep(60)
+    sys.stdin.readline()
+print("done", pool.status().target, flush=True)
 """
 
 
+@pytest.fixture
+def brief(tmp_path: Path) -> Iterator[HubWorld]:
+    """Short leases, for trainers that die."""
+    with hub_world(tmp_path / "brief", lease_seconds=2.0, join_after_seconds=3600.0) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def pushing(world: HubWorld, order: str = "push_under_pause") -> Iterator[subprocess.Popen[str]]:
+    """A trainer in a process of its own, in the middle of its update; it ends that when it is told to."""
+    command = [sys.executable, "-c", TRAINER, str(world.folder), order]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as trainer:
+        assert trainer.stdout is not None
+        try:
+            assert trainer.stdout.readline() == "pushing\n"
+            yield trainer
+        finally:
+            trainer.kill()
+
+
+def updated(pool: Pool, version: str, push: Callable[[], None] = lambda: None) -> Reset:
+    """An update as soon as nobody else has one open."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            with pool.weight_update(version) as update:
+                push()
+        except UpdateInProgress as error:
+            if error.open is None or time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+        else:
+            assert update.reset is not None
+            return update.reset
+
+
 @pytest.mark.parametrize("order", ["push_under_pause", "fence_first"])
-def test_a_trainer_that_is_killed_in_the_middle(world: HubWorld, order: str) -> None:
+def test_a_trainer_that_is_killed_in_the_middle(brief: HubWorld, order: str) -> None:
     """Under pause nothing was told: engines are as they were, paused, at the old epoch. Fenced first they are in bypass,
-    which is why that order is for trainers that may die. The next update heals both."""
-    agents = world.serving(2)
-    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, str(world.folder), order], stdout=subprocess.PIPE, text=True)
-    assert trainer.stdout is not None
-    assert trainer.stdout.readline() == "pushing\n"
-    trainer.kill()
-    trainer.communicate(timeout=30)
-    assert trainer.returncode == -signal.SIGKILL
-    target = world.snapshot().target
+    which is why that order is for trainers that may die. The next update heals both, a lease and its margin later."""
+    agents = brief.serving(2)
+    with pushing(brief, order) as trainer:
+        trainer.kill()
+        assert trainer.wait(30) == -signal.SIGKILL
+    target = brief.snapshot().target
     if order == "push_under_pause":
         assert target == 0
         assert all(using(agent, 0) for agent, _ in agents)
     else:
         assert target == 1
         all_bypassing(agents, 1)
-    with world.connect().weight_update("step-1") as update:
-        pass
-    assert update.reset is not None
-    assert update.reset.epoch == target + 1
+    assert updated(brief.connect(), "step-2").epoch == target + 1
     all_using(agents, target + 1)
 
 
-def test_updates_that_race_each_have_an_epoch_and_the_last_one_shares(world: HubWorld) -> None:
+@pytest.mark.parametrize("order", ["push_under_pause", "fence_first"])
+def test_a_second_trainer_is_refused_with_the_name_of_the_first(world: HubWorld, order: str) -> None:
+    agents = world.serving(2)
+    pool = world.connect()
+    with pushing(world, order) as trainer:
+        target = world.snapshot().target
+        begun = time.time()
+        with pytest.raises(UpdateInProgress) as caught:
+            with pool.weight_update("step-2"):
+                raise AssertionError("must not begin")
+        assert re.search(
+            rf"'process {trainer.pid} on .+' has had an update to 'step-1' open since (\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d) UTC",
+            str(caught.value),
+        )
+        assert caught.value.open is not None
+        assert 0 < caught.value.open.left_seconds <= 33.0
+        assert 0 <= caught.value.open.since_seconds < time.time() - begun + 30
+        assert world.snapshot().target == target, "nothing was asked of the pool"
+        pool.reset()  # a reset is nobody's update
+        assert trainer.stdin is not None
+        trainer.stdin.write("go on\n")
+        trainer.stdin.flush()
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline().startswith("done ")
+    with pool.weight_update("step-2") as update:
+        pass
+    assert update.reset is not None
+    all_using(agents, update.reset.epoch)
+
+
+def test_one_process_cannot_open_two(world: HubWorld) -> None:
+    world.serving(1)
+    pool = world.connect()
+    with pool.weight_update("step-1"):
+        with pytest.raises(UpdateInProgress, match=rf"'process {os.getpid()} on .+' has had an update to 'step-1' open"):
+            with pool.weight_update("step-2"):
+                raise AssertionError("must not begin")
+    with pytest.raises(RuntimeError), pool.weight_update("step-3"):
+        raise RuntimeError("the push failed")
+    with pool.weight_update("step-4"):  # neither an end nor a failure keeps anybody waiting
+        pass
+
+
+def test_a_push_that_takes_longer_than_a_lease_is_kept_open_also_over_a_change_of_hub(brief: HubWorld) -> None:
+    agents = brief.serving(2)
+    pool, other = brief.connect(), brief.connect()
+    with pool.weight_update("step-1") as update:
+        for _ in range(2):
+            time.sleep(4.0)  # more than lease and margin
+            with pytest.raises(UpdateInProgress):
+                with other.weight_update("step-2", timeout_s=30):
+                    raise AssertionError("must not begin")
+            brief.stop_hub()
+            brief.start_hub()
+    assert update.reset is not None
+    all_using(agents, update.reset.epoch)
+
+
+def test_a_trainer_that_froze_and_goes_on_while_another_one_pushes_spoils_both(brief: HubWorld) -> None:
+    """Engines may hold some weights of both, so nobody shares under either name, and both are told."""
+    agents = brief.serving(2)
+    pool = brief.connect()
+    output: list[str] = []
+    with pushing(brief) as trainer:
+
+        def wakes() -> None:
+            os.kill(trainer.pid, signal.SIGCONT)
+            output.append(trainer.communicate("go on\n", timeout=60)[0])
+
+        os.kill(trainer.pid, signal.SIGSTOP)
+        with pytest.raises(UpdateInProgress, match="may hold some weights of both") as caught:
+            updated(pool, "step-2", push=wakes)
+        assert "UpdateInProgress: the update of pool policy to 'step-1' was not kept open" in output[0]
+        assert re.search(r"EpochKV: epoch \d+: engines serve without reuse", output[0])
+        assert any(re.match(r"EpochKV: epoch \d+: engines serve without reuse", note) for note in caught.value.__notes__)
+    all_bypassing(agents, brief.snapshot().target)
+    assert brief.snapshot().target == 2
+    assert updated(pool, "step-3").epoch == 3
+    all_using(agents, 3)
+
+
+def test_updates_that_race_follow_one_another(world: HubWorld) -> None:
     agents = world.serving(2)
     pools = [world.connect() for _ in range(3)]
-
-    def update(number: int) -> int:
-        with pools[number].weight_update(f"v{number}") as made:
-            pass
-        assert made.epoch is not None
-        return made.epoch
-
-    epochs = together([lambda number=number: update(number) for number in range(3)])
+    epochs = together([lambda number=number: updated(pools[number], f"v{number}").epoch for number in range(3)])
     assert len(set(epochs)) == 3
     all_using(agents, max(epochs))
 
