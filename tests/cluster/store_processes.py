@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -15,6 +14,9 @@ from tests.cluster.operator_harness import ROOT, Namespace
 ENGINE = Path(os.environ.get("EPOCHKV_PYTHON_ENGINE") or ROOT / ".build/venv-engine/bin/python")
 ADMIN_PORT = 9003
 """Where the operator looks for it: a master has its pod's address for itself."""
+CLIENT_TTL_SECONDS = 600
+"""A master forgets a store, with every key in it, that it has not heard from for so long. Longer than any test stops one: a
+master that is continued looks at its clock before it reads the pings that wait in its sockets."""
 
 
 class PoolStore:
@@ -27,8 +29,8 @@ class PoolStore:
     def __enter__(self) -> PoolStore:
         command = [
             str(ENGINE.parent / "mooncake_master"), f"--rpc_address={self.address}", f"--rpc_port={self.rpc_port}", "--rpc_thread_num=2",
-            f"--metrics_host={self.address}", f"--metrics_port={ADMIN_PORT}", "--client_ttl=10", "--default_kv_lease_ttl=500",
-            "--put_start_discard_timeout_sec=30", "--logtostderr=true",
+            f"--metrics_host={self.address}", f"--metrics_port={ADMIN_PORT}", f"--client_ttl={CLIENT_TTL_SECONDS}",
+            "--default_kv_lease_ttl=500", "--put_start_discard_timeout_sec=30", "--logtostderr=true",
         ]  # fmt: skip
         self.master = Process("mooncake_master", command, self._directory / "master.log")
         self.master.wait_until(lambda: port_open(self.rpc_port, self.address), 20, "accepting connections")
@@ -61,16 +63,19 @@ class PoolStore:
                 assert answer.status == 200
 
     def keys(self) -> list[str]:
-        """Every key in the store."""
-        return self.admin("get_all_keys").split()
+        """Every key in the store; a master that does not answer is an error, not an empty store."""
+        return self._ask("get_all_keys").split()
 
     def admin(self, path: str) -> str:
         """One call of the admin port; empty when it does not answer."""
         try:
-            with urllib.request.urlopen(f"http://{self.address}:{ADMIN_PORT}/{path}", timeout=5) as answer:
-                return str(answer.read().decode())
-        except (OSError, urllib.error.HTTPError):
+            return self._ask(path)
+        except OSError:
             return ""
+
+    def _ask(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://{self.address}:{ADMIN_PORT}/{path}", timeout=10) as answer:
+            return str(answer.read().decode())
 
     def clear(self) -> None:
         """Empty it for the next test."""
