@@ -137,10 +137,10 @@ class Cluster:
         }
         command = [sys.executable, "-m", "mooncake.mooncake_store_service", "--port", str(free_port())]
         store = Process(command, self.directory / f"store{len(self.stores)}.log", environ)
-        mounted = len(self.segments())
+        mounted = set(self.segments())  # of which the master may drop a dead one meanwhile
         store.start()
         self.stores.append(store)
-        wait_until(lambda: len(self.segments()) > mounted, 60, "store segment mounted")
+        wait_until(lambda: set(self.segments()) - mounted, 60, "store segment mounted")
         return store
 
     def admin(self, path: str, method: str = "GET") -> str:

@@ -68,8 +68,8 @@ class Mooncake:
         return self.master
 
     def start_store(self, wait: bool = True) -> Process:
-        """Add a store node; with `wait`, return once its segment is mounted (and no other has gone meanwhile)."""
-        before = self.num_segments()
+        """Add a store node; with `wait`, return once its segment is mounted."""
+        before = self.segments()
         port = free_port()
         environ = {
             **CLIENT_ENVIRONMENT,
@@ -92,12 +92,12 @@ class Mooncake:
         store = Process(f"mooncake store {len(self.stores)}", command, self.directory / f"store-{len(self.stores)}.log", environ)
         self.stores.append(store)
         if wait:
-            store.wait_until(lambda: self.num_segments() > before, 60, "mounted")
+            store.wait_until(lambda: bool(self.segments() - before), 60, "mounted")
         return store
 
-    def num_segments(self) -> int:
-        """Mounted segments, as the master tells on its admin port."""
-        return len(self.admin("get_all_segments").split())
+    def segments(self) -> set[str]:
+        """Names of mounted segments, as the master tells on its admin port."""
+        return set(self.admin("get_all_segments").split())
 
     def keys(self) -> list[str]:
         """Every key in the store."""
