@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,6 +32,8 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise vLLM sets another number of threads, and binds every engine to the same core
 }
 
+_NO_ANSWER = (OSError, http.client.HTTPException)
+"""A connection that breaks in the middle of an answer is the latter."""
 _GRACE_SECONDS = 30.0
 """More than `--shutdown-timeout`, after which the server kills its engine."""
 
@@ -72,10 +76,12 @@ class Engine(EngineApi):
                 text: bytes = answer.read()
                 return text
         except urllib.error.HTTPError as error:
-            words = error.read().decode(errors="replace")[:500]
+            words = ""
+            with suppress(*_NO_ANSWER):
+                words = error.read().decode(errors="replace")[:500]
             raise EngineError(f"{self.name} {path}: HTTP {error.code}: {words}") from error
-        except OSError as error:
-            raise EngineError(f"{self.name} {path}: no answer: {error}") from error
+        except _NO_ANSWER as error:
+            raise EngineError(f"{self.name} {path}: no answer: {error!r}") from error
 
     def _status(self, path: str) -> int:
         try:
@@ -84,7 +90,7 @@ class Engine(EngineApi):
                 return status
         except urllib.error.HTTPError as error:
             return error.code
-        except OSError:
+        except _NO_ANSWER:
             return 0
 
     def end(self) -> None:

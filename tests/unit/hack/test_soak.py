@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from hack.soak.run import _verdict
 from hack.soak.tally import Tally
 from hack.soak.traffic import ask
 from hack.soak.world import Rank
+from hack.standalone.engine import Engine
 from hack.standalone.process import Process, ProcessError
 
 BASE, NEW = Path("base"), Path("new")
@@ -180,6 +182,24 @@ def test_what_fails_while_everything_is_being_ended_is_no_problem(tally: Tally, 
     tally.problem("broken actor", name="engine", error="its boot was cut short")
     assert (len(tally.problems), tally["failed requests"], tally["broken actor"]) == (1, 1, 0)
     assert "after the end: broken actor: name=engine" in (tmp_path / "log").read_text()
+
+
+def test_an_engine_that_dies_in_the_middle_of_an_answer_gave_none() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer_half() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
+
+        thread = threading.Thread(target=answer_half)
+        thread.start()
+        engine = Engine.__new__(Engine)  # no process
+        engine.name, engine.port = "A1", listener.getsockname()[1]
+        with pytest.raises(EngineError, match="A1 /health: no answer: IncompleteRead"):
+            engine.request("GET", "/health", seconds=10.0)
+        thread.join(10.0)
 
 
 def test_what_started_too_slowly_is_ended_before_the_next_attempt(tmp_path: Path, tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
