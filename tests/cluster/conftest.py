@@ -1,14 +1,32 @@
-"""A real control plane for the tests of this layer: one for the session, ended by pid afterwards."""
+"""A real control plane for the tests of this layer: one for each process that runs tests, ended by pid afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from hack.cluster.binaries import build
 from hack.cluster.controlplane import ControlPlane
+from tests.cluster.fault_proxy import FaultProxy
+from tests.cluster.operator_harness import Namespace, OperatorProcess, install_crds
+
+_numbers = itertools.count()
+LOG_LINES = 60
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failed test shows how the logs of its operators end. (What a wait is told to say was put together when it began.)"""
+    report = yield
+    directory = getattr(item, "funcargs", {}).get("tmp_path")
+    if report.failed and isinstance(directory, Path):
+        for log in sorted(directory.glob("operator-*.log")):
+            lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+            report.sections.append((f"end of {log.name}", "\n".join(lines)))
+    return report
 
 
 @pytest.fixture(scope="session")
@@ -19,8 +37,36 @@ def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlP
         yield plane
 
 
+@pytest.fixture(scope="session")
+def plane(control_plane: ControlPlane) -> ControlPlane:
+    """The control plane with our CRDs served."""
+    install_crds(control_plane)
+    return control_plane
+
+
 @pytest.fixture
 def fresh_control_plane(tmp_path: Path) -> Iterator[ControlPlane]:
     """A control plane of its own for one test, for tests that break it."""
     with ControlPlane(tmp_path / "cp", binaries=build()) as plane:
         yield plane
+
+
+@pytest.fixture
+def namespace(plane: ControlPlane, request: pytest.FixtureRequest) -> Namespace:
+    """A namespace of the test's own, named after its file."""
+    topic = request.path.stem.removeprefix("test_").replace("_", "-")
+    return Namespace.create_in(plane, f"{topic}-{next(_numbers)}")
+
+
+@pytest.fixture
+def operator(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> Iterator[OperatorProcess]:
+    """An operator that leads the test's namespace."""
+    with OperatorProcess(plane, namespace.name, tmp_path) as process:
+        yield process.wait_ready()
+
+
+@pytest.fixture
+def proxy(plane: ControlPlane, tmp_path: Path) -> Iterator[FaultProxy]:
+    """A way to the API server that can be told to fail."""
+    with FaultProxy(plane, tmp_path) as made:
+        yield made

@@ -32,6 +32,10 @@ CHILDREN = {
     "networkpolicies": "/apis/networking.k8s.io/v1/namespaces/{}/networkpolicies",
     "secrets": "/api/v1/namespaces/{}/secrets",
 }
+LEASE_SECONDS = 30
+"""For operators that nobody takes over from: on a busy machine a request may take seconds, and who cannot renew in time ends."""
+TAKEOVER_SECONDS = 3
+"""For those that die, or freeze, and are followed by another one, which has to wait for so long."""
 T = TypeVar("T")
 
 
@@ -53,6 +57,13 @@ class Namespace:
     def __init__(self, plane: ControlPlane, name: str) -> None:
         self.plane = plane
         self.name = name
+
+    @classmethod
+    def create_in(cls, plane: ControlPlane, name: str) -> Namespace:
+        """A new one of this name."""
+        space = cls(plane, name)
+        space.request("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
+        return space
 
     def request(self, method: str, path: str, body: Any = None, content_type: str = "application/json") -> Any:
         """JSON answer; raises AssertionError with the server's message for anything but success."""
@@ -157,7 +168,7 @@ class OperatorProcess:
             "hub-endpoint": f"tcp://127.0.0.1:{self.hub_port}",
             "probe-bind": f"127.0.0.1:{self.probe_port}",
             "metrics-bind": f"127.0.0.1:{self.metrics_port}",
-            "lease-duration-seconds": 3,
+            "lease-duration-seconds": LEASE_SECONDS,
             **{name.replace("_", "-"): value for name, value in flags.items()},
         }
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]

@@ -6,11 +6,9 @@ import json
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from epochkv_operator.api import parse_engine, parse_pool
 from epochkv_operator.planning import (
@@ -26,6 +24,7 @@ from epochkv_operator.planning import (
     pool_status,
 )
 from hack.cluster.controlplane import ControlPlane
+from tests.cluster.operator_harness import eventually
 from tests.helpers_planning import CONTEXT, ENGINE_SPECS, POOL_SPECS
 
 Json = dict[str, Any]
@@ -101,21 +100,13 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(control_plane: ControlPlane) -> Cluster:
-    found = Cluster(control_plane)
-    for path in sorted((Path(__file__).parents[2] / "crds").glob("*.yaml")):
-        crd = yaml.safe_load(path.read_text())
-        control_plane.api.apply(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{crd['metadata']['name']}", crd)
+def cluster(plane: ControlPlane) -> Cluster:
     level = {"pod-security.kubernetes.io/enforce": "restricted"}
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": level}}
-    control_plane.api.apply(f"/api/v1/namespaces/{NAMESPACE}", namespace)
-    waited = [found.collection(kind) for kind in ("KVCachePool", "InferenceEngine")]
-    waited.append(f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/default")
-    deadline = time.monotonic() + 60
-    while not all(control_plane.api.ok(path) for path in waited):
-        assert time.monotonic() < deadline, "the CRDs are not served"
-        time.sleep(0.2)
-    return found
+    plane.api.apply(f"/api/v1/namespaces/{NAMESPACE}", namespace)
+    account = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/default"
+    eventually(lambda: plane.api.ok(account), "pods may be created", 60)
+    return Cluster(plane)
 
 
 @pytest.fixture

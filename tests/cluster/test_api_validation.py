@@ -4,34 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from hack.cluster.controlplane import ControlPlane
 from tests.helpers_api_corpus import CASES, CHANGES, MOONCAKE, Case, Change
 
-CRDS = sorted((Path(__file__).parents[2] / "crds").glob("*.yaml"))
 PLURALS = {"KVCachePool": "kvcachepools", "InferenceEngine": "inferenceengines"}
 NAMESPACE = "default"
 Json = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def plane(control_plane: ControlPlane) -> ControlPlane:
-    """The control plane with our CRDs served."""
-    assert len(CRDS) == 2
-    for path in CRDS:
-        crd = yaml.safe_load(path.read_text())
-        control_plane.api.apply(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{crd['metadata']['name']}", crd)
-    deadline = time.monotonic() + 60
-    while not all(control_plane.api.ok(collection(kind)) for kind in PLURALS):
-        assert time.monotonic() < deadline, "the CRDs are not served"
-        time.sleep(0.2)
-    return control_plane
 
 
 def collection(kind: str) -> str:

@@ -17,18 +17,15 @@ from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.kube.store import Store
 from epochkv_operator.metrics import REGISTRY
 from hack.cluster.controlplane import ControlPlane
-from tests.cluster.operator_harness import POOLS, Namespace, install_crds
+from tests.cluster.operator_harness import POOLS, Namespace
 from tests.helpers_authority import Authorities, AuthorityConformance
 
 _numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def space(control_plane: ControlPlane) -> Namespace:
-    install_crds(control_plane)
-    space = Namespace(control_plane, "conformance")
-    space.request("POST", "/api/v1/namespaces", {"metadata": {"name": space.name}})
-    return space
+def space(plane: ControlPlane) -> Namespace:
+    return Namespace.create_in(plane, "conformance")
 
 
 class Operators:
@@ -51,7 +48,8 @@ class Operators:
         self.leases.append(lease)
         store = Store()
         statuses = StatusWriter(client, store, lambda resource, obj: store.upsert(resource.kind, obj))
-        authority = KubernetesAuthority(lease, statuses)
+        # Two dozen writers get in each other's way, and the last of them may wait for all others; on a busy machine that takes long.
+        authority = KubernetesAuthority(lease, statuses, deadline_seconds=60.0)
         authority.register(self.uid, self.space.name, self.name)
         return authority, Term(term.holder, term.transitions)
 

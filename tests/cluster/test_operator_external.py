@@ -4,34 +4,17 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import itertools
 import json
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from epochkv_fence.connection import Connection
 from epochkv_fence.messages import Mode
 from hack.cluster.controlplane import ControlPlane
 from tests.cluster.fence_engines import FenceEngine
-from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, condition, eventually, install_crds
+from tests.cluster.operator_harness import CHILDREN, TAKEOVER_SECONDS, Namespace, OperatorProcess, condition, eventually
 
 POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2, "joinAfterSeconds": 0}}
-_numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def plane(control_plane: ControlPlane) -> ControlPlane:
-    install_crds(control_plane)
-    return control_plane
-
-
-@pytest.fixture
-def namespace(plane: ControlPlane) -> Namespace:
-    space = Namespace(plane, f"external-{next(_numbers)}")
-    space.request("POST", "/api/v1/namespaces", {"metadata": {"name": space.name}})
-    return space
 
 
 def mounted(space: Namespace, directory: Path) -> Connection:
@@ -169,7 +152,7 @@ def test_an_engine_that_lost_nothing_brings_a_restored_pool_back_up(plane: Contr
     report a higher epoch than is recorded, and the pool heals itself. The API server refuses that status from anybody else, so the
     operator meets it as what a new operator process reads.
     """
-    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
+    with OperatorProcess(plane, namespace.name, tmp_path, lease_duration_seconds=TAKEOVER_SECONDS) as operator:
         operator.wait_ready()
         namespace.create_pool("policy", **POOL)
         connection = mounted(namespace, tmp_path)

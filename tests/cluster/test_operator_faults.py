@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hack.cluster.controlplane import ControlPlane
 from tests.cluster.fault_proxy import Fault, FaultProxy, is_write
-from tests.cluster.operator_harness import CHILDREN, ENGINES, Namespace, OperatorProcess, condition, eventually, install_crds
+from tests.cluster.operator_harness import CHILDREN, ENGINES, Namespace, OperatorProcess, condition, eventually
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
 POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}}
 ENGINE: dict[str, Any] = {"poolRef": {"name": "policy"}, "model": {"name": "tiny"}, "replicas": 2}
-_numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def plane(control_plane: ControlPlane) -> ControlPlane:
-    install_crds(control_plane)
-    return control_plane
-
-
-@pytest.fixture
-def namespace(plane: ControlPlane) -> Namespace:
-    space = Namespace(plane, f"faults-{next(_numbers)}")
-    space.request("POST", "/api/v1/namespaces", {"metadata": {"name": space.name}})
-    return space
-
-
-@pytest.fixture
-def proxy(plane: ControlPlane, tmp_path: Path) -> Iterator[FaultProxy]:
-    with FaultProxy(plane, tmp_path) as made:
-        yield made
 
 
 def settled(space: Namespace, epoch: int) -> bool:

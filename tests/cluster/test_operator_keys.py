@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +17,12 @@ from epochkv_fence.transport import ClientKeys
 from hack.cluster.controlplane import ControlPlane
 from tests.cluster.fault_proxy import Fault, FaultProxy
 from tests.cluster.fence_engines import FenceEngine, client_keys
-from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, condition, eventually, install_crds
+from tests.cluster.operator_harness import CHILDREN, TAKEOVER_SECONDS, Namespace, OperatorProcess, condition, eventually
 from tests.cluster.test_operator_faults import OneWrite
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
 POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2, "joinAfterSeconds": 0}}
 ENGINE: dict[str, Any] = {"poolRef": {"name": "policy"}, "model": {"name": "tiny"}}
-_numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def plane(control_plane: ControlPlane) -> ControlPlane:
-    install_crds(control_plane)
-    return control_plane
-
-
-@pytest.fixture
-def namespace(plane: ControlPlane) -> Namespace:
-    space = Namespace(plane, f"keys-{next(_numbers)}")
-    space.request("POST", "/api/v1/namespaces", {"metadata": {"name": space.name}})
-    return space
-
-
-@pytest.fixture
-def proxy(plane: ControlPlane, tmp_path: Path) -> Iterator[FaultProxy]:
-    with FaultProxy(plane, tmp_path) as made:
-        yield made
 
 
 def secret(space: Namespace) -> dict[str, str]:
@@ -180,7 +159,7 @@ def test_a_secret_of_an_older_operator_is_named_with_what_to_do(plane: ControlPl
 
 def test_a_new_hub_key_goes_into_the_secret_in_place(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
     """The pool's own keys stay; only engines that were given the older hub's key have to start again."""
-    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
+    with OperatorProcess(plane, namespace.name, tmp_path, lease_duration_seconds=TAKEOVER_SECONDS) as operator:
         operator.wait_ready()
         namespace.create_pool("policy", **POOL)
         before = eventually(lambda: secret(namespace), "the pool's Secret")
@@ -224,7 +203,7 @@ def test_an_operator_that_dies_in_mid_rotation_is_followed_by_one_that_goes_on(
     plane: ControlPlane, namespace: Namespace, tmp_path: Path
 ) -> None:
     with contextlib.ExitStack() as stack:
-        first = stack.enter_context(OperatorProcess(plane, namespace.name, tmp_path))
+        first = stack.enter_context(OperatorProcess(plane, namespace.name, tmp_path, lease_duration_seconds=TAKEOVER_SECONDS))
         first.wait_ready()
         namespace.create_pool("policy", **POOL)
         before = keys_now(namespace)

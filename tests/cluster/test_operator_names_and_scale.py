@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import shlex
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hack.cluster.controlplane import ControlPlane
-from tests.cluster.operator_harness import CHILDREN, ENGINES, POOLS, Namespace, OperatorProcess, condition, eventually, install_crds
+from tests.cluster.operator_harness import CHILDREN, ENGINES, POOLS, Namespace, OperatorProcess, condition, eventually
 
 L1 = {"local": {"capacity": "64Mi"}}
 L2 = {"distributed": {"mooncake": {"store": {"replicas": 1, "segmentSize": "256Mi"}}}}
 ENGINE: dict[str, Any] = {"model": {"name": "tiny"}, "replicas": 2}
 HPAS = "/apis/autoscaling/v2/namespaces/{}/horizontalpodautoscalers"
-_numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def plane(control_plane: ControlPlane) -> ControlPlane:
-    install_crds(control_plane)
-    return control_plane
-
-
-@pytest.fixture
-def namespace(plane: ControlPlane) -> Namespace:
-    space = Namespace(plane, f"beside-{next(_numbers)}")
-    space.request("POST", "/api/v1/namespaces", {"metadata": {"name": space.name}})
-    return space
-
-
-@pytest.fixture
-def operator(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> Iterator[OperatorProcess]:
-    with OperatorProcess(plane, namespace.name, tmp_path) as process:
-        yield process.wait_ready()
 
 
 def ready(status: dict[str, Any], reason: str) -> dict[str, Any] | None:

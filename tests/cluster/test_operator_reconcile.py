@@ -5,11 +5,9 @@ made ready by hand.
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +32,6 @@ L1_AND_L2 = {
     "distributed": {"mooncake": {"store": {"replicas": 1, "segmentSize": "256Mi"}}},
 }
 ENGINE = {"poolRef": {"name": "policy"}, "model": {"name": "tiny"}, "replicas": 2}
-_numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def plane(control_plane: ControlPlane) -> ControlPlane:
-    install_crds(control_plane)
-    return control_plane
-
-
-@pytest.fixture
-def namespace(plane: ControlPlane) -> Namespace:
-    space = Namespace(plane, f"reconcile-{next(_numbers)}")
-    space.request("POST", "/api/v1/namespaces", {"metadata": {"name": space.name}})
-    return space
-
-
-@pytest.fixture
-def operator(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> Iterator[OperatorProcess]:
-    with OperatorProcess(plane, namespace.name, tmp_path) as process:
-        yield process.wait_ready()
 
 
 def make_pods_ready(space: Namespace) -> None:

@@ -5,7 +5,6 @@ freeze in the middle of one.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import subprocess
 import threading
@@ -19,25 +18,20 @@ import pytest
 from epochkv_fence.messages import Mode
 from hack.cluster.controlplane import ControlPlane
 from tests.cluster.fence_engines import FenceEngine, Service, client_keys
-from tests.cluster.operator_harness import CHILDREN, POOLS, Namespace, OperatorProcess, condition, eventually, install_crds
+from tests.cluster.operator_harness import (
+    CHILDREN,
+    POOLS,
+    TAKEOVER_SECONDS,
+    Namespace,
+    OperatorProcess,
+    condition,
+    eventually,
+    install_crds,
+)
 
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
 #: L1 only: nothing to run. Short leases, so that a takeover does not take a minute; every boot may join at once.
 POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2, "joinAfterSeconds": 0}}
-_numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def plane(control_plane: ControlPlane) -> ControlPlane:
-    install_crds(control_plane)
-    return control_plane
-
-
-@pytest.fixture
-def namespace(plane: ControlPlane) -> Namespace:
-    space = Namespace(plane, f"reset-{next(_numbers)}")
-    space.request("POST", "/api/v1/namespaces", {"metadata": {"name": space.name}})
-    return space
 
 
 class History:
@@ -129,6 +123,9 @@ def test_a_raised_epoch_is_published_when_both_engines_have_adopted_it(plane: Co
             eventually(lambda: condition(namespace.status("policy"), "EpochConverged").get("status") == "True", "EpochConverged")
             eventually(lambda: operator.metric("epochkv_pool_published_epoch") == 1, "metric")
             assert operator.metric("epochkv_pool_reset_seconds_count") == 1
+            assert operator.metric('epochkv_hub_messages_total{outcome="received"}') > 0
+            assert operator.metric('epochkv_hub_messages_total{outcome="steps_failed"}') == 0
+            assert 'epochkv_hub_messages_total{outcome="unencodable"} 0.0' in operator.http("/metrics")[1]
             events = namespace.request("GET", f"/apis/events.k8s.io/v1/namespaces/{namespace.name}/events")["items"]
             eventually(lambda: operator.logged("epoch published"), "logged")
             assert [event["reason"] for event in events].count("EpochPublished") <= 1
@@ -142,10 +139,14 @@ def test_an_engine_that_holds_back_delays_publication_and_is_named(plane: Contro
             second.hold.set()
             namespace.bump("policy", 1)
             eventually(lambda: first.epoch == 1, f"the first adopts; log:\n{operator.tail()}")
-            status = eventually(
-                lambda: s if (s := namespace.status("policy")).get("reset", {}).get("laggards") else None, "a laggard named"
-            )
-            assert [laggard["name"] for laggard in status["reset"]["laggards"]] == ["engine-1"]
+
+            def named() -> dict[str, Any] | None:
+                """The status once it names the one that holds back; the other one's answer may come after a first status."""
+                status = namespace.status("policy")
+                laggards = [laggard["name"] for laggard in status.get("reset", {}).get("laggards") or []]
+                return status if laggards == ["engine-1"] else None
+
+            status = eventually(named, "a laggard named")
             assert (status["targetEpoch"], status["epoch"]) == (1, 0)
             assert condition(status, "EpochConverged")["status"] == "False"
             second.hold.clear()
@@ -187,7 +188,10 @@ def test_an_operator_killed_after_recording_leaves_a_reset_that_the_next_one_fin
     plane: ControlPlane, namespace: Namespace, tmp_path: Path
 ) -> None:
     ports: list[int] = []
-    with Service(lambda: ports[-1]) as service, OperatorProcess(plane, namespace.name, tmp_path) as first:
+    with (
+        Service(lambda: ports[-1]) as service,
+        OperatorProcess(plane, namespace.name, tmp_path, lease_duration_seconds=TAKEOVER_SECONDS) as first,
+    ):
         ports.append(first.hub_port)
         first.wait_ready()
         namespace.create_pool("policy", **POOL)
@@ -219,7 +223,9 @@ def test_a_frozen_leader_that_wakes_up_after_a_reset_changes_nothing(plane: Cont
         return next((operator.hub_port for operator in operators if operator.http("/readyz", 0.5)[0] == 200), None)
 
     with contextlib.ExitStack() as stack:
-        operators += [stack.enter_context(OperatorProcess(plane, namespace.name, tmp_path)) for _ in range(2)]
+        operators += [
+            stack.enter_context(OperatorProcess(plane, namespace.name, tmp_path, lease_duration_seconds=TAKEOVER_SECONDS)) for _ in range(2)
+        ]
         service = stack.enter_context(Service(ready_port))
         leader = eventually(
             lambda: next((o for o in operators if o.http("/readyz")[0] == 200), None), f"a leader\n{operators[0].tail()}", 60

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import subprocess
 import threading
 import time
@@ -18,26 +17,12 @@ from epochkv_fence.messages import Mode
 from hack.cluster.controlplane import ControlPlane
 from tests.cluster.fault_proxy import FaultProxy
 from tests.cluster.fence_engines import FenceEngine
-from tests.cluster.operator_harness import Namespace, OperatorProcess, condition, eventually, install_crds
+from tests.cluster.operator_harness import TAKEOVER_SECONDS, Namespace, OperatorProcess, condition, eventually
 from tests.cluster.test_operator_external import joined, mounted
 from tests.cluster.test_operator_faults import LEASES, OneWrite
 from tests.cluster.test_operator_reset import History, published
 
 POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2, "joinAfterSeconds": 0}}
-_numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def plane(control_plane: ControlPlane) -> ControlPlane:
-    install_crds(control_plane)
-    return control_plane
-
-
-@pytest.fixture
-def namespace(plane: ControlPlane) -> Namespace:
-    space = Namespace(plane, f"trainers-{next(_numbers)}")
-    space.request("POST", "/api/v1/namespaces", {"metadata": {"name": space.name}})
-    return space
 
 
 @contextlib.contextmanager
@@ -144,7 +129,7 @@ def test_kubectl_and_trainer_racing_end_at_the_maximum(plane: ControlPlane, name
 def test_a_reset_survives_the_operator(plane: ControlPlane, namespace: Namespace, tmp_path: Path, moment: str) -> None:
     """The client repeats itself to whatever leads next; one reset is one epoch."""
     with contextlib.ExitStack() as stack:
-        first = stack.enter_context(OperatorProcess(plane, namespace.name, tmp_path))
+        first = stack.enter_context(OperatorProcess(plane, namespace.name, tmp_path, lease_duration_seconds=TAKEOVER_SECONDS))
         pool, engines = stack.enter_context(trained(first, namespace, tmp_path))
         for engine in engines:
             engine.hold.set()  # nothing can be published before we say so

@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from epochkv_fence.messages import Mode
 from hack.cluster.controlplane import ControlPlane
 from tests.cluster.fault_proxy import Fault, FaultProxy
 from tests.cluster.fence_engines import FenceEngine, client_keys
-from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, condition, eventually, install_crds
+from tests.cluster.operator_harness import CHILDREN, TAKEOVER_SECONDS, Namespace, OperatorProcess, condition, eventually
 
 JOIN_SECONDS = 3
 POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 10, "joinAfterSeconds": JOIN_SECONDS}}
-_numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def plane(control_plane: ControlPlane) -> ControlPlane:
-    install_crds(control_plane)
-    return control_plane
-
-
-@pytest.fixture
-def namespace(plane: ControlPlane) -> Namespace:
-    space = Namespace(plane, f"weights-{next(_numbers)}")
-    space.request("POST", "/api/v1/namespaces", {"metadata": {"name": space.name}})
-    return space
 
 
 @contextlib.contextmanager
@@ -134,7 +117,7 @@ def test_a_boot_that_started_while_the_watch_was_cut_off_does_not_join(plane: Co
 
 def test_an_operator_that_starts_after_the_raise_lets_nobody_join_by_age(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
-        first = stack.enter_context(OperatorProcess(plane, namespace.name, tmp_path))
+        first = stack.enter_context(OperatorProcess(plane, namespace.name, tmp_path, lease_duration_seconds=TAKEOVER_SECONDS))
         first.wait_ready()
         namespace.create_pool("policy", **POOL)
         engine = stack.enter_context(boot(first, namespace, "old"))

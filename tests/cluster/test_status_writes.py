@@ -11,17 +11,14 @@ import pytest
 from epochkv_operator.kube.client import Conflict, Invalid, KubeClient
 from epochkv_operator.kube.resources import ref_of
 from hack.cluster.controlplane import ControlPlane
-from tests.cluster.operator_harness import POOLS, Namespace, install_crds
+from tests.cluster.operator_harness import POOLS, Namespace
 
 L1 = {"local": {"capacity": "64Mi"}}
 
 
 @pytest.fixture(scope="module")
-def space(control_plane: ControlPlane) -> Namespace:
-    install_crds(control_plane)
-    space = Namespace(control_plane, "status-writes")
-    space.request("POST", "/api/v1/namespaces", {"metadata": {"name": space.name}})
-    return space
+def space(plane: ControlPlane) -> Namespace:
+    return Namespace.create_in(plane, "status-writes")
 
 
 @pytest.fixture
