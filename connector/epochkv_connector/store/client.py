@@ -21,13 +21,14 @@ from epochkv_connector.store.connection import Connection, outcome_of
 from epochkv_connector.store.counters import Counters, Notices
 from epochkv_connector.store.lanes import (
     Alarms,
+    CallSize,
     Lane,
     Op,
     Outcome,
     StoreUnavailable,
     Ticket,
     Transfer,
-    chunks,
+    first_chunk,
     refuse,
     resolve,
 )
@@ -64,6 +65,9 @@ class StoreClient:
         self._lanes = (self._gets, self._puts, self._lookups, self._admin)
         self._alarms = Alarms()
         self._full_pause, self._full_until = 0.0, 0.0  # put thread only
+        self._call_sizes = {
+            kind: CallSize(settings.min_call_keys, settings.max_call_keys, settings.fast_call_seconds) for kind in ("get", "put")
+        }
 
     def start(self) -> None:
         """Connect in the background; returns at once, also when there is no master."""
@@ -222,9 +226,9 @@ class StoreClient:
         def run() -> None:
             outcomes: list[Outcome] = []
             quarantine = 0.0
-            for chunk in chunks(transfers, self.settings.max_call_keys, self.settings.max_call_bytes):
-                if ticket.cancelled:
-                    break
+            while len(outcomes) < len(transfers) and not ticket.cancelled:
+                num_keys = self._call_sizes[kind].num_keys
+                chunk = first_chunk(transfers[len(outcomes) :], num_keys, self.settings.max_call_bytes)
                 moved, hold = move(chunk)
                 outcomes += moved
                 quarantine = max(quarantine, hold)
@@ -302,6 +306,9 @@ class StoreClient:
         failed_key: str | None = None
         if Outcome.TRANSFER in outcomes:
             failed_key = chunk[outcomes.index(Outcome.TRANSFER)].key if kind == "get" else ""
+        # A miss is an answer like any other; what fails says nothing good of the next call.
+        well = all(outcome in (Outcome.OK, Outcome.ABSENT) for outcome in outcomes)
+        self._call_sizes[kind].saw(len(chunk), seconds, succeeded=well)
         self._link.note_transfers(failed_key=failed_key, succeeded=Outcome.OK in outcomes, seconds=seconds)
         hung = failed_key is not None and seconds >= self.settings.hung_call_seconds
         return self.settings.quarantine_seconds if hung else 0.0

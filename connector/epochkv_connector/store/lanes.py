@@ -243,16 +243,30 @@ def _run_quietly(action: Callable[[], object]) -> None:
         logger.exception("a store deadline action failed unexpectedly")
 
 
-def chunks(transfers: Sequence[Transfer], max_keys: int, max_bytes: int) -> list[Sequence[Transfer]]:
-    """Cut into runs of at most `max_keys` objects and `max_bytes` (one object may be larger alone)."""
-    runs: list[Sequence[Transfer]] = []
-    start, size = 0, 0
-    for index, transfer in enumerate(transfers):
-        length = len(transfer.view)
-        if index > start and (index - start >= max_keys or size + length > max_bytes):
-            runs.append(transfers[start:index])
-            start, size = index, 0
-        size += length
-    if start < len(transfers):
-        runs.append(transfers[start:])
-    return runs
+class CallSize:
+    """How many objects the next store call of one kind carries: few until calls are seen to be fast, few again after one that was not.
+
+    A call costs the client milliseconds whatever it carries, but one to a hung peer blocks for seconds for each few objects:
+    the first call that meets a hang after a while of work may be long, the ones after it are short.
+    """
+
+    def __init__(self, low: int, high: int, fast_seconds: float) -> None:
+        self._low, self._high, self._fast_seconds = min(low, high), high, fast_seconds
+        self.num_keys = self._low
+
+    def saw(self, num_keys: int, seconds: float, *, succeeded: bool) -> None:
+        """A call of `num_keys` objects ended. Threads may race here: the next call is then smaller or larger by one step."""
+        if not succeeded or seconds > self._fast_seconds:
+            self.num_keys = self._low
+        elif num_keys >= self.num_keys:
+            self.num_keys = min(2 * self.num_keys, self._high)
+
+
+def first_chunk(transfers: Sequence[Transfer], max_keys: int, max_bytes: int) -> Sequence[Transfer]:
+    """The first objects: at most `max_keys`, and at most `max_bytes` unless the first alone is larger; empty for none."""
+    size = 0
+    for index, transfer in enumerate(transfers[:max_keys]):
+        size += len(transfer.view)
+        if index and size > max_bytes:
+            return transfers[:index]
+    return transfers[:max_keys]

@@ -26,7 +26,7 @@ Call = Callable[[Connection], list[int]]
 _OPEN: set[Link] = set()
 """Links whose connection is not closed; `_close_at_exit` tries once more."""
 
-_EXIT_SECONDS = 10.0
+_EXIT_SECONDS = 15.0
 _MAX_CANARY_FAILURES = 3
 _RPC_FAILURES = frozenset((-900, -901))
 _RENEW_WAIT_SECONDS = 5.0
@@ -306,7 +306,7 @@ class Link:
 def _close_at_exit() -> None:
     """Let calls in flight return before the interpreter goes: the library would close its clients under them, which is a crash.
 
-    Calls are small (`StoreSettings.max_call_keys`), so even a hung peer holds one for a few seconds only.
+    Calls are small (`StoreSettings.max_call_keys`), so a hung peer holds one for 12 s at the most.
     """
     deadline = time.monotonic() + _EXIT_SECONDS
     for link in list(_OPEN):

@@ -39,9 +39,10 @@ class StoreSettings:
         from.
         verify_payload: checksum of the whole payload on put and get, not only header and trailer.
         get_threads: store calls that may fetch at the same time (a call to a hung peer blocks for seconds).
-        max_call_keys, max_call_bytes: one store call never carries more. A call to a hung peer blocks for 2 s for
-        each 4 objects
-            (measured: 4 keys 2.0 s, 8 keys 4-6 s, 32 keys 23 s), and buffers are out of use until it returns.
+        min_call_keys, max_call_keys, max_call_bytes: one store call carries as many objects at first and after a call that
+            failed or was slow, and never more than this. A call to a hung peer blocks for 2 s for each 4 objects (measured: 4
+            keys 2.0 s, 8 keys 4-6 s, 16 keys 12 s, 32 keys 23 s), and buffers are out of use until it returns.
+        fast_call_seconds: a call that took no longer allows the next one of its kind to carry twice as many objects.
         max_queued_puts: objects that wait to be put; beyond it the oldest waiting put is dropped.
         max_exists_keys: one existence query never asks for more.
         hung_call_seconds, quarantine_seconds: a failed transfer call that lasted at least the former was ended by
@@ -64,8 +65,10 @@ class StoreSettings:
     local_hostname: str | None = None
     verify_payload: bool = True
     get_threads: int = 2
-    max_call_keys: int = 4
+    min_call_keys: int = 4
+    max_call_keys: int = 16
     max_call_bytes: int = 32 << 20
+    fast_call_seconds: float = 0.25
     max_queued_puts: int = 4096
     max_exists_keys: int = 1024
     hung_call_seconds: float = 25.0
