@@ -35,7 +35,12 @@ def main() -> int:
     def say(text: str) -> None:
         print(text, flush=True)
 
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # end what was started, as after Ctrl-C
+    def end(number: int, frame: object) -> None:
+        """End what was started, as after Ctrl-C; once, as a second signal would leave half of it running."""
+        signal.signal(number, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
     say(f"seed {seed}, {args.minutes:g} minutes of faults, about {args.minutes + 3:g} in all, logs in {folder}")
     weights = make_weights(folder / "models")
     prompts = work_out_answers(folder, weights, seed, say)

@@ -6,6 +6,7 @@ import statistics
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,8 @@ from hack.engine_api import EngineError, metric_total
 from hack.soak.tally import Tally
 from hack.soak.world import Rank, World
 
-SAMPLE_SECONDS = 5.0
-WARM_UP_SECONDS, WINDOW_SECONDS = 300.0, 60.0
-"""vLLM's own worker grows while it meets new shapes of batches: without any connector by 136 MB over the first 7,600 prompts of
-the soak, 100 MB of them in the first minute, ever slower (`VLLM::Worker` on CPU, measured). After five minutes that is over."""
+SAMPLE_SECONDS, NOTE_SECONDS = 5.0, 60.0
+WARM_UP_SECONDS, WINDOW_SECONDS = 120.0, 30.0
 HUB_WARM_UP_SECONDS, HUB_WINDOW_SECONDS = 20.0, 15.0
 MIN_GROWTH_BYTES, MAX_GROWTH_BYTES = 16 << 20, 48 << 20
 MAX_GROWTH_BYTES_PER_MINUTE = 6 << 20
@@ -33,7 +32,7 @@ OPEN = (
 
 @dataclass(frozen=True)
 class Growth:
-    """Resident memory of one process group: medians at the begin and at the end of what follows its warm-up."""
+    """Memory of one process group: medians at the begin and at the end of what follows its warm-up."""
 
     name: str
     minutes: float
@@ -50,22 +49,28 @@ class Growth:
         return f"{self.name} {self.begin / 1e6:.0f} -> {self.end / 1e6:.0f} MB in {self.minutes:.1f} min after its warm-up"
 
 
-def group_rss(group: int) -> int:
-    """Resident bytes of all processes of a process group."""
-    total = 0
+def group_memory(group: int) -> dict[str, int]:
+    """Resident bytes that are backed by no file, of the processes of a group, by their names.
+
+    Code that is touched for the first time, or read again after the machine was short of memory, is no growth.
+    """
+    sizes: defaultdict[str, int] = defaultdict(int)
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, IndexError, ValueError):
-            fields = stat.read_text().rsplit(")", 1)[1].split()
-            if int(fields[2]) == group:
-                total += int(fields[21]) * 4096
-    return total
+        with suppress(OSError, LookupError, ValueError):  # it ends, or has ended and has no memory
+            if int(stat.read_text().rsplit(")", 1)[1].split()[2]) == group:
+                status = dict(line.split(":", 1) for line in (stat.parent / "status").read_text().splitlines())
+                size = sum(int(status[kind].split()[0]) << 10 for kind in ("RssAnon", "RssShmem"))
+                sizes[status["Name"].strip()] += size
+    return dict(sizes)
 
 
 class Memory:
     """Samples the memory of every engine boot and of every life of the hub."""
 
-    def __init__(self, world: World, stop: threading.Event) -> None:
-        self._world, self._stop = world, stop
+    def __init__(self, world: World, stop: threading.Event, note: Callable[[str], None] = lambda text: None) -> None:
+        """`note` is told every minute which process of each group has how much."""
+        self._world, self._stop, self._note = world, stop, note
+        self.error: Exception | None = None
         self._samples: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
         self._thread = threading.Thread(target=self._run, name="soak-memory", daemon=True)
 
@@ -96,13 +101,24 @@ class Memory:
         return {name: size / 1e6 for name, (at, size) in sorted(living.items()) if at == newest}
 
     def _run(self) -> None:
+        try:
+            self._sample()
+        except Exception as error:  # reported by the run
+            self.error = error
+
+    def _sample(self) -> None:
+        noted = -NOTE_SECONDS
         while not self._stop.wait(SAMPLE_SECONDS):
             now = time.monotonic()
+            notes = now >= noted + NOTE_SECONDS
+            noted = now if notes else noted
             groups = {rank.engine.name: rank.engine.process for rank in self._world.ranks if rank.up}
             groups[f"hub {self._world.hub.process.popen.pid}"] = self._world.hub.process
             for name, process in groups.items():
-                if process.alive() and (size := group_rss(process.popen.pid)):
-                    self._samples[name].append((now, size))
+                if process.alive() and (sizes := group_memory(process.popen.pid)):
+                    self._samples[name].append((now, sum(sizes.values())))
+                    if notes:
+                        self._note(f"memory of {name}: " + ", ".join(f"{part} {size / 1e6:.1f} MB" for part, size in sizes.items()))
 
 
 def holdings(rank: Rank) -> dict[str, float]:

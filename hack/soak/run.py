@@ -94,7 +94,7 @@ class Crew:
             for rank in world.ranks
             for number in range(CLIENTS_PER_ENGINE)
         ]
-        self.memory = Memory(world, self.stop_clients)
+        self.memory = Memory(world, self.stop_clients, tally.note)
 
     def start(self) -> None:
         """Begin."""
@@ -162,6 +162,8 @@ def _verdict(tally: Tally, memory: Memory, elapsed: float, leaked: int) -> Verdi
     for growth in growths:
         if not growth.flat:
             tally.problem("memory grows", what=str(growth))
+    if memory.error is not None:
+        tally.problem("nobody watched the memory", error=repr(memory.error))
     if not tally["answers with a hit"]:
         tally.problem("nothing was ever reused")
     lines = [

@@ -31,6 +31,9 @@ BOOT_SECONDS = 600.0
 LEASE_SECONDS = 5.0
 JOIN_AFTER_SECONDS = 3.0
 STORE_LEASE_SECONDS = 3.0
+ENVIRON = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
+"""For memory that can be judged. PyTorch's oneDNN keeps a compiled kernel for each of the last 1,024 shapes: without any connector
+an engine's worker grew by 320 MB over 5,900 prompts of the soak, ever slower, and with these by 3 MB over 3,300 (measured)."""
 CONNECTOR = {"lookup_deadline_ms": 500.0, "job_deadline_seconds": 5.0}
 
 
@@ -132,7 +135,7 @@ class World:
             self.hub.connection(), "Pushed", L1_BYTES, self.master_relay.address, on_local_reset=on_reset, **CONNECTOR
         )
         args = ("--num-gpu-blocks-override", str(GPU_BLOCKS), "--max-num-batched-tokens", "512")
-        return Engine(f"{'ABC'[index]}{self._boots}", self.weights[0], self.folder, connector, args=args)
+        return Engine(f"{'ABC'[index]}{self._boots}", self.weights[0], self.folder, connector, args=args, environ=ENVIRON)
 
     def kill(self, rank: Rank) -> None:
         """SIGKILL to the whole engine."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Mapping
@@ -133,10 +135,19 @@ def test_what_counts_as_flat(minutes: float, grown_mb: float, flat: bool) -> Non
 
 def test_growth_is_told_from_medians_after_the_warm_up() -> None:
     memory = Memory(None, threading.Event())  # type: ignore[arg-type]
-    memory._samples["A1"] = [(float(at), 500 if at < 300 else 1000 + (100 if at > 600 else 0)) for at in range(0, 700, 5)]
-    memory._samples["short"] = [(float(at), 1) for at in range(0, 340, 5)]
+    memory._samples["A1"] = [(float(at), 500 if at < 120 else 1000 + (100 if at > 600 else 0)) for at in range(0, 700, 5)]
+    memory._samples["short"] = [(float(at), 1) for at in range(0, 145, 5)]
     (growth,) = memory.growths()
     assert (growth.name, growth.begin, growth.end) == ("A1", 1000, 1100)
+
+
+def test_memory_is_told_by_process_and_a_process_that_has_ended_has_none() -> None:
+    child = subprocess.Popen(["sleep", "0"], start_new_session=True)
+    while "(sleep) Z" not in Path(f"/proc/{child.pid}/stat").read_text():
+        time.sleep(0.01)
+    assert checks.group_memory(child.pid) == {}
+    child.wait()
+    assert sum(checks.group_memory(os.getpgrp()).values()) > 5 << 20
 
 
 class Recorder(Actor):
