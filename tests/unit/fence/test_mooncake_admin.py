@@ -220,7 +220,7 @@ def test_nothing_is_removed_from_the_time_on_at_which_engines_may_read_again() -
 
 def test_a_slow_look_up_of_the_name_does_not_make_a_removal_late(monkeypatch: pytest.MonkeyPatch) -> None:
     handle, asked = working()
-    before = time.monotonic() + 0.5
+    before = time.monotonic() + 3.0  # the store is asked twice before that, also on a busy machine
     looked_up: list[float] = []
     real = socket.getaddrinfo
 
@@ -235,7 +235,7 @@ def test_a_slow_look_up_of_the_name_does_not_make_a_removal_late(monkeypatch: py
         monkeypatch.setattr("epochkv_fence.mooncake_admin.socket.getaddrinfo", slow)
         admin = MooncakeAdmin(lambda uid: [url.replace("127.0.0.1", "master.example")])
         started = time.monotonic()
-        with pytest.raises(StoreAdminError, match=r"no answer within 0\.\d+ s") as told:
+        with pytest.raises(StoreAdminError, match=r"no answer within [0-2]\.\d+ s") as told:
             asyncio.run(admin.remove_all("u-1", force=True, before=before))
         assert "within 10 s" not in str(told.value)
         assert time.monotonic() - started < 20

@@ -35,10 +35,14 @@ def start(folder: Path, handler: str, farewell: str) -> Process:
 
 
 def gone(process: Process) -> bool:
-    try:
-        os.killpg(process.popen.pid, 0)
-    except ProcessLookupError:
-        return True
+    """Nobody is left of the group, once init has taken note of who was killed."""
+    deadline = time.monotonic() + 30.0
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(process.popen.pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.02)
     return False
 
 
