@@ -235,7 +235,7 @@ def test_a_slow_look_up_of_the_name_does_not_make_a_removal_late(monkeypatch: py
         monkeypatch.setattr("epochkv_fence.mooncake_admin.socket.getaddrinfo", slow)
         admin = MooncakeAdmin(lambda uid: [url.replace("127.0.0.1", "master.example")])
         started = time.monotonic()
-        with pytest.raises(StoreAdminError, match=r"no answer within [0-2]\.\d+ s") as told:
+        with pytest.raises(StoreAdminError, match=r"no answer within [\d.]+ s") as told:
             asyncio.run(admin.remove_all("u-1", force=True, before=before))
         assert "within 10 s" not in str(told.value)
         assert time.monotonic() - started < 20
