@@ -29,8 +29,8 @@ SUMMARY = re.compile(r"^=+ (.*\b(?:passed|failed|error|errors|skipped|no tests r
 class Layer:
     """One pytest run: `python -m pytest paths`, expected to take about `seconds`.
 
-    `workers`: how many tests run at a time; more than cores where tests mostly wait for leases, deadlines and processes.
-    `together`: pytest-xdist's `--dist`, which keeps the tests of a file, or of a group, in one process.
+    `workers`: how many tests run at a time, a file's tests in one process; more than cores where tests mostly wait for leases,
+    deadlines and processes. Engines fill both cores already.
     """
 
     name: str
@@ -38,7 +38,6 @@ class Layer:
     paths: tuple[str, ...]
     seconds: int
     workers: int = 1
-    together: str = "loadfile"
 
 
 LAYERS = (
@@ -65,7 +64,7 @@ LAYERS = (
     Layer("scheduler", ENGINE, ("tests/scheduler",), 90),
     Layer("store", ENGINE, ("tests/store",), 100, 2),
     Layer("cluster", DEV, ("tests/cluster",), 300, 3),
-    Layer("engine", ENGINE, ("tests/engine",), 480, 2, "loadgroup"),
+    Layer("engine", ENGINE, ("tests/engine",), 900),
     Layer("e2e", DEV, ("tests/e2e",), 480),
 )
 GROUPS = {"unit": ("unit", "model", "unit-connector")}
@@ -116,7 +115,7 @@ def run_layer(layer: Layer, extra: list[str]) -> tuple[int, str]:
         "EPOCHKV_PYTHON_DEV": str(DEV),
         "EPOCHKV_PYTHON_ENGINE": str(ENGINE),
     }
-    parallel = ["-n", str(layer.workers), "--dist", layer.together] if layer.workers > 1 else []
+    parallel = ["-n", str(layer.workers), "--dist", "loadfile"] if layer.workers > 1 else []
     command = [str(layer.python), "-m", "pytest", *parallel, *paths, *extra]
     with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         assert process.stdout

@@ -21,9 +21,6 @@ from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
 
-SHARE_THE_PAIR = ("test_reclaim", "test_sharing", "test_telemetry", "test_weights")
-"""Modules that use the session's `pair`: several processes would start one each."""
-
 PROMPT_TOKENS = 1000
 CACHED = 896  # whole blocks of 128 tokens of such a prompt
 BLOCKS = CACHED // 128
@@ -45,13 +42,6 @@ class Weights:
     def after(self, current: Path) -> Path:
         """The next ones to push: never `base`, never those that are there."""
         return self.third if current == self.new else self.new
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What shares engines runs in one process (`--dist loadgroup`)."""
-    for item in items:
-        module = item.path.stem
-        item.add_marker(pytest.mark.xdist_group("pair" if module in SHARE_THE_PAIR else module))
 
 
 def eventually(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
