@@ -9,7 +9,7 @@ import typer
 
 from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.render import Output, Progress, show_engines, show_reset, show_status
-from epochkv_fence.client import Pool
+from epochkv_fence.client import HubUnreachable, Pool
 
 RESET_HELP: Final = """Make all KV of the pool unreachable, and wait until that is proved.
 
@@ -48,7 +48,9 @@ Config = Annotated[
     ),
 ]
 Out = Annotated[Output, typer.Option("--output", "-o", help="A table for people, or JSON.")]
-Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="For the whole command.")]
+Timeout = Annotated[
+    float, typer.Option("--timeout", metavar="SECONDS", help="For the whole command; a hub must answer within the first 30 s of it.")
+]
 OnFailure = Annotated[
     str,
     typer.Option(
@@ -59,12 +61,25 @@ OnFailure = Annotated[
 ]
 LOOK_SECONDS: Final = 10.0
 RESET_SECONDS: Final = 300.0
-CONNECT_SECONDS: Final = 10.0
+CONNECT_SECONDS: Final = 30.0
+"""Longer than a standby operator takes to become the hub."""
 
 
-def connect(config: str | None, timeout: float) -> Pool:
-    """The pool, within the command's own time."""
-    return Pool.connect(config, min(timeout, CONNECT_SECONDS))
+NOTHING_ASKED: Final = "Nothing was asked of the pool: engines may still use the old KV, keep them paused"
+
+
+def connect(config: str | None, timeout: float, consequence: str | None = None) -> Pool:
+    """The pool, within the command's own time.
+
+    Args:
+        consequence: what it means for the caller that no hub answers.
+    """
+    try:
+        return Pool.connect(config, min(timeout, CONNECT_SECONDS))
+    except HubUnreachable as error:
+        if consequence is None:
+            raise
+        raise HubUnreachable(f"{error}. {consequence}") from None
 
 
 def reset(
@@ -78,7 +93,7 @@ def reset(
 ) -> None:
     """See RESET_HELP."""
     progress = Progress(quiet=False)
-    with closing(connect(config, timeout)) as pool:
+    with closing(connect(config, timeout, NOTHING_ASKED)) as pool:
         try:
             done = pool.reset(epoch, weights_version, wait, timeout, on_failure, progress)  # type: ignore[arg-type]
         finally:

@@ -108,7 +108,7 @@ def show_reset(reset: Reset, output: Output, wait: bool = True) -> None:
         show_json(asdict(reset))
         return
     if reset.noop:
-        text = f"epoch {reset.epoch} was published before: nothing to do"
+        text = f"epoch {reset.epoch} was published before, so nothing was reset; without --epoch the next one is raised"
     elif reset.published:
         text = f"epoch {reset.epoch} published in {reset.duration_s:.3f} s: no engine of {reset.engines} uses an older one"
     elif not wait:

@@ -14,7 +14,7 @@ from typing import Annotated, Final
 
 import typer
 
-from epochkv_fence.cli.asking import RESET_SECONDS, Config, Out, Timeout, connect
+from epochkv_fence.cli.asking import NOTHING_ASKED, RESET_SECONDS, Config, Out, connect
 from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.render import Output, Progress, say_error, show_reset
 from epochkv_fence.client import Update
@@ -28,6 +28,10 @@ are unknown, and `epochkv status` shows them as `failed: VERSION ...`.
 
 --order push_under_pause (default): COMMAND pauses the engines, pushes, and resumes nothing; resume after `epochkv update`.
 --order fence_first: the old epoch is fenced before COMMAND starts, so engines may serve (without reuse) while it pushes.
+
+With -o json its standard output goes to standard error. If epochkv itself may be killed in the middle (kill -9, out of memory), use
+fence_first: then nobody shares before the next update, whatever was pushed; with push_under_pause nobody knows of a push that never
+ended.
 
 COMMAND gets EPOCHKV_WEIGHTS_VERSION, EPOCHKV_CONFIG and, with fence_first, EPOCHKV_EPOCH. Signals are passed on to its process
 group. Exit status: that of COMMAND when it failed (128 + n for signal n), otherwise as for `epochkv reset`.
@@ -54,7 +58,9 @@ def update(
     version: Annotated[str, typer.Option("--version", metavar="V", help="What you call the new weights; different for every update.")],
     order: Annotated[str, typer.Option(metavar="push_under_pause|fence_first", help="When the old epoch is fenced.")] = "push_under_pause",
     config: Config = None,
-    timeout: Timeout = RESET_SECONDS,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", help="For what comes before COMMAND, and again for what comes after it.")
+    ] = RESET_SECONDS,
     output: Out = Output.TABLE,
 ) -> None:
     """See HELP."""
@@ -62,10 +68,10 @@ def update(
         say_error(f"{command[0]} is not a command; nothing was asked of the pool")
         raise typer.Exit(127)
     progress = Progress(quiet=False)
-    with closing(connect(config, timeout)) as pool:
+    with closing(connect(config, timeout, NOTHING_ASKED)) as pool:
         try:
             with pool.weight_update(version, order, timeout, progress=progress) as made:  # type: ignore[arg-type]
-                status = run(command, environment(os.environ, config, made))
+                status = run(command, environment(os.environ, config, made), to_stderr=output is Output.JSON)
                 if status != 0:
                     raise CommandFailed(status)
         except CommandFailed as error:
@@ -90,13 +96,17 @@ def environment(environ: Mapping[str, str], config: str | None, made: Update) ->
     found.pop(EPOCH_ENV, None)
     if made.epoch is not None:
         found[EPOCH_ENV] = str(made.epoch)
-    if config is not None:
-        found[CONFIG_ENV] = config if config.lstrip().startswith("{") else os.path.abspath(config)
+    given = config if config is not None else found.get(CONFIG_ENV)
+    if given:
+        found[CONFIG_ENV] = given if given.lstrip().startswith("{") else os.path.abspath(given)
     return found
 
 
-def run(command: Sequence[str], environ: Mapping[str, str]) -> int:
+def run(command: Sequence[str], environ: Mapping[str, str], *, to_stderr: bool = False) -> int:
     """Run the command in a process group of its own, which gets our signals and, if we have one, the terminal.
+
+    Args:
+        to_stderr: where its standard output goes, as ours is for one JSON document.
 
     Returns:
         Its exit status, 128 + n when signal n ended it.
@@ -115,7 +125,7 @@ def run(command: Sequence[str], environ: Mapping[str, str]) -> int:
     try:
         with _terminal() as terminal:
             try:
-                child = subprocess.Popen(list(command), env=dict(environ), process_group=0)
+                child = subprocess.Popen(list(command), env=dict(environ), process_group=0, stdout=2 if to_stderr else None)
             except OSError as error:
                 say_error(f"{command[0]} cannot be started: {error.strerror or error}")
                 return 126

@@ -92,7 +92,7 @@ def test_a_named_epoch_twice_is_done_twice(hub: HubProcess) -> None:
     first, second = (epochkv("reset", "--epoch", epoch, "-o", "json", config=hub.folder) for _ in range(2))
     assert (first.returncode, second.returncode) == (0, 0)
     assert [json.loads(done.stdout)["noop"] for done in (first, second)] == [False, True]
-    assert "was published before: nothing to do" in epochkv("reset", "--epoch", epoch, config=hub.folder).stdout
+    assert "was published before, so nothing was reset" in epochkv("reset", "--epoch", epoch, config=hub.folder).stdout
 
 
 def test_what_is_not_published_in_time_is_status_3_with_names(hub: HubProcess, agents: Agents) -> None:
@@ -147,6 +147,7 @@ def test_nobody_there_is_status_4(tmp_path: Path, hub: HubProcess) -> None:
         assert done.returncode == 4, done.stderr
         assert done.stderr.startswith("epochkv: no answer from the hub at tcp://127.0.0.1:")
         assert "Traceback" not in done.stderr
+        assert ("keep them paused" in done.stderr) == (arguments[0] in ("reset", "update"))
 
 
 @pytest.mark.parametrize(
@@ -244,6 +245,15 @@ def pushed(tmp_path: Path) -> Iterator[HubProcess]:
     """A hub of a pool whose engines never join by age."""
     with HubProcess(tmp_path / "state", "--join-after-seconds", "3600", "--lease-seconds", "5") as made:
         yield made
+
+
+def test_what_the_command_of_an_update_prints_is_no_part_of_the_json(pushed: HubProcess) -> None:
+    script = "import os; print('pushed through', os.environ['EPOCHKV_CONFIG'])"
+    relative = os.path.relpath(pushed.folder)
+    done = epochkv("update", "--version", "step-1", "-o", "json", "--", sys.executable, "-c", script, config=Path(relative))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["weights_version"] == "step-1"
+    assert f"pushed through {os.path.abspath(relative)}" in done.stderr
 
 
 def test_update_runs_the_command_and_names_those_that_were_there(pushed: HubProcess, tmp_path: Path) -> None:
