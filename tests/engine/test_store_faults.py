@@ -200,15 +200,17 @@ def test_a_store_that_is_wiped_under_a_read_yields_no_wrong_answer(pair: FaultyP
         pair.raw.put_all({f"junk/{len(wipes)}/{number}": junk for number in range(3 * BLOCKS)})
 
     def strike(_: list[str]) -> None:
-        wipes.append(threading.Thread(target=wipe, args=(delays.uniform(0, 0.01),)))
+        wipes.append(threading.Thread(target=wipe, args=(delays.uniform(0, 0.005),)))
         wipes[-1].start()
 
     pair.relay.watch = Ambush(strike)
     try:
-        for _ in range(12):
+        for number in range(48):  # a read takes a few milliseconds: some wipes come too late
             pair.ask(pair.b, pair.saved()[0])
             for wipe_thread in wipes:
                 wipe_thread.join(30.0)
+            if number >= 12 and pair.seen(pair.b, *names) > before:
+                break
     finally:
         pair.relay.watch = None
     assert len(wipes) >= 3
