@@ -82,7 +82,7 @@ def fleet(kinds: Mapping[str, str], l1_blocks: int = 0) -> Iterator[Fleet]:
         for name, kind in kinds.items():
             connector = {"ours": ours, "stock": stock, "none": None}[kind]
             engine = Engine(name, model, folder, connector, args=ARGS, environ=environ if kind == "stock" else {})
-            stack.callback(engine.process.end, 15.0)
+            stack.callback(engine.end)
             engines[name] = engine
         for engine in engines.values():
             engine.wait_ready(START_SECONDS)
