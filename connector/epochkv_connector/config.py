@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from epochkv_connector import schema
-from epochkv_fence.connection import CONFIG_ENV, ConnectionError_, HubRef, PoolRef, check_pool, read_document
+from epochkv_fence.connection import CONFIG_ENV, ConfigurationError, HubRef, PoolRef, check_pool, read_document
 
 __all__ = ["CONFIG_ENV", "ConfigError", "ConnectorConfig", "DistributedTier", "HubRef", "LocalTier", "PoolRef"]
 
@@ -92,7 +92,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         try:
             check_pool(self.pool, EXTRA)
-        except ConnectionError_ as error:
+        except ConfigurationError as error:
             raise ConfigError(str(error)) from None
 
 
@@ -107,7 +107,7 @@ def _document(source: object, variables: Mapping[str, str]) -> tuple[dict[str, A
     assert isinstance(given, str)
     try:
         document = read_document(given, variables)
-    except ConnectionError_ as error:
+    except ConfigurationError as error:
         words = str(error).removeprefix("the connection configuration").removeprefix(CONFIG_ENV).lstrip(": ")
         raise ConfigError(f"{named}: {schema.shown(given) + ' ' if words.startswith('is ') else ''}{words}") from None
     return document.content, named if given.lstrip().startswith("{") else document.origin

@@ -1,7 +1,7 @@
 """How an engine, a trainer or the command line reaches a pool: one small JSON and five files, or the environment alone.
 
 Everything is checked where it is read, and every error names the key, file or variable and what to do about it, because
-it is read in the log of somebody else's launcher. Whatever comes in, only `ConnectionError_` comes out.
+it is read in the log of somebody else's launcher. Whatever comes in, only `ConfigurationError` comes out.
 
 The JSON is the connector's configuration file; a client reads its `pool` and `hub` and leaves the rest alone:
 
@@ -43,7 +43,7 @@ RELOAD_SECONDS: Final = 0.025
 ENDPOINT: Final = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s\[\]:/@*;]+):(?P<port>[0-9]{1,5})")
 
 
-class ConnectionError_(ValueError):
+class ConfigurationError(ValueError):
     """The pool cannot be reached with what was given; the message names key, file or variable and the remedy."""
 
 
@@ -102,7 +102,7 @@ class Connection:
                 None: what the environment variable `EPOCHKV_CONFIG` names (or holds).
 
         Raises:
-            ConnectionError_: nothing was given, or it cannot be used.
+            ConfigurationError: nothing was given, or it cannot be used.
         """
         variables = os.environ if environ is None else environ
         document = read_document(source, variables)
@@ -115,7 +115,7 @@ class Connection:
         """The key pair that speaks for the pool, and the hub's public key.
 
         Raises:
-            ConnectionError_: a file or variable is missing or holds no key.
+            ConfigurationError: a file or variable is missing or holds no key.
         """
         return read_client_keys(self.hub, self.environ)
 
@@ -123,7 +123,7 @@ class Connection:
         """What the pool's names are made with; engines need it, clients do not.
 
         Raises:
-            ConnectionError_: the file or variable is missing or holds no secret.
+            ConfigurationError: the file or variable is missing or holds no secret.
         """
         return read_root_secret(self.hub, self.environ)
 
@@ -135,22 +135,22 @@ def read_document(source: str | os.PathLike[str] | Mapping[str, Any] | None, env
     """Find and parse a configuration; a relative `hub.credentials_dir` of a file is made absolute.
 
     Raises:
-        ConnectionError_: nothing was given, or it is no JSON object.
+        ConfigurationError: nothing was given, or it is no JSON object.
     """
     if isinstance(source, Mapping):
         return Document(dict(source), "the connection configuration")
     if source is None:
         value = environ.get(CONFIG_ENV, "")
         if not value.strip():
-            raise ConnectionError_(
+            raise ConfigurationError(
                 f"no connection configuration: give the path of the pool's {CONFIG_FILE}, or set {CONFIG_ENV} to it or to its text"
             )
         return _from_text(value, CONFIG_ENV)
     if not isinstance(source, (str, os.PathLike)):
-        raise ConnectionError_(f"the connection configuration is a {type(source).__name__}; give a path, JSON text or a mapping")
+        raise ConfigurationError(f"the connection configuration is a {type(source).__name__}; give a path, JSON text or a mapping")
     text = os.fspath(source)
     if not isinstance(text, str):
-        raise ConnectionError_("the connection configuration is given as bytes; give a path as text")
+        raise ConfigurationError("the connection configuration is given as bytes; give a path as text")
     return _from_text(text, "the connection configuration")
 
 
@@ -162,14 +162,14 @@ def _from_text(text: str, what: str) -> Document:
         if path.is_dir():
             path = path / CONFIG_FILE
         content = _read_bytes(path)
-    except ConnectionError_:
+    except ConfigurationError:
         raise
     except OSError as error:
-        raise ConnectionError_(
+        raise ConfigurationError(
             f"{what}: {_shown(text)} cannot be read ({error.strerror or error}); give the path of the pool's {CONFIG_FILE}"
         ) from error
     except (ValueError, RuntimeError) as error:  # a NUL or lone surrogate in the path; no home for "~"
-        raise ConnectionError_(f"{what}: {_shown(text)} is no path ({error}); give the path of the pool's {CONFIG_FILE}") from error
+        raise ConfigurationError(f"{what}: {_shown(text)} is no path ({error}); give the path of the pool's {CONFIG_FILE}") from error
     document = _parse(content, str(path))
     hub = document.get("hub")
     if isinstance(hub, dict) and isinstance(hub.get("credentials_dir"), str):
@@ -182,10 +182,10 @@ def _read_bytes(path: Path) -> bytes:
     """A regular file's content, bounded: a FIFO or a device would hang or fill the memory of an engine."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ConnectionError_(f"{path} is not a regular file; give the path of the pool's {CONFIG_FILE}")
+            raise ConfigurationError(f"{path} is not a regular file; give the path of the pool's {CONFIG_FILE}")
         content = file.read(MAX_CONFIG_BYTES + 1)
     if len(content) > MAX_CONFIG_BYTES:
-        raise ConnectionError_(f"{path} is larger than {MAX_CONFIG_BYTES} bytes; give the path of the pool's {CONFIG_FILE}")
+        raise ConfigurationError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes; give the path of the pool's {CONFIG_FILE}")
     return content
 
 
@@ -193,40 +193,40 @@ def _parse(content: str | bytes, origin: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(content, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
-        raise ConnectionError_(f"{origin} is not a JSON object: {error}; it must have the keys pool and hub") from error
+        raise ConfigurationError(f"{origin} is not a JSON object: {error}; it must have the keys pool and hub") from error
 
 
 def convert(content: Mapping[str, Any], kind: type[T], origin: str) -> T:
     """`content` as `kind`.
 
     Raises:
-        ConnectionError_: a key is missing, unknown or of the wrong type.
+        ConfigurationError: a key is missing, unknown or of the wrong type.
     """
     try:
         return msgspec.convert(content, kind)
     except (msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError) as error:
-        raise ConnectionError_(
+        raise ConfigurationError(
             f'{origin}: {error}; it must have {{"pool": {{"name", "uid"}}, "hub": {{"endpoint", "credentials_dir"}}}}'
         ) from error
 
 
 def check_pool(pool: PoolRef, origin: str) -> None:
-    """Raise `ConnectionError_` for a pool that cannot be one."""
+    """Raise `ConfigurationError` for a pool that cannot be one."""
     if not pool.uid:
-        raise ConnectionError_(f"{origin}: pool.uid is empty; give the pool's uid")
+        raise ConfigurationError(f"{origin}: pool.uid is empty; give the pool's uid")
     if len(pool.uid) > MAX_UID or not pool.uid.isprintable():
-        raise ConnectionError_(f"{origin}: pool.uid is {_shown(pool.uid)}; give the pool's uid, 1 to {MAX_UID} printable characters")
+        raise ConfigurationError(f"{origin}: pool.uid is {_shown(pool.uid)}; give the pool's uid, 1 to {MAX_UID} printable characters")
 
 
 def check_endpoint(endpoint: str, what: str) -> tuple[str, int]:
     """Host and port of what a client may dial.
 
     Raises:
-        ConnectionError_: it does not look like `tcp://host:7700`.
+        ConfigurationError: it does not look like `tcp://host:7700`.
     """
     match = ENDPOINT.fullmatch(endpoint)
     if match is None or not 0 < int(match["port"]) < 65536 or len(match["host"]) > 255 or not endpoint.isprintable():
-        raise ConnectionError_(f"{what} is {_shown(endpoint)}; it must look like tcp://host:7700")
+        raise ConfigurationError(f"{what} is {_shown(endpoint)}; it must look like tcp://host:7700")
     return match["host"], int(match["port"])
 
 
@@ -239,7 +239,7 @@ def read_client_keys(hub: HubRef, environ: Mapping[str, str] | None = None) -> C
     Key files are replaced one after the other when keys are rotated, so a pair that does not fit is read again.
 
     Raises:
-        ConnectionError_: a file or variable is missing or holds no key.
+        ConfigurationError: a file or variable is missing or holds no key.
     """
     from epochkv_fence.transport.keys import ClientKeys, CredentialsError
 
@@ -254,7 +254,7 @@ def read_client_keys(hub: HubRef, environ: Mapping[str, str] | None = None) -> C
         except CredentialsError as error:
             if not tries or isinstance(error.__cause__, FileNotFoundError):
                 where = f"the keys in {folder}" if folder is not None else f"{HUB_PUBLIC_ENV}, {CLIENT_PUBLIC_ENV}, {CLIENT_SECRET_ENV}"
-                raise ConnectionError_(f"{where} cannot be used: {error}") from error
+                raise ConfigurationError(f"{where} cannot be used: {error}") from error
         time.sleep(RELOAD_SECONDS)
 
 
@@ -262,7 +262,7 @@ def read_root_secret(hub: HubRef, environ: Mapping[str, str] | None = None) -> b
     """The pool's root secret (32 bytes, kept as 64 hex digits), from the directory or the environment.
 
     Raises:
-        ConnectionError_: the file or variable is missing or holds no secret.
+        ConfigurationError: the file or variable is missing or holds no secret.
     """
     if hub.credentials_dir is None:
         return _secret(_variable(ROOT_SECRET_ENV, environ), ROOT_SECRET_ENV)
@@ -270,9 +270,9 @@ def read_root_secret(hub: HubRef, environ: Mapping[str, str] | None = None) -> b
     try:
         text = _read_bytes(path).decode("ascii")
     except OSError as error:
-        raise ConnectionError_(f"{path} cannot be read: {error.strerror}; mount the pool's credentials there") from error
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}; mount the pool's credentials there") from error
     except UnicodeError as error:
-        raise ConnectionError_(f"{path} is not hex text; it must hold {2 * ROOT_SECRET_BYTES} hex digits") from error
+        raise ConfigurationError(f"{path} is not hex text; it must hold {2 * ROOT_SECRET_BYTES} hex digits") from error
     return _secret(text, str(path))
 
 
@@ -282,20 +282,20 @@ def _secret(text: str, what: str) -> bytes:
     except ValueError:  # without its text, which would show the secret
         secret = b""
     if len(secret) != ROOT_SECRET_BYTES:
-        raise ConnectionError_(f"{what} does not hold {2 * ROOT_SECRET_BYTES} hex digits; take the pool's root.secret")
+        raise ConfigurationError(f"{what} does not hold {2 * ROOT_SECRET_BYTES} hex digits; take the pool's root.secret")
     return secret
 
 
 def _variable(name: str, environ: Mapping[str, str] | None) -> str:
     value = (os.environ if environ is None else environ).get(name, "").strip()
     if not value:
-        raise ConnectionError_(f"{name} is not set and the configuration has no hub.credentials_dir; set one of them")
+        raise ConfigurationError(f"{name} is not set and the configuration has no hub.credentials_dir; set one of them")
     return value
 
 
 def _folder(text: str) -> Path:
     if not text or "\0" in text:
-        raise ConnectionError_(f"hub.credentials_dir is {_shown(text)}; give the directory with the pool's keys, or leave it out")
+        raise ConfigurationError(f"hub.credentials_dir is {_shown(text)}; give the directory with the pool's keys, or leave it out")
     return Path(text)
 
 

@@ -31,7 +31,7 @@ from epochkv_fence import hub_events as ev
 from epochkv_fence.agent import Agent, Received, Started
 from epochkv_fence.agent import Send as AgentSend
 from epochkv_fence.authority import PoolRecord, Term
-from epochkv_fence.connection import Connection, ConnectionError_
+from epochkv_fence.connection import ConfigurationError, Connection
 from epochkv_fence.hub import Hub
 from epochkv_fence.messages import Grant, Message, WireError, decode, encode
 from epochkv_fence.pool import PoolConfig
@@ -127,7 +127,7 @@ def keys(rng: Random) -> None:
 
 
 class Documents:
-    """The connection's loaders: a `Connection` with usable keys, or `ConnectionError_`."""
+    """The connection's loaders: a `Connection` with usable keys, or `ConfigurationError`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -144,11 +144,11 @@ class Documents:
                 path.unlink(missing_ok=True)
         try:
             loaded = Connection.load(self._source(rng), environ)  # type: ignore[arg-type]
-        except ConnectionError_:
+        except ConfigurationError:
             return
-        with contextlib.suppress(ConnectionError_):
+        with contextlib.suppress(ConfigurationError):
             loaded.client_keys()
-        with contextlib.suppress(ConnectionError_):
+        with contextlib.suppress(ConfigurationError):
             loaded.root_secret()
 
     def _source(self, rng: Random) -> object:

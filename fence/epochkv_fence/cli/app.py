@@ -12,7 +12,7 @@ from epochkv_fence.cli import asking, hub, keys, update
 from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.file_hub import HubError
 from epochkv_fence.cli.render import say_error
-from epochkv_fence.client import ConnectionError_, HubUnreachable, PoolError, ResetTimeout
+from epochkv_fence.client import ConfigurationError, HubUnreachable, PoolError, ResetTimeout
 from epochkv_fence.file_authority import StateError
 
 HELP: Final = """KV-cache pools that can be invalidated as a whole, provably.
@@ -43,7 +43,7 @@ def run() -> None:
     logging.getLogger("epochkv_fence").addHandler(logging.NullHandler())  # errors are told once, by the commands
     try:
         app()
-    except ConnectionError_ as error:
+    except ConfigurationError as error:
         _end(error, Exit.USAGE)
     except ResetTimeout as error:
         _end(error, Exit.NOT_PUBLISHED)

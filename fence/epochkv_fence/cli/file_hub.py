@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 from epochkv_fence.cli.metrics import MetricsServer, exposition
 from epochkv_fence.cli.report import compare
 from epochkv_fence.cli.state import Keys, ensure_keys, read_keys, repair_client, retire_previous, write_client
-from epochkv_fence.connection import ConnectionError_, check_endpoint
+from epochkv_fence.connection import ConfigurationError, check_endpoint
 from epochkv_fence.file_authority import FileAuthority, StateError
 from epochkv_fence.mooncake_admin import MooncakeAdmin, check_admin_url
 from epochkv_fence.pool import PoolConfig, PoolSnapshot, ReclaimPolicy
@@ -76,7 +76,7 @@ class HubOptions:
             if self.advertise:
                 check_endpoint(self.advertise, "--advertise")
             urls = tuple(check_admin_url(url) for url in self.store_admin)
-        except (ConnectionError_, ValueError) as error:
+        except (ConfigurationError, ValueError) as error:
             raise HubError(str(error)) from error
         if self.reclaim == "RemoveAll" and not urls:
             raise HubError("--reclaim RemoveAll needs --store-admin: the hub itself empties the store, which must be this pool's alone")

@@ -15,12 +15,12 @@ from epochkv_fence.client.errors import (
 from epochkv_fence.client.pool import Pool
 from epochkv_fence.client.results import Engine, PoolStatus, Reset
 from epochkv_fence.client.updating import Update
-from epochkv_fence.connection import Connection, ConnectionError_
+from epochkv_fence.connection import ConfigurationError, Connection
 
 __all__ = [
     "AsyncPool",
+    "ConfigurationError",
     "Connection",
-    "ConnectionError_",
     "Engine",
     "HubUnreachable",
     "KeyRefused",

@@ -60,7 +60,7 @@ class Pool:
                 environment variable `EPOCHKV_CONFIG` names.
 
         Raises:
-            ConnectionError_: the configuration or its keys cannot be used.
+            ConfigurationError: the configuration or its keys cannot be used.
             HubUnreachable: no hub answered in time; `KeyRefused` when one did and refused.
             WrongPool: the keys are those of another pool.
         """

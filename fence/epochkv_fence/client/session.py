@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from epochkv_fence.connection import Connection, ConnectionError_
+from epochkv_fence.connection import ConfigurationError, Connection
 from epochkv_fence.messages import BumpStatus, Error, Message, Refusal, Status, WireError, decode, encode
 from epochkv_fence.transport.dealer import MONITORED, configure
 from epochkv_fence.transport.keys import ClientKeys
@@ -85,7 +85,7 @@ class Session:
         """Begin to dial.
 
         Raises:
-            ConnectionError_: the credentials cannot be used.
+            ConfigurationError: the credentials cannot be used.
         """
         keys = self.connection.client_keys()
         self._task = asyncio.get_running_loop().create_task(self._run(keys))
@@ -154,7 +154,7 @@ class Session:
             await asyncio.sleep(REDIAL_SECONDS if self._conversations else 4 * REDIAL_SECONDS)
             try:
                 keys = self.connection.client_keys()  # they may have been rotated
-            except ConnectionError_ as error:
+            except ConfigurationError as error:
                 self._problem = str(error)
 
     async def _dial(self, context: zmq.asyncio.Context, keys: ClientKeys) -> None:

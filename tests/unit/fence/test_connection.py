@@ -18,8 +18,8 @@ from epochkv_fence.connection import (
     CLIENT_SECRET_ENV,
     HUB_PUBLIC_ENV,
     ROOT_SECRET_ENV,
+    ConfigurationError,
     Connection,
-    ConnectionError_,
     HubRef,
     read_client_keys,
 )
@@ -92,38 +92,38 @@ def test_a_mapping_and_the_connectors_other_keys_are_fine() -> None:
     ],
 )
 def test_what_is_wrong_is_named(change: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConnectionError_, match=named):
+    with pytest.raises(ConfigurationError, match=named):
         Connection.load({**CONTENT, **change}, {})
 
 
 def test_nothing_given_says_what_to_give() -> None:
     for environ in ({}, {"EPOCHKV_CONFIG": "  "}):
-        with pytest.raises(ConnectionError_, match=r"give the path of the pool's connection\.json, or set EPOCHKV_CONFIG"):
+        with pytest.raises(ConfigurationError, match=r"give the path of the pool's connection\.json, or set EPOCHKV_CONFIG"):
             Connection.load(None, environ)
 
 
 def test_unreadable_files_are_named(folder: Path) -> None:
-    with pytest.raises(ConnectionError_, match=r"absent\.json' cannot be read \(No such file"):
+    with pytest.raises(ConfigurationError, match=r"absent\.json' cannot be read \(No such file"):
         Connection.load(str(folder / "absent.json"), {})
-    with pytest.raises(ConnectionError_, match=r"EPOCHKV_CONFIG: .*cannot be read"):
+    with pytest.raises(ConfigurationError, match=r"EPOCHKV_CONFIG: .*cannot be read"):
         Connection.load(None, {"EPOCHKV_CONFIG": str(folder / "absent.json")})
-    with pytest.raises(ConnectionError_, match="is no path"):
+    with pytest.raises(ConfigurationError, match="is no path"):
         Connection.load("a\0b", {})
     (folder / "connection.json").write_text("[1]")
-    with pytest.raises(ConnectionError_, match=r"connection\.json is not a JSON object"):
+    with pytest.raises(ConfigurationError, match=r"connection\.json is not a JSON object"):
         Connection.load(folder, {})
     (folder / "connection.json").write_bytes(b"\xff\xfe{")
-    with pytest.raises(ConnectionError_, match=r"connection\.json is not a JSON object"):
+    with pytest.raises(ConfigurationError, match=r"connection\.json is not a JSON object"):
         Connection.load(folder, {})
     (folder / "connection.json").write_bytes(b" " * ((1 << 20) + 1))
-    with pytest.raises(ConnectionError_, match="larger than"):
+    with pytest.raises(ConfigurationError, match="larger than"):
         Connection.load(folder, {})
 
 
 def test_what_is_no_file_neither_hangs_nor_fills_the_memory(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", Path("/dev/zero")):
-        with pytest.raises(ConnectionError_, match="is not a regular file"):
+        with pytest.raises(ConfigurationError, match="is not a regular file"):
             Connection.load(path, {})
 
 
@@ -137,11 +137,11 @@ def test_a_missing_or_broken_key_file_is_named_and_never_shown(folder: Path, nam
     read()
     broken = "c0ffee" * 7
     (folder / name).write_text(broken)
-    with pytest.raises(ConnectionError_, match=name.replace(".", r"\.")) as caught:
+    with pytest.raises(ConfigurationError, match=name.replace(".", r"\.")) as caught:
         read()
     assert broken not in str(caught.value)
     (folder / name).unlink()
-    with pytest.raises(ConnectionError_, match=name.replace(".", r"\.")):
+    with pytest.raises(ConfigurationError, match=name.replace(".", r"\.")):
         read()
 
 
@@ -157,10 +157,10 @@ def test_a_missing_or_broken_variable_is_named(folder: Path, name: str) -> None:
 
     read()
     environ[name] = "no key"
-    with pytest.raises(ConnectionError_, match=name):
+    with pytest.raises(ConfigurationError, match=name):
         read()
     del environ[name]
-    with pytest.raises(ConnectionError_, match=f"{name} is not set and the configuration has no hub.credentials_dir"):
+    with pytest.raises(ConfigurationError, match=f"{name} is not set and the configuration has no hub.credentials_dir"):
         read()
 
 
@@ -172,7 +172,7 @@ def test_a_pair_that_is_being_replaced_is_read_again(folder: Path) -> None:
         time.sleep(0.02)
         (folder / "client.pub").write_text(fresh.public)
 
-    with pytest.raises(ConnectionError_, match="does not belong"):
+    with pytest.raises(ConfigurationError, match="does not belong"):
         read_client_keys(HubRef("tcp://h:1", str(folder)))
     thread = threading.Thread(target=rest)
     thread.start()
@@ -198,7 +198,7 @@ def attempt(source: Any, environ: dict[str, str]) -> None:
         connection = Connection.load(source, environ)
         connection.client_keys()
         connection.root_secret()
-    except ConnectionError_ as error:
+    except ConfigurationError as error:
         assert str(error)  # noqa: PT017 - the only exception that is allowed
 
 
@@ -234,9 +234,9 @@ def test_whatever_bytes_a_file_holds_the_error_is_ours(tmp_path_factory: pytest.
 
 def test_nesting_without_end_is_an_error_of_ours() -> None:
     attempt("{" + '"a":[' * 100_000, {})
-    with pytest.raises(ConnectionError_):
+    with pytest.raises(ConfigurationError):
         Connection.load('{"pool":' * 50_000, {})
     loop: dict[str, Any] = {}
     loop["pool"] = loop
-    with pytest.raises(ConnectionError_):
+    with pytest.raises(ConfigurationError):
         Connection.load(loop, {})
