@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import sys
-from typing import Final
+from typing import Annotated, Final
 
 import typer
 
@@ -12,15 +13,26 @@ from epochkv_fence.cli import asking, hub, keys, update
 from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.file_hub import HubError
 from epochkv_fence.cli.render import say_error
-from epochkv_fence.client import ConfigurationError, HubUnreachable, PoolError, ResetTimeout
+from epochkv_fence.client import ArgumentError, ConfigurationError, HubUnreachable, PoolError, ResetTimeout, UpdateInProgress
 from epochkv_fence.file_authority import StateError
 
 HELP: Final = """KV-cache pools that can be invalidated as a whole, provably.
 
 Exit status: 0 done; 1 failed; 2 wrong usage or configuration; 3 recorded, but not published in time (engines that did not
 acknowledge are fenced by their leases); 4 no hub answered, nothing is known to be recorded: keep engines paused; 5 the hub's
-state cannot be used; 6 the hub lost its state; 130 interrupted.
+state cannot be used; 6 the hub lost its state; 75 another trainer has a weight update open, nothing was asked or pushed: try again
+later; 130 interrupted. Of `update` also: that of COMMAND when it failed (128 + n for signal n), 126 COMMAND cannot be started,
+127 there is no such command.
 """
+OPTIONS: Final = {
+    "epoch": "--epoch",
+    "weights_version": "--weights-version",
+    "version": "--version",
+    "timeout_s": "--timeout",
+    "on_failure": "--on-failure",
+    "order": "--order",
+}
+"""What the command line calls the client's parameters."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -28,7 +40,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a plain traceback: no local variables, which may be keys
     rich_markup_mode=None,
     help=HELP,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            print(f"epochkv {importlib.metadata.version('epochkv')}")
+        except importlib.metadata.PackageNotFoundError:
+            print("epochkv, run from its source without being installed")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)] = False,
+) -> None:
+    """What stands before the command."""
+
+
 app.command("hub", help=hub.HELP)(hub.hub)
 app.command("reset", help=asking.RESET_HELP)(asking.reset)
 app.command("wait", help=asking.WAIT_HELP)(asking.wait)
@@ -41,8 +72,11 @@ app.add_typer(keys.app, name="keys", help=keys.HELP)
 def run() -> None:
     """Entry point."""
     logging.getLogger("epochkv_fence").addHandler(logging.NullHandler())  # errors are told once, by the commands
+    logging.getLogger("epochkv_fence.connection").addHandler(_Warnings(logging.WARNING))
     try:
-        app()
+        app(prog_name="epochkv")
+    except ArgumentError as error:
+        _end(ValueError(f"{OPTIONS.get(error.parameter, error.parameter)} {error.problem}"), Exit.USAGE)
     except ConfigurationError as error:
         _end(error, Exit.USAGE)
     except ResetTimeout as error:
@@ -53,12 +87,21 @@ def run() -> None:
         _end(error, Exit.STATE)
     except HubError as error:
         _end(error, Exit.USAGE)
+    except UpdateInProgress as error:
+        _end(error, Exit.FAILED if error.pushed else Exit.BUSY)
     except (PoolError, OSError) as error:
         _end(error, Exit.FAILED)
     except ValueError as error:
         _end(error, Exit.USAGE)
     except KeyboardInterrupt:
         sys.exit(Exit.INTERRUPTED)
+
+
+class _Warnings(logging.Handler):
+    """What the client warns of, as the commands say things."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say_error(record.getMessage())
 
 
 def _end(error: Exception, status: Exit) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 import typer
 
 from epochkv_fence.cli.exits import Exit
-from epochkv_fence.cli.render import Output, Progress, show_engines, show_reset, show_status
+from epochkv_fence.cli.render import Output, Progress, show_engines, show_reset, show_status, show_wait
 from epochkv_fence.client import HubUnreachable, Pool
 
 RESET_HELP: Final = """Make all KV of the pool unreachable, and wait until that is proved.
@@ -19,11 +19,18 @@ Push weights while engines are paused, then reset, then resume. For restarted en
   epochkv reset                                 # the next epoch
   epochkv reset --weights-version step-42 -o json
   epochkv reset --epoch 7                       # at least epoch 7; repeating it changes nothing
+
+Exit status: 0 published (with --no-wait: recorded); 3 recorded, not published in time; 4 no hub recorded it: keep engines paused.
 """
-WAIT_HELP: Final = """Wait until an epoch is published, without asking for it.
+WAIT_HELP: Final = """Wait until EPOCH is published: until it is proved that no engine uses KV of an older one.
+
+It asks for nothing: somebody else does, before or meanwhile (`epochkv reset --no-wait`, a trainer, resetEpoch of the pool). An
+epoch that is published already ends it at once. It does not wait for engines to share again: see `epochkv engines`.
 
 \b
   epochkv wait 7 --timeout 60
+
+Exit status: 0 published; 3 not in time, the message says whether anybody has asked for it; 4 no hub answers.
 """
 STATUS_HELP: Final = """Show the pool: epochs, weights, engines.
 
@@ -89,13 +96,16 @@ def reset(
     wait: Annotated[bool, typer.Option(help="Wait until it is published.")] = True,
     timeout: Timeout = RESET_SECONDS,
     on_failure: OnFailure = "bypass",
+    force: Annotated[
+        bool, typer.Option("--force", help="Also an epoch that is more than a million above the target: it never goes down again.")
+    ] = False,
     output: Out = Output.TABLE,
 ) -> None:
     """See RESET_HELP."""
     progress = Progress(quiet=False)
     with closing(connect(config, timeout, NOTHING_ASKED)) as pool:
         try:
-            done = pool.reset(epoch, weights_version, wait, timeout, on_failure, progress)  # type: ignore[arg-type]
+            done = pool.reset(epoch, weights_version, wait, timeout, on_failure, progress, force)  # type: ignore[arg-type]
         finally:
             progress.stop()
     show_reset(done, output, wait)
@@ -110,13 +120,13 @@ def wait(
     output: Out = Output.TABLE,
 ) -> None:
     """See WAIT_HELP."""
-    progress = Progress(quiet=False)
+    progress = Progress(quiet=False, asks=False)
     with closing(connect(config, timeout)) as pool:
         try:
             done = pool.wait(epoch, timeout, progress)
         finally:
             progress.stop()
-    show_reset(done, output)
+    show_wait(done, output)
 
 
 def status(config: Config = None, timeout: Timeout = LOOK_SECONDS, output: Out = Output.TABLE) -> None:

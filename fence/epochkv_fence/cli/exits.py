@@ -15,4 +15,5 @@ class Exit(enum.IntEnum):
     UNREACHABLE = 4
     STATE = 5
     LOST = 6
+    BUSY = 75  # EX_TEMPFAIL of sysexits.h: nothing was done, try again later
     INTERRUPTED = 130

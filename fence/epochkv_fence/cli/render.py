@@ -14,12 +14,15 @@ from rich.console import Console
 from rich.status import Status as Spinner
 from rich.table import Table
 
+from epochkv_fence.cli.report import counted
 from epochkv_fence.client import Engine, PoolStatus, Reset, Standing
 
 MAX_NAMES: Final = 10
 FIRST_LINE_SECONDS: Final = 2.0
 PROGRESS_SECONDS: Final = 10.0
 WIDTH: Final = 140
+SHOWN_SECONDS: Final = 0.1
+"""Somebody who waited for less did not wait."""
 
 
 class Output(enum.StrEnum):
@@ -59,6 +62,7 @@ def show_status(status: PoolStatus, output: Output) -> None:
         ("asked by", status.origin or "-"),
         ("engines", f"{len(states)}: {_counted(states)}"),
         ("lease", f"{status.lease_seconds:g} s"),
+        ("update", _update(status)),
     ]
     if status.laggards:
         rows.append(("behind", names(status.laggards)))
@@ -68,6 +72,14 @@ def show_status(status: PoolStatus, output: Output) -> None:
     for row in rows:
         table.add_row(*row)
     console().print(table, highlight=False, markup=False)
+
+
+def _update(status: PoolStatus) -> str:
+    found = status.update
+    if found is None:
+        return "-"
+    since, left = duration(found.since_seconds), duration(found.left_seconds)
+    return f"to {found.version}, open for {since} by {found.holder}; ends in {left} unless that trainer goes on"
 
 
 def _counted(states: Sequence[str]) -> str:
@@ -103,27 +115,51 @@ def _row(engine: Engine) -> tuple[str, ...]:
 
 
 def show_reset(reset: Reset, output: Output, wait: bool = True) -> None:
-    """The outcome of `reset`, `wait` and `update`."""
+    """The outcome of `reset` and `update`."""
     if output is Output.JSON:
         show_json(asdict(reset))
         return
     if reset.noop:
         text = f"epoch {reset.epoch} was published before, so nothing was reset; without --epoch the next one is raised"
     elif reset.published:
-        text = f"epoch {reset.epoch} published in {reset.duration_s:.3f} s: no engine of {reset.engines} uses an older one"
+        text = f"epoch {reset.epoch} published in {reset.duration_s:.3f} s: {proved(reset.engines)}"
     elif not wait:
         text = f"epoch {reset.epoch} recorded in {reset.duration_s:.3f} s; `epochkv wait {reset.epoch}` waits until it is published"
     else:
         text = f"epoch {reset.epoch} recorded, not published in {reset.duration_s:.1f} s; who does not answer is fenced by its lease"
     print(text)
+    _show_engines_of(reset)
+
+
+def show_wait(reset: Reset, output: Output) -> None:
+    """The outcome of `wait`, which is published: otherwise it is an error."""
+    if output is Output.JSON:
+        show_json(asdict(reset))
+        return
+    waited = "" if reset.duration_s < SHOWN_SECONDS else f" (waited {reset.duration_s:.1f} s)"
+    print(f"epoch {reset.epoch} is published: {proved(reset.engines)}{waited}")
+    _show_engines_of(reset)
+
+
+def _show_engines_of(reset: Reset) -> None:
     if reset.carried:
-        print(f"{reset.carried} running requests go on with what they held")
+        go = "request goes on with what it" if reset.carried == 1 else "requests go on with what they"
+        print(f"{reset.carried} running {go} held")
     if reset.laggards and not reset.noop:
         print(f"not acknowledged by: {names(reset.laggards)}")
     if reset.bypassed and reset.published:
-        serve = "engine serves" if reset.bypassed == 1 else "engines serve"
-        why = f"nobody said that they have the weights of epoch {reset.epoch}"
+        serve, they = ("engine serves", "it has") if reset.bypassed == 1 else ("engines serve", "they have")
+        why = f"nobody said that {they} the weights of epoch {reset.epoch}"
         print(f"{reset.bypassed} {serve} without reuse: {why}; `epochkv update` does")
+
+
+def proved(num_engines: int) -> str:
+    """What it means that an epoch is published."""
+    if num_engines == 0:
+        return "no engine is there that could use an older one"
+    if num_engines == 1:
+        return "the only engine does not use an older one"
+    return f"no engine of {num_engines} uses an older one"
 
 
 def names(found: tuple[str, ...]) -> str:
@@ -148,10 +184,14 @@ class Progress:
     """Says on stderr what is waited for: a line that changes on a terminal, a line every few seconds elsewhere.
 
     Called from the client's thread.
+
+    Args:
+        asks: the epoch is asked for by this command. False: it is waited for, and somebody else asks.
     """
 
-    def __init__(self, quiet: bool) -> None:
+    def __init__(self, quiet: bool, asks: bool = True) -> None:
         self._quiet = quiet
+        self._asks = asks
         self._console = Console(stderr=True)
         self._spinner: Spinner | None = None
         self._say_at = time.monotonic() + FIRST_LINE_SECONDS
@@ -175,11 +215,10 @@ class Progress:
             self._spinner.stop()
             self._spinner = None
 
-    @staticmethod
-    def _text(standing: Standing) -> str:
+    def _text(self, standing: Standing) -> str:
         if not standing.recorded:
-            return f"epoch {standing.epoch}: waiting for a hub to record it"
+            return f"epoch {standing.epoch}: waiting for " + ("a hub to record it" if self._asks else "somebody to ask for it")
         if not standing.published:
-            late = names(standing.names) if standing.names else f"{standing.laggards} of {standing.engines} engines"
-            return f"epoch {standing.epoch}: waiting for {late}"
-        return f"epoch {standing.epoch} published; waiting for {standing.pending} engines to share it"
+            late = f"{standing.laggards} of {counted(standing.engines, 'engine')}" if standing.laggards else "the proof"
+            return f"epoch {standing.epoch}: waiting for {names(standing.names) if standing.names else late}"
+        return f"epoch {standing.epoch} published; waiting for {counted(standing.pending, 'engine')} to share it"

@@ -22,6 +22,11 @@ class Line:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
+def counted(number: int, noun: str) -> str:
+    """Such as `1 engine`, `2 engines`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def engine_name(view: EngineView) -> str:
     """As the client names it."""
     name = view.pod or view.engine or view.boot.hex()[:8]
@@ -55,16 +60,17 @@ def _epochs(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
         who = f" by {now.origin.source.value.lower()}" if now.origin is not None else ""
         version = f", weights {now.weights_version}" if now.weights_version else ""
         to_go = sum(view.alive and not view.converged for view in now.engines)
-        text = f"epoch {now.target} recorded, asked for{who}{version}; {to_go} of {_alive(now)} engines to go"
+        text = f"epoch {now.target} recorded, asked for{who}{version}; {to_go} of {counted(_alive(now), 'engine')} to go"
         fields = {"target": now.target, "weights_version": now.weights_version}
         yield Line(logging.INFO, text, {**fields, "origin": now.origin.source.value if now.origin else ""})
     if now.published > before.published:
         took = f" after {now.reset_seconds:.3f} s" if now.reset_seconds is not None and now.published == now.target else ""
         text = f"epoch {now.published} published{took}: no engine uses an older one"
-        carried = f"; {now.carried} running requests keep what they held" if now.carried else ""
+        keep = "running request keeps what it held" if now.carried == 1 else "running requests keep what they held"
+        carried = f"; {now.carried} {keep}" if now.carried else ""
         # Below what was published; the next epoch may be asked for already, and nobody at it yet.
         late = [engine_name(view) for view in now.engines if view.alive and (view.epoch is None or view.epoch < now.published)]
-        behind = f"; not acknowledged, fenced by their leases: {_names(late)}" if late else ""
+        behind = f"; not acknowledged, fenced by {'its lease' if len(late) == 1 else 'their leases'}: {_names(late)}" if late else ""
         yield Line(
             logging.WARNING if late else logging.INFO,
             text + carried + behind,
@@ -98,11 +104,13 @@ def _weights(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
     settled = now.published == now.target and now.leading
     if new and settled and (new != old or before.published < now.published):
         names = _names([engine_name(view) for view in now.weights_pending])
-        text = f"{new} engines serve without reuse, as nobody said that they have the weights of epoch {now.target}: {names}"
-        yield Line(logging.WARNING, text + "; they share after the next weight update", {"pending": new})
+        serve, they, share = ("serves", "it has", "it shares") if new == 1 else ("serve", "they have", "they share")
+        text = f"{counted(new, 'engine')} {serve} without reuse, as nobody said that {they} the weights of epoch {now.target}: {names}"
+        yield Line(logging.WARNING, f"{text}; {share} after the next weight update", {"pending": new})
     elif old and not new and settled:
         using = sum(view.state == "use" for view in now.engines)
-        yield Line(logging.INFO, f"all {using} engines share epoch {now.target}", {"engines": using})
+        share = {0: "no engine is left that waits for the weights of", 1: "the only engine shares"}.get(using, f"all {using} engines share")
+        yield Line(logging.INFO, f"{share} epoch {now.target}", {"engines": using})
 
 
 def _memory(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:

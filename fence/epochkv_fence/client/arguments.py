@@ -7,49 +7,77 @@ from typing import Final
 from epochkv_fence.messages import CONTROL, MAX_EPOCH
 
 MAX_VERSION: Final = 253
+FAILED: Final = "failed: "
+"""What the version of weights begins with whose push failed."""
+MAX_JUMP: Final = 1_000_000
+"""How far above the target an epoch may be asked for without force: ten years of a reset every five minutes."""
+
+
+class ArgumentError(ValueError):
+    """An argument cannot be meant; nothing was asked of the pool.
+
+    Attributes:
+        parameter: its name in Python; `problem` is the rest of the sentence, for those who call it something else.
+    """
+
+    def __init__(self, parameter: str, problem: str) -> None:
+        super().__init__(f"{parameter} {problem}")
+        self.parameter = parameter
+        self.problem = problem
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument is of another type."""
 
 
 def check_arguments(epoch: int | None, version: str | None, timeout_s: float, on_failure: str) -> str:
     """The version as text.
 
     Raises:
-        ValueError, TypeError: an argument cannot be meant.
+        ArgumentError: an argument cannot be meant.
     """
     if epoch is not None:
         if isinstance(epoch, bool) or not isinstance(epoch, int):
-            raise TypeError(f"epoch is {epoch!r}; give an integer, or None for the next one")
+            raise ArgumentTypeError("epoch", f"is {epoch!r}; give an integer, or None for the next one")
         if not 0 <= epoch <= MAX_EPOCH:
-            raise ValueError(f"epoch is {epoch}; it must be from 0 to {MAX_EPOCH}")
+            raise ArgumentError("epoch", f"is {epoch}; it must be from 0 to {MAX_EPOCH}")
     check_timeout(timeout_s)
     if on_failure not in ("bypass", "crash"):
-        raise ValueError(f"on_failure is {on_failure!r}; use 'bypass' or 'crash'")
-    return check_version(version) if version is not None else ""
+        raise ArgumentError("on_failure", f"is {on_failure!r}; use 'bypass' or 'crash'")
+    return check_version(version, "weights_version") if version is not None else ""
 
 
-def check_version(version: str) -> str:
-    """Raise unless `version` can name weights."""
+def check_version(version: str, parameter: str = "version") -> str:
+    """Raise unless `version`, which the caller gave as `parameter`, can name weights."""
     if not isinstance(version, str):
-        raise TypeError(f"the version of the weights is {version!r}; give text")
+        raise ArgumentTypeError(parameter, f"is {version!r}; give text")
     if not 0 < len(version) <= MAX_VERSION:
-        raise ValueError(f"the version of the weights has {len(version)} characters; give 1 to {MAX_VERSION}")
+        raise ArgumentError(parameter, f"has {len(version)} characters; give 1 to {MAX_VERSION}")
     try:
         version.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"the version of the weights is {version!a}, which is no Unicode text; give characters that can be encoded"
-        ) from error
+        raise ArgumentError(parameter, f"is {version!a}, which is no Unicode text; give characters that can be encoded") from error
     if CONTROL.search(version):
-        raise ValueError(f"the version of the weights is {version!a}; give one line without control characters, such as step-42")
+        raise ArgumentError(parameter, f"is {version!a}; give one line without control characters, such as step-42")
+    if version.startswith(FAILED):
+        raise ArgumentError(parameter, f"is {version!r}, and {FAILED!r} is how status shows weights whose push failed; give another name")
     return version
 
 
 def check_timeout(timeout_s: float) -> None:
     """Raise unless `timeout_s` is a usable number of seconds."""
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= 86_400:
-        raise ValueError(f"timeout_s is {timeout_s!r}; give seconds, more than 0 and at most 86400")
+        raise ArgumentError("timeout_s", f"is {timeout_s!r}; give seconds, more than 0 and at most 86400")
 
 
 def check_order(order: str) -> None:
     """Raise unless `order` is one of the two safe ones."""
     if order not in ("push_under_pause", "fence_first"):
-        raise ValueError(f"order is {order!r}; use 'push_under_pause' or 'fence_first'")
+        raise ArgumentError("order", f"is {order!r}; use 'push_under_pause' or 'fence_first'")
+
+
+def check_jump(epoch: int, target: int) -> None:
+    """Raise for an epoch that can only be a slip of the hand: a target never goes down again, and epochs end at 2^53 - 1."""
+    if epoch - target > MAX_JUMP:
+        problem = f"is {epoch}, and the pool's target is {target}; a target never goes down again, so a jump of more than {MAX_JUMP} has"
+        raise ArgumentError("epoch", f"{problem} to be forced. Nothing was asked of the pool")

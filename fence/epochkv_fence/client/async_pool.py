@@ -72,10 +72,11 @@ class AsyncPool:
         timeout_s: float = RESET_SECONDS,
         on_failure: OnFailure = "bypass",
         progress: Progress | None = None,
+        force: bool = False,
     ) -> Reset:
         """As `Pool.reset`."""
         version = check_arguments(epoch, weights_version, timeout_s, on_failure)
-        return await self._do(self._calls.reset(epoch, version, wait, timeout_s, on_failure, progress=progress))
+        return await self._do(self._calls.reset(epoch, version, wait, timeout_s, on_failure, progress=progress, force=force))
 
     async def wait(self, epoch: int, timeout_s: float = RESET_SECONDS, progress: Progress | None = None) -> Reset:
         """As `Pool.wait`."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from epochkv_fence.client.arguments import check_jump
 from epochkv_fence.client.errors import (
     HubUnreachable,
     KeyRefused,
@@ -240,18 +241,21 @@ class Calls:
         boots: Sequence[bytes] | None = None,
         progress: Progress | None = None,
         ends: Holding | None = None,
+        force: bool = False,
     ) -> Reset:
         """See `Pool.reset`; with `boots`, exactly these may share the epoch, and with `ends` that update is over."""
         called_at = time.monotonic()
         until = called_at + timeout_s
         try:
             with self.session.conversation() as conversation:
-                page = await self._page(conversation, 0, until, holding=ends)
+                page = await self._page(conversation, 0, until, holding=None if ends is None or ends.given_up else ends)
         except HubUnreachable as error:
             raise self._not_recorded(epoch, timeout_s) from error
         if ends is not None and not ends.given_up:
             ends.take(page, self.session.connection.pool.name)
         exact = epoch is not None
+        if epoch is not None and not force:
+            check_jump(epoch, page.target)
         number = epoch if epoch is not None else _above(page.target)
         ask = Ask(number, version, boots, exact, called_at, until, noop=exact and page.published >= number, ends=ends)
         ask.note_moment(page.moment)
@@ -339,7 +343,7 @@ class Calls:
         names = ", ".join(reset.laggards[:10]) or "none known"
         return (
             f"epoch {reset.epoch} is recorded and not published after {reset.duration_s:.1f} s; not yet acknowledged by: {names}. "
-            "Engines that do not answer leave it when their leases are over"
+            "Engines that do not answer leave the older epochs when their leases are over"
         )
 
     async def _laggards(self, epoch: int) -> tuple[str, ...]:
@@ -366,11 +370,19 @@ class Calls:
         called_at = time.monotonic()
         until, pause = called_at + timeout_s, FIRST_POLL_SECONDS
         tell = _Teller(progress)
+        page: Status | None = None
         with self.session.conversation() as conversation:
             while True:
-                page = await self._page(conversation, 0, until)
+                try:
+                    page = await self._page(conversation, 0, until)
+                except HubUnreachable:
+                    if page is None:
+                        raise
                 published = page.published >= epoch
-                tell(Standing(epoch, page.target >= epoch, published, page.total, 0, 0))
+                late: tuple[str, ...] = ()
+                if tell.wanted and page.target >= epoch and not published and pause == MAX_POLL_SECONDS:
+                    late = await self._laggards(epoch)
+                tell(Standing(epoch, page.target >= epoch, published, page.total, len(late), 0, late))
                 if published or time.monotonic() + pause >= until:
                     break
                 await asyncio.sleep(pause)
@@ -389,7 +401,10 @@ class Calls:
             weights_version=status.weights_version,
         )
         if not published:
-            unasked = f"epoch {epoch} is not published after {timeout_s:g} s: nobody has asked for it (the target is {page.target})"
+            unasked = (
+                f"epoch {epoch} is not published after {timeout_s:g} s: nobody has asked for it (the target is {page.target}). "
+                "Waiting asks for nothing; a reset does"
+            )
             raise ResetTimeout(self._late(reset) if page.target >= epoch else unasked, reset)
         return reset
 

@@ -55,11 +55,13 @@ class UpdateInProgress(PoolError):
 
     Attributes:
         open: the other one (`holder`, `version`, `since_seconds`, `left_seconds`); None: it has ended.
+        pushed: raised at the end, after a push of ours. False: on entry, so nothing was pushed: try again later.
     """
 
     def __init__(self, text: str, found: OpenUpdate | None) -> None:
         super().__init__(text)
         self.open = found
+        self.pushed = False
 
 
 class PoolClosed(PoolError):

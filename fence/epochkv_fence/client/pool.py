@@ -109,6 +109,7 @@ class Pool:
         timeout_s: float = RESET_SECONDS,
         on_failure: OnFailure = "bypass",
         progress: Progress | None = None,
+        force: bool = False,
     ) -> Reset:
         """Make all KV of the pool unreachable. Repeating it with the same epoch changes nothing.
 
@@ -122,14 +123,15 @@ class Pool:
                 laggards' names (their leases fence them), `crash` raises `ResetTimeout`.
             progress: called on another thread with a `Standing` at every change, and about once a second while it takes.
                 What it raises is logged once and changes nothing.
+            force: also an `epoch` more than a million above the target, which no reset brings down again.
 
         Raises:
             ResetNotRecorded: whatever `on_failure` says. Nobody fences the engines: keep them paused.
             ResetTimeout: with `on_failure="crash"`.
-            ValueError, TypeError: an argument cannot be meant.
+            ArgumentError (a ValueError, or also a TypeError): an argument cannot be meant.
         """
         version = check_arguments(epoch, weights_version, timeout_s, on_failure)
-        work = self._calls.reset(epoch, version, wait, timeout_s, on_failure, progress=progress)
+        work = self._calls.reset(epoch, version, wait, timeout_s, on_failure, progress=progress, force=force)
         return self._background.run(work, timeout_s + EXTRA_SECONDS)
 
     def wait(self, epoch: int, timeout_s: float = RESET_SECONDS, progress: Progress | None = None) -> Reset:
@@ -248,6 +250,7 @@ def note_failure(cause: BaseException, update: Update, epoch: int | None, error:
 def note_unfinished(cause: BaseException, update: Update) -> None:
     """Say on what the end of an update raised, after a push that succeeded, what became of the pool."""
     if isinstance(cause, UpdateInProgress):
+        cause.pushed = True
         return  # it says so itself
     if isinstance(cause, ResetTimeout):
         text = f"epoch {cause.reset.epoch} is recorded: engines leave the older ones now, those that do not answer with their leases"

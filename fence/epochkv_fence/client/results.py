@@ -68,6 +68,23 @@ def _state(status: EngineStatus, target: int) -> Literal["use", "bypass", "priva
 
 
 @dataclass(frozen=True, slots=True)
+class OpenUpdate:
+    """A weight update that a trainer has open; others wait.
+
+    Attributes:
+        holder: who that is: its process and machine.
+        version: of the weights that it pushes.
+        since_seconds: how long it has been open.
+        left_seconds: it ends then if its trainer is heard no more.
+    """
+
+    holder: str
+    version: str
+    since_seconds: float
+    left_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class PoolStatus:
     """A pool as its hub knows it.
 
@@ -78,6 +95,7 @@ class PoolStatus:
         origin: who asked for the target: `Spec`, `Trainer` or `Engine`.
         lease_seconds: an engine that cannot be reached leaves the epoch within this and its margin.
         engines: the live ones, by name.
+        update: the weight update that is open; None: there is none, or the hub has led for too short to know.
     """
 
     name: str
@@ -88,6 +106,7 @@ class PoolStatus:
     origin: str
     lease_seconds: float
     engines: tuple[Engine, ...]
+    update: OpenUpdate | None = None
 
     @property
     def converged(self) -> bool:
@@ -105,7 +124,9 @@ class PoolStatus:
         found = [Engine.of(engine, page.target) for engine in engines]
         found.sort(key=lambda engine: (engine.name, engine.rank, engine.boot))
         origin = page.origin.value if page.target else ""
-        return cls(name, uid, page.target, page.published, page.weights_version, origin, page.lease_seconds, tuple(found))
+        open_ = page.update
+        update = None if open_ is None else OpenUpdate(open_.holder, open_.version, open_.since_seconds, open_.left_seconds)
+        return cls(name, uid, page.target, page.published, page.weights_version, origin, page.lease_seconds, tuple(found), update)
 
 
 @dataclass(frozen=True, slots=True)

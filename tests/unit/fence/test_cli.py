@@ -154,7 +154,7 @@ def test_nobody_there_is_status_4(tmp_path: Path, hub: HubProcess) -> None:
     ("arguments", "named"),
     [
         (("reset", "--epoch", "-1"), "--epoch"),
-        (("reset", "--timeout", "0"), "timeout_s is 0"),
+        (("reset", "--timeout", "0"), "--timeout is 0"),
         (("reset", "--on-failure", "pray"), "use 'bypass' or 'crash'"),
         (("reset", "-o", "yaml"), "--output"),
         (("wait",), "EPOCH"),
@@ -230,7 +230,7 @@ def test_an_engine_that_is_in_bypass_is_shown_so(tmp_path: Path) -> None:
             agent, _ = agents.start("young", engine=FakeEngine())
             eventually(lambda: using(agent, 0))
             done = epochkv("reset", config=hub.folder)
-            assert "1 engine serves without reuse: nobody said that they have the weights of epoch 1; `epochkv update` does" in done.stdout
+            assert "1 engine serves without reuse: nobody said that it has the weights of epoch 1; `epochkv update` does" in done.stdout
             assert agent.view.mode is Mode.BYPASS
             assert "1: 0 share, 1 in bypass, 0 private, 0 behind" in epochkv("status", config=hub.folder).stdout
         finally:

@@ -88,8 +88,8 @@ def test_a_log_worth_reading(tmp_path: Path) -> None:
             "engine rollout-a joined",
             "epoch 1 recorded, asked for by trainer, weights v1; ",
             "epoch 1 published after ",
-            "1 engines serve without reuse, as nobody said that they have the weights of epoch 1: rollout-a",
-            "not acknowledged, fenced by their leases: rollout-a",
+            "1 engine serves without reuse, as nobody said that it has the weights of epoch 1: rollout-a",
+            "not acknowledged, fenced by its lease: rollout-a",
             "engine rollout-a is gone",
         ):
             assert wanted in events, events

@@ -116,7 +116,9 @@ def test_progress_is_told_with_names(tmp_path: Path) -> None:
 
 def test_waiting_for_what_nobody_asked_for_ends(world: HubWorld) -> None:
     pool = world.connect()
-    with pytest.raises(ResetTimeout, match=r"epoch 5 is not published after 0\.3 s: nobody has asked for it \(the target is 0\)$"):
+    with pytest.raises(
+        ResetTimeout, match=r"epoch 5 is not published after 0\.3 s: nobody has asked for it \(the target is 0\)\. Waiting asks"
+    ):
         pool.wait(5, timeout_s=0.3)
 
 
@@ -449,7 +451,7 @@ def test_it_cannot_be_pickled(world: HubWorld) -> None:
         ({"weights_version": ""}, ValueError, "has 0 characters"),
         ({"weights_version": "x" * 254}, ValueError, "has 254 characters"),
         ({"weights_version": 7}, TypeError, "give text"),
-        ({"weights_version": "step-\n42"}, ValueError, r"the version of the weights is 'step-\\n42'; give one line"),
+        ({"weights_version": "step-\n42"}, ValueError, r"weights_version is 'step-\\n42'; give one line"),
         ({"weights_version": "step-\x1b[2J"}, ValueError, "without control characters"),
     ],
 )

@@ -462,7 +462,7 @@ def test_arguments_of_an_update(world: HubWorld) -> None:
     for arguments, match in (
         ({"version": ""}, "has 0 characters"),
         ({"version": "step-\udcff"}, "no Unicode text"),
-        ({"version": "step-42\n"}, r"the version of the weights is 'step-42\\n'; give one line without control characters"),
+        ({"version": "step-42\n"}, r"version is 'step-42\\n'; give one line without control characters"),
         ({"version": "step-\u202842"}, "one line"),
         ({"version": "v", "order": "push_while_serving"}, "use 'push_under_pause' or 'fence_first'"),
         ({"version": "v", "timeout_s": -1}, "timeout_s is -1"),

@@ -56,29 +56,29 @@ def test_engines_come_and_go_one_line_each_until_there_are_many() -> None:
 def test_a_reset_from_its_ask_to_its_end() -> None:
     behind = engine(1, converged=False)
     asked = pool(behind, target=1, origin=Origin(Source.TRAINER, "v1"), weights_version="v1")
-    assert texts(pool(engine(1)), asked) == ["epoch 1 recorded, asked for by trainer, weights v1; 1 of 1 engines to go"]
+    assert texts(pool(engine(1)), asked) == ["epoch 1 recorded, asked for by trainer, weights v1; 1 of 1 engine to go"]
     done = pool(engine(1, 1), target=1, published=1, reset_seconds=0.0213, carried=2)
     assert texts(asked, done) == ["epoch 1 published after 0.021 s: no engine uses an older one; 2 running requests keep what they held"]
     (line,) = compare(asked, replace(asked, published=1))
     assert line.level == logging.WARNING
-    assert line.text.endswith("not acknowledged, fenced by their leases: rollout-1")
+    assert line.text.endswith("not acknowledged, fenced by its lease: rollout-1")
     assert line.fields["laggards"] == ["rollout-1"]
 
 
 def test_the_next_epoch_asked_for_at_once_makes_nobody_late() -> None:
     before = pool(engine(1, 1, converged=False), target=2, published=1)
     now = pool(engine(1, 2, converged=False), target=3, published=2)
-    assert texts(before, now) == ["epoch 3 recorded, asked for; 1 of 1 engines to go", "epoch 2 published: no engine uses an older one"]
+    assert texts(before, now) == ["epoch 3 recorded, asked for; 1 of 1 engine to go", "epoch 2 published: no engine uses an older one"]
 
 
 def test_weights_that_nobody_vouches_for() -> None:
     waiting = engine(1, 1, Mode.BYPASS)
     settled = pool(waiting, target=1, published=1, weights_pending=[waiting])
     assert texts(pool(waiting, target=1), settled)[-1] == (
-        "1 engines serve without reuse, as nobody said that they have the weights of epoch 1: rollout-1; "
-        "they share after the next weight update"
+        "1 engine serves without reuse, as nobody said that it has the weights of epoch 1: rollout-1; "
+        "it shares after the next weight update"
     )
-    assert texts(settled, pool(engine(1, 1), target=1, published=1)) == ["all 1 engines share epoch 1"]
+    assert texts(settled, pool(engine(1, 1), target=1, published=1)) == ["the only engine shares epoch 1"]
 
 
 def test_memory_given_back() -> None:

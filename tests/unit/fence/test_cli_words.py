@@ -1,0 +1,245 @@
+"""What `epochkv` and the client say: every sentence names what the caller gave, and numbers read as people say them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from epochkv_fence.cli.__main__ import main
+from epochkv_fence.cli.render import Output, Progress, show_reset, show_status, show_wait
+from epochkv_fence.client import ArgumentError, OpenUpdate, PoolStatus, Reset, ResetTimeout, Standing, UpdateInProgress
+from epochkv_fence.client.arguments import FAILED
+from epochkv_fence.client.updating import failed_version
+from tests.helpers_hub import HubWorld, epochkv, hub_world
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[HubWorld]:
+    with hub_world(tmp_path / "state", join_after_seconds=0.0) as made:
+        yield made
+
+
+def inside(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Run the command in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["epochkv", *arguments])
+        patch.delenv("EPOCHKV_CONFIG", raising=False)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    captured = capsys.readouterr()
+    return int(ended.value.code or 0), captured.out, captured.err
+
+
+# ------------------------------------------------------------------------------------------------------------- the command
+
+
+def test_version_and_short_help(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text, _ = inside(capsys, "--version")
+    assert (status, re.fullmatch(r"epochkv \d+\.\d+\.\d+\n", text) is not None) == (0, True)
+    for command in ("", "reset", "wait", "hub", "update", "keys", "keys rotate"):
+        status, text, errors = inside(capsys, *command.split(), "-h")
+        assert (status, errors) == (0, ""), command
+        assert text.lstrip().startswith(f"Usage: epochkv {command}".rstrip())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parameter", "option"),
+    [
+        (("reset", "--timeout", "0"), "timeout_s is 0.0", "--timeout is 0.0"),
+        (("wait", "1", "--timeout", "-3"), "timeout_s is -3.0", "--timeout is -3.0"),
+        (("status", "--timeout", "nan"), "timeout_s is nan", "--timeout is nan"),
+        (("reset", "--on-failure", "pray"), "on_failure is", "--on-failure is 'pray'"),
+        (("reset", "--weights-version", ""), "weights_version has", "--weights-version has 0 characters"),
+        (("update", "--version", "", "--", "true"), " version has", "--version has 0 characters"),
+        (("update", "--version", "v", "--order", "x", "--", "true"), " order is", "--order is 'x'"),
+        (("reset", "--epoch", str(2**53)), " epoch is", f"--epoch is {2**53}"),
+    ],
+)
+def test_the_command_line_names_options_as_they_were_given(
+    world: HubWorld, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], parameter: str, option: str
+) -> None:
+    status, _, errors = inside(capsys, arguments[0], "--config", str(world.folder), *arguments[1:])
+    assert status == 2
+    assert errors.startswith(f"epochkv: {option}")
+    assert parameter not in errors
+
+
+def test_python_names_parameters_as_they_were_given(world: HubWorld) -> None:
+    pool = world.connect()
+    for arguments, parameter in (
+        ({"timeout_s": 0}, "timeout_s"),
+        ({"weights_version": "a\nb"}, "weights_version"),
+        ({"epoch": -1}, "epoch"),
+        ({"on_failure": "x"}, "on_failure"),
+    ):
+        with pytest.raises(ArgumentError, match=f"^{parameter} is ") as caught:
+            pool.reset(**arguments)  # type: ignore[arg-type]
+        assert caught.value.parameter == parameter
+    with pytest.raises(ArgumentError, match=r"^version is 'a"):
+        with pool.weight_update("a\nb"):
+            raise AssertionError("must not begin")
+    assert world.snapshot().target == 0
+
+
+def test_another_trainers_update_has_a_status_of_its_own(world: HubWorld, tmp_path: Path) -> None:
+    pool = world.connect()
+    with pool.weight_update("step-1"):
+        done = epochkv("update", "--version", "step-2", "--", "touch", str(tmp_path / "pushed"), config=world.folder)
+    assert done.returncode == 75
+    assert "has had an update to 'step-1' open since" in done.stderr
+    assert not (tmp_path / "pushed").exists()
+    assert epochkv("update", "--version", "step-2", "--", "true", config=world.folder).returncode == 0
+
+
+def test_an_update_that_is_refused_on_entry_has_pushed_nothing(world: HubWorld) -> None:
+    one, other = world.connect(), world.connect()
+    with one.weight_update("step-1"):
+        with pytest.raises(UpdateInProgress) as caught:
+            with other.weight_update("step-2"):
+                raise AssertionError("must not begin")
+    assert caught.value.pushed is False
+
+
+# ------------------------------------------------------------------------------------------------------------------ status
+
+
+def test_status_shows_the_update_that_is_open(world: HubWorld, capsys: pytest.CaptureFixture[str]) -> None:
+    pool = world.connect()
+    assert pool.status().update is None
+    with pool.weight_update("step-42"):
+        found = pool.status().update
+        assert found is not None
+        assert found.version == "step-42"
+        assert re.fullmatch(r"process \d+ on .+", found.holder)
+        assert 0 <= found.since_seconds < 60
+        assert 0 < found.left_seconds <= 33
+        _, text, _ = inside(capsys, "status", "--config", str(world.folder), "-o", "json")
+        shown = json.loads(text)["update"]
+        assert set(shown) == {"holder", "version", "since_seconds", "left_seconds"}
+        assert (shown["holder"], shown["version"]) == (found.holder, "step-42")
+        _, text, _ = inside(capsys, "status", "--config", str(world.folder))
+        assert re.search(r"^update +to step-42, open for \d+s by process \d+ on \S+; ends in \d+s unless that trainer goes on", text, re.M)
+    assert pool.status().update is None
+
+
+def status(**changes: object) -> PoolStatus:
+    return replace(PoolStatus("policy", "u-1", 3, 3, "v", "Trainer", 30.0, ()), **changes)  # type: ignore[arg-type]
+
+
+def test_a_long_update_fits_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    show_status(status(update=OpenUpdate("process 7 on node", "step-42", 3723.0, 21.5)), Output.TABLE)
+    assert "to step-42, open for 1h02m by process 7 on node; ends in 21s unless that trainer goes on" in capsys.readouterr().out
+    show_status(status(), Output.TABLE)
+    assert re.search(r"^update +- *$", capsys.readouterr().out, re.M)
+
+
+# -------------------------------------------------------------------------------------------------------------- arguments
+
+
+def test_names_that_status_gives_to_failed_pushes_are_refused(world: HubWorld) -> None:
+    assert failed_version("v").startswith(FAILED)
+    pool = world.connect()
+    with pytest.raises(ArgumentError, match="weights_version is 'failed: step-1', and 'failed: ' is how status shows weights whose push"):
+        pool.reset(weights_version="failed: step-1")
+    with pytest.raises(ArgumentError, match="give another name"):
+        with pool.weight_update("failed: step-1"):
+            raise AssertionError("must not begin")
+    done = epochkv("update", "--version", "failed: x", "--", "true", config=world.folder)
+    assert (done.returncode, done.stderr.startswith("epochkv: --version is 'failed: x'")) == (2, True)
+    assert world.snapshot().target == 0
+    with pytest.raises(RuntimeError):
+        with pool.weight_update("step-1"):
+            raise RuntimeError("the push failed")
+    assert pool.status().weights_version.startswith("failed: step-1 ")
+
+
+def test_an_epoch_that_can_only_be_a_slip_is_refused_unless_forced(world: HubWorld, capsys: pytest.CaptureFixture[str]) -> None:
+    pool = world.connect()
+    assert pool.reset(epoch=1_000_000).published
+    with pytest.raises(ArgumentError, match=r"epoch is 2000001, and the pool's target is 1000000; a target never goes down again"):
+        pool.reset(epoch=2_000_001)
+    config = ("--config", str(world.folder))
+    code, _, errors = inside(capsys, "reset", *config, "--epoch", "999999999999")
+    assert (code, errors.startswith("epochkv: --epoch is 999999999999, and the pool's target is 1000000")) == (2, True)
+    assert "force" in errors
+    assert world.snapshot().target == 1_000_000
+    assert pool.reset(epoch=2_000_000).epoch == 2_000_000
+    assert pool.reset(epoch=5).noop  # below the target, however far
+    assert inside(capsys, "reset", *config, "--epoch", "4000000", "--force")[0] == 0
+    assert pool.reset(epoch=9_000_000, force=True).epoch == 9_000_000
+
+
+# ----------------------------------------------------------------------------------------------------------------- waiting
+
+
+def test_waiting_for_what_nobody_asked_for(world: HubWorld) -> None:
+    pool = world.connect()
+    told: list[Standing] = []
+    with pytest.raises(ResetTimeout, match=r"epoch 7 is not published after 0\.3 s: nobody has asked for it \(the target is 0\)") as caught:
+        pool.wait(7, timeout_s=0.3, progress=told.append)
+    assert "Waiting asks for nothing; a reset does" in str(caught.value)
+    assert told
+    text = Progress(quiet=True, asks=False)._text(told[0])
+    assert text == "epoch 7: waiting for somebody to ask for it"
+    assert Progress(quiet=True)._text(told[0]) == "epoch 7: waiting for a hub to record it"
+
+
+def test_waiting_names_those_that_are_late(world: HubWorld) -> None:
+    ((_, engine),) = world.serving(1)
+    engine.is_busy = True
+    pool = world.connect()
+    pool.reset(wait=False)
+    told: list[Standing] = []
+    named = threading.Event()
+
+    def tell(standing: Standing) -> None:
+        told.append(standing)
+        if standing.names:
+            named.set()
+            engine.is_busy = False
+
+    assert pool.wait(1, timeout_s=25, progress=tell).published
+    assert named.is_set()
+    texts = [Progress(quiet=True, asks=False)._text(standing) for standing in told]
+    assert texts[0] == "epoch 1: waiting for the proof"
+    assert "epoch 1: waiting for engine-0" in texts
+
+
+RESET = Reset(7, True, 0.5, 2, (), 0, False, 0)
+
+
+@pytest.mark.parametrize(
+    ("reset", "said"),
+    [
+        (RESET, "no engine of 2 uses an older one"),
+        (replace(RESET, engines=1), "the only engine does not use an older one"),
+        (replace(RESET, engines=0), "no engine is there that could use an older one"),
+        (replace(RESET, carried=1), "1 running request goes on with what it held"),
+        (replace(RESET, carried=2), "2 running requests go on with what they held"),
+        (replace(RESET, bypassed=1), "1 engine serves without reuse: nobody said that it has the weights of epoch 7"),
+        (replace(RESET, bypassed=2), "2 engines serve without reuse: nobody said that they have the weights of epoch 7"),
+    ],
+)
+def test_numbers_read_as_people_say_them(capsys: pytest.CaptureFixture[str], reset: Reset, said: str) -> None:
+    show_reset(reset, Output.TABLE)
+    assert said in capsys.readouterr().out
+    show_wait(reset, Output.TABLE)
+    text = capsys.readouterr().out
+    assert said in text
+    assert text.startswith("epoch 7 is published: ")
+    assert "(waited 0.5 s)" in text
+
+
+def test_progress_counts_engines() -> None:
+    progress = Progress(quiet=True)
+    assert progress._text(Standing(1, True, False, 1, 1, 0)) == "epoch 1: waiting for 1 of 1 engine"
+    assert progress._text(Standing(1, True, False, 4, 3, 0)) == "epoch 1: waiting for 3 of 4 engines"
+    assert progress._text(Standing(1, True, True, 4, 0, 1)) == "epoch 1 published; waiting for 1 engine to share it"
+    assert progress._text(Standing(1, True, True, 4, 0, 2)) == "epoch 1 published; waiting for 2 engines to share it"
