@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
+import shutil
 import socket
 import time
 from dataclasses import dataclass, replace
@@ -18,7 +20,7 @@ from typing import Any, Final, Literal
 
 from epochkv_fence.cli.metrics import MetricsServer, exposition
 from epochkv_fence.cli.report import compare
-from epochkv_fence.cli.state import Keys, ensure_keys, read_keys, repair_client, retire_previous, write_client
+from epochkv_fence.cli.state import Keys, ensure_keys, exposed_files, read_keys, repair_client, retire_previous, write_client
 from epochkv_fence.connection import ConfigurationError, check_endpoint
 from epochkv_fence.file_authority import FileAuthority, StateError
 from epochkv_fence.mooncake_admin import MooncakeAdmin, check_admin_url
@@ -114,15 +116,18 @@ class FileHub:
         self._seen: PoolSnapshot | None = None
 
     async def start(self) -> None:
-        """Take the state, listen, lead.
+        """Take the state, listen, lead. A state that was made for a hub that cannot listen is removed again.
 
         Raises:
             HubError: the address cannot be listened on.
             StateError: the state cannot be used.
         """
+        made = await asyncio.to_thread(_absent, self.options.state)
         try:
             await self._start()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, HubError) and self._authority is not None:
+                await asyncio.to_thread(_remove, made)  # while it is held: nobody else can have begun to use it
             await self.stop()
             raise
 
@@ -139,6 +144,10 @@ class FileHub:
         self.connection_file = await asyncio.to_thread(
             write_client, self._authority.directory, self._keys, options.pool, self.endpoint, options.weights_source
         )
+        for path, mode in await asyncio.to_thread(exposed_files, self._authority.directory):
+            logger.warning(
+                "%s can be read by others (mode %04o), and whoever has it speaks for the pool; chmod go-rwx %s", path, mode, path
+            )
         server.lead(await self._authority.acquire())
         loop = asyncio.get_running_loop()
         if options.metrics:
@@ -296,15 +305,16 @@ class FileHub:
             raise StateError(f"{authority.directory}: the keys are gone; those in use go on, and a restart makes new ones")
         self._accept(keys, server)
         if await asyncio.to_thread(repair_client, authority.directory, keys):  # or the only key that is accepted could be nobody's
-            logger.warning("the client folder did not have the newest keys, as after a rotation that was killed; they are written again")
+            logger.warning(
+                "the client folder did not have the pool's keys (removed, changed, or a rotation was killed); they are written again"
+            )
         if keys.previous is not None and (why := self._retired(keys, config)):
             judged = keys.previous.public
             keys = await asyncio.to_thread(retire_previous, authority.directory, judged)
-            if judged not in keys.accepted:
-                logger.info("the client key before is not accepted any more: %s", why)
-            self._accept(keys, server)
+            self._accept(keys, server, why)
 
-    def _accept(self, keys: Keys, server: HubServer) -> None:
+    def _accept(self, keys: Keys, server: HubServer, why: str = "`epochkv keys retire`") -> None:
+        """`why`: what ended the key before, if one has ended."""
         assert self._config is not None
         before = self._config.client_public_keys
         self._keys = keys
@@ -313,7 +323,11 @@ class FileHub:
         self._config = self._pool_config(keys)
         server.set_pool(self._config)
         if keys.accepted[0] != before[0]:
-            logger.info("a new client key is accepted; the one before as well, until no engine uses it")
+            logger.info("a new client key is accepted" + ("; the one before as well, until no engine uses it" if keys.previous else ""))
+        if set(before) - set(keys.accepted):
+            logger.info(
+                "the client key before is not accepted any more: %s. Who still has it is refused, and needs the client folder again", why
+            )
 
     def _retired(self, keys: Keys, config: PoolConfig) -> str:
         """Why the previous key may go; empty: it may not yet.
@@ -348,6 +362,8 @@ def split_listen(listen: str) -> tuple[str, int]:
     try:
         return split_address(address)
     except HubError as error:
+        if _bare_ipv6(address):
+            raise HubError(f"--listen is {listen!r}; an IPv6 address needs brackets, such as tcp://[::]:7700") from error
         raise HubError(f"--listen is {listen!r}; it must look like tcp://0.0.0.0:7700") from error
 
 
@@ -358,9 +374,19 @@ def split_address(address: str) -> tuple[str, int]:
         HubError: it is none.
     """
     host, _, port = address.rpartition(":")
+    if _bare_ipv6(address):
+        raise HubError(f"{address!r} is no address; an IPv6 address needs brackets, such as [::]:9090")
     if not host or not port.isascii() or not port.isdecimal() or not 0 <= int(port) < 65536 or not host.isprintable() or " " in host:
         raise HubError(f"{address!r} is no address; it must look like 0.0.0.0:9090")
     return host, int(port)
+
+
+def _bare_ipv6(address: str) -> bool:
+    """An IPv6 address without brackets, with a port or without one."""
+    for text in (address, address.rpartition(":")[0]):
+        with contextlib.suppress(ValueError):
+            return ipaddress.ip_address(text).version == 6
+    return False
 
 
 def advertised(bound: str, listen: str) -> str:
@@ -377,6 +403,25 @@ def advertised(bound: str, listen: str) -> str:
         probe.connect(("192.0.2.1", 9))  # sends nothing; the kernel chooses our address
         return f"tcp://{probe.getsockname()[0]}:{port}"
     return f"tcp://127.0.0.1:{port}"
+
+
+# ----------------------------------------------------------------------------------------------------------------- folders
+
+
+def _absent(directory: Path) -> tuple[Path, ...]:
+    """What is not there of a directory and those above it, the deepest first."""
+    path = directory.absolute()
+    return tuple(folder for folder in (path, *path.parents) if not folder.exists())
+
+
+def _remove(made: tuple[Path, ...]) -> None:
+    """Remove a state directory that this start has made, and the empty folders above it that it made for it."""
+    for number, folder in enumerate(made):
+        if number == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def joined_environment(connection_file: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -52,6 +53,10 @@ def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
+class _IPv6Server(ThreadingHTTPServer):
+    address_family = socket.AF_INET6
+
+
 class MetricsServer:
     """Answers `/metrics` and `/healthz` on threads of its own.
 
@@ -83,7 +88,8 @@ class MetricsServer:
             def log_message(self, format: str, *args: Any) -> None:
                 """Scrapes are no news."""
 
-        self._server = ThreadingHTTPServer(address, Handler)
+        host, port = address
+        self._server = (_IPv6Server if host.startswith("[") else ThreadingHTTPServer)((host.strip("[]").replace("*", ""), port), Handler)
         self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(

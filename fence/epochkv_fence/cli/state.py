@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import secrets
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,6 +94,7 @@ def ensure_keys(directory: Path, pool_uid: str) -> Keys:
     with _locked(directory):
         keys = read_keys(directory)
         if keys is None:
+            _tell_new(directory)
             pairs = [_Pair(*generate_keypair()) for _ in range(2)]
             keys = Keys(pool_uid, pairs[0], pairs[1], secrets.token_hex(ROOT_SECRET_BYTES))
             _write(directory / KEYS_FILE, msgspec.json.format(msgspec.json.encode(keys)))
@@ -102,6 +104,29 @@ def ensure_keys(directory: Path, pool_uid: str) -> Keys:
             "that were used. Remove the whole directory and start a new pool, whose engines get its new client folder"
         )
     return keys
+
+
+def _tell_new(directory: Path) -> None:
+    if (directory / CLIENT_FOLDER).exists():
+        logger.warning(
+            "%s is gone, so new keys are made: engines and trainers of before are refused; give them the new %s, and start engines again",
+            directory / KEYS_FILE,
+            directory / CLIENT_FOLDER,
+        )
+    else:
+        logger.info("new keys in %s", directory / KEYS_FILE)
+
+
+def exposed_files(directory: Path) -> list[tuple[Path, int]]:
+    """Files with secrets that not this user alone can read, with their modes."""
+    secret = (directory / KEYS_FILE, *(directory / CLIENT_FOLDER / name for name in (CLIENT_SECRET_FILE, ROOT_SECRET_FILE)))
+    found = []
+    for path in secret:
+        with contextlib.suppress(OSError):
+            mode = stat.S_IMODE(path.stat().st_mode)
+            if mode & 0o077:
+                found.append((path, mode))
+    return found
 
 
 def read_keys(directory: Path) -> Keys | None:
@@ -208,6 +233,8 @@ def write_client(directory: Path, keys: Keys, pool: str, endpoint: str, weights_
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         with _locked(directory):
+            if (folder / CONFIG_FILE).exists() and not _has_credentials(folder, keys):
+                logger.warning("%s did not have the pool's keys; they are written again", folder)
             _write_credentials(folder, keys)
             content = _existing_json(path)
             content["pool"] = {"name": pool, "uid": keys.pool_uid}

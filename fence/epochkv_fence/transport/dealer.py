@@ -97,6 +97,8 @@ class Link:
         self._patience = SILENT_REDIAL_SECONDS
         self.socket = context.socket(zmq.DEALER)
         configure(self.socket, keys)
+        if "[" in endpoint:  # not for names: libzmq would take their IPv6 address alone
+            self.socket.setsockopt(zmq.IPV6, 1)
         self.monitor: Any = self.socket.get_monitor_socket(MONITORED)
         self.monitor.linger = 0
         try:

@@ -19,6 +19,7 @@ from epochkv_fence.messages import MAX_MESSAGE_BYTES, Error, Message, Refusal, W
 from epochkv_fence.transport.keys import HubKeys
 from epochkv_fence.transport.limits import BYTES_PER_TOKEN, GARBAGE_TOKENS, PEER_RATE, Bucket, Peer, Peers
 from epochkv_fence.transport.reader import BURST_SECONDS, SocketReader
+from epochkv_fence.transport.refusals import Refusals
 from epochkv_fence.transport.turns import Line, Turns, Waiting
 from epochkv_fence.transport.zap import ZapHandler
 
@@ -96,6 +97,7 @@ class Router:
         self._counters = counters
         self.peers = Peers()
         self._turns = Turns()
+        self._refusals = Refusals()
         self._discarding = False
         self._unencodable: set[str] = set()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -116,7 +118,7 @@ class Router:
         self._context = zmq.Context()
         try:
             self._zap = ZapHandler(self._context, ZAP_DOMAIN, self._knows)
-            self._socket = self._make(self._context)
+            self._socket = self._make(self._context, "[" in bind)
             self._monitor = self._watch(self._context, self._socket)
             self._socket.bind(bind)
         except zmq.ZMQError:
@@ -129,8 +131,9 @@ class Router:
         bound = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         return bytes(bound).rstrip(b"\0").decode().replace("0.0.0.0", "127.0.0.1")
 
-    def _make(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    def _make(self, context: zmq.Context[zmq.Socket[bytes]], ipv6: bool) -> zmq.Socket[bytes]:
         router = context.socket(zmq.ROUTER)
+        router.ipv6 = ipv6
         router.linger = 0
         router.rcvhwm = RECEIVE_QUEUE
         router.sndhwm = SEND_QUEUE
@@ -173,10 +176,16 @@ class Router:
 
     # ------------------------------------------------------------------ in
 
-    def _knows(self, key: str) -> bool:
+    def _knows(self, key: str, address: str) -> bool:
         known = self._receiver.lane(key) is not None
         self._counters["connections_accepted" if known else "connections_refused"] += 1
+        if not known:
+            self._tell_refused(self._refusals.key(address, time.monotonic()))
         return known
+
+    def _tell_refused(self, line: str | None) -> None:
+        if line is not None:
+            logger.warning("%s", line)
 
     def _take(self) -> None:
         """Receive one message and put it into its pool's line, which is cheap whatever it says."""
@@ -193,9 +202,10 @@ class Router:
             self._counters["dropped_peer"] += 1
             self._refuse(name, peer, Refusal.LIMIT, TOO_MANY, now)
             return
-        key = _user_id(frames[-1])
+        key = _told(frames[-1], "User-Id")
         lane = self._lane(key, name, peer, now)
         if lane is None:
+            self._tell_refused(self._refusals.key(_told(frames[-1], "Peer-Address"), now))
             return
         message = Waiting(name, key, [frame.bytes for frame in frames[1:]])
         if not lane.bucket.take(tokens, now) or not self._turns.put(lane.line, message):
@@ -270,8 +280,11 @@ class Router:
 
     def _take_event(self) -> None:
         assert self._monitor is not None
-        event = int(parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"])
+        told = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+        event = int(told["event"])
         self._counters[EVENT_COUNTERS.get(event, "other_events")] += 1
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and int(told["value"]) == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+            self._tell_refused(self._refusals.handshake(time.monotonic()))
 
     # ------------------------------------------------------------------ out
 
@@ -319,9 +332,10 @@ class Router:
             logger.error("a %s cannot be encoded and is not sent, nor are later ones of which this is true: %r", kind, error)
 
 
-def _user_id(frame: zmq.Frame) -> str:
+def _told(frame: zmq.Frame, what: str) -> str:
+    """What libzmq knows of the connection that a frame came from."""
     try:
-        return str(frame.get("User-Id"))
+        return str(frame.get(what))
     except (zmq.ZMQError, KeyError):
         return ""
 

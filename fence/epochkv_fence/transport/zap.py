@@ -16,12 +16,14 @@ from epochkv_fence.transport.reader import SocketReader
 
 ADDRESS: Final = "inproc://zeromq.zap.01"
 VERSION: Final = b"1.0"
+MAX_ADDRESS: Final = 64
 
 
 class ZapHandler:
-    """Lets a client in when `knows` its public key (z85); its messages then carry that key as `User-Id`."""
+    """Lets a client in when `knows` its public key (z85), of the address it comes from; its messages then carry that key as
+    `User-Id`."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], domain: str, knows: Callable[[str], bool]) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], domain: str, knows: Callable[[str, str], bool]) -> None:
         self._domain = domain.encode()
         self._knows = knows
         self._socket = context.socket(zmq.REP)
@@ -38,7 +40,7 @@ class ZapHandler:
         request = self._socket.recv_multipart(zmq.NOBLOCK)
         number = request[1] if len(request) > 1 else b""
         key = self._key(request)
-        known = bool(key) and self._knows(key)
+        known = bool(key) and self._knows(key, request[3].decode("ascii", "replace")[:MAX_ADDRESS])
         status, text = (b"200", b"OK") if known else (b"400", b"unknown key")
         self._socket.send_multipart([VERSION, number, status, text, key.encode() if known else b"", b""], zmq.NOBLOCK)
         self._reader.kick()

@@ -161,7 +161,7 @@ def test_only_known_curve_keys_of_the_domain_are_let_in(context: zmq.Context) ->
     answers: list[list[bytes]] = []
 
     async def run() -> None:
-        handler = ZapHandler(context, "fence", lambda key: key == z85.encode(known).decode())
+        handler = ZapHandler(context, "fence", lambda key, address: key == z85.encode(known).decode())
         asker = context.socket(zmq.DEALER)
         asker.connect(ADDRESS)
         for request, _ in requests:
