@@ -12,6 +12,8 @@ Without `credentials_dir` the keys come from the environment, so that Ray's `run
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
 import re
 import stat
@@ -26,6 +28,7 @@ import msgspec
 if TYPE_CHECKING:
     from epochkv_fence.transport.keys import ClientKeys
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONFIG_ENV: Final = "EPOCHKV_CONFIG"
@@ -36,6 +39,26 @@ CLIENT_SECRET_ENV: Final = "EPOCHKV_CLIENT_SECRET_KEY"
 ROOT_SECRET_ENV: Final = "EPOCHKV_ROOT_SECRET"
 ROOT_SECRET_FILE: Final = "root.secret"
 ROOT_SECRET_BYTES: Final = 32
+KEY_FILES: Final = "hub.pub, client.pub and client.key (a copy of STATE/client of `epochkv hub`, or the mounted Secret <pool>-fence)"
+KNOWN_KEYS: Final = (
+    "pool",
+    "hub",
+    "weights_source",
+    "local",
+    "distributed",
+    "tracker",
+    "on_local_reset",
+    "lookup_wait_ms",
+    "lookup_deadline_ms",
+    "min_load_tokens",
+    "job_deadline_seconds",
+    "verify",
+    "tracker_capacity",
+    "staging_slots",
+    "allow_untested_vllm",
+    "encoder",
+)
+"""Of the JSON: ours, and those of the connector, which refuses any other."""
 MAX_CONFIG_BYTES: Final = 1 << 20
 MAX_UID: Final = 253
 RELOAD_TRIES: Final = 4
@@ -102,13 +125,14 @@ class Connection:
                 None: what the environment variable `EPOCHKV_CONFIG` names (or holds).
 
         Raises:
-            ConfigurationError: nothing was given, or it cannot be used.
+            ConfigurationError: nothing was given, or it cannot be used. A key that nobody knows is a warning in the log.
         """
         variables = os.environ if environ is None else environ
         document = read_document(source, variables)
         needed = convert(document.content, _Needed, document.origin)
         check_pool(needed.pool, document.origin)
         check_endpoint(needed.hub.endpoint, f"{document.origin}: hub.endpoint")
+        warn_of_unknown(document.content, document.origin)
         return cls(needed.pool, needed.hub, document.origin, variables)
 
     def client_keys(self) -> ClientKeys:
@@ -210,6 +234,17 @@ def convert(content: Mapping[str, Any], kind: type[T], origin: str) -> T:
         ) from error
 
 
+def warn_of_unknown(content: Mapping[str, Any], origin: str) -> None:
+    """Log keys that neither clients nor the connector know: a typo would leave what was meant at its default."""
+    for key in content:
+        if key not in KNOWN_KEYS:
+            similar = difflib.get_close_matches(key[:200], KNOWN_KEYS, 1) if isinstance(key, str) else []
+            remedy = f"did you mean {similar[0]}?" if similar else f"known keys: {', '.join(KNOWN_KEYS)}"
+            logger.warning(
+                "%s: the key %s is unknown: it changes nothing here, and engines refuse it; %s", origin, _shown(str(key)), remedy
+            )
+
+
 def check_pool(pool: PoolRef, origin: str) -> None:
     """Raise `ConfigurationError` for a pool that cannot be one."""
     if not pool.uid:
@@ -253,7 +288,9 @@ def read_client_keys(hub: HubRef, environ: Mapping[str, str] | None = None) -> C
             return ClientKeys(*(_variable(name, environ) for name in (HUB_PUBLIC_ENV, CLIENT_PUBLIC_ENV, CLIENT_SECRET_ENV)))
         except CredentialsError as error:
             if not tries or isinstance(error.__cause__, FileNotFoundError):
-                where = f"the keys in {folder}" if folder is not None else f"{HUB_PUBLIC_ENV}, {CLIENT_PUBLIC_ENV}, {CLIENT_SECRET_ENV}"
+                if folder is not None:
+                    raise ConfigurationError(f"{_folder_problem(folder, str(error))}; give the folder with {KEY_FILES}") from error
+                where = f"{HUB_PUBLIC_ENV}, {CLIENT_PUBLIC_ENV}, {CLIENT_SECRET_ENV}"
                 raise ConfigurationError(f"{where} cannot be used: {error}") from error
         time.sleep(RELOAD_SECONDS)
 
@@ -270,7 +307,8 @@ def read_root_secret(hub: HubRef, environ: Mapping[str, str] | None = None) -> b
     try:
         text = _read_bytes(path).decode("ascii")
     except OSError as error:
-        raise ConfigurationError(f"{path} cannot be read: {error.strerror}; mount the pool's credentials there") from error
+        problem = _folder_problem(hub.credentials_dir, f"{path} cannot be read ({error.strerror or error})")
+        raise ConfigurationError(f"{problem}; give the folder with the pool's {ROOT_SECRET_FILE}, which engines need") from error
     except UnicodeError as error:
         raise ConfigurationError(f"{path} is not hex text; it must hold {2 * ROOT_SECRET_BYTES} hex digits") from error
     return _secret(text, str(path))
@@ -291,6 +329,16 @@ def _variable(name: str, environ: Mapping[str, str] | None) -> str:
     if not value:
         raise ConfigurationError(f"{name} is not set and the configuration has no hub.credentials_dir; set one of them")
     return value
+
+
+def _folder_problem(folder: str, problem: str) -> str:
+    """What is wrong with the folder of the keys, in the words of the configuration."""
+    what = f"hub.credentials_dir is {_shown(folder)}"
+    if not os.path.isabs(folder):  # given inline: a file's are absolute by now
+        what += " (in the working directory of this process: in a configuration that is no file give an absolute path)"
+    if not os.path.isdir(folder):
+        return f"{what}, which is " + ("no folder" if os.path.exists(folder) else "not there, or not visible to this user")
+    return f"{what}: {problem.partition('; mount')[0]}"
 
 
 def _folder(text: str) -> Path:

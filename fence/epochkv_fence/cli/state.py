@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import msgspec
 
-from epochkv_fence.connection import CONFIG_FILE, ROOT_SECRET_BYTES, ROOT_SECRET_FILE
+from epochkv_fence.connection import CONFIG_FILE, ROOT_SECRET_BYTES, ROOT_SECRET_FILE, warn_of_unknown
 from epochkv_fence.file_authority import StateError
 from epochkv_fence.transport.keys import (
     CLIENT_PUBLIC_FILE,
@@ -237,6 +237,7 @@ def write_client(directory: Path, keys: Keys, pool: str, endpoint: str, weights_
                 logger.warning("%s did not have the pool's keys; they are written again", folder)
             _write_credentials(folder, keys)
             content = _existing_json(path)
+            warn_of_unknown(content, str(path))
             content["pool"] = {"name": pool, "uid": keys.pool_uid}
             content["hub"] = {"endpoint": endpoint, "credentials_dir": "."}
             content["weights_source"] = weights_source

@@ -13,10 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epochkv_connector.config import ConnectorConfig
 from epochkv_fence.connection import (
     CLIENT_PUBLIC_ENV,
     CLIENT_SECRET_ENV,
     HUB_PUBLIC_ENV,
+    KNOWN_KEYS,
     ROOT_SECRET_ENV,
     ConfigurationError,
     Connection,
@@ -24,6 +26,7 @@ from epochkv_fence.connection import (
     read_client_keys,
 )
 from epochkv_fence.transport import generate_keypair
+from tests.helpers_hub import epochkv
 
 CONTENT: dict[str, Any] = {"pool": {"name": "policy", "uid": "u-1"}, "hub": {"endpoint": "tcp://hub.example:7700"}}
 SECRET = "5a" * 32
@@ -180,6 +183,55 @@ def test_a_pair_that_is_being_replaced_is_read_again(folder: Path) -> None:
         assert read_client_keys(HubRef("tcp://h:1", str(folder))).public == fresh.public
     finally:
         thread.join()
+
+
+def test_a_folder_of_keys_that_is_not_there_is_named_with_its_field(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    for place, named in (
+        (
+            "absent",
+            r"hub\.credentials_dir is 'absent' \(in the working directory .* give an absolute path\), which is not there",
+        ),
+        (
+            "/absent/x",
+            r"hub\.credentials_dir is '/absent/x', which is not there, or not visible to this user; give the folder with hub\.pub",
+        ),
+        (str(folder / "hub.pub"), r"hub\.credentials_dir is '.*/hub\.pub', which is no folder; give the folder with hub\.pub"),
+    ):
+        text = json.dumps({**CONTENT, "hub": {**CONTENT["hub"], "credentials_dir": place}})
+        connection = Connection.load(None, {"EPOCHKV_CONFIG": text})
+        with pytest.raises(ConfigurationError, match=named):
+            connection.client_keys()
+        with pytest.raises(ConfigurationError, match=rf"hub\.credentials_dir is '{place}'.*; give the folder with the pool's root\.secret"):
+            connection.root_secret()
+    inline = Connection.load({**CONTENT, "hub": {**CONTENT["hub"], "credentials_dir": "."}}, {})
+    assert inline.client_keys().public == (folder / "client.pub").read_text().strip()
+    (folder / "client.key").unlink()
+    with pytest.raises(
+        ConfigurationError, match=r"hub\.credentials_dir is '\.' .*client\.key: cannot read the key \(No such file"
+    ) as caught:
+        inline.client_keys()
+    assert "STATE/client of `epochkv hub`, or the mounted Secret <pool>-fence" in str(caught.value)
+
+
+def test_a_key_that_nobody_knows_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = folder / "connection.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "weight_source": "Model", "local": {"capacity_bytes": 1}, "frobnicate": 1}))
+    Connection.load(folder, {})
+    first, second = caplog.messages
+    assert first == (
+        f"{path}: the key 'weight_source' is unknown: it changes nothing here, and engines refuse it; did you mean weights_source?"
+    )
+    assert "'frobnicate' is unknown" in second
+    assert "known keys: pool, hub, weights_source, " in second
+    done = epochkv("status", "--timeout", "0.2", config=folder)
+    assert done.stderr.startswith(f"epochkv: {path}: the key 'weight_source' is unknown")
+    assert done.stderr.count("weight_source") == 1
+
+
+def test_the_keys_that_are_known_are_those_of_the_connector() -> None:
+    assert ConnectorConfig.__struct_fields__ == KNOWN_KEYS
 
 
 JSON = st.recursive(
