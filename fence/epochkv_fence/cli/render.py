@@ -21,7 +21,7 @@ MAX_NAMES: Final = 10
 FIRST_LINE_SECONDS: Final = 2.0
 PROGRESS_SECONDS: Final = 10.0
 WIDTH: Final = 140
-SHOWN_SECONDS: Final = 0.1
+SHOWN_SECONDS: Final = 1.0
 """Somebody who waited for less did not wait."""
 
 

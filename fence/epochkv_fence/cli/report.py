@@ -60,7 +60,8 @@ def _epochs(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
         who = f" by {now.origin.source.value.lower()}" if now.origin is not None else ""
         version = f", weights {now.weights_version}" if now.weights_version else ""
         to_go = sum(view.alive and not view.converged for view in now.engines)
-        text = f"epoch {now.target} recorded, asked for{who}{version}; {to_go} of {counted(_alive(now), 'engine')} to go"
+        engines = f"{to_go} of {counted(_alive(now), 'engine')} to go" if _alive(now) else "no engine is there"
+        text = f"epoch {now.target} recorded, asked for{who}{version}; {engines}"
         fields = {"target": now.target, "weights_version": now.weights_version}
         yield Line(logging.INFO, text, {**fields, "origin": now.origin.source.value if now.origin else ""})
     if now.published > before.published:

@@ -212,7 +212,7 @@ def test_waiting_names_those_that_are_late(world: HubWorld) -> None:
     assert "epoch 1: waiting for engine-0" in texts
 
 
-RESET = Reset(7, True, 0.5, 2, (), 0, False, 0)
+RESET = Reset(7, True, 1.5, 2, (), 0, False, 0)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_numbers_read_as_people_say_them(capsys: pytest.CaptureFixture[str], res
     text = capsys.readouterr().out
     assert said in text
     assert text.startswith("epoch 7 is published: ")
-    assert "(waited 0.5 s)" in text
+    assert "(waited 1.5 s)" in text
 
 
 def test_progress_counts_engines() -> None:
