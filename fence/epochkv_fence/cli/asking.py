@@ -32,7 +32,7 @@ epoch that is published already ends it at once. It does not wait for engines to
 
 Exit status: 0 published; 3 not in time, the message says whether anybody has asked for it; 4 no hub answers.
 """
-STATUS_HELP: Final = """Show the pool: epochs, weights, engines.
+STATUS_HELP: Final = """Show the pool: epochs, weights, engines, and the weight update that a trainer has open.
 
 \b
   epochkv status --config policy/client

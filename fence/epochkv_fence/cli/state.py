@@ -114,7 +114,7 @@ def _tell_new(directory: Path) -> None:
             directory / CLIENT_FOLDER,
         )
     else:
-        logger.info("new keys in %s", directory / KEYS_FILE)
+        logger.info("made the keys of a new pool in %s", directory)
 
 
 def exposed_files(directory: Path) -> list[tuple[Path, int]]:

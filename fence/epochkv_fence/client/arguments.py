@@ -79,5 +79,5 @@ def check_order(order: str) -> None:
 def check_jump(epoch: int, target: int) -> None:
     """Raise for an epoch that can only be a slip of the hand: a target never goes down again, and epochs end at 2^53 - 1."""
     if epoch - target > MAX_JUMP:
-        problem = f"is {epoch}, and the pool's target is {target}; a target never goes down again, so a jump of more than {MAX_JUMP} has"
-        raise ArgumentError("epoch", f"{problem} to be forced. Nothing was asked of the pool")
+        problem = f"is {epoch}, and the pool's target is {target}; a target never goes down again, so a jump of more than {MAX_JUMP} needs"
+        raise ArgumentError("epoch", f"{problem} force. Nothing was asked of the pool")

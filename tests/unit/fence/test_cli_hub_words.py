@@ -69,7 +69,7 @@ def test_the_log_says_that_keys_were_retired_and_who_is_refused_then(tmp_path: P
 
 def test_the_log_says_that_key_files_were_made_again(tmp_path: Path) -> None:
     hub = HubProcess(tmp_path / "state").start()
-    assert f"new keys in {hub.state / 'keys.json'}" in hub.text()
+    assert f"made the keys of a new pool in {hub.state}" in hub.text()
     (hub.folder / "client.key").unlink()
     eventually(lambda: "the client folder did not have the pool's keys (removed, changed" in hub.text())
     assert hub.end() == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from epochkv_fence.cli.__main__ import main
 from epochkv_fence.cli.render import Output, Progress, show_reset, show_status, show_wait
-from epochkv_fence.client import ArgumentError, OpenUpdate, PoolStatus, Reset, ResetTimeout, Standing, UpdateInProgress
+from epochkv_fence.client import ArgumentError, AsyncPool, OpenUpdate, PoolStatus, Reset, ResetTimeout, Standing, UpdateInProgress
 from epochkv_fence.client.arguments import FAILED
 from epochkv_fence.client.updating import failed_version
 from tests.helpers_hub import HubWorld, epochkv, hub_world
@@ -174,6 +175,14 @@ def test_an_epoch_that_can_only_be_a_slip_is_refused_unless_forced(world: HubWor
     assert pool.reset(epoch=5).noop  # below the target, however far
     assert inside(capsys, "reset", *config, "--epoch", "4000000", "--force")[0] == 0
     assert pool.reset(epoch=9_000_000, force=True).epoch == 9_000_000
+
+    async def body() -> int:
+        async with await AsyncPool.connect(world.folder) as other:
+            with pytest.raises(ArgumentError, match=r"epoch is 20000000, .* needs force"):
+                await other.reset(epoch=20_000_000)
+            return (await other.reset(epoch=20_000_000, force=True)).epoch
+
+    assert asyncio.run(body()) == 20_000_000
 
 
 # ----------------------------------------------------------------------------------------------------------------- waiting

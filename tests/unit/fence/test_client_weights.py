@@ -442,6 +442,7 @@ def test_a_trainer_that_froze_and_goes_on_while_another_one_pushes_spoils_both(b
             updated(pool, "step-2", push=wakes)
         assert "UpdateInProgress: the update of pool policy to 'step-1' was not kept open" in output[0]
         assert re.search(r"EpochKV: epoch \d+: engines serve without reuse", output[0])
+        assert caught.value.pushed
         assert any(re.match(r"EpochKV: epoch \d+: engines serve without reuse", note) for note in caught.value.__notes__)
     all_bypassing(agents, brief.snapshot().target)
     assert brief.snapshot().target == 2
