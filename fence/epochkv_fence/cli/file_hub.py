@@ -173,7 +173,10 @@ class FileHub:
         try:
             await server.start()
         except OSError as error:
-            raise HubError(f"--listen {self.options.listen}: {error.strerror or error}") from error
+            why = (error.strerror or str(error)).removeprefix(f"hub cannot listen on {self.options.listen}: ").partition(" (addr=")[0]
+            raise HubError(
+                f"--listen {self.options.listen} cannot be listened on: {why}; give an address of this machine and a free port"
+            ) from error
         return server
 
     def _pool_config(self, keys: Keys) -> PoolConfig:

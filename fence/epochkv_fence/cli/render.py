@@ -194,12 +194,14 @@ class Progress:
         self._asks = asks
         self._console = Console(stderr=True)
         self._spinner: Spinner | None = None
-        self._say_at = time.monotonic() + FIRST_LINE_SECONDS
+        self._say_at: float | None = None
 
     def __call__(self, standing: Standing) -> None:
         if self._quiet:
             return
         text = self._text(standing)
+        if self._say_at is None:  # not from when this was made: the command of an update runs in between
+            self._say_at = time.monotonic() + FIRST_LINE_SECONDS
         if self._console.is_terminal:
             if self._spinner is None:
                 self._spinner = self._console.status(text)

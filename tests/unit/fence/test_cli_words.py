@@ -246,6 +246,16 @@ def test_numbers_read_as_people_say_them(capsys: pytest.CaptureFixture[str], res
     assert "(waited 1.5 s)" in text
 
 
+def test_progress_is_silent_at_first(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when it was made long ago, before the command of an update."""
+    now = [100.0]
+    monkeypatch.setattr("epochkv_fence.cli.render.time.monotonic", lambda: now[0])
+    progress = Progress(quiet=False)
+    for now[0], said in ((200.0, ""), (201.9, ""), (202.0, "epochkv: epoch 1: waiting for 1 of 4 engines\n"), (203.0, "")):
+        progress(Standing(1, True, False, 4, 1, 0))
+        assert capsys.readouterr().err == said
+
+
 def test_progress_counts_engines() -> None:
     progress = Progress(quiet=True)
     assert progress._text(Standing(1, True, False, 1, 1, 0)) == "epoch 1: waiting for 1 of 1 engine"
