@@ -13,11 +13,12 @@ import itertools
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Protocol
 
 import pytest
 
-from epochkv_fence.authority import Authority, AuthorityError, Origin, PoolGone, PoolRecord, Term
+from epochkv_fence.authority import Authority, AuthorityError, Origin, PoolGone, PoolRecord, Term, UpdateNote
 from epochkv_fence.messages import MAX_EPOCH, Source
 
 BODY_SECONDS = 120.0
@@ -174,6 +175,30 @@ class AuthorityConformance(abc.ABC):
             await authority.publish(world.uid, 2)
             successor, _ = await world.take_over()
             assert (await successor.load(world.uid)).granting
+
+        self.run(body)
+
+    def test_the_note_of_an_update_goes_forward_only(self) -> None:
+        async def body(world: Authorities) -> None:
+            first, _ = await world.take_over()
+            a, b = UpdateNote(1, b"a" * 16, "process 7 on ü", "step-1"), UpdateNote(2, b"b" * 16, "", "")
+            for note, found in (
+                (a, a),
+                (replace(a, open=False), replace(a, open=False)),
+                (a, replace(a, open=False)),
+                (b, b),
+                (replace(a, open=False), b),
+                (replace(b, open=False), replace(b, open=False)),
+                (b, replace(b, open=False)),
+            ):
+                await first.note_update(world.uid, note)
+                assert await first.load(world.uid) == PoolRecord(0, 0, False, None, found)
+            await first.record(world.uid, 2, TRAINER)
+            await first.publish(world.uid, 2)
+            second, _ = await world.take_over()
+            assert await second.load(world.uid) == PoolRecord(2, 2, False, TRAINER, replace(b, open=False))
+            with pytest.raises(PoolGone):
+                await second.note_update("00000000-0000-4000-8000-000000000000", a)
 
         self.run(body)
 

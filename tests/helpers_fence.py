@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from epochkv_fence.authority import AuthorityError, Origin, PoolRecord, Term
+from epochkv_fence.authority import AuthorityError, Origin, PoolRecord, Term, UpdateNote
 from epochkv_fence.messages import Mode
 from epochkv_fence.pool import PoolConfig
 from epochkv_fence.transport import AgentThread, ClientKeys, EngineIdentity, HubKeys, HubServer, generate_keypair
@@ -63,6 +63,12 @@ class MemoryAuthority:
         await self._enter("note")
         old = self.records.get(pool_uid, PoolRecord())
         self.records[pool_uid] = replace(old, granting=True)
+
+    async def note_update(self, pool_uid: str, note: UpdateNote) -> None:
+        await self._enter("note update")
+        old = self.records.get(pool_uid, PoolRecord())
+        if note.follows(old.update):
+            self.records[pool_uid] = replace(old, update=note)
 
 
 class FakeEngine:

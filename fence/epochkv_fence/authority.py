@@ -1,4 +1,4 @@
-"""What a hub needs from the outside: durable memory for two numbers and a note per pool, and a leadership it can check.
+"""What a hub needs from the outside: durable memory for two numbers and two notes per pool, and a leadership it can check.
 
 Implementations: the pool object's status and a Lease in Kubernetes (in the operator). All of a hub's safety rests on the
 three promises below, so an implementation states how it keeps each of them.
@@ -6,7 +6,7 @@ three promises below, so an implementation states how it keeps each of them.
 1. `verify` is linearizable: it is True only if, at some moment between call and return, the stored holder *and*
    transitions were those of the term asked about.
 2. `load` is linearizable: it sees every write that returned before it was called. Never a watch cache.
-3. `record` and `publish` never decrease anything, whoever calls them and however late they land. `record` writes a target
+3. `record`, `publish` and the notes never decrease anything, whoever calls them and however late they land. `record` writes a target
    and its origin in one atomic write, and leaves both alone unless it raises the target.
 """
 
@@ -53,6 +53,28 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateNote:
+    """The newest weight update of a pool that a hub let begin.
+
+    Attributes:
+        serial: 1, 2, ... in the order of beginning.
+        number: drawn at random by its trainer, 16 bytes.
+        holder: who the trainer is, and `version` what he pushes, for people.
+        open: what engines hold is not known: it has not ended, or the epoch that says how it ended is not durable.
+    """
+
+    serial: int
+    number: bytes
+    holder: str
+    version: str
+    open: bool = True
+
+    def follows(self, other: UpdateNote | None) -> bool:
+        """Written over `other`: a later update, or the end of the same one. However late a write lands, nothing else is."""
+        return other is None or (self.serial, not self.open) > (other.serial, not other.open)
+
+
+@dataclass(frozen=True, slots=True)
 class PoolRecord:
     """Everything a hub must remember about a pool.
 
@@ -61,12 +83,14 @@ class PoolRecord:
         published: highest epoch proved to be the oldest in use; never above `target`.
         granting: some hub has (or may have) granted for this pool; never taken back.
         origin: of `target`; None: target 0, or a record from before origins were kept.
+        update: the newest weight update; None: there was none.
     """
 
     target: int = 0
     published: int = 0
     granting: bool = False
     origin: Origin | None = None
+    update: UpdateNote | None = None
 
 
 class Authority(Protocol):
@@ -89,3 +113,6 @@ class Authority(Protocol):
 
     async def note_granting(self, pool_uid: str) -> None:
         """Set the `granting` note; returns after the write is durable."""
+
+    async def note_update(self, pool_uid: str, note: UpdateNote) -> None:
+        """Write which weight update is open, unless what is there `follows` it; returns after the write is durable."""

@@ -31,7 +31,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from epochkv_fence.authority import AuthorityError, Origin, PoolGone, PoolRecord, Term
+from epochkv_fence.authority import AuthorityError, Origin, PoolGone, PoolRecord, Term, UpdateNote
 from epochkv_fence.messages import Source
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ T = TypeVar("T")
 DATABASE_FILE: Final = "state.db"
 LOCK_FILE: Final = "hub.lock"
 APPLICATION_ID: Final = 0x45504B56  # "EPKV"
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 DEADLINE_SECONDS: Final = 3.0
 OPEN_SECONDS: Final = 30.0
 
@@ -69,6 +69,21 @@ BEGIN SELECT RAISE(ABORT, 'the record of a pool is never removed'); END;
 CREATE TRIGGER leadership_never_decreases BEFORE UPDATE ON leadership WHEN NEW.transitions <= OLD.transitions
 BEGIN SELECT RAISE(ABORT, 'transitions only grow'); END;
 INSERT INTO leadership VALUES (1, '', 0);
+"""
+_SCHEMA_2: Final = """
+CREATE TABLE updates (
+    uid TEXT PRIMARY KEY REFERENCES pools,
+    serial INTEGER NOT NULL,
+    number BLOB NOT NULL,
+    holder TEXT NOT NULL,
+    version TEXT NOT NULL,
+    open INTEGER NOT NULL
+);
+CREATE TRIGGER updates_never_go_back BEFORE UPDATE ON updates
+WHEN NEW.serial < OLD.serial OR (NEW.serial = OLD.serial AND NEW.open >= OLD.open) OR NEW.uid <> OLD.uid
+BEGIN SELECT RAISE(ABORT, 'the record of updates never goes back'); END;
+CREATE TRIGGER updates_never_go BEFORE DELETE ON updates
+BEGIN SELECT RAISE(ABORT, 'the record of updates is never removed'); END;
 """
 
 
@@ -169,14 +184,20 @@ class FileAuthority:
         def read() -> PoolRecord:
             row = (
                 self._opened()
-                .execute("SELECT target, published, granting, source, weights_version FROM pools WHERE uid = ?", (pool_uid,))
+                .execute(
+                    "SELECT target, published, granting, source, weights_version, serial, number, holder, version, open "
+                    "FROM pools LEFT JOIN updates USING (uid) WHERE uid = ?",
+                    (pool_uid,),
+                )
                 .fetchone()
             )
             if row is None:
                 raise self._gone(pool_uid)
-            target, published, granting, source, weights_version = row
+            target, published, granting, source, weights_version, serial, number, holder, version, is_open = row
             known = source in {kind.value for kind in Source}
-            return PoolRecord(target, published, bool(granting), Origin(Source(source), weights_version) if known else None)
+            origin = Origin(Source(source), weights_version) if known else None
+            update = UpdateNote(serial, number, holder, version, bool(is_open)) if serial is not None else None
+            return PoolRecord(target, published, bool(granting), origin, update)
 
         return await self._call("load", read)
 
@@ -200,6 +221,21 @@ class FileAuthority:
     async def note_granting(self, pool_uid: str) -> None:
         """Durably note that grants may be out."""
         await self._update(pool_uid, "note", "UPDATE pools SET granting = 1 WHERE uid = :uid", {})
+
+    async def note_update(self, pool_uid: str, note: UpdateNote) -> None:
+        """Durably note which weight update is open."""
+
+        def write(connection: sqlite3.Connection) -> None:
+            if connection.execute("SELECT 1 FROM pools WHERE uid = ?", (pool_uid,)).fetchone() is None:
+                raise self._gone(pool_uid)
+            connection.execute(
+                "INSERT INTO updates VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (uid) DO UPDATE SET serial = excluded.serial, "
+                "number = excluded.number, holder = excluded.holder, version = excluded.version, open = excluded.open "
+                "WHERE (excluded.serial, -excluded.open) > (serial, -open)",
+                (pool_uid, note.serial, note.number, note.holder, note.version, note.open),
+            )
+
+        await self._write("note_update", write)
 
     # ------------------------------------------------------------------ pools
 
@@ -273,8 +309,12 @@ class FileAuthority:
                 for statement in _statements(_SCHEMA):
                     connection.execute(statement)
                 connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                application, version = APPLICATION_ID, 1
+            if (application, version) == (APPLICATION_ID, 1):
+                for statement in _statements(_SCHEMA_2):
+                    connection.execute(statement)
                 connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-                return
+                version = SCHEMA_VERSION
         path = self.directory / DATABASE_FILE
         if application != APPLICATION_ID:
             raise StateError(f"{path} is not the state of an EpochKV hub; give another --state")

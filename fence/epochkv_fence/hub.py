@@ -16,7 +16,7 @@ from epochkv_fence import hub_events as ev
 from epochkv_fence.asks import Ask, asked_at
 from epochkv_fence.authority import Origin, PoolRecord, Term
 from epochkv_fence.boots import NEVER, BootRecord
-from epochkv_fence.hub_store import HubStore
+from epochkv_fence.hub_updates import HubUpdates
 from epochkv_fence.messages import (
     Bump,
     Error,
@@ -39,15 +39,18 @@ from epochkv_fence.trainers import add_marks
 NUDGE_SECONDS: Final = 0.25
 NUDGES_PER_SECOND: Final = 2_000
 """Thousands of boots that were just nudged are on their way: nudged again, each would only send another heartbeat."""
-RETRY_SECONDS: Final = 0.25
 MAX_BOOTS: Final = 10_000
 
 
-class Hub(HubStore):
+class Hub(HubUpdates):
     """Takes events, one by one."""
 
-    def step(self, event: ev.Event, now: float) -> list[ev.Action]:  # noqa: PLR0911, PLR0912 - one line per event
+    def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         """Take one event at `now` (seconds on this hub's monotonic clock)."""
+        actions = self._take(event, now)
+        return [*actions, *self._note_update(now)]
+
+    def _take(self, event: ev.Event, now: float) -> list[ev.Action]:  # noqa: PLR0911, PLR0912 - one line per event
         match event:
             case ev.Heard(peer, message, key_index):
                 return self._heard(peer, message, key_index, now)
@@ -69,7 +72,7 @@ class Hub(HubStore):
                 return self._recorded(epoch, now)
             case ev.RecordFailed():
                 self._recording = None
-                self._retry_at = now + RETRY_SECONDS
+                self._retry_at = now + ev.RETRY_SECONDS
                 return []
             case ev.Observed(record):
                 return self._observe(record, now)
@@ -78,8 +81,10 @@ class Hub(HubStore):
                 return []
             case ev.NoteFailed():
                 self._noting = False
-                self._retry_at = now + RETRY_SECONDS
+                self._retry_at = now + ev.RETRY_SECONDS
                 return []
+            case ev.UpdateNoted() | ev.UpdateNoteFailed():
+                return self._update_noted(event, now)
             case ev.Published(epoch):
                 self._publishing, self._stored = None, max(self._stored, epoch)
                 return self._raise_published(epoch, now)
@@ -105,6 +110,7 @@ class Hub(HubStore):
         self.published = max(self.published, record.published)
         self._stored = record.published  # less than that, after a restore: then it is published again
         self._forget_at = now + self.config.hold_seconds
+        self._lead_updates(record, now)
         self._reclaim_after(now + self.config.reclaim_seconds)
         actions = self._raise_target(record.target, record.origin, now)
         if not actions:
@@ -201,6 +207,10 @@ class Hub(HubStore):
         self._lead_until = max(self._lead_until, now + self._lead_wait())
         return self._asked(Ask(epoch, None, now, Origin(Source.ENGINE)), now)
 
+    def _fail_update(self, now: float) -> list[ev.Action]:
+        epoch = self._failing_epoch(now)
+        return [] if epoch is None else self._asked(Ask(epoch, None, now, self._failed(epoch), listed=True), now)
+
     def _record(self, now: float) -> list[ev.Action]:
         if not self._record_due() or now < self._retry_at:
             return []
@@ -233,13 +243,14 @@ class Hub(HubStore):
             return []
         ask, before = self._own_ask(target), self.target
         heirs = self._heirs() if self._goes_on(ask) else None
+        unknown = self._pushed_meanwhile(ask)
         self.target = target
         for record in self._boots.values():
             record.below_until = max(record.below_until, record.live_until)
             record.live_until = NEVER
         self._behind = {boot: None for boot, record in self._boots.items() if not record.at_least(target)}
         self._origin = origin or (ask.origin if ask is not None else None)
-        self._gate = self._gate_after(ask, target, before, heirs)
+        self._gate = self._gate_after(ask, target, before, heirs, unknown=unknown)
         self._trainers.forget_marks(target)
         self._started_at = ask.seen if ask is not None else now
         self._begin_wipe()
@@ -314,7 +325,7 @@ class Hub(HubStore):
     def _bump(self, peer: bytes, bump: Bump, now: float) -> list[ev.Action]:
         """Taken also by a hub that does not lead yet, which answers when it does."""
         if bump.update is not None:
-            self._trainers.updates.end(bump.update)
+            self._trainers.updates.end(bump.update, bump.epoch)
         actions = self._mark(bump, now)
         at = None if bump.boots is not None else asked_at(bump.moment, self._instance, bump.ago_seconds, self.config.max_clock_rate, now)
         origin = Origin(Source.TRAINER, bump.weights_version)
@@ -355,12 +366,6 @@ class Hub(HubStore):
         self._trainers.ask(peer, question)
         return []
 
-    def _tell(self, peer: bytes, question: Status, began: float, now: float) -> ev.Action:
-        """Who opens a weight update, or goes on with one, is heard in the order of questions; a hold counts from before the read."""
-        if question.update is not None:
-            self._trainers.updates.ask(question.update, began + self._hold(), now, admit=self._led_long_enough(now))
-        return ev.Send(peer, self._status(question, now))
-
     def _nudge(self, boots: Iterable[bytes], now: float) -> list[ev.Action]:
         self._nudge_at = now + max(NUDGE_SECONDS, len(self._late()) / NUDGES_PER_SECOND)
         if self.term is None:
@@ -399,7 +404,7 @@ class Hub(HubStore):
             beats, self._waiting, self._joining = self._waiting, {}, False
         questions, self._trainers.questions = self._trainers.questions, []
         durable = min(self._durable, self.target)
-        self._round = Round(number, self.term, now, beats, durable, publish, wipe, questions)
+        self._round = Round(number, self.term, now, beats, durable, publish, wipe, questions, self._trainers.updates.noted)
         self._last_round = now
         if not self.round_open:
             self._round = None
@@ -415,7 +420,9 @@ class Hub(HubStore):
         if current.target > self._proven:
             self._proven = current.target
             actions += self._answer([waiter for waiter in self._trainers.waiters() if self._may_tell(waiter[2])], now)
-        actions += [self._tell(peer, question, current.began, now) for peer, question in current.questions]
+        actions += self._fail_update(now)
+        for peer, question in current.questions:
+            actions += self._tell(peer, question, current, now)
         if current.publish is not None and current.publish > self._stored and self._publishing is None:
             self._publishing = current.publish
             actions.append(ev.Publish(current.publish))
@@ -472,7 +479,7 @@ class Hub(HubStore):
         """Perhaps the record was lost (a wiped status, a restored store): record the target again before the next try."""
         self._publishing = None
         self._durable = self._proven = 0
-        self._retry_at = now + RETRY_SECONDS
+        self._retry_at = now + ev.RETRY_SECONDS
         return []
 
     # ------------------------------------------------------------------ time
@@ -495,7 +502,7 @@ class Hub(HubStore):
             actions += self._invite(now)
         if now >= self._reclaimer.due_at:
             actions += self._reclaim(now)
-        return actions
+        return [*actions, *self._fail_update(now)]
 
     def _forget(self, now: float) -> list[ev.Action]:
         """Drop boots that were silent for a lease and margin; by then every grant they had is dead."""

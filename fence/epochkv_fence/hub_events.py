@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from epochkv_fence.authority import Origin, PoolRecord, Term
+from epochkv_fence.authority import Origin, PoolRecord, Term, UpdateNote
 from epochkv_fence.messages import Message, Source
 from epochkv_fence.pool import PoolConfig
 
 OWNER: Final = Origin(Source.SPEC)
+RETRY_SECONDS: Final = 0.25
+"""After a write that failed, before the next one."""
 
 # ---------------------------------------------------------------------------------------------------------------- events
 
@@ -98,6 +100,18 @@ class NoteFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateNoted:
+    """The `NoteUpdate` asked for is durable."""
+
+    note: UpdateNote
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateNoteFailed:
+    """The `NoteUpdate` asked for did not answer or was refused; it may still land."""
+
+
+@dataclass(frozen=True, slots=True)
 class RoundBegan:
     """Collect the heartbeats received so far and evaluate publication; the leadership read starts after this."""
 
@@ -180,6 +194,8 @@ Event = (
     | Observed
     | Noted
     | NoteFailed
+    | UpdateNoted
+    | UpdateNoteFailed
     | RoundBegan
     | RoundVerified
     | RoundDropped
@@ -217,6 +233,13 @@ class NoteGranting:
 
 
 @dataclass(frozen=True, slots=True)
+class NoteUpdate:
+    """Durably note which weight update is open, then say `UpdateNoted` or `UpdateNoteFailed`."""
+
+    note: UpdateNote
+
+
+@dataclass(frozen=True, slots=True)
 class Publish:
     """Durably raise the published epoch to `epoch`, then say `Published` or `PublishFailed`."""
 
@@ -249,4 +272,4 @@ class Changed:
     """What a snapshot shows has changed."""
 
 
-Action = Send | Record | NoteGranting | Publish | Wipe | Sweep | Changed
+Action = Send | Record | NoteGranting | NoteUpdate | Publish | Wipe | Sweep | Changed

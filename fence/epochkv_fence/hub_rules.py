@@ -8,7 +8,7 @@ from __future__ import annotations
 from epochkv_fence.asks import Ask
 from epochkv_fence.boots import BootRecord, Gate
 from epochkv_fence.messages import Mode, Source
-from epochkv_fence.pool_state import PoolState
+from epochkv_fence.pool_state import PoolState, Round
 from epochkv_fence.trainers import same_weights
 from epochkv_fence.wipe import WIPE_LANDS_SECONDS
 
@@ -105,10 +105,31 @@ class HubRules(PoolState):
         origin = self._origin
         return self._gate.asked_at is None and origin is not None and origin.source is not Source.SPEC and bool(origin.weights_version)
 
-    def _gate_after(self, ask: Ask | None, target: int, before: int, heirs: frozenset[bytes] | None) -> Gate:
-        """The gate of a target that follows `before`: its own, unless (`heirs`) it goes on with weights on their way."""
+    def _may_push(self, number: bytes, since_seconds: float, current: Round) -> bool:
+        """Whoever opens an update is told so by a round that began when the record said it: every hub that leads after this
+        one then reads it there. One that pushes already is not to be stopped."""
+        return since_seconds > 0 or current.noted == number
+
+    def _pushed_meanwhile(self, ask: Ask | None) -> bool:
+        """`ask` says nothing of weights, and somebody pushes some, or died while he did: age proves nothing, nor does it that
+        a boot may use the epoch before."""
+        if ask is None or self.config.weights_source != "Pushed" or not self._trainers.updates.unsettled(self.target):
+            return False
+        if ask.origin.source is Source.ENGINE:
+            return True
+        return not ask.listed and not ask.brings_weights(self._weights_version())
+
+    def _gate_after(self, ask: Ask | None, target: int, before: int, heirs: frozenset[bytes] | None, *, unknown: bool) -> Gate:
+        """The gate of a target that follows `before`: its own, unless (`heirs`) it goes on with weights on their way, or nobody
+        knows what engines hold."""
         gate, old = self._gate_of(ask, target), self._gate
-        if heirs is None or self._trainers.marked(target) is not None:
+        if self._trainers.marked(target) is not None:
+            return gate
+        if unknown:
+            gate.close()
+            gate.marked = set()
+            return gate
+        if heirs is None:
             return gate
         if old.held:
             gate.asked_at, gate.held, gate.held_for, gate.request = old.asked_at, True, old.held_for, None

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from epochkv_fence.asks import Ask
-from epochkv_fence.authority import Origin, Term
+from epochkv_fence.authority import Origin, Term, UpdateNote
 from epochkv_fence.boots import NEVER, BootRecord, Gate
-from epochkv_fence.messages import BumpStatus, Mode, Moment, Source, Status
+from epochkv_fence.messages import MAX_EPOCH, BumpStatus, Mode, Moment, Source, Status
 from epochkv_fence.pool import PoolConfig, PoolSnapshot
 from epochkv_fence.reclaim import Reclaimer
 from epochkv_fence.trainers import Trainers, status_page
@@ -30,7 +30,7 @@ QUESTION_SECONDS: Final = 0.05
 @dataclass(slots=True)
 class Round:
     """A grant round whose leadership read is under way; `target` is the durable one when it began, `publish` and `wipe` name
-    the epoch they were evaluated for."""
+    the epoch they were evaluated for, `noted` the weight update that the record said was open."""
 
     number: int
     term: Term
@@ -40,6 +40,7 @@ class Round:
     publish: int | None
     wipe: int | None
     questions: list[tuple[bytes, Status]] = field(default_factory=list)
+    noted: bytes | None = None
 
 
 class PoolState:
@@ -142,9 +143,11 @@ class PoolState:
         if self.term is None:
             return self._forget_at
         due = min(self._forget_at, self._reclaimer.due_at, self._wiper.give_up_at(), self._release_at)
+        due = min(due, self._trainers.updates.expires_at() if self._wanted() < MAX_EPOCH else math.inf)
         if self.open and self._late():
             due = min(due, self._nudge_at)
         pending = self._record_due() or (bool(self._waiting) and not self._noted and not self._noting)
+        pending = pending or self._update_to_note() is not None
         return min(due, self._retry_at) if pending else due
 
     def _drop(self, boot: bytes) -> bool:
@@ -174,6 +177,9 @@ class PoolState:
 
     def _record_due(self) -> bool:
         return self.term is not None and self._recording is None and self._wanted() > self._durable
+
+    def _update_to_note(self) -> UpdateNote | None:
+        return None if self.term is None else self._trainers.updates.unwritten(self._durable)
 
     def _proof_wanted(self) -> bool:
         """Trainers wait to hear that the target is on record."""

@@ -100,7 +100,7 @@ class Authority:
             case "load":
                 call.result = old
                 if world.rules.stale_load and world.rng.random() < 0.5:
-                    call.result = PoolRecord(0, 0, old.granting)
+                    call.result = PoolRecord(0, 0, old.granting, update=old.update)
             case "record":
                 self._raise(call)
             case "publish":
@@ -114,6 +114,8 @@ class Authority:
                     self._write(replace(old, published=call.value))
             case "note":
                 self._write(replace(old, granting=True))
+            case "note update":
+                self._write(replace(old, update=call.origin if call.origin.follows(old.update) else old.update))
             case "wipe" | "sweep":
                 self._empty(call)
         if world.rng.random() < world.profile.ambush and not world.calm:
@@ -176,6 +178,8 @@ class Authority:
                 side.step(process, ev.Published(call.value))
             case "note":
                 side.step(process, ev.Noted())
+            case "note update":
+                side.step(process, ev.UpdateNoted(call.origin))
             case "wipe":
                 side.step(process, ev.Wiped(call.value, call.result[0], call.result[0] * 100))
             case "sweep":
@@ -198,6 +202,8 @@ class Authority:
                 side.step(process, ev.PublishFailed(call.value))
             case "note":
                 side.step(process, ev.NoteFailed())
+            case "note update":
+                side.step(process, ev.UpdateNoteFailed())
             case "wipe":
                 side.step(process, ev.WipeFailed(call.value))
             case "sweep":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from epochkv_fence.messages import Mode
+from epochkv_fence.versions import FAILED
 from tests.model.parts import RECLAIM_SECONDS, STAYS, Engine, HubProcess, Violation
 
 if TYPE_CHECKING:
@@ -63,13 +64,19 @@ class Calm:
         limit = world.config.hold_seconds / min(world.rates) + SLACK
         if world.config.reclaim == "RemoveAll" or world.profile.reconfigures:
             limit += WIPE_SECONDS / min(world.rates)
-        start = world.now
+        start, failed = world.now, self._failed_epoch()
         while world.authority.record.published < wanted:
+            if self._failed_epoch() > failed:  # a trainer that pushed when faults ended is taken for dead: a reset of its own
+                start, failed = world.now, self._failed_epoch()
             if world.now > start + limit:
                 raise Violation(f"I4: {wanted} is not published {world.now - start:.2f} s after leadership and record")
             world.hub_side.watch(process)
             world.hub_side.ask(False, process)
             self._turn()
+
+    def _failed_epoch(self) -> int:
+        record = self.world.authority.record
+        return record.target if record.origin is not None and record.origin.weights_version.startswith(FAILED) else 0
 
     def _until_sharing(self) -> None:
         """Weights that are never pushed: every engine uses the published epoch soon, unless it waits for another one."""

@@ -79,6 +79,8 @@ class HubSide:
                 world.authority.call(process, "publish", epoch, origin=wiper.done and not wiper.given_up)
             case ev.NoteGranting():
                 world.authority.call(process, "note", 0)
+            case ev.NoteUpdate(note):
+                world.authority.call(process, "note update", 0, note)
             case ev.Wipe(epoch, before):
                 call = world.authority.call(process, "wipe", epoch)
                 call.deadline = (before - process.clock.offset) / process.clock.rate

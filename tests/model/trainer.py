@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from epochkv_fence.messages import Bump, BumpStatus, Message, Moment, Status
+from epochkv_fence.messages import Bump, BumpStatus, Message, Moment, OpenUpdate, Status
+from epochkv_fence.versions import FAILED
 from tests.model.parts import JOIN_AFTER, PUSH_TO_ASK, SPREAD, Engine, Spec
 
 if TYPE_CHECKING:
@@ -19,7 +20,10 @@ Script = Iterator[None]
 PATIENCE = 15.0
 """Seconds after which a trainer gives up waiting for publication."""
 RESEND = 0.3
-UNNAMED = ("client, reset after a push", "client, push under pause, failing", "client, reset")
+KEEP = 1.2
+"""Seconds between two askings to keep an update open."""
+RESCUES = ("", "people, a plain reset", "people, waiting")
+UNNAMED = ("client, reset after a push", "client, push under pause, failing", "client, reset", "people, a plain reset", "people, waiting")
 """Orders that do not say what the weights are called."""
 
 
@@ -36,6 +40,7 @@ class Trainer:
         self.idle_until = 0.0
         self.incarnation = 0
         self.must_push = False  # the last update was left in the middle: weights are unknown until the next one
+        self.rescue = ""  # what people do about one that a hub knows of
         self._forget()
 
     def _forget(self) -> None:
@@ -56,6 +61,10 @@ class Trainer:
         self.version = ""
         self.listed: list[bytes] = []
         self.marked_epoch = 0  # of the last list that was given
+        self.update: bytes | None = None  # the one that is open, or that this trainer wants to open
+        self.opened_at: float | None = None
+        self.keep_at = 0.0
+        self.ending = False
 
     # ------------------------------------------------------------------ running
 
@@ -68,6 +77,7 @@ class Trainer:
                 self.world.hub_side.ask(False)
                 return True
             self.script = self._begin()
+        self._keep()
         try:
             next(self.script)
         except StopIteration:
@@ -82,6 +92,8 @@ class Trainer:
             self.world.count("trainer restarts")
             self.must_push = self.must_push or self.world.profile.pushed
             self.script = None
+            known = self.opened_at is not None and not self.ending and not self.world.profile.restores
+            self.rescue = self.world.rng.choice(RESCUES) if known else ""
         self.incarnation += 1
         self.world.checks.cascade_ended()
         self._forget()
@@ -90,12 +102,14 @@ class Trainer:
         world = self.world
         orders = world.profile.orders
         if self.must_push:
-            orders = ("client, push under pause", "client, fence first")
+            orders = (self.rescue,) if self.rescue else ("client, push under pause", "client, fence first")
         self.order = world.rng.choice(orders)
         self.versions += 1
         self.version = "" if self.order in UNNAMED else f"v{self.versions}"
         self.mine = self.recorded_at = self.status = self.bumped = None
         self.marked_epoch = 0
+        self.update = self.opened_at = None
+        self.ending = False
         world.count(self.order)
         return SCRIPTS[self.order](self)
 
@@ -177,10 +191,37 @@ class Trainer:
         self.status = None
         self.resend_at = float("-inf")
         while self.status is None:
-            self.questions += 1
-            self._post(Status(self.questions))
+            self._post(self._question())
             yield
         self.highest = max(self.highest, self.status.target)
+
+    def _question(self) -> Status:
+        self.questions += 1
+        if self.update is None:
+            return Status(self.questions)
+        since = 0.0 if self.opened_at is None else max(1e-3, self.clock.read(self.world.now) - self.opened_at)
+        return Status(self.questions, update=OpenUpdate(self.update, "t", self.version, since))
+
+    def _open(self) -> Script:
+        """Wait until a hub says that nobody else pushes."""
+        self.update = self.world.rng.randbytes(16)
+        while self.opened_at is None:
+            yield from self._ask_status()
+            if self._is_open():
+                self.opened_at = self.clock.read(self.world.now)
+            else:
+                yield
+
+    def _is_open(self) -> bool:
+        assert self.status is not None
+        return self.update is None or (self.status.update is not None and self.status.update.number == self.update)
+
+    def _keep(self) -> None:
+        """Say that the push goes on."""
+        now = self.clock.read(self.world.now)
+        if self.opened_at is not None and not self.ending and now >= self.keep_at:
+            self.keep_at = now + KEEP
+            self.world.network.post(f"t{self.incarnation}", f"h{self.world.rng.randrange(2)}", self._question())
 
     def repeated(self) -> Bump:
         """The list of the last update, once more."""
@@ -217,7 +258,8 @@ class Trainer:
                 ago = max(0.0, self.moment_at - asked_at)
             if self.world.rules.trainer_says_now:
                 ago = 0.0
-            self._post(Bump(self.request, self.epoch, boots, self.version, moment, ago))
+            ends = self.update if self.ending else None
+            self._post(Bump(self.request, self.epoch, boots, self.version, moment, ago, ends))
             yield
             if self.clock.read(self.world.now) > began + PATIENCE and self._given_up():
                 return
@@ -292,6 +334,7 @@ class Trainer:
 
     def client_under_pause(self) -> Script:
         """list -> pause -> push -> raise with the list -> wait -> resume."""
+        yield from self._open()
         yield from self._boots()
         listed = self.listed
         yield from self._pause()
@@ -300,23 +343,29 @@ class Trainer:
             yield from self._boots()
             listed = self.listed
         yield from self._ask_status()
+        if not self._is_open():  # taken for dead, and somebody else pushed
+            listed = []
+        self.ending = True
         yield from self._bump(listed, self._published)
         self.listed, self.marked_epoch = listed, self.epoch
         self._resume()
 
     def client_under_pause_failing(self) -> Script:
         """The push fails: nobody has the weights of the next epoch."""
+        yield from self._open()
         yield from self._pause()
         push = self._push()
         for _ in range(self.world.rng.choice([1, 2])):
             if next(push, True) is None:
                 yield
+        self.ending = True
         yield from self._ask_status()
         yield from self._bump([], self._published)
         self._resume()
 
     def client_fence_first(self) -> Script:
         """list -> raise, nobody has the weights -> wait -> push while serving -> mark."""
+        yield from self._open()
         yield from self._boots()
         listed = self.listed
         yield from self._bump([], self._published)
@@ -324,6 +373,10 @@ class Trainer:
         if self.world.rules.trainer_lists_on_exit:
             yield from self._boots()
             listed = self.listed
+        yield from self._ask_status()
+        if not self._is_open():
+            listed = []
+        self.ending = True
         self.listed = listed
         self.marked_epoch = self.epoch
         if self.must_push:
@@ -364,6 +417,26 @@ class Trainer:
         self._next_epoch()
         self._post(Bump(self.request, self.epoch, None, self.version, self.moment, 0.0))
         yield
+
+    # ------------------------------------------------------------------ people, after a trainer died in the middle of a push
+
+    def rescue_by_resetting(self) -> Script:
+        """A plain reset, and engines go on."""
+        asked_at = self.clock.read(self.world.now)
+        yield from self._ask_status()
+        yield from self._bump(None, self._published, asked_at)
+        self._resume()
+
+    def rescue_by_waiting(self) -> Script:
+        """Engines go on when the hub has taken the trainer for dead."""
+        began = self.clock.read(self.world.now)
+        while self.clock.read(self.world.now) < began + 2 * PATIENCE:
+            yield from self._ask_status()
+            assert self.status is not None
+            if self.status.weights_version.startswith(FAILED) and self.status.published == self.status.target:
+                self._resume()
+                return
+        self.rescue = ""
 
     # ------------------------------------------------------------------ orders: vLLM's own reset on every engine
 
@@ -442,6 +515,8 @@ SCRIPTS: dict[str, Callable[[Trainer], Script]] = {
     "client, reset, no waiting": Trainer.client_reset_no_waiting,
     "engines reset together": Trainer.engines_reset_together,
     "one engine reset": Trainer.one_engine_reset,
+    "people, a plain reset": Trainer.rescue_by_resetting,
+    "people, waiting": Trainer.rescue_by_waiting,
     "unsafe: push while serving, then raise": Trainer.unsafe_push_while_serving,
     "unsafe: raise, then push while serving": Trainer.unsafe_raise_and_push,
 }

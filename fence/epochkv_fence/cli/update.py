@@ -29,9 +29,8 @@ are unknown, and `epochkv status` shows them as `failed: VERSION ...`.
 --order push_under_pause (default): COMMAND pauses the engines, pushes, and resumes nothing; resume after `epochkv update`.
 --order fence_first: the old epoch is fenced before COMMAND starts, so engines may serve (without reuse) while it pushes.
 
-With -o json its standard output goes to standard error. If epochkv itself may be killed in the middle (kill -9, out of memory), use
-fence_first: then nobody shares before the next update, whatever was pushed; with push_under_pause nobody knows of a push that never
-ended.
+With -o json its standard output goes to standard error. If epochkv itself is killed in the middle (kill -9, out of memory), COMMAND
+goes on; a lease and its margin later the hub raises the epoch, and no engine shares before the next update.
 
 COMMAND gets EPOCHKV_WEIGHTS_VERSION, EPOCHKV_CONFIG and, with fence_first, EPOCHKV_EPOCH. Signals are passed on to its process
 group. Exit status: that of COMMAND when it failed (128 + n for signal n), otherwise as for `epochkv reset`.

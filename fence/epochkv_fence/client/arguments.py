@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 from epochkv_fence.messages import CONTROL, MAX_EPOCH
+from epochkv_fence.versions import FAILED, MAX_VERSION
 
-MAX_VERSION: Final = 253
-FAILED: Final = "failed: "
 """What the version of weights begins with whose push failed."""
 MAX_JUMP: Final = 1_000_000
 """How far above the target an epoch may be asked for without force: ten years of a reset every five minutes."""

@@ -13,13 +13,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Final
 
-from epochkv_fence.client.arguments import MAX_VERSION
 from epochkv_fence.client.calls import FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, Ask, Calls, Progress
 from epochkv_fence.client.errors import HubUnreachable, PoolError, UpdateInProgress
 from epochkv_fence.client.holding import Holding
 from epochkv_fence.client.results import Engine, OnFailure, Order, PoolStatus, Reset
 from epochkv_fence.client.session import Session
 from epochkv_fence.messages import Status
+from epochkv_fence.versions import failed_version
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,6 @@ FAIL_SECONDS: Final = 10.0
 """For saying that an update failed, whatever the caller's own time limit was."""
 KEEPS_PER_LEASE: Final = 3
 MIN_KEEP_SECONDS: Final = 0.05
-FAILED: Final = "failed: "
 
 
 @dataclass(slots=True)
@@ -173,12 +172,12 @@ class UpdateCalls(Calls):
         may let engines share by age, is never taken for this one.
         """
         called = time.monotonic()
-        seconds = min(FAIL_SECONDS, update.timeout_s)
+        seconds, version = min(FAIL_SECONDS, update.timeout_s), failed_version(update.version, secrets.token_hex(4))
         self._rest(update.holding)
         update.holding.given_up = True
         if update.epoch is not None and not await self._superseded(update.epoch, called + seconds, update.holding):
             return update.epoch  # everybody is in bypass there, and stays
-        reset = await self.reset(None, failed_version(update.version), False, seconds, "bypass", boots=(), ends=update.holding)
+        reset = await self.reset(None, version, False, seconds, "bypass", boots=(), ends=update.holding)
         return reset.epoch
 
     async def _superseded(self, epoch: int, until: float, holding: Holding) -> bool:
@@ -188,9 +187,3 @@ class UpdateCalls(Calls):
         if not holding.given_up:
             holding.take(page, self.session.connection.pool.name)
         return page.target != epoch
-
-
-def failed_version(version: str) -> str:
-    """What status shows for weights whose push failed; different each time."""
-    mark = f" {secrets.token_hex(4)}"
-    return FAILED + version[: MAX_VERSION - len(FAILED) - len(mark)] + mark

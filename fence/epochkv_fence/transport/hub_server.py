@@ -418,6 +418,9 @@ class HubServer:
             case ev.NoteGranting():
                 write = partial(self._authority.note_granting, uid)
                 self._spawn(self._write(pool, "note", write, ev.Noted(), ev.NoteFailed()))
+            case ev.NoteUpdate(note):
+                write = partial(self._authority.note_update, uid, note)
+                self._spawn(self._write(pool, "note update", write, ev.UpdateNoted(note), ev.UpdateNoteFailed()))
             case ev.Wipe(epoch, before):
                 self._spawn(self._empty(pool, "wipe", before, partial(ev.Wiped, epoch), ev.WipeFailed(epoch)))
             case ev.Sweep(below):

@@ -129,6 +129,21 @@ class Endpoints(StatusModel):
     """Secret with the keys."""
 
 
+class WeightUpdateStatus(StatusModel):
+    """A trainer's weight update, as hubs remember it."""
+
+    serial: Annotated[int, Field(ge=1)]
+    """1, 2, ... in the order of beginning."""
+    id: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+    """Drawn at random by the trainer."""
+    holder: Annotated[str | None, Field(max_length=253)] = None
+    """Process and host of the trainer."""
+    version: Annotated[str | None, Field(max_length=253)] = None
+    """What it calls the weights."""
+    open: bool
+    """True from before the push until an epoch tells how it ended. Nobody new shares KV meanwhile."""
+
+
 class KVCachePoolStatus(StatusModel):
     """What the pool is. `status.epoch` is the proof: no engine finds KV that was named under an older epoch."""
 
@@ -155,6 +170,8 @@ class KVCachePoolStatus(StatusModel):
     """True once a hub may have granted an epoch of this pool to an engine; a later hub then waits for a lease before it publishes."""
     weights_version: Annotated[str | None, Field(max_length=253)] = None
     """What its asker called the weights that `epoch` is for; absent when it gave them no name."""
+    weight_update: WeightUpdateStatus | None = None
+    """The newest weight update that a trainer client began."""
     reset: ResetStatus | None = None
     """The latest reset."""
     reclaim: ReclaimStatus | None = None

@@ -41,7 +41,7 @@ def merge_patch(old: Json, new: Json) -> Json:
 
 
 def keep_epochs(old: Json, new: Json) -> Json:
-    """`new` with epochs never lower than in `old`, and with the `granting` note never taken back."""
+    """`new` with epochs never lower than in `old`, and with the hub's notes as they are."""
     kept = dict(new)
     for field in EPOCH_FIELDS:
         values = [status[field] for status in (old, new) if status.get(field) is not None]
@@ -49,6 +49,8 @@ def keep_epochs(old: Json, new: Json) -> Json:
             kept[field] = max(values)
     if old.get("granting"):
         kept["granting"] = True
+    if old.get("weightUpdate"):  # the hub's own; nobody else writes it
+        kept["weightUpdate"] = old["weightUpdate"]
     return kept
 
 

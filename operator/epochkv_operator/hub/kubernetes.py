@@ -1,7 +1,7 @@
 """The hub's durable memory and its leadership check, on the Kubernetes API (design page "fence", section 4).
 
-A pool's record is the pool object's status: `targetEpoch` with its origin in `reset`, `epoch`, `granting`. Leadership is the
-operator's Lease.
+A pool's record is the pool object's status: `targetEpoch` with its origin in `reset`, `epoch`, `granting`, `weightUpdate`.
+Leadership is the operator's Lease.
 Reads are plain GETs, which the API server answers from a quorum; never a LIST, a watch cache or `resourceVersion=0`.
 Writes are compare-and-swap, on the resourceVersion first and after a conflict on the record's own fields, so a check made on
 the state that was read still holds when the write lands.
@@ -12,14 +12,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from epochkv_fence.authority import AuthorityError, Origin, PoolGone, PoolRecord, Term
+from epochkv_fence.authority import AuthorityError, Origin, PoolGone, PoolRecord, Term, UpdateNote
 from epochkv_fence.messages import Source
 from epochkv_operator.kube.client import ApiError, Json, NotFound
 from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.resources import POOLS, ObjectRef
 from epochkv_operator.kube.status import Decide, ObjectGone, StatusWriter
 
-RECORD_FIELDS = ("targetEpoch", "epoch", "granting")
+RECORD_FIELDS = ("targetEpoch", "epoch", "granting", "weightUpdate")
 
 
 class KubernetesAuthority:
@@ -111,6 +111,14 @@ class KubernetesAuthority:
 
         await self._update(pool_uid, decide)
 
+    async def note_update(self, pool_uid: str, note: UpdateNote) -> None:
+        """Note which weight update is open, unless a later one, or its end, is noted."""
+
+        def decide(pool: Json) -> Json | None:
+            return {"weightUpdate": _update_fields(note)} if note.follows(record_of(pool).update) else None
+
+        await self._update(pool_uid, decide)
+
     async def _update(self, pool_uid: str, decide: Decide) -> None:
         ref = self._ref(pool_uid)
         try:
@@ -136,7 +144,24 @@ def record_of(pool: Json) -> PoolRecord:
         published=int(status.get("epoch") or 0),
         granting=bool(status.get("granting")),
         origin=_origin_of(status.get("reset") or {}, target),
+        update=_update_of(status.get("weightUpdate")),
     )
+
+
+def _update_of(found: Json | None) -> UpdateNote | None:
+    if not found:
+        return None
+    return UpdateNote(
+        serial=int(found["serial"]),
+        number=bytes.fromhex(found["id"]),
+        holder=str(found.get("holder") or ""),
+        version=str(found.get("version") or ""),
+        open=bool(found.get("open")),
+    )
+
+
+def _update_fields(note: UpdateNote) -> Json:
+    return {"serial": note.serial, "id": note.number.hex(), "holder": note.holder, "version": note.version, "open": note.open}
 
 
 def _origin_of(reset: Json, target: int) -> Origin | None:

@@ -170,6 +170,8 @@ def _add_epochs(status: Json, hub: HubView | None, previous: Json) -> None:
             status[key] = max(values)
     if previous.get("weightsVersion"):  # written with the epoch that it belongs to
         status["weightsVersion"] = previous["weightsVersion"]
+    if previous.get("weightUpdate"):
+        status["weightUpdate"] = previous["weightUpdate"]
     granting = bool(previous.get("granting")) or (hub is not None and hub.granting)
     if granting:
         status["granting"] = True

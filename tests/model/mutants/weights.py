@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 
 from epochkv_fence import hub_events as ev
 from epochkv_fence.asks import Ask
+from epochkv_fence.authority import PoolRecord
 from epochkv_fence.boots import BootRecord, Gate
 from epochkv_fence.hub import Hub
 from epochkv_fence.messages import Bump, Grant, Heartbeat, Mode, Moment
@@ -188,8 +190,41 @@ class _ListsAreForgotten(Hub):
         return []
 
 
+class _ForgetsTheDead(Hub):
+    """An update whose trainer died is over."""
+
+    def _failing_epoch(self, now: float) -> int | None:
+        updates = self._trainers.updates
+        if self.term is not None and now >= updates.expires_at() and updates._open is not None:
+            updates.end(updates._open.number)
+        return None
+
+
+class _AgeInTheMiddle(Hub):
+    """A plain reset in the middle of a push counts as one after it."""
+
+    def _pushed_meanwhile(self, ask: Ask | None) -> bool:
+        return False
+
+
+class _IgnoresTheNote(Hub):
+    """A new hub takes no update for open that nobody tells it of."""
+
+    def _lead_updates(self, record: PoolRecord, now: float) -> None:
+        super()._lead_updates(replace(record, update=None), now)
+
+
 PUSHED = {"pushed": True, "restores": False}
 RESTLESS = {**PUSHED, **CALM, "policy": "Retain", "push_crashes": 0.3, "idle": 0.0, "steps": 3000, "disorder": 0.1, "pace": 0.4}
+DYING = {
+    **RESTLESS,
+    "push_crashes": 0.0,
+    "trainer_restarts": 0.04,
+    "engines": 2,
+    "pace": 0.2,
+    "orders": ("client, push under pause",),
+}
+"""Trainers that die in the middle of a push."""
 CRASHING = {**RESTLESS, "push_crashes": 0.0, "trainer_restarts": 0.5}
 
 
@@ -225,6 +260,11 @@ WEIGHTS_MUTANTS = {
         Rules(hub=_MarksOfAnyVersion), "5", {**CRASHING, "orders": ("client, push under pause", "client, fence first")}
     ),
     "a list is not kept": Mutant(Rules(hub=_ListsAreForgotten), "5", {**PUSHED, "orders": ("client, push under pause",)}),
+    "a trainer that died is forgotten": Mutant(
+        Rules(hub=_ForgetsTheDead), "5", {**DYING, "trainer_restarts": 0.3, "engines": 3, "steps": 1200, "pace": 0.4}
+    ),
+    "a plain reset in the middle of a push opens by age": Mutant(Rules(hub=_AgeInTheMiddle), "5", DYING),
+    "a new hub ignores the note of an update": Mutant(Rules(hub=_IgnoresTheNote), "5", {**DYING, "takeovers": 0.1}),
     "a new hub takes Use away": Mutant(
         Rules(hub=_with_gate(_copy(_ForgetsUse))), "5", {**PUSHED, "takeovers": 1.0, "policy": "Retain", "reconfigures": False}
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from epochkv_fence import hub_events as ev
-from epochkv_fence.authority import Origin, PoolRecord, Term
+from epochkv_fence.authority import Origin, PoolRecord, Term, UpdateNote
 from epochkv_fence.hub import Hub
 from epochkv_fence.messages import Grant, Heartbeat, Message, Mode, Moment, Nudge, Source
 from epochkv_fence.pool import PoolConfig
@@ -52,6 +52,8 @@ class Driver:
                     self._write(action, ev.Published(epoch))
                 case ev.NoteGranting():
                     self._write(action, ev.Noted())
+                case ev.NoteUpdate(note):
+                    self._write(action, ev.UpdateNoted(note))
                 case ev.Wipe() | ev.Sweep():
                     self.stores.append(action)
                 case ev.Changed():
@@ -63,8 +65,10 @@ class Driver:
         if not self.hold_writes:
             self.step(answer)
 
-    def lead(self, target: int = 0, published: int = 0, granting: bool = False, term: Term = TERM) -> None:
-        self.step(ev.Acquired(term, PoolRecord(target, published, granting)))
+    def lead(
+        self, target: int = 0, published: int = 0, granting: bool = False, term: Term = TERM, update: UpdateNote | None = None
+    ) -> None:
+        self.step(ev.Acquired(term, PoolRecord(target, published, granting, update=update)))
 
     def ask(self, epoch: int, fresh: bool = True, version: str = "", ready: bool = True) -> None:
         self.step(ev.Asked(epoch, self.now if fresh else None, Origin(Source.SPEC, version), ready))

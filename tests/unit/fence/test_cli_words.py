@@ -16,8 +16,7 @@ import pytest
 from epochkv_fence.cli.__main__ import main
 from epochkv_fence.cli.render import Output, Progress, show_reset, show_status, show_wait
 from epochkv_fence.client import ArgumentError, AsyncPool, OpenUpdate, PoolStatus, Reset, ResetTimeout, Standing, UpdateInProgress
-from epochkv_fence.client.arguments import FAILED
-from epochkv_fence.client.updating import failed_version
+from epochkv_fence.versions import FAILED, failed_version
 from tests.helpers_hub import HubWorld, epochkv, hub_world
 
 
@@ -145,7 +144,7 @@ def test_a_long_update_fits_one_line(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_names_that_status_gives_to_failed_pushes_are_refused(world: HubWorld) -> None:
-    assert failed_version("v").startswith(FAILED)
+    assert failed_version("v", "1").startswith(FAILED)
     pool = world.connect()
     with pytest.raises(ArgumentError, match="weights_version is 'failed: step-1', and 'failed: ' is how status shows weights whose push"):
         pool.reset(weights_version="failed: step-1")

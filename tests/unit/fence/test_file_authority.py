@@ -268,12 +268,24 @@ def test_a_damaged_page_is_found_when_the_state_is_opened(tmp_path: Path) -> Non
     refused(tmp_path, "is damaged")
 
 
+def test_a_state_of_the_version_before_is_taken_over(tmp_path: Path) -> None:
+    before = record_of(tmp_path)
+    connection = sqlite3.connect(tmp_path / "state.db")
+    for statement in ("DROP TABLE updates", "PRAGMA user_version = 1"):
+        connection.execute(statement)
+    connection.close()
+    assert record_of(tmp_path)[0] == before[0]
+    connection = sqlite3.connect(tmp_path / "state.db")
+    assert connection.execute("PRAGMA user_version").fetchone() == (2,)
+    connection.close()
+
+
 def test_a_newer_state_is_refused(tmp_path: Path) -> None:
     record_of(tmp_path)
     connection = sqlite3.connect(tmp_path / "state.db")
-    connection.execute("PRAGMA user_version = 2")
+    connection.execute("PRAGMA user_version = 3")
     connection.close()
-    refused(tmp_path, r"was written by a newer EpochKV \(state version 2, this one reads 1\)")
+    refused(tmp_path, r"was written by a newer EpochKV \(state version 3, this one reads 2\)")
 
 
 def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:

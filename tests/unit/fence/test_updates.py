@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from epochkv_fence import hub_events as ev
-from epochkv_fence.messages import Bump, OpenUpdate, Status
+from epochkv_fence.authority import UpdateNote
+from epochkv_fence.messages import Bump, Mode, Moment, OpenUpdate, Source, Status
 from epochkv_fence.updates import MAX_OVER, Updates
 from tests.unit.fence.helpers import HOLD, TERM, Driver, boot
 
@@ -21,8 +24,11 @@ def led(granting: bool = True) -> Driver:
 
 def ask(hub: Driver, number: bytes, since: float = 0.0, **fields: Any) -> OpenUpdate | None:
     """What a trainer is told who wants to open an update, or to keep it open."""
+    told = len(hub.of(Status))
     hub.hear(Status(1, update=OpenUpdate(number, "trainer-" + chr(number[0]), "v-" + chr(number[0]), since, **fields)), number[:1])
     hub.round()
+    if len(hub.of(Status)) == told:
+        hub.round()  # the record had to say so first
     return hub.of(Status)[-1].update
 
 
@@ -135,11 +141,128 @@ def test_a_change_of_leader_forgets_what_is_open() -> None:
 def test_a_hold_needs_a_leadership_read_and_counts_from_before_it() -> None:
     hub = led()
     hub.hear(Status(1, update=OpenUpdate(A)))
+    hub.round()
     assert hub.of(Status) == []
     number = hub.begin()
     hub.now += 2.0
     hub.step(ev.RoundVerified(number))
-    assert hub.of(Status)[-1].update == OpenUpdate(A, left_seconds=HOLD - 2.0)
+    assert hub.of(Status)[-1].update == OpenUpdate(A, since_seconds=2.0, left_seconds=HOLD - 2.0)
+
+
+# ------------------------------------------------------------------ the record, and trainers that die
+
+
+def notes(hub: Driver) -> list[UpdateNote]:
+    return [action.note for action in hub.writes if isinstance(action, ev.NoteUpdate)]
+
+
+def test_a_trainer_is_let_in_by_a_round_that_began_when_the_record_said_so() -> None:
+    """An older read may have been before another hub took over, which then read the record before the note was in it."""
+    hub = led()
+    hub.hold_writes = True
+    hub.hear(Status(1, update=OpenUpdate(A, "trainer-a", "v-a")))
+    hub.round()
+    assert notes(hub) == [UpdateNote(1, A, "trainer-a", "v-a")]
+    number = hub.begin()
+    hub.step(ev.UpdateNoted(notes(hub)[0]))
+    hub.step(ev.RoundVerified(number))
+    assert hub.of(Status) == []
+    hub.round()
+    assert hub.of(Status)[-1].update == OpenUpdate(A, "trainer-a", "v-a", 0.0, HOLD)
+
+
+def test_a_note_that_failed_is_written_again() -> None:
+    hub = led()
+    hub.hold_writes = True
+    hub.hear(Status(1, update=OpenUpdate(A)))
+    hub.round()
+    hub.step(ev.UpdateNoteFailed())
+    assert len(notes(hub)) == 1
+    hub.now += ev.RETRY_SECONDS
+    assert hub.hub.tick_at() <= hub.now
+    hub.step(ev.Tick())
+    assert [note.number for note in notes(hub)] == [A, A]
+
+
+def test_a_trainer_that_is_not_heard_from_again_has_failed() -> None:
+    hub = led()
+    hub.beat(1, 0)
+    ask(hub, A)
+    hub.now += HOLD
+    assert hub.hub.tick_at() <= hub.now
+    hub.step(ev.Tick())
+    assert hub.hub.target == 1
+    snapshot = hub.hub.snapshot(hub.now)
+    assert (snapshot.weights_version, snapshot.origin and snapshot.origin.source) == ("failed: v-a #1", Source.TRAINER)
+    hub.beat(1, 0)
+    assert [(grant.epoch, grant.mode) for grant in hub.round()] == [(1, Mode.BYPASS)]
+    assert [note.open for note in notes(hub)] == [True, False]
+    hub.now += 5 * HOLD
+    hub.step(ev.Tick())
+    assert hub.hub.target == 1, "once"
+
+
+def test_one_that_was_taken_for_dead_may_go_on_and_end_well() -> None:
+    hub = led()
+    hub.beat(1, 0)
+    ask(hub, A)
+    hub.now += HOLD
+    hub.step(ev.Tick())
+    assert ask(hub, A, HOLD) is not None
+    assert [(note.serial, note.open) for note in notes(hub)] == [(1, True), (1, False), (2, True)]
+    hub.hear(Bump(1, 2, [boot(1)], "v-a", update=A))
+    hub.beat(1, 1, Mode.BYPASS)
+    assert [(grant.epoch, grant.mode) for grant in hub.round()] == [(2, Mode.USE)]
+    assert (notes(hub)[-1].serial, notes(hub)[-1].open) == (2, False)
+
+
+def test_the_note_is_closed_when_the_epoch_that_says_how_it_ended_is_durable() -> None:
+    hub = led()
+    ask(hub, A)
+    hub.hold_writes = True
+    hub.hear(Bump(1, 1, [boot(1)], "v-a", update=A))
+    assert len(notes(hub)) == 1
+    hub.step(ev.Recorded(1))
+    assert [note.open for note in notes(hub)] == [True, False]
+
+
+def test_a_new_hub_reads_whose_push_may_still_be_under_way() -> None:
+    for returns in (True, False):
+        hub = Driver()
+        hub.lead(granting=True, update=UpdateNote(4, A, "trainer-a", "v-a"))
+        hub.beat(1, 0)
+        found = ask(hub, B)
+        assert found == OpenUpdate(A, "trainer-a", "v-a", 0.0, HOLD)
+        if returns:
+            assert ask(hub, A, 20.0) is not None
+            hub.hear(Bump(1, 1, [boot(1)], "v-a", update=A))
+            assert notes(hub) == [UpdateNote(4, A, "trainer-a", "v-a", open=False)]
+        else:
+            hub.now += HOLD
+            hub.step(ev.Tick())
+            assert hub.hub.snapshot(hub.now).weights_version == "failed: v-a #1"
+
+
+def test_a_new_hub_fails_nothing_that_was_over() -> None:
+    hub = Driver()
+    hub.lead(target=3, published=3, granting=True, update=UpdateNote(4, A, "trainer-a", "v-a", open=False))
+    hub.now += 3 * HOLD
+    hub.step(ev.Tick())
+    assert hub.hub.target == 3
+    assert notes(hub) == []
+
+
+def test_age_proves_nothing_while_somebody_pushes() -> None:
+    for plain in (Bump(1, 1, moment=Moment(b"hubhubhu", 0.0)), None):
+        hub = led()
+        hub.beat(1, 0)
+        ask(hub, A)
+        if plain is None:
+            hub.ask(1)
+        else:
+            hub.hear(msgspec.structs.replace(plain, moment=hub.moment()))
+        hub.beat(1, 0)
+        assert [(grant.epoch, grant.mode) for grant in hub.round()] == [(1, Mode.BYPASS)]
 
 
 def test_what_is_remembered_is_bounded() -> None:
