@@ -111,13 +111,14 @@ class HubRules(PoolState):
         return since_seconds > 0 or current.noted == number
 
     def _pushed_meanwhile(self, ask: Ask | None) -> bool:
-        """`ask` says nothing of weights, and somebody pushes some, or died while he did: age proves nothing, nor does it that
-        a boot may use the epoch before."""
+        """`ask` has no list, and somebody pushes weights, or died while he did: age proves nothing, nor does it that a boot may
+        use the epoch before. A name that a client gives is a label; the pool's owner means what he says of weights."""
         if ask is None or self.config.weights_source != "Pushed" or not self._trainers.updates.unsettled(self.target):
             return False
         if ask.origin.source is Source.ENGINE:
             return True
-        return not ask.listed and not ask.brings_weights(self._weights_version())
+        named = ask.origin.source is Source.SPEC and ask.brings_weights(self._weights_version())
+        return not ask.listed and not named
 
     def _gate_after(self, ask: Ask | None, target: int, before: int, heirs: frozenset[bytes] | None, *, unknown: bool) -> Gate:
         """The gate of a target that follows `before`: its own, unless (`heirs`) it goes on with weights on their way, or nobody

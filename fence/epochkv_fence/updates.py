@@ -36,6 +36,7 @@ class Updates:
     def __init__(self) -> None:
         self._open: _Open | None = None
         self._over: dict[bytes, bool] = {}  # ended, the newest last; True: taken for dead, and another one was opened
+        self._told: dict[bytes, None] = {}  # those that went on after others, and that the pool was failed for
         self._mixed: str | None = None  # two have pushed these at a time, and the hub does not act on it yet
         self._settles_at = 0  # the epoch that says what came of the last one
         self._note: UpdateNote | None = None  # as the record has it
@@ -99,16 +100,35 @@ class Updates:
             return
         current = self._open
         if asked.number in self._over:
-            if self._over[asked.number] and asked.since_seconds > 0 and current is not None:
-                self._mixed = current.version  # it lives, and both have pushed: nobody knows what engines hold
-                self._end(current.number, passed_over=True)
-            return
-        if current is not None and current.number == asked.number:
+            if self._over[asked.number] and asked.since_seconds > 0:
+                self._mix(asked)
+        elif current is not None and current.number == asked.number:
             current.until, current.failed = max(current.until, until), False
+        elif asked.since_seconds > 0 and not self._was_last(asked.number):
+            self._mix(asked)
         elif (current is None or now >= current.until) and (admit or asked.since_seconds > 0):
             if current is not None:
                 self._end(current.number, passed_over=True)
             self._open = _Open(asked.number, asked.holder, asked.version, now - asked.since_seconds, until)
+
+    def _was_last(self, number: bytes) -> bool:
+        """The record named it before its trainer was told, and names it still: nobody was let in after it."""
+        return self._note is not None and self._note.number == number
+
+    def _mix(self, asked: OpenUpdate) -> None:
+        """It was taken for dead and goes on, and others have pushed since: nobody knows what engines hold. Once for each of
+        those others, and once if there is none any more."""
+        current = self._open
+        if current is None and asked.number in self._told:
+            return
+        self._mixed = asked.version if current is None else current.version
+        self._told[asked.number] = None
+        self._over[asked.number] = True
+        if current is not None:
+            self._told[current.number] = None
+            self._end(current.number, passed_over=True)
+        while len(self._told) > MAX_OVER:
+            del self._told[next(iter(self._told))]
 
     def end(self, number: bytes, epoch: int = 0) -> None:
         """Its trainer says that it is over, and how it ended with `epoch`; 0: nothing was pushed, or nobody may share anyway."""
@@ -139,8 +159,9 @@ class Updates:
 
     def fail(self, epoch: int) -> str:
         """It is: `epoch` says so, to come. Returns the version of the weights that were pushed."""
-        version, self._mixed = self._mixed or "", None
-        if not version and self._open is not None:
+        mixed, self._mixed = self._mixed, None
+        version = mixed or ""
+        if mixed is None and self._open is not None:
             self._open.failed, version = True, self._open.version
         self._settles_at = max(self._settles_at, epoch)
         return version

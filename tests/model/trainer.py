@@ -421,7 +421,10 @@ class Trainer:
     # ------------------------------------------------------------------ people, after a trainer died in the middle of a push
 
     def rescue_by_resetting(self) -> Script:
-        """A plain reset, and engines go on."""
+        """A plain reset, at once or after a while, and engines go on."""
+        until = self.world.now + self.world.rng.choice([0.0, 1.5 * self.world.config.hold_seconds])
+        while self.world.now < until:
+            yield
         asked_at = self.clock.read(self.world.now)
         yield from self._ask_status()
         yield from self._bump(None, self._published, asked_at)

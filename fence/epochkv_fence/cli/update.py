@@ -30,7 +30,7 @@ are unknown, and `epochkv status` shows them as `failed: VERSION ...`.
 --order fence_first: the old epoch is fenced before COMMAND starts, so engines may serve (without reuse) while it pushes.
 
 With -o json its standard output goes to standard error. If epochkv itself is killed in the middle (kill -9, out of memory), COMMAND
-goes on; a lease and its margin later the hub raises the epoch, and no engine shares before the next update.
+goes on: end it before the next update. A lease and its margin later the hub raises the epoch, and no engine shares until then.
 
 COMMAND gets EPOCHKV_WEIGHTS_VERSION, EPOCHKV_CONFIG and, with fence_first, EPOCHKV_EPOCH. Signals are passed on to its process
 group. Exit status: that of COMMAND when it failed (128 + n for signal n), otherwise as for `epochkv reset`.

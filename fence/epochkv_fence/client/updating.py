@@ -99,16 +99,17 @@ class UpdateCalls(Calls):
 
     async def _keep(self, holding: Holding, lease_seconds: float) -> None:
         """Say that the push goes on, until it has ended, or somebody else's turns out to be open: the end of ours will tell."""
-        pause = max(MIN_KEEP_SECONDS, lease_seconds / KEEPS_PER_LEASE)
+        pause, warned = max(MIN_KEEP_SECONDS, lease_seconds / KEEPS_PER_LEASE), False
         while True:
             await asyncio.sleep(pause)
             try:
                 with self.session.conversation() as conversation:
                     page = await self._page(conversation, 0, time.monotonic() + pause, holding=holding)
                 holding.take(page, self.session.connection.pool.name)
-            except UpdateInProgress as error:
-                logger.warning("%s", error)
-                return
+            except UpdateInProgress as error:  # whoever pushes meanwhile has to hear of this one, too
+                if not warned:
+                    logger.warning("%s", error)
+                warned = True
             except PoolError as error:
                 logger.debug("the update to %s is not kept open: %s", holding.version, error)
 

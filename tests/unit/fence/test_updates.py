@@ -8,7 +8,7 @@ import msgspec
 
 from epochkv_fence import hub_events as ev
 from epochkv_fence.authority import UpdateNote
-from epochkv_fence.messages import Bump, Mode, Moment, OpenUpdate, Source, Status
+from epochkv_fence.messages import Bump, Mode, OpenUpdate, Source, Status
 from epochkv_fence.updates import MAX_OVER, Updates
 from tests.unit.fence.helpers import HOLD, TERM, Driver, boot
 
@@ -109,7 +109,7 @@ def test_nobody_else_came_while_it_stood_still() -> None:
 
 def test_a_new_hub_believes_who_is_in_the_middle_and_admits_no_new_one_before_all_holds_are_over() -> None:
     hub = Driver()
-    hub.lead(granting=True)
+    hub.lead(granting=True, update=UpdateNote(1, A, "trainer-a", "v-a", open=False))  # it was taken for dead
     assert ask(hub, B) is None
     assert ask(hub, A, 20.0) == OpenUpdate(A, "trainer-a", "v-a", 20.0, HOLD)
     found = ask(hub, B)
@@ -135,7 +135,6 @@ def test_a_change_of_leader_forgets_what_is_open() -> None:
     hub.step(ev.SteppedDown())
     hub.lead(granting=True, term=type(TERM)("hub-a", 3))
     assert ask(hub, B) is None, "another hub may have admitted somebody"
-    assert ask(hub, A, 1.0) is not None
 
 
 def test_a_hold_needs_a_leadership_read_and_counts_from_before_it() -> None:
@@ -252,8 +251,34 @@ def test_a_new_hub_fails_nothing_that_was_over() -> None:
     assert notes(hub) == []
 
 
+def test_one_that_goes_on_after_another_one_has_finished_fails_the_pool_once() -> None:
+    hub = led()
+    ask(hub, A)
+    hub.now += HOLD
+    ask(hub, B)
+    hub.hear(Bump(1, 2, [boot(1)], "v-b", update=B))
+    hub.round()
+    assert hub.hub.snapshot(hub.now).weights_version == "v-b"
+    for _ in range(3):
+        assert ask(hub, A, HOLD + 5.0) is None
+        hub.step(ev.Tick())
+        hub.now += 1.0
+    assert (hub.hub.target, hub.hub.snapshot(hub.now).weights_version) == (3, "failed: v-a #3")
+    assert ask(hub, C) is not None
+
+
+def test_one_that_goes_on_after_another_one_and_a_change_of_hub_is_known_by_the_note() -> None:
+    for is_open in (True, False):
+        hub = Driver()
+        hub.lead(target=2, published=2, granting=True, update=UpdateNote(2, B, "trainer-b", "v-b", is_open))
+        assert ask(hub, A, HOLD + 5.0) is None
+        hub.step(ev.Tick())
+        assert hub.hub.target == 3
+        assert hub.hub.snapshot(hub.now).weights_version == ("failed: v-b #3" if is_open else "failed: v-a #3")
+
+
 def test_age_proves_nothing_while_somebody_pushes() -> None:
-    for plain in (Bump(1, 1, moment=Moment(b"hubhubhu", 0.0)), None):
+    for plain in (Bump(1, 1), Bump(1, 1, weights_version="label"), None):
         hub = led()
         hub.beat(1, 0)
         ask(hub, A)
