@@ -48,9 +48,11 @@ def served(operator: OperatorProcess, space: Namespace, store: PoolStore, policy
     eventually(lambda: "targetEpoch" in space.status("policy"), f"served; log:\n{operator.tail()}")
 
 
-def reclaimed(space: Namespace) -> tuple[str | None, str | None]:
-    found = condition(space.status("policy"), "Reclaimed")
-    return found.get("status"), found.get("reason")
+def reclaimed(space: Namespace) -> tuple[str | None, str | None, int | None]:
+    """Status and reason of the condition, and the epoch below which `status.reclaim` counts: 0 before the first."""
+    status = space.status("policy")
+    found = condition(status, "Reclaimed")
+    return found.get("status"), found.get("reason"), status.get("reclaim", {}).get("epoch", 0)
 
 
 def test_remove_all_wipes_the_store_before_it_publishes(
@@ -69,7 +71,7 @@ def test_remove_all_wipes_the_store_before_it_publishes(
             reader.agent.poke()
             eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
             assert mooncake.keys() == []
-            eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed"), f"reported; log:\n{operator.tail()}")
+            eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), f"reported; log:\n{operator.tail()}")
             found = namespace.status("policy")["reclaim"]
             assert (found["policy"], found["epoch"], found["keys"]) == ("RemoveAll", 1, 5)
             assert found["bytes"] >= 5 * 4096
@@ -89,7 +91,7 @@ def test_a_master_that_hangs_delays_publication_for_seconds_and_no_longer(
             try:
                 namespace.bump("policy", 1)
                 eventually(lambda: reader.epoch == 1, f"fenced; log:\n{operator.tail()}")
-                eventually(lambda: reclaimed(namespace) == ("False", "WipeFailed"), f"said so; log:\n{operator.tail()}", 60)
+                eventually(lambda: reclaimed(namespace)[:2] == ("False", "WipeFailed"), f"said so; log:\n{operator.tail()}", 60)
                 assert namespace.status("policy")["epoch"] == 1
                 assert condition(namespace.status("policy"), "EpochConverged")["status"] == "True"
                 assert "admin port" in condition(namespace.status("policy"), "Reclaimed")["message"]
@@ -98,7 +100,7 @@ def test_a_master_that_hangs_delays_publication_for_seconds_and_no_longer(
                 os.kill(mooncake.master.popen.pid, signal.SIGCONT)
             assert len(mooncake.keys()) == 5, "nothing was wiped"
             reader.storeless = False
-            eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed"), f"removed by the engine; log:\n{operator.tail()}", 90)
+            eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), f"removed by the engine; log:\n{operator.tail()}", 90)
             assert set(reader.removed) == {1}
             assert len(mooncake.keys()) == 5, "also not late: this engine only says that it removes"
     mooncake.clear()
@@ -112,7 +114,7 @@ def test_delete_without_any_engine_is_done_through_the_master(
         namespace.bump("policy", 1)
         eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
         eventually(lambda: mooncake.keys() == [], f"swept; log:\n{operator.tail()}", 90)
-        eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed"), f"reported; log:\n{operator.tail()}", 60)
+        eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), f"reported; log:\n{operator.tail()}", 60)
         found = namespace.status("policy")["reclaim"]
         assert (found["policy"], found["epoch"], found["keys"]) == ("Delete", 1, 5)
 
@@ -123,7 +125,7 @@ def test_delete_is_asked_of_an_engine(plane: ControlPlane, namespace: Namespace,
         with engine(operator, namespace) as remover:
             namespace.bump("policy", 1)
             eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
-            eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed"), f"reported; log:\n{operator.tail()}", 60)
+            eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), f"reported; log:\n{operator.tail()}", 60)
             assert set(remover.removed) == {1}
             found = namespace.status("policy")["reclaim"]
             assert (found["policy"], found["epoch"], found["keys"], found["bytes"]) == ("Delete", 1, 3, 3 * 1000)
@@ -138,6 +140,6 @@ def test_retain_leaves_everything(plane: ControlPlane, namespace: Namespace, moo
         eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
         time.sleep(8)  # a hold time and more
         assert len(mooncake.keys()) == 2
-        assert reclaimed(namespace) == (None, None)
+        assert reclaimed(namespace)[:2] == (None, None)
         assert namespace.status("policy")["reclaim"] == {"policy": "Retain"}
     mooncake.clear()

@@ -57,9 +57,9 @@ def eventually(condition: Callable[[], bool], what: str, seconds: float = 30.0) 
 
 
 # A loaded machine may answer a lookup later than the 20 ms that an engine waits by default, which is a miss and no fault.
-PATIENT = {"lookup_deadline_ms": 5000.0}
-# For the same reason: a master that is starved for a second would count as hung, and a store node after two.
-PATIENT_ENVIRON = {"MC_RPC_TIMEOUT_MS": "15000", "MC_TCP_STATUS_TIMEOUT_SEC": "10"}
+PATIENT = {"lookup_deadline_ms": 5000.0, "job_deadline_seconds": 30.0}
+# For the same reason: a master that is starved for a second would count as hung, a store node after two, a transfer after five.
+PATIENT_ENVIRON = {"MC_RPC_TIMEOUT_MS": "15000", "MC_TCP_STATUS_TIMEOUT_SEC": "20", "MC_TCP_PROGRESS_TIMEOUT_SEC": "20"}
 
 
 def settled_keys(mooncake: Mooncake, seconds: float = 30.0) -> set[str]:
