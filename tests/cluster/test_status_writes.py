@@ -71,3 +71,11 @@ def test_a_namesake_is_left_alone(space: Namespace, pool: dict[str, Any]) -> Non
     with pytest.raises(Invalid):
         run(lambda client: client.patch_status_fields(namesake, {"targetEpoch": 3}, {"targetEpoch": 9}))
     assert space.status("policy")["targetEpoch"] == 3
+
+
+def test_a_field_that_was_absent_and_is_there_now_refuses_the_write(space: Namespace, pool: dict[str, Any]) -> None:
+    ref, absent = ref_of(pool), {"targetEpoch": 3, "granting": None}
+    run(lambda client: client.patch_status_fields(ref, absent, {"granting": True}))
+    with pytest.raises(Invalid):
+        run(lambda client: client.patch_status_fields(ref, absent, {"epoch": 3}))
+    assert space.status("policy")["epoch"] == 2

@@ -256,7 +256,7 @@ class KubeClient:
 
     async def patch_status_fields(self, ref: ObjectRef, seen: Json, status: Json, deadline_seconds: float | None = None) -> Json:
         """Set fields of an existing status (None removes one; an object replaces the one that is there), accepted only by the
-        object with this uid in which the fields `seen` still hold.
+        object with this uid in which the fields `seen` still hold (None: the field is still absent).
 
         The API server tests and writes on the newest object and tries again by itself, so writes to the rest of the object do not get
         in the way as they do with a resourceVersion.

@@ -94,7 +94,7 @@ class StatusWriter:
         if not depends_on or not status:
             return await self._client.patch_status(ref, str(resource_version(obj)), patch, seconds)
         try:
-            seen = {name: status[name] for name in depends_on if name in status}
+            seen = {name: status.get(name) for name in depends_on}
             return await self._client.patch_status_fields(ref, seen, patch, seconds)
         except Invalid as error:
             raise _FieldsChanged from error
