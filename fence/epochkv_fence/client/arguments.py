@@ -41,6 +41,8 @@ def check_arguments(epoch: int | None, version: str | None, timeout_s: float, on
         if not 0 <= epoch <= MAX_EPOCH:
             raise ArgumentError("epoch", f"is {epoch}; it must be from 0 to {MAX_EPOCH}")
     check_timeout(timeout_s)
+    if not isinstance(on_failure, str):
+        raise ArgumentTypeError("on_failure", f"is {on_failure!r}; use 'bypass' or 'crash'")
     if on_failure not in ("bypass", "crash"):
         raise ArgumentError("on_failure", f"is {on_failure!r}; use 'bypass' or 'crash'")
     return check_version(version, "weights_version") if version is not None else ""
@@ -65,14 +67,26 @@ def check_version(version: str, parameter: str = "version") -> str:
 
 def check_timeout(timeout_s: float) -> None:
     """Raise unless `timeout_s` is a usable number of seconds."""
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= 86_400:
-        raise ArgumentError("timeout_s", f"is {timeout_s!r}; give seconds, more than 0 and at most 86400")
+    problem = f"is {timeout_s!r}; give seconds, more than 0 and at most 86400"
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
+        raise ArgumentTypeError("timeout_s", problem)
+    if not 0 < timeout_s <= 86_400:
+        raise ArgumentError("timeout_s", problem)
 
 
 def check_order(order: str) -> None:
     """Raise unless `order` is one of the two safe ones."""
+    problem = f"is {order!r}; use 'push_under_pause' or 'fence_first'"
+    if not isinstance(order, str):
+        raise ArgumentTypeError("order", problem)
     if order not in ("push_under_pause", "fence_first"):
-        raise ArgumentError("order", f"is {order!r}; use 'push_under_pause' or 'fence_first'")
+        raise ArgumentError("order", problem)
+
+
+def check_progress(progress: object) -> None:
+    """Raise unless `progress` can be called, or is None."""
+    if progress is not None and not callable(progress):
+        raise ArgumentTypeError("progress", f"is {progress!r}; give a function that takes a Standing, or None")
 
 
 def check_jump(epoch: int, target: int) -> None:

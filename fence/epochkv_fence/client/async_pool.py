@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
-from epochkv_fence.client.arguments import check_arguments, check_order, check_timeout, check_version
+from epochkv_fence.client.arguments import check_arguments, check_order, check_progress, check_timeout, check_version
 from epochkv_fence.client.background import Background, closed_meanwhile
 from epochkv_fence.client.calls import Progress
 from epochkv_fence.client.errors import PoolError
@@ -76,11 +76,13 @@ class AsyncPool:
     ) -> Reset:
         """As `Pool.reset`."""
         version = check_arguments(epoch, weights_version, timeout_s, on_failure)
+        check_progress(progress)
         return await self._do(self._calls.reset(epoch, version, wait, timeout_s, on_failure, progress=progress, force=force))
 
     async def wait(self, epoch: int, timeout_s: float = RESET_SECONDS, progress: Progress | None = None) -> Reset:
         """As `Pool.wait`."""
         check_arguments(epoch, None, timeout_s, "crash")
+        check_progress(progress)
         return await self._do(self._calls.wait(epoch, timeout_s, progress))
 
     @asynccontextmanager
@@ -96,6 +98,7 @@ class AsyncPool:
         version = check_version(version)
         check_order(order)
         check_arguments(None, version, timeout_s, on_failure)
+        check_progress(progress)
         update = await self._do(self._calls.begin_update(version, order, timeout_s, on_failure))
         try:
             yield update

@@ -88,6 +88,46 @@ def test_python_names_parameters_as_they_were_given(world: HubWorld) -> None:
     assert world.snapshot().target == 0
 
 
+@pytest.mark.parametrize(
+    ("parameter", "value", "calls"),
+    [
+        ("timeout_s", "5", "status engines reset wait weight_update"),
+        ("timeout_s", None, "reset wait"),
+        ("timeout_s", True, "reset wait"),
+        ("on_failure", 1, "reset weight_update"),
+        ("order", None, "weight_update"),
+        ("progress", 5, "reset wait weight_update"),
+    ],
+)
+def test_a_wrong_type_is_a_type_error_also(world: HubWorld, parameter: str, value: object, calls: str) -> None:
+    first = {"wait": (1,), "weight_update": ("step-1",)}
+
+    def said(caught: pytest.ExceptionInfo[TypeError]) -> None:
+        assert isinstance(caught.value, ArgumentError)
+        assert caught.value.parameter == parameter
+        assert str(caught.value).startswith(f"{parameter} is {value!r}; ")
+
+    async def awaited(call: str) -> None:
+        async with await AsyncPool.connect(world.folder) as other:
+            made = getattr(other, call)(*first.get(call, ()), **{parameter: value})
+            if call == "weight_update":
+                await made.__aenter__()
+            else:
+                await made
+
+    pool = world.connect()
+    for call in calls.split():
+        with pytest.raises(TypeError) as caught:
+            made = getattr(pool, call)(*first.get(call, ()), **{parameter: value})
+            if call == "weight_update":
+                made.__enter__()
+        said(caught)
+        with pytest.raises(TypeError) as caught:
+            asyncio.run(awaited(call))
+        said(caught)
+    assert world.snapshot().target == 0
+
+
 def test_another_trainers_update_has_a_status_of_its_own(world: HubWorld, tmp_path: Path) -> None:
     pool = world.connect()
     with pool.weight_update("step-1"):
