@@ -146,7 +146,8 @@ def _show_engines_of(reset: Reset) -> None:
         go = "request goes on with what it" if reset.carried == 1 else "requests go on with what they"
         print(f"{reset.carried} running {go} held")
     if reset.laggards and not reset.noop:
-        print(f"not acknowledged by: {names(reset.laggards)}")
+        lease = "its lease" if len(reset.laggards) == 1 else "their leases"
+        print(f"{f'fenced by {lease}' if reset.published else 'not acknowledged by'}: {names(reset.laggards)}")
     if reset.bypassed and reset.published:
         serve, they = ("engine serves", "it has") if reset.bypassed == 1 else ("engines serve", "they have")
         why = f"nobody said that {they} the weights of epoch {reset.epoch}"

@@ -18,7 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from epochkv_fence.client.arguments import check_jump
@@ -31,7 +31,8 @@ from epochkv_fence.client.errors import (
     WrongPool,
 )
 from epochkv_fence.client.holding import Holding
-from epochkv_fence.client.results import Engine, OnFailure, PoolStatus, Reset
+from epochkv_fence.client.laggards import FIRST_LOOK_SECONDS, LOOK_SECONDS, Laggards
+from epochkv_fence.client.results import OnFailure, PoolStatus, Reset
 from epochkv_fence.client.session import Answer, Conversation, Session
 from epochkv_fence.messages import MAX_EPOCH, Bump, BumpStatus, EngineStatus, Moment, Status
 
@@ -75,10 +76,6 @@ class _Teller:
         self._has_failed = False
         self._told: Standing | None = None
 
-    @property
-    def wanted(self) -> bool:
-        return self._progress is not None
-
     def again(self) -> None:
         """Tell the next one also when nothing has changed."""
         self._told = None
@@ -103,6 +100,7 @@ class Ask:
         boots: who has the weights; None: nobody says, the pool's age rule decides.
         exact: the caller named the epoch; otherwise it is ours only when a hub says so.
         moment, ago_seconds: a moment of a hub, and how long after the call it was received.
+        names: of live engines below the epoch, as they were listed last; `late` remembers also those that fell silent.
         ends: the update that this is the end of.
     """
 
@@ -118,6 +116,7 @@ class Ask:
     noop: bool = False
     newest: BumpStatus | None = None
     names: tuple[str, ...] = ()
+    late: Laggards = field(default_factory=Laggards)
     ends: Holding | None = None
 
     def note_moment(self, moment: Moment | None) -> None:
@@ -268,7 +267,21 @@ class Calls:
 
     async def _pursue(self, ask: Ask, ended: Callable[[], bool], progress: Progress | None = None) -> None:
         """Ask until `ended`, or until the time is over."""
-        tell = _Teller(progress)
+        looking = asyncio.get_running_loop().create_task(self._watch(ask))
+        try:
+            await self._ask_until(ask, ended, _Teller(progress))
+        finally:
+            looking.cancel()
+
+    async def _watch(self, ask: Ask) -> None:
+        """Whom the epoch waits for, once it takes longer: who is silent for a lease is listed no more when it is published."""
+        await asyncio.sleep(FIRST_LOOK_SECONDS)
+        while True:
+            if ask.recorded and not ask.published:
+                ask.names = await self._look(ask.late, ask.epoch)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _ask_until(self, ask: Ask, ended: Callable[[], bool], tell: _Teller) -> None:
         while time.monotonic() < ask.until:
             with self.session.conversation() as conversation:
                 taken = await self._ask(conversation, ask, ended, tell)
@@ -297,9 +310,7 @@ class Calls:
             if time.monotonic() >= ask.until:
                 return False
             poll = min(2 * poll, MAX_POLL_SECONDS)
-            if tell.wanted and poll == MAX_POLL_SECONDS:
-                if ask.recorded and not ask.published:
-                    ask.names = await self._laggards(ask.epoch)
+            if poll == MAX_POLL_SECONDS:
                 tell.again()
 
     @staticmethod
@@ -320,15 +331,14 @@ class Calls:
     async def _outcome(self, ask: Ask, wait: bool, on_failure: OnFailure) -> Reset:
         newest = ask.newest
         assert newest is not None
-        laggards: tuple[str, ...] = ()
-        if newest.laggards or not ask.published:
-            laggards = await self._laggards(ask.epoch)
+        if newest.laggards or not ask.published or ask.late:
+            await self._look(ask.late, ask.epoch)
         reset = Reset(
             epoch=ask.epoch,
             published=ask.published,
             duration_s=time.monotonic() - ask.called_at,
             engines=newest.engines,
-            laggards=laggards,
+            laggards=ask.late.names,
             carried=newest.carried,
             noop=ask.noop,
             bypassed=newest.bypassed,
@@ -346,12 +356,10 @@ class Calls:
             "Engines that do not answer leave the older epochs when their leases are over"
         )
 
-    async def _laggards(self, epoch: int) -> tuple[str, ...]:
-        """Best effort: the names of live engines below `epoch`."""
+    async def _look(self, late: Laggards, epoch: int) -> tuple[str, ...]:
+        """Best effort: the names of live engines below `epoch`, which `late` remembers."""
         with contextlib.suppress(PoolError):
-            page, engines = await self._engines(time.monotonic() + MAX_RETRY_SECONDS)
-            late = [engine for engine in engines if engine.epoch is None or engine.epoch < epoch]
-            return tuple(sorted(Engine.of(engine, page.target).name for engine in late))
+            return late.look(*await self._engines(time.monotonic() + MAX_RETRY_SECONDS), epoch)
         return ()
 
     def _not_recorded(self, epoch: int | None, timeout_s: float) -> ResetNotRecorded:
@@ -368,35 +376,24 @@ class Calls:
     async def wait(self, epoch: int, timeout_s: float, progress: Progress | None = None) -> Reset:
         """See `Pool.wait`. Asks for nothing."""
         called_at = time.monotonic()
-        until, pause = called_at + timeout_s, FIRST_POLL_SECONDS
-        tell = _Teller(progress)
-        page: Status | None = None
+        until, late = called_at + timeout_s, Laggards()
         with self.session.conversation() as conversation:
-            while True:
-                try:
-                    page = await self._page(conversation, 0, until)
-                except HubUnreachable:
-                    if page is None:
-                        raise
-                published = page.published >= epoch
-                late: tuple[str, ...] = ()
-                if tell.wanted and page.target >= epoch and not published and pause == MAX_POLL_SECONDS:
-                    late = await self._laggards(epoch)
-                tell(Standing(epoch, page.target >= epoch, published, page.total, len(late), 0, late))
-                if published or time.monotonic() + pause >= until:
-                    break
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, MAX_POLL_SECONDS)
-        status = await self.status(max(until - time.monotonic(), MAX_RETRY_SECONDS))
-        behind = () if published else tuple(engine.name for engine in status.engines if engine.epoch is None or engine.epoch < epoch)
+            page = await self._page(conversation, 0, until)
+            noop = page.published >= epoch
+            await self._wait(conversation, page, epoch, called_at, until, late, _Teller(progress))
+        page, engines = await self._engines(max(until, time.monotonic() + MAX_RETRY_SECONDS))
+        published = page.published >= epoch
+        if not noop:
+            late.look(page, engines, epoch)
+        status = PoolStatus.of("", "", page, engines)
         reset = Reset(
             epoch=epoch,
             published=published,
             duration_s=time.monotonic() - called_at,
             engines=len(status.engines),
-            laggards=behind,
+            laggards=late.names,
             carried=sum(engine.carried for engine in status.engines),
-            noop=False,
+            noop=noop,
             bypassed=sum(engine.state == "bypass" for engine in status.engines),
             weights_version=status.weights_version,
         )
@@ -407,6 +404,25 @@ class Calls:
             )
             raise ResetTimeout(self._late(reset) if page.target >= epoch else unasked, reset)
         return reset
+
+    async def _wait(
+        self, conversation: Conversation, page: Status, epoch: int, called_at: float, until: float, late: Laggards, tell: _Teller
+    ) -> None:
+        """Until it is published, or the time is over."""
+        pause, look_at = FIRST_POLL_SECONDS, called_at + FIRST_LOOK_SECONDS
+        names: tuple[str, ...] = ()
+        while True:
+            published = page.published >= epoch
+            if page.target >= epoch and not published and time.monotonic() >= look_at:
+                names = await self._look(late, epoch)
+                look_at = time.monotonic() + LOOK_SECONDS
+            tell(Standing(epoch, page.target >= epoch, published, page.total, len(names), 0, names))
+            if published or time.monotonic() + pause >= until:
+                return
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, MAX_POLL_SECONDS)
+            with contextlib.suppress(HubUnreachable):
+                page = await self._page(conversation, 0, until)
 
 
 def _above(target: int) -> int:

@@ -138,9 +138,11 @@ class Reset:
         published: it is proved that no engine uses KV named under an older epoch.
         duration_s: from the call to this answer.
         engines: processes that the hub knows.
-        laggards: names of those that had not acknowledged when this was answered; their leases fence them.
+        laggards: names of those that had not acknowledged. Unpublished: they are waited for, until their leases fence them.
+            Published: they never did, and their leases have fenced them (best effort: who fell silent within the first half
+            second is not known by name).
         carried: requests that go on under older epochs, each with what it already held.
-        noop: the epoch was published before it was asked for.
+        noop: the epoch was published before it was asked for, or waited for.
         bypassed: engines at the epoch that do not share because nobody said that they have its weights.
         weights_version: of the pool's target.
     """

@@ -1,0 +1,120 @@
+"""Who did not acknowledge, by name, also when the hub does not list it any more; and that one that only left is not named."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from epochkv_fence.cli.render import Output, show_reset, show_wait
+from epochkv_fence.client import Reset
+from epochkv_fence.client.laggards import Laggards
+from epochkv_fence.messages import EngineStatus, Mode, Moment, Status
+from tests.helpers_fence import eventually
+from tests.helpers_hub import HubWorld, Switch, epochkv, hub_world, using
+
+LEASE = 2.0
+
+
+@contextmanager
+def cut_off(tmp_path: Path) -> Iterator[HubWorld]:
+    """Two engines that share; the way of one of them to the hub is cut, and a reset has to wait for its lease."""
+    with hub_world(tmp_path / "state", lease_seconds=LEASE, join_after_seconds=0.0) as world:
+        assert world.hub is not None
+        switch = Switch(int(world.hub.server.endpoint.rpartition(":")[2]))
+        try:
+            agents = [world.agents.start("here")[0], world.agents.start("cut-off", endpoint=switch.endpoint)[0]]
+            eventually(lambda: all(using(agent, 0) for agent in agents))
+            switch.turn(None)
+            yield world
+        finally:
+            switch.close()
+
+
+def test_an_engine_that_fell_silent_is_named_when_its_lease_has_fenced_it(tmp_path: Path) -> None:
+    with cut_off(tmp_path) as world:
+        done = world.connect().reset(timeout_s=30)
+        assert (done.epoch, done.published) == (1, True)
+        assert [view.pod or view.engine for view in world.snapshot().engines if view.alive] == ["here"]  # the hub's list has lost it
+        assert done.laggards == ("cut-off",)
+
+
+def test_waiting_names_it_too(tmp_path: Path) -> None:
+    with cut_off(tmp_path) as world:
+        pool = world.connect()
+        assert pool.reset(wait=False).epoch == 1
+        done = pool.wait(1, timeout_s=30)
+        assert (done.published, done.laggards, done.noop) == (True, ("cut-off",), False)
+        again = pool.wait(1, timeout_s=30)
+        assert (again.published, again.laggards, again.noop) == (True, (), True)
+
+
+def test_the_command_says_that_its_lease_fenced_it(tmp_path: Path) -> None:
+    with cut_off(tmp_path) as world:
+        done = epochkv("reset", "--timeout", "30", config=world.folder)
+        assert done.returncode == 0, done.stderr
+        assert "fenced by its lease: cut-off\n" in done.stdout
+        assert "not acknowledged by" not in done.stdout
+
+
+def test_an_engine_that_says_goodbye_while_it_is_waited_for_was_not_fenced(tmp_path: Path) -> None:
+    with hub_world(tmp_path / "state", lease_seconds=30.0, join_after_seconds=0.0) as world:
+        (agent, engine), _ = world.serving(2)
+        engine.is_busy = True
+        pool = world.connect()
+        named, results = threading.Event(), []
+        thread = threading.Thread(
+            target=lambda: results.append(pool.reset(timeout_s=25, progress=lambda standing: named.set() if standing.names else None))
+        )
+        thread.start()
+        assert named.wait(20)
+        threading.Timer(0.2, lambda: setattr(engine, "is_busy", False)).start()  # it has begun to leave, and acknowledges nothing more
+        agent.stop()
+        thread.join(30)
+        assert (results[0].published, results[0].laggards) == (True, ())
+
+
+def page(hub: bytes, *engines: EngineStatus, published: int = 0) -> tuple[Status, list[EngineStatus]]:
+    status = Status(1, 0, 1, published, lease_seconds=10.0, moment=Moment(hub, 1.0), engines=list(engines), total=len(engines))
+    return status, list(engines)
+
+
+def engine(number: int, epoch: int | None, silent_seconds: float = 0.1) -> EngineStatus:
+    return EngineStatus(bytes([number]) * 16, f"e{number}", "", 0, epoch, Mode.USE, 0, silent_seconds=silent_seconds)
+
+
+def test_whom_a_new_hub_has_not_heard_has_not_left() -> None:
+    late = Laggards()
+    assert late.look(*page(b"hub-one!", engine(1, 0), engine(2, 0), engine(3, 0)), 1) == ("e1", "e2", "e3")
+    assert late.look(*page(b"hub-one!", engine(1, 0), engine(2, 0)), 1) == ("e1", "e2")
+    assert late.names == ("e1", "e2")  # e3 was heard within its lease: it left
+    assert late.look(*page(b"hub-two!"), 1) == ()
+    assert late.names == ("e1", "e2")
+    late.look(*page(b"hub-two!", engine(2, 1), published=1), 1)
+    assert late.names == ("e1",)
+
+
+def test_who_joins_when_it_is_published_is_not_late() -> None:
+    late = Laggards()
+    late.look(*page(b"hub-one!", engine(1, None), engine(2, 0, silent_seconds=9.5)), 1)
+    late.look(*page(b"hub-one!", engine(1, None), engine(3, None), published=1), 1)
+    assert late.names == ("e1", "e2")
+
+
+@pytest.mark.parametrize(
+    ("reset", "said"),
+    [
+        (Reset(7, True, 1.5, 2, ("a",), 0, False, 0), "fenced by its lease: a\n"),
+        (Reset(7, True, 1.5, 2, ("a", "b"), 0, False, 0), "fenced by their leases: a, b\n"),
+        (Reset(7, False, 1.5, 2, ("a", "b"), 0, False, 0), "not acknowledged by: a, b\n"),
+    ],
+)
+def test_the_table_says_which(capsys: pytest.CaptureFixture[str], reset: Reset, said: str) -> None:
+    show_reset(reset, Output.TABLE)
+    assert said in capsys.readouterr().out
+    if reset.published:
+        show_wait(reset, Output.TABLE)
+        assert said in capsys.readouterr().out
