@@ -110,11 +110,13 @@ class FileAuthority:
     Attributes:
         directory: the state directory.
         holder: unique per `open`.
+        why_deposed: why the newest `verify` found that a term has ended.
     """
 
     def __init__(self, directory: str | os.PathLike[str], deadline_seconds: float) -> None:
         self.directory = Path(directory).absolute()
         self.holder = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self.why_deposed = "another hub leads now"
         self._deadline = deadline_seconds
         self._worker = _Worker()
         self._lock: int | None = None
@@ -164,15 +166,19 @@ class FileAuthority:
         """Whether `term` is the one in the database that lies in the directory now."""
 
         def read() -> bool:
-            try:
-                if _inode(os.stat(self.directory / DATABASE_FILE)) != self._inode:
-                    return False  # replaced: whatever is in it, it is not ours
-            except FileNotFoundError:
+            if not self._in_place():
+                self.why_deposed = f"the state directory {self.directory} was removed or replaced"
                 return False
             holder, transitions = self._opened().execute("SELECT holder, transitions FROM leadership").fetchone()
             return term == Term(holder, transitions)
 
         return await self._call("verify", read)
+
+    def _in_place(self) -> bool:
+        try:
+            return _inode(os.stat(self.directory / DATABASE_FILE)) == self._inode  # of another one nothing is ours, whatever is in it
+        except FileNotFoundError:
+            return False
 
     async def load(self, pool_uid: str) -> PoolRecord:
         """What is recorded.

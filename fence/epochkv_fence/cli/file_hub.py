@@ -159,15 +159,17 @@ class FileHub:
         self._tasks = [loop.create_task(self._report()), loop.create_task(self._watch_keys())]
 
     async def _listen(self, keys: Keys) -> HubServer:
-        assert self._authority is not None
+        authority = self._authority
+        assert authority is not None
         urls = list(self.options.store_admin)
         stores = self._stores if self._stores is not None or not urls else MooncakeAdmin(lambda uid: urls)
         server = self._server = HubServer(
             self.options.listen,
             keys.hub_keys,
-            self._authority,
+            authority,
             on_change=lambda uid: self._changed.set(),
             on_step_down=self._lost.set,
+            why_deposed=lambda: authority.why_deposed,
             stores=stores,
         )
         try:

@@ -41,7 +41,8 @@ def compare(before: PoolSnapshot | None, now: PoolSnapshot) -> list[Line]:
     if before is None:
         before = PoolSnapshot(now.uid, now.leading, now.target, now.published, now.asked, [], [], 0, None, None, None, now.reclaimed)
     lines += _engines(before, now)
-    lines += _epochs(before, now)
+    if before.leading or not now.leading:  # what the record held when this hub began to lead is told by that line alone
+        lines += _epochs(before, now)
     lines += _weights(before, now)
     lines += _memory(before, now)
     return lines

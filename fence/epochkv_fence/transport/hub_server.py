@@ -61,7 +61,8 @@ class HubServer:
         bind: such as `tcp://*:7700`; port 0 takes a free one (see `endpoint`).
         authority: durable records and the leadership read.
         on_change: called with a pool's uid when its snapshot has changed; many changes may come as one call.
-        on_step_down: called when a leadership read shows that somebody else leads.
+        on_step_down: called when a leadership read shows that this process does not lead any more.
+        why_deposed: says why, for the log.
         authority_deadline_seconds: for every single call to the authority.
         stores: empties the stores of pools whose configuration says that it can (`store_admin`).
         store_deadline_seconds: for every single call to it.
@@ -75,6 +76,7 @@ class HubServer:
         *,
         on_change: Callable[[str], None] | None = None,
         on_step_down: Callable[[], None] | None = None,
+        why_deposed: Callable[[], str] = lambda: "another hub leads now",
         authority_deadline_seconds: float = 3.0,
         stores: StoreAdmin | None = None,
         store_deadline_seconds: float = STORE_DEADLINE_SECONDS,
@@ -86,6 +88,7 @@ class HubServer:
         self._stores = stores
         self._changes = Changes(on_change or (lambda uid: None))
         self._on_step_down = on_step_down or (lambda: None)
+        self._why_deposed = why_deposed
         self._deadline = authority_deadline_seconds
         self._store_deadline = store_deadline_seconds
         self._calls = Calls(self.counters)
@@ -352,7 +355,7 @@ class HubServer:
             if self._term != term:
                 return
             if leads is False:
-                logger.warning("another hub leads now; stepping down from %s", term)
+                logger.warning("%s; stepping down from %s", self._why_deposed(), term)
                 self._abandon_term()
                 self._on_step_down()
                 return

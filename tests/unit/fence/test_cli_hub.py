@@ -56,6 +56,8 @@ def test_started_again_it_continues_the_pool_and_keeps_what_was_added_to_the_fil
         assert again == {**content, "local": {"capacity_bytes": 1 << 30}}
         assert (hub.folder / "root.secret").read_text() == secret
         eventually(lambda: using(agent, 1), 30, "the engine goes on")
+        assert "leading: epoch 1, published 1" in hub.text()
+        assert hub.text().count("epoch 1 recorded, asked for by trainer") == 1  # when it was asked for, not at the start
         done = epochkv("reset", "-o", "json", config=hub.folder)
         assert json.loads(done.stdout)["epoch"] == 2
         hub.kill()
@@ -178,6 +180,8 @@ def test_a_hub_whose_state_is_removed_ends_with_status_6(tmp_path: Path) -> None
         assert hub.child is not None
         assert hub.child.wait(30) == 6
         assert "was removed or replaced under this hub" in hub.text()
+        assert f"WARNING the state directory {hub.state} was removed or replaced; stepping down from " in hub.text()
+        assert "another hub leads" not in hub.text()
         eventually(lambda: time.monotonic() >= agent.view.lease_until, what="the engine leaves with its lease")
     finally:
         agents.stop()

@@ -43,6 +43,13 @@ def test_leading_and_not() -> None:
     assert (line.level, line.text) == (logging.WARNING, "not leading: nothing is granted or published")
 
 
+def test_what_the_record_held_when_a_hub_begins_to_lead_is_no_new_reset() -> None:
+    before = pool(leading=False)
+    for now in (pool(target=4, published=4), pool(target=4, published=3, origin=Origin(Source.TRAINER, "v1"), weights_version="v1")):
+        assert texts(before, now) == [f"leading: epoch 4, published {now.published}"]
+    assert texts(pool(target=4, published=3), pool(target=4, published=4)) == ["epoch 4 published: no engine uses an older one"]
+
+
 def test_engines_come_and_go_one_line_each_until_there_are_many() -> None:
     assert texts(pool(), pool(engine(1))) == ["engine rollout-1 joined"]
     assert texts(pool(engine(1)), pool(engine(1, alive=False))) == ["engine rollout-1 is silent: its lease is over"]
