@@ -115,12 +115,15 @@ def test_a_wrong_type_is_a_type_error_also(world: HubWorld, parameter: str, valu
             else:
                 await made
 
+    def called(call: str) -> None:
+        made = getattr(pool, call)(*first.get(call, ()), **{parameter: value})
+        if call == "weight_update":
+            made.__enter__()
+
     pool = world.connect()
     for call in calls.split():
         with pytest.raises(TypeError) as caught:
-            made = getattr(pool, call)(*first.get(call, ()), **{parameter: value})
-            if call == "weight_update":
-                made.__enter__()
+            called(call)
         said(caught)
         with pytest.raises(TypeError) as caught:
             asyncio.run(awaited(call))
