@@ -109,6 +109,7 @@ class Profile:
     idle: float
     ambush: float
     trainer_restarts: float
+    wander: float
 
     @classmethod
     def draw(cls, rng: random.Random, focus: dict[str, Any] | None = None) -> Profile:
@@ -141,6 +142,7 @@ class Profile:
             "ambush": rng.choice([0.0, 0.0, 0.02, 0.1]),
             "idle": rng.choice([0.0, 1.0, 1.0]),
             "push_crashes": rng.choice([0.0, 0.1, 0.3]),
+            "wander": rng.choice([0.0, 0.2, 0.2]),
         }
         return cls(**{**values, **focus})
 

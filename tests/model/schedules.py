@@ -21,7 +21,7 @@ from tests.model.world import World, simulate
 
 CHUNK = 50
 CHUNK_STEPS = 30_000
-MUTANT_BUDGET = 3000
+MUTANT_BUDGET = 20_000
 """Schedules after which a mutant counts as not caught."""
 FIRST_MUTANT_SEED = 0
 

@@ -138,7 +138,7 @@ class Trainer:
         now = self.clock.read(self.world.now)
         if now >= self.resend_at:
             self.resend_at = now + RESEND
-            if self.world.rng.random() < 0.2:
+            if self.world.rng.random() < self.world.profile.wander:
                 self.hub = 1 - self.hub
             self.world.network.post(f"t{self.incarnation}", f"h{self.hub}", message)
 

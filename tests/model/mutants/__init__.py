@@ -19,6 +19,7 @@ RARE = (
     "what an older term evaluated is published",
     "the read compares the holder, not the term",
     "a trainer is told a target without a leadership read",
+    "a trainer is told of a target that the leader may not know",
     "a trainer joins an epoch that others asked for",
     "marks for other weights count",
     "an engine in use counts as drained",

@@ -238,7 +238,9 @@ WEIGHTS_MUTANTS = {
         Rules(hub=_BumpedNow), "5", {**RESTLESS, "orders": ("client, reset after a push",)}
     ),
     "another hub's moment is read as ours": Mutant(
-        Rules(hub=_AnyonesMoment), "5", {**RESTLESS, "takeovers": 0.3, "ambush": 0.02, "orders": ("client, reset after a push",)}
+        Rules(hub=_AnyonesMoment),
+        "5",
+        {**RESTLESS, "takeovers": 0.1, "trouble": 0.3, "engines": 4, "wander": 0.6, "orders": ("client, reset after a push",)},
     ),
     "the time from ask to moment is not counted": Mutant(
         Rules(hub=_ForgetsAgo), "5", {**RESTLESS, "orders": ("client, reset after a push",)}
