@@ -212,7 +212,7 @@ class Calls:
                     self._check_pool(page)
                     return page
             if time.monotonic() >= until or self.session.refused_seconds > refused_seconds:
-                raise self._unreachable()
+                raise await self._unreachable()
             pause = min(2 * pause, MAX_RETRY_SECONDS)
 
     def _check_pool(self, page: Status) -> None:
@@ -224,9 +224,9 @@ class Calls:
                 "take both from one pool"
             )
 
-    def _unreachable(self) -> HubUnreachable:
+    async def _unreachable(self) -> HubUnreachable:
         kind = KeyRefused if self.session.refused_seconds > 0 else HubUnreachable
-        return kind(f"no answer from the hub at {self.session.connection.hub.endpoint}: {self.session.problem}")
+        return kind(f"no answer from the hub at {self.session.connection.hub.endpoint}: {await self.session.explain()}")
 
     # ------------------------------------------------------------------ resetting
 
@@ -249,7 +249,7 @@ class Calls:
             with self.session.conversation() as conversation:
                 page = await self._page(conversation, 0, until, holding=None if ends is None or ends.given_up else ends)
         except HubUnreachable as error:
-            raise self._not_recorded(epoch, timeout_s) from error
+            raise await self._not_recorded(epoch, timeout_s) from error
         if ends is not None and not ends.given_up:
             ends.take(page, self.session.connection.pool.name)
         exact = epoch is not None
@@ -260,7 +260,7 @@ class Calls:
         ask.note_moment(page.moment)
         await self._pursue(ask, (lambda: ask.settled) if wait else (lambda: ask.recorded), progress)
         if not ask.recorded:
-            raise self._not_recorded(ask.epoch, timeout_s)
+            raise await self._not_recorded(ask.epoch, timeout_s)
         if len(ask.boots or ()) > BOOTS_PER_MESSAGE:
             await self._heard_all()
         return await self._outcome(ask, wait, on_failure)
@@ -362,12 +362,12 @@ class Calls:
             return late.look(*await self._engines(time.monotonic() + MAX_RETRY_SECONDS), epoch)
         return ()
 
-    def _not_recorded(self, epoch: int | None, timeout_s: float) -> ResetNotRecorded:
+    async def _not_recorded(self, epoch: int | None, timeout_s: float) -> ResetNotRecorded:
         what = f"epoch {epoch}" if epoch is not None else "the next epoch"
         where = self.session.connection.hub.endpoint
         text = (
             f"no hub is known to have recorded {what} within {timeout_s:g} s, so engines may go on with old KV: keep them paused and ask "
-            f"again. The hub at {where}: {self.session.problem}"
+            f"again. The hub at {where}: {await self.session.explain()}"
         )
         return ResetNotRecorded(text, epoch)
 
@@ -416,6 +416,8 @@ class Calls:
             if page.target >= epoch and not published and time.monotonic() >= look_at:
                 names = await self._look(late, epoch)
                 look_at = time.monotonic() + LOOK_SECONDS
+            if pause == MAX_POLL_SECONDS:
+                tell.again()
             tell(Standing(epoch, page.target >= epoch, published, page.total, len(names), 0, names))
             if published or time.monotonic() + pause >= until:
                 return

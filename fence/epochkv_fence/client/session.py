@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from epochkv_fence.connection import ConfigurationError, Connection
+from epochkv_fence.connection import ConfigurationError, Connection, check_endpoint
 from epochkv_fence.messages import BumpStatus, Error, Message, Refusal, Status, WireError, decode, encode
 from epochkv_fence.transport.dealer import MONITORED, configure
 from epochkv_fence.transport.keys import ClientKeys
@@ -32,6 +34,8 @@ SILENCE_SECONDS: Final = 3.0
 """Asked and not answered for so long: dial anew. Doubles while it does not help."""
 MAX_SILENCE_SECONDS: Final = 12.0
 MAX_QUEUED: Final = 64
+NOBODY: Final = "nobody listens there"
+RESOLVE_SECONDS: Final = 1.0
 
 Answer = Status | BumpStatus
 
@@ -73,7 +77,7 @@ class Session:
         self._task: asyncio.Task[None] | None = None
         self._conversations: dict[int, Conversation] = {}
         self._next_request = secrets.randbits(62)
-        self._problem = "nobody listens there"
+        self._problem = NOBODY
         self._refused_since: float | None = None
         self._unanswered_since: float | None = None
         self._patience = SILENCE_SECONDS
@@ -126,6 +130,12 @@ class Session:
     @property
     def problem(self) -> str:
         """Why there is no answer, in words."""
+        return self._problem
+
+    async def explain(self) -> str:
+        """`problem`, after a look whether the name of the hub's host is one. Returns within `RESOLVE_SECONDS`."""
+        if self._problem == NOBODY and (why := await _unresolved(self.connection.hub.endpoint)):
+            return why
         return self._problem
 
     @property
@@ -256,6 +266,38 @@ def _open(context: zmq.asyncio.Context, keys: ClientKeys, ipv6: bool) -> zmq.asy
     if ipv6:  # not for names: libzmq would take their IPv6 address alone
         dealer.setsockopt(zmq.IPV6, 1)
     return dealer
+
+
+async def _unresolved(endpoint: str) -> str:
+    """Why its host name has no address; empty: it has, or nobody says so in time. libzmq tries again in silence.
+
+    On a daemon thread: a resolver may take minutes, and the loop's own threads are waited for at exit.
+    """
+    host, port = check_endpoint(endpoint, "the hub's endpoint")
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[str] = loop.create_future()
+
+    def answer(text: str) -> None:
+        if not found.done():
+            found.set_result(text)
+
+    def look() -> None:
+        text = ""
+        try:
+            socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        except socket.gaierror as error:
+            text = f"the name {host} cannot be resolved ({error.strerror})"
+        except (OSError, UnicodeError) as error:
+            text = f"the name {host} cannot be resolved ({error})"
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(answer, text)
+
+    threading.Thread(target=look, name="epochkv-resolve", daemon=True).start()
+    try:
+        async with asyncio.timeout(RESOLVE_SECONDS):
+            return await found
+    except TimeoutError:
+        return ""
 
 
 def _swallow(future: asyncio.Future[Any]) -> None:

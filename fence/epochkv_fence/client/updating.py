@@ -157,13 +157,13 @@ class UpdateCalls(Calls):
                 return None
             await self._pursue(ask, lambda: ask.settled, progress)
         if ask.newest is None:
-            where, problem = self.session.connection.hub.endpoint, self.session.problem
+            where, problem = self.session.connection.hub.endpoint, await self.session.explain()
             raise HubUnreachable(
                 f"epoch {epoch} is published and engines serve in bypass there, without reuse, until a hub is told that they have the "
                 f"weights; none answered within {update.timeout_s:g} s. The hub at {where}: {problem}"
             )
         if ask.newest.target < epoch:
-            raise self._not_recorded(epoch, update.timeout_s)
+            raise await self._not_recorded(epoch, update.timeout_s)
         return await self._outcome(ask, True, update.on_failure) if ask.newest.target == epoch else None
 
     async def fail_update(self, update: Update) -> int | None:

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from epochkv_fence.client import (
     ResetTimeout,
     WrongPool,
 )
+from epochkv_fence.client.session import RESOLVE_SECONDS
 from epochkv_fence.connection import Connection
 from epochkv_fence.transport import generate_keypair
 from tests.helpers_fence import eventually
@@ -234,6 +236,20 @@ def test_nobody_listens() -> None:
     with pytest.raises(HubUnreachable, match=r"no answer from the hub at tcp://127\.0\.0\.1:\d+: nobody listens there"):
         Pool.connect(Connection.load(connection, environ), timeout_s=0.5)
     eventually(lambda: len(client_threads()) == before, what="the thread ends")
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b"])
+def test_a_name_that_cannot_be_resolved_is_said_so(world: HubWorld, host: str) -> None:
+    asked_at = time.monotonic()
+    with pytest.raises((socket.gaierror, UnicodeError)):
+        socket.getaddrinfo(host, 7700)
+    if time.monotonic() > asked_at + RESOLVE_SECONDS / 4:
+        pytest.skip("the resolver of this machine takes too long to say no")
+    content = json.loads((world.folder / "connection.json").read_text())
+    content["hub"]["credentials_dir"] = str(world.folder)
+    content["hub"]["endpoint"] = f"tcp://{host}:7700"
+    with pytest.raises(HubUnreachable, match=rf"no answer from the hub at tcp://{host}:7700: the name {host} cannot be resolved \("):
+        Pool.connect(content, timeout_s=0.5)
 
 
 def test_a_key_that_is_refused_and_a_hub_that_is_another(world: HubWorld, tmp_path: Path) -> None:
