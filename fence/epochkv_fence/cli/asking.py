@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from typing import Annotated, Final
 
 import typer
 
 from epochkv_fence.cli.exits import Exit
-from epochkv_fence.cli.render import Output, Progress, show_engines, show_reset, show_status, show_wait
-from epochkv_fence.client import HubUnreachable, Pool
+from epochkv_fence.cli.render import Output, Progress, say_error, show_engines, show_reset, show_status, show_wait
+from epochkv_fence.client import ConfigurationError, HubUnreachable, Pool, PoolError, ResetTimeout
+from epochkv_fence.client.arguments import check_arguments
+from epochkv_fence.connection import read_document
 
 RESET_HELP: Final = """Make all KV of the pool unreachable, and wait until that is proved.
 
@@ -21,6 +25,7 @@ Push weights while engines are paused, then reset, then resume. For restarted en
   epochkv reset --epoch 7                       # at least epoch 7; repeating it changes nothing
 
 Exit status: 0 published (with --no-wait: recorded); 3 recorded, not published in time; 4 no hub recorded it: keep engines paused.
+With -o json, 3 prints what is known, too.
 """
 WAIT_HELP: Final = """Wait until EPOCH is published: until it is proved that no engine uses KV of an older one.
 
@@ -31,6 +36,7 @@ epoch that is published already ends it at once. It does not wait for engines to
   epochkv wait 7 --timeout 60
 
 Exit status: 0 published; 3 not in time, the message says whether anybody has asked for it; 4 no hub answers.
+With -o json, 3 prints what is known, too.
 """
 STATUS_HELP: Final = """Show the pool: epochs, weights, engines, and the weight update that a trainer has open.
 
@@ -73,6 +79,8 @@ CONNECT_SECONDS: Final = 30.0
 
 
 NOTHING_ASKED: Final = "Nothing was asked of the pool: engines may still use the old KV, keep them paused"
+MAY_BE_RECORDED: Final = ". The epoch may be recorded already, and is published then without this command: `epochkv status` shows it"
+WARN_SECONDS: Final = 2.0
 
 
 def connect(config: str | None, timeout: float, consequence: str | None = None) -> Pool:
@@ -89,10 +97,50 @@ def connect(config: str | None, timeout: float, consequence: str | None = None) 
         raise HubUnreachable(f"{error}. {consequence}") from None
 
 
+@contextmanager
+def _asking(progress: Progress, output: Output) -> Iterator[None]:
+    """The error of an epoch that is late goes to stderr; with JSON what is known of it is a document on stdout as well."""
+    try:
+        try:
+            yield
+        finally:
+            progress.stop()
+    except ResetTimeout as error:
+        if output is Output.JSON:
+            show_reset(error.reset, output)
+        raise
+
+
+@contextmanager
+def _interruptible(consequence: str) -> Iterator[None]:
+    """Ctrl-C ends the command with what it means for the pool."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say_error(f"interrupted{consequence}")
+        raise typer.Exit(Exit.INTERRUPTED) from None
+
+
+def _warn_of_update(pool: Pool, config: str | None, epoch: int | None, timeout: float) -> None:
+    """Best effort: a reset in the middle of somebody's weight update brings no weights, so nobody shares after it."""
+    with suppress(PoolError, ConfigurationError):
+        found = pool.status(min(timeout, WARN_SECONDS))
+        pushed = read_document(config, os.environ).content.get("weights_source") != "Model"
+        if found.update is not None and pushed and (epoch is None or found.published < epoch):
+            open_ = f"a weight update to {found.update.version} is open ({found.update.holder})"
+            say_error(f"warning: {open_}: engines do not share until it has ended")
+
+
 def reset(
     config: Config = None,
     epoch: Annotated[int | None, typer.Option(min=0, help="Ask for this epoch. Default: one above the pool's target.")] = None,
-    weights_version: Annotated[str | None, typer.Option(help="What you call the weights of this epoch, for status.")] = None,
+    weights_version: Annotated[
+        str | None,
+        typer.Option(
+            help="What you call the weights of this epoch. It says that they have been pushed: engines older than joinAfterSeconds "
+            "share. While a weight update is open it is a label only, and lets nobody share."
+        ),
+    ] = None,
     wait: Annotated[bool, typer.Option(help="Wait until it is published.")] = True,
     timeout: Timeout = RESET_SECONDS,
     on_failure: OnFailure = "bypass",
@@ -103,11 +151,11 @@ def reset(
 ) -> None:
     """See RESET_HELP."""
     progress = Progress(quiet=False)
-    with closing(connect(config, timeout, NOTHING_ASKED)) as pool:
-        try:
+    with _interruptible(f". {NOTHING_ASKED}"), closing(connect(config, timeout, NOTHING_ASKED)) as pool:
+        check_arguments(epoch, weights_version, timeout, on_failure)
+        _warn_of_update(pool, config, epoch, timeout)
+        with _interruptible(MAY_BE_RECORDED), _asking(progress, output):
             done = pool.reset(epoch, weights_version, wait, timeout, on_failure, progress, force)  # type: ignore[arg-type]
-        finally:
-            progress.stop()
     show_reset(done, output, wait)
     if wait and not done.published:
         raise typer.Exit(Exit.NOT_PUBLISHED)
@@ -121,11 +169,8 @@ def wait(
 ) -> None:
     """See WAIT_HELP."""
     progress = Progress(quiet=False, asks=False)
-    with closing(connect(config, timeout)) as pool:
-        try:
-            done = pool.wait(epoch, timeout, progress)
-        finally:
-            progress.stop()
+    with _interruptible(""), closing(connect(config, timeout)) as pool, _asking(progress, output):
+        done = pool.wait(epoch, timeout, progress)
     show_wait(done, output)
 
 

@@ -17,7 +17,7 @@ import typer
 from epochkv_fence.cli.asking import NOTHING_ASKED, RESET_SECONDS, Config, Out, connect
 from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.render import Output, Progress, say_error, show_reset
-from epochkv_fence.client import Update
+from epochkv_fence.client import PoolError, Update
 from epochkv_fence.connection import CONFIG_ENV
 
 HELP: Final = """Run COMMAND, which pushes new weights to every engine of the pool, inside a weight update.
@@ -42,6 +42,7 @@ group. Exit status: that of COMMAND when it failed (128 + n for signal n), other
 FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 VERSION_ENV: Final = "EPOCHKV_WEIGHTS_VERSION"
 EPOCH_ENV: Final = "EPOCHKV_EPOCH"
+NOT_STARTED: Final = "COMMAND was not started, so nothing was pushed"
 
 
 class CommandFailed(Exception):
@@ -67,22 +68,30 @@ def update(
         say_error(f"{command[0]} is not a command; nothing was asked of the pool")
         raise typer.Exit(127)
     progress = Progress(quiet=False)
-    with closing(connect(config, timeout, NOTHING_ASKED)) as pool:
-        try:
-            with pool.weight_update(version, order, timeout, progress=progress) as made:  # type: ignore[arg-type]
-                status = run(command, environment(os.environ, config, made), to_stderr=output is Output.JSON)
-                if status != 0:
-                    raise CommandFailed(status)
-        except CommandFailed as error:
-            for note in getattr(error, "__notes__", [str(error)]):
-                say_error(f"{error}. {note}")
-            raise typer.Exit(error.status) from None
-        except KeyboardInterrupt as error:
-            for note in getattr(error, "__notes__", ()):
-                say_error(note)
-            raise
-        finally:
-            progress.stop()
+    made: Update | None = None
+    try:
+        with (
+            closing(connect(config, timeout, NOTHING_ASKED)) as pool,
+            pool.weight_update(version, order, timeout, progress=progress) as made,  # type: ignore[arg-type]
+        ):
+            status = run(command, environment(os.environ, config, made), to_stderr=output is Output.JSON)
+            if status != 0:
+                raise CommandFailed(status)
+    except CommandFailed as error:
+        for note in getattr(error, "__notes__", [str(error)]):
+            say_error(f"{error}. {note}")
+        raise typer.Exit(error.status) from None
+    except PoolError as error:
+        if made is None:
+            error.add_note(NOT_STARTED)
+        raise
+    except KeyboardInterrupt as error:
+        for note in getattr(error, "__notes__", ()) if made is not None else (f"interrupted; {NOT_STARTED}",):
+            say_error(note)
+        raise
+    finally:
+        progress.stop()
+    assert made is not None
     assert made.reset is not None
     show_reset(made.reset, output)
     if not made.reset.published:

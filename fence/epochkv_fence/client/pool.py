@@ -116,7 +116,8 @@ class Pool:
         Args:
             epoch: None: one above the pool's target, and above what anybody else asks for meanwhile. A number: it is
                 enough that this epoch is published, whoever asked for it.
-            weights_version: what you call the weights of this epoch, for status; at most 253 characters.
+            weights_version: what you call the weights of this epoch, at most 253 characters. It says that they have been
+                pushed, so engines older than `joinAfterSeconds` share. While a weight update is open it is a label only.
             wait: return when the epoch is published; False: when it is recorded, from which on every engine is moved.
             timeout_s: for the whole call.
             on_failure: when it is recorded and not published in time: `bypass` returns with `published=False` and the

@@ -123,15 +123,29 @@ def test_waiting_says_whom_for_and_may_be_interrupted(tmp_path: Path) -> None:
             done = epochkv("reset", "--timeout", "8", config=patient.folder)
             assert done.returncode == 3
             assert "epochkv: epoch 1: waiting for slow" in done.stderr
+            for arguments in (("reset", "--epoch", "1", "--on-failure", "crash"), ("wait", "1")):
+                known = epochkv(*arguments, "--timeout", "0.8", "-o", "json", config=patient.folder)
+                found = json.loads(known.stdout)
+                assert (known.returncode, found["epoch"], found["published"], found["laggards"]) == (3, 1, False, ["slow"])
+                assert known.stderr.startswith("epochkv: epoch 1 is recorded and not published after ")
             with interruptible():
-                child = subprocess.Popen(
-                    [*CLI, "reset", "--config", str(patient.folder)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-                )
+                children = [
+                    subprocess.Popen([*CLI, *arguments, "--config", str(patient.folder)], stderr=subprocess.PIPE, text=True)
+                    for arguments in (("reset",), ("wait", "2"))
+                ]
             eventually(lambda: target(patient) == 2, what="asked for")
-            child.send_signal(signal.SIGINT)
-            _, errors = child.communicate(timeout=30)
-            assert child.returncode == 130
-            assert "Traceback" not in errors
+            said = []
+            for child in children:
+                assert child.stderr is not None
+                while "waiting for slow" not in (line := child.stderr.readline()):
+                    assert line, "it ended"
+                child.send_signal(signal.SIGINT)
+                said.append(child.communicate(timeout=30)[1])
+                assert child.returncode == 130
+            recorded = (
+                "interrupted. The epoch may be recorded already, and is published then without this command: `epochkv status` shows it"
+            )
+            assert said == [f"epochkv: {recorded}\n", "epochkv: interrupted\n"]
         finally:
             slow.stop()
 
@@ -148,6 +162,7 @@ def test_nobody_there_is_status_4(tmp_path: Path, hub: HubProcess) -> None:
         assert done.stderr.startswith("epochkv: no answer from the hub at tcp://127.0.0.1:")
         assert "Traceback" not in done.stderr
         assert ("keep them paused" in done.stderr) == (arguments[0] in ("reset", "update"))
+        assert ("COMMAND was not started, so nothing was pushed" in done.stderr) == (arguments[0] == "update")
 
 
 @pytest.mark.parametrize(
@@ -292,6 +307,42 @@ def test_a_command_that_fails_passes_its_status_and_nobody_shares(pushed: HubPro
         done = epochkv("update", "--version", "step-1", "--", "sh", "-c", "kill -KILL $$", config=pushed.folder)
         assert done.returncode == 128 + 9
         assert target(pushed) == 2
+    finally:
+        agents.stop()
+
+
+def test_a_fence_that_is_late_on_entry_starts_no_command(pushed: HubProcess, tmp_path: Path) -> None:
+    agents = Agents(pushed.folder)
+    try:
+        agent, engine = agents.start("stuck")
+        eventually(lambda: using(agent, 0))
+        engine.is_busy = True
+        command = ("--timeout", "1", "--order", "fence_first", "--", "touch", str(tmp_path / "pushed"))
+        done = epochkv("update", "--version", "step-1", *command, config=pushed.folder)
+        assert done.returncode == 3
+        first, second = done.stderr.splitlines()
+        assert first.startswith("epochkv: epoch 1 is recorded and not published after ")
+        assert second == "epochkv: COMMAND was not started, so nothing was pushed"
+        assert not (tmp_path / "pushed").exists()
+    finally:
+        agents.stop()
+
+
+def test_a_reset_in_the_middle_of_an_update_warns(pushed: HubProcess) -> None:
+    agents = Agents(pushed.folder)
+    try:
+        agent, _ = agents.start()
+        eventually(lambda: using(agent, 0))
+        with Pool.connect(pushed.folder) as pool, pool.weight_update("step-1"):
+            done = epochkv("reset", "--weights-version", "mine", "-o", "json", config=pushed.folder)
+            (line,) = done.stderr.splitlines()
+            assert line.startswith("epochkv: warning: a weight update to step-1 is open (process ")
+            assert line.endswith("): engines do not share until it has ended")
+            assert (done.returncode, json.loads(done.stdout)["epoch"]) == (0, 1)
+            assert bypassing(agent, 1)
+            assert epochkv("reset", "--epoch", "1", config=pushed.folder).stderr == ""  # it changes nothing
+        eventually(lambda: using(agent, 2))
+        assert epochkv("reset", config=pushed.folder).stderr == ""
     finally:
         agents.stop()
 
