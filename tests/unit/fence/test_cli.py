@@ -323,6 +323,13 @@ def test_a_fence_that_is_late_on_entry_starts_no_command(pushed: HubProcess, tmp
         first, second = done.stderr.splitlines()
         assert first.startswith("epochkv: epoch 1 is recorded and not published after ")
         assert second == "epochkv: COMMAND was not started, so nothing was pushed"
+        with interruptible():
+            arguments = ("update", "--version", "step-2", "--config", str(pushed.folder), "--timeout", "60", *command[2:])
+            child = subprocess.Popen([*CLI, *arguments], stderr=subprocess.PIPE, text=True)
+        eventually(lambda: target(pushed) == 2, what="asked for")
+        child.send_signal(signal.SIGINT)
+        assert child.communicate(timeout=30)[1] == "epochkv: interrupted; COMMAND was not started, so nothing was pushed\n"
+        assert child.returncode == 130
         assert not (tmp_path / "pushed").exists()
     finally:
         agents.stop()

@@ -15,7 +15,7 @@ import pytest
 
 from epochkv_fence.cli.__main__ import main
 from epochkv_fence.cli.render import Output, Progress, show_reset, show_status, show_wait
-from epochkv_fence.client import ArgumentError, AsyncPool, OpenUpdate, PoolStatus, Reset, ResetTimeout, Standing, UpdateInProgress
+from epochkv_fence.client import ArgumentError, AsyncPool, OpenUpdate, Pool, PoolStatus, Reset, ResetTimeout, Standing, UpdateInProgress
 from epochkv_fence.versions import FAILED, failed_version
 from tests.helpers_hub import HubWorld, epochkv, hub_world
 
@@ -47,6 +47,13 @@ def test_version_and_short_help(capsys: pytest.CaptureFixture[str]) -> None:
         status, text, errors = inside(capsys, *command.split(), "-h")
         assert (status, errors) == (0, ""), command
         assert text.lstrip().startswith(f"Usage: epochkv {command}".rstrip())
+
+
+def test_help_says_what_a_version_of_weights_means(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(inside(capsys, "reset", "-h")[1].split())
+    assert "It says that they have been pushed: engines older than joinAfterSeconds share." in text
+    assert "While a weight update is open it is a label only, and lets nobody share." in text
+    assert "While a weight update is open it is a label only." in " ".join((Pool.reset.__doc__ or "").split())
 
 
 @pytest.mark.parametrize(
