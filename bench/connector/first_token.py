@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from bench.connector.engines import BLOCK_TOKENS, GPU_BLOCKS, Fleet, empty_gpu, fleet, prompt, timed_answer
+from bench.connector.engines import BLOCK_TOKENS, GPU_BLOCKS, SETTLE_SECONDS, Fleet, empty_gpu, fleet, prompt, timed_answer
 from bench.report import Progress, Row, repeated
 
 PROMPT_TOKENS = 4096
@@ -71,6 +71,7 @@ def against_stock(repeats: int, progress: Progress) -> Row:
         for index in range(repeats * NUM_ROTATING):
             for name in order:
                 empty_gpu(group.engines[name])
+                time.sleep(SETTLE_SECONDS)
                 samples[name].append(timed_answer(group.engines[name], prompts[index % NUM_ROTATING], CACHED_TOKENS))
             order.reverse()
             progress.step(index + 1, repeats * NUM_ROTATING, began)

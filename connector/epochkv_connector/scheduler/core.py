@@ -140,6 +140,7 @@ class SchedulerHalf:
             tracker=self._tracker,
             lookups=self._lookups,
             pause=self._pause,
+            slots_due=lambda: self._ledger.num_saves > 0,
             counts=self._count,
             clock=clock,
         )
@@ -450,6 +451,7 @@ class SchedulerHalf:
             "names_saving": self._saves.num_saving,
             "save_cursors": self._saves.num_cursors,
             "saves_lacking_slots": self._saves.num_lacking,
+            "hits_lacking_slots": self._planner.num_lacking,
             "queries": 0 if self._lookups is None else len(self._lookups),
         }
 

@@ -24,6 +24,10 @@ from epochkv_connector.scheduler.views import CacheLayout, GroupKind, Hit, Reque
 RING_SHARE = 8
 """A load through the staging ring gets at most this part of it: several go on at a time, and saves find slots, too."""
 
+SLOT_WAIT_STEPS = 2
+"""So many steps a hit that lacks slots waits for saves to give theirs back. An engine without work takes no step, so puts that have
+long ended are told in the first one after it; with asynchronous scheduling what a step told is known two steps later."""
+
 MISS = Hit(0)
 ASK_AGAIN = Hit(None)
 
@@ -87,6 +91,7 @@ class HitPlanner:
     Args:
         lookups: L2 queries; None: L1 alone.
         pause: whether L2 may be asked.
+        slots_due: whether saves are open that will give slots back.
         counts: counters of the scheduler half, shared.
     """
 
@@ -100,10 +105,12 @@ class HitPlanner:
         tracker: Tracker | None,
         lookups: Lookups | None,
         pause: LoadPause,
+        slots_due: Callable[[], bool],
         counts: Counter[str],
         clock: Callable[[], float],
     ) -> None:
         self._config = config
+        self._slots_due = slots_due
         self._pause = pause
         self._layout = layout
         self._index = index
@@ -113,6 +120,7 @@ class HitPlanner:
         self._count = counts
         self._clock = clock
         self._plans = PlanTable()
+        self._lacking: dict[str, int] = {}  # since which step a request's hit waits for slots
         self._step = 0
         self._unit_blocks = sum(layout.alignment_tokens // max(1, g.block_size) for g in layout.groups) or 1
 
@@ -125,6 +133,11 @@ class HitPlanner:
     def num_held(self) -> int:
         """Slots that plans reference or reserve."""
         return self._plans.num_held
+
+    @property
+    def num_lacking(self) -> int:
+        """Requests whose hit lacked slots."""
+        return len(self._lacking)
 
     # -- asking --------------------------------------------------------------------------------------------------
 
@@ -159,9 +172,16 @@ class HitPlanner:
                 self._known.discard(key for key in query.blocks if key not in query.found)
                 found.remote = query.found
                 plan.valid_until = query.begun_at + READ_LEASE_SECONDS
-        self._fill(plan, hits.longest_hit(self._layout, num_local_tokens, max_tokens, found.present), found)
+        whole = hits.longest_hit(self._layout, num_local_tokens, max_tokens, found.present)
+        if self._fill(plan, whole, found) < whole and self._await_slots(req.request_id):
+            self._count["lookups_deferred"] += 1
+            return ASK_AGAIN
         self._open(plan, now)
         return plan.hit
+
+    def _await_slots(self, request_id: str) -> bool:
+        """Whether a hit that lacks slots is worth asking for again: saves are open, and it has not waited for them yet."""
+        return self._slots_due() and self._step < self._lacking.setdefault(request_id, self._step) + SLOT_WAIT_STEPS
 
     def _max_tokens(self, req: RequestView) -> int:
         full = min(req.num_tokens - 1, len(req.block_hashes) * req.hash_block_size)
@@ -191,8 +211,8 @@ class HitPlanner:
 
     # -- promising -----------------------------------------------------------------------------------------------
 
-    def _fill(self, plan: Plan, total: int, found: _Found) -> None:
-        """Make the plan promise the longest hit up to `total` tokens that can be held. Takes nothing yet."""
+    def _fill(self, plan: Plan, total: int, found: _Found) -> int:
+        """Make the plan promise the longest hit up to `total` tokens that can be held, and return its end. Takes nothing yet."""
         local, alignment = plan.num_local_tokens, self._layout.alignment_tokens
         cap = int(self._index.num_slots * HELD_FRACTION)
         while total > local:
@@ -202,7 +222,7 @@ class HitPlanner:
             newly_held = self._index.num_idle(slot for slot, _ in plan.pinned.values()) + plan.reserved
             excess = newly_held - self._index.num_available
             if excess <= 0:
-                return
+                return total
             self._count["hits_shrunk"] += 1
             if not self._index.indexed:
                 break  # not even one slot of the ring
@@ -210,6 +230,7 @@ class HitPlanner:
             total = hits.longest_hit(self._layout, local, limit, found.present) if limit > local else local
         plan.hit = MISS
         plan.clear()
+        return local
 
     def _slots_for(self, num_missing: int) -> int:
         """How many slots fetch so many blocks: one for each where they stay, a share of a ring where they pass through."""
@@ -362,6 +383,7 @@ class HitPlanner:
 
     def forget_request(self, request_id: str) -> None:
         """The hit was not taken, or the request is over: no plan, no query."""
+        self._lacking.pop(request_id, None)
         if self.drop(request_id):
             self._count["plans_aborted"] += 1
         if self._lookups is not None:
@@ -369,6 +391,7 @@ class HitPlanner:
 
     def forget_all(self) -> None:
         """The names changed: no plan and no answer holds."""
+        self._lacking.clear()
         for plan in self._plans.pop_all():
             self._count["plans_dropped"] += plan.num_held > 0
             self._release(plan)

@@ -334,13 +334,18 @@ class World:
 
     def save(self, request_id: str, tokens: Sequence[int], snap: Snap) -> list[list[int]]:
         """Compute a prompt and save it, all ranks succeeding. Returns its blocks (still held)."""
+        blocks = self.begin_save(request_id, tokens, snap)
+        self.work()
+        return blocks
+
+    def begin_save(self, request_id: str, tokens: Sequence[int], snap: Snap) -> list[list[int]]:
+        """Compute a prompt and give its save to the ranks."""
         hashes = chain(snap.root, tokens)
         blocks = [[] for _ in self.layout.groups]
         end = len(hashes) * HASH_BLOCK // self.layout.alignment_tokens * self.layout.alignment_tokens
         self.compute(blocks, hashes, 0, end)
         self.half.collect_saves([scheduled(request_id, tokens, snap.root, blocks, end)], snap)
         self.step()
-        self.work()
         return blocks
 
     def load(self, request_id: str, tokens: Sequence[int], snap: Snap, local: int = 0) -> tuple[int, Commit]:

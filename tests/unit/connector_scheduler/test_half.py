@@ -408,6 +408,38 @@ def test_a_hit_is_cut_to_the_slots_that_can_be_had() -> None:
     world.assert_idle()
 
 
+def test_a_hit_that_lacks_slots_waits_two_steps_for_saves_that_give_theirs_back() -> None:
+    other = [1000 + token for token in range(41)]
+
+    def saving() -> World:
+        """Ten of sixteen slots are held by a save that nobody has acknowledged; another prompt of ten blocks is in L2."""
+        world = World(config(l1_slots=16, l2=True))
+        stored(world, PROMPT)
+        world.begin_save("a", other, SNAP)
+        assert world.half.leak_report()["held_slots"] == 10
+        assert world.half.lookup(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens is None
+        return world
+
+    world = saving()
+    world.step()
+    world.work()
+    world.half.finish("a")
+    assert world.half.lookup(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 40
+    assert world.half.stats()["hits_shrunk"] == 1
+    world.half.finish("b")
+    world.assert_idle()
+
+    world = saving()
+    world.step()
+    assert world.half.lookup(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens is None
+    world.step()
+    assert world.half.lookup(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 24, "not acknowledged: what can be had"
+    world.half.finish("b")
+    world.work()
+    world.half.finish("a")
+    world.assert_idle()
+
+
 def test_a_load_longer_than_the_ring_uses_its_slots_in_turns() -> None:
     world = World(config(l2=True, staging_slots=16))
     stored(world, PROMPT)
