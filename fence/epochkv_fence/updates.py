@@ -8,6 +8,7 @@ that takes over knows of it, and gives the trainer a lease and margin to go on.
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass, replace
 from typing import Final
@@ -16,6 +17,14 @@ from epochkv_fence.authority import UpdateNote
 from epochkv_fence.messages import OpenUpdate
 
 MAX_OVER: Final = 256
+
+
+class _Over(enum.IntEnum):
+    """How an update ended; what is known later only adds."""
+
+    ENDED = 0  # its trainer said so
+    PASSED_OVER = 1  # taken for dead, and another one was opened
+    FAILED_FOR = 2  # one of those that pushed at a time, and that the pool was failed for
 
 
 @dataclass(slots=True)
@@ -35,8 +44,7 @@ class Updates:
 
     def __init__(self) -> None:
         self._open: _Open | None = None
-        self._over: dict[bytes, bool] = {}  # ended, the newest last; True: taken for dead, and another one was opened
-        self._told: dict[bytes, None] = {}  # those that went on after others, and that the pool was failed for
+        self._over: dict[bytes, _Over] = {}  # the newest last
         self._mixed: str | None = None  # two have pushed these at a time, and the hub does not act on it yet
         self._settles_at = 0  # the epoch that says what came of the last one
         self._note: UpdateNote | None = None  # as the record has it
@@ -100,7 +108,7 @@ class Updates:
             return
         current = self._open
         if asked.number in self._over:
-            if self._over[asked.number] and asked.since_seconds > 0:
+            if self._over[asked.number] is not _Over.ENDED and asked.since_seconds > 0:
                 self._mix(asked)
         elif current is not None and current.number == asked.number:
             current.until, current.failed = max(current.until, until), False
@@ -108,7 +116,7 @@ class Updates:
             self._mix(asked)
         elif (current is None or now >= current.until) and (admit or asked.since_seconds > 0):
             if current is not None:
-                self._end(current.number, passed_over=True)
+                self._end(current.number, _Over.PASSED_OVER)
             self._open = _Open(asked.number, asked.holder, asked.version, now - asked.since_seconds, until)
 
     def _was_last(self, number: bytes) -> bool:
@@ -119,21 +127,17 @@ class Updates:
         """It was taken for dead and goes on, and others have pushed since: nobody knows what engines hold. Once for each of
         those others, and once if there is none any more."""
         current = self._open
-        if current is None and asked.number in self._told:
+        if current is None and self._over.get(asked.number) is _Over.FAILED_FOR:
             return
         self._mixed = asked.version if current is None else current.version
-        self._told[asked.number] = None
-        self._over[asked.number] = True
+        self._end(asked.number, _Over.FAILED_FOR)
         if current is not None:
-            self._told[current.number] = None
-            self._end(current.number, passed_over=True)
-        while len(self._told) > MAX_OVER:
-            del self._told[next(iter(self._told))]
+            self._end(current.number, _Over.FAILED_FOR)
 
     def end(self, number: bytes, epoch: int = 0) -> None:
         """Its trainer says that it is over, and how it ended with `epoch`; 0: nothing was pushed, or nobody may share anyway."""
         self._settles_at = max(self._settles_at, epoch)
-        self._end(number, passed_over=False)
+        self._end(number, _Over.ENDED)
 
     def shown(self, now: float) -> OpenUpdate | None:
         """The one that is open."""
@@ -166,9 +170,9 @@ class Updates:
         self._settles_at = max(self._settles_at, epoch)
         return version
 
-    def _end(self, number: bytes, *, passed_over: bool) -> None:
+    def _end(self, number: bytes, how: _Over) -> None:
         if self._open is not None and self._open.number == number:
             self._open = None
-        self._over[number] = self._over.pop(number, False) or passed_over
+        self._over[number] = max(self._over.pop(number, how), how)
         while len(self._over) > MAX_OVER:
             del self._over[next(iter(self._over))]
