@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from typing import Final
 from urllib.parse import urlsplit
 
+from epochkv_fence.daemon import on_daemon_thread
 from epochkv_fence.store_admin import Removed, StoreAdminError
 
 DEADLINE_SECONDS: Final = 10.0
@@ -109,18 +110,7 @@ class _Call:
         self.may_land = False
 
     def start(self) -> Future[Removed]:
-        future: Future[Removed] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(self._remove_all())
-            except BaseException as error:  # handed to the caller
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="epochkv-store-admin", daemon=True).start()
-        return future
+        return on_daemon_thread(self._remove_all, "epochkv-store-admin")
 
     def abort(self) -> None:
         """Send nothing from now on and end the thread soon.

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import secrets
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from epochkv_fence.connection import ConfigurationError, Connection, check_endpoint
+from epochkv_fence.daemon import on_daemon_thread
 from epochkv_fence.messages import BumpStatus, Error, Message, Refusal, Status, WireError, decode, encode
 from epochkv_fence.transport.dealer import MONITORED, configure
 from epochkv_fence.transport.keys import ClientKeys
@@ -269,33 +269,19 @@ def _open(context: zmq.asyncio.Context, keys: ClientKeys, ipv6: bool) -> zmq.asy
 
 
 async def _unresolved(endpoint: str) -> str:
-    """Why its host name has no address; empty: it has, or nobody says so in time. libzmq tries again in silence.
-
-    On a daemon thread: a resolver may take minutes, and the loop's own threads are waited for at exit.
-    """
+    """Why its host name has no address; empty: it has, or nobody says so in time. libzmq tries again in silence."""
     host, port = check_endpoint(endpoint, "the hub's endpoint")
-    loop = asyncio.get_running_loop()
-    found: asyncio.Future[str] = loop.create_future()
 
-    def answer(text: str) -> None:
-        if not found.done():
-            found.set_result(text)
-
-    def look() -> None:
-        text = ""
+    def look() -> str:
         try:
             socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-        except socket.gaierror as error:
-            text = f"the name {host} cannot be resolved ({error.strerror})"
         except (OSError, UnicodeError) as error:
-            text = f"the name {host} cannot be resolved ({error})"
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(answer, text)
+            return f"the name {host} cannot be resolved ({getattr(error, 'strerror', None) or error})"
+        return ""
 
-    threading.Thread(target=look, name="epochkv-resolve", daemon=True).start()
     try:
         async with asyncio.timeout(RESOLVE_SECONDS):
-            return await found
+            return await asyncio.wrap_future(on_daemon_thread(look, "epochkv-resolve"))
     except TimeoutError:
         return ""
 
