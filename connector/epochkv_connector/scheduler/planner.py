@@ -173,7 +173,8 @@ class HitPlanner:
                 found.remote = query.found
                 plan.valid_until = query.begun_at + READ_LEASE_SECONDS
         whole = hits.longest_hit(self._layout, num_local_tokens, max_tokens, found.present)
-        if self._fill(plan, whole, found) < whole and self._await_slots(req.request_id):
+        self._fill(plan, whole, found)
+        if num_local_tokens + (plan.hit.num_tokens or 0) < whole and self._await_slots(req.request_id):
             self._count["lookups_deferred"] += 1
             return ASK_AGAIN
         self._open(plan, now)
@@ -211,8 +212,8 @@ class HitPlanner:
 
     # -- promising -----------------------------------------------------------------------------------------------
 
-    def _fill(self, plan: Plan, total: int, found: _Found) -> int:
-        """Make the plan promise the longest hit up to `total` tokens that can be held, and return its end. Takes nothing yet."""
+    def _fill(self, plan: Plan, total: int, found: _Found) -> None:
+        """Make the plan promise the longest hit up to `total` tokens that can be held. Takes nothing yet."""
         local, alignment = plan.num_local_tokens, self._layout.alignment_tokens
         cap = int(self._index.num_slots * HELD_FRACTION)
         while total > local:
@@ -222,7 +223,7 @@ class HitPlanner:
             newly_held = self._index.num_idle(slot for slot, _ in plan.pinned.values()) + plan.reserved
             excess = newly_held - self._index.num_available
             if excess <= 0:
-                return total
+                return
             self._count["hits_shrunk"] += 1
             if not self._index.indexed:
                 break  # not even one slot of the ring
@@ -230,7 +231,6 @@ class HitPlanner:
             total = hits.longest_hit(self._layout, local, limit, found.present) if limit > local else local
         plan.hit = MISS
         plan.clear()
-        return local
 
     def _slots_for(self, num_missing: int) -> int:
         """How many slots fetch so many blocks: one for each where they stay, a share of a ring where they pass through."""
