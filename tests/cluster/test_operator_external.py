@@ -48,8 +48,9 @@ def test_they_join_count_and_leave(plane: ControlPlane, namespace: Namespace, tm
         assert len(connection.root_secret()) == 32
         ranks = [stack.enter_context(joined(connection, "ray-rollout", rank=rank)) for rank in range(2)]
         twins = [stack.enter_context(joined(connection, "eval")) for _ in range(2)]
-        modes = lambda: [entry["mode"] for entry in external(namespace).values()]  # noqa: E731
-        eventually(lambda: modes() == ["Use"] * 4, f"four engines; log:\n{operator.tail()}")
+        eventually(
+            lambda: [entry["mode"] for entry in external(namespace).values()] == ["Use"] * 4, f"four engines; log:\n{operator.tail()}"
+        )
         names = external(namespace)
         assert {"ray-rollout", "ray-rollout/1"} < set(names)
         assert {name.partition("#")[0] for name in names} == {"ray-rollout", "ray-rollout/1", "eval"}

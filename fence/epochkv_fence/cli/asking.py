@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from typing import Annotated, Final
 
 import typer
 
 from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.render import Output, Progress, say_error, show_engines, show_reset, show_status, show_wait
-from epochkv_fence.client import ConfigurationError, HubUnreachable, Pool, PoolError, ResetTimeout
-from epochkv_fence.client.arguments import check_arguments
+from epochkv_fence.client import ConfigurationError, HubUnreachable, OpenUpdate, Pool, ResetTimeout
 from epochkv_fence.connection import read_document
 
 RESET_HELP: Final = """Make all KV of the pool unreachable, and wait until that is proved.
@@ -80,7 +80,6 @@ CONNECT_SECONDS: Final = 30.0
 
 NOTHING_ASKED: Final = "Nothing was asked of the pool: engines may still use the old KV, keep them paused"
 MAY_BE_RECORDED: Final = ". The epoch may be recorded already, and is published then without this command: `epochkv status` shows it"
-WARN_SECONDS: Final = 2.0
 
 
 def connect(config: str | None, timeout: float, consequence: str | None = None) -> Pool:
@@ -121,13 +120,11 @@ def _interruptible(consequence: str) -> Iterator[None]:
         raise typer.Exit(Exit.INTERRUPTED) from None
 
 
-def _warn_of_update(pool: Pool, config: str | None, epoch: int | None, timeout: float) -> None:
-    """Best effort: a reset in the middle of somebody's weight update brings no weights, so nobody shares after it."""
-    with suppress(PoolError, ConfigurationError):
-        found = pool.status(min(timeout, WARN_SECONDS))
-        pushed = read_document(config, os.environ).content.get("weights_source") != "Model"
-        if found.update is not None and pushed and (epoch is None or found.published < epoch):
-            open_ = f"a weight update to {found.update.version} is open ({found.update.holder})"
+def _warn_of_update(config: str | None, update: OpenUpdate) -> None:
+    """A reset in the middle of somebody's weight update brings no weights, so nobody shares after it."""
+    with suppress(ConfigurationError):
+        if read_document(config, os.environ).content.get("weights_source") != "Model":
+            open_ = f"a weight update to {update.version} is open ({update.holder})"
             say_error(f"warning: {open_}: engines do not share until it has ended")
 
 
@@ -150,10 +147,8 @@ def reset(
     output: Out = Output.TABLE,
 ) -> None:
     """See RESET_HELP."""
-    progress = Progress(quiet=False)
+    progress = Progress(quiet=False, on_update=partial(_warn_of_update, config))
     with _interruptible(f". {NOTHING_ASKED}"), closing(connect(config, timeout, NOTHING_ASKED)) as pool:
-        check_arguments(epoch, weights_version, timeout, on_failure)
-        _warn_of_update(pool, config, epoch, timeout)
         with _interruptible(MAY_BE_RECORDED), _asking(progress, output):
             done = pool.reset(epoch, weights_version, wait, timeout, on_failure, progress, force)  # type: ignore[arg-type]
     show_reset(done, output, wait)

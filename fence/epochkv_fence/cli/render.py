@@ -6,7 +6,7 @@ import enum
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ from rich.status import Status as Spinner
 from rich.table import Table
 
 from epochkv_fence.cli.report import counted
-from epochkv_fence.client import Engine, PoolStatus, Reset, Standing
+from epochkv_fence.client import Engine, OpenUpdate, PoolStatus, Reset, Standing
 
 MAX_NAMES: Final = 10
 FIRST_LINE_SECONDS: Final = 2.0
@@ -188,16 +188,21 @@ class Progress:
 
     Args:
         asks: the epoch is asked for by this command. False: it is waited for, and somebody else asks.
+        on_update: told once of somebody's weight update in whose middle the epoch is asked for.
     """
 
-    def __init__(self, quiet: bool, asks: bool = True) -> None:
+    def __init__(self, quiet: bool, asks: bool = True, on_update: Callable[[OpenUpdate], None] | None = None) -> None:
         self._quiet = quiet
+        self._on_update = on_update
         self._asks = asks
         self._console = Console(stderr=True)
         self._spinner: Spinner | None = None
         self._say_at: float | None = None
 
     def __call__(self, standing: Standing) -> None:
+        if standing.update is not None and self._on_update is not None:
+            on_update, self._on_update = self._on_update, None
+            on_update(standing.update)
         if self._quiet:
             return
         text = self._text(standing)

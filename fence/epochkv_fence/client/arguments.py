@@ -29,7 +29,7 @@ class ArgumentTypeError(ArgumentError, TypeError):
     """An argument is of another type."""
 
 
-def check_arguments(epoch: int | None, version: str | None, timeout_s: float, on_failure: str) -> str:
+def check_arguments(epoch: int | None, version: str | None, timeout_s: float, on_failure: str, progress: object = None) -> str:
     """The version as text.
 
     Raises:
@@ -41,11 +41,11 @@ def check_arguments(epoch: int | None, version: str | None, timeout_s: float, on
         if not 0 <= epoch <= MAX_EPOCH:
             raise ArgumentError("epoch", f"is {epoch}; it must be from 0 to {MAX_EPOCH}")
     check_timeout(timeout_s)
-    if not isinstance(on_failure, str):
-        raise ArgumentTypeError("on_failure", f"is {on_failure!r}; use 'bypass' or 'crash'")
-    if on_failure not in ("bypass", "crash"):
-        raise ArgumentError("on_failure", f"is {on_failure!r}; use 'bypass' or 'crash'")
-    return check_version(version, "weights_version") if version is not None else ""
+    _check_choice("on_failure", on_failure, "bypass", "crash")
+    name = check_version(version, "weights_version") if version is not None else ""
+    if progress is not None and not callable(progress):
+        raise ArgumentTypeError("progress", f"is {progress!r}; give a function that takes a Standing, or None")
+    return name
 
 
 def check_version(version: str, parameter: str = "version") -> str:
@@ -76,17 +76,15 @@ def check_timeout(timeout_s: float) -> None:
 
 def check_order(order: str) -> None:
     """Raise unless `order` is one of the two safe ones."""
-    problem = f"is {order!r}; use 'push_under_pause' or 'fence_first'"
-    if not isinstance(order, str):
-        raise ArgumentTypeError("order", problem)
-    if order not in ("push_under_pause", "fence_first"):
-        raise ArgumentError("order", problem)
+    _check_choice("order", order, "push_under_pause", "fence_first")
 
 
-def check_progress(progress: object) -> None:
-    """Raise unless `progress` can be called, or is None."""
-    if progress is not None and not callable(progress):
-        raise ArgumentTypeError("progress", f"is {progress!r}; give a function that takes a Standing, or None")
+def _check_choice(parameter: str, value: str, one: str, other: str) -> None:
+    problem = f"is {value!r}; use {one!r} or {other!r}"
+    if not isinstance(value, str):
+        raise ArgumentTypeError(parameter, problem)
+    if value not in (one, other):
+        raise ArgumentError(parameter, problem)
 
 
 def check_jump(epoch: int, target: int) -> None:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
-from epochkv_fence.client.arguments import check_arguments, check_order, check_progress, check_timeout, check_version
+from epochkv_fence.client.arguments import check_arguments, check_order, check_timeout, check_version
 from epochkv_fence.client.background import Background, closed_meanwhile
 from epochkv_fence.client.calls import Progress
 from epochkv_fence.client.errors import PoolError
@@ -75,14 +75,12 @@ class AsyncPool:
         force: bool = False,
     ) -> Reset:
         """As `Pool.reset`."""
-        version = check_arguments(epoch, weights_version, timeout_s, on_failure)
-        check_progress(progress)
+        version = check_arguments(epoch, weights_version, timeout_s, on_failure, progress)
         return await self._do(self._calls.reset(epoch, version, wait, timeout_s, on_failure, progress=progress, force=force))
 
     async def wait(self, epoch: int, timeout_s: float = RESET_SECONDS, progress: Progress | None = None) -> Reset:
         """As `Pool.wait`."""
-        check_arguments(epoch, None, timeout_s, "crash")
-        check_progress(progress)
+        check_arguments(epoch, None, timeout_s, "crash", progress)
         return await self._do(self._calls.wait(epoch, timeout_s, progress))
 
     @asynccontextmanager
@@ -97,8 +95,7 @@ class AsyncPool:
         """As `Pool.weight_update`; a cancellation inside counts as a failed push."""
         version = check_version(version)
         check_order(order)
-        check_arguments(None, version, timeout_s, on_failure)
-        check_progress(progress)
+        check_arguments(None, version, timeout_s, on_failure, progress)
         update = await self._do(self._calls.begin_update(version, order, timeout_s, on_failure))
         try:
             yield update

@@ -32,7 +32,7 @@ from epochkv_fence.client.errors import (
 )
 from epochkv_fence.client.holding import Holding
 from epochkv_fence.client.laggards import FIRST_LOOK_SECONDS, LOOK_SECONDS, Laggards
-from epochkv_fence.client.results import OnFailure, PoolStatus, Reset
+from epochkv_fence.client.results import OnFailure, OpenUpdate, PoolStatus, Reset
 from epochkv_fence.client.session import Answer, Conversation, Session
 from epochkv_fence.messages import MAX_EPOCH, Bump, BumpStatus, EngineStatus, Moment, Status
 
@@ -57,6 +57,7 @@ class Standing:
     Attributes:
         laggards: number of engines that have not acknowledged; `names` are theirs once it takes longer.
         pending: engines with the weights that do not share yet.
+        update: the weight update of somebody else in whose middle this reset was asked for; engines share when it has ended.
     """
 
     epoch: int
@@ -66,6 +67,7 @@ class Standing:
     laggards: int
     pending: int
     names: tuple[str, ...] = ()
+    update: OpenUpdate | None = None
 
 
 class _Teller:
@@ -102,6 +104,7 @@ class Ask:
         moment, ago_seconds: a moment of a hub, and how long after the call it was received.
         names: of live engines below the epoch, as they were listed last; `late` remembers also those that fell silent.
         ends: the update that this is the end of.
+        amid: the one of somebody else that was open when this was asked for.
     """
 
     epoch: int
@@ -118,6 +121,7 @@ class Ask:
     names: tuple[str, ...] = ()
     late: Laggards = field(default_factory=Laggards)
     ends: Holding | None = None
+    amid: OpenUpdate | None = None
 
     def note_moment(self, moment: Moment | None) -> None:
         """The first moment of each hub process is the closest to the call."""
@@ -149,8 +153,8 @@ class Ask:
     def standing(self) -> Standing:
         newest = self.newest
         if newest is None:
-            return Standing(self.epoch, False, False, 0, 0, 0)
-        return Standing(self.epoch, self.recorded, self.published, newest.engines, newest.laggards, newest.pending, self.names)
+            return Standing(self.epoch, False, False, 0, 0, 0, update=self.amid)
+        return Standing(self.epoch, self.recorded, self.published, newest.engines, newest.laggards, newest.pending, self.names, self.amid)
 
 
 class Calls:
@@ -258,6 +262,8 @@ class Calls:
         number = epoch if epoch is not None else _above(page.target)
         ask = Ask(number, version, boots, exact, called_at, until, noop=exact and page.published >= number, ends=ends)
         ask.note_moment(page.moment)
+        if ends is None and not ask.noop:
+            ask.amid = OpenUpdate.of(page)
         await self._pursue(ask, (lambda: ask.settled) if wait else (lambda: ask.recorded), progress)
         if not ask.recorded:
             raise await self._not_recorded(ask.epoch, timeout_s)

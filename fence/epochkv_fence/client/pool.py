@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self
 
-from epochkv_fence.client.arguments import check_arguments, check_order, check_progress, check_timeout, check_version
+from epochkv_fence.client.arguments import check_arguments, check_order, check_timeout, check_version
 from epochkv_fence.client.background import Background
 from epochkv_fence.client.calls import Progress
 from epochkv_fence.client.errors import HubUnreachable, PoolError, ResetTimeout, UpdateInProgress
@@ -131,8 +131,7 @@ class Pool:
             ResetTimeout: with `on_failure="crash"`.
             ArgumentError (a ValueError, or also a TypeError): an argument cannot be meant.
         """
-        version = check_arguments(epoch, weights_version, timeout_s, on_failure)
-        check_progress(progress)
+        version = check_arguments(epoch, weights_version, timeout_s, on_failure, progress)
         work = self._calls.reset(epoch, version, wait, timeout_s, on_failure, progress=progress, force=force)
         return self._background.run(work, timeout_s + EXTRA_SECONDS)
 
@@ -143,8 +142,7 @@ class Pool:
             ResetTimeout: it was not in time.
             HubUnreachable: no hub answered in time.
         """
-        check_arguments(epoch, None, timeout_s, "crash")
-        check_progress(progress)
+        check_arguments(epoch, None, timeout_s, "crash", progress)
         return self._background.run(self._calls.wait(epoch, timeout_s, progress), timeout_s + EXTRA_SECONDS)
 
     @contextmanager
@@ -181,8 +179,7 @@ class Pool:
         """
         version = check_version(version)
         check_order(order)
-        check_arguments(None, version, timeout_s, on_failure)
-        check_progress(progress)
+        check_arguments(None, version, timeout_s, on_failure, progress)
         begin = self._calls.begin_update(version, order, timeout_s, on_failure)
         update = self._background.run(begin, timeout_s + EXTRA_SECONDS)
         try:

@@ -83,6 +83,12 @@ class OpenUpdate:
     since_seconds: float
     left_seconds: float
 
+    @classmethod
+    def of(cls, page: Status) -> OpenUpdate | None:
+        """From the wire."""
+        found = page.update
+        return None if found is None else cls(found.holder, found.version, found.since_seconds, found.left_seconds)
+
 
 @dataclass(frozen=True, slots=True)
 class PoolStatus:
@@ -124,8 +130,7 @@ class PoolStatus:
         found = [Engine.of(engine, page.target) for engine in engines]
         found.sort(key=lambda engine: (engine.name, engine.rank, engine.boot))
         origin = page.origin.value if page.target else ""
-        open_ = page.update
-        update = None if open_ is None else OpenUpdate(open_.holder, open_.version, open_.since_seconds, open_.left_seconds)
+        update = OpenUpdate.of(page)
         return cls(name, uid, page.target, page.published, page.weights_version, origin, page.lease_seconds, tuple(found), update)
 
 

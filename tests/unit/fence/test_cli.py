@@ -262,6 +262,13 @@ def pushed(tmp_path: Path) -> Iterator[HubProcess]:
         yield made
 
 
+@pytest.fixture
+def pushed_agents(pushed: HubProcess) -> Iterator[Agents]:
+    made = Agents(pushed.folder)
+    yield made
+    made.stop()
+
+
 def test_what_the_command_of_an_update_prints_is_no_part_of_the_json(pushed: HubProcess) -> None:
     script = "import os; print('pushed through', os.environ['EPOCHKV_CONFIG'])"
     relative = os.path.relpath(pushed.folder)
@@ -271,87 +278,71 @@ def test_what_the_command_of_an_update_prints_is_no_part_of_the_json(pushed: Hub
     assert f"pushed through {os.path.abspath(relative)}" in done.stderr
 
 
-def test_update_runs_the_command_and_names_those_that_were_there(pushed: HubProcess, tmp_path: Path) -> None:
-    agents = Agents(pushed.folder)
-    try:
-        agent, _ = agents.start()
-        eventually(lambda: using(agent, 0))
-        script = "import os, sys; open(sys.argv[1], 'w').write(repr([os.environ.get(k) for k in sys.argv[2:]]))"
-        seen = tmp_path / "seen"
-        names = ("EPOCHKV_WEIGHTS_VERSION", "EPOCHKV_EPOCH", "EPOCHKV_CONFIG")
-        command = ("--", sys.executable, "-c", script, str(seen), *names)
-        done = epochkv("update", "--version", "step-1", "--config", str(pushed.folder), *command, EPOCHKV_EPOCH="99")
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith("epoch 1 published in ")
-        assert seen.read_text() == repr(["step-1", None, str(pushed.folder)])
-        assert using(agent, 1)
-        done = epochkv("update", "--version", "step-2", "--order", "fence_first", "-o", "json", *command, config=pushed.folder)
-        assert (done.returncode, json.loads(done.stdout)["epoch"]) == (0, 2)
-        assert seen.read_text() == repr(["step-2", "2", str(pushed.folder)])
-        assert using(agent, 2)
-    finally:
-        agents.stop()
+def test_update_runs_the_command_and_names_those_that_were_there(pushed: HubProcess, pushed_agents: Agents, tmp_path: Path) -> None:
+    agent, _ = pushed_agents.start()
+    eventually(lambda: using(agent, 0))
+    script = "import os, sys; open(sys.argv[1], 'w').write(repr([os.environ.get(k) for k in sys.argv[2:]]))"
+    seen = tmp_path / "seen"
+    names = ("EPOCHKV_WEIGHTS_VERSION", "EPOCHKV_EPOCH", "EPOCHKV_CONFIG")
+    command = ("--", sys.executable, "-c", script, str(seen), *names)
+    done = epochkv("update", "--version", "step-1", "--config", str(pushed.folder), *command, EPOCHKV_EPOCH="99")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("epoch 1 published in ")
+    assert seen.read_text() == repr(["step-1", None, str(pushed.folder)])
+    assert using(agent, 1)
+    done = epochkv("update", "--version", "step-2", "--order", "fence_first", "-o", "json", *command, config=pushed.folder)
+    assert (done.returncode, json.loads(done.stdout)["epoch"]) == (0, 2)
+    assert seen.read_text() == repr(["step-2", "2", str(pushed.folder)])
+    assert using(agent, 2)
 
 
-def test_a_command_that_fails_passes_its_status_and_nobody_shares(pushed: HubProcess) -> None:
-    agents = Agents(pushed.folder)
-    try:
-        agent, _ = agents.start()
-        eventually(lambda: using(agent, 0))
-        done = epochkv("update", "--version", "step-1", "--", "sh", "-c", "echo pushing; exit 7", config=pushed.folder)
-        assert done.returncode == 7
-        assert done.stdout == "pushing\n"
-        assert "the command ended with status 7" in done.stderr
-        assert "epoch 1: engines serve without reuse until the next weight update" in done.stderr
-        eventually(lambda: bypassing(agent, 1))
-        done = epochkv("update", "--version", "step-1", "--", "sh", "-c", "kill -KILL $$", config=pushed.folder)
-        assert done.returncode == 128 + 9
-        assert target(pushed) == 2
-    finally:
-        agents.stop()
+def test_a_command_that_fails_passes_its_status_and_nobody_shares(pushed: HubProcess, pushed_agents: Agents) -> None:
+    agent, _ = pushed_agents.start()
+    eventually(lambda: using(agent, 0))
+    done = epochkv("update", "--version", "step-1", "--", "sh", "-c", "echo pushing; exit 7", config=pushed.folder)
+    assert done.returncode == 7
+    assert done.stdout == "pushing\n"
+    assert "the command ended with status 7" in done.stderr
+    assert "epoch 1: engines serve without reuse until the next weight update" in done.stderr
+    eventually(lambda: bypassing(agent, 1))
+    done = epochkv("update", "--version", "step-1", "--", "sh", "-c", "kill -KILL $$", config=pushed.folder)
+    assert done.returncode == 128 + 9
+    assert target(pushed) == 2
 
 
-def test_a_fence_that_is_late_on_entry_starts_no_command(pushed: HubProcess, tmp_path: Path) -> None:
-    agents = Agents(pushed.folder)
-    try:
-        agent, engine = agents.start("stuck")
-        eventually(lambda: using(agent, 0))
-        engine.is_busy = True
-        command = ("--timeout", "1", "--order", "fence_first", "--", "touch", str(tmp_path / "pushed"))
-        done = epochkv("update", "--version", "step-1", *command, config=pushed.folder)
-        assert done.returncode == 3
-        first, second = done.stderr.splitlines()
-        assert first.startswith("epochkv: epoch 1 is recorded and not published after ")
-        assert second == "epochkv: COMMAND was not started, so nothing was pushed"
-        with interruptible():
-            arguments = ("update", "--version", "step-2", "--config", str(pushed.folder), "--timeout", "60", *command[2:])
-            child = subprocess.Popen([*CLI, *arguments], stderr=subprocess.PIPE, text=True)
-        eventually(lambda: target(pushed) == 2, what="asked for")
-        child.send_signal(signal.SIGINT)
-        assert child.communicate(timeout=30)[1] == "epochkv: interrupted; COMMAND was not started, so nothing was pushed\n"
-        assert child.returncode == 130
-        assert not (tmp_path / "pushed").exists()
-    finally:
-        agents.stop()
+def test_a_fence_that_is_late_on_entry_starts_no_command(pushed: HubProcess, pushed_agents: Agents, tmp_path: Path) -> None:
+    agent, engine = pushed_agents.start("stuck")
+    eventually(lambda: using(agent, 0))
+    engine.is_busy = True
+    command = ("--timeout", "1", "--order", "fence_first", "--", "touch", str(tmp_path / "pushed"))
+    done = epochkv("update", "--version", "step-1", *command, config=pushed.folder)
+    assert done.returncode == 3
+    first, second = done.stderr.splitlines()
+    assert first.startswith("epochkv: epoch 1 is recorded and not published after ")
+    assert second == "epochkv: COMMAND was not started, so nothing was pushed"
+    with interruptible():
+        arguments = ("update", "--version", "step-2", "--config", str(pushed.folder), "--timeout", "60", *command[2:])
+        child = subprocess.Popen([*CLI, *arguments], stderr=subprocess.PIPE, text=True)
+    eventually(lambda: target(pushed) == 2, what="asked for")
+    child.send_signal(signal.SIGINT)
+    assert child.communicate(timeout=30)[1] == "epochkv: interrupted; COMMAND was not started, so nothing was pushed\n"
+    assert child.returncode == 130
+    assert not (tmp_path / "pushed").exists()
 
 
-def test_a_reset_in_the_middle_of_an_update_warns(pushed: HubProcess) -> None:
-    agents = Agents(pushed.folder)
-    try:
-        agent, _ = agents.start()
-        eventually(lambda: using(agent, 0))
-        with Pool.connect(pushed.folder) as pool, pool.weight_update("step-1"):
-            done = epochkv("reset", "--weights-version", "mine", "-o", "json", config=pushed.folder)
-            (line,) = done.stderr.splitlines()
-            assert line.startswith("epochkv: warning: a weight update to step-1 is open (process ")
-            assert line.endswith("): engines do not share until it has ended")
-            assert (done.returncode, json.loads(done.stdout)["epoch"]) == (0, 1)
-            assert bypassing(agent, 1)
-            assert epochkv("reset", "--epoch", "1", config=pushed.folder).stderr == ""  # it changes nothing
-        eventually(lambda: using(agent, 2))
-        assert epochkv("reset", config=pushed.folder).stderr == ""
-    finally:
-        agents.stop()
+def test_a_reset_in_the_middle_of_an_update_warns(pushed: HubProcess, pushed_agents: Agents) -> None:
+    agent, _ = pushed_agents.start()
+    eventually(lambda: using(agent, 0))
+    with Pool.connect(pushed.folder) as pool, pool.weight_update("step-1"):
+        done = epochkv("reset", "--weights-version", "mine", "-o", "json", config=pushed.folder)
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("epochkv: warning: a weight update to step-1 is open (process ")
+        assert line.endswith("): engines do not share until it has ended")
+        assert (done.returncode, json.loads(done.stdout)["epoch"]) == (0, 1)
+        assert bypassing(agent, 1)
+        assert epochkv("reset", "--epoch", "1", config=pushed.folder).stderr == ""  # it changes nothing
+    eventually(lambda: using(agent, 2))
+    assert epochkv("reset", config=pushed.folder).stderr == ""
 
 
 def test_a_command_that_is_none_changes_nothing(pushed: HubProcess, tmp_path: Path) -> None:
