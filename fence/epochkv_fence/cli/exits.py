@@ -16,4 +16,6 @@ class Exit(enum.IntEnum):
     STATE = 5
     LOST = 6
     BUSY = 75  # EX_TEMPFAIL of sysexits.h: nothing was done, try again later
+    NOT_EXECUTABLE = 126  # as a shell says it, and the next one
+    NO_COMMAND = 127
     INTERRUPTED = 130

@@ -64,9 +64,7 @@ def update(
     output: Out = Output.TABLE,
 ) -> None:
     """See HELP."""
-    if shutil.which(command[0]) is None:
-        say_error(f"{command[0]} is not a command; nothing was asked of the pool")
-        raise typer.Exit(127)
+    _check_command(command[0])
     progress = Progress(quiet=False)
     made: Update | None = None
     try:
@@ -96,6 +94,18 @@ def update(
     show_reset(made.reset, output)
     if not made.reset.published:
         raise typer.Exit(Exit.NOT_PUBLISHED)
+
+
+def _check_command(name: str) -> None:
+    """End with what a shell would say, before anything is asked of the pool."""
+    if shutil.which(name) is not None:
+        return
+    if shutil.which(name, os.F_OK) is None and not (os.path.dirname(name) and os.path.exists(name)):
+        say_error(f"{name} is not a command; nothing was asked of the pool")
+        raise typer.Exit(Exit.NO_COMMAND)
+    why = "is a directory" if os.path.isdir(name) else "may not be executed by this user"
+    say_error(f"{name} {why}; nothing was asked of the pool")
+    raise typer.Exit(Exit.NOT_EXECUTABLE)
 
 
 def environment(environ: Mapping[str, str], config: str | None, made: Update) -> dict[str, str]:
@@ -136,7 +146,7 @@ def run(command: Sequence[str], environ: Mapping[str, str], *, to_stderr: bool =
                 child = subprocess.Popen(list(command), env=dict(environ), process_group=0, stdout=2 if to_stderr else None)
             except OSError as error:
                 say_error(f"{command[0]} cannot be started: {error.strerror or error}")
-                return 126
+                return Exit.NOT_EXECUTABLE
             for number in early:
                 forward(number, None)
             return _wait(child, terminal)

@@ -1,0 +1,50 @@
+"""What `epochkv` says to the mistakes of newcomers: one sentence that names what was given, and a status that tells which."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from epochkv_fence.cli.__main__ import main
+from tests.helpers_hub import HubWorld, hub_world
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[HubWorld]:
+    with hub_world(tmp_path / "state", join_after_seconds=0.0) as made:
+        yield made
+
+
+def inside(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Run the command in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["epochkv", *arguments])
+        patch.delenv("EPOCHKV_CONFIG", raising=False)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    captured = capsys.readouterr()
+    return int(ended.value.code or 0), captured.out, captured.err
+
+
+# ------------------------------------------------------------------------------------------------------------------ update
+
+
+def test_a_command_that_may_not_be_executed_is_status_126_as_in_a_shell(
+    world: HubWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "push.sh").write_text("#!/bin/sh\n")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for name, status, why in (
+        (str(tmp_path / "push.sh"), 126, "may not be executed by this user"),
+        ("push.sh", 126, "may not be executed by this user"),
+        (str(tmp_path), 126, "is a directory"),
+        (str(tmp_path / "absent.sh"), 127, "is not a command"),
+        ("absent.sh", 127, "is not a command"),
+        ("state", 127, "is not a command"),  # a directory on PATH
+    ):
+        done = inside(capsys, "update", "--config", str(world.folder), "--version", "v", "--", name)
+        assert done == (status, "", f"epochkv: {name} {why}; nothing was asked of the pool\n")
+    assert world.snapshot().target == 0
