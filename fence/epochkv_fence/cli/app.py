@@ -18,11 +18,11 @@ from epochkv_fence.file_authority import StateError
 
 HELP: Final = """KV-cache pools that can be invalidated as a whole, provably.
 
-Exit status: 0 done; 1 failed; 2 wrong usage or configuration; 3 recorded, but not published in time (engines that did not
-acknowledge are fenced by their leases); 4 no hub answered, nothing is known to be recorded: keep engines paused; 5 the hub's
-state cannot be used; 6 the hub lost its state; 75 another trainer has a weight update open, nothing was asked or pushed: try again
-later; 130 interrupted. Of `update` also: that of COMMAND when it failed (128 + n for signal n), 126 COMMAND may not be executed
-or cannot be started, 127 there is no such command.
+Exit status: 0 done; 1 failed; 2 wrong usage or configuration, also a key of another pool; 3 recorded, but not published in time
+(engines that did not acknowledge are fenced by their leases); 4 no hub answered, nothing is known to be recorded: keep engines
+paused; 5 the hub's state cannot be used; 6 the hub lost its state; 75 another trainer has a weight update open, nothing was asked
+or pushed: try again later; 130 interrupted. Of `update` also: that of COMMAND when it failed (128 + n for signal n), 126 COMMAND
+may not be executed or cannot be started, 127 there is no such command.
 """
 OPTIONS: Final = {
     "epoch": "--epoch",

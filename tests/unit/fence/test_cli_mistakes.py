@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,4 +49,31 @@ def test_a_command_that_may_not_be_executed_is_status_126_as_in_a_shell(
     ):
         done = inside(capsys, "update", "--config", str(world.folder), "--version", "v", "--", name)
         assert done == (status, "", f"epochkv: {name} {why}; nothing was asked of the pool\n")
+    assert world.snapshot().target == 0
+
+
+# ----------------------------------------------------------------------------------------------------------- configuration
+
+
+def test_a_key_of_another_pool_is_a_mistake_of_the_configuration(
+    world: HubWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(world.folder, tmp_path / "other")
+    path = folder / "connection.json"
+    content = json.loads(path.read_text())
+    right = content["pool"]["uid"]
+    content["pool"]["uid"] = "another-uid"
+    path.write_text(json.dumps(content))
+    for arguments in (
+        ("status",),
+        ("engines",),
+        ("reset",),
+        ("wait", "1"),
+        ("update", "--version", "v", "--", "touch", str(tmp_path / "x")),
+    ):
+        status, out, errors = inside(capsys, arguments[0], "--config", str(folder), *arguments[1:])
+        assert (status, out) == (2, "")
+        assert errors.startswith(f"epochkv: the key speaks for the pool with uid {right}, and {path} names policy with uid another-uid")
+        assert errors.count("\n") == 1
+    assert not (tmp_path / "x").exists()
     assert world.snapshot().target == 0
