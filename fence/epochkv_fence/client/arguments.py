@@ -36,16 +36,33 @@ def check_arguments(epoch: int | None, version: str | None, timeout_s: float, on
         ArgumentError: an argument cannot be meant.
     """
     if epoch is not None:
-        if isinstance(epoch, bool) or not isinstance(epoch, int):
-            raise ArgumentTypeError("epoch", f"is {epoch!r}; give an integer, or None for the next one")
-        if not 0 <= epoch <= MAX_EPOCH:
-            raise ArgumentError("epoch", f"is {epoch}; it must be from 0 to {MAX_EPOCH}")
+        _check_epoch(epoch, ", or None for the next one")
     check_timeout(timeout_s)
     _check_choice("on_failure", on_failure, "bypass", "crash")
     name = check_version(version, "weights_version") if version is not None else ""
     if progress is not None and not callable(progress):
         raise ArgumentTypeError("progress", f"is {progress!r}; give a function that takes a Standing, or None")
     return name
+
+
+def check_wait(epoch: int, timeout_s: float, progress: object) -> None:
+    """Raise unless this epoch can be waited for: None is one only where the next one is asked for."""
+    _check_epoch(epoch)
+    check_arguments(epoch, None, timeout_s, "crash", progress)
+
+
+def check_flags(**flags: object) -> None:
+    """Raise for what is neither True nor False: most other values would count as True, also the text "no"."""
+    for parameter, value in flags.items():
+        if not isinstance(value, bool):
+            raise ArgumentTypeError(parameter, f"is {value!r}; give True or False")
+
+
+def _check_epoch(epoch: int, otherwise: str = "") -> None:
+    if isinstance(epoch, bool) or not isinstance(epoch, int):
+        raise ArgumentTypeError("epoch", f"is {epoch!r}; give an integer from 0 to {MAX_EPOCH}{otherwise}")
+    if not 0 <= epoch <= MAX_EPOCH:
+        raise ArgumentError("epoch", f"is {epoch}; it must be from 0 to {MAX_EPOCH}")
 
 
 def check_version(version: str, parameter: str = "version") -> str:

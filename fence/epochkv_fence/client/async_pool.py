@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
-from epochkv_fence.client.arguments import check_arguments, check_order, check_timeout, check_version
+from epochkv_fence.client.arguments import check_arguments, check_flags, check_order, check_timeout, check_version, check_wait
 from epochkv_fence.client.background import Background, closed_meanwhile
 from epochkv_fence.client.calls import Progress
 from epochkv_fence.client.errors import PoolError
@@ -75,12 +75,13 @@ class AsyncPool:
         force: bool = False,
     ) -> Reset:
         """As `Pool.reset`."""
+        check_flags(wait=wait, force=force)
         version = check_arguments(epoch, weights_version, timeout_s, on_failure, progress)
         return await self._do(self._calls.reset(epoch, version, wait, timeout_s, on_failure, progress=progress, force=force))
 
     async def wait(self, epoch: int, timeout_s: float = RESET_SECONDS, progress: Progress | None = None) -> Reset:
         """As `Pool.wait`."""
-        check_arguments(epoch, None, timeout_s, "crash", progress)
+        check_wait(epoch, timeout_s, progress)
         return await self._do(self._calls.wait(epoch, timeout_s, progress))
 
     @asynccontextmanager

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self
 
-from epochkv_fence.client.arguments import check_arguments, check_order, check_timeout, check_version
+from epochkv_fence.client.arguments import check_arguments, check_flags, check_order, check_timeout, check_version, check_wait
 from epochkv_fence.client.background import Background
 from epochkv_fence.client.calls import Progress
 from epochkv_fence.client.errors import HubUnreachable, PoolError, ResetTimeout, UpdateInProgress
@@ -131,6 +131,7 @@ class Pool:
             ResetTimeout: with `on_failure="crash"`.
             ArgumentError (a ValueError, or also a TypeError): an argument cannot be meant.
         """
+        check_flags(wait=wait, force=force)
         version = check_arguments(epoch, weights_version, timeout_s, on_failure, progress)
         work = self._calls.reset(epoch, version, wait, timeout_s, on_failure, progress=progress, force=force)
         return self._background.run(work, timeout_s + EXTRA_SECONDS)
@@ -141,8 +142,9 @@ class Pool:
         Raises:
             ResetTimeout: it was not in time.
             HubUnreachable: no hub answered in time.
+            ArgumentError (a ValueError, or also a TypeError): an argument cannot be meant.
         """
-        check_arguments(epoch, None, timeout_s, "crash", progress)
+        check_wait(epoch, timeout_s, progress)
         return self._background.run(self._calls.wait(epoch, timeout_s, progress), timeout_s + EXTRA_SECONDS)
 
     @contextmanager
