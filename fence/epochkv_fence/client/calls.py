@@ -389,7 +389,7 @@ class Calls:
             await self._wait(conversation, page, epoch, called_at, until, late, _Teller(progress))
         page, engines = await self._engines(max(until, time.monotonic() + MAX_RETRY_SECONDS))
         published = page.published >= epoch
-        if not noop:
+        if not noop and page.target >= epoch:  # as long as nobody asks, nobody is waited for
             late.look(page, engines, epoch)
         status = PoolStatus.of("", "", page, engines)
         reset = Reset(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from epochkv_fence.cli.render import Output, show_reset, show_wait
-from epochkv_fence.client import Reset
+from epochkv_fence.client import Reset, ResetTimeout
 from epochkv_fence.client.laggards import Laggards
 from epochkv_fence.messages import EngineStatus, Mode, Moment, Status
 from tests.helpers_fence import eventually
@@ -50,6 +51,16 @@ def test_waiting_names_it_too(tmp_path: Path) -> None:
         assert (done.published, done.laggards, done.noop) == (True, ("cut-off",), False)
         again = pool.wait(1, timeout_s=30)
         assert (again.published, again.laggards, again.noop) == (True, (), True)
+
+
+def test_of_an_epoch_that_nobody_asked_for_nobody_is_late(tmp_path: Path) -> None:
+    with hub_world(tmp_path / "state", join_after_seconds=0.0) as world:
+        world.serving(2)
+        with pytest.raises(ResetTimeout, match="nobody has asked for it") as caught:
+            world.connect().wait(7, timeout_s=1.0)
+        assert (caught.value.reset.engines, caught.value.reset.published, caught.value.reset.laggards) == (2, False, ())
+        done = epochkv("wait", "7", "--timeout", "0.5", "-o", "json", config=world.folder)
+        assert (done.returncode, json.loads(done.stdout)["laggards"]) == (3, [])
 
 
 def test_the_command_says_that_its_lease_fenced_it(tmp_path: Path) -> None:
