@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Final
 
 from epochkv_fence.messages import CONTROL, MAX_EPOCH
@@ -40,8 +41,8 @@ def check_arguments(epoch: int | None, version: str | None, timeout_s: float, on
     check_timeout(timeout_s)
     _check_choice("on_failure", on_failure, "bypass", "crash")
     name = check_version(version, "weights_version") if version is not None else ""
-    if progress is not None and not callable(progress):
-        raise ArgumentTypeError("progress", f"is {progress!r}; give a function that takes a Standing, or None")
+    if progress is not None:
+        _check_progress(progress)
     return name
 
 
@@ -56,6 +57,13 @@ def check_flags(**flags: object) -> None:
     for parameter, value in flags.items():
         if not isinstance(value, bool):
             raise ArgumentTypeError(parameter, f"is {value!r}; give True or False")
+
+
+def _check_progress(progress: object) -> None:
+    if not callable(progress):
+        raise ArgumentTypeError("progress", f"is {progress!r}; give a function that takes a Standing, or None")
+    if inspect.iscoroutinefunction(progress) or inspect.iscoroutinefunction(type(progress).__call__):
+        raise ArgumentTypeError("progress", f"is {progress!r}, and nobody would await it; give a plain function that takes a Standing")
 
 
 def _check_epoch(epoch: int, otherwise: str = "") -> None:

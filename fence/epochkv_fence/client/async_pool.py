@@ -23,7 +23,8 @@ T = TypeVar("T")
 class AsyncPool:
     """One pool, from asyncio. Any number of tasks, and loops, may call at once. See `Pool` for what each call means.
 
-    A call that is cancelled is given up; what it had asked for may still happen.
+    A call that is cancelled is given up; what it had asked for may still happen. `progress` is a plain function here, too, and
+    called on another thread: `loop.call_soon_threadsafe` brings what it is told to a loop. A coroutine function is refused.
     """
 
     def __init__(self, connection: Connection, background: Background, calls: UpdateCalls) -> None:

@@ -123,7 +123,7 @@ class Pool:
             on_failure: when it is recorded and not published in time: `bypass` returns with `published=False` and the
                 laggards' names (their leases fence them), `crash` raises `ResetTimeout`.
             progress: called on another thread with a `Standing` at every change, and about once a second while it takes.
-                What it raises is logged once and changes nothing.
+                What it raises is logged once and changes nothing. A plain function: a coroutine function is refused.
             force: also an `epoch` more than a million above the target, which no reset brings down again.
 
         Raises:

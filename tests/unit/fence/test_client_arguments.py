@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from epochkv_fence.client import ArgumentError, AsyncPool, Pool
+from epochkv_fence.client import ArgumentError, AsyncPool, Pool, Standing
 from tests.helpers_hub import HubWorld, hub_world
 
 EPOCHS = "give an integer from 0 to 9007199254740991"
@@ -69,3 +70,28 @@ def test_a_flag_is_true_or_false(world: HubWorld, parameter: str, value: object)
     for error in refusals(world, "reset", **{parameter: value}):
         assert isinstance(error, TypeError)
         assert (error.parameter, str(error)) == (parameter, f"{parameter} is {value!r}; give True or False")
+
+
+async def tell(standing: Standing) -> None:
+    raise AssertionError(standing)
+
+
+class Teller:
+    async def __call__(self, standing: Standing) -> None:
+        raise AssertionError(standing)
+
+    async def tell(self, standing: Standing) -> None:
+        raise AssertionError(standing)
+
+
+@pytest.mark.parametrize(
+    "progress", [tell, functools.partial(tell), Teller(), Teller().tell], ids=["function", "partial", "call", "method"]
+)
+@pytest.mark.parametrize(("call", "first"), [("reset", ()), ("wait", (1,)), ("weight_update", ("step-1",))])
+def test_a_progress_that_nobody_would_await(world: HubWorld, call: str, first: tuple[object, ...], progress: object) -> None:
+    for error in refusals(world, call, *first, progress=progress):
+        assert isinstance(error, TypeError)
+        assert (error.parameter, error.problem) == (
+            "progress",
+            f"is {progress!r}, and nobody would await it; give a plain function that takes a Standing",
+        )
