@@ -135,7 +135,9 @@ class _Call:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             well = False
         if not well:
-            raise StoreAdminError(f"{self._url}{path}: unexpected answer {answer[:200]!r}; is this the admin port of a Mooncake master?")
+            raise StoreAdminError(
+                f"{self._url}{path}: unexpected answer {answer[:200]!r}; give the address of a Mooncake master's admin port"
+            )
         self.may_land = False
         after = self._allocated()
         return Removed(keys, max(0, before - after) if before is not None and after is not None else None)

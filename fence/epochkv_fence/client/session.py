@@ -238,9 +238,9 @@ class Session:
                 self._problem = "the connection is lost"
             else:
                 if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                    self._problem = "it refuses our key: is it the key of a pool that this hub serves, and still accepted?"
+                    self._problem = "it refuses our key, which is of no pool that this hub serves, or was retired"
                 else:
-                    self._problem = "no CURVE handshake: is hub.pub the key of that hub?"
+                    self._problem = "no CURVE handshake: hub.pub is not the key of that hub, or what listens there is no hub"
                 if self._refused_since is None:
                     self._refused_since = time.monotonic()
                 return

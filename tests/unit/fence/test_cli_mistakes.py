@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from epochkv_fence.cli.__main__ import main
+from epochkv_fence.transport import generate_keypair
 from tests.helpers_hub import HubWorld, hub_world
 
 
@@ -77,3 +78,22 @@ def test_a_key_of_another_pool_is_a_mistake_of_the_configuration(
         assert errors.count("\n") == 1
     assert not (tmp_path / "x").exists()
     assert world.snapshot().target == 0
+
+
+@pytest.mark.parametrize("whose", ["client", "hub"])
+def test_a_key_that_does_not_fit_is_told_in_whole_sentences(
+    world: HubWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str], whose: str
+) -> None:
+    folder, pair = shutil.copytree(world.folder, tmp_path / "other"), generate_keypair()
+    (folder / f"{whose}.pub").write_text(pair.public)
+    if whose == "client":
+        (folder / "client.key").write_text(pair.secret)
+    status, _, errors = inside(capsys, "reset", "--config", str(folder))
+    assert status == 4
+    said = {
+        "client": "it refuses our key, which is of no pool that this hub serves, or was retired",
+        "hub": "no CURVE handshake: hub.pub is not the key of that hub, or what listens there is no hub",
+    }
+    why = "Nothing was asked of the pool: engines may still use the old KV, keep them paused"
+    assert errors.startswith("epochkv: no answer from the hub at tcp://127.0.0.1:")
+    assert errors.endswith(f": {said[whose]}. {why}\n")
