@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 CONFIG_ENV: Final = "EPOCHKV_CONFIG"
 CONFIG_FILE: Final = "connection.json"
+GIVEN: Final = "the connection configuration"
+"""What errors call a source that has no other name."""
 HUB_PUBLIC_ENV: Final = "EPOCHKV_HUB_PUBLIC_KEY"
 CLIENT_PUBLIC_ENV: Final = "EPOCHKV_CLIENT_PUBLIC_KEY"
 CLIENT_SECRET_ENV: Final = "EPOCHKV_CLIENT_SECRET_KEY"
@@ -117,18 +119,24 @@ class Connection:
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ, repr=False, compare=False)
 
     @classmethod
-    def load(cls, source: str | os.PathLike[str] | Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Connection:
+    def load(
+        cls,
+        source: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        environ: Mapping[str, str] | None = None,
+        what: str = GIVEN,
+    ) -> Connection:
         """Read and check.
 
         Args:
             source: path of a `connection.json` or of the directory that holds one, JSON text, or its content;
                 None: what the environment variable `EPOCHKV_CONFIG` names (or holds).
+            what: what its giver calls `source`, for errors.
 
         Raises:
             ConfigurationError: nothing was given, or it cannot be used. A key that nobody knows is a warning in the log.
         """
         variables = os.environ if environ is None else environ
-        document = read_document(source, variables)
+        document = read_document(source, variables, what)
         needed = convert(document.content, _Needed, document.origin)
         check_pool(needed.pool, document.origin)
         check_endpoint(needed.hub.endpoint, f"{document.origin}: hub.endpoint")
@@ -155,14 +163,14 @@ class Connection:
 # ------------------------------------------------------------------------------------------------------------ the document
 
 
-def read_document(source: str | os.PathLike[str] | Mapping[str, Any] | None, environ: Mapping[str, str]) -> Document:
+def read_document(source: str | os.PathLike[str] | Mapping[str, Any] | None, environ: Mapping[str, str], what: str = GIVEN) -> Document:
     """Find and parse a configuration; a relative `hub.credentials_dir` of a file is made absolute.
 
     Raises:
         ConfigurationError: nothing was given, or it is no JSON object.
     """
     if isinstance(source, Mapping):
-        return Document(dict(source), "the connection configuration")
+        return Document(dict(source), what)
     if source is None:
         value = environ.get(CONFIG_ENV, "")
         if not value.strip():
@@ -171,20 +179,24 @@ def read_document(source: str | os.PathLike[str] | Mapping[str, Any] | None, env
             )
         return _from_text(value, CONFIG_ENV)
     if not isinstance(source, (str, os.PathLike)):
-        raise ConfigurationError(f"the connection configuration is a {type(source).__name__}; give a path, JSON text or a mapping")
+        raise ConfigurationError(f"{what} is a {type(source).__name__}; give a path, JSON text or a mapping")
     text = os.fspath(source)
     if not isinstance(text, str):
-        raise ConfigurationError("the connection configuration is given as bytes; give a path as text")
-    return _from_text(text, "the connection configuration")
+        raise ConfigurationError(f"{what} is given as bytes; give a path as text")
+    return _from_text(text, what)
 
 
 def _from_text(text: str, what: str) -> Document:
     if text.lstrip().startswith("{"):
         return Document(_parse(text, what), what)
+    if not text.strip():
+        raise ConfigurationError(f"{what} is {_shown(text)}; give the path of the pool's {CONFIG_FILE}, or of the directory that holds it")
     try:
         path = Path(text).expanduser()
         if path.is_dir():
             path = path / CONFIG_FILE
+            if not path.exists():
+                raise ConfigurationError(f"{what}: {_shown(text)} is a directory without a {CONFIG_FILE}; give the path of that file")
         content = _read_bytes(path)
     except ConfigurationError:
         raise

@@ -12,7 +12,7 @@ import typer
 
 from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.render import Output, Progress, say_error, show_engines, show_reset, show_status, show_wait
-from epochkv_fence.client import ConfigurationError, HubUnreachable, OpenUpdate, Pool, ResetTimeout, WrongPool
+from epochkv_fence.client import ConfigurationError, Connection, HubUnreachable, OpenUpdate, Pool, ResetTimeout, WrongPool
 from epochkv_fence.connection import read_document
 
 RESET_HELP: Final = """Make all KV of the pool unreachable, and wait until that is proved.
@@ -92,7 +92,8 @@ def connect(config: str | None, timeout: float, consequence: str | None = None) 
         ConfigurationError: also when the key is another pool's.
     """
     try:
-        return Pool.connect(config, min(timeout, CONNECT_SECONDS))
+        connection = Connection.load(config, what="--config")
+        return Pool.connect(connection, min(timeout, CONNECT_SECONDS))
     except WrongPool as error:
         raise ConfigurationError(str(error)) from None
     except HubUnreachable as error:

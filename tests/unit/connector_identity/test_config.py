@@ -187,6 +187,7 @@ def test_the_environment_alone_may_hold_it_and_folders_are_relative_to_the_file(
         ('{"pool": {"name": "p", "uid": "u"}, "loca": {}}', "EPOCHKV_CONFIG: loca is {}, but there is no such key; did you mean local?"),
         ('{"pool": {"name": "p", "uid": "u"}, "lookup_wait_ms": NaN}', "is not a JSON object"),
         ("/absent/connection.json", "EPOCHKV_CONFIG: '/absent/connection.json' cannot be read (No such file or directory)"),
+        ("/", "EPOCHKV_CONFIG: '/' is a directory without a connection.json; give the path of that file"),
         ("[1]", "EPOCHKV_CONFIG: '[1]' cannot be read"),
         ("{" * 100_000, "is not a JSON object"),
     ],

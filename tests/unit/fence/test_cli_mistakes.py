@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from epochkv_fence.cli.__main__ import main
+from epochkv_fence.client import ConfigurationError, Connection, Pool
 from epochkv_fence.transport import generate_keypair
 from tests.helpers_hub import HubWorld, hub_world
 
@@ -97,3 +98,21 @@ def test_a_key_that_does_not_fit_is_told_in_whole_sentences(
     why = "Nothing was asked of the pool: engines may still use the old KV, keep them paused"
     assert errors.startswith("epochkv: no answer from the hub at tcp://127.0.0.1:")
     assert errors.endswith(f": {said[whose]}. {why}\n")
+
+
+def test_a_configuration_that_is_no_file_is_told_with_the_name_of_the_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given, problem in (
+        ("/", ": '/' is a directory without a connection.json; give the path of that file"),
+        ("", "is ''; give the path of the pool's connection.json, or of the directory that holds it"),
+        (" ", "is ' '; give the path of the pool's connection.json, or of the directory that holds it"),
+        ("/nowhere", ": '/nowhere' cannot be read (No such file or directory); give the path of the pool's connection.json"),
+    ):
+        said = f"--config{problem}" if problem.startswith(":") else f"--config {problem}"
+        assert inside(capsys, "status", "-c", given) == (2, "", f"epochkv: {said}\n")
+    with pytest.raises(ConfigurationError, match=r"^the connection configuration: '/' is a directory without a connection\.json; give"):
+        Pool.connect("/")
+    with pytest.raises(ConfigurationError, match=r"^EPOCHKV_CONFIG: '/' is a directory without"):
+        Connection.load(None, {"EPOCHKV_CONFIG": "/"})
