@@ -62,7 +62,7 @@ def _options(
 
 app.command("hub", help=hub.HELP)(hub.hub)
 app.command("reset", help=asking.RESET_HELP)(asking.reset)
-app.command("wait", help=asking.WAIT_HELP)(asking.wait)
+app.command("wait", cls=asking.WaitCommand, help=asking.WAIT_HELP)(asking.wait)
 app.command("status", help=asking.STATUS_HELP)(asking.status)
 app.command("engines", help=asking.ENGINES_HELP)(asking.engines)
 app.command("update", help=update.HELP, context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})(update.update)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperCommand
 
 from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.render import Output, Progress, say_error, show_engines, show_reset, show_status, show_wait
 from epochkv_fence.client import ConfigurationError, Connection, HubUnreachable, OpenUpdate, Pool, ResetTimeout, WrongPool
 from epochkv_fence.connection import read_document
+from epochkv_fence.messages import MAX_EPOCH
 
 RESET_HELP: Final = """Make all KV of the pool unreachable, and wait until that is proved.
 
@@ -76,8 +79,7 @@ LOOK_SECONDS: Final = 10.0
 RESET_SECONDS: Final = 300.0
 CONNECT_SECONDS: Final = 30.0
 """Longer than a standby operator takes to become the hub."""
-
-
+NO_EPOCH: Final = f"{{!r}} is no epoch; give an integer from 0 to {MAX_EPOCH}."
 NOTHING_ASKED: Final = "Nothing was asked of the pool: engines may still use the old KV, keep them paused"
 MAY_BE_RECORDED: Final = ". The epoch may be recorded already, and is published then without this command: `epochkv status` shows it"
 
@@ -162,8 +164,28 @@ def reset(
         raise typer.Exit(Exit.NOT_PUBLISHED)
 
 
+def _epoch(text: str) -> int:
+    if re.fullmatch("[0-9]{1,16}", text) is None or int(text) > MAX_EPOCH:
+        raise typer.BadParameter(NO_EPOCH.format(text))
+    return int(text)
+
+
+class WaitCommand(TyperCommand):
+    """A negative number is an EPOCH out of its range, not an option that is not known."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # NoSuchOption, which is click's or typer's own, as typer's version has it
+            if not re.fullmatch(r"-\d", option := getattr(error, "option_name", "")):
+                raise
+            number = next(text for text in given if text.startswith(option))
+            raise typer.BadParameter(NO_EPOCH.format(number), ctx, param_hint="'EPOCH'") from None
+
+
 def wait(
-    epoch: Annotated[int, typer.Argument(min=0, metavar="EPOCH", help="The epoch to wait for.")],
+    epoch: Annotated[int, typer.Argument(parser=_epoch, metavar="EPOCH", help="The epoch to wait for.")],
     config: Config = None,
     timeout: Timeout = RESET_SECONDS,
     output: Out = Output.TABLE,

@@ -116,3 +116,25 @@ def test_a_configuration_that_is_no_file_is_told_with_the_name_of_the_option(
         Pool.connect("/")
     with pytest.raises(ConfigurationError, match=r"^EPOCHKV_CONFIG: '/' is a directory without"):
         Connection.load(None, {"EPOCHKV_CONFIG": "/"})
+
+
+# -------------------------------------------------------------------------------------------------------------------- wait
+
+
+@pytest.mark.parametrize("epoch", ["-5", "-57", "-5.5", "x", "", "1.5", "9007199254740992", "9" * 5000])
+def test_an_epoch_to_wait_for_that_is_none_names_epoch_and_its_range(capsys: pytest.CaptureFixture[str], epoch: str) -> None:
+    for arguments in ((epoch, "--timeout", "1"), ("--timeout", "1", epoch), ("--", epoch)):
+        status, out, errors = inside(capsys, "wait", *arguments)
+        assert (status, out) == (2, "")
+        assert errors.startswith("Usage: epochkv wait ")
+        assert errors.endswith(f"Error: Invalid value for 'EPOCH': {epoch!r} is no epoch; give an integer from 0 to 9007199254740991.\n")
+
+
+def test_an_option_of_wait_that_is_none_is_still_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--tiemout", "-x"):
+        status, _, errors = inside(capsys, "wait", "7", option, "3")
+        assert (status, f"No such option: {option}" in errors) == (2, True)
+    assert (
+        "--timeout is -5.0"
+        in inside(capsys, "wait", "7", "--timeout", "-5", "--config", '{"pool":{"name":"p","uid":"u"},"hub":{"endpoint":"tcp://h:1"}}')[2]
+    )
