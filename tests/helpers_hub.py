@@ -45,6 +45,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """For children that are started here: a shell has its background jobs ignore SIGINT, and the tests may be one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class Agents:
     """Engines without vLLM that join by a client folder."""
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import sys
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperGroup
 
 from epochkv_fence.cli import asking, hub, keys, update
 from epochkv_fence.cli.exits import Exit
@@ -34,7 +35,20 @@ OPTIONS: Final = {
 }
 """What the command line calls the client's parameters."""
 
+
+class _Commands(TyperGroup):
+    """Typer itself ends what is interrupted without a word."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            say_error("interrupted")
+            raise typer.Exit(Exit.INTERRUPTED) from None
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # a plain traceback: no local variables, which may be keys
@@ -93,8 +107,6 @@ def run() -> None:
         _end(error, Exit.FAILED)
     except ValueError as error:
         _end(error, Exit.USAGE)
-    except KeyboardInterrupt:
-        sys.exit(Exit.INTERRUPTED)
 
 
 class _Warnings(logging.Handler):

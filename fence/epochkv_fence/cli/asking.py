@@ -156,9 +156,10 @@ def reset(
 ) -> None:
     """See RESET_HELP."""
     progress = Progress(quiet=False, on_update=partial(_warn_of_update, config))
-    with _interruptible(f". {NOTHING_ASKED}"), closing(connect(config, timeout, NOTHING_ASKED)) as pool:
-        with _interruptible(MAY_BE_RECORDED), _asking(progress, output):
-            done = pool.reset(epoch, weights_version, wait, timeout, on_failure, progress, force)  # type: ignore[arg-type]
+    with _interruptible(f". {NOTHING_ASKED}"):
+        pool = connect(config, timeout, NOTHING_ASKED)
+    with _interruptible(MAY_BE_RECORDED), closing(pool), _asking(progress, output):
+        done = pool.reset(epoch, weights_version, wait, timeout, on_failure, progress, force)  # type: ignore[arg-type]
     show_reset(done, output, wait)
     if wait and not done.published:
         raise typer.Exit(Exit.NOT_PUBLISHED)
@@ -192,7 +193,7 @@ def wait(
 ) -> None:
     """See WAIT_HELP."""
     progress = Progress(quiet=False, asks=False)
-    with _interruptible(""), closing(connect(config, timeout)) as pool, _asking(progress, output):
+    with closing(connect(config, timeout)) as pool, _asking(progress, output):
         done = pool.wait(epoch, timeout, progress)
     show_wait(done, output)
 

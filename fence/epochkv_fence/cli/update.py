@@ -84,9 +84,9 @@ def update(
             error.add_note(NOT_STARTED)
         raise
     except KeyboardInterrupt as error:
-        for note in getattr(error, "__notes__", ()) if made is not None else (f"interrupted; {NOT_STARTED}",):
+        for note in getattr(error, "__notes__", ("interrupted",)) if made is not None else (f"interrupted; {NOT_STARTED}",):
             say_error(note)
-        raise
+        raise typer.Exit(Exit.INTERRUPTED) from None
     finally:
         progress.stop()
     assert made is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pty
@@ -19,7 +18,7 @@ from epochkv_fence.cli.__main__ import main
 from epochkv_fence.client import Pool
 from epochkv_fence.messages import Mode
 from tests.helpers_fence import FakeEngine, eventually
-from tests.helpers_hub import CLI, Agents, HubProcess, bypassing, epochkv, free_port, using
+from tests.helpers_hub import CLI, Agents, HubProcess, bypassing, epochkv, free_port, interruptible, using
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +44,6 @@ def inside(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
             main()
     captured = capsys.readouterr()
     return int(ended.value.code or 0), captured.out, captured.err
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """For children that are started here: a shell has its background jobs ignore SIGINT, and the tests may be one."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def target(hub: HubProcess) -> int:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +17,8 @@ import pytest
 from epochkv_fence.cli.__main__ import main
 from epochkv_fence.client import ConfigurationError, Connection, Pool
 from epochkv_fence.transport import generate_keypair
-from tests.helpers_hub import HubWorld, hub_world
+from tests.helpers_fence import eventually
+from tests.helpers_hub import CLI, HubWorld, hub_world, interruptible
 
 
 @pytest.fixture
@@ -138,3 +143,44 @@ def test_an_option_of_wait_that_is_none_is_still_told_so(capsys: pytest.CaptureF
         "--timeout is -5.0"
         in inside(capsys, "wait", "7", "--timeout", "-5", "--config", '{"pool":{"name":"p","uid":"u"},"hub":{"endpoint":"tcp://h:1"}}')[2]
     )
+
+
+# ------------------------------------------------------------------------------------------------------------- interrupted
+
+
+@pytest.mark.parametrize("arguments", [("status",), ("engines",), ("wait", "1")])
+def test_a_command_that_only_looks_says_that_it_was_interrupted(world: HubWorld, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    folder = shutil.copytree(world.folder, tmp_path / "other")
+    content = json.loads((folder / "connection.json").read_text())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        content["hub"]["endpoint"] = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        (folder / "connection.json").write_text(json.dumps(content))
+        command = [*CLI, *arguments, "--timeout", "60", "--config", str(folder)]
+        with interruptible():
+            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        silent.settimeout(60)
+        silent.accept()[0].close()  # it asks, and nobody answers
+        child.send_signal(signal.SIGINT)
+        assert child.communicate(timeout=30) == ("", "epochkv: interrupted\n")
+        assert child.returncode == 130
+
+
+HANGS = """
+import os, time
+open(os.environ["STARTED"], "w").close()
+try:
+    time.sleep(60)
+except BaseException:
+    raise RuntimeError("half imported")
+"""
+
+
+def test_interrupted_while_it_is_loaded_it_says_no_more_than_that(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text(HANGS)
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path), "STARTED": str(tmp_path / "started")}
+    with interruptible():
+        child = subprocess.Popen([*CLI, "status"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
+    eventually((tmp_path / "started").exists, 60, "it imports")
+    child.send_signal(signal.SIGINT)
+    assert child.communicate(timeout=30) == ("", "epochkv: interrupted\n")
+    assert child.returncode == 130
