@@ -37,14 +37,15 @@ OPTIONS: Final = {
 
 
 class _Commands(TyperGroup):
-    """Typer itself ends what is interrupted without a word."""
+    """Typer itself ends what is interrupted without a word, also while it parses, for which it imports a lot."""
+
+    def make_context(self, *arguments: Any, **extra: Any) -> Any:
+        with asking.interruptible(""):
+            return super().make_context(*arguments, **extra)
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with asking.interruptible(""):
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            say_error("interrupted")
-            raise typer.Exit(Exit.INTERRUPTED) from None
 
 
 app = typer.Typer(

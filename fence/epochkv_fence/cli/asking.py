@@ -119,7 +119,7 @@ def _asking(progress: Progress, output: Output) -> Iterator[None]:
 
 
 @contextmanager
-def _interruptible(consequence: str) -> Iterator[None]:
+def interruptible(consequence: str) -> Iterator[None]:
     """Ctrl-C ends the command with what it means for the pool."""
     try:
         yield
@@ -156,9 +156,9 @@ def reset(
 ) -> None:
     """See RESET_HELP."""
     progress = Progress(quiet=False, on_update=partial(_warn_of_update, config))
-    with _interruptible(f". {NOTHING_ASKED}"):
+    with interruptible(f". {NOTHING_ASKED}"):
         pool = connect(config, timeout, NOTHING_ASKED)
-    with _interruptible(MAY_BE_RECORDED), closing(pool), _asking(progress, output):
+    with interruptible(MAY_BE_RECORDED), closing(pool), _asking(progress, output):
         done = pool.reset(epoch, weights_version, wait, timeout, on_failure, progress, force)  # type: ignore[arg-type]
     show_reset(done, output, wait)
     if wait and not done.published:

@@ -184,3 +184,19 @@ def test_interrupted_while_it_is_loaded_it_says_no_more_than_that(tmp_path: Path
     child.send_signal(signal.SIGINT)
     assert child.communicate(timeout=30) == ("", "epochkv: interrupted\n")
     assert child.returncode == 130
+
+
+PARSES = """
+import signal, sys
+from epochkv_fence.cli.__main__ import main
+from typer.core import TyperGroup
+TyperGroup.parse_args = lambda *arguments, **extra: signal.raise_signal(signal.SIGINT)
+sys.argv = ["epochkv", "status"]
+main()
+"""
+
+
+def test_interrupted_while_it_parses_it_says_so_too() -> None:
+    with interruptible():
+        done = subprocess.run([sys.executable, "-c", PARSES], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "epochkv: interrupted\n")
