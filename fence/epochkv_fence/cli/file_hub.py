@@ -11,6 +11,7 @@ import contextlib
 import ipaddress
 import logging
 import os
+import re
 import shutil
 import socket
 import time
@@ -36,6 +37,8 @@ REPORT_SHARE: Final = 20
 """Looking at thousands of engines takes time that the hub needs: pause this many times as long as it took."""
 DEFAULT_GRACE_SECONDS: Final = 86_400.0
 MAX_NAME: Final = 253
+NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+"""A DNS-1123 subdomain, as the name of a KVCachePool: a pool keeps its name when it moves to Kubernetes, or from there."""
 
 
 class HubError(Exception):
@@ -71,8 +74,11 @@ class HubOptions:
         Raises:
             HubError: an option cannot be meant.
         """
-        if not 0 < len(self.pool) <= MAX_NAME or not self.pool.isprintable() or not self.pool.strip():
-            raise HubError(f"--pool is {self.pool!r}; give a name of 1 to {MAX_NAME} printable characters")
+        if len(self.pool) > MAX_NAME or NAME.fullmatch(self.pool) is None:
+            raise HubError(
+                f"--pool is {self.pool!r}; give a name as Kubernetes has them: at most {MAX_NAME} characters, lower-case letters, digits, "
+                "- and ., each part between dots beginning and ending with a letter or digit, such as policy"
+            )
         split_listen(self.listen)
         try:
             if self.advertise:

@@ -87,7 +87,9 @@ def configure_logs(log_format: LogFormat) -> None:
 
 
 def hub(
-    pool: Annotated[str, typer.Option("--pool", metavar="NAME", help="Name of the pool.")],
+    pool: Annotated[
+        str, typer.Option("--pool", metavar="NAME", help="Name of the pool: lower-case letters, digits, - and ., as in Kubernetes.")
+    ],
     listen: Annotated[str, typer.Option(metavar="tcp://HOST:PORT", help="Where to listen; * for every address, port 0 for a free one.")],
     state: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the record and the keys; made on first use.")],
     lease_seconds: Annotated[

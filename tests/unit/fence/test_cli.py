@@ -170,6 +170,7 @@ def test_nobody_there_is_status_4(tmp_path: Path, hub: HubProcess) -> None:
         (("status", "--config", "/nowhere"), "/nowhere"),
         (("frobnicate",), "frobnicate"),
         (("hub", "--pool", "p", "--listen", "7700", "--state", "/nowhere/x"), "--listen is '7700'"),
+        (("hub", "--pool", "bad name!", "--listen", "tcp://127.0.0.1:0", "--state", "/nowhere/x"), "--pool is 'bad name!'"),
         (("hub", "--pool", "", "--listen", "tcp://*:0", "--state", "/nowhere/x"), "--pool is ''"),
         (("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--reclaim", "RemoveAll"), "needs --store-admin"),
         (("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--store-admin", "m:1"), "http://host:9003"),

@@ -127,6 +127,21 @@ def test_a_hub_that_cannot_listen_leaves_nothing_behind(tmp_path: Path, option: 
         loop.run(hub.stop())
 
 
+@pytest.mark.parametrize(
+    "name", ["", " ", "Policy", "-policy", "policy-", "a..b", ".a", "a.", "a.-b", "a_b", "ns/policy", "policy\n", "\u00e9", "a" * 254]
+)
+def test_a_pool_has_a_name_that_kubernetes_would_take(tmp_path: Path, name: str) -> None:
+    with pytest.raises(HubError) as caught:
+        FileHub(HubOptions(name, "tcp://127.0.0.1:0", tmp_path / "state"))
+    assert str(caught.value).startswith(f"--pool is {name!r}; give a name as Kubernetes has them: at most 253 characters, ")
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("name", ["policy", "p", "7", "a-b.c-d", "a--b", "a" * 253])
+def test_names_that_kubernetes_takes(tmp_path: Path, name: str) -> None:
+    assert HubOptions(name, "tcp://127.0.0.1:0", tmp_path).checked().pool == name
+
+
 @pytest.mark.parametrize("listen", ["tcp://::1:7700", "tcp://:::7700", "tcp://2001:db8::7:7700", "tcp://fe80::1"])
 def test_an_ipv6_address_needs_brackets(listen: str) -> None:
     with pytest.raises(HubError, match=r"an IPv6 address needs brackets, such as tcp://\[::\]:7700"):
