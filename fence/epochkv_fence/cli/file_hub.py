@@ -21,7 +21,7 @@ from typing import Any, Final, Literal
 
 from epochkv_fence.cli.metrics import MetricsServer, exposition
 from epochkv_fence.cli.report import compare
-from epochkv_fence.cli.state import Keys, ensure_keys, exposed_files, read_keys, repair_client, retire_previous, write_client
+from epochkv_fence.cli.state import Keys, ensure_keys, exposed_files, is_new, read_keys, repair_client, retire_previous, write_client
 from epochkv_fence.connection import ConfigurationError, check_endpoint
 from epochkv_fence.file_authority import FileAuthority, StateError
 from epochkv_fence.mooncake_admin import MooncakeAdmin, check_admin_url
@@ -142,6 +142,7 @@ class FileHub:
         state = options.state
         self._authority = await FileAuthority.open(state)
         self.uid = await self._authority.ensure_pool(options.pool, options.lease_seconds)
+        new = await asyncio.to_thread(is_new, self._authority.directory)
         self._keys = await asyncio.to_thread(ensure_keys, self._authority.directory, self.uid)
         server = await self._listen(self._keys)
         self._config = self._pool_config(self._keys)
@@ -162,6 +163,8 @@ class FileHub:
             except OSError as error:
                 raise HubError(f"--metrics {options.metrics} cannot be listened on: {error.strerror or error}") from error
             self.metrics_port = self._metrics.port
+        if new:  # said when nothing can remove them again
+            logger.info("made the keys of a new pool in %s", self._authority.directory)
         self._tasks = [loop.create_task(self._report()), loop.create_task(self._watch_keys())]
 
     async def _listen(self, keys: Keys) -> HubServer:

@@ -94,7 +94,7 @@ def ensure_keys(directory: Path, pool_uid: str) -> Keys:
     with _locked(directory):
         keys = read_keys(directory)
         if keys is None:
-            _tell_new(directory)
+            _tell_lost(directory)
             pairs = [_Pair(*generate_keypair()) for _ in range(2)]
             keys = Keys(pool_uid, pairs[0], pairs[1], secrets.token_hex(ROOT_SECRET_BYTES))
             _write(directory / KEYS_FILE, msgspec.json.format(msgspec.json.encode(keys)))
@@ -106,15 +106,18 @@ def ensure_keys(directory: Path, pool_uid: str) -> Keys:
     return keys
 
 
-def _tell_new(directory: Path) -> None:
-    if (directory / CLIENT_FOLDER).exists():
+def is_new(directory: Path) -> bool:
+    """Nobody has had keys of it yet."""
+    return not (directory / KEYS_FILE).exists() and not (directory / CLIENT_FOLDER).exists()
+
+
+def _tell_lost(directory: Path) -> None:
+    if not is_new(directory):
         logger.warning(
             "%s is gone, so new keys are made: engines and trainers of before are refused; give them the new %s, and start engines again",
             directory / KEYS_FILE,
             directory / CLIENT_FOLDER,
         )
-    else:
-        logger.info("made the keys of a new pool in %s", directory)
 
 
 def exposed_files(directory: Path) -> list[tuple[Path, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import socket
 import subprocess
@@ -105,7 +106,8 @@ def test_secrets_that_others_can_read_are_named_with_the_remedy(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("option", ["listen", "metrics"])
-def test_a_hub_that_cannot_listen_leaves_nothing_behind(tmp_path: Path, option: str) -> None:
+def test_a_hub_that_cannot_listen_leaves_nothing_behind(tmp_path: Path, option: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "epochkv.hub")
     kept = tmp_path / "kept"
     kept.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -119,6 +121,7 @@ def test_a_hub_that_cannot_listen_leaves_nothing_behind(tmp_path: Path, option: 
                 loop.run(FileHub(HubOptions("policy", listen, state, metrics=metrics)).start())
             assert kept.exists()
             assert not (kept / "a").exists()
+            assert "made the keys" not in caplog.text
         uid = json.loads((kept / "keys.json").read_text())["pool_uid"]  # it was there before: left as it is
     with closing(LoopThread()) as loop:
         hub = FileHub(HubOptions("policy", "tcp://127.0.0.1:0", kept))
