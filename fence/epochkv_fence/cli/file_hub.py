@@ -337,7 +337,10 @@ class FileHub:
         self._config = self._pool_config(keys)
         server.set_pool(self._config)
         if keys.accepted[0] != before[0]:
-            logger.info("a new client key is accepted" + ("; the one before as well, until no engine uses it" if keys.previous else ""))
+            logger.info(
+                "a new client key is accepted"
+                + ("; the one before as well, until no engine uses it or its grace is over" if keys.previous else "")
+            )
         if set(before) - set(keys.accepted):
             logger.info(
                 "the client key before is not accepted any more: %s. Who still has it is refused, and needs the client folder again", why

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 import typer
 
 from epochkv_fence.cli.file_hub import DEFAULT_GRACE_SECONDS
-from epochkv_fence.cli.state import CLIENT_FOLDER, KEEP_SECONDS, retire_previous, rotate_keys
+from epochkv_fence.cli.state import CLIENT_FOLDER, KEEP_SECONDS, accepted_for, retire_previous, rotate_keys
 
 HELP: Final = "Replace the key that speaks for a pool, without an engine losing its lease."
 ROTATE_HELP: Final = """Make a new client key. The running hub accepts it within a second, and the one before as well.
@@ -35,17 +35,16 @@ State = Annotated[Path, typer.Option("--state", metavar="DIR", help="The hub's s
 @app.command("rotate", help=ROTATE_HELP)
 def rotate(
     state: State,
-    grace: Annotated[float, typer.Option(min=0, max=365 * 86_400, metavar="SECONDS", help="How long the key before may be used.")] = (
-        DEFAULT_GRACE_SECONDS
-    ),
+    grace: Annotated[
+        float, typer.Option(min=0, max=365 * 86_400, metavar="SECONDS", help="How long the key before is accepted at most.")
+    ] = (DEFAULT_GRACE_SECONDS),
 ) -> None:
     """See ROTATE_HELP."""
     rotate_keys(state, grace)
-    least = min(grace, KEEP_SECONDS)
-    print(
-        f"new client key in {state / CLIENT_FOLDER}; the one before is accepted for {least:g} s and then until no engine uses it, "
-        f"for {grace:g} s at most"
+    before = (
+        f"is accepted {accepted_for(grace, KEEP_SECONDS)}" if grace else "is not accepted any more: a running hub notices within a second"
     )
+    print(f"new client key in {state / CLIENT_FOLDER}; the one before {before}")
 
 
 @app.command("retire", help=RETIRE_HELP)

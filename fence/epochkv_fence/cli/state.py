@@ -12,6 +12,7 @@ import fcntl
 import itertools
 import json
 import logging
+import math
 import os
 import secrets
 import stat
@@ -171,16 +172,23 @@ def rotate_keys(directory: Path, grace_seconds: float) -> Keys:
         keys = _existing(directory)
         now = time.time()
         if keys.previous is not None and now < keys.previous.retire_at:
+            still = accepted_for(keys.previous.retire_at - now, keys.previous.keep_until - now)
             raise StateError(
-                f"{directory}: the key before is still accepted, for {max(0.0, keys.previous.keep_until - now):.0f} s more and then until "
-                f"no engine uses it, at most {keys.previous.retire_at - now:.0f} s; "
-                "rotate again afterwards, or drop it now with `epochkv keys retire`"
+                f"{directory}: the key before is still accepted {still}; rotate again afterwards, or drop it now with `epochkv keys retire`"
             )
         previous = Previous(keys.client.public, now, now + grace_seconds)
         keys = msgspec.structs.replace(keys, client=_Pair(*generate_keypair()), previous=previous)
         _write(directory / KEYS_FILE, msgspec.json.format(msgspec.json.encode(keys)))
         _write_credentials(directory / CLIENT_FOLDER, keys)
     return keys
+
+
+def accepted_for(most: float, least: float) -> str:
+    """How long the key before is, in seconds from now."""
+    if least >= most:
+        return f"for {math.ceil(most)} s, whoever uses it"
+    first = f"for {math.ceil(least)} s at least and " if least > 0 else ""
+    return f"{first}until no engine uses it, for {math.ceil(most)} s at most"
 
 
 def retire_previous(directory: Path, judged: str | None = None) -> Keys:

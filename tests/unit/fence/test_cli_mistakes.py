@@ -200,3 +200,27 @@ def test_interrupted_while_it_parses_it_says_so_too() -> None:
     with interruptible():
         done = subprocess.run([sys.executable, "-c", PARSES], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "epochkv: interrupted\n")
+
+
+# -------------------------------------------------------------------------------------------------------------------- keys
+
+
+def test_a_rotation_says_how_long_the_key_before_is_accepted(world: HubWorld, capsys: pytest.CaptureFixture[str]) -> None:
+    """A grace shorter than 10 minutes is all that it has, whether an engine or a trainer uses it or not."""
+    state, hub = world.options.state, world.hub
+    assert hub is not None
+    for grace, said in (
+        ("3", "is accepted for 3 s, whoever uses it"),
+        ("600", "is accepted for 600 s, whoever uses it"),
+        ("601", "is accepted for 600 s at least and until no engine uses it, for 601 s at most"),
+        ("0", "is not accepted any more: a running hub notices within a second"),
+    ):
+        before = hub.accepted_keys[0]
+        done = inside(capsys, "keys", "rotate", "--state", str(state), "--grace", grace)
+        assert done == (0, f"new client key in {state / 'client'}; the one before {said}\n", "")
+        if grace == "3":
+            assert inside(capsys, "keys", "rotate", "--state", str(state))[0] == 5
+        if grace in ("3", "0"):
+            eventually(lambda key=before: key not in hub.accepted_keys, 20, "it is out")
+        else:
+            assert inside(capsys, "keys", "retire", "--state", str(state))[0] == 0

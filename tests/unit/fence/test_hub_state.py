@@ -45,7 +45,9 @@ def test_a_rotation_keeps_the_key_before_and_everything_else(tmp_path: Path) -> 
     assert second.accepted == (second.client.public, first.client.public)
     assert (second.hub, second.root_secret, second.pool_uid) == (first.hub, first.root_secret, first.pool_uid)
     folder_fits(tmp_path, second)
-    with pytest.raises(StateError, match="the key before is still accepted"):
+    with pytest.raises(
+        StateError, match="the key before is still accepted for 100 s, whoever uses it; rotate again afterwards, or drop it now"
+    ):
         rotate_keys(tmp_path, 100.0)
     assert retire_previous(tmp_path).accepted == (second.client.public,)
     assert retire_previous(tmp_path).accepted == (second.client.public,)
