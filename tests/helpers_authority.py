@@ -22,7 +22,7 @@ from epochkv_fence.authority import Authority, AuthorityError, Origin, PoolGone,
 from epochkv_fence.messages import MAX_EPOCH, Source
 
 BODY_SECONDS = 120.0
-TRAINER, OWNER, ENGINE = Origin(Source.TRAINER, "step-7"), Origin(Source.SPEC), Origin(Source.ENGINE)
+TRAINER, OWNER, ENGINE = Origin(Source.TRAINER, "step-7", listed=True), Origin(Source.SPEC), Origin(Source.ENGINE, listed=True)
 
 
 class Authorities(Protocol):
@@ -147,6 +147,22 @@ class AuthorityConformance(abc.ABC):
             assert await authority.load(world.uid) == PoolRecord(4, 0, False, OWNER)
             await authority.record(world.uid, 5, ENGINE)
             assert await authority.load(world.uid) == PoolRecord(5, 0, False, ENGINE)
+
+        self.run(body)
+
+    def test_what_an_origin_inherits_is_that_of_the_record(self) -> None:
+        async def body(world: Authorities) -> None:
+            authority, _ = await world.take_over()
+            for epoch, asked, listed in (
+                (1, Origin(Source.SPEC, listed=None), False),
+                (2, Origin(Source.TRAINER, "step-7", listed=True), True),
+                (3, Origin(Source.TRAINER, listed=None), True),
+                (4, Origin(Source.SPEC, "v2", listed=False), False),
+                (5, Origin(Source.ENGINE, "v2", listed=None), False),
+            ):
+                await authority.record(world.uid, epoch, asked)
+                origin = (await authority.load(world.uid)).origin
+                assert origin == replace(asked, listed=listed)
 
         self.run(body)
 

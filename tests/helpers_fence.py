@@ -49,7 +49,7 @@ class MemoryAuthority:
         await self._enter("record")
         old = self.records.get(pool_uid, PoolRecord())
         if target > old.target:
-            self.records[pool_uid] = replace(old, target=target, origin=origin)
+            self.records[pool_uid] = replace(old, target=target, origin=origin and origin.after(old.origin))
 
     async def publish(self, pool_uid: str, epoch: int) -> None:
         await self._enter("publish")

@@ -7,12 +7,13 @@ three promises below, so an implementation states how it keeps each of them.
    transitions were those of the term asked about.
 2. `load` is linearizable: it sees every write that returned before it was called. Never a watch cache.
 3. `record`, `publish` and the notes never decrease anything, whoever calls them and however late they land. `record` writes a target
-   and its origin in one atomic write, and leaves both alone unless it raises the target.
+   and its origin in one atomic write, and leaves both alone unless it raises the target. What an origin inherits, it inherits in
+   that write: the hub that asks for it may have missed the target before.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from epochkv_fence.messages import Source
@@ -46,10 +47,17 @@ class Origin:
     Attributes:
         source: who asked for it first.
         weights_version: what the asker calls the weights of this epoch; empty: it did not say.
+        listed: a trainer listed the boots that have these weights, for this epoch or for one before with the same weights, so no
+            boot's age proves anything. None, to be recorded: as of the target before; never read.
     """
 
     source: Source
     weights_version: str = ""
+    listed: bool | None = False
+
+    def after(self, before: Origin | None) -> Origin:
+        """As it is recorded over `before`, with what it inherits."""
+        return self if self.listed is not None else replace(self, listed=before is not None and before.listed is True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ T = TypeVar("T")
 DATABASE_FILE: Final = "state.db"
 LOCK_FILE: Final = "hub.lock"
 APPLICATION_ID: Final = 0x45504B56  # "EPKV"
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 DEADLINE_SECONDS: Final = 3.0
 OPEN_SECONDS: Final = 30.0
 
@@ -85,6 +85,9 @@ BEGIN SELECT RAISE(ABORT, 'the record of updates never goes back'); END;
 CREATE TRIGGER updates_never_go BEFORE DELETE ON updates
 BEGIN SELECT RAISE(ABORT, 'the record of updates is never removed'); END;
 """
+_SCHEMA_3: Final = "ALTER TABLE pools ADD COLUMN listed INTEGER NOT NULL DEFAULT 0;"
+_SCHEMAS: Final = (_SCHEMA, _SCHEMA_2, _SCHEMA_3)
+"""What each version of the state adds to the one before."""
 
 
 class StateError(AuthorityError):
@@ -191,7 +194,7 @@ class FileAuthority:
             row = (
                 self._opened()
                 .execute(
-                    "SELECT target, published, granting, source, weights_version, serial, number, holder, version, open "
+                    "SELECT target, published, granting, source, weights_version, listed, serial, number, holder, version, open "
                     "FROM pools LEFT JOIN updates USING (uid) WHERE uid = ?",
                     (pool_uid,),
                 )
@@ -199,9 +202,9 @@ class FileAuthority:
             )
             if row is None:
                 raise self._gone(pool_uid)
-            target, published, granting, source, weights_version, serial, number, holder, version, is_open = row
+            target, published, granting, source, weights_version, listed, serial, number, holder, version, is_open = row
             known = source in {kind.value for kind in Source}
-            origin = Origin(Source(source), weights_version) if known else None
+            origin = Origin(Source(source), weights_version, bool(listed)) if known else None
             update = UpdateNote(serial, number, holder, version, bool(is_open)) if serial is not None else None
             return PoolRecord(target, published, bool(granting), origin, update)
 
@@ -209,14 +212,15 @@ class FileAuthority:
 
     async def record(self, pool_uid: str, target: int, origin: Origin | None = None) -> None:
         """Durably raise the target, and set its origin if it rises."""
+        known = origin or Origin(Source.SPEC)
         source = None if origin is None else origin.source.value
-        version = "" if origin is None else origin.weights_version
         await self._update(
             pool_uid,
             "record",
             "UPDATE pools SET source = iif(:target > target, :source, source), "
-            "weights_version = iif(:target > target, :version, weights_version), target = max(target, :target) WHERE uid = :uid",
-            {"target": target, "source": source, "version": version},
+            "weights_version = iif(:target > target, :version, weights_version), "
+            "listed = iif(:target > target, coalesce(:listed, listed), listed), target = max(target, :target) WHERE uid = :uid",
+            {"target": target, "source": source, "version": known.weights_version, "listed": known.listed},
         )
 
     async def publish(self, pool_uid: str, epoch: int) -> None:
@@ -312,13 +316,12 @@ class FileAuthority:
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
             if (application, version, num_tables) == (0, 0, 0):
-                for statement in _statements(_SCHEMA):
-                    connection.execute(statement)
                 connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                application, version = APPLICATION_ID, 1
-            if (application, version) == (APPLICATION_ID, 1):
-                for statement in _statements(_SCHEMA_2):
-                    connection.execute(statement)
+                application = APPLICATION_ID
+            if application == APPLICATION_ID and version < SCHEMA_VERSION:
+                for schema in _SCHEMAS[version:]:
+                    for statement in _statements(schema):
+                        connection.execute(statement)
                 connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
                 version = SCHEMA_VERSION
         path = self.directory / DATABASE_FILE

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Final
 
 from epochkv_fence import hub_events as ev
@@ -216,7 +217,7 @@ class Hub(HubUpdates):
             return []
         self._recording = self._tried = self._wanted()
         ask = self._ask
-        origin = ask.origin if ask is not None and ask.epoch == self._recording > self.target else self._origin
+        origin = self._origin_of(ask) if ask is not None and ask.epoch == self._recording > self.target else self._origin
         return [ev.Record(self._recording, origin)]
 
     def _recorded(self, epoch: int, now: float) -> list[ev.Action]:
@@ -244,12 +245,13 @@ class Hub(HubUpdates):
         ask, before = self._own_ask(target), self.target
         heirs = self._heirs() if self._goes_on(ask) else None
         unknown = self._pushed_meanwhile(ask)
+        found = origin or (self._origin_of(ask).after(self._origin) if ask is not None else None)
+        self._origin = replace(found, listed=True) if unknown and found is not None else found
         self.target = target
         for record in self._boots.values():
             record.below_until = max(record.below_until, record.live_until)
             record.live_until = NEVER
         self._behind = {boot: None for boot, record in self._boots.items() if not record.at_least(target)}
-        self._origin = origin or (ask.origin if ask is not None else None)
         self._gate = self._gate_after(ask, target, before, heirs, unknown=unknown)
         self._trainers.forget_marks(target)
         self._started_at = ask.seen if ask is not None else now
@@ -324,7 +326,7 @@ class Hub(HubUpdates):
 
     def _bump(self, peer: bytes, bump: Bump, now: float) -> list[ev.Action]:
         """Taken also by a hub that does not lead yet, which answers when it does."""
-        if bump.update is not None:
+        if bump.update is not None and bump.epoch >= self.target:  # of an older epoch nothing counts: its trainer asks for another
             self._trainers.updates.end(bump.update, bump.epoch)
         actions = self._mark(bump, now)
         at = None if bump.boots is not None else asked_at(bump.moment, self._instance, bump.ago_seconds, self.config.max_clock_rate, now)

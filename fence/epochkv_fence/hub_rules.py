@@ -5,7 +5,10 @@ Each method is one rule, so that the model tests can take it away and show that 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from epochkv_fence.asks import Ask
+from epochkv_fence.authority import Origin
 from epochkv_fence.boots import BootRecord, Gate
 from epochkv_fence.messages import Mode, Source
 from epochkv_fence.pool_state import PoolState, Round
@@ -90,20 +93,30 @@ class HubRules(PoolState):
         return gate
 
     def _goes_on(self, ask: Ask | None) -> bool:
-        """`ask` brings no weights while those of the target are on their way: a plain reset in the middle of somebody's
-        update. The epoch moves, and nobody new may use it. Once somebody may use what a list named, the update is over."""
+        """`ask` brings no weights: a plain reset of weights that somebody has listed, or that are on their way in the middle of
+        an update. The epoch moves, and nobody new may use it."""
         if ask is None or ask.listed or self.config.weights_source != "Pushed" or self.target == 0:
             return False
         gate = self._gate
         if gate.held:
             ready = ask.releases() and ask.origin.weights_version == gate.held_for
             return not ready and not ask.brings_weights(self._weights_version() or gate.held_for)
-        return not ask.brings_weights(self._weights_version()) and (gate.listed or self._list_lost()) and not self._heirs()
+        if ask.brings_weights(self._weights_version()):
+            return False
+        if self._listed() and ask.ready and ask.origin.source is not Source.ENGINE:
+            return True
+        return (gate.listed or self._listed()) and not self._heirs()
 
-    def _list_lost(self) -> bool:
-        """The target was found recorded with a trainer's weights: whether with a list, this hub cannot know."""
-        origin = self._origin
-        return self._gate.asked_at is None and origin is not None and origin.source is not Source.SPEC and bool(origin.weights_version)
+    def _listed(self) -> bool:
+        """A trainer has listed who has the weights of the target."""
+        return self._origin is not None and bool(self._origin.listed)
+
+    def _origin_of(self, ask: Ask) -> Origin:
+        """What is recorded with the epoch of `ask`, so that every later hub knows whether a list decides."""
+        if self._pushed_meanwhile(ask) or (ask.listed and ask.origin.source is not Source.ENGINE):
+            return replace(ask.origin, listed=True)
+        brings = not ask.listed and ask.brings_weights(self._weights_version())
+        return replace(ask.origin, listed=False if brings else None)
 
     def _may_push(self, number: bytes, since_seconds: float, current: Round) -> bool:
         """Whoever opens an update is told so by a round that began when the record said it: every hub that leads after this
@@ -124,6 +137,8 @@ class HubRules(PoolState):
         """The gate of a target that follows `before`: its own, unless (`heirs`) it goes on with weights on their way, or nobody
         knows what engines hold."""
         gate, old = self._gate_of(ask, target), self._gate
+        if self._listed():
+            gate.close()
         if self._trainers.marked(target) is not None:
             return gate
         if unknown:

@@ -141,7 +141,7 @@ class Authority:
         if call.value > old.target:
             self.world.note(f"authority: target {call.value} (by h{call.process.index}: {call.origin})")
             self.world.count("recorded")
-            self._write(replace(old, target=call.value, origin=call.origin))
+            self._write(replace(old, target=call.value, origin=call.origin and call.origin.after(old.origin)))
         elif self.world.rules.record_lowers:
             self._write(replace(old, target=call.value))
 

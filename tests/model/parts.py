@@ -44,6 +44,7 @@ PUSHED_ORDERS = (
     "client, fence first",
     "client, fence first, failing",
     "client, reset after a push",
+    "client, reset of listed weights",
     "engines reset together",
 )
 MODEL_ORDERS = ("spec, reset", "client, reset", "client, reset, no waiting", "engines reset together", "one engine reset")

@@ -23,7 +23,14 @@ RESEND = 0.3
 KEEP = 1.2
 """Seconds between two askings to keep an update open."""
 RESCUES = ("", "people, a plain reset", "people, waiting")
-UNNAMED = ("client, reset after a push", "client, push under pause, failing", "client, reset", "people, a plain reset", "people, waiting")
+UNNAMED = (
+    "client, reset after a push",
+    "client, push under pause, failing",
+    "client, reset",
+    "client, reset of listed weights",
+    "people, a plain reset",
+    "people, waiting",
+)
 """Orders that do not say what the weights are called."""
 
 
@@ -411,6 +418,13 @@ class Trainer:
         yield from self._ask_status()
         yield from self._bump(None, self._published, asked_at)
 
+    def client_reset_of_listed_weights(self) -> Script:
+        """`reset()` without a push, after one whose boots were listed. A restore may take the list away."""
+        record = self.world.authority.record
+        if self.world.profile.restores or record.origin is None or not record.origin.listed:
+            return
+        yield from self.client_reset()
+
     def client_reset_no_waiting(self) -> Script:
         """Asked for and not waited for."""
         yield from self._ask_status()
@@ -515,6 +529,7 @@ SCRIPTS: dict[str, Callable[[Trainer], Script]] = {
     "client, fence first, failing": Trainer.client_fence_first_failing,
     "client, reset after a push": Trainer.client_reset_after_push,
     "client, reset": Trainer.client_reset,
+    "client, reset of listed weights": Trainer.client_reset_of_listed_weights,
     "client, reset, no waiting": Trainer.client_reset_no_waiting,
     "engines reset together": Trainer.engines_reset_together,
     "one engine reset": Trainer.one_engine_reset,

@@ -164,20 +164,19 @@ class UpdateCalls(Calls):
             )
         if ask.newest.target < epoch:
             raise await self._not_recorded(epoch, update.timeout_s)
-        return await self._outcome(ask, True, update.on_failure) if ask.newest.target == epoch else None
+        # Who raised the pool since then goes on with the list, which a hub has taken.
+        taken = ask.owned or ask.newest.target == epoch
+        return await self._outcome(ask, True, update.on_failure) if taken else None
 
-    async def fail_update(self, update: Update) -> int | None:
-        """The push failed, so nobody's weights are known: nobody may share until the next update. The new epoch, if any.
+    async def fail_update(self, update: Update) -> int:
+        """The push failed, so nobody's weights are known: nobody may share until the next update. Returns the new epoch.
 
         It is asked for with a version of its own, so that an ask of somebody else (a plain reset, an engine's proposal), which
         may let engines share by age, is never taken for this one.
         """
-        called = time.monotonic()
         seconds, version = min(FAIL_SECONDS, update.timeout_s), failed_version(update.version, secrets.token_hex(4))
         self._rest(update.holding)
         update.holding.given_up = True
-        if update.epoch is not None and not await self._superseded(update.epoch, called + seconds, update.holding):
-            return update.epoch  # everybody is in bypass there, and stays
         reset = await self.reset(None, version, False, seconds, "bypass", boots=(), ends=update.holding)
         return reset.epoch
 
@@ -185,6 +184,5 @@ class UpdateCalls(Calls):
         """Somebody raised the pool beyond `epoch` meanwhile: its marks mean nothing any more."""
         with self.session.conversation() as conversation:
             page = await self._page(conversation, 0, until, holding=holding)
-        if not holding.given_up:
-            holding.take(page, self.session.connection.pool.name)
+        holding.take(page, self.session.connection.pool.name)
         return page.target != epoch

@@ -77,11 +77,15 @@ class KubernetesAuthority:
         """
 
         def decide(pool: Json) -> Json | None:
-            if target <= record_of(pool).target:
+            before = record_of(pool)
+            if target <= before.target:
                 return None
             reset = (pool.get("status") or {}).get("reset") or {}
             # Nothing of the reset before may look as if it belonged to this one: its times, its laggards.
-            return {"targetEpoch": target, "reset": {**dict.fromkeys(reset), "epoch": target, **_origin_fields(origin)}}
+            return {
+                "targetEpoch": target,
+                "reset": {**dict.fromkeys(reset), "epoch": target, **_origin_fields(origin and origin.after(before.origin))},
+            }
 
         await self._update(pool_uid, decide)
 
@@ -169,13 +173,14 @@ def _origin_of(reset: Json, target: int) -> Origin | None:
     source = _SOURCES.get(str(reset.get("origin")))
     if source is None or reset.get("epoch") != target:
         return None
-    return Origin(source, str(reset.get("weightsVersion") or ""))
+    return Origin(source, str(reset.get("weightsVersion") or ""), bool(reset.get("listed")))
 
 
 def _origin_fields(origin: Origin | None) -> Json:
     if origin is None:
         return {}
-    return {"origin": origin.source.value, **({"weightsVersion": origin.weights_version} if origin.weights_version else {})}
+    fields = {"origin": origin.source.value, "weightsVersion": origin.weights_version, "listed": origin.listed}
+    return {key: value for key, value in fields.items() if value}
 
 
 _SOURCES = {source.value: source for source in Source}

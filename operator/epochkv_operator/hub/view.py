@@ -67,6 +67,7 @@ def view_of(
         reset_milliseconds=round(snapshot.reset_seconds * 1e3) if done and snapshot.reset_seconds is not None else None,
         origin=snapshot.origin.source.value if snapshot.origin is not None else None,
         weights_version=snapshot.weights_version,
+        listed=snapshot.origin is not None and bool(snapshot.origin.listed),
         weights_source=weights_source,
         held=snapshot.held,
         reclaim=ReclaimView(

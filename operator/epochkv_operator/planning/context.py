@@ -107,6 +107,8 @@ class HubView:
     """Who asked for the target: `Spec`, `Trainer` or `Engine`; None: not known."""
     weights_version: str = ""
     """Of the target."""
+    listed: bool = False
+    """A trainer listed who has the weights of the target."""
     weights_source: str = "Pushed"
     held: bool = False
     """The target waits for `spec.weightsReady`."""

@@ -159,7 +159,12 @@ def _pending(pool: KVCachePool, hub: HubView, named: str) -> str:
     )
     if hub.origin == "Trainer":
         return f"{text}, until the trainer's update ends, or until the next one"
-    return f"{text}. Push the weights to them, then " + _patch(pool, f'{{"spec":{{"resetEpoch":{hub.target + 1}}}}}')
+    epoch = f'"resetEpoch":{hub.target + 1}'
+    if hub.listed:
+        patch = _patch(pool, f'{{"spec":{{{epoch},"weightsVersion":"NAME","weightsReady":"NAME"}}}}')
+        text += ", until the next update of a trainer, who listed the others"
+        return f"{text}; or push the weights to all, give them a new name, then {patch}"
+    return f"{text}. Push the weights to them, then " + _patch(pool, f'{{"spec":{{{epoch}}}}}')
 
 
 def _patch(pool: KVCachePool, patch: str) -> str:

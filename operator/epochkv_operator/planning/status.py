@@ -250,8 +250,9 @@ def _reset(hub: HubView | None, previous: Json, now: datetime, *, partial: bool 
     durable = before if before.get("epoch") == hub.reset_epoch else {}
     started = timestamp(hub.reset_started, milliseconds=True)
     reset: dict[str, Any] = {"epoch": hub.reset_epoch, "startTime": durable.get("startTime", started)}
-    known = {"origin": hub.origin, "weightsVersion": hub.weights_version} if hub.target == hub.reset_epoch else {}
-    for key in ("origin", "weightsVersion"):
+    own = hub.target == hub.reset_epoch
+    known = {"origin": hub.origin, "weightsVersion": hub.weights_version, "listed": hub.listed} if own else {}
+    for key in ("origin", "weightsVersion", "listed"):
         value = durable.get(key) or known.get(key)
         if value:
             reset[key] = value

@@ -214,6 +214,16 @@ class _IgnoresTheNote(Hub):
         super()._lead_updates(replace(record, update=None), now)
 
 
+class _ForgetsTheList(Hub):
+    """A plain reset goes by age as soon as somebody uses what a list named."""
+
+    def _goes_on(self, ask: Ask | None) -> bool:
+        return super()._goes_on(ask) and not self._heirs()
+
+    def _listed(self) -> bool:
+        return False
+
+
 PUSHED = {"pushed": True, "restores": False}
 RESTLESS = {**PUSHED, **CALM, "policy": "Retain", "push_crashes": 0.3, "idle": 0.0, "steps": 3000, "disorder": 0.1, "pace": 0.4}
 DYING = {
@@ -260,6 +270,9 @@ WEIGHTS_MUTANTS = {
     ),
     "marks for other weights count": Mutant(
         Rules(hub=_MarksOfAnyVersion), "5", {**CRASHING, "orders": ("client, push under pause", "client, fence first")}
+    ),
+    "a plain reset after an update goes by age": Mutant(
+        Rules(hub=_ForgetsTheList), "5", {**RESTLESS, "orders": ("client, push under pause", "client, reset of listed weights")}
     ),
     "a list is not kept": Mutant(Rules(hub=_ListsAreForgotten), "5", {**PUSHED, "orders": ("client, push under pause",)}),
     "a trainer that died is forgotten": Mutant(

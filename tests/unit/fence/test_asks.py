@@ -297,7 +297,12 @@ def test_the_record_names_who_asked_and_for_which_weights() -> None:
     hub.beat(1)
     hub.hear(Propose(boot(1), 4))
     origins = [action.origin for action in hub.writes if isinstance(action, ev.Record)]
-    assert origins == [Origin(Source.ENGINE), Origin(Source.SPEC, "v1"), Origin(Source.TRAINER, "v2"), Origin(Source.ENGINE, "v2")]
+    assert origins == [
+        Origin(Source.ENGINE, listed=None),  # as of the epoch before
+        Origin(Source.SPEC, "v1", listed=False),
+        Origin(Source.TRAINER, "v2", listed=True),
+        Origin(Source.ENGINE, "v2", listed=None),
+    ]
 
 
 def test_a_record_written_again_keeps_its_origin() -> None:
@@ -332,7 +337,7 @@ def test_the_origin_on_record_counts(how: str) -> None:
 def test_an_epoch_above_the_record_is_recorded_again() -> None:
     hub = pool()
     hub.beat(1, epoch=9, age=10_000.0)
-    assert hub.writes == [ev.Record(9, Origin(Source.ENGINE))]
+    assert hub.writes == [ev.Record(9, Origin(Source.ENGINE, listed=None))]
     hub.beat(2, epoch=0, age=10_000.0)
     assert modes(hub) == {1: Mode.USE, 2: Mode.BYPASS}  # who has it keeps it, and no age proves anything
 

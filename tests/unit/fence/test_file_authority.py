@@ -268,24 +268,29 @@ def test_a_damaged_page_is_found_when_the_state_is_opened(tmp_path: Path) -> Non
     refused(tmp_path, "is damaged")
 
 
-def test_a_state_of_the_version_before_is_taken_over(tmp_path: Path) -> None:
+FROM_2_TO_3 = ("ALTER TABLE pools DROP COLUMN listed",)
+FROM_1_TO_2 = ("DROP TABLE updates",)
+
+
+@pytest.mark.parametrize(("version", "less"), [(2, FROM_2_TO_3), (1, FROM_2_TO_3 + FROM_1_TO_2)])
+def test_a_state_of_a_version_before_is_taken_over(tmp_path: Path, version: int, less: tuple[str, ...]) -> None:
     before = record_of(tmp_path)
     connection = sqlite3.connect(tmp_path / "state.db")
-    for statement in ("DROP TABLE updates", "PRAGMA user_version = 1"):
+    for statement in (*less, f"PRAGMA user_version = {version}"):
         connection.execute(statement)
     connection.close()
     assert record_of(tmp_path)[0] == before[0]
     connection = sqlite3.connect(tmp_path / "state.db")
-    assert connection.execute("PRAGMA user_version").fetchone() == (2,)
+    assert connection.execute("PRAGMA user_version").fetchone() == (3,)
     connection.close()
 
 
 def test_a_newer_state_is_refused(tmp_path: Path) -> None:
     record_of(tmp_path)
     connection = sqlite3.connect(tmp_path / "state.db")
-    connection.execute("PRAGMA user_version = 3")
+    connection.execute("PRAGMA user_version = 4")
     connection.close()
-    refused(tmp_path, r"was written by a newer EpochKV \(state version 3, this one reads 2\)")
+    refused(tmp_path, r"was written by a newer EpochKV \(state version 4, this one reads 3\)")
 
 
 def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:

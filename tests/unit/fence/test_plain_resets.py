@@ -1,4 +1,4 @@
-"""A plain reset, without new weights, in the middle of somebody's update: the epoch moves, and nobody new may use it."""
+"""A plain reset, without new weights, in the middle of somebody's update or after it: the epoch moves, and nobody new may use it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from epochkv_fence import hub_events as ev
 from epochkv_fence.authority import Origin, PoolRecord, Term
-from epochkv_fence.messages import Bump, Mode, Source
+from epochkv_fence.messages import Bump, Mode, Propose, Source
 from tests.unit.fence.helpers import HOLD, Driver, boot
 
 
@@ -47,6 +47,7 @@ def plain(hub: Driver, how: str, epoch: int) -> None:
         hub.ask(epoch, version="" if how == "spec" else "v0")
 
 
+LISTED = Origin(Source.TRAINER, "v1", listed=True)
 NOBODY = {1: Mode.BYPASS, 2: Mode.BYPASS}
 
 
@@ -64,13 +65,56 @@ def test_a_plain_reset_in_an_open_update_moves_the_epoch_and_lets_nobody_in(how:
     assert everyone(hub, 3, Mode.BYPASS) == {1: Mode.BYPASS, 2: Mode.USE}
 
 
-@pytest.mark.parametrize("how", ["client", "spec"])
-def test_a_plain_reset_after_an_update_goes_by_age(how: str) -> None:
+@pytest.mark.parametrize("how", ["client", "spec", "spec, weights as before"])
+def test_a_plain_reset_after_an_update_lets_in_whom_the_update_listed(how: str) -> None:
     hub = updating(1)
-    plain(hub, how, 2)
+    hub.ask(1, version="v0")
+    for epoch in (2, 3):
+        plain(hub, how, epoch)
+        hub.beat(1, epoch - 1, Mode.USE)
+        hub.beat(2, epoch - 1, Mode.BYPASS)
+        assert modes(hub) == {1: Mode.USE, 2: Mode.BYPASS}, "however old the other one is"
+        hub.beat(1, epoch, Mode.USE)
+        hub.beat(2, epoch, Mode.BYPASS)
+        hub.round()
+    hub.hear(Bump(8, 4, [boot(2)], "v1"))
+    assert everyone(hub, 3, Mode.BYPASS) == {1: Mode.BYPASS, 2: Mode.USE}
+
+
+def test_one_that_was_not_heard_during_a_plain_reset_is_still_on_the_list() -> None:
+    hub = updating(1, 2)
+    plain(hub, "client", 2)
+    hub.beat(2, 1, Mode.USE)
+    assert modes(hub) == {2: Mode.USE}
+    plain(hub, "client", 3)
     hub.beat(1, 1, Mode.USE)
-    hub.beat(2, 1, Mode.BYPASS)
-    assert modes(hub) == {1: Mode.USE, 2: Mode.USE}
+    assert modes(hub) == {1: Mode.USE}
+
+
+def test_a_pool_that_lives_on_plain_resets_goes_by_age_also_after_an_engines_proposal() -> None:
+    hub = pool()
+    everyone(hub, 0, Mode.USE)
+    plain(hub, "client", 1)
+    assert everyone(hub, 0, Mode.USE) == {1: Mode.USE, 2: Mode.USE}
+    hub.hear(Propose(boot(1), 2, hub.moment()), peer=b"peer1")
+    assert everyone(hub, 1, Mode.USE) == {1: Mode.USE, 2: Mode.USE}
+    hub.beat(3, 1, Mode.BYPASS)
+    assert modes(hub) == {3: Mode.BYPASS}
+    plain(hub, "client", 3)
+    hub.beat(3, 2, Mode.BYPASS)
+    assert modes(hub) == {3: Mode.USE}
+
+
+def test_an_epoch_that_an_engine_reports_after_a_restore_does_not_go_on_with_the_list() -> None:
+    """Who uses the restored target may have missed the weights of the epochs that the record lost."""
+    hub = Driver()
+    hub.step(ev.Acquired(Term("h", 1), PoolRecord(1, 1, True, LISTED)))
+    hub.now += HOLD
+    hub.beat(1, 1, Mode.USE)
+    hub.round()
+    hub.beat(2, 5, Mode.USE)
+    hub.beat(1, 1, Mode.USE)
+    assert modes(hub) == {1: Mode.BYPASS, 2: Mode.USE}
 
 
 @pytest.mark.parametrize("who", ["owner", "client"])
@@ -121,10 +165,25 @@ def test_an_owner_who_raises_once_more_when_the_weights_are_ready_goes_by_age() 
 def test_a_plain_reset_right_after_a_change_of_hub_keeps_those_who_had_the_weights() -> None:
     """The list went with the old hub; who uses the epoch says so when it is heard."""
     hub = Driver()
-    hub.step(ev.Acquired(Term("h", 1), PoolRecord(1, 1, True, Origin(Source.TRAINER, "v1"))))
+    hub.step(ev.Acquired(Term("h", 1), PoolRecord(1, 1, True, LISTED)))
     hub.hear(Bump(77, 2, moment=hub.moment()))
     hub.beat(1, 1, Mode.USE)
     hub.beat(2, 1, Mode.BYPASS)
+    assert modes(hub) == {1: Mode.USE, 2: Mode.BYPASS}
+    assert hub.writes[-1] == ev.Record(2, Origin(Source.TRAINER, "", listed=None))
+
+
+@pytest.mark.parametrize("how", ["client", "spec"])
+def test_a_hub_that_finds_a_plain_reset_of_listed_weights_goes_by_no_age_either(how: str) -> None:
+    hub = Driver()
+    hub.step(ev.Acquired(Term("h", 2), PoolRecord(2, 2, True, Origin(Source.SPEC, "", listed=True))))
+    hub.now += HOLD
+    hub.beat(1, 2, Mode.USE)
+    hub.beat(2, 2, Mode.BYPASS)
+    assert modes(hub) == {1: Mode.USE, 2: Mode.BYPASS}
+    plain(hub, how, 3)
+    hub.beat(1, 2, Mode.USE)
+    hub.beat(2, 2, Mode.BYPASS)
     assert modes(hub) == {1: Mode.USE, 2: Mode.BYPASS}
 
 

@@ -295,3 +295,17 @@ def test_what_is_remembered_is_bounded() -> None:
     for number in range(3 * MAX_OVER):
         updates.end(number.to_bytes(16, "big"))
     assert len(updates._over) == MAX_OVER
+
+
+def test_a_mark_that_comes_too_late_to_count_does_not_end_the_update() -> None:
+    """A plain reset was taken first. The trainer sees that, and names the engines in an epoch of its own."""
+    hub = led()
+    ask(hub, A)
+    hub.hear(Bump(1, 1, [], "v-a"))
+    hub.hear(Bump(2, 2, moment=hub.moment()))
+    hub.hear(Bump(3, 1, [boot(1)], "v-a", update=A))
+    found = ask(hub, A, 1.0)
+    assert found is not None
+    assert found.number == A
+    hub.hear(Bump(4, 3, [boot(1)], "v-a", update=A))
+    assert ask(hub, B) is not None

@@ -374,6 +374,13 @@ PENDING = [rank("p0"), rank("p1", mode="Bypass", pending=True)]
         ),
         (HubView(7, 7, PENDING, origin="Trainer"), "False", "WeightsPending", "until the trainer's update ends, or until the next one"),
         (
+            HubView(7, 7, PENDING, origin="Spec", listed=True),
+            "False",
+            "WeightsPending",
+            'give them a new name, then kubectl patch kvp policy -n rl --type=merge -p \'{"spec":{"resetEpoch":8,"weightsVersion":"NAME",'
+            '"weightsReady":"NAME"}}\'',
+        ),
+        (
             HubView(7, 7, PENDING, held=True, weights_version="step-3"),
             "False",
             "WeightsPending",
@@ -463,7 +470,8 @@ def test_keys_rotated(keys: KeysView | None, expected: Any, says: str) -> None:
 
 def test_reset_of_a_status_that_knows_more_is_left_alone() -> None:
     """The authority writes target and origin first; a view from before must not put the older reset back."""
-    before = {"targetEpoch": 8, "epoch": 7, "weightsVersion": "a", "reset": {"epoch": 8, "origin": "Trainer", "weightsVersion": "b"}}
+    reset = {"epoch": 8, "origin": "Trainer", "weightsVersion": "b", "listed": True}
+    before = {"targetEpoch": 8, "epoch": 7, "weightsVersion": "a", "reset": reset}
     stale = HubView(7, 7, reset_epoch=7, reset_started=NOW, reset_completed=NOW, origin="Spec")
     status = pool_status(POLICY, Observed(pool_children(), (), stale), CONTEXT, before, NOW)
     assert (status["reset"], status["targetEpoch"], status["weightsVersion"]) == (before["reset"], 8, "a")
@@ -475,6 +483,7 @@ def test_reset_of_a_status_that_knows_more_is_left_alone() -> None:
         "epoch": 8,
         "origin": "Trainer",
         "weightsVersion": "b",
+        "listed": True,
         "startTime": "2026-03-01T12:00:00.123Z",
         "completionTime": "2026-03-01T12:00:00.123Z",
         "durationMilliseconds": 9,
