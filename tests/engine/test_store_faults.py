@@ -239,10 +239,10 @@ def test_thirty_percent_of_loads_are_lost_and_every_answer_is_the_same(pair: Fau
 
 
 def test_a_slow_master_is_used_until_it_is_too_slow(pair: FaultyPair) -> None:
-    prompt, other = pair.saved()[0], pair.saved()[0]
+    other, _ = pair.saved()
     pair.relay.delay_seconds = 0.2
     try:
-        assert pair.ask(pair.b, prompt).cached == CACHED
+        pair.shares()
         assert pair.relay.num_delayed > 0
         before = pair.total(pair.b, "queries_late", "queries_failed")
         pair.relay.delay_seconds = 3.0  # above the limit of a call
