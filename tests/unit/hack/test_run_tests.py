@@ -1,0 +1,59 @@
+"""Which failed tests have a second run: those of real processes, a few at most, and no wrong answer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hack import run_tests
+from hack.run_tests import MAX_SECOND_RUNS, Layer, Run, run_layer
+
+FLAKY = """
+import pytest
+from pathlib import Path
+
+def test_good():
+    pass
+
+@pytest.mark.parametrize("what", ["a slow one"])
+def test_flaky(what):
+    seen = Path(__file__).with_suffix(".seen")
+    if not seen.exists():
+        seen.touch()
+        assert "late" == "in time"
+"""
+BROKEN = "def test_broken():\n    assert 1 == 2\n"
+WRONG = "def test_wrong():\n    tokens = [1]\n    assert tokens == [2]\n"
+MESSAGE = "def test_wrong():\n    assert 0 == 1, 'A gave a wrong answer'\n"
+MANY = f"import pytest\n@pytest.mark.parametrize('n', range({MAX_SECOND_RUNS + 1}))\ndef test_broken(n):\n    assert False\n"
+
+
+def run(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, real: bool = True) -> Run:
+    monkeypatch.setattr(run_tests, "ROOT", folder)
+    (folder / "test_it.py").write_text(text)
+    return run_layer(Layer("layer", Path(sys.executable), ("test_it.py",), 1, real=real), ["-p", "no:cacheprovider"])
+
+
+def test_one_that_fails_once_passes_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = run(FLAKY, tmp_path, monkeypatch)
+    assert found.status == 0
+    assert found.summary.startswith("1 failed, 1 passed")
+    assert found.summary.endswith("; passed on a second run: test_it.py::test_flaky[a slow one]")
+    assert "once more test_it.py::test_flaky[a slow one]" in capfd.readouterr().out
+
+
+def test_one_that_fails_twice_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(BROKEN, tmp_path, monkeypatch).status == 1
+    assert "once more" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("text", "real"), [(WRONG, True), (MESSAGE, True), (MANY, True), (FLAKY, False), ("def test_(:", True)])
+def test_wrong_answers_many_failures_and_pure_tests_have_one_run(
+    text: str, real: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(text, tmp_path, monkeypatch, real).status != 0
+    assert "once more" not in capfd.readouterr().out
