@@ -30,13 +30,12 @@ class Reset(ApiModel):
 
     lease_seconds: Annotated[int, Field(ge=1, le=3600, json_schema_extra={"format": "int32"})] = 30
     """Seconds an engine may use an epoch without hearing from the hub again. An engine that is frozen or cut off delays the
-    publication of a
-    new epoch by at most this plus a margin for clock rates (10 %, at least 1 s). Engines send a heartbeat every third of it.
-    Never goes down: a new hub could not know that longer leases are still out."""
+    publication of a new epoch by at most this plus a margin for clock rates (10 %, at least 1 s). Engines send a heartbeat every
+    third of it. Never goes down: a new hub could not know that longer leases are still out."""
     join_after_seconds: Annotated[int, Field(ge=0, le=86400, json_schema_extra={"format": "int32"})] = 60
-    """With pushed weights, an engine process younger than this when the epoch was raised is taken to have missed the push; it
-    serves in bypass
-    until the next one. Set it above the time one push takes, from its start to the raise."""
+    """With pushed weights, an engine process younger than this when the epoch was raised is taken to have missed the push; it serves
+    in bypass until the next one. Set it above the time one push takes, from its start to the raise. Once a trainer's `weight_update`
+    has listed the engines that have the weights, its list counts instead, until weights of another name are raised."""
     reclaim_policy: Literal["Delete", "RemoveAll", "Retain"] = "Delete"
     """What becomes of old KV in the distributed store, which no engine can find any more. `Delete`: after publication one engine removes
     it; nothing waits for that. `RemoveAll`: before publication every engine holds its loads and the store is emptied as a whole; needs a
