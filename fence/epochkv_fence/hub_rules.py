@@ -100,12 +100,18 @@ class HubRules(PoolState):
         gate = self._gate
         if gate.held:
             ready = ask.releases() and ask.origin.weights_version == gate.held_for
-            return not ready and not ask.brings_weights(self._weights_version() or gate.held_for)
-        if ask.brings_weights(self._weights_version()):
+            return not ready and not self._brings_weights(ask)
+        if self._brings_weights(ask):
             return False
-        if self._listed() and ask.ready and ask.origin.source is not Source.ENGINE:
+        if self._listed() and ask.origin.source is not Source.ENGINE:
             return True
         return (gate.listed or self._listed()) and not self._heirs()
+
+    def _brings_weights(self, ask: Ask) -> bool:
+        """It is an update of its own: it names others than those of the target, or says that the named ones are to come."""
+        if self._gate.held:
+            return ask.brings_weights(self._weights_version() or self._gate.held_for)
+        return not ask.ready or ask.brings_weights(self._weights_version())
 
     def _listed(self) -> bool:
         """A trainer has listed who has the weights of the target."""
@@ -115,7 +121,7 @@ class HubRules(PoolState):
         """What is recorded with the epoch of `ask`, so that every later hub knows whether a list decides."""
         if self._pushed_meanwhile(ask) or (ask.listed and ask.origin.source is not Source.ENGINE):
             return replace(ask.origin, listed=True)
-        brings = not ask.listed and ask.brings_weights(self._weights_version())
+        brings = not ask.listed and self._brings_weights(ask)
         return replace(ask.origin, listed=False if brings else None)
 
     def _may_push(self, number: bytes, since_seconds: float, current: Round) -> bool:

@@ -187,6 +187,20 @@ def test_a_hub_that_finds_a_plain_reset_of_listed_weights_goes_by_no_age_either(
     assert modes(hub) == {1: Mode.USE, 2: Mode.BYPASS}
 
 
+@pytest.mark.parametrize("boots", [(1,), ()])
+def test_an_owner_who_says_that_weights_are_to_come_brings_them_also_under_a_name_of_before(boots: tuple[int, ...]) -> None:
+    """He goes back to older weights, after a trainer's update that ended well or failed."""
+    hub = updating(*boots)
+    hub.ask(1, version="v0")
+    hub.ask(2, version="v0", ready=False)
+    assert everyone(hub, 1, Mode.BYPASS) == NOBODY
+    assert everyone(hub, 2, Mode.BYPASS) == NOBODY
+    plain(hub, "client", 3)
+    assert everyone(hub, 2, Mode.BYPASS) == NOBODY
+    hub.ask(2, version="v0", ready=True)
+    assert everyone(hub, 3, Mode.BYPASS) == {1: Mode.USE, 2: Mode.USE}
+
+
 def test_weights_that_never_change_are_nobodys_update() -> None:
     hub = Driver(weights_source="Model")
     hub.lead(granting=True)
