@@ -153,16 +153,19 @@ class AuthorityConformance(abc.ABC):
     def test_what_an_origin_inherits_is_that_of_the_record(self) -> None:
         async def body(world: Authorities) -> None:
             authority, _ = await world.take_over()
-            for epoch, asked, listed in (
-                (1, Origin(Source.SPEC, listed=None), False),
-                (2, Origin(Source.TRAINER, "step-7", listed=True), True),
-                (3, Origin(Source.TRAINER, listed=None), True),
-                (4, Origin(Source.SPEC, "v2", listed=False), False),
-                (5, Origin(Source.ENGINE, "v2", listed=None), False),
+            step = Origin(Source.TRAINER, "step-7", listed=True)
+            for epoch, asked, recorded in (
+                (1, Origin(Source.SPEC, "v1", listed=None), Origin(Source.SPEC, "v1")),
+                (2, step, step),
+                (3, Origin(Source.TRAINER, listed=None), Origin(Source.TRAINER, "step-7", listed=True, inherited=True)),
+                (4, Origin(Source.SPEC, "v1", listed=None), Origin(Source.SPEC, "step-7", listed=True, inherited=True)),
+                (5, Origin(Source.SPEC, "v2", listed=False), Origin(Source.SPEC, "v2")),
+                (6, Origin(Source.ENGINE, "v2", listed=None), Origin(Source.ENGINE, "v2")),
             ):
                 await authority.record(world.uid, epoch, asked)
-                origin = (await authority.load(world.uid)).origin
-                assert origin == replace(asked, listed=listed)
+                assert (await authority.load(world.uid)).origin == recorded
+                if epoch > 1:
+                    authority, _ = await world.take_over()
 
         self.run(body)
 

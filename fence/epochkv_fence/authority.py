@@ -46,18 +46,29 @@ class Origin:
 
     Attributes:
         source: who asked for it first.
-        weights_version: what the asker calls the weights of this epoch; empty: it did not say.
+        weights_version: what the weights of this epoch are called; empty: nobody said.
         listed: a trainer listed the boots that have these weights, for this epoch or for one before with the same weights, so no
             boot's age proves anything. None, to be recorded: as of the target before; never read.
+        inherited: the asker brought no weights: list and name are those of the target before.
     """
 
     source: Source
     weights_version: str = ""
     listed: bool | None = False
+    inherited: bool = False
+
+    @property
+    def asked_version(self) -> str:
+        """What the asker called the weights."""
+        return "" if self.inherited else self.weights_version
 
     def after(self, before: Origin | None) -> Origin:
         """As it is recorded over `before`, with what it inherits."""
-        return self if self.listed is not None else replace(self, listed=before is not None and before.listed is True)
+        if self.listed is not None:
+            return self
+        if before is None or not before.listed:
+            return replace(self, listed=False)
+        return replace(self, listed=True, inherited=True, weights_version=before.weights_version)
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,10 @@ BEGIN SELECT RAISE(ABORT, 'the record of updates never goes back'); END;
 CREATE TRIGGER updates_never_go BEFORE DELETE ON updates
 BEGIN SELECT RAISE(ABORT, 'the record of updates is never removed'); END;
 """
-_SCHEMA_3: Final = "ALTER TABLE pools ADD COLUMN listed INTEGER NOT NULL DEFAULT 0;"
+_SCHEMA_3: Final = """
+ALTER TABLE pools ADD COLUMN listed INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE pools ADD COLUMN inherited INTEGER NOT NULL DEFAULT 0;
+"""
 _SCHEMAS: Final = (_SCHEMA, _SCHEMA_2, _SCHEMA_3)
 """What each version of the state adds to the one before."""
 
@@ -194,7 +197,7 @@ class FileAuthority:
             row = (
                 self._opened()
                 .execute(
-                    "SELECT target, published, granting, source, weights_version, listed, serial, number, holder, version, open "
+                    "SELECT target, published, granting, source, weights_version, listed, inherited, serial, number, holder, version, open "
                     "FROM pools LEFT JOIN updates USING (uid) WHERE uid = ?",
                     (pool_uid,),
                 )
@@ -202,9 +205,9 @@ class FileAuthority:
             )
             if row is None:
                 raise self._gone(pool_uid)
-            target, published, granting, source, weights_version, listed, serial, number, holder, version, is_open = row
+            target, published, granting, source, weights_version, listed, inherited, serial, number, holder, version, is_open = row
             known = source in {kind.value for kind in Source}
-            origin = Origin(Source(source), weights_version, bool(listed)) if known else None
+            origin = Origin(Source(source), weights_version, bool(listed), bool(inherited)) if known else None
             update = UpdateNote(serial, number, holder, version, bool(is_open)) if serial is not None else None
             return PoolRecord(target, published, bool(granting), origin, update)
 
@@ -218,7 +221,8 @@ class FileAuthority:
             pool_uid,
             "record",
             "UPDATE pools SET source = iif(:target > target, :source, source), "
-            "weights_version = iif(:target > target, :version, weights_version), "
+            "weights_version = iif(:target > target, iif(:listed IS NULL AND listed, weights_version, :version), weights_version), "
+            "inherited = iif(:target > target, :listed IS NULL AND listed, inherited), "
             "listed = iif(:target > target, coalesce(:listed, listed), listed), target = max(target, :target) WHERE uid = :uid",
             {"target": target, "source": source, "version": known.weights_version, "listed": known.listed},
         )

@@ -197,6 +197,7 @@ class BumpStatus(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
         pending: live boots of the epoch's list that do not report `Use` of it yet.
         weights_version: of the target.
         lease_seconds: the pool's; with its margin it bounds the time to publication.
+        inherited: who asked for the target named no weights: they are those of the epoch before.
     """
 
     request: Count
@@ -211,6 +212,12 @@ class BumpStatus(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     lease_seconds: Seconds = 0.0
     bypassed: Count = 0
     pending: Count = 0
+    inherited: bool = False
+
+    @property
+    def asked_version(self) -> str:
+        """What who asked for the target called its weights."""
+        return "" if self.inherited else self.weights_version
 
 
 class EngineStatus(msgspec.Struct, frozen=True):

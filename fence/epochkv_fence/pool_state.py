@@ -259,6 +259,7 @@ class PoolState:
                 lease_seconds=self.config.lease_seconds,
                 bypassed=bypassed,
                 pending=pending if epoch == self.target else 0,
+                inherited=self._origin is not None and self._origin.inherited,
             )
             for request, epoch in asks
         ]

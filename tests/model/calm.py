@@ -76,7 +76,7 @@ class Calm:
 
     def _failed_epoch(self) -> int:
         record = self.world.authority.record
-        return record.target if record.origin is not None and record.origin.weights_version.startswith(FAILED) else 0
+        return record.target if record.origin is not None and record.origin.asked_version.startswith(FAILED) else 0
 
     def _until_sharing(self) -> None:
         """Weights that are never pushed: every engine uses the published epoch soon, unless it waits for another one."""

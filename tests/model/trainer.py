@@ -135,7 +135,7 @@ class Trainer:
             self.status = message if message.request >= self.since else self.status
         elif message.request == self.request:
             self.bumped = message
-            if message.target == self.epoch and message.weights_version == self.version:
+            if message.target == self.epoch and message.asked_version == self.version:
                 self.mine = message.target
             if message.target >= self.epoch and self.recorded_at is None:
                 self.recorded_at = now
@@ -297,7 +297,7 @@ class Trainer:
         while world.authority.record.published < self.epoch or self.mine != self.epoch:
             record = world.authority.record
             if record.target >= self.epoch:
-                if record.target == self.epoch and record.origin is not None and record.origin.weights_version == self.version:
+                if record.target == self.epoch and record.origin is not None and record.origin.asked_version == self.version:
                     self.mine = self.epoch
                 elif self.mine != self.epoch and not world.rules.trainer_takes_any_epoch:
                     self._raise_spec(world.spec.ready)

@@ -240,7 +240,7 @@ class Session:
                 if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     self._problem = "it refuses our key, which is of no pool that this hub serves, or was retired"
                 else:
-                    self._problem = "no CURVE handshake: hub.pub is not the key of that hub, or what listens there is no hub"
+                    self._problem = "no CURVE handshake: hub.pub is not the key of that hub, what listens there is no hub, or it hangs"
                 if self._refused_since is None:
                     self._refused_since = time.monotonic()
                 return

@@ -376,7 +376,7 @@ class AgentThread:
                 self._say("hub", "refused", logging.WARNING, text, self.endpoint)
                 self._keys_due = time.monotonic()
             case LinkEvent.NO_HANDSHAKE:
-                text = "no CURVE handshake with %s (is hub.pub the key of that hub?); bypass, retrying"
+                text = "no CURVE handshake with %s (is hub.pub the key of that hub, or does it hang?); bypass, retrying"
                 if self._said.get("hub") != "refused":
                     self._say("hub", "handshake", logging.WARNING, text, self.endpoint)
                 self._keys_due = time.monotonic()

@@ -26,10 +26,12 @@ class ResetStatus(StatusModel):
     origin: Annotated[str | None, Field(max_length=16)] = None
     """Who asked for it first: `Spec` (`spec.resetEpoch`), `Trainer` (the trainer client) or `Engine` (an engine that was reset alone)."""
     weights_version: Annotated[str | None, Field(max_length=253)] = None
-    """What that one calls the weights of this epoch."""
+    """What the weights of this epoch are called."""
     listed: bool | None = None
     """A trainer listed the engines that have these weights (of this epoch, or of one before with the same weights), so no engine
     joins by its age."""
+    inherited: bool | None = None
+    """Who asked for it brought no weights: they are those of the epoch before."""
     start_time: Timestamp | None = None
     """When the target was recorded."""
     completion_time: Timestamp | None = None

@@ -173,13 +173,18 @@ def _origin_of(reset: Json, target: int) -> Origin | None:
     source = _SOURCES.get(str(reset.get("origin")))
     if source is None or reset.get("epoch") != target:
         return None
-    return Origin(source, str(reset.get("weightsVersion") or ""), bool(reset.get("listed")))
+    return Origin(source, str(reset.get("weightsVersion") or ""), bool(reset.get("listed")), bool(reset.get("inherited")))
 
 
 def _origin_fields(origin: Origin | None) -> Json:
     if origin is None:
         return {}
-    fields = {"origin": origin.source.value, "weightsVersion": origin.weights_version, "listed": origin.listed}
+    fields = {
+        "origin": origin.source.value,
+        "weightsVersion": origin.weights_version,
+        "listed": origin.listed,
+        "inherited": origin.inherited,
+    }
     return {key: value for key, value in fields.items() if value}
 
 

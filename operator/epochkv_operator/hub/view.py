@@ -68,6 +68,7 @@ def view_of(
         origin=snapshot.origin.source.value if snapshot.origin is not None else None,
         weights_version=snapshot.weights_version,
         listed=snapshot.origin is not None and bool(snapshot.origin.listed),
+        inherited=snapshot.origin is not None and snapshot.origin.inherited,
         weights_source=weights_source,
         held=snapshot.held,
         reclaim=ReclaimView(

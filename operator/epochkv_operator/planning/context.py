@@ -109,6 +109,8 @@ class HubView:
     """Of the target."""
     listed: bool = False
     """A trainer listed who has the weights of the target."""
+    inherited: bool = False
+    """The target has the weights of the epoch before."""
     weights_source: str = "Pushed"
     held: bool = False
     """The target waits for `spec.weightsReady`."""

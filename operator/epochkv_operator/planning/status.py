@@ -251,8 +251,8 @@ def _reset(hub: HubView | None, previous: Json, now: datetime, *, partial: bool 
     started = timestamp(hub.reset_started, milliseconds=True)
     reset: dict[str, Any] = {"epoch": hub.reset_epoch, "startTime": durable.get("startTime", started)}
     own = hub.target == hub.reset_epoch
-    known = {"origin": hub.origin, "weightsVersion": hub.weights_version, "listed": hub.listed} if own else {}
-    for key in ("origin", "weightsVersion", "listed"):
+    known = {"origin": hub.origin, "weightsVersion": hub.weights_version, "listed": hub.listed, "inherited": hub.inherited} if own else {}
+    for key in ("origin", "weightsVersion", "listed", "inherited"):
         value = durable.get(key) or known.get(key)
         if value:
             reset[key] = value

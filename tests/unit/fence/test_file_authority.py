@@ -268,7 +268,7 @@ def test_a_damaged_page_is_found_when_the_state_is_opened(tmp_path: Path) -> Non
     refused(tmp_path, "is damaged")
 
 
-FROM_2_TO_3 = ("ALTER TABLE pools DROP COLUMN listed",)
+FROM_2_TO_3 = ("ALTER TABLE pools DROP COLUMN listed", "ALTER TABLE pools DROP COLUMN inherited")
 FROM_1_TO_2 = ("DROP TABLE updates",)
 
 

@@ -187,6 +187,33 @@ def test_a_hub_that_finds_a_plain_reset_of_listed_weights_goes_by_no_age_either(
     assert modes(hub) == {1: Mode.USE, 2: Mode.BYPASS}
 
 
+@pytest.mark.parametrize("who", ["client", "spec"])
+def test_a_reset_that_names_the_same_weights_again_brings_none_also_after_a_plain_one(who: str) -> None:
+    hub = updating(1)
+    plain(hub, "client", 2)
+    hub.beat(1, 1, Mode.USE)
+    hub.round()
+    assert hub.hub.snapshot(hub.now).weights_version == "v1"
+    if who == "client":
+        hub.hear(Bump(77, 3, None, "v1", moment=hub.moment()))
+    else:
+        hub.ask(3, version="v1")
+    hub.beat(1, 2, Mode.USE)
+    hub.beat(2, 2, Mode.BYPASS)
+    assert modes(hub) == {1: Mode.USE, 2: Mode.BYPASS}
+
+
+def test_that_an_update_failed_is_said_as_long_as_it_decides_who_shares() -> None:
+    hub = updating(1)
+    hub.hear(Bump(8, 2, [], "failed: v2 0a0b0c0d"))
+    plain(hub, "client", 3)
+    assert everyone(hub, 2, Mode.BYPASS) == NOBODY
+    assert hub.hub.snapshot(hub.now).weights_version == "failed: v2 0a0b0c0d"
+    hub.hear(Bump(9, 4, None, "v3", moment=hub.moment()))
+    assert everyone(hub, 3, Mode.BYPASS) == {1: Mode.USE, 2: Mode.USE}
+    assert hub.hub.snapshot(hub.now).weights_version == "v3"
+
+
 @pytest.mark.parametrize("boots", [(1,), ()])
 def test_an_owner_who_says_that_weights_are_to_come_brings_them_also_under_a_name_of_before(boots: tuple[int, ...]) -> None:
     """He goes back to older weights, after a trainer's update that ended well or failed."""
