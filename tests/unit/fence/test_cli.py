@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_fence.cli.__main__ import main
 from epochkv_fence.client import Pool
 from epochkv_fence.messages import Mode
+from tests.helpers_cli import inside
 from tests.helpers_fence import FakeEngine, eventually
 from tests.helpers_hub import CLI, Agents, HubProcess, bypassing, epochkv, free_port, interruptible, using
 
@@ -33,17 +33,6 @@ def agents(hub: HubProcess) -> Iterator[Agents]:
     made = Agents(hub.folder)
     yield made
     made.stop()
-
-
-def inside(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Run the command in this process, where what it says costs no start of another one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["epochkv", *arguments])
-        patch.delenv("EPOCHKV_CONFIG", raising=False)
-        with pytest.raises(SystemExit) as ended:
-            main()
-    captured = capsys.readouterr()
-    return int(ended.value.code or 0), captured.out, captured.err
 
 
 def target(hub: HubProcess) -> int:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_fence.cli.__main__ import main
 from epochkv_fence.client import ConfigurationError, Connection, Pool
 from epochkv_fence.transport import generate_keypair
+from tests.helpers_cli import inside
 from tests.helpers_fence import eventually
 from tests.helpers_hub import CLI, HubWorld, hub_world, interruptible
 
@@ -25,17 +25,6 @@ from tests.helpers_hub import CLI, HubWorld, hub_world, interruptible
 def world(tmp_path: Path) -> Iterator[HubWorld]:
     with hub_world(tmp_path / "state", join_after_seconds=0.0) as made:
         yield made
-
-
-def inside(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Run the command in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["epochkv", *arguments])
-        patch.delenv("EPOCHKV_CONFIG", raising=False)
-        with pytest.raises(SystemExit) as ended:
-            main()
-    captured = capsys.readouterr()
-    return int(ended.value.code or 0), captured.out, captured.err
 
 
 # ------------------------------------------------------------------------------------------------------------------ update

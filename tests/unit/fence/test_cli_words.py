@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_fence.cli.__main__ import main
 from epochkv_fence.cli.render import Output, Progress, show_reset, show_status, show_wait
 from epochkv_fence.client import ArgumentError, AsyncPool, OpenUpdate, Pool, PoolStatus, Reset, ResetTimeout, Standing, UpdateInProgress
 from epochkv_fence.versions import FAILED, failed_version
+from tests.helpers_cli import inside
 from tests.helpers_hub import HubWorld, epochkv, hub_world
 
 
@@ -24,17 +23,6 @@ from tests.helpers_hub import HubWorld, epochkv, hub_world
 def world(tmp_path: Path) -> Iterator[HubWorld]:
     with hub_world(tmp_path / "state", join_after_seconds=0.0) as made:
         yield made
-
-
-def inside(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Run the command in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["epochkv", *arguments])
-        patch.delenv("EPOCHKV_CONFIG", raising=False)
-        with pytest.raises(SystemExit) as ended:
-            main()
-    captured = capsys.readouterr()
-    return int(ended.value.code or 0), captured.out, captured.err
 
 
 # ------------------------------------------------------------------------------------------------------------- the command
