@@ -197,7 +197,7 @@ class BumpStatus(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
         pending: live boots of the epoch's list that do not report `Use` of it yet.
         weights_version: of the target.
         lease_seconds: the pool's; with its margin it bounds the time to publication.
-        inherited: who asked for the target named no weights: they are those of the epoch before.
+        inherited: who asked for the target brought no weights: they are those of the epoch before.
     """
 
     request: Count
@@ -214,10 +214,12 @@ class BumpStatus(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     pending: Count = 0
     inherited: bool = False
 
-    @property
-    def asked_version(self) -> str:
-        """What who asked for the target called its weights."""
-        return "" if self.inherited else self.weights_version
+    def may_answer(self, version: str, *, listed: bool) -> bool:
+        """Whether an ask for these weights, `listed` with the boots that have them, can have led to the target. One that names
+        the present weights, or none, brings none."""
+        if self.inherited:
+            return not listed and version in ("", self.weights_version)
+        return self.weights_version == version
 
 
 class EngineStatus(msgspec.Struct, frozen=True):

@@ -135,7 +135,7 @@ class Trainer:
             self.status = message if message.request >= self.since else self.status
         elif message.request == self.request:
             self.bumped = message
-            if message.target == self.epoch and message.asked_version == self.version:
+            if message.target == self.epoch and message.may_answer(self.version, listed=bool(self.version)):
                 self.mine = message.target
             if message.target >= self.epoch and self.recorded_at is None:
                 self.recorded_at = now

@@ -325,7 +325,7 @@ class Calls:
         if ask.newest is not None and answer.published < ask.newest.published:
             return  # late
         ask.newest = answer
-        if answer.target == ask.epoch and answer.asked_version == ask.version:
+        if answer.target == ask.epoch and answer.may_answer(ask.version, listed=ask.boots is not None):
             ask.owned = True
 
     async def _heard_all(self) -> None:

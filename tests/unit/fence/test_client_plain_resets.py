@@ -30,6 +30,24 @@ def test_one_that_comes_while_fence_first_ends_takes_nothing_from_the_update(tmp
             eventually(lambda: all(using(agent, newest) for agent, _ in agents), what=f"both share epoch {newest}")  # noqa: B023
 
 
+def test_naming_the_present_weights_again_is_one_reset_and_lets_nobody_in(tmp_path: Path) -> None:
+    with hub_world(tmp_path / "state", join_after_seconds=0.0) as world:
+        (agent, _), *_ = world.serving(1)
+        pool = world.connect()
+        with pool.weight_update("step-1"):
+            late, _ = world.agents.start("late")
+            eventually(lambda: using(late, 0))
+        for epoch, version in ((2, "step-1"), (3, None), (4, "step-1")):
+            reset = pool.reset(weights_version=version)
+            assert (reset.epoch, reset.published, reset.weights_version) == (epoch, True, "step-1")
+            eventually(lambda: using(agent, epoch) and bypassing(late, epoch), what="the list decides")  # noqa: B023
+        with pool.weight_update("step-1") as update:  # the same name, and a list of its own
+            pass
+        assert update.reset is not None
+        assert update.reset.epoch == 5
+        eventually(lambda: using(agent, 5) and using(late, 5))
+
+
 def test_an_engine_that_an_update_keeps_out_does_not_join_by_its_age_whichever_hub_leads(tmp_path: Path) -> None:
     with hub_world(tmp_path / "state", join_after_seconds=0.0, lease_seconds=1.0) as world:
         (agent, _), *_ = world.serving(1)
