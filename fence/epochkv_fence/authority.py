@@ -57,11 +57,6 @@ class Origin:
     listed: bool | None = False
     inherited: bool = False
 
-    @property
-    def asked_version(self) -> str:
-        """What the asker called the weights."""
-        return "" if self.inherited else self.weights_version
-
     def after(self, before: Origin | None) -> Origin:
         """As it is recorded over `before`, with what it inherits."""
         if self.listed is not None:

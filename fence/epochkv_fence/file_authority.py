@@ -193,39 +193,39 @@ class FileAuthority:
             PoolGone: there is no pool with this uid.
         """
 
-        def read() -> PoolRecord:
-            row = (
-                self._opened()
-                .execute(
-                    "SELECT target, published, granting, source, weights_version, listed, inherited, serial, number, holder, version, open "
-                    "FROM pools LEFT JOIN updates USING (uid) WHERE uid = ?",
-                    (pool_uid,),
-                )
-                .fetchone()
-            )
-            if row is None:
-                raise self._gone(pool_uid)
-            target, published, granting, source, weights_version, listed, inherited, serial, number, holder, version, is_open = row
-            known = source in {kind.value for kind in Source}
-            origin = Origin(Source(source), weights_version, bool(listed), bool(inherited)) if known else None
-            update = UpdateNote(serial, number, holder, version, bool(is_open)) if serial is not None else None
-            return PoolRecord(target, published, bool(granting), origin, update)
+        return await self._call("load", lambda: self._record_of(self._opened(), pool_uid))
 
-        return await self._call("load", read)
+    def _record_of(self, connection: sqlite3.Connection, pool_uid: str) -> PoolRecord:
+        row = connection.execute(
+            "SELECT target, published, granting, source, weights_version, listed, inherited, serial, number, holder, version, open "
+            "FROM pools LEFT JOIN updates USING (uid) WHERE uid = ?",
+            (pool_uid,),
+        ).fetchone()
+        if row is None:
+            raise self._gone(pool_uid)
+        target, published, granting, source, weights_version, listed, inherited, serial, number, holder, version, is_open = row
+        known = source in {kind.value for kind in Source}
+        origin = Origin(Source(source), weights_version, bool(listed), bool(inherited)) if known else None
+        update = UpdateNote(serial, number, holder, version, bool(is_open)) if serial is not None else None
+        return PoolRecord(target, published, bool(granting), origin, update)
 
     async def record(self, pool_uid: str, target: int, origin: Origin | None = None) -> None:
         """Durably raise the target, and set its origin if it rises."""
-        known = origin or Origin(Source.SPEC)
-        source = None if origin is None else origin.source.value
-        await self._update(
-            pool_uid,
-            "record",
-            "UPDATE pools SET source = iif(:target > target, :source, source), "
-            "weights_version = iif(:target > target, iif(:listed IS NULL AND listed, weights_version, :version), weights_version), "
-            "inherited = iif(:target > target, :listed IS NULL AND listed, inherited), "
-            "listed = iif(:target > target, coalesce(:listed, listed), listed), target = max(target, :target) WHERE uid = :uid",
-            {"target": target, "source": source, "version": known.weights_version, "listed": known.listed},
-        )
+
+        def write(connection: sqlite3.Connection) -> None:
+            before = self._record_of(connection, pool_uid)
+            if target <= before.target:
+                return
+            recorded = None if origin is None else origin.after(before.origin)
+            values: tuple[str | None, str, bool | None, bool] = (None, "", False, False)
+            if recorded is not None:
+                values = (recorded.source.value, recorded.weights_version, recorded.listed, recorded.inherited)
+            connection.execute(
+                "UPDATE pools SET target = ?, source = ?, weights_version = ?, listed = ?, inherited = ? WHERE uid = ?",
+                (target, *values, pool_uid),
+            )
+
+        await self._write("record", write)
 
     async def publish(self, pool_uid: str, epoch: int) -> None:
         """Durably raise the published epoch. The target is never below it: the hub recorded it before it asked."""

@@ -76,7 +76,8 @@ class Calm:
 
     def _failed_epoch(self) -> int:
         record = self.world.authority.record
-        return record.target if record.origin is not None and record.origin.asked_version.startswith(FAILED) else 0
+        failed = record.origin is not None and not record.origin.inherited and record.origin.weights_version.startswith(FAILED)
+        return record.target if failed else 0
 
     def _until_sharing(self) -> None:
         """Weights that are never pushed: every engine uses the published epoch soon, unless it waits for another one."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from epochkv_fence.authority import Origin
 from epochkv_fence.messages import Bump, BumpStatus, Message, Moment, OpenUpdate, Status
 from epochkv_fence.versions import FAILED
 from tests.model.parts import JOIN_AFTER, PUSH_TO_ASK, SPREAD, Engine, Spec
@@ -297,7 +298,7 @@ class Trainer:
         while world.authority.record.published < self.epoch or self.mine != self.epoch:
             record = world.authority.record
             if record.target >= self.epoch:
-                if record.target == self.epoch and record.origin is not None and record.origin.asked_version == self.version:
+                if record.target == self.epoch and self._is_origin(record.origin):
                     self.mine = self.epoch
                 elif self.mine != self.epoch and not world.rules.trainer_takes_any_epoch:
                     self._raise_spec(world.spec.ready)
@@ -305,6 +306,10 @@ class Trainer:
                     self.mine = self.epoch
             world.hub_side.ask(fresh())
             yield
+
+    def _is_origin(self, origin: Origin | None) -> bool:
+        """Who asked for this target called its weights as this trainer does."""
+        return origin is not None and ("" if origin.inherited else origin.weights_version) == self.version
 
     def spec_under_pause(self) -> Script:
         """pause -> push -> raise -> wait -> resume."""
