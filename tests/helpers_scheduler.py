@@ -285,6 +285,9 @@ class Rig:
 
     def update(self, output: Any) -> None:
         """Forward pass and results of a scheduled step."""
+        if output.kv_connector_metadata is not None and output.kv_connector_metadata.settle:
+            for worker in self.workers:
+                worker.settle()
         runner = self._forward(output)
         for worker in self.workers:
             if output.kv_connector_metadata is not None:

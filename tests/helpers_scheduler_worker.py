@@ -102,6 +102,7 @@ class FakeWorker:
         self.poison_orders: list[str] = []
         self.hold_loads = False
         self.hold_saves = False
+        self.settles = True
         self.fail_loads: Callable[[LoadJob], bool] = lambda job: False
 
     def start_step(self, metadata: StepMetadata) -> None:
@@ -112,6 +113,16 @@ class FakeWorker:
         self.loads.extend(metadata.loads)
         self.saves.extend(metadata.saves)
         self.work()
+
+    def settle(self) -> None:
+        """The step is about to write to GPU blocks: do the saves that are held, or fail them."""
+        saves, self.saves = self.saves, []
+        for save in saves:
+            if self.settles:
+                self._save(save)
+            else:
+                for phase in (Phase.COPIED,) if save.namespace is None else (Phase.COPIED, Phase.STORED):
+                    self.acks.append(JobAck(save.job_id, self.rank, phase, save.start_block, 0, failed=True))
 
     def work(self) -> None:
         """Do what is not held."""

@@ -16,11 +16,13 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import vllm
 
 from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout
+from epochkv_connector.weights import digest_of, files_of
 from epochkv_connector.worker.slots import slot_stride
 
 TESTED_VERSIONS = ((0, 30), (0, 33))
@@ -63,7 +65,7 @@ __all__ = [  # names of vLLM that the rest of the connector imports from here
 ]
 
 ALLOWED_SIBLINGS: frozenset[str] = frozenset({"EpochKVConnector"})
-"""What may stand beside us in a MultiConnector: connectors that keep block hashes per request would outlive a re-hash."""
+"""What may stand, once, beside us in a MultiConnector: connectors that keep block hashes per request would outlive a re-hash."""
 
 Hasher = Callable[[Any], list[bytes]]
 
@@ -102,7 +104,12 @@ def check_siblings() -> None:
     The children's configuration does not name the parent (each child gets a copy with its own `kv_transfer_config`),
     so the parent is looked up among the callers.
     """
-    for sibling in _sibling_names():
+    names = _sibling_names()
+    if names.count("EpochKVConnector") > 1:
+        raise UnsupportedEngine(
+            "MultiConnector holds EpochKVConnector more than once: each would name the same requests anew; keep one of them"
+        )
+    for sibling in names:
         if sibling not in ALLOWED_SIBLINGS:
             raise UnsupportedEngine(
                 f"MultiConnector holds {sibling} beside EpochKVConnector: KV that {sibling} brings in would be named "
@@ -123,6 +130,17 @@ def _sibling_names() -> list[str]:
             break
         frame = frame.f_back
     return []
+
+
+def before_reset(kv_cache_manager: Any, action: Callable[[], object]) -> None:
+    """Have `action` run each time before vLLM clears its own prefix cache; vLLM tells connectors afterwards, if at all."""
+    clear = kv_cache_manager.reset_prefix_cache
+
+    def reset_prefix_cache() -> bool:
+        action()
+        return bool(clear())
+
+    kv_cache_manager.reset_prefix_cache = reset_prefix_cache
 
 
 class GlobalRoot:
@@ -305,12 +323,30 @@ def _model_digest(model_config: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
+def describe_weights(vllm_config: Any) -> list[Any] | None:
+    """What tells weights apart that were loaded under one name; None: nothing but the name does (read from elsewhere)."""
+    model = vllm_config.model_config
+    if str(_plain(vllm_config.load_config.load_format)) == "dummy":
+        return ["dummy", _plain(getattr(model, "seed", None))]
+    commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
+    if commit is not None:
+        return ["commit", str(commit)]
+    try:
+        files = files_of(Path(str(model.model)))
+        return ["files", digest_of(files)] if files else None
+    except OSError:
+        return None
+
+
+def describe_engine(vllm_config: Any, kv_cache_config: Any, *, weights_pushed: bool = False) -> dict[str, Any]:
     """Everything that changes KV bytes or their layout, as JSON (`identity.fingerprint` digests it).
 
     Raw tensor-parallel size is left out on purpose: the per-rank spec (heads per rank) and the number of distinct
     shards are in, so ranks that hold replicas share. Pickle-based hash algorithms depend on the interpreter's minor
     version, so that is in for them.
+
+    Args:
+        weights_pushed: epochs name the weights, whatever the engine started with.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     algorithm = str(cache.prefix_caching_hash_algo)
@@ -331,6 +367,7 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         "code_revision": _plain(getattr(model, "code_revision", None)),
         "hf_config": _model_digest(model),
         "max_model_len": _plain(getattr(model, "max_model_len", None)),  # picks LongRoPE factors and Llama 4's temperature
+        "weights": None if weights_pushed else describe_weights(vllm_config),
         "dtype": str(model.dtype),
         "quantization": _plain(getattr(model, "quantization", None)),
         "cache_dtype": str(cache.cache_dtype),
@@ -416,8 +453,11 @@ def worker_rank(vllm_config: Any) -> int:
     """This worker's rank in its engine; vLLM's world group may span the engines of a data-parallel group, one after another."""
     from vllm.distributed import parallel_state
 
-    group = parallel_state.get_world_group()
-    return int(group.rank_in_group) % num_worker_ranks(vllm_config) if group is not None else 0
+    try:
+        group = parallel_state.get_world_group()
+    except AssertionError:  # nobody has set it up: a single rank
+        return 0
+    return int(group.rank_in_group) % num_worker_ranks(vllm_config)
 
 
 def group_payload_bytes(group: Any) -> int:

@@ -14,7 +14,15 @@ from typing import Any, Final, Literal
 import msgspec
 
 from epochkv_connector import schema
-from epochkv_fence.connection import CONFIG_ENV, ConfigurationError, HubRef, PoolRef, check_pool, read_document
+from epochkv_fence.connection import (
+    CONFIG_ENV,
+    ConfigurationError,
+    HubRef,
+    PoolRef,
+    check_endpoint,
+    check_pool,
+    read_document,
+)
 
 __all__ = ["CONFIG_ENV", "ConfigError", "ConnectorConfig", "DistributedTier", "HubRef", "LocalTier", "PoolRef"]
 
@@ -80,7 +88,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             config = msgspec.convert(merged, cls)
         except (msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError) as error:
-            raise ConfigError(f"{EXTRA}: {error}; known keys: {', '.join(cls.__struct_fields__)}") from error
+            raise ConfigError(f"{EXTRA}: {error}; known keys: {', '.join(SCHEMA.keys)}") from error
         config.check()
         return config
 
@@ -98,10 +106,12 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def _document(source: object, variables: Mapping[str, str]) -> tuple[dict[str, Any], str]:
     """What the file or the environment gives, and its name in errors."""
-    if source is not None and not (isinstance(source, str) and source.strip()):
-        raise ConfigError(f"{EXTRA}: config_file is {schema.shown(source)}; it must be the path of a JSON file; or leave it out")
+    rule = SCHEMA.keys["config_file"]
+    assert isinstance(rule, schema.Rule)
+    if source is not None and not rule.fits(source):
+        raise ConfigError(f"{EXTRA}: config_file is {schema.shown(source)}; it must be {rule.allowed}; {rule.remedy}")
     named = f"{EXTRA}: config_file" if source is not None else CONFIG_ENV
-    given = source if source is not None else variables.get(CONFIG_ENV, "").strip() or None
+    given = source if source is not None else variables.get(CONFIG_ENV, "").removeprefix("\ufeff").strip() or None
     if given is None:
         return {}, EXTRA
     assert isinstance(given, str)
@@ -110,12 +120,24 @@ def _document(source: object, variables: Mapping[str, str]) -> tuple[dict[str, A
     except ConfigurationError as error:
         words = str(error).removeprefix("the connection configuration").removeprefix(CONFIG_ENV).lstrip(": ")
         raise ConfigError(f"{named}: {schema.shown(given) + ' ' if words.startswith('is ') else ''}{words}") from None
-    return document.content, named if given.lstrip().startswith("{") else document.origin
+    origin = named if given.lstrip().startswith("{") else document.origin
+    if "config_file" in document.content:
+        value = schema.shown(document.content["config_file"])
+        raise ConfigError(f"{origin}: config_file is {value}; it must be in {EXTRA}, as a file cannot name another; leave it out")
+    return document.content, origin
 
 
 def _is_master(address: str) -> bool:
     scheme, _, endpoints = address.rpartition("://")
     return scheme in ("", "etcd") and all(schema.is_host_port(part) for part in endpoints.split(";"))
+
+
+def _is_endpoint(address: str) -> bool:
+    try:
+        check_endpoint(address, "hub.endpoint")
+    except ConfigurationError:
+        return False
+    return True
 
 
 def _is_word(value: str) -> bool:
@@ -124,30 +146,64 @@ def _is_word(value: str) -> bool:
 
 SCHEMA: Final = schema.Table(
     {
+        "config_file": schema.text(
+            "the path of a JSON file",
+            lambda value: value.strip() != "",
+            remedy="or leave it out",
+            does="A JSON file with the keys of this page, or the folder of a `connection.json`. Keys that are given beside it win. "
+            "Without it the environment variable `EPOCHKV_CONFIG` names the file, or holds the JSON itself.",
+        ),
         "pool": schema.Table(
             {
-                "name": schema.text("the pool's name", lambda value: True, optional=False),
-                "uid": schema.text("the pool's uid", lambda value: True, optional=False),
-                "namespace": schema.text("the pool's namespace", lambda value: True),
+                "name": schema.text("the pool's name", lambda value: True, optional=False, does="The pool's name, for people."),
+                "uid": schema.text(
+                    "the pool's uid",
+                    lambda value: True,
+                    optional=False,
+                    does="What the names of its blocks are made with. Never used again, also when a pool of the same name is made.",
+                ),
+                "namespace": schema.text("the pool's namespace", lambda value: True, does="Its Kubernetes namespace, if it has one."),
             },
             "every pool's connection.json has it",
             optional=False,
+            does="The pool that this engine is in. `connection.json` of `epochkv hub` (`STATE/client`) and of the operator has it.",
         ),
         "hub": schema.Table(
             {
-                "endpoint": schema.text("an address like tcp://host:7700", lambda value: True, optional=False),
+                "endpoint": schema.text(
+                    "an address like tcp://host:7700", _is_endpoint, optional=False, does="Where the hub can be dialled from this engine."
+                ),
                 "credentials_dir": schema.Rule(
                     "the directory with hub.pub, client.pub, client.key and root.secret",
                     lambda value: value is None or isinstance(value, str),
                     "leave it out to take them from the environment",
+                    does="Its keys; in a file, relative to that file. An engine that cannot read them at its start serves in bypass. "
+                    "Without it they come from `EPOCHKV_HUB_PUBLIC_KEY`, `EPOCHKV_CLIENT_PUBLIC_KEY`, `EPOCHKV_CLIENT_SECRET_KEY` and "
+                    "`EPOCHKV_ROOT_SECRET`.",
                 ),
             },
             "leave hub out for an engine that shares nothing",
+            does="The way to the fence. Without it nothing is shared, and with `weights_source: Pushed` nothing is reused at all.",
         ),
-        "weights_source": schema.choice("Pushed", "Model"),
+        "weights_source": schema.choice(
+            "Pushed",
+            "Model",
+            does="`Pushed`: weights are pushed into running engines. `Model`: they never change under one. As the pool's hub has it.",
+        ),
         "local": schema.Table(
-            {"capacity_bytes": schema.whole(1, MAX_BYTES, "bytes", "or leave local out for no L1", optional=False)},
+            {
+                "capacity_bytes": schema.whole(
+                    1,
+                    MAX_BYTES,
+                    "bytes",
+                    "or leave local out for no L1",
+                    optional=False,
+                    does="Of one engine, split evenly over its worker ranks. It must hold one block on each of them, and fit into the "
+                    "memory of this machine or container.",
+                )
+            },
             "leave local out for no L1",
+            does="L1: host memory of this engine. Without it there is none.",
         ),
         "distributed": schema.Table(
             {
@@ -156,24 +212,63 @@ SCHEMA: Final = schema.Table(
                     _is_master,
                     remedy="or leave distributed out for no L2",
                     optional=False,
+                    does="The Mooncake master. One that does not answer is no error: the engine goes on without L2 until it does.",
                 ),
-                "metadata_server": schema.text("P2PHANDSHAKE or the address of Mooncake's metadata server", _is_word),
-                "protocol": schema.choice("tcp", "rdma"),
-                "device_name": schema.text("names of RDMA devices with commas, or empty", str.isprintable),
+                "metadata_server": schema.text(
+                    "P2PHANDSHAKE or the address of Mooncake's metadata server",
+                    _is_word,
+                    does="How Mooncake's clients find each other; the same on stores and engines. `P2PHANDSHAKE` needs no server.",
+                ),
+                "protocol": schema.choice("tcp", "rdma", does="How blocks travel; as the stores have it."),
+                "device_name": schema.text(
+                    "names of RDMA devices with commas, or empty", str.isprintable, does="RDMA devices of this machine, for `rdma`."
+                ),
             },
             "leave distributed out for no L2",
+            does="L2: a Mooncake store that all engines of the pool share. Without it there is none.",
         ),
-        "tracker": schema.flag(),
-        "on_local_reset": schema.choice("private", "propose"),
-        "lookup_wait_ms": schema.number(0, 60_000, "milliseconds"),
-        "lookup_deadline_ms": schema.number(0, 600_000, "milliseconds", above=True),
-        "min_load_tokens": schema.whole(0, MAX_COUNT, "tokens"),
-        "job_deadline_seconds": schema.number(0, 3600, "seconds", above=True),
-        "verify": schema.choice("full", "header"),
-        "tracker_capacity": schema.whole(1, MAX_COUNT, "blocks"),
-        "staging_slots": schema.whole(1, 1 << 20, "blocks"),
-        "allow_untested_vllm": schema.flag(),
-        "encoder": schema.choice("Frozen", "Pushed"),
+        "tracker": schema.flag(
+            does="For pools without an L2: a block counts as absent, without a search, unless every rank has confirmed that it saved it. "
+            "Refused with an L2, where another engine may have saved it."
+        ),
+        "on_local_reset": schema.choice(
+            "private",
+            "propose",
+            does="After vLLM's own reset (`/reset_prefix_cache`, `/sleep`): `private` shares nothing until the pool's next epoch, "
+            "`propose` also asks the hub for that epoch.",
+        ),
+        "lookup_wait_ms": schema.number(
+            0, 60_000, "milliseconds", does="How long one scheduler step waits for answers of L2, all its requests together."
+        ),
+        "lookup_deadline_ms": schema.number(
+            0, 600_000, "milliseconds", above=True, does="How long L2 may take to answer for one request; then what L1 holds counts."
+        ),
+        "min_load_tokens": schema.whole(
+            0, MAX_COUNT, "tokens", does="A hit that saves fewer tokens than this, beyond what the GPU still has, is computed instead."
+        ),
+        "job_deadline_seconds": schema.number(
+            0, 3600, "seconds", above=True, does="How long a load or a save may take; then it has failed, and what it was for is computed."
+        ),
+        "verify": schema.choice(
+            "full",
+            "header",
+            does="What is checked of a block in L2: header, trailer and a checksum of all its bytes, or the first two alone.",
+        ),
+        "tracker_capacity": schema.whole(1, MAX_COUNT, "blocks", does="How many blocks `tracker` remembers."),
+        "staging_slots": schema.whole(
+            1,
+            1 << 20,
+            "blocks",
+            does="Without an L1: host buffers on each rank, through which blocks travel to L2 and back; each is as large as a block. "
+            "With an L1 its own memory serves for that, and this key for nothing.",
+        ),
+        "allow_untested_vllm": schema.flag(does="Start with a vLLM whose version was not tested, at your own risk."),
+        "encoder": schema.choice(
+            "Frozen",
+            "Pushed",
+            does="Of a multimodal model with pushed weights: `Pushed`, a push may change its encoder, so the engine serves in bypass; "
+            "`Frozen`, it never does.",
+        ),
     }
 )
-"""What every key may hold; its keys are those of `ConnectorConfig` and of the structures in it."""
+"""What every key may hold; its keys are `config_file` and those of `ConnectorConfig` and of the structures in it."""

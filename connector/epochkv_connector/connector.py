@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from epochkv_connector import compat, tiers
+from epochkv_connector.adapters import AdapterVersions
 from epochkv_connector.compat import KVConnectorBase_V1, KVConnectorRole, KVConnectorTransferResults, SupportsHMA
 from epochkv_connector.config import ConfigError, ConnectorConfig
 from epochkv_connector.fencing import Fence, FencePolicy, PoolIdentity
 from epochkv_connector.guard import Guard
 from epochkv_connector.identity import fingerprint
 from epochkv_connector.link import Credentials, FenceHooks, HubLink
-from epochkv_connector.memory import check_fits
+from epochkv_connector.memory import check_fits, check_holds_something
 from epochkv_connector.scheduling import SchedulerSide
 from epochkv_connector.stats import EpochKVPromMetrics, EpochKVStats
 from epochkv_connector.telemetry import Reporter
@@ -86,7 +87,9 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._hashing = compat.BlockHashing(vllm_config.cache_config.prefix_caching_hash_algo)
         root_port = compat.GlobalRoot()
         credentials = Credentials(config)
-        digest = self._fingerprint = fingerprint(compat.describe_engine(vllm_config, self._kv_cache_config))
+        pushed = config.weights_source == "Pushed"
+        digest = self._fingerprint = fingerprint(compat.describe_engine(vllm_config, self._kv_cache_config, weights_pushed=pushed))
+        self._adapters = AdapterVersions()
         self._link = HubLink(config, credentials)
         random_seed = compat.hash_seed_is_random(self._hashing.algorithm)
         if random_seed and config.distributed is not None:
@@ -101,16 +104,21 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             root_port,
             self._hashing,
             lease_until=self._link.lease_until,
+            adapter_version=lambda adapter: self._adapters.version(adapter.lora_int_id, adapter.lora_path),
         )
         loads_off = self._why_no_loads()
         if loads_off is not None:
             logger.warning("EpochKV: loads are off: %s", loads_off)
+        saves_off = self._why_no_saves()
+        if saves_off is not None:
+            logger.warning("EpochKV: saves are off: %s", saves_off)
         self._tiers: tiers.SchedulerTiers | None = self._guard.build("tiers", self._build_tiers, lambda: None)
         self._side = SchedulerSide(
             config,
             fence,
             self._tiers.half if self._tiers is not None else None,
             loads_off=loads_off,
+            saves_off=saves_off,
             propose=self._link.propose if config.on_local_reset == "propose" else None,
             poke=self._link.poke,
             local_worker=self._find_local_worker,
@@ -147,9 +155,19 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def _why_no_loads(self) -> str | None:
+        if self._kv_transfer_config.kv_role == "kv_producer":
+            return "kv_role is 'kv_producer', which saves only; set it to 'kv_both' to load as well"
         policy = self._kv_transfer_config.kv_load_failure_policy
         if policy != "recompute":
-            return f"kv_load_failure_policy is {policy!r}, so a lost block would fail the request; set it to 'recompute'"
+            return (
+                f"kv_load_failure_policy is {policy!r}, so a lost block would fail the request; set it to 'recompute' "
+                "(below a MultiConnector: in this child's own configuration)"
+            )
+        return None
+
+    def _why_no_saves(self) -> str | None:
+        if self._kv_transfer_config.kv_role == "kv_consumer":
+            return "kv_role is 'kv_consumer', which loads only; set it to 'kv_both' to save as well"
         return None
 
     def _build_tiers(self) -> tiers.SchedulerTiers | None:
@@ -180,9 +198,11 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         """No. vLLM asks this before it loads the model, in the process that the user started: a wrong configuration ends here.
 
         Raises:
-            ConfigError: the message says what to change.
+            ConfigError, compat.UnsupportedEngine: the message says what to change.
         """
-        ConnectorConfig.parse(extra_config)
+        config = ConnectorConfig.parse(extra_config)
+        check_holds_something(config)
+        compat.check_version(config.allow_untested_vllm)
         return False
 
     @property
@@ -249,7 +269,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._guard.run(
             "build_connector_meta",
             lambda: self.side.build_connector_meta(scheduler_output),
-            lambda: self._guard.run("emergency", self.side.emergency_meta, StepMetadata),
+            lambda: self._guard.run("emergency", self.side.emergency_meta, lambda: StepMetadata(settle=True)),
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -278,7 +298,10 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool:
         """Clear on every tier. True: the names make it true. False only if they could not be changed."""
-        return self._guard.run("reset_cache", self.side.reset_cache, lambda: False)
+        return self._guard.run("reset_cache", self._reset_side, lambda: False)
+
+    def _reset_side(self) -> bool:
+        return self.side.reset_cache()  # in the worker role there is none
 
     def take_events(self) -> Iterable[Any]:
         """Events go through the block pool's own queue, in order with its own."""
@@ -305,6 +328,12 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             rank = compat.worker_rank(self._vllm_config)
             self._worker = WorkerSide(RefusingHalf(rank), rank, self._guard.note)
         self._worker.new_step()
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """The first call of a step, before anything of it writes to a block."""
+        side = self._worker
+        if side is not None:
+            self._guard.run("settle", lambda: side.settle(kv_connector_metadata), lambda: side.refuse(StepMetadata()))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Loads begin; they touch only blocks that no forward pass uses."""
@@ -383,6 +412,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """Stop the agent, then the tiers; each within its own deadline."""
         if self._side is not None:
+            self._adapters.close()
             self._guard.run("link.stop", self._link.stop, _nothing)
             if self._tiers is not None:
                 self._guard.run("tiers.close", self._tiers.close, _nothing)

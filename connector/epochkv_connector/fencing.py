@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from epochkv_connector.adapters import Version
 from epochkv_connector.identity import ROOT_BYTES, Pin, Snapshot, adapter_root, namespace, shared_root, transfer_tag
 from epochkv_connector.pinning import PIN_ATTRIBUTE, FencedHasher, HashPort, RootPort, brings_kv
 from epochkv_connector.standing import Herald, Standing, Why
@@ -97,6 +98,7 @@ class Fence:
         hash_port: HashPort,
         *,
         lease_until: Callable[[], float] = lambda: 0.0,
+        adapter_version: Callable[[Any], Version] = lambda adapter: Version("", shareable=False),
         clock: Callable[[], float] = time.monotonic,
         random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
@@ -123,6 +125,7 @@ class Fence:
         self._used_epoch = -1  # latest epoch under whose shared root something was admitted
         self._last_generation = 0
         self._shared_generation = (-1, 0)  # (epoch, generation) of the latest shared snapshot
+        self._adapter_version = adapter_version
         self._adapter_loads: Counter[str] = Counter()  # in place, by name
         self._adapter_secret = random_bytes(ROOT_BYTES)
         self.counters: Counter[str] = Counter()
@@ -321,15 +324,17 @@ class Fence:
         return self._adapter_pin(adapter, snapshot)
 
     def _adapter_pin(self, adapter: Any, snapshot: Snapshot) -> Pin:
-        """An adapter is named by its path until it is loaded in place: then nobody else can know which version this engine
-        has, and the next boot will count from 0 again, so its names are this boot's own and go to no tier."""
-        name, path = adapter.lora_name, getattr(adapter, "lora_path", "")
+        """An adapter is named by what its files hold, where that is known and it was not loaded in place: else nobody can know
+        which version this engine has, and the next boot will count from 0 again, so its names are this boot's own and go to
+        no tier."""
+        name, version = adapter.lora_name, self._adapter_version(adapter)
         if getattr(adapter, "load_inplace", False):
             self._adapter_loads[name] += 1
         loads = self._adapter_loads[name]
-        if not loads:
-            return Pin(adapter_root(snapshot.root, name, path, 0), snapshot.generation, adapter=name)
-        return Pin(adapter_root(self._adapter_secret + snapshot.root, name, path, loads), snapshot.generation, saveable=False)
+        if version.shareable and not loads:
+            return Pin(adapter_root(snapshot.root, name, version.name, 0), snapshot.generation, adapter=name)
+        root = adapter_root(self._adapter_secret + snapshot.root, name, version.name, loads)
+        return Pin(root, snapshot.generation, saveable=False)
 
     def _may_share(self, request: Any) -> bool:
         """False for a request whose KV may come from another engine under a name we cannot vouch for (P/D)."""

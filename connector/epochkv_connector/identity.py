@@ -93,9 +93,9 @@ def shared_root(secret: bytes, pool_uid: str, epoch: int, fingerprint: str) -> b
     return hmac.new(secret, message, hashlib.sha256).digest()
 
 
-def adapter_root(root: bytes, adapter_name: str, adapter_path: str, load_count: int) -> bytes:
-    """Root for requests that use an adapter: the version (path and how often it was loaded in place) is folded in."""
-    message = _packed(b"adapter", adapter_name.encode(), adapter_path.encode(), load_count.to_bytes(8, "big"))
+def adapter_root(root: bytes, adapter_name: str, version: str, load_count: int) -> bytes:
+    """Root for requests that use an adapter: the version (of its files, and how often it was loaded in place) is folded in."""
+    message = _packed(b"adapter", adapter_name.encode(), version.encode(), load_count.to_bytes(8, "big"))
     return hmac.new(root, message, hashlib.sha256).digest()
 
 

@@ -101,11 +101,13 @@ class HubLink:
         self._credentials = credentials
         self._environ = os.environ if environ is None else environ
         self._thread: Any = None
-        self.problem = credentials.problem
+        self.problem = credentials.problem if config.hub is not None else None
         self.boot = secrets.token_bytes(BOOT_BYTES)
 
     def start(self, hooks: FenceHooks, fingerprint: str, rank: int) -> None:
-        """Start the agent; a failure is kept in `problem` and logged."""
+        """Start the agent if there is a hub; a failure is kept in `problem` and logged."""
+        if self._config.hub is None:
+            return
         if self.problem is None:
             try:
                 self._thread = self._make_thread(hooks, fingerprint, rank)
@@ -113,7 +115,7 @@ class HubLink:
             except Exception as error:
                 self._thread = None
                 self.problem = f"the agent cannot start: {error}"
-        if self.problem is not None and self._config.hub is not None:
+        if self.problem is not None:
             logger.warning("EpochKV serves without the pool's caches: %s", self.problem)
 
     def _make_thread(self, hooks: FenceHooks, fingerprint: str, rank: int) -> Any:

@@ -1,5 +1,7 @@
 """How much memory this process may use, so that an L1 that cannot exist is an error at start and not a kill under load.
 
+How large a block is only the loaded model tells; what no model could make right is said before one is loaded.
+
 A host region is touched page by page as blocks arrive: one that is larger than the container's limit works for hours,
 until the kernel ends the engine. Sources: cgroup v2 `memory.max` and v1 `memory.limit_in_bytes` of this process's group and
 of every group above it that is visible, and the machine's physical memory.
@@ -11,11 +13,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from epochkv_connector.config import EXTRA, ConfigError
+from epochkv_connector.config import EXTRA, ConfigError, ConnectorConfig
+from epochkv_connector.worker.slots import slot_stride
 
 ROOT = Path("/")
 UNLIMITED_V1 = 1 << 60
 """cgroup v1 says "no limit" as the largest multiple of a page below 2**63."""
+SMALLEST_SLOT_BYTES = slot_stride([1])
+"""A block of any model takes at least this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,16 @@ def check_fits(num_bytes: int, key: str, value: int, root: Path = ROOT) -> None:
         raise ConfigError(
             f"{EXTRA}: {key} is {value}, which takes {num_bytes} bytes ({_gib(num_bytes)}) on this machine; it must stay below "
             f"{limit.num_bytes} bytes ({_gib(limit.num_bytes)}, {limit.source}) with room for vLLM; lower {key}, or raise that limit"
+        )
+
+
+def check_holds_something(config: ConnectorConfig) -> None:
+    """Raise `ConfigError` if no block of any model fits into L1: the number was probably not meant as bytes."""
+    if config.local is not None and config.local.capacity_bytes < SMALLEST_SLOT_BYTES:
+        num_bytes = config.local.capacity_bytes
+        raise ConfigError(
+            f"{EXTRA}: local.capacity_bytes is {num_bytes}; it must be at least {SMALLEST_SLOT_BYTES}, as no block takes less; "
+            f"{num_bytes} GiB would be {num_bytes << 30}; or leave local out for no L1"
         )
 
 

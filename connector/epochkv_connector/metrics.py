@@ -21,12 +21,13 @@ _OUTCOMES = (
     "timeout", "dropped", "cancelled", "down", "closed", "error",
 )  # fmt: skip
 _JOB = ("bad_move", "deadline", "error", "no_store", "poisoned", "shutdown", "slot_busy", "slot_mismatch", "unregistered")
+_SAVE = (*_JOB, "overtaken")
 _LOAD = (*_JOB, *(f"store_{outcome}" for outcome in _OUTCOMES if outcome != "ok"))
 _PUT = tuple(dict.fromkeys((*_JOB, "stale", *(outcome for outcome in _OUTCOMES if outcome != "ok"))))
 _PLACES = (
     "acknowledgement", "acks", "adopt", "build_connector_meta", "emergency", "events", "finish_step", "get_num_new_matched_tokens",
-    "has_pending_block_frees", "has_pending_push_work", "hit_sources", "isolate", "link.stop", "on_new_request", "record_loads",
-    "register_kv_caches", "request_finished", "reset", "reset_cache", "results", "start_step", "stats", "tiers", "tiers.close",
+    "has_pending_block_frees", "has_pending_push_work", "hit_sources", "isolate", "let_go", "link.stop", "on_new_request", "record_loads",
+    "register_kv_caches", "request_finished", "reset", "reset_cache", "results", "settle", "start_step", "stats", "tiers", "tiers.close",
     "update_connector_output", "update_state_after_alloc", "worker.shutdown",
 )  # fmt: skip
 
@@ -155,7 +156,7 @@ COUNTERS: tuple[Family, ...] = (
         "Saves that failed on a rank before they were in host memory.",
         labels=("reason",),
         prefix="worker_save_failed_",
-        values=_JOB,
+        values=_SAVE,
     ),
     _counter("put_drops", "Saves that did not reach L2, by reason.", labels=("reason",), prefix="worker_save_put_dropped_", values=_PUT),
     _counter(
@@ -235,7 +236,7 @@ GAUGES: tuple[Family, ...] = (
     Family("carried_sessions", "Streaming-input sessions that go on under an older root.", {"carried_sessions": ()}),
     Family("waiting_after_reset", "1: reset on its own; shares nothing until the pool's next epoch.", {"waiting_after_reset": ()}),
     Family("root_distrusted", "1: vLLM's hash root was overwritten by somebody else; bypass until restart.", {"root_overwritten": ()}),
-    Family("hub_unusable", "1: there is no way to the hub (address, keys); the log says why.", {"hub_unusable": ()}),
+    Family("hub_unusable", "1: there is no way to the hub that is configured (address, keys); the log says why.", {"hub_unusable": ()}),
     Family("plans_open", "Hits reserved and not yet accepted.", {"plans_open": ()}),
     Family("jobs_open", "Transfers that some rank has not acknowledged.", {"jobs_open": ()}),
     Family("jobs_overdue", "Of these, those beyond twice their deadline.", {"jobs_overdue": ()}),

@@ -5,21 +5,24 @@ registry, so as a child it must be registered.
 
 vLLM makes connectors after it has loaded the model, in processes of their own: a wrong key would end the start minutes
 later, under one trace for each process. Plugins are called first of all, in the process that the user started, so what
-its command line says is checked here, and a mistake is one line.
+its command line says, or the Python call that makes an engine, is checked here, and a mistake is one line.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from epochkv_connector.config import ConfigError, ConnectorConfig
-from epochkv_connector.memory import check_fits
+from epochkv_connector.memory import check_fits, check_holds_something
 
 NAME = "EpochKVConnector"
 OPTION = "--kv-transfer-config"
+CONFIG_OPTION = "--config"
 ELSEWHERE = frozenset({"--nnodes", "-n", "--distributed-executor-backend"})
 """With these the ranks, and so L1, may be on other machines than this process."""
 
@@ -29,36 +32,85 @@ def register() -> None:
 
     Raises:
         SystemExit: the command line holds a configuration with which no engine can start; the message says what to change.
+        ConfigError, compat.UnsupportedEngine: the same of a configuration that is given in Python.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, "epochkv_connector.connector", NAME)
     check_command_line(sys.argv[1:])
+    check_callers()
 
 
 def check_command_line(arguments: Sequence[str]) -> None:
     """End the process with one line if these arguments configure the connector in a way that it will refuse.
 
-    Configurations given in any other way (Python, a YAML file, dotted options) are checked when the connector is made.
-
     Raises:
         SystemExit: see above.
     """
-    for extra in _extra_configs(arguments):
-        try:
-            config = ConnectorConfig.parse(extra)
-            if config.local is not None and not _names(arguments) & ELSEWHERE:
-                check_fits(config.local.capacity_bytes, "local.capacity_bytes", config.local.capacity_bytes)
-            from epochkv_connector import compat
+    expanded = _expanded(arguments)
+    here = not _names([*arguments, *expanded]) & ELSEWHERE
+    try:
+        for extra in _extra_configs(expanded):
+            _check(extra, here)
+    except (ConfigError, RuntimeError) as error:
+        raise SystemExit(f"EpochKV cannot start: {error}") from None
 
-            compat.check_version(config.allow_untested_vllm)
-        except (ConfigError, RuntimeError) as error:
-            raise SystemExit(f"EpochKV cannot start: {error}") from None
+
+def check_callers() -> None:
+    """Check what a Python program gives to `LLM(...)` or `EngineArgs(...)`: the first of them in a process calls the plugins.
+
+    Raises:
+        ConfigError, compat.UnsupportedEngine: no engine can start with it.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        owner = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__post_init__" and "EngineArgs" in [kind.__name__ for kind in type(owner).__mro__]:
+            given = getattr(owner, "kv_transfer_config", None)
+            for extra in _ours(given if isinstance(given, dict) else getattr(given, "__dict__", None)):
+                _check(extra, here=False)
+
+
+def _check(extra: dict[str, Any], here: bool) -> None:
+    """`here`: every rank, and so L1, is on this machine."""
+    config = ConnectorConfig.parse(extra)
+    check_holds_something(config)
+    if config.local is not None and here:
+        check_fits(config.local.capacity_bytes, "local.capacity_bytes", config.local.capacity_bytes)
+    from epochkv_connector import compat
+
+    compat.check_version(config.allow_untested_vllm)
 
 
 def _names(arguments: Sequence[str]) -> set[str]:
     return {argument.partition("=")[0].replace("_", "-") for argument in arguments}
+
+
+def _expanded(arguments: Sequence[str]) -> Sequence[str]:
+    """The arguments with `--config FILE` and dotted options (`--kv-transfer-config.kv_role kv_both`) as vLLM's own parser reads them.
+
+    What it cannot read stays as it is: vLLM says so itself, a moment later.
+    """
+    if CONFIG_OPTION not in arguments and not any(name.startswith(f"{OPTION}.") for name in _names(arguments)):
+        return arguments
+    try:
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    except ImportError:
+        return arguments
+
+    class Reader(FlexibleArgumentParser):
+        read: Sequence[str] = arguments
+
+        def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+            self.read = list(args)
+            return argparse.Namespace(), []
+
+    reader = Reader(add_help=False)
+    with contextlib.suppress(Exception, SystemExit):
+        reader.parse_args(list(arguments))
+    return reader.read
 
 
 def _extra_configs(arguments: Sequence[str]) -> Iterator[dict[str, Any]]:

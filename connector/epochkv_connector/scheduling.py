@@ -56,6 +56,7 @@ class SchedulerSide:
         half: SchedulerHalf | None,
         *,
         loads_off: str | None = None,
+        saves_off: str | None = None,
         propose: Callable[[int], None] | None = None,
         poke: Callable[[], None] = lambda: None,
         local_worker: Callable[[], LocalWorker | None] = lambda: None,
@@ -65,6 +66,7 @@ class SchedulerSide:
         self.fence = fence
         self.half = half
         self._loads_off = loads_off
+        self._saves_off = saves_off
         self._propose = propose
         self._poke = poke
         self._local_worker = local_worker
@@ -81,6 +83,7 @@ class SchedulerSide:
         self._unsent: set[str] = set()  # hits vLLM waits for, whose load no rank was told of yet
         self._sent_loads: set[str] = set()
         self._events = HostEvents(on_error)
+        self._settle = False  # saves have let go of GPU blocks that ranks may still read
         self._broken = False
         self._cooldown: set[str] = set()  # a load failed: no external hit until scheduled once
         self._steps_aside: set[str] = set()  # of these: not asked since
@@ -91,6 +94,7 @@ class SchedulerSide:
     def bind(self, manager: Any, block_pool: Any, hash_block_size_sink: Any) -> None:
         """The cache manager exists: learn the hash block size and reach the GPU block pool."""
         self._manager, self._pool = manager, block_pool
+        compat.before_reset(manager, self.let_go)
         hash_block_size_sink.hash_block_size = compat.hash_block_size_of(block_pool)
         if self.half is not None:
             self.half.bind_block_pool(compat.BlockPoolAdapter(block_pool))
@@ -174,7 +178,8 @@ class SchedulerSide:
             self._begin_lookup(request, snapshot)
         if must or outcome is Repin.CARRIED:
             return 0, False
-        if outcome is not Repin.CURRENT or self._steps_aside_once(request.request_id):
+        stale_hit = outcome is Repin.DONE and num_local > 0
+        if stale_hit or outcome is Repin.DEFERRED or self._steps_aside_once(request.request_id):
             return None, False
         if request.request_id in self._cooldown or not self._usable(request, snapshot):
             return 0, False
@@ -254,7 +259,7 @@ class SchedulerSide:
                 return self.emergency_meta()
             if self.half is None:
                 return StepMetadata(newest_epoch=snapshot.epoch)
-            if snapshot.mode is Mode.USE and scheduled:
+            if snapshot.mode is Mode.USE and scheduled and self._saves_off is None:
                 views = list(self._views(self.half, scheduler_output, snapshot))
                 if views:
                     self.half.collect_saves(views, snapshot)
@@ -269,6 +274,7 @@ class SchedulerSide:
             self.fence.leave_schedule()
 
     def _with_names(self, metadata: StepMetadata) -> StepMetadata:
+        metadata.settle, self._settle = self._settle, False
         names, self._to_name = self._to_name, []
         metadata.poisoned = tuple(dict.fromkeys((*metadata.poisoned, *names)))
         return metadata
@@ -435,6 +441,15 @@ class SchedulerSide:
         return self.half.num_reads(worker.reads_over() if worker is not None else frozenset())
 
     # ------------------------------------------------------------------ reset
+
+    def let_go(self) -> None:
+        """vLLM is about to clear its own cache, which it refuses while anybody holds a block of it."""
+        try:
+            if self.half is not None and self.half.let_go():
+                self._settle = True
+        except Exception as error:
+            self._settle = True
+            self._on_error("let_go", error)
 
     def reset_cache(self) -> bool:
         """vLLM's own reset: clear on every tier. Always True: the names make it true."""

@@ -2,7 +2,8 @@
 
 msgspec says "Expected `int`, got `str` - at `$.local`"; whoever reads that in the log of a launcher has to guess which
 value that was and what would do instead. Every sentence here names the key, the value, what is allowed and a remedy; a
-key that does not exist is answered with the nearest one that does. Pure: no vLLM, no I/O.
+key that does not exist is answered with the nearest one that does. The same table is printed as the reference page
+(`reference.py`), so what a key does is said here and nowhere else. Pure: no vLLM, no I/O.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ class Rule:
         fits: whether a value is fine.
         remedy: what to do; empty: nothing beyond what `allowed` says.
         optional: may be absent or null.
+        does: what the key is for, in Markdown, for the reference page.
+        unit: of a number.
     """
 
     allowed: str
     fits: Callable[[Any], bool]
     remedy: str = ""
     optional: bool = True
+    does: str = ""
+    unit: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +47,28 @@ class Table:
 
     Attributes:
         remedy: what leaving it out means; for the errors of its keys, too.
+        does: as in `Rule`.
     """
 
     keys: Mapping[str, Rule | Table]
     remedy: str = ""
     optional: bool = True
+    does: str = ""
 
 
-def whole(low: int, high: int, unit: str, remedy: str = "", *, optional: bool = True) -> Rule:
+def whole(low: int, high: int, unit: str, remedy: str = "", *, does: str, optional: bool = True) -> Rule:
     """A whole number; `true` is none, nor is `1.0`."""
     return Rule(
         f"a whole number of {unit} from {low} to {high}",
         lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
         remedy,
         optional,
+        does,
+        unit,
     )
 
 
-def number(low: float, high: float, unit: str, *, above: bool = False) -> Rule:
+def number(low: float, high: float, unit: str, *, does: str, above: bool = False) -> Rule:
     """A finite number from `low` (or above it) to `high`."""
 
     def fits(value: Any) -> bool:
@@ -67,24 +76,23 @@ def number(low: float, high: float, unit: str, *, above: bool = False) -> Rule:
             return False
         return (low < value if above else low <= value) and value <= high
 
-    return Rule(
-        f"a number of {unit} {'above' if above else 'from'} {low:g}{',' if above else ''} {'at most' if above else 'to'} {high:g}", fits
-    )
+    bounds = f"{'above' if above else 'from'} {low:g}{',' if above else ''} {'at most' if above else 'to'} {high:g}"
+    return Rule(f"a number of {unit} {bounds}", fits, does=does, unit=unit)
 
 
-def choice(*words: str) -> Rule:
+def choice(*words: str, does: str) -> Rule:
     """One of a few words."""
-    return Rule(" or ".join(f'"{word}"' for word in words), lambda value: isinstance(value, str) and value in words)
+    return Rule(" or ".join(f'"{word}"' for word in words), lambda value: isinstance(value, str) and value in words, does=does)
 
 
-def flag() -> Rule:
+def flag(does: str) -> Rule:
     """A truth value."""
-    return Rule("true or false", lambda value: isinstance(value, bool))
+    return Rule("true or false", lambda value: isinstance(value, bool), does=does)
 
 
-def text(allowed: str, fits: Callable[[str], bool], *, remedy: str = "", optional: bool = True) -> Rule:
+def text(allowed: str, fits: Callable[[str], bool], *, does: str, remedy: str = "", optional: bool = True) -> Rule:
     """A string that `fits`."""
-    return Rule(allowed, lambda value: isinstance(value, str) and fits(value), remedy, optional)
+    return Rule(allowed, lambda value: isinstance(value, str) and fits(value), remedy, optional, does)
 
 
 def is_host_port(value: str) -> bool:

@@ -27,12 +27,14 @@ class StepMetadata(KVConnectorMetadata):
         poisoned: request ids whose load must be reported once more, finished *and* failed (fence.md, "Poison"). Also
             names requests for which no load job was ever sent (a hit that could not be kept): reported the same way.
         newest_epoch: highest epoch adopted; a put of an older namespace that has not begun may be skipped.
+        settle: saves of earlier steps hold their GPU blocks no more: their copies must end before this step writes to any.
     """
 
     loads: tuple[LoadJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
     poisoned: tuple[str, ...] = ()
     newest_epoch: int = -1
+    settle: bool = False
 
 
 @dataclass

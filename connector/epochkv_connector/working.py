@@ -24,6 +24,7 @@ class Half(Protocol):
 
     def start_step(self, step: StepMetadata) -> None: ...
     def finish_step(self) -> None: ...
+    def settle(self) -> None: ...
     def results(self, wait_seconds: float = 0.0) -> Report: ...
     def wait_copied(self, timeout: float) -> bool: ...
     def open_jobs(self) -> set[int]: ...
@@ -52,6 +53,9 @@ class RefusingHalf:
 
     def finish_step(self) -> None:
         """Nothing to begin."""
+
+    def settle(self) -> None:
+        """Nothing is copied."""
 
     def results(self, wait_seconds: float = 0.0) -> Report:
         """Everything since the last call."""
@@ -154,12 +158,21 @@ class WorkerSide:
         """Metadata was bound."""
         self._started = self._finished = False
 
+    def settle(self, metadata: StepMetadata) -> None:
+        """Before anything of the step writes to a GPU block: end the copies that have lost their hold on theirs."""
+        if metadata.settle:
+            self.half.settle()
+            if self._retired is not None:
+                with contextlib.suppress(Exception):
+                    self._retired.settle()
+
     def start(self, metadata: StepMetadata, *, idle: bool) -> None:
         """Loads begin. `idle`: the step schedules no tokens, so waiting a millisecond for a completion costs nobody."""
         if self._started:
             return
         self._started, self._idle = True, idle
         self._debts.take_on(metadata)
+        self.settle(metadata)
         self.half.start_step(metadata)
 
     def finish(self, metadata: StepMetadata) -> None:

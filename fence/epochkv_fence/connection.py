@@ -12,6 +12,7 @@ Without `credentials_dir` the keys come from the environment, so that Ray's `run
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import logging
 import os
@@ -206,7 +207,7 @@ def _from_text(text: str, what: str) -> Document:
         ) from error
     except (ValueError, RuntimeError) as error:  # a NUL or lone surrogate in the path; no home for "~"
         raise ConfigurationError(f"{what}: {_shown(text)} is no path ({error}); give the path of the pool's {CONFIG_FILE}") from error
-    document = _parse(content, str(path))
+    document = _parse(content.removeprefix(codecs.BOM_UTF8), str(path))
     hub = document.get("hub")
     if isinstance(hub, dict) and isinstance(hub.get("credentials_dir"), str):
         folder = os.path.join(os.path.dirname(os.path.abspath(path)), hub["credentials_dir"])

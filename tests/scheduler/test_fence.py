@@ -135,17 +135,14 @@ def test_no_hub_and_pushed_weights_reuse_nothing(make_rig: MakeRig) -> None:
     rig.check_clean()
 
 
-@pytest.mark.parametrize("broken", ["endpoint", "secret", "key", "absent"])
+@pytest.mark.parametrize("broken", ["secret", "key", "absent"])
 def test_a_broken_hub_configuration_is_bypass_said_once(
     make_rig: MakeRig, tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str
 ) -> None:
     from tests.helpers_scheduler import write_credentials
 
     credentials = write_credentials(tmp_path / "broken")
-    endpoint = "tcp://127.0.0.1:9"
-    if broken == "endpoint":
-        endpoint = "http://hub"
-    elif broken == "secret":
+    if broken == "secret":
         (credentials / "root.secret").write_text("not hex")
     elif broken == "key":
         (credentials / "client.key").write_text("short")
@@ -153,7 +150,7 @@ def test_a_broken_hub_configuration_is_bypass_said_once(
         credentials = tmp_path / "nowhere"
     with caplog.at_level(logging.WARNING, logger="vllm.epochkv"):
         logging.getLogger("vllm").propagate = True
-        rig = make_rig(hub=False, extra={"hub": {"endpoint": endpoint, "credentials_dir": str(credentials)}})
+        rig = make_rig(hub=False, extra={"hub": {"endpoint": "tcp://127.0.0.1:9", "credentials_dir": str(credentials)}})
     said = [record for record in caplog.records if "without the pool's caches" in record.getMessage()]
     assert len({id(record) for record in said}) == 1  # vLLM 0.30 sets its logger up so that pytest hears a record twice
     tokens = prompt(1, LENGTH)
@@ -307,14 +304,15 @@ def test_an_adapter_loaded_again_in_place_has_other_names(make_rig: MakeRig) -> 
     rig.check_clean()
 
 
-def test_versions_of_an_adapter_loaded_in_place_are_never_shared(make_rig: MakeRig) -> None:
+def test_versions_of_an_adapter_loaded_in_place_are_never_shared(make_rig: MakeRig, tmp_path: Path) -> None:
     """Two engines that loaded it in place may have two versions, and an engine that starts anew counts from 0."""
     store = SharedStore()
     tokens = prompt(1, LENGTH)
+    path = write_adapter(tmp_path / "a", b"one")
 
     def add(rig: Any, *, load_inplace: bool = False) -> Any:
         request = rig.request(tokens, max_tokens=2 * BLOCK)
-        request.lora_request = LoRARequest("adapter", 1, "/adapters/a", load_inplace=load_inplace)
+        request.lora_request = LoRARequest("adapter", 1, path, load_inplace=load_inplace)
         request.block_hashes = rig.hasher(_without_hashes(request))
         rig.scheduler.add_request(request)
         return request
@@ -339,6 +337,39 @@ def test_versions_of_an_adapter_loaded_in_place_are_never_shared(make_rig: MakeR
     assert second.cached[other.request_id] == 0
     assert len(store.objects) == saved
     second.check_clean()
+
+
+@pytest.mark.parametrize("weights_source", ["Pushed", "Model"])
+def test_an_adapter_is_shared_by_what_its_files_hold(make_rig: MakeRig, tmp_path: Path, weights_source: str) -> None:
+    store = SharedStore()
+    tokens = prompt(1, LENGTH)
+
+    def serve(path: str, weights: str) -> int:
+        rig = make_rig(store=store, weights=weights, weights_source=weights_source)
+        rig.adopt(0)
+        request = rig.request(tokens)
+        request.lora_request = LoRARequest("adapter", 1, path)
+        request.block_hashes = rig.hasher(_without_hashes(request))
+        rig.scheduler.add_request(request)
+        rig.run()
+        rig.check_clean()
+        return int(rig.cached[request.request_id])
+
+    path = write_adapter(tmp_path / "a", b"one")
+    assert serve(path, "with one") == 0
+    assert serve(path, "with one") == 8 * BLOCK
+    write_adapter(tmp_path / "a", b"two")
+    assert serve(path, "with two") == 0
+    assert serve("nowhere/at-all", "with three") == 0
+    assert serve("nowhere/at-all", "with four") == 0
+
+
+def write_adapter(folder: Path, weights: bytes) -> str:
+    """The files of an adapter; returns its path."""
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text('{"r": 8}')
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return str(folder)
 
 
 def _without_hashes(request: Any) -> Any:
@@ -383,6 +414,9 @@ def test_a_multiconnector_with_an_untested_sibling_is_refused(make_rig: MakeRig,
         kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": children}
     )
     with pytest.raises(UnsupportedEngine, match=sibling):
+        MultiConnector(rig.vllm_config, KVConnectorRole.SCHEDULER, rig.kv_cache_config)
+    rig.vllm_config.kv_transfer_config.kv_connector_extra_config["connectors"] = [children[0], children[0]]
+    with pytest.raises(UnsupportedEngine, match="more than once"):
         MultiConnector(rig.vllm_config, KVConnectorRole.SCHEDULER, rig.kv_cache_config)
     rig.vllm_config.kv_transfer_config = ours
 

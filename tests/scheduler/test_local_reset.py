@@ -131,6 +131,63 @@ def test_a_local_reset_with_requests_running(make_rig: MakeRig) -> None:
     rig.check_clean()
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("settles", [True, False], ids=["copies end", "copies are late"])
+def test_vllms_own_reset_does_not_wait_for_saves(make_rig: MakeRig, num_ranks: int, settles: bool) -> None:
+    """It refuses while a block is held. Saves let go; before the blocks are written to again their copies end, or have failed."""
+    rig = make_rig(num_blocks=24, num_ranks=num_ranks)
+    rig.adopt(0)
+    for worker in rig.workers:
+        worker.hold_saves, worker.settles = True, settles
+    tokens = prompt(1, LENGTH)
+    finished = rig.add(tokens, max_tokens=1)
+    running = rig.add(prompt(2, LENGTH), max_tokens=8)
+    rig.step()
+    rig.step()
+    assert finished.request_id in rig.finished
+    assert running.status is RequestStatus.RUNNING
+    assert rig.half.holds_gpu_blocks()
+    assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert rig.block_pool.get_num_free_blocks() == rig.free_at_start
+    assert rig.scheduler.has_requests(), "steps go on until the copies are acknowledged"
+    rig.add(prompt(3, 2 * LENGTH))  # takes the blocks that were saved from
+    rig.step()
+    rig.step()
+    for worker in rig.workers:
+        worker.hold_saves = False
+        worker.work()
+    rig.run()
+    assert rig.cached[rig.serve(tokens)] == (8 * BLOCK if settles else 0)
+    rig.check_clean()
+
+
+def test_an_engine_without_requests_is_stepped_until_saves_that_let_go_are_acknowledged(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.adopt(0)
+    (worker,) = rig.workers
+    worker.hold_saves = True
+    request = rig.add(prompt(1, LENGTH), max_tokens=1)
+    rig.step()
+    rig.step()
+    assert request.request_id in rig.finished
+    assert rig.scheduler.reset_prefix_cache()
+    assert rig.connector.has_pending_push_work()
+    assert rig.connector.has_pending_block_frees() is False
+    rig.step()
+    assert not rig.connector.has_pending_push_work()
+    rig.check_clean()
+
+
+def test_what_fails_while_saves_let_go_is_no_error_of_vllms(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig()
+    rig.adopt(0)
+    rig.serve(prompt(1, LENGTH))
+    monkeypatch.setattr(rig.half, "let_go", lambda: 1 // 0)
+    assert rig.scheduler.reset_prefix_cache()
+    assert rig.connector._guard.errors["let_go"] == 1
+    assert rig.scheduler.schedule().kv_connector_metadata.settle
+
+
 def test_a_refused_gpu_reset_leaves_old_kv_unreachable_all_the_same(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.adopt(0)

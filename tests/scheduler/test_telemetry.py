@@ -165,7 +165,7 @@ def test_an_engine_of_another_layout_finds_nothing_under_its_own_names(make_rig:
     theirs = set(store.objects)
     assert len(theirs) == 8
     describe = compat.describe_engine
-    monkeypatch.setattr(compat, "describe_engine", lambda *arguments: {**describe(*arguments), "dtype": "bfloat16"})
+    monkeypatch.setattr(compat, "describe_engine", lambda *args, **kwargs: {**describe(*args, **kwargs), "dtype": "bfloat16"})
     other = quiet(make_rig(store=store))
     other.adopt(0)
     found = other.serve(tokens)

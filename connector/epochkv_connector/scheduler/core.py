@@ -243,6 +243,16 @@ class SchedulerHalf:
                 if draft is not None:
                     self._open_save(draft, view.hash_block_size, self._pool)
 
+    def let_go(self) -> bool:
+        """Give the GPU blocks of open saves back before their copies are known to have ended. True if there were any.
+
+        The caller has every rank end them before it writes to a block again (`StepMetadata.settle`).
+        """
+        blocks = self._ledger.let_go()
+        if blocks and self._pool is not None:
+            self._pool.free(blocks)
+        return bool(blocks)
+
     def may_continue_save(self, request_id: str) -> bool:
         """Whether blocks of this request were not saved for lack of slots, and there are slots now."""
         return self._saves.may_continue(request_id)
@@ -410,7 +420,7 @@ class SchedulerHalf:
     # -- what is open --------------------------------------------------------------------------------------------
 
     def holds_gpu_blocks(self) -> bool:
-        """Whether a save still references GPU blocks."""
+        """Whether a save may still read GPU blocks."""
         return self._ledger.num_gpu_blocks > 0
 
     def would_free_gpu_blocks(self) -> bool:

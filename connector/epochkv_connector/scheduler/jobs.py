@@ -61,7 +61,8 @@ class _Open:
 
     job: SaveJob | LoadJob
     opened_at: float
-    gpu_blocks: tuple[int, ...] = ()
+    gpu_blocks: tuple[int, ...] = ()  # referenced for a save
+    num_read: int = 0  # GPU blocks that a save may still read, referenced or not
     scale: Mapping[int, int] = field(default_factory=dict)  # saves: group -> hash blocks per block
     acked: dict[Phase, set[int]] = field(default_factory=dict)
     done: set[Phase] = field(default_factory=set)
@@ -95,7 +96,7 @@ class Ledger:
 
     @property
     def num_gpu_blocks(self) -> int:
-        """GPU blocks referenced by saves."""
+        """GPU blocks that saves may still read."""
         return self._num_gpu_blocks
 
     def gpu_blocks(self) -> Iterator[int]:
@@ -164,9 +165,19 @@ class Ledger:
             gpu_blocks: blocks the caller has referenced for it, in chain order.
             scale: hash blocks per block, by group.
         """
-        entry = _Open(job, now, tuple(gpu_blocks), scale, unreleased={move.slot for move in job.moves})
+        entry = _Open(job, now, tuple(gpu_blocks), scale=scale, unreleased={move.slot for move in job.moves})
+        entry.num_read = len(entry.gpu_blocks)
         self._jobs[job.job_id] = entry
-        self._num_gpu_blocks += len(entry.gpu_blocks)
+        self._num_gpu_blocks += entry.num_read
+
+    def let_go(self) -> list[int]:
+        """GPU blocks that saves have referenced and that the caller gives back now, although ranks may still read them."""
+        blocks: list[int] = []
+        for entry in self._jobs.values():
+            if Phase.COPIED not in entry.done:
+                blocks += reversed(entry.gpu_blocks)
+                entry.gpu_blocks = ()
+        return blocks
 
     def abandon_all(self) -> None:
         """The root changed: results of jobs under way must not be indexed."""
@@ -225,7 +236,7 @@ class Ledger:
         ]
         if phase is Phase.STORED:
             return Stored(job, tuple(move for move in inside if move.put), entry.abandoned)
-        self._num_gpu_blocks -= len(entry.gpu_blocks)
+        self._num_gpu_blocks -= entry.num_read
         return Copied(job, entry.gpu_blocks, tuple(move for move in inside if move.copy), entry.abandoned)
 
     def _loaded(self, entry: _Open, job: LoadJob) -> Loaded:

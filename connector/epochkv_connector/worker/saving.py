@@ -60,6 +60,17 @@ class Saves:
             save.after = after
             rank.guard(partial(self._begin, save), partial(self.fail_copy, save))
 
+    def settle(self, timeout: float) -> None:
+        """Return when no copy reads GPU blocks; after `timeout` seconds those that do have failed. Model-runner thread."""
+        self.submit()
+        with self._rank.changed:
+            self._rank.changed.wait_for(lambda: not self.copies, timeout)
+            late = list(self.copies.values())
+            for save in late:
+                save.overtaken = True
+        for save in late:
+            self.fail_copy(save, "overtaken", f"save job {save.job.job_id} was not copied before its blocks were used again")
+
     def drop_unsubmitted(self, reason: str) -> None:
         """The engine shuts down before these could begin."""
         with self._rank.changed:
@@ -116,6 +127,8 @@ class Saves:
         pairs = [Pair(move.group, move.gpu_block, move.slot) for move in fresh]
         began = time.monotonic()
         stream().gather(pairs, save.after)
+        if save.overtaken:
+            raise JobFailed("overtaken", f"blocks of save job {save.job.job_id} were used again while they were copied")
         rank.count_copy("save", pairs, time.monotonic() - began)
         rank.fill(fresh)
 

@@ -92,6 +92,7 @@ class Save:
     after: Any = None  # event behind which the copy may run
     stage: Stage = Stage.QUEUED
     failed: bool = False
+    overtaken: bool = False  # its GPU blocks may have been written to while it copied
     ticket: Ticket | None = None
     busy: tuple[int, ...] = ()  # slots the ticket reads from
 

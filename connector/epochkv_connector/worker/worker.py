@@ -28,6 +28,9 @@ IDLE_WAIT_SECONDS = 0.001
 
 OpenStore = Callable[[HostRegion], BlockStore]
 
+SETTLE_SECONDS = 1.0
+"""How long a step waits for copies whose GPU blocks it may write to; later ones count as failed."""
+
 _KEPT: list[Staging] = []
 """Regions that a store call in flight may still touch after shutdown: they live as long as the process."""
 
@@ -180,6 +183,10 @@ class WorkerHalf:
     def finish_step(self) -> None:
         """The forward of this step has been issued (`wait_for_save`): begin its saves behind it. Never raises."""
         self._saves.submit()
+
+    def settle(self) -> None:
+        """GPU blocks of saves may be written to from now on: wait for their copies, and fail what is late. Never raises."""
+        self._saves.settle(SETTLE_SECONDS)
 
     def results(self, wait_seconds: float = 0.0) -> Report:
         """What has ended since the last call; each thing once. Never raises.

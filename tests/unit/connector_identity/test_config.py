@@ -1,7 +1,8 @@
-"""Every wrong configuration is an error that names the key; the hub's address is not one (the engine serves without a hub)."""
+"""Every wrong configuration is an error that names the key; keys that cannot be read are not one (the engine serves without a hub)."""
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import os
@@ -70,6 +71,11 @@ WRONG: list[tuple[dict[str, Any], str, str, str]] = [
     ({"pool": {"name": "p", "uid": ""}}, "pool.uid", "empty", "give the pool's uid"),
     ({"pool": {"name": "p", "uid": 7}}, "pool.uid", "7", "the pool's uid"),
     ({"hub": {}}, "hub.endpoint", "missing", "leave hub out"),
+    ({"hub": {"endpoint": "http://hub:7700"}}, "hub.endpoint", "'http://hub:7700'", "like tcp://host:7700"),
+    ({"hub": {"endpoint": "ipc:///run/hub"}}, "hub.endpoint", "'ipc:///run/hub'", "like tcp://host:7700"),
+    ({"hub": {"endpoint": "tcp://hub"}}, "hub.endpoint", "'tcp://hub'", "like tcp://host:7700"),
+    ({"hub": {"endpoint": "tcp://hub:70000"}}, "hub.endpoint", "'tcp://hub:70000'", "like tcp://host:7700"),
+    ({"hub": {"endpoint": ""}}, "hub.endpoint", "''", "like tcp://host:7700"),
     ({"hub": {"endpoint": "tcp://h:1", "credentials_dir": 5}}, "hub.credentials_dir", "5", "hub.pub"),
     ({"verify": {"a": [1] * 1000}}, "verify", '{"a": [1, 1', '"full" or "header"'),
     ({"config_file": 3}, "config_file", "3", "the path of a JSON file"),
@@ -98,7 +104,8 @@ def test_a_wrong_value_is_one_line_with_key_value_and_what_is_allowed(extra: dic
         ({"master_address": "h:1"}, "master_address is 'h:1'", "did you mean distributed.master_address?"),
         ({"weightsSource": "Model"}, "weightsSource is 'Model'", "did you mean weights_source?"),
         ({"hub": {"endpont": "x"}}, "hub.endpont is 'x'", "did you mean hub.endpoint?"),
-        ({"qqq": None}, "qqq is null", "the keys are: allow_untested_vllm, distributed"),
+        ({"qqq": None}, "qqq is null", "the keys are: allow_untested_vllm, config_file, distributed"),
+        ({"configFile": "x"}, "configFile is 'x'", "did you mean config_file?"),
         ({"new\nline": 1}, "new\\nline is 1", "the keys are"),
     ],
 )
@@ -122,7 +129,7 @@ def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
     def names(kind: Any, table: schema.Table) -> None:
         assert set(table.keys) == set(kind.__struct_fields__)
 
-    names(ConnectorConfig, SCHEMA)
+    names(ConnectorConfig, schema.Table({key: rule for key, rule in SCHEMA.keys.items() if key != "config_file"}))
     for key, kind in (("pool", PoolRef), ("hub", HubRef), ("local", LocalTier), ("distributed", DistributedTier)):
         table = SCHEMA.keys[key]
         assert isinstance(table, schema.Table)
@@ -154,9 +161,9 @@ def test_whatever_comes_in_only_a_sentence_comes_out(extra: dict[str, Any]) -> N
     assert config is None or (config.lookup_deadline_ms > 0 and config.staging_slots >= 1)
 
 
-def test_an_address_that_is_none_is_left_to_the_link() -> None:
-    hub = {"endpoint": "http://hub", "credentials_dir": "/nowhere"}
-    assert ConnectorConfig.parse({**POOL, "hub": hub}, {}).hub is not None
+def test_credentials_that_are_not_there_are_left_to_the_link() -> None:
+    hub = {"endpoint": "tcp://[fe80::1]:7700", "credentials_dir": "/nowhere"}
+    assert ConnectorConfig.parse({**POOL, "hub": hub}, {}).hub == HubRef("tcp://[fe80::1]:7700", "/nowhere")
 
 
 def test_a_file_gives_what_is_not_given_inline(tmp_path: Path) -> None:
@@ -218,3 +225,27 @@ def test_a_wrong_value_in_a_file_names_the_file(tmp_path: Path) -> None:
         ConnectorConfig.parse({"config_file": str(path)}, {})
     with pytest.raises(ConfigError, match=r"kv_connector_extra_config: verify is 'none'"):
         ConnectorConfig.parse({"config_file": str(path), "verify": "none"}, {})
+
+
+def test_a_file_cannot_name_another(tmp_path: Path) -> None:
+    path = tmp_path / "epochkv.json"
+    path.write_text(json.dumps({**POOL, "config_file": "other.json"}))
+    with pytest.raises(ConfigError, match=rf"{path}: config_file is 'other\.json'; it must be in kv_connector_extra_config, "):
+        ConnectorConfig.parse({"config_file": str(path)}, {})
+    with pytest.raises(ConfigError, match=r"EPOCHKV_CONFIG: config_file is 'other\.json'; it must be in kv_connector_extra_config, "):
+        ConnectorConfig.parse({}, {"EPOCHKV_CONFIG": path.read_text()})
+
+
+def test_a_byte_order_mark_in_a_file_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "connection.json"
+    path.write_text(json.dumps(POOL), encoding="utf-8-sig")
+    assert path.read_bytes().startswith(codecs.BOM_UTF8)
+    for named in (path, tmp_path):
+        assert ConnectorConfig.parse({"config_file": str(named)}, {}).pool.uid == "u-1"
+    path.write_text(json.dumps(POOL), encoding="utf-16")
+    with pytest.raises(ConfigError, match=f"{path} is not a JSON object"):
+        ConnectorConfig.parse({"config_file": str(path)}, {})
+
+
+def test_a_byte_order_mark_in_the_environment_is_taken() -> None:
+    assert ConnectorConfig.parse({}, {"EPOCHKV_CONFIG": "\ufeff" + json.dumps(POOL)}).pool.uid == "u-1"

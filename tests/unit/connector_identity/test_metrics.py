@@ -78,10 +78,10 @@ def test_what_the_workers_count_has_a_series() -> None:
     assert {name for name in counted if metrics.COUNTER_OF.find(f"worker_{name}") is None} == set()
     reasons = literals("worker", r'JobFailed\("(\w+)"') | literals("worker", r'fail(?:_copy|_put)?\((?:load|save|)(?:, )?"(\w+)"')
     assert {"deadline", "no_store", "poisoned", "shutdown", "error", "slot_busy"} <= reasons
-    of_saves = {"stale"}
     listed = {family.name: set(family.values) for family in metrics.COUNTERS}
-    assert reasons - of_saves <= listed["load_failures"]
-    assert reasons <= listed["put_drops"]
+    assert reasons - {"stale", "overtaken"} <= listed["load_failures"]
+    assert reasons - {"stale"} <= listed["save_failures"]
+    assert reasons - {"overtaken"} <= listed["put_drops"]
     failed = {outcome.value for outcome in Outcome if outcome is not Outcome.OK}
     assert {f"store_{outcome}" for outcome in failed} <= listed["load_failures"]
     assert failed <= listed["put_drops"]

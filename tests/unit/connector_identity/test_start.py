@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from epochkv_connector import compat
+from epochkv_connector.config import ConfigError
+from epochkv_connector.connector import EpochKVConnector
 from epochkv_connector.plugin import check_command_line
 
 POOL = {"name": "p", "uid": "u"}
@@ -45,6 +47,75 @@ def test_a_wrong_command_line_ends_in_one_line(arguments: list[str]) -> None:
     assert "\n" not in str(caught.value)
 
 
+OPTION = "--kv-transfer-config"
+DOTTED = [
+    f"{OPTION}.kv_connector=EpochKVConnector",
+    f"{OPTION}.kv_role",
+    "kv_both",
+    f"{OPTION}.kv_connector_extra_config.pool",
+    json.dumps(POOL),
+    "--kv_transfer_config.kv_connector_extra_config.local.capacity",
+    "1",
+]
+
+
+def test_dotted_options_are_read_as_vllm_reads_them() -> None:
+    with pytest.raises(SystemExit, match=SENTENCE):
+        check_command_line(["serve", "model", *DOTTED])
+    check_command_line(["serve", "model", *DOTTED[:-1], "2Gi", f"{OPTION}.kv_connector=OffloadingConnector"])  # the last one counts
+    check_command_line([*DOTTED[:-2], f"{OPTION}.kv_connector_extra_config.local.capacity_bytes", "1048576"])
+    check_command_line([*DOTTED, f"{OPTION}.kv_role"])  # no value: left to vLLM
+
+
+@pytest.mark.parametrize("form", ["nested", "text", "dotted"])
+def test_a_yaml_file_is_read_as_vllm_reads_it(tmp_path: Path, form: str) -> None:
+    import yaml
+
+    forms = {
+        "nested": {"kv-transfer-config": WRONG},
+        "text": {"kv_transfer_config": json.dumps(WRONG)},
+        "dotted": {name.removeprefix("--"): value for name, value in zip(DOTTED[1::2], DOTTED[2::2], strict=True)},
+    }
+    if form == "dotted":
+        forms["dotted"]["kv-transfer-config.kv_connector"] = "EpochKVConnector"
+    path = tmp_path / "engine.yaml"
+    path.write_text(yaml.safe_dump({"port": 8000, "enforce-eager": True, **forms[form]}))
+    for arguments in (["serve", "model", "--config", str(path)], ["--model", "model", "--config", str(path)]):
+        with pytest.raises(SystemExit, match=SENTENCE):
+            check_command_line(arguments)
+    check_command_line(["serve", "model", "--config", str(path), *option(transfer())[2:]] if form != "dotted" else [])
+    check_command_line(["serve", "model", "--config", str(tmp_path / "absent.yaml")])
+
+
+def test_a_python_program_is_told_before_anything_is_loaded() -> None:
+    """In a process of its own, as plugins are called once in each; `EngineArgs` is what `LLM(...)` makes first."""
+    code = "from vllm import EngineArgs; EngineArgs(model='absent', kv_transfer_config={!r})"
+    done = subprocess.run([sys.executable, "-c", code.format(WRONG)], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith("epochkv_connector.config.ConfigError: " + SENTENCE.partition(": ")[2])
+    given = transfer(local={"capacity_bytes": 1 << 20})
+    done = subprocess.run([sys.executable, "-c", code.format(given)], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("given", "named"), [(5, "5 GiB would be 5368709120"), (255, "at least 256")])
+def test_an_l1_that_holds_no_block_of_any_model_is_refused_before_one_is_loaded(given: int, named: str) -> None:
+    extra = {"pool": POOL, "local": {"capacity_bytes": given}}
+    with pytest.raises(SystemExit, match=rf"local\.capacity_bytes is {given}; .*{named}"):
+        check_command_line(option(transfer(local=extra["local"])))
+    with pytest.raises(ConfigError, match=rf"local\.capacity_bytes is {given}; .*{named}"):
+        EpochKVConnector.requires_piecewise_for_cudagraph(extra)
+
+
+def test_vllm_asks_about_graphs_and_hears_of_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert EpochKVConnector.requires_piecewise_for_cudagraph({"pool": POOL}) is False
+    with pytest.raises(ConfigError, match=r"hub\.endpoint is 'http://x'; it must be an address like tcp://host:7700"):
+        EpochKVConnector.requires_piecewise_for_cudagraph({"pool": POOL, "hub": {"endpoint": "http://x"}})
+    monkeypatch.setattr(compat.vllm, "__version__", "0.29.0")
+    with pytest.raises(compat.UnsupportedEngine, match=r"vLLM 0\.29\.0 is not supported"):
+        EpochKVConnector.requires_piecewise_for_cudagraph({"pool": POOL})
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -65,11 +136,14 @@ def test_everything_else_is_left_to_vllm(arguments: list[str]) -> None:
     check_command_line(arguments)
 
 
-def test_an_l1_larger_than_the_machine_ends_in_one_line() -> None:
+def test_an_l1_larger_than_the_machine_ends_in_one_line(tmp_path: Path) -> None:
     large = option(transfer(local={"capacity_bytes": 1 << 50}))
     with pytest.raises(SystemExit, match=r"local\.capacity_bytes is 1125899906842624, .*lower local\.capacity_bytes, or raise that limit"):
         check_command_line(large)
     check_command_line([*large, "--nnodes=64"])  # ranks are elsewhere; each machine checks its share
+    path = tmp_path / "engine.yaml"
+    path.write_text("nnodes: 64\n")
+    check_command_line([*large, "--config", str(path)])
 
 
 def test_an_untested_version_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,243 @@
+"""Folders of weights are told apart by what they hold, wherever they lie and whenever they were written."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from epochkv_connector import adapters, weights
+from epochkv_connector.adapters import AdapterVersions
+from epochkv_connector.weights import MAX_TENSORS, SAMPLE_BYTES, WHOLE_BYTES, digest_of, files_of, stamp_of
+from tests.helpers_store import wait_until
+
+TENSOR_BYTES = 3 * SAMPLE_BYTES
+NUM_TENSORS = 400
+
+
+def write_safetensors(path: Path, num_tensors: int = NUM_TENSORS) -> int:
+    """A file of tensors of random bytes; returns where the first begins."""
+    header = {
+        f"layers.{index}.weight": {
+            "dtype": "U8",
+            "shape": [TENSOR_BYTES],
+            "data_offsets": [index * TENSOR_BYTES, (index + 1) * TENSOR_BYTES],
+        }
+        for index in range(num_tensors)
+    }
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + random.Random(1).randbytes(num_tensors * TENSOR_BYTES))
+    assert path.stat().st_size > WHOLE_BYTES
+    return 8 + len(text)
+
+
+def change(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_safetensors(folder / "model-1.safetensors")
+    (folder / "small.bin").write_bytes(b"small")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def digest(folder: Path) -> str:
+    return digest_of(files_of(folder))
+
+
+def test_a_copy_is_the_same_and_other_files_do_not_count(model: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy)
+    os.utime(copy / "small.bin", (1, 1))
+    (copy / "README.md").write_text("words")
+    (copy / "tokenizer.json").write_text("{}")
+    assert digest(copy) == digest(model)
+
+
+@pytest.mark.parametrize("tensor", [0, 1, 177, NUM_TENSORS - 1])
+def test_every_tensor_counts(model: Path, tensor: int) -> None:
+    before = digest(model)
+    path = model / "model-1.safetensors"
+    start = path.stat().st_size - NUM_TENSORS * TENSOR_BYTES
+    change(path, start + tensor * TENSOR_BYTES)
+    assert digest(model) != before
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda folder: (folder / "small.bin").write_bytes(b"smalL"),
+        lambda folder: (folder / "small.bin").rename(folder / "other.bin"),
+        lambda folder: (folder / "small.bin").unlink(),
+        lambda folder: (folder / "more.bin").write_bytes(b""),
+        lambda folder: change(folder / "model-1.safetensors", 20),  # a tensor's name
+        lambda folder: os.truncate(folder / "model-1.safetensors", 2 * WHOLE_BYTES),
+    ],
+)
+def test_what_else_counts(model: Path, what: Callable[[Path], object]) -> None:
+    before = digest(model)
+    what(model)
+    assert digest(model) != before
+
+
+@pytest.mark.parametrize("beginning", [b"", b"\xff" * 8, (50).to_bytes(8, "little") + b"[1, 2]" + b" " * 44, b"\0" * 8])
+def test_large_files_of_any_kind_are_sampled(tmp_path: Path, beginning: bytes) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(beginning + random.Random(2).randbytes(2 * WHOLE_BYTES))
+    before = digest(tmp_path)
+    assert digest(path) == before, "a model may be a file"
+    change(path, path.stat().st_size - 1)
+    assert digest(tmp_path) != before
+
+
+def test_what_is_read_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_safetensors(tmp_path / "model.safetensors", 2 * MAX_TENSORS)
+    sizes: list[int] = []
+    pread = os.pread
+    monkeypatch.setattr(weights.os, "pread", lambda file, size, offset: sizes.append(size) or pread(file, size, offset))
+    digest(tmp_path)
+    assert MAX_TENSORS <= len(sizes) <= MAX_TENSORS + weights.NUM_PLACES + 10
+
+
+def test_the_description_of_an_engines_weights(model: Path) -> None:
+    from epochkv_connector.compat import describe_weights
+
+    def described(path: object, load_format: str = "auto", commit: str | None = None, seed: int = 0) -> Any:
+        hf_config = SimpleNamespace(_commit_hash=commit)
+        return describe_weights(
+            SimpleNamespace(
+                model_config=SimpleNamespace(model=path, hf_config=hf_config, seed=seed),
+                load_config=SimpleNamespace(load_format=load_format),
+            )
+        )
+
+    assert described(model) == described(str(model), "safetensors") == ["files", digest(model)]
+    assert described(model, "dummy") == described("elsewhere", "dummy") != described(model, "dummy", seed=1)
+    assert described("org/name", commit="abc") == ["commit", "abc"]
+    assert described("org/name") is None
+    assert described("s3://bucket/name") is None
+
+
+# ---------------------------------------------------------------------------------------------- adapters
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"r": 8}')
+    (folder / "adapter_model.safetensors").write_bytes(b"one")
+    return folder
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def look_again(self) -> None:
+        self.now += adapters.RECHECK_SECONDS
+
+
+def test_an_adapter_is_named_by_its_files(adapter: Path, tmp_path: Path) -> None:
+    first = AdapterVersions().version(1, str(adapter))
+    assert first.shareable
+    copy = tmp_path / "copy"
+    shutil.copytree(adapter, copy)
+    assert AdapterVersions().version(7, str(copy)) == first
+    (copy / "adapter_config.json").write_text('{"r": 9}')
+    assert AdapterVersions().version(7, str(copy)) != first
+
+
+def test_files_that_change_under_an_engine_make_its_adapter_its_own(adapter: Path) -> None:
+    clock = Clock()
+    versions = AdapterVersions(clock)
+    first = versions.version(1, str(adapter))
+    assert versions.version(1, str(adapter)) == first
+    seen = {first}
+    for content in (b"two", b"one"):  # what was there before may be loaded or not
+        (adapter / "adapter_model.safetensors").write_bytes(content)
+        clock.look_again()
+        wait_until(lambda: versions.version(1, str(adapter)) not in seen, 10, "the change to be seen")
+        version = versions.version(1, str(adapter))
+        assert not version.shareable
+        seen.add(version)
+    assert versions.version(2, str(adapter)) == first, "loaded anew, and nothing has changed since"
+    versions.close()
+
+
+def test_an_adapter_that_is_gone_stays_what_it_was(adapter: Path) -> None:
+    clock = Clock()
+    versions = AdapterVersions(clock)
+    first = versions.version(1, str(adapter))
+    shutil.rmtree(adapter)
+    for _ in range(3):
+        clock.look_again()
+        assert versions.version(1, str(adapter)) == first
+    versions.close()
+
+
+def test_an_adapter_that_cannot_be_read_is_this_engines_own(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for path in (str(tmp_path / "nowhere"), str(empty), "no/such-repository", ""):
+        first, second = AdapterVersions().version(1, path), AdapterVersions().version(2, path)
+        assert not first.shareable
+        assert first != second
+
+
+def test_a_disk_that_hangs_costs_one_short_wait(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    go_on = threading.Event()
+
+    def hung(*args: Any, **kwargs: Any) -> str:
+        assert go_on.wait(10)
+        return digest_of(*args, **kwargs)
+
+    waits: list[float | None] = []
+    wait = threading.Event.wait
+    monkeypatch.setattr(adapters, "digest_of", hung)
+    versions = AdapterVersions()
+    monkeypatch.setattr(threading.Event, "wait", lambda self, seconds=None: waits.append(seconds) or wait(self, seconds))
+    for _ in range(5):
+        assert not versions.version(1, str(adapter)).shareable
+    assert [seconds for seconds in waits if seconds not in (None, 10)] == [adapters.FIRST_WAIT_SECONDS]
+    go_on.set()
+    wait_until(lambda: versions.version(1, str(adapter)).shareable, 10, "the digest")
+    versions.close()
+
+
+def test_adapters_beyond_the_limit_are_this_engines_own(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "MAX_ADAPTERS", 1)
+    versions = AdapterVersions()
+    assert versions.version(1, str(adapter)).shareable
+    assert not versions.version(2, str(adapter)).shareable
+    versions.close()
+
+
+def test_a_stamp_sees_a_file_that_was_replaced(adapter: Path) -> None:
+    files = files_of(adapter, adapter=True)
+    before = stamp_of(files)
+    new = adapter / "new"
+    new.write_bytes(b"two")
+    path = adapter / "adapter_model.safetensors"
+    os.utime(new, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    new.rename(path)
+    assert stamp_of(files) != before

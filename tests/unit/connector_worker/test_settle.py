@@ -1,0 +1,95 @@
+"""Saves whose GPU blocks were given back early: before a step writes to them the copies have ended, or count as failed."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from epochkv_connector.records import Phase
+from epochkv_connector.wire import StepMetadata
+from epochkv_connector.worker import worker as worker_module
+from epochkv_connector.worker.staging import StagingStream
+from epochkv_connector.working import WorkerSide
+from tests.unit.connector_worker.test_worker_half import NAMESPACE, ObedientStore, Rig, load, move, save
+
+
+class SlowCopies:
+    """Every copy to the host says that it began and waits to be let on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.go_on = threading.Event(), threading.Event()
+        gather = StagingStream.gather
+
+        def slow(*args: Any) -> None:
+            self.began.set()
+            assert self.go_on.wait(10)
+            gather(*args)
+
+        monkeypatch.setattr(StagingStream, "gather", slow)
+
+
+def test_a_settled_step_begins_when_copies_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    copies = SlowCopies(monkeypatch)
+    wanted = rig.block(3)
+    side = WorkerSide(rig.worker, 0)
+    side.new_step()
+    side.finish(StepMetadata(saves=(save(1, [move(3, 0, 30)]),)))
+    assert copies.began.wait(10)
+    threading.Timer(0.2, copies.go_on.set).start()
+    side.settle(StepMetadata(settle=True))
+    rig.kv[:, 3] = 0  # what the step writes
+    side.new_step()
+    side.finish(StepMetadata(loads=(load(2, [move(8, 0, 30)]),)))
+    rig.until_acked(2, Phase.LOADED)
+    assert not rig.acks[1, Phase.COPIED].failed
+    assert rig.block(8) == wanted
+
+
+def test_a_step_without_the_word_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    copies = SlowCopies(monkeypatch)
+    rig.step(saves=[save(1, [move(3, 0, 30)])])
+    assert copies.began.wait(10)
+    WorkerSide(rig.worker, 0).settle(StepMetadata())
+    assert not rig.collect().acks
+    copies.go_on.set()
+    assert not rig.until_acked(1, Phase.COPIED).failed
+
+
+@pytest.mark.parametrize("namespace", [None, NAMESPACE])
+def test_a_copy_that_is_late_has_failed(monkeypatch: pytest.MonkeyPatch, namespace: str | None) -> None:
+    """What it read may be of the step that used its blocks again; the one behind it does not begin."""
+    store = ObedientStore()
+    rig = Rig(store)
+    monkeypatch.setattr(worker_module, "SETTLE_SECONDS", 0.05)
+    copies = SlowCopies(monkeypatch)
+    rig.step(saves=[save(1, [move(3, 0, 30)], namespace), save(2, [move(4, 1, 40)], namespace)])
+    assert copies.began.wait(10)
+    rig.worker.settle()
+    rig.kv[:, 3:5] = 0
+    copies.go_on.set()
+    for job in (1, 2):
+        assert rig.until_acked(job, Phase.COPIED).failed
+        assert namespace is None or rig.until_acked(job, Phase.STORED).failed
+    assert not store.objects
+    rig.step(loads=[load(3, [move(8, 0, 30)])])
+    assert rig.until_acked(3, Phase.LOADED).failed, "the slot holds nothing"
+    assert rig.worker.stats()["save_failed_overtaken"] == 2
+
+
+def test_a_half_that_was_given_up_settles_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    copies = SlowCopies(monkeypatch)
+    side = WorkerSide(rig.worker, 0)
+    side.new_step()
+    side.finish(StepMetadata(saves=(save(1, [move(3, 0, 30)]),)))
+    assert copies.began.wait(10)
+    monkeypatch.setattr("epochkv_connector.working.REFUSE_SECONDS", 0.05)
+    monkeypatch.setattr(worker_module, "SETTLE_SECONDS", 0.05)
+    side.refuse(StepMetadata())
+    side.settle(StepMetadata(settle=True))
+    copies.go_on.set()
+    assert rig.until_acked(1, Phase.COPIED).failed
