@@ -1,6 +1,7 @@
 """Run the test layers one after the other, say how long is left, and close with pytest's own summary line per layer.
 
 Expected durations come from the last run on this machine (kept in the cache folder), or from the table below.
+A pure layer with a clock of its own runs beside the others, at the lowest priority: they mostly wait.
 In layers of real processes up to three tests that failed have one more run by themselves, and are named at the end: a machine
 that stands still for seconds ends leases and deadlines. A wrong answer of an engine has none (docs/decisions/0009-tests.md).
 Usage: python hack/run_tests.py [LAYER ...]      (no layer: all of them)
@@ -17,8 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 DEV = ROOT / ".build/venv/bin/python"
@@ -26,7 +30,8 @@ ENGINE = ROOT / ".build/venv-engine/bin/python"
 CACHE = Path(os.environ.get("EPOCHKV_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "epochkv")
 WRONG_ANSWER = re.compile(rb"^>.*\btokens\b|wrong answer|wrong tokens")
 """Of pytest's report: the line of a test, or its message, that compares what an engine answered."""
-FAILED = re.compile(rb"^(?:FAILED|ERROR) (.+?)(?: - |$)")
+FAILED = re.compile(rb"^(?:FAILED|ERROR) (.+?)(?:@[\w-]+)?(?: - |$)")
+"""Of pytest's closing lines: the test, without the group that it ran in."""
 MAX_SECOND_RUNS = 3
 SUMMARY = re.compile(r"^=+ (.*\b(?:passed|failed|error|errors|skipped|no tests ran)\b.*) =+$")
 
@@ -35,9 +40,10 @@ SUMMARY = re.compile(r"^=+ (.*\b(?:passed|failed|error|errors|skipped|no tests r
 class Layer:
     """One pytest run: `python -m pytest paths`, expected to take about `seconds`.
 
-    `workers`: how many tests run at a time, a file's tests in one process; more than cores where tests mostly wait for leases,
-    deadlines and processes. Engines fill both cores already.
+    `workers`: how many tests run at a time; more than cores where tests mostly wait for leases, deadlines and processes. A file's
+    tests run in one process, or with `groups` those of an `xdist_group`.
     `real`: of processes with leases and deadlines, which a machine that stands still breaks.
+    `beside`: runs beside the other layers, at the lowest priority: no test of it looks at a real clock.
     """
 
     name: str
@@ -46,6 +52,8 @@ class Layer:
     seconds: int
     workers: int = 1
     real: bool = False
+    beside: bool = False
+    groups: bool = False
 
 
 @dataclass
@@ -70,7 +78,8 @@ LAYERS = (
         150,
         4,
     ),
-    Layer("model", DEV, ("tests/model", "tests/security"), 420),
+    Layer("model", DEV, ("tests/model",), 420, beside=True),
+    Layer("security", DEV, ("tests/security",), 60),
     Layer(
         "unit-connector",
         ENGINE,
@@ -86,10 +95,10 @@ LAYERS = (
     Layer("scheduler", ENGINE, ("tests/scheduler",), 90),
     Layer("store", ENGINE, ("tests/store",), 100, 2, real=True),
     Layer("cluster", DEV, ("tests/cluster",), 300, 3, real=True),
-    Layer("engine", ENGINE, ("tests/engine",), 900, real=True),
+    Layer("engine", ENGINE, ("tests/engine",), 600, 2, real=True, groups=True),
     Layer("e2e", DEV, ("tests/e2e",), 480, real=True),
 )
-GROUPS = {"unit": ("unit", "model", "unit-connector")}
+GROUPS = {"unit": ("unit", "model", "security", "unit-connector")}
 
 
 class Durations:
@@ -123,24 +132,29 @@ def forgotten() -> list[str]:
     return sorted(found - named)
 
 
-def run_layer(layer: Layer, extra: list[str]) -> Run:
+def run_layer(layer: Layer, extra: Sequence[str], output: IO[bytes]) -> Run:
     """The layer's tests, and once more those of a layer of real processes that failed."""
     paths = [path for path in layer.paths if (ROOT / path).exists()]
     if not paths:
         return Run(1, f"no such folder: {', '.join(layer.paths)}")
-    parallel = ["-n", str(layer.workers), "--dist", "loadfile"] if layer.workers > 1 else []
-    first = run_pytest(layer, [*parallel, *paths, *extra])
+    parallel = ["-n", str(layer.workers), "--dist", "loadgroup" if layer.groups else "loadfile"] if layer.workers > 1 else []
+    first = run_pytest(layer, [*parallel, *paths, *extra], output)
     if not layer.real or not first.may_be_the_machine:
         return first
-    print(f"\n==> layer {layer.name}: once more {', '.join(first.failed)}", flush=True)
-    second = run_pytest(layer, [*first.failed, *extra])
+    say(output, f"\n==> layer {layer.name}: once more {', '.join(first.failed)}")
+    second = run_pytest(layer, [*first.failed, *extra], output)
     if second.status == 0:
         second.summary = f"{first.summary}; passed on a second run: {', '.join(first.failed)}"
     return second
 
 
-def run_pytest(layer: Layer, arguments: list[str]) -> Run:
-    """Stream pytest's output, and read from it how it ended."""
+def say(output: IO[bytes], line: str) -> None:
+    output.write(f"{line}\n".encode())
+    output.flush()
+
+
+def run_pytest(layer: Layer, arguments: Sequence[str], output: IO[bytes]) -> Run:
+    """Pass pytest's output on as it comes, and read from it how it ended."""
     run = Run(1, "no summary: pytest ended early")
     folder = tempfile.mkdtemp(prefix="ekv-")  # short: names of sockets have at most 107 characters
     environ = {
@@ -150,14 +164,14 @@ def run_pytest(layer: Layer, arguments: list[str]) -> Run:
         "EPOCHKV_PYTHON_DEV": str(DEV),
         "EPOCHKV_PYTHON_ENGINE": str(ENGINE),
     }
-    command = [str(layer.python), "-m", "pytest", *arguments]
+    command = [*(("nice", "-n", "19") if layer.beside else ()), str(layer.python), "-m", "pytest", *arguments]
     with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         assert process.stdout
         rest = b""
         # Chunks, not lines: pytest prints a dot per test, and a line of dots may take minutes.
         while chunk := os.read(process.stdout.fileno(), 65536):
-            sys.stdout.buffer.write(chunk)
-            sys.stdout.buffer.flush()
+            output.write(chunk)
+            output.flush()
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
                 read_line(line, run)
@@ -165,7 +179,7 @@ def run_pytest(layer: Layer, arguments: list[str]) -> Run:
     if run.status == 0:
         shutil.rmtree(folder, ignore_errors=True)
     else:
-        print(f"==> logs and files of layer {layer.name} are in {folder}", flush=True)
+        say(output, f"==> logs and files of layer {layer.name} are in {folder}")
     return run
 
 
@@ -189,25 +203,45 @@ def main() -> int:
     if missing := forgotten():
         parser.error(f"no layer runs {', '.join(missing)}: name it in LAYERS")
     layers = [layer for layer in LAYERS if layer.name in wanted]
-    durations = Durations(CACHE / "test-durations.json")
-    started, results = time.monotonic(), list[tuple[str, Run]]()
-    for index, layer in enumerate(layers):
-        left = sum(durations.expected(later) for later in layers[index:])
-        print(
-            f"\n==> layer {index + 1}/{len(layers)} {layer.name}: about {minutes(durations.expected(layer))}; "
-            f"elapsed {minutes(time.monotonic() - started)}, about {minutes(left)} left",
-            flush=True,
-        )
-        begun = time.monotonic()
-        run = run_layer(layer, extra)
-        took = time.monotonic() - begun
-        if run.status == 0:
-            durations.record(layer, took)
-        results.append((layer.name, run))
-    print(f"\n==> all layers done in {minutes(time.monotonic() - started)}")
-    for name, run in results:
+    results = run_all(layers, extra, Durations(CACHE / "test-durations.json"))
+    for name, run in results.items():
         print(f"{'ok  ' if run.status == 0 else 'FAIL'} {name:15s} {run.summary}")
-    return 0 if all(run.status == 0 for _, run in results) else 1
+    return 0 if all(run.status == 0 for run in results.values()) else 1
+
+
+def run_all(layers: Sequence[Layer], extra: Sequence[str], durations: Durations) -> dict[str, Run]:
+    """How each layer ended. What a layer printed that ran beside the others follows at the end."""
+    started, results, screen = time.monotonic(), dict[str, Run](), sys.stdout.buffer
+    beside = [layer for layer in layers if layer.beside and len(layers) > 1]
+    row = [layer for layer in layers if layer not in beside]
+    sys.stdout.flush()
+
+    def run(layer: Layer, output: IO[bytes]) -> None:
+        begun = time.monotonic()
+        results[layer.name] = run_layer(layer, extra, output)
+        if results[layer.name].status == 0:
+            durations.record(layer, time.monotonic() - begun)
+
+    with ThreadPoolExecutor(1) as executor, tempfile.TemporaryFile() as aside:
+        running = [executor.submit(run, layer, aside) for layer in beside]
+        if beside:
+            say(screen, f"==> beside the other layers, at low priority: {', '.join(layer.name for layer in beside)}")
+        for index, layer in enumerate(row):
+            left = sum(durations.expected(later) for later in row[index:])
+            say(
+                screen,
+                f"\n==> layer {index + 1}/{len(row)} {layer.name}: about {minutes(durations.expected(layer))}; "
+                f"elapsed {minutes(time.monotonic() - started)}, about {minutes(left)} left",
+            )
+            run(layer, screen)
+        if beside:
+            say(screen, f"\n==> {', '.join(layer.name for layer in beside)}, beside the others:")
+            for future in running:
+                future.result()
+            aside.seek(0)
+            shutil.copyfileobj(aside, screen)
+    say(screen, f"\n==> all layers done in {minutes(time.monotonic() - started)}")
+    return {layer.name: results[layer.name] for layer in layers}
 
 
 if __name__ == "__main__":

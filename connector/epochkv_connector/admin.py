@@ -46,6 +46,8 @@ MAX_PATH_BYTES = 107
 STALE_SECONDS = 60.0
 """A socket that nobody serves is removed when it is this old: a younger one may be about to be served."""
 GRACE_SECONDS = 0.5
+UNKNOWN = "unknown request"
+"""How the reason of an ERR begins when a process does not serve the request: the scheduler half knows STATUS alone."""
 
 Handler = Callable[[str, float], Mapping[str, Any]]
 """(argument, seconds it may take) -> JSON of the answer. Raises `Refused` for an ERR in words."""
@@ -244,7 +246,7 @@ class AdminServer:
         if len(rest) != 3:
             reason = f"a request is [id, name, argument]; got {len(rest)} frames"
         elif handler is None:
-            reason = f"unknown request {name[:40]!r}; known: {', '.join(self._handlers)}"
+            reason = f"{UNKNOWN} {name[:40]!r}; known: {', '.join(self._handlers)}"
         elif full:
             reason = f"{MAX_OPEN} requests are being worked on (or hang)"
         if reason or handler is None:
@@ -381,28 +383,100 @@ class RankWatch:
 
 # -- for a person --------------------------------------------------------------------------------------------------
 
+_HELP = """Ask the processes of EpochKV engines of this user on this machine, outside vLLM's steps.
+
+  STATUS            what each process counts; asks every engine unless some are named
+  DRAIN [EPOCH]     wait for transfers to end; with EPOCH, give up puts of older epochs first
+  RECLAIM PREFIX    remove the pool's stored blocks whose names begin so
+  REMOVE_ALL        remove all stored blocks of the pool
+
+All but STATUS change something and need --engine, --socket or --all."""
+
+_EPILOG = "Exit status: 0: all who were asked answered OK; 1: not so (the last line says who), or nobody listens; 2: wrong usage."
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Ask sockets and print one line for each; 0 if every one of them answered OK."""
+    """Ask engines and print a line for each process; 0 if every one that serves the request answered OK."""
+    parser = _parser()
+    args = parser.parse_intermixed_args(arguments)
+    base = args.dir or base_folder()
+    if args.request != "STATUS" and not (args.engine or args.socket or args.all):
+        parser.error(f"{args.request} changes something: say for which engines with --engine ID (as STATUS prints it), or --all")
+    if args.request == "RECLAIM" and not args.argument:
+        parser.error("RECLAIM needs the beginning of names: PREFIX")
+    wanted = {name: _sockets_of(name, base) for name in args.engine or ()}
+    wanted |= {str(path): [path] for path in args.socket or ()}
+    if not (args.engine or args.socket):
+        wanted = {folder.name: _sockets_in(folder) for folder in sorted(base.glob("*"))}
+    paths = list(dict.fromkeys(path for found in wanted.values() for path in found))
+    served = {path for path in paths if _is_served(path)}
+    replies = ask_all([path for path in paths if path in served], args.request, args.argument)
+    for path in paths:
+        _say(path, replies.get(path))
+    answered = {path for path, reply in replies.items() if not _skipped(reply)}
+    failed = [_name(path) for path in paths if path in answered and not replies[path].ok]
+    if args.engine or args.socket:
+        silent = {name: found for name, found in wanted.items() if answered.isdisjoint(found)}
+        failed += [f"{name} ({'nobody there serves it' if found else 'no such engine'})" for name, found in silent.items()]
+    if failed:
+        print(f"{args.request} failed: {', '.join(failed)}", file=sys.stderr)
+    elif not answered:
+        print(f"{args.request} failed: no engine listens below {base}", file=sys.stderr)
+    return 1 if failed or not answered else 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m epochkv_connector.admin",
-        description="Ask the processes of EpochKV engines on this machine.",
-        epilog="STATUS: counters. DRAIN [EPOCH]: wait for transfers to end; with EPOCH, give up puts of older epochs first. "
-        "RECLAIM PREFIX: remove the pool's stored blocks whose names begin so. REMOVE_ALL: remove all of the pool's.",
+        description=_HELP,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("request", choices=sorted(DEADLINES))
-    parser.add_argument("argument", nargs="?", default="")
-    parser.add_argument("--socket", type=Path, action="append", help="ask this one (again for more); an engine logs its paths at start")
-    parser.add_argument("--dir", type=Path, help=f"ask every socket below it (default: {base_folder()}, or ${FOLDER_ENV})")
-    args = parser.parse_args(arguments)
-    paths = args.socket or sorted(path for path in (args.dir or base_folder()).glob("**/*") if path.is_socket())
-    if not paths:
-        print(f"no engine listens below {args.dir or base_folder()}", file=sys.stderr)
-        return 2
-    replies = ask_all(paths, args.request, args.argument)
-    for path, reply in replies.items():
-        print(f"{path}: {'OK ' + json.dumps(reply.body, sort_keys=True) if reply.ok else 'ERR ' + reply.reason}")
-    return 0 if all(reply.ok for reply in replies.values()) else 1
+    parser.add_argument("request", choices=sorted(DEADLINES), metavar="REQUEST", help=", ".join(sorted(DEADLINES)))
+    parser.add_argument("argument", nargs="?", default="", metavar="ARGUMENT", help="EPOCH or PREFIX")
+    whom = parser.add_mutually_exclusive_group()
+    whom.add_argument(
+        "--engine",
+        action="append",
+        metavar="ID",
+        help="this one (again for more): what STATUS prints before the slash, its kv_transfer_config.engine_id, or its process id",
+    )
+    whom.add_argument("--all", action="store_true", help="every engine of this user on this machine, of whatever pool")
+    whom.add_argument("--socket", type=Path, action="append", metavar="PATH", help="one process alone; engines log their paths at start")
+    parser.add_argument("--dir", type=Path, help=f"where engines make their sockets (default: {base_folder()}, or ${FOLDER_ENV})")
+    return parser
+
+
+def _sockets_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*") if path.is_socket())
+
+
+def _sockets_of(name: str, base: Path) -> list[Path]:
+    """Sockets of an engine by its folder, its `engine_id`, or the process id (alone, or as in `epochkv engines`: host:pid)."""
+    found = _sockets_in(base / name) if Path(name).name == name else []
+    found = found or _sockets_in(engine_folder(name, base))
+    pid = name.rpartition(":")[2]
+    if not found and pid.isdecimal():
+        served = [path for path in sorted(base.glob("*/*")) if path.is_socket() and _is_served(path)]
+        owners = [path.parent for path, reply in ask_all(served, "STATUS").items() if str(reply.body.get("pid")) == pid]
+        found = _sockets_in(owners[0]) if owners else []
+    return found
+
+
+def _name(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
+
+
+def _skipped(reply: Reply) -> bool:
+    """It does not serve the request at all, which is no failure of it."""
+    return reply.reason.startswith(UNKNOWN)
+
+
+def _say(path: Path, reply: Reply | None) -> None:
+    if reply is None:
+        print(f"{_name(path)}: gone, nobody listens there any more")
+    elif not _skipped(reply):
+        print(f"{_name(path)}: {'OK ' + json.dumps(reply.body, sort_keys=True) if reply.ok else 'ERR ' + reply.reason}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import json
 import random
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from hack.engine_api import Answer
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
+from hack.standalone.process import nothing_left
 
 STEPS = 6
 
@@ -54,7 +56,7 @@ def demo(console: Console, seed: int | None) -> int:
     (prompt,) = make_prompts(seed, 1)
     console.print(f"A prompt of {PROMPT_TOKENS} tokens is drawn with --seed {seed}.", highlight=False)
     claims = Claims()
-    with tempfile.TemporaryDirectory(prefix="epochkv-demo-") as name:
+    with tempfile.TemporaryDirectory(prefix="epochkv-demo-") as name, nothing_left(lambda line: console.print(line, highlight=False)):
         folder = Path(name)
         weights = Weights(models.make(folder / "base", 1), models.make(folder / "new", 2))
         with progress.step("an engine without any cache answers first", 40):
@@ -62,20 +64,21 @@ def demo(console: Console, seed: int | None) -> int:
         claims.check("the new weights change the answer", reference.old != reference.new, "yes", _yes(reference.old != reference.new))
         with Mooncake(folder / "stock") as mooncake:
             connector, environ = stock_connector(folder, mooncake)
-            with progress.step("two engines with vLLM's MooncakeStoreConnector", 60):
-                a, b = start(folder / "stock", weights, connector, environ)
-            with a, b, progress.step("A resets, B is late", 5):
-                stale = late_reset(a, b, mooncake, weights, prompt, progress)
+            with ExitStack() as stack:
+                with progress.step("two engines with vLLM's MooncakeStoreConnector", 60):
+                    a, b = start(stack, folder / "stock", weights, connector, environ)
+                with progress.step("A resets, B is late", 5):
+                    stale = late_reset(a, b, mooncake, weights, prompt, progress)
         claims.equal("vLLM's connector: stale tokens that A reuses", stale.cached, CACHED)
         wrong = stale.tokens != reference.new
         claims.check("vLLM's connector: A's answer is wrong", wrong, "yes", _yes(wrong))
         with Mooncake(folder / "ours") as mooncake, Pool(folder / "ours") as pool:
             # Two engines share two cores here: a lookup that is late would be a miss, and the demo wants to show hits.
             connector = pool.connector(local_bytes=64 << 20, master_address=mooncake.address, lookup_deadline_ms=500.0)
-            with progress.step("two engines with EpochKV", 60):
-                a, b = start(folder / "ours", weights, connector, {})
-                pool.wait_engines(2)
-            with a, b:
+            with ExitStack() as stack:
+                with progress.step("two engines with EpochKV", 60):
+                    a, b = start(stack, folder / "ours", weights, connector, {})
+                    pool.wait_engines(2)
                 with progress.step("the same story with EpochKV", 5):
                     fresh = late_reset(a, b, mooncake, weights, prompt, progress)
                 claims.equal("EpochKV: stale tokens that A reuses", fresh.cached, 0)
@@ -122,16 +125,15 @@ def stock_connector(folder: Path, mooncake: Mooncake) -> tuple[dict[str, Any], d
     return connector, {"MOONCAKE_CONFIG_PATH": str(config), "VLLM_HOST_IP": "127.0.0.1"}
 
 
-def start(folder: Path, weights: Weights, connector: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Engine, Engine]:
-    """Engines A and B with the old weights, both healthy."""
-    a, b = (Engine(name, weights.base, folder, connector, environ=environ) for name in ("A", "B"))
-    try:
-        a.wait_ready()
-        b.wait_ready()
-    except BaseException:
-        a.process.end()
-        b.process.end()
-        raise
+def start(
+    stack: ExitStack, folder: Path, weights: Weights, connector: Mapping[str, Any], environ: Mapping[str, str]
+) -> tuple[Engine, Engine]:
+    """Engines A and B with the old weights, both healthy; `stack` ends them, ready or not."""
+    engines = []
+    for name in ("A", "B"):
+        engines.append(Engine(name, weights.base, folder, connector, environ=environ))
+        stack.callback(engines[-1].end)
+    a, b = (engine.wait_ready() for engine in engines)
     return a, b
 
 

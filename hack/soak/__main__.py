@@ -12,19 +12,36 @@ A seed replays the same prompts, faults, resets and updates at the same times (h
 from __future__ import annotations
 
 import argparse
+import math
 import random
-import signal
 import sys
 import tempfile
 from pathlib import Path
 
 from hack.soak.run import make_weights, soak, work_out_answers
+from hack.standalone.process import nothing_left
+
+SET_UP_MINUTES, CHECK_MINUTES = (2, 5), (1, 4)
+"""Beside the faults, on two cores that are idle or busy: answers and engines before them, healing and judgement after them."""
+BESIDES = "set-up (answers of an engine without caches, then 3 engines) {} to {} minutes on 2 cores, healing and checks {} to {}"
+
+
+def minutes(text: str) -> float:
+    """A duration of faults."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration of faults; give minutes above 0, such as 2 or 0.5")
+    return value
 
 
 def main() -> int:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(prog="hack.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=20.0, help="of faults (default: %(default)s); set-up and checks take about 3 more")
+    besides = BESIDES.format(*SET_UP_MINUTES, *CHECK_MINUTES)
+    parser.add_argument("--minutes", type=minutes, default=20.0, help=f"of faults (default: %(default)s); besides: {besides}")
     parser.add_argument("--seed", type=int, default=None, help="default: a random one, which is printed")
     parser.add_argument("--directory", type=Path, default=None, help="for logs (default: a new temporary one)")
     args = parser.parse_args()
@@ -35,16 +52,13 @@ def main() -> int:
     def say(text: str) -> None:
         print(text, flush=True)
 
-    def end(number: int, frame: object) -> None:
-        """End what was started, as after Ctrl-C; once, as a second signal would leave half of it running."""
-        signal.signal(number, signal.SIG_IGN)
-        sys.exit(128 + number)
-
-    signal.signal(signal.SIGTERM, end)
-    say(f"seed {seed}, {args.minutes:g} minutes of faults, about {args.minutes + 3:g} in all, logs in {folder}")
-    weights = make_weights(folder / "models")
-    prompts = work_out_answers(folder, weights, seed, say)
-    verdict = soak(folder, weights, prompts, args.minutes, seed, say)
+    say(f"seed {seed}, logs in {folder}")
+    least, most = (args.minutes + set_up + checks for set_up, checks in zip(SET_UP_MINUTES, CHECK_MINUTES, strict=True))
+    say(f"{args.minutes:g} minutes of faults; besides: {besides}; {least:g} to {most:g} in all")
+    with nothing_left(say):
+        weights = make_weights(folder / "models")
+        prompts = work_out_answers(folder, weights, seed, say)
+        verdict = soak(folder, weights, prompts, args.minutes, seed, say)
     for line in verdict.lines:
         say(line)
     for problem in verdict.problems:

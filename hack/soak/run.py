@@ -55,9 +55,12 @@ def make_weights(folder: Path) -> list[Path]:
 def work_out_answers(folder: Path, weights: Sequence[Path], seed: int, say: Say, reference: EngineApi | None = None) -> list[Prompt]:
     """Prompts of this seed and their answers; with an engine of its own unless one without caches is given."""
     drawn = draw(NUM_PROMPTS, random.Random(f"{seed}:prompts"))
+    began = time.monotonic()
     with contextlib.ExitStack() as stack:
         engine = reference or stack.enter_context(Engine("reference", weights[0], folder, prefix_caching=False))
-        return work_out(engine, weights, drawn, say)
+        prompts = work_out(engine, weights, drawn, say)
+    say(f"answers worked out in {clock(time.monotonic() - began)}; a store, a hub and 3 engines start")
+    return prompts
 
 
 def soak(folder: Path, weights: Sequence[Path], prompts: Sequence[Prompt], minutes: float, seed: int, say: Say) -> Verdict:
@@ -65,8 +68,10 @@ def soak(folder: Path, weights: Sequence[Path], prompts: Sequence[Prompt], minut
     world, tally = World(folder, weights), Tally(folder / "soak.log")
     crew: Crew | None = None
     try:
+        began = time.monotonic()
         world.begin()
-        say(f"3 engines share; {minutes:g} minutes of faults begin (seed {seed}, log {folder / 'soak.log'})")
+        took = clock(time.monotonic() - began)
+        say(f"3 engines share after {took}; {minutes:g} minutes of faults begin (seed {seed}, log {folder / 'soak.log'})")
         crew = Crew(world, tally, prompts, seed, soon=minutes < 5)
         return _run(crew, minutes, say)
     finally:
@@ -74,8 +79,9 @@ def soak(folder: Path, weights: Sequence[Path], prompts: Sequence[Prompt], minut
         if crew is not None:  # or they would start again what ends
             crew.stop.set()
             crew.stop_clients.set()
+            deadline = time.monotonic() + DISMISS_SECONDS
             for actor in crew.actors:
-                actor.join(DISMISS_SECONDS)
+                actor.join(max(0.0, deadline - time.monotonic()))
         world.end()
 
 
@@ -117,13 +123,14 @@ def _run(crew: Crew, minutes: float, say: Say) -> Verdict:
     for actor in crew.actors:
         if not actor.join(JOIN_SECONDS):
             tally.problem("hanging call", actor=actor.name)
-    say("faults are over; everything is healed")
+    say(f"faults are over after {clock(elapsed)}; everything is healed, then looked at")
     _share_again(world, crew.trainer, crew.prompts, tally)
     crew.stop_clients.set()
     for client in crew.clients:
         if not client.join(JOIN_SECONDS):
             tally.problem("hanging call", what="a request")
     leaked = leaks(world, tally)
+    say(f"healing and checks took {clock(time.monotonic() - began - elapsed)}")
     return _verdict(tally, memory, elapsed, leaked)
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,7 +76,7 @@ class HubProcess:
         self._port = free_port()
         self.relay = Relay(f"tcp://127.0.0.1:{self._port}")
         self.credentials = folder / "hub" / "client"
-        self.process = self.start()
+        self.process: Process
 
     def start(self) -> Process:
         """Start (again) on the same state and port; returns when it leads."""
@@ -115,8 +116,10 @@ class World:
         """Start everything; returns once all engines share."""
         self.mooncake.__enter__()
         self.hub = HubProcess(self.folder)
+        self.hub.start()
         self.trainer = TrainerPool.connect(self.hub.connection())
-        self.ranks = [Rank(index, self._start(index), self.weights[0]) for index in range(NUM_ENGINES)]
+        for index in range(NUM_ENGINES):  # known one by one, so that `end` finds those that were started
+            self.ranks.append(Rank(index, self._start(index), self.weights[0]))
         for rank in self.ranks:
             rank.engine.wait_ready(BOOT_SECONDS)
             rank.born = time.monotonic()
@@ -188,15 +191,16 @@ class World:
         return True
 
     def end(self) -> None:
-        """End everything, also what stands still."""
+        """End everything that was started, also what stands still."""
         with suppress(PoolError, AttributeError):
             self.trainer.close()
         for rank in self.ranks:
             rank.up = False
-            rank.engine.process.end(15.0)
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda rank: rank.engine.end(), self.ranks))
         with suppress(AttributeError):
             self.hub.process.end(10.0)
-        self.mooncake.__exit__(None, None, None)
+        self.mooncake.end()
 
 
 @contextmanager

@@ -61,11 +61,13 @@ class Engine(EngineApi):
         ]  # fmt: skip
         if connector is not None:
             command += ["--kv-transfer-config", json.dumps(connector)]
+        self._was_ready = False
         self.process = Process(name, command, directory / f"{name}.log", {**CPU_ENVIRONMENT, **CLIENT_ENVIRONMENT, **(environ or {})})
 
     def wait_ready(self, seconds: float = 240.0) -> Self:
         """Return once `/health` answers 200."""
         self.process.wait_until(lambda: self._status("/health") == 200, seconds, "healthy")
+        self._was_ready = True
         return self
 
     def request(self, method: str, path: str, body: bytes | None = None, seconds: float = 120.0) -> bytes:
@@ -94,11 +96,21 @@ class Engine(EngineApi):
             return 0
 
     def end(self) -> None:
-        """As a kubelet ends a container: SIGTERM to the server, which ends its engine and workers; SIGKILL later to what is left."""
-        self.process.end(_GRACE_SECONDS, whole_group=False)
+        """As a kubelet ends a container: SIGTERM to the server, which ends its engine and workers; SIGKILL later to what is left.
+
+        A server that still starts may be deaf, and has nobody to say goodbye to: then everybody is told, and given less time.
+        """
+        if self._was_ready:
+            self.process.end(_GRACE_SECONDS, whole_group=False)
+        else:
+            self.process.end()
 
     def __enter__(self) -> Self:
-        return self.wait_ready()
+        try:
+            return self.wait_ready()
+        except BaseException:  # no `__exit__` follows
+            self.end()
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.end()

@@ -114,11 +114,19 @@ class Mooncake:
             return ""
 
     def __enter__(self) -> Self:
-        self.start_master()
-        for _ in range(self.num_stores):
-            self.start_store()
+        try:
+            self.start_master()
+            for _ in range(self.num_stores):
+                self.start_store()
+        except BaseException:  # no `__exit__` follows
+            self.end()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the nodes, then the master."""
         for process in [*self.stores, *([self.master] if self.master else [])]:
             process.end(5.0)

@@ -165,7 +165,11 @@ class Pool:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self.start_hub()
+        try:
+            self.start_hub()
+        except BaseException as error:  # no `__exit__` follows
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

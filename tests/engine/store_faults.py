@@ -200,7 +200,7 @@ class FaultyPair:
     def end(self) -> None:
         """End everything, also what stands still."""
         for engine in (self.a, self.b):
-            engine.process.end(15.0)
+            engine.end()
         if self._raw is not None:
             with suppress(Exception):
                 self._raw.close()

@@ -202,7 +202,7 @@ def introduction(made: FileHub) -> str:
         [
             f"Engines and trainers of pool {made.options.pool} join with",
             f"  {joined_environment(made.connection_file)}",
-            "  vllm serve MODEL --kv-transfer-config '" + transfer_config() + "'",
+            "  vllm serve MODEL --shutdown-timeout 20 --kv-transfer-config '" + transfer_config() + "'",
             f"On other machines copy {folder} (it holds keys: keep it private). Then",
             "  epochkv status",
             "  epochkv reset        # after new weights were pushed to paused engines",

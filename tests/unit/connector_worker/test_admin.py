@@ -253,15 +253,110 @@ def test_what_a_killed_engine_leaves_behind_is_taken_over_or_swept(base: Path, s
     assert ask(server.path, "STATUS").ok, "old, and served"
 
 
-def test_the_command_line_prints_a_line_for_each_process(base: Path, serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
-    assert admin.main(["STATUS", "--dir", str(base)]) == 2
-    one, two = serve("e/rank0"), serve("e/rank1", DRAIN=echo)
+Captured = pytest.CaptureFixture[str]
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from epochkv_connector.admin import AdminServer
+for path in sys.argv[1:]: AdminServer(Path(path), {"STATUS": lambda argument, seconds: {}, "DRAIN": lambda argument, seconds: {}}).start()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def leave_behind(*paths: Path) -> None:
+    """Sockets of an engine that was killed."""
+    child = subprocess.run([sys.executable, "-c", KILLED, *map(str, paths)], check=False)
+    assert (child.returncode, *(path.is_socket() for path in paths)) == (-signal.SIGKILL, *(True for _ in paths))
+
+
+def call(capsys: Captured, base: Path, *arguments: str) -> tuple[int, list[str], list[str]]:
+    """Exit status, lines of the output, lines of errors."""
     capsys.readouterr()
-    assert admin.main(["STATUS", "all", "--dir", str(base)]) == 0
-    assert capsys.readouterr().out.splitlines() == [f'{server.path}: OK {{"said": "all"}}' for server in (one, two)]
-    assert admin.main(["DRAIN", "7", "--socket", str(one.path), "--socket", str(two.path)]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == [f"{one.path}: ERR unknown request 'DRAIN'; known: STATUS", f'{two.path}: OK {{"said": "7"}}']
+    try:
+        status = admin.main([*arguments, "--dir", str(base)])
+    except SystemExit as end:
+        status = int(str(end.code))
+    said = capsys.readouterr()
+    return status, said.out.splitlines(), said.err.splitlines()
+
+
+def test_the_command_line_prints_a_line_for_each_process(base: Path, serve: Serve, capsys: Captured) -> None:
+    nobody = [f"STATUS failed: no engine listens below {base}"]
+    assert call(capsys, base, "STATUS") == (1, [], nobody)
+    serve("e/rank0"), serve("e/rank1"), serve("f/rank0")
+    lines = [f'{name}: OK {{"said": "all"}}' for name in ("e/rank0", "e/rank1", "f/rank0")]
+    assert call(capsys, base, "STATUS", "all") == (0, lines, [])
+    assert call(capsys, base, "STATUS", "all", "--engine", "e") == (0, lines[:2], [])
+    assert call(capsys, base, "STATUS", "--engine", "f", "all") == (0, lines[2:], [])
+    assert call(capsys, base, "STATUS", "all", "--socket", str(base / "e" / "rank1")) == (0, lines[1:2], [])
+
+
+@pytest.mark.parametrize("request_", ["DRAIN", "RECLAIM", "REMOVE_ALL"])
+def test_a_request_that_changes_something_names_its_engines(base: Path, serve: Serve, capsys: Captured, request_: str) -> None:
+    asked: list[str] = []
+
+    def note(argument: str, seconds: float) -> Mapping[str, Any]:
+        asked.append(argument)
+        return {}
+
+    handlers = {request_: note}
+    for name in ("e/rank0", "f/rank0"):
+        serve(name, **handlers)
+    status, out, err = call(capsys, base, request_, "1")
+    assert (status, out, asked) == (2, [], [])
+    assert err[-1].endswith(f"{request_} changes something: say for which engines with --engine ID (as STATUS prints it), or --all")
+    assert call(capsys, base, request_, "1", "--engine", "f") == (0, ["f/rank0: OK {}"], [])
+    assert call(capsys, base, request_, "2", "--all") == (0, ["e/rank0: OK {}", "f/rank0: OK {}"], [])
+    assert asked == ["1", "2", "2"]
+
+
+def test_who_does_not_serve_a_request_is_skipped(base: Path, serve: Serve, capsys: Captured) -> None:
+    serve("e/rank0", DRAIN=echo), serve("e/scheduler")
+    assert call(capsys, base, "DRAIN", "7", "--all") == (0, ['e/rank0: OK {"said": "7"}'], [])
+    assert call(capsys, base, "DRAIN", "--socket", str(base / "e" / "scheduler"))[0] == 1, "it alone was asked"
+
+
+def test_an_engine_is_found_by_what_its_owner_knows_of_it(base: Path, capsys: Captured) -> None:
+    path = admin.rank_socket(admin.engine_folder("my engine", base), 0)
+    server = AdminServer(path, {"STATUS": lambda argument, seconds: {"pid": os.getpid()}})
+    server.start()
+    line = f'{path.parent.name}/rank0: OK {{"pid": {os.getpid()}}}'
+    for name in (path.parent.name, "my engine", str(os.getpid()), f"host:{os.getpid()}"):
+        assert call(capsys, base, "STATUS", "--engine", name) == (0, [line], []), name
+    failed = "STATUS failed: {} (no such engine)"
+    for name in ("other", "../a", "1", ""):
+        assert call(capsys, base, "STATUS", "--engine", name) == (1, [], [failed.format(name)]), name
+    assert call(capsys, base, "STATUS", "--engine", "other", "--engine", "my engine") == (1, [line], [failed.format("other")])
+    assert server.stop()
+
+
+def test_who_is_gone_is_told_at_once_and_fails_nobody_else(base: Path, serve: Serve, capsys: Captured) -> None:
+    leave_behind(base / "killed" / "rank0", base / "killed" / "rank1")
+    gone = [f"killed/rank{rank}: gone, nobody listens there any more" for rank in (0, 1)]
+    assert call(capsys, base, "STATUS") == (1, gone, [f"STATUS failed: no engine listens below {base}"])
+    serve("e/rank0", DRAIN=echo)
+    began = time.monotonic()
+    assert call(capsys, base, "DRAIN", "--all") == (0, ['e/rank0: OK {"said": ""}', *gone], [])
+    assert time.monotonic() - began < admin.DEADLINES["DRAIN"], "nobody was waited for"
+    failed = ["DRAIN failed: killed (nobody there serves it)"]
+    assert call(capsys, base, "DRAIN", "--engine", "killed", "--engine", "e") == (1, [*gone, 'e/rank0: OK {"said": ""}'], failed)
+
+
+def test_who_failed_is_named(base: Path, serve: Serve, capsys: Captured) -> None:
+    def refuse(argument: str, seconds: float) -> Mapping[str, Any]:
+        raise Refused("not now")
+
+    serve("e/rank0", DRAIN=refuse), serve("e/rank1", DRAIN=echo)
+    lines = ["e/rank0: ERR not now", 'e/rank1: OK {"said": ""}']
+    assert call(capsys, base, "DRAIN", "--all") == (1, lines, ["DRAIN failed: e/rank0"])
+
+
+def test_help_says_what_each_request_does(base: Path, capsys: Captured) -> None:
+    status, out, err = call(capsys, base, "--help")
+    assert (status, err) == (0, [])
+    for name in admin.DEADLINES:
+        assert any(line.split()[:1] == [name] for line in out), name
+    assert call(capsys, base, "RECLAIM", "--all")[0] == 2, "of which names"
 
 
 # -- what ranks answer ------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from hack.engine_api import EngineError
+from hack.soak import __main__ as program
 from hack.soak import checks
 from hack.soak.answers import BLOCK_TOKENS, Prompt, certain_answer, draw
 from hack.soak.checks import Growth, Memory
@@ -22,7 +23,7 @@ from hack.soak.faults import Actor, start_again
 from hack.soak.run import _verdict
 from hack.soak.tally import Tally
 from hack.soak.traffic import ask
-from hack.soak.world import Rank
+from hack.soak.world import HubProcess, Rank, World
 from hack.standalone.engine import Engine
 from hack.standalone.process import Process, ProcessError
 
@@ -252,3 +253,33 @@ def test_the_verdict_names_every_problem_and_ends_with_the_figures(tally: Tally)
 
 def test_a_soak_in_which_nothing_was_reused_shows_nothing(tally: Tally) -> None:
     assert _verdict(tally, Memory(None, threading.Event()), 60.0, 0).problems == ("nothing was ever reused: ",)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "-0.5", "nan", "inf", "two", ""])
+def test_a_soak_without_a_duration_is_refused_with_a_sentence(
+    given: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["hack.soak", f"--minutes={given}"])
+    with pytest.raises(SystemExit) as end:
+        program.main()
+    assert end.value.code == 2
+    said = capsys.readouterr()
+    assert f"{given!r} is no duration of faults; give minutes above 0" in said.err
+    assert said.out == "", "nothing was begun"
+
+
+def test_a_world_that_could_not_begin_ends_what_it_had_started(tmp_path: Path) -> None:
+    """Its hub cannot use its folder, and is known all the same; an engine stands still in its start."""
+    folder = tmp_path / "hub"
+    folder.write_text("no folder")
+    world = World(tmp_path, [BASE])
+    frozen = tmp_path / "python"
+    frozen.write_text("#!/bin/sh\nkill -STOP $$\n")
+    frozen.chmod(0o755)
+    world.ranks.append(Rank(0, Engine("A1", BASE, tmp_path, python=frozen), BASE))
+    world.hub = HubProcess(tmp_path)
+    with pytest.raises(ProcessError, match=r"hub ended with status \d+ before leading"):
+        world.hub.start()
+    world.end()
+    assert [process.alive() for process in (world.hub.process, world.ranks[0].engine.process)] == [False, False]
+    world.end()

@@ -1,16 +1,22 @@
-"""A child process and its group: nothing of it survives `end`, and nobody who ends in time is killed."""
+"""Child processes and their groups: nothing of them survives `end`, a failed start or a program, and nobody who ends in time is killed."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from hack.standalone.process import Process
+from epochkv_fence.file_authority import StateError
+from hack.standalone.engine import Engine
+from hack.standalone.mooncake import Mooncake
+from hack.standalone.pool import Pool
+from hack.standalone.process import Process, ProcessError
 
 CHILD = "import signal, time; signal.signal(signal.SIGTERM, {handler}); print('child', flush=True); time.sleep(60)"
 LEADER = """
@@ -34,12 +40,13 @@ def start(folder: Path, handler: str, farewell: str) -> Process:
     return process
 
 
-def gone(process: Process) -> bool:
+def gone(process: Process | int) -> bool:
     """Nobody is left of the group, once init has taken note of who was killed."""
+    group = process if isinstance(process, int) else process.popen.pid
     deadline = time.monotonic() + 30.0
     while time.monotonic() < deadline:
         try:
-            os.killpg(process.popen.pid, 0)
+            os.killpg(group, 0)
         except ProcessLookupError:
             return True
         time.sleep(0.02)
@@ -71,3 +78,101 @@ def test_who_is_deaf_or_frozen_is_killed_after_the_grace(tmp_path: Path, whole_g
     assert gone(process)
     assert time.monotonic() - begun >= 0.5
     assert process.popen.returncode != 0
+
+
+def test_what_the_first_process_leaves_behind_is_told_when_it_is_gone(tmp_path: Path) -> None:
+    process = start(tmp_path, "lambda *_: (print('the child was told', flush=True), exit())", "poll(); sys.exit(0)")
+    process.end(60.0, whole_group=False)
+    assert gone(process)
+    assert "the child was told" in process.tail()
+
+
+# -- starts that fail ---------------------------------------------------------------------------------------------------
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def test_an_engine_that_never_becomes_ready_is_ended(tmp_path: Path) -> None:
+    """It ends and leaves a process behind, as an API server that dies leaves its engine core."""
+    engine = Engine("E", tmp_path, tmp_path, python=script(tmp_path / "python", "#!/bin/sh\nsleep 60 &\necho $!\nexit 3\n"))
+    with pytest.raises(ProcessError, match="E ended with status 3 before healthy"), engine:
+        raise AssertionError("it is not ready")
+    assert gone(engine.process)
+    assert not Path(f"/proc/{engine.process.tail().strip()}").exists(), "what it left behind"
+
+
+def test_a_master_ends_when_a_store_node_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    master = "import socket, sys, time\nport = next(arg for arg in sys.argv if arg.startswith('--rpc_port')).split('=')[1]\n"
+    master += "server = socket.create_server(('127.0.0.1', int(port)))\ntime.sleep(60)\n"
+    program = script(tmp_path / "master", f"#!{sys.executable}\n{master}")
+    monkeypatch.setattr("hack.standalone.mooncake.executable", lambda name: str(program))
+    (tmp_path / "mooncake.py").write_text("raise SystemExit(3)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    mooncake = Mooncake(tmp_path / "logs")
+    with pytest.raises(ProcessError, match="mooncake store 0 ended with status 3 before mounted"), mooncake:
+        raise AssertionError("it has no node")
+    assert mooncake.master is not None
+    assert [gone(process) for process in (mooncake.master, *mooncake.stores)] == [True, True]
+
+
+def test_a_pool_whose_hub_cannot_start_leaves_no_thread(tmp_path: Path) -> None:
+    (tmp_path / "fence").write_text("no folder")
+    with pytest.raises(StateError, match="fence cannot be used"), Pool(tmp_path):
+        raise AssertionError("it has no hub")
+    assert "hub" not in {thread.name for thread in threading.enumerate()}
+
+
+# -- programs that end ----------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys, threading, time
+from pathlib import Path
+from hack.standalone.process import Process, ProcessError, nothing_left
+
+def child() -> Process:
+    process = Process("child", ["sleep", "60"], Path(sys.argv[1]))
+    print("started", process.popen.pid, flush=True)
+    return process
+
+def mend(process: Process) -> None:
+    try:
+        while True:
+            process.popen.wait()
+            process = child()
+    except ProcessError as error:
+        print(error, flush=True)
+
+with nothing_left(lambda text: print(text, flush=True)):
+    child()
+    threading.Thread(target=mend, args=[child()], daemon=True).start()
+    print("up", flush=True)
+    if sys.argv[2] == "fails":
+        raise RuntimeError("of its own")
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, "fails"])
+def test_nothing_of_a_program_is_left_whatever_ends_it(tmp_path: Path, how: signal.Signals | str) -> None:
+    """Signalled twice, while a thread starts again what ends."""
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "log"), str(how)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stdout
+        lines = []
+        while "up" not in lines:
+            lines.append(program.stdout.readline().strip())
+        if isinstance(how, signal.Signals):
+            program.send_signal(how)
+            program.send_signal(how)
+        rest, _ = program.communicate(timeout=60)
+    lines += rest.splitlines()
+    assert program.returncode == (128 + how if isinstance(how, signal.Signals) else 1)
+    assert (f"{how.name}: ending what was started" in lines) if isinstance(how, signal.Signals) else True
+    assert "child is not started: everything ends" in lines
+    groups = [int(line.split()[1]) for line in lines if line.startswith("started")]
+    assert len(groups) >= 2
+    assert all(gone(group) for group in groups)
