@@ -30,8 +30,7 @@ ENGINE = ROOT / ".build/venv-engine/bin/python"
 CACHE = Path(os.environ.get("EPOCHKV_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "epochkv")
 WRONG_ANSWER = re.compile(rb"^>.*\btokens\b|wrong answer|wrong tokens")
 """Of pytest's report: the line of a test, or its message, that compares what an engine answered."""
-FAILED = re.compile(rb"^(?:FAILED|ERROR) (.+?)(?:@[\w-]+)?(?: - |$)")
-"""Of pytest's closing lines: the test, without the group that it ran in."""
+FAILED = re.compile(rb"^(?:FAILED|ERROR) (.+?)(?: - |$)")
 MAX_SECOND_RUNS = 3
 SUMMARY = re.compile(r"^=+ (.*\b(?:passed|failed|error|errors|skipped|no tests ran)\b.*) =+$")
 
@@ -40,8 +39,8 @@ SUMMARY = re.compile(r"^=+ (.*\b(?:passed|failed|error|errors|skipped|no tests r
 class Layer:
     """One pytest run: `python -m pytest paths`, expected to take about `seconds`.
 
-    `workers`: how many tests run at a time; more than cores where tests mostly wait for leases, deadlines and processes. A file's
-    tests run in one process, or with `groups` those of an `xdist_group`.
+    `workers`: how many tests run at a time, a file's tests in one process; more than cores where tests mostly wait for leases,
+    deadlines and processes. One engine takes 3 GB, so they have one worker.
     `real`: of processes with leases and deadlines, which a machine that stands still breaks.
     `beside`: runs beside the other layers, at the lowest priority: no test of it looks at a real clock.
     """
@@ -53,7 +52,6 @@ class Layer:
     workers: int = 1
     real: bool = False
     beside: bool = False
-    groups: bool = False
 
 
 @dataclass
@@ -95,7 +93,7 @@ LAYERS = (
     Layer("scheduler", ENGINE, ("tests/scheduler",), 90),
     Layer("store", ENGINE, ("tests/store",), 100, 2, real=True),
     Layer("cluster", DEV, ("tests/cluster",), 300, 3, real=True),
-    Layer("engine", ENGINE, ("tests/engine",), 600, 2, real=True, groups=True),
+    Layer("engine", ENGINE, ("tests/engine",), 900, real=True),
     Layer("e2e", DEV, ("tests/e2e",), 480, real=True),
 )
 GROUPS = {"unit": ("unit", "model", "security", "unit-connector")}
@@ -137,7 +135,7 @@ def run_layer(layer: Layer, extra: Sequence[str], output: IO[bytes]) -> Run:
     paths = [path for path in layer.paths if (ROOT / path).exists()]
     if not paths:
         return Run(1, f"no such folder: {', '.join(layer.paths)}")
-    parallel = ["-n", str(layer.workers), "--dist", "loadgroup" if layer.groups else "loadfile"] if layer.workers > 1 else []
+    parallel = ["-n", str(layer.workers), "--dist", "loadfile"] if layer.workers > 1 else []
     first = run_pytest(layer, [*parallel, *paths, *extra], output)
     if not layer.real or not first.may_be_the_machine:
         return first

@@ -330,9 +330,9 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.new_step()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """The first call of a step, before anything of it writes to a block."""
+        """The first call of a step, before anything of it writes to a block. (vLLM before 0.32 may give names of requests only.)"""
         side = self._worker
-        if side is not None:
+        if side is not None and isinstance(kv_connector_metadata, StepMetadata):
             self._guard.run("settle", lambda: side.settle(kv_connector_metadata), lambda: side.refuse(StepMetadata()))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

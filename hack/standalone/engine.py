@@ -32,6 +32,9 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise vLLM sets another number of threads, and binds every engine to the same core
 }
 
+GPU_BLOCKS = 1024
+"""Of 128 tokens; all that `VLLM_CPU_KVCACHE_SPACE` has room for would be written to at the start, 1 GB for each engine."""
+
 _NO_ANSWER = (OSError, http.client.HTTPException)
 """A connection that breaks in the middle of an answer is the latter."""
 _GRACE_SECONDS = 30.0
@@ -56,7 +59,8 @@ class Engine(EngineApi):
         command = [
             str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "model",
             "--host", "127.0.0.1", "--port", str(self.port), "--skip-tokenizer-init", "--enforce-eager", "--dtype", "float32",
-            "--max-model-len", "2048", "--max-num-seqs", "8", "--enable-prompt-tokens-details", "--shutdown-timeout", "20",
+            "--max-model-len", "2048", "--max-num-seqs", "8", "--num-gpu-blocks-override", str(GPU_BLOCKS),
+            "--enable-prompt-tokens-details", "--shutdown-timeout", "20",
             "--enable-prefix-caching" if prefix_caching else "--no-enable-prefix-caching", *args,
         ]  # fmt: skip
         if connector is not None:

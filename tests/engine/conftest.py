@@ -31,17 +31,6 @@ LEASE_SECONDS = 3.0
 """Of the store: a key that was read stays for so long, whoever removes it."""
 
 
-OF_THE_PAIR = ("test_reclaim", "test_sharing", "test_telemetry", "test_weights")
-"""Files whose tests use the same two engines, one after the other."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What runs in one process when several run at a time: a file, or the files of the pair."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.xdist_group("pair" if item.path.stem in OF_THE_PAIR else item.path.stem))
-
-
 @dataclass(frozen=True)
 class Weights:
     """Folders of sets of weights for one architecture; engines start with `base`."""

@@ -59,18 +59,6 @@ def test_wrong_answers_many_failures_and_pure_tests_have_one_run(
     assert "once more" not in capfd.readouterr().out
 
 
-def test_a_group_runs_in_one_process_and_its_tests_have_their_second_run_under_their_own_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_tests, "ROOT", tmp_path)
-    grouped = FLAKY.replace("import pytest\n", "import pytest\npytestmark = pytest.mark.xdist_group('the-pair')\n", 1)
-    (tmp_path / "test_it.py").write_text(grouped)
-    layer = Layer("layer", Path(sys.executable), ("test_it.py",), 1, workers=2, real=True, groups=True)
-    found = run_layer(layer, ["-p", "no:cacheprovider"], sys.stdout.buffer)
-    assert (found.status, found.failed) == (0, [])
-    assert found.summary.endswith("; passed on a second run: test_it.py::test_flaky[a slow one]")
-
-
 def test_a_layer_beside_the_others_is_told_last_and_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -79,7 +67,7 @@ def test_a_layer_beside_the_others_is_told_last_and_counts(
     (tmp_path / "test_aside.py").write_text(f"{priority}\n{BROKEN}")
     (tmp_path / "test_it.py").write_text("def test_good():\n    pass\n")
     pure = Layer("pure", Path(sys.executable), ("test_aside.py",), 1, beside=True)
-    other = Layer("other", Path(sys.executable), ("test_it.py",), 1)
+    other = Layer("other", Path(sys.executable), ("test_it.py",), 1000)
     found = run_all([pure, other], ["-p", "no:cacheprovider"], Durations(tmp_path / "durations.json"))
     assert [(name, run.status, run.failed) for name, run in found.items()] == [
         ("pure", 1, ["test_aside.py::test_broken"]),
