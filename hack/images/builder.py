@@ -93,6 +93,7 @@ class Builder:
             + " && apt-get clean && rm -rf /var/lib/apt/lists/* /var/cache/debconf/*-old"
         )
         env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C"}
+        env["TMPDIR"] = "/tmp"  # package scripts use it, and the caller's folder is not in there
         with log.open("wb") as output:
 
             def run(command: list[str]) -> None:
