@@ -1,27 +1,30 @@
 """Which version of an adapter this engine serves: a digest of its files, looked at on a thread of its own.
 
-vLLM names an adapter's blocks by the adapter's name and path, and an engine next door may have read other files there. What is
-not known (yet), or has changed since this engine first saw it, has a version that no other engine and no earlier state has.
+vLLM names an adapter's blocks by the adapter's name and path, and an engine next door may have read other files there. Nobody
+tells when vLLM reads them: at its start, with the first request, or again when its cache of adapters was too small. So a digest
+names an adapter only while its files are as they were before this engine started; what is newer, has changed or cannot be read
+has a version that no other engine and no earlier state has.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from epochkv_connector.weights import Stamp, digest_of, files_of, stamp_of
 
 logger = logging.getLogger("vllm.epochkv.adapters")
 
-FIRST_WAIT_SECONDS = 0.1
-"""How long the first request of an adapter waits for its digest; loading it takes longer."""
-RECHECK_SECONDS = 1.0
+WAIT_SECONDS = 0.1
+"""How long a question about an adapter may take; loading it takes longer. While one is open nobody waits for another."""
+GRANULARITY_NS = 20_000_000
+"""Times of files are those of the kernel's coarse clock, which is late by a tick."""
 MAX_ADAPTERS = 10_000
 
 Key = tuple[int, str]
@@ -40,68 +43,86 @@ class _Adapter:
     digest: str | None = None
     stamp: Stamp = ()
     changes: int = 0
-    looked_at: float = 0.0
-    asked: bool = True
-    seen: threading.Event = field(default_factory=threading.Event)
+    answered: threading.Event | None = None  # of the latest question
 
 
 class AdapterVersions:
-    """Versions by (id that vLLM gives an adapter each time it is loaded, path). `version` is for the scheduler thread."""
+    """Versions by (id that vLLM gives an adapter each time it is loaded, path). `version` is for the scheduler thread.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    Args:
+        since: when this engine started, in ns since the epoch of the clock; default: now.
+    """
+
+    def __init__(self, since: int | None = None) -> None:
+        self._since = (time.time_ns() if since is None else since) - GRANULARITY_NS
         self._adapters: dict[Key, _Adapter] = {}
-        self._questions: queue.SimpleQueue[Key | None] = queue.SimpleQueue()
+        self._questions: queue.SimpleQueue[tuple[Key, threading.Event] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._unknown = itertools.count()
 
     def version(self, adapter_id: int, path: str) -> Version:
-        """What this engine has now. Waits at most `FIRST_WAIT_SECONDS`, the first time."""
+        """What the files say now. Waits at most `WAIT_SECONDS`."""
         key = (adapter_id, path)
         adapter = self._adapters.get(key)
-        if adapter is None and len(self._adapters) < MAX_ADAPTERS:
+        if adapter is None:
+            if len(self._adapters) >= MAX_ADAPTERS:
+                return self._nobodys(path)
             adapter = self._adapters[key] = _Adapter()
-            self._ask(key)
-            adapter.seen.wait(FIRST_WAIT_SECONDS)
-        elif adapter is not None and not adapter.asked and self._clock() - adapter.looked_at >= RECHECK_SECONDS:
-            adapter.asked = True
-            self._ask(key)
-        if adapter is None or adapter.digest is None:
-            return Version(f"{path}#{adapter_id}.{adapter.changes if adapter else 0}", shareable=False)
+        if adapter.answered is not None and not adapter.answered.is_set():
+            return self._nobodys(path)
+        adapter.answered = threading.Event()
+        self._ask(key, adapter.answered)
+        if not adapter.answered.wait(WAIT_SECONDS):
+            return self._nobodys(path)
+        if adapter.digest is None:
+            return Version(f"{path}#{adapter_id}.{adapter.changes}", shareable=False)
         return Version(adapter.digest, shareable=True)
 
     def close(self) -> None:
         """End the thread when it has done what it does."""
         self._questions.put(None)
 
-    def _ask(self, key: Key) -> None:
-        self._questions.put(key)
+    def _nobodys(self, path: str) -> Version:
+        return Version(f"{path}?{next(self._unknown)}", shareable=False)
+
+    def _ask(self, key: Key, answered: threading.Event) -> None:
+        self._questions.put((key, answered))
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="epochkv-adapters", daemon=True)
             self._thread.start()
 
     def _serve(self) -> None:
-        while (key := self._questions.get()) is not None:
+        while (question := self._questions.get()) is not None:
+            key, answered = question
             adapter = self._adapters[key]
             try:
                 self._look(adapter, key[1])
-            except Exception as error:  # not there (any more): what the engine has loaded it keeps
-                if adapter.digest is None:
-                    logger.debug("the files of adapter %s cannot be read (%s): its KV stays in this engine", key[1], error)
-            adapter.looked_at, adapter.asked = self._clock(), False
-            adapter.seen.set()
+            except Exception as error:
+                logger.debug("the files of adapter %s cannot be read (%s): its KV stays in this engine", key[1], error)
+                self._change(adapter, ())
+            answered.set()
 
     def _look(self, adapter: _Adapter, path: str) -> None:
         files = files_of(_folder(path), adapter=True)
         stamp = stamp_of(files)
-        if not adapter.stamp:
+        if stamp == adapter.stamp:
+            return
+        if adapter.stamp or adapter.changes:
+            if adapter.digest is not None:
+                logger.warning("the files of adapter %s were changed while it is served: its KV stays in this engine from now on", path)
+            self._change(adapter, stamp)
+            return
+        adapter.stamp = stamp
+        if files and all(changed < self._since for *_, changed in stamp):
             digest = digest_of(files, whole=True)
-            if files and stamp_of(files_of(_folder(path), adapter=True)) == stamp:  # else it is being written: next time
-                adapter.stamp, adapter.digest = stamp, digest
-        elif stamp != adapter.stamp:
-            # vLLM may have read either, or read the new ones later (its cache of adapters is small).
-            adapter.stamp, adapter.digest = stamp, None
+            if stamp_of(files_of(_folder(path), adapter=True)) == stamp:
+                adapter.digest = digest
+
+    @staticmethod
+    def _change(adapter: _Adapter, stamp: Stamp) -> None:
+        if adapter.digest is not None or adapter.stamp != stamp or not adapter.changes:
             adapter.changes += 1
-            logger.warning("the files of adapter %s were changed while it is served: its KV stays in this engine from now on", path)
+        adapter.stamp, adapter.digest = stamp, None
 
 
 def _folder(path: str) -> Path:

@@ -404,6 +404,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{args.request} changes something: say for which engines with --engine ID (as STATUS prints it), or --all")
     if args.request == "RECLAIM" and not args.argument:
         parser.error("RECLAIM needs the beginning of names: PREFIX")
+    if args.request == "REMOVE_ALL" and args.argument:
+        parser.error(f"REMOVE_ALL takes no argument and would ignore {args.argument!r}; RECLAIM removes what begins with a PREFIX")
     wanted = {name: _sockets_of(name, base) for name in args.engine or ()}
     wanted |= {str(path): [path] for path in args.socket or ()}
     if not (args.engine or args.socket):

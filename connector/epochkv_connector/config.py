@@ -234,8 +234,8 @@ SCHEMA: Final = schema.Table(
         "on_local_reset": schema.choice(
             "private",
             "propose",
-            does="After vLLM's own reset (`/reset_prefix_cache`, `/sleep`): `private` shares nothing until the pool's next epoch, "
-            "`propose` also asks the hub for that epoch.",
+            does="After vLLM's own reset (`/reset_prefix_cache?reset_external=true`, `/sleep`): `private` shares nothing until the "
+            "pool's next epoch, `propose` also asks the hub for that epoch.",
         ),
         "lookup_wait_ms": schema.number(
             0, 60_000, "milliseconds", does="How long one scheduler step waits for answers of L2, all its requests together."

@@ -332,9 +332,16 @@ class Fence:
             self._adapter_loads[name] += 1
         loads = self._adapter_loads[name]
         if version.shareable and not loads:
-            return Pin(adapter_root(snapshot.root, name, version.name, 0), snapshot.generation, adapter=name)
+            return Pin(adapter_root(snapshot.root, name, version.name, 0), snapshot.generation, adapter=name, version=version.name)
         root = adapter_root(self._adapter_secret + snapshot.root, name, version.name, loads)
         return Pin(root, snapshot.generation, saveable=False)
+
+    def may_save(self, request: Any, pin: Pin) -> bool:
+        """Whether what this pin names may be offered to a tier. An adapter's files are looked at once more: the engine may have
+        read them since it was pinned."""
+        if not (pin.saveable and self.is_current(pin)):
+            return False
+        return not pin.adapter or self._adapter_version(request.lora_request).name == pin.version
 
     def _may_share(self, request: Any) -> bool:
         """False for a request whose KV may come from another engine under a name we cannot vouch for (P/D)."""

@@ -62,6 +62,7 @@ class Pin:
         loading: an asynchronous load of ours is in flight.
         session: a streaming-input session.
         adapter: name of the adapter that the root was made for as nobody has loaded it in place yet; else empty.
+        version: of that adapter's files.
     """
 
     root: bytes
@@ -71,6 +72,7 @@ class Pin:
     loading: bool = False
     session: bool = False
     adapter: str = ""
+    version: str = ""
 
 
 def _packed(*fields: bytes) -> bytes:

@@ -297,11 +297,13 @@ class SchedulerSide:
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
             pin = self.fence.pin_of(request) if request is not None else None
-            if request is None or pin is None or not pin.saveable or not self.fence.is_current(pin):
+            if request is None or pin is None or not pin.saveable:
                 continue
             confirmed = compat.num_confirmed_tokens(request, num_scheduled, len(drafts.get(request_id, ())))
             complete = min(confirmed // size, len(request.block_hashes))
             if complete <= self._offered_blocks.get(request_id, 0) and not half.may_continue_save(request_id):
+                continue
+            if not self.fence.may_save(request, pin):
                 continue
             self._offered_blocks[request_id] = complete
             yield ScheduledRequestView(

@@ -40,12 +40,12 @@ def files_of(place: Path, *, adapter: bool = False) -> list[Path]:
 
 
 def stamp_of(files: list[Path]) -> Stamp:
-    """Changes when one of them is written to or replaced: name, inode, size, time (ns).
+    """Changes when one of them is written to or replaced: name, inode, size, time of the last change (ns; nobody can set it).
 
     Raises:
         OSError: one of them is gone.
     """
-    return tuple((path.name, found.st_ino, found.st_size, found.st_mtime_ns) for path in files for found in [path.stat()])
+    return tuple((path.name, found.st_ino, found.st_size, found.st_ctime_ns) for path in files for found in [path.stat()])
 
 
 def digest_of(files: list[Path], *, whole: bool = False) -> str:

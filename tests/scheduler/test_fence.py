@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -364,11 +365,30 @@ def test_an_adapter_is_shared_by_what_its_files_hold(make_rig: MakeRig, tmp_path
     assert serve("nowhere/at-all", "with four") == 0
 
 
+def test_nothing_is_saved_of_an_adapter_whose_files_change_after_the_pin(make_rig: MakeRig, tmp_path: Path) -> None:
+    """vLLM may read them (again) at any time between."""
+    store = SharedStore()
+    path = write_adapter(tmp_path / "a", b"one")
+    rig = make_rig(store=store, weights_source="Model")
+    rig.adopt(0)
+    request = rig.request(prompt(1, LENGTH))
+    request.lora_request = LoRARequest("adapter", 1, path)
+    request.block_hashes = rig.hasher(_without_hashes(request))
+    rig.scheduler.add_request(request)
+    write_adapter(tmp_path / "a", b"two")
+    rig.run()
+    assert request.request_id in rig.finished
+    assert not store.objects
+    assert rig.half.stats()["saves_emitted"] == 0
+    rig.check_clean()
+
+
 def write_adapter(folder: Path, weights: bytes) -> str:
-    """The files of an adapter; returns its path."""
+    """The files of an adapter, older than any engine that is made from now on; returns its path."""
     folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text('{"r": 8}')
     (folder / "adapter_model.safetensors").write_bytes(weights)
+    time.sleep(0.05)
     return str(folder)
 
 

@@ -41,9 +41,10 @@ class Reset(ApiModel):
     it; nothing waits for that. `RemoveAll`: before publication every engine holds its loads and the store is emptied as a whole; needs a
     store that the operator runs. `Retain`: it stays until the store evicts it."""
     on_local_reset: Literal["Private", "Propose"] = "Private"
-    """What an engine does whose own caches are reset by vLLM (`/reset_prefix_cache`, `/sleep`). `Private`: it serves without shared KV
-    until the next epoch. `Propose`: it also asks for that epoch, and engines that are reset together cause one. For frameworks that
-    pause, update and reset all engines and know nothing of the pool (verl). Changing it restarts the engines one by one."""
+    """What an engine does whose own caches are reset by vLLM (`/reset_prefix_cache?reset_external=true`, `/sleep`). `Private`: it
+    serves without shared KV until the next epoch. `Propose`: it also asks for that epoch, and engines that are reset together cause
+    one. For frameworks that pause, update and reset all engines and know nothing of the pool (verl). Changing it restarts the
+    engines one by one."""
 
 
 class Keys(ApiModel):

@@ -6,7 +6,9 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 from epochkv_connector import adapters, weights
-from epochkv_connector.adapters import AdapterVersions
+from epochkv_connector.adapters import AdapterVersions, Version
 from epochkv_connector.weights import MAX_TENSORS, SAMPLE_BYTES, WHOLE_BYTES, digest_of, files_of, stamp_of
 from tests.helpers_store import wait_until
 
@@ -145,66 +147,75 @@ def adapter(tmp_path: Path) -> Path:
     return folder
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def look_again(self) -> None:
-        self.now += adapters.RECHECK_SECONDS
+@pytest.fixture
+def versions() -> Iterator[AdapterVersions]:
+    """Of an engine that starts an hour from now: every file is older."""
+    made = AdapterVersions(time.time_ns() + 3600 * 10**9)
+    yield made
+    made.close()
 
 
-def test_an_adapter_is_named_by_its_files(adapter: Path, tmp_path: Path) -> None:
-    first = AdapterVersions().version(1, str(adapter))
+def test_an_adapter_is_named_by_its_files(adapter: Path, tmp_path: Path, versions: AdapterVersions) -> None:
+    first = versions.version(1, str(adapter))
     assert first.shareable
     copy = tmp_path / "copy"
     shutil.copytree(adapter, copy)
-    assert AdapterVersions().version(7, str(copy)) == first
-    (copy / "adapter_config.json").write_text('{"r": 9}')
-    assert AdapterVersions().version(7, str(copy)) != first
+    assert versions.version(7, str(copy)) == first
+    other = tmp_path / "other"
+    shutil.copytree(adapter, other)
+    (other / "adapter_config.json").write_text('{"r": 9}')
+    assert versions.version(7, str(other)) not in (first, Version(first.name, shareable=False))
 
 
-def test_files_that_change_under_an_engine_make_its_adapter_its_own(adapter: Path) -> None:
-    clock = Clock()
-    versions = AdapterVersions(clock)
+def test_files_that_change_under_an_engine_make_its_adapter_its_own(adapter: Path, versions: AdapterVersions) -> None:
+    """At once, and for good: what was there before may be loaded or not."""
+    path = adapter / "adapter_model.safetensors"
+    before = path.stat()
     first = versions.version(1, str(adapter))
     assert versions.version(1, str(adapter)) == first
     seen = {first}
-    for content in (b"two", b"one"):  # what was there before may be loaded or not
-        (adapter / "adapter_model.safetensors").write_bytes(content)
-        clock.look_again()
-        wait_until(lambda: versions.version(1, str(adapter)) not in seen, 10, "the change to be seen")
+    for content in (b"two", b"one"):
+        path.write_bytes(content)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
         version = versions.version(1, str(adapter))
         assert not version.shareable
+        assert version not in seen
+        assert versions.version(1, str(adapter)) == version
         seen.add(version)
-    assert versions.version(2, str(adapter)) == first, "loaded anew, and nothing has changed since"
-    versions.close()
 
 
-def test_an_adapter_that_is_gone_stays_what_it_was(adapter: Path) -> None:
-    clock = Clock()
-    versions = AdapterVersions(clock)
+def test_an_adapter_that_is_younger_than_the_engine_is_its_own(adapter: Path) -> None:
+    """vLLM may have read what was there before."""
+    versions = AdapterVersions(time.time_ns() - 10**9)
     first = versions.version(1, str(adapter))
-    shutil.rmtree(adapter)
-    for _ in range(3):
-        clock.look_again()
-        assert versions.version(1, str(adapter)) == first
+    assert not first.shareable
+    assert versions.version(1, str(adapter)) == first
+    (adapter / "adapter_model.safetensors").write_bytes(b"two")
+    assert versions.version(1, str(adapter)) != first
     versions.close()
 
 
-def test_an_adapter_that_cannot_be_read_is_this_engines_own(tmp_path: Path) -> None:
+def test_an_adapter_that_goes_and_comes_is_this_engines_own(adapter: Path, tmp_path: Path, versions: AdapterVersions) -> None:
+    seen = {versions.version(1, str(adapter))}
+    adapter.rename(tmp_path / "away")
+    seen.add(versions.version(1, str(adapter)))
+    (tmp_path / "away").rename(adapter)
+    seen.add(versions.version(1, str(adapter)))
+    assert len(seen) == 3
+    assert sum(version.shareable for version in seen) == 1
+
+
+def test_an_adapter_that_cannot_be_read_is_this_engines_own(tmp_path: Path, versions: AdapterVersions) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     for path in (str(tmp_path / "nowhere"), str(empty), "no/such-repository", ""):
-        first, second = AdapterVersions().version(1, path), AdapterVersions().version(2, path)
+        first, second = versions.version(1, path), versions.version(2, path)
         assert not first.shareable
         assert first != second
+        assert versions.version(1, path) == first
 
 
-def test_a_disk_that_hangs_costs_one_short_wait(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
+def test_a_disk_that_hangs_costs_one_short_wait(adapter: Path, monkeypatch: pytest.MonkeyPatch, versions: AdapterVersions) -> None:
     go_on = threading.Event()
 
     def hung(*args: Any, **kwargs: Any) -> str:
@@ -214,22 +225,19 @@ def test_a_disk_that_hangs_costs_one_short_wait(adapter: Path, monkeypatch: pyte
     waits: list[float | None] = []
     wait = threading.Event.wait
     monkeypatch.setattr(adapters, "digest_of", hung)
-    versions = AdapterVersions()
     monkeypatch.setattr(threading.Event, "wait", lambda self, seconds=None: waits.append(seconds) or wait(self, seconds))
-    for _ in range(5):
-        assert not versions.version(1, str(adapter)).shareable
-    assert [seconds for seconds in waits if seconds not in (None, 10)] == [adapters.FIRST_WAIT_SECONDS]
+    answers = [versions.version(1, str(adapter)) for _ in range(5)]
+    assert not any(answer.shareable for answer in answers)
+    assert len(set(answers)) == 5, "nobody knows what these have in common"
+    assert [seconds for seconds in waits if seconds not in (None, 10)] == [adapters.WAIT_SECONDS]
     go_on.set()
     wait_until(lambda: versions.version(1, str(adapter)).shareable, 10, "the digest")
-    versions.close()
 
 
-def test_adapters_beyond_the_limit_are_this_engines_own(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_beyond_the_limit_are_this_engines_own(adapter: Path, monkeypatch: pytest.MonkeyPatch, versions: AdapterVersions) -> None:
     monkeypatch.setattr(adapters, "MAX_ADAPTERS", 1)
-    versions = AdapterVersions()
     assert versions.version(1, str(adapter)).shareable
     assert not versions.version(2, str(adapter)).shareable
-    versions.close()
 
 
 def test_a_stamp_sees_a_file_that_was_replaced(adapter: Path) -> None:

@@ -302,12 +302,16 @@ def test_a_request_that_changes_something_names_its_engines(base: Path, serve: S
     handlers = {request_: note}
     for name in ("e/rank0", "f/rank0"):
         serve(name, **handlers)
-    status, out, err = call(capsys, base, request_, "1")
+    first, second = ((), ()) if request_ == "REMOVE_ALL" else (("1",), ("2",))
+    status, out, err = call(capsys, base, request_, *first)
     assert (status, out, asked) == (2, [], [])
     assert err[-1].endswith(f"{request_} changes something: say for which engines with --engine ID (as STATUS prints it), or --all")
-    assert call(capsys, base, request_, "1", "--engine", "f") == (0, ["f/rank0: OK {}"], [])
-    assert call(capsys, base, request_, "2", "--all") == (0, ["e/rank0: OK {}", "f/rank0: OK {}"], [])
-    assert asked == ["1", "2", "2"]
+    assert call(capsys, base, request_, *first, "--engine", "f") == (0, ["f/rank0: OK {}"], [])
+    assert call(capsys, base, request_, *second, "--all") == (0, ["e/rank0: OK {}", "f/rank0: OK {}"], [])
+    assert asked == ["".join(first), *("".join(second),) * 2]
+    if request_ == "REMOVE_ALL":
+        assert call(capsys, base, request_, "some/prefix", "--all")[0] == 2
+        assert len(asked) == 3
 
 
 def test_who_does_not_serve_a_request_is_skipped(base: Path, serve: Serve, capsys: Captured) -> None:
