@@ -21,7 +21,7 @@ from epochkv_connector.weights import Stamp, digest_of, files_of, stamp_of
 
 logger = logging.getLogger("vllm.epochkv.adapters")
 
-WAIT_SECONDS = 0.1
+WAIT_SECONDS = 0.5
 """How long a question about an adapter may take; loading it takes longer. While one is open nobody waits for another."""
 GRANULARITY_NS = 20_000_000
 """Times of files are those of the kernel's coarse clock, which is late by a tick."""
