@@ -121,7 +121,7 @@ class FakeWorker:
             if self.settles:
                 self._save(save)
             else:
-                for phase in (Phase.COPIED,) if save.namespace is None else (Phase.COPIED, Phase.STORED):
+                for phase in save.phases:
                     self.acks.append(JobAck(save.job_id, self.rank, phase, save.start_block, 0, failed=True))
 
     def work(self) -> None:

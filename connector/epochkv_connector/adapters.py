@@ -40,9 +40,9 @@ class Version:
 
 @dataclass(slots=True)
 class _Adapter:
+    stamp: Stamp | None = None  # None: nobody has looked; empty: the files cannot be read
     digest: str | None = None
-    stamp: Stamp = ()
-    changes: int = 0
+    changes: int = 0  # of the stamp, since the first look
     answered: threading.Event | None = None  # of the latest question
 
 
@@ -99,30 +99,30 @@ class AdapterVersions:
                 self._look(adapter, key[1])
             except Exception as error:
                 logger.debug("the files of adapter %s cannot be read (%s): its KV stays in this engine", key[1], error)
-                self._change(adapter, ())
+                self._saw(adapter, ())
             answered.set()
 
     def _look(self, adapter: _Adapter, path: str) -> None:
         files = files_of(_folder(path), adapter=True)
-        stamp = stamp_of(files)
-        if stamp == adapter.stamp:
+        stamp, known = stamp_of(files), adapter.digest is not None
+        is_first = adapter.stamp is None
+        if not self._saw(adapter, stamp):
             return
-        if adapter.stamp or adapter.changes:
-            if adapter.digest is not None:
-                logger.warning("the files of adapter %s were changed while it is served: its KV stays in this engine from now on", path)
-            self._change(adapter, stamp)
-            return
-        adapter.stamp = stamp
-        if files and all(changed < self._since for *_, changed in stamp):
+        if is_first and files and all(changed < self._since for *_, changed in stamp):
             digest = digest_of(files, whole=True)
             if stamp_of(files_of(_folder(path), adapter=True)) == stamp:
                 adapter.digest = digest
+        elif known:
+            logger.warning("the files of adapter %s were changed while it is served: its KV stays in this engine from now on", path)
 
     @staticmethod
-    def _change(adapter: _Adapter, stamp: Stamp) -> None:
-        if adapter.digest is not None or adapter.stamp != stamp or not adapter.changes:
-            adapter.changes += 1
+    def _saw(adapter: _Adapter, stamp: Stamp) -> bool:
+        """Whether this is another stamp than before: what was known of the files is not true of these."""
+        if stamp == adapter.stamp:
+            return False
+        adapter.changes += adapter.stamp is not None
         adapter.stamp, adapter.digest = stamp, None
+        return True
 
 
 def _folder(path: str) -> Path:

@@ -21,6 +21,7 @@ from typing import Any
 
 import vllm
 
+from epochkv_connector.plugin import NAME
 from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout
 from epochkv_connector.weights import digest_of, files_of
 from epochkv_connector.worker.slots import slot_stride
@@ -64,7 +65,7 @@ __all__ = [  # names of vLLM that the rest of the connector imports from here
     "SupportsHMA",
 ]
 
-ALLOWED_SIBLINGS: frozenset[str] = frozenset({"EpochKVConnector"})
+ALLOWED_SIBLINGS: frozenset[str] = frozenset({NAME})
 """What may stand, once, beside us in a MultiConnector: connectors that keep block hashes per request would outlive a re-hash."""
 
 Hasher = Callable[[Any], list[bytes]]
@@ -105,7 +106,7 @@ def check_siblings() -> None:
     so the parent is looked up among the callers.
     """
     names = _sibling_names()
-    if names.count("EpochKVConnector") > 1:
+    if names.count(NAME) > 1:
         raise UnsupportedEngine(
             "MultiConnector holds EpochKVConnector more than once: each would name the same requests anew; keep one of them"
         )

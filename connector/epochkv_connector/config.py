@@ -92,6 +92,11 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         config.check()
         return config
 
+    @property
+    def weights_pushed(self) -> bool:
+        """Whether weights may be pushed into this engine while it runs."""
+        return self.weights_source == "Pushed"
+
     def check(self) -> None:
         """Raise `ConfigError` for values that exclude each other, and for a pool that cannot be one."""
         if self.tracker and self.distributed:

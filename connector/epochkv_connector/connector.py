@@ -20,7 +20,8 @@ from epochkv_connector.fencing import Fence, FencePolicy, PoolIdentity
 from epochkv_connector.guard import Guard
 from epochkv_connector.identity import fingerprint
 from epochkv_connector.link import Credentials, FenceHooks, HubLink
-from epochkv_connector.memory import check_fits, check_holds_something
+from epochkv_connector.memory import check_fits
+from epochkv_connector.plugin import check
 from epochkv_connector.scheduling import SchedulerSide
 from epochkv_connector.stats import EpochKVPromMetrics, EpochKVStats
 from epochkv_connector.telemetry import Reporter
@@ -76,7 +77,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         return config
 
     def _refuse_foreign_encoders(self, config: ConnectorConfig) -> None:
-        if config.weights_source == "Pushed" and self._vllm_config.ec_transfer_config is not None:
+        if config.weights_pushed and self._vllm_config.ec_transfer_config is not None:
             raise compat.UnsupportedEngine(
                 "ec_transfer_config is set and weights are pushed: encoder outputs of other engines are keyed by content "
                 "only and would survive an update; remove ec_transfer_config, or set weights_source to Model"
@@ -87,8 +88,8 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._hashing = compat.BlockHashing(vllm_config.cache_config.prefix_caching_hash_algo)
         root_port = compat.GlobalRoot()
         credentials = Credentials(config)
-        pushed = config.weights_source == "Pushed"
-        digest = self._fingerprint = fingerprint(compat.describe_engine(vllm_config, self._kv_cache_config, weights_pushed=pushed))
+        described = compat.describe_engine(vllm_config, self._kv_cache_config, weights_pushed=config.weights_pushed)
+        digest = self._fingerprint = fingerprint(described)
         self._adapters = AdapterVersions()
         self._link = HubLink(config, credentials)
         random_seed = compat.hash_seed_is_random(self._hashing.algorithm)
@@ -138,7 +139,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _policy(self, credentials: Credentials) -> FencePolicy:
         config = self._epochkv_config
-        pushed = config.weights_source == "Pushed"
+        pushed = config.weights_pushed
         forced = None
         if pushed and config.encoder != "Frozen" and compat.is_multimodal(self._vllm_config):
             forced = (
@@ -200,9 +201,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         Raises:
             ConfigError, compat.UnsupportedEngine: the message says what to change.
         """
-        config = ConnectorConfig.parse(extra_config)
-        check_holds_something(config)
-        compat.check_version(config.allow_untested_vllm)
+        check(extra_config)
         return False
 
     @property

@@ -52,7 +52,7 @@ def check_command_line(arguments: Sequence[str]) -> None:
     here = not _names([*arguments, *expanded]) & ELSEWHERE
     try:
         for extra in _extra_configs(expanded):
-            _check(extra, here)
+            check(extra, here)
     except (ConfigError, RuntimeError) as error:
         raise SystemExit(f"EpochKV cannot start: {error}") from None
 
@@ -70,11 +70,15 @@ def check_callers() -> None:
         if frame.f_code.co_name == "__post_init__" and "EngineArgs" in [kind.__name__ for kind in type(owner).__mro__]:
             given = getattr(owner, "kv_transfer_config", None)
             for extra in _ours(given if isinstance(given, dict) else getattr(given, "__dict__", None)):
-                _check(extra, here=False)
+                check(extra)
 
 
-def _check(extra: dict[str, Any], here: bool) -> None:
-    """`here`: every rank, and so L1, is on this machine."""
+def check(extra: dict[str, Any], here: bool = False) -> None:
+    """What can be said of a configuration before a model is loaded. `here`: every rank, and so L1, is on this machine.
+
+    Raises:
+        ConfigError, compat.UnsupportedEngine: no engine can start with it.
+    """
     config = ConnectorConfig.parse(extra)
     check_holds_something(config)
     if config.local is not None and here:

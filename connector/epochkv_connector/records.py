@@ -71,7 +71,7 @@ class LoadJob:
 class SaveJob:
     """Copy one contiguous range of blocks of a request to host slots, then (if `namespace`) put them to L2.
 
-    The GPU blocks stay referenced by the scheduler half until every rank acknowledged `Phase.COPIED`.
+    The GPU blocks stay referenced by the scheduler half until every rank acknowledged `Phase.COPIED`, or vLLM clears its cache.
     `moves` may skip blocks of the range that need nothing (already saved, or outside a sliding window).
     """
 
@@ -82,6 +82,11 @@ class SaveJob:
     num_blocks: int
     moves: tuple[BlockMove, ...]
     deadline_seconds: float
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """What every rank acknowledges, in this order."""
+        return (Phase.COPIED,) if self.namespace is None else (Phase.COPIED, Phase.STORED)
 
 
 @dataclass(frozen=True, slots=True)

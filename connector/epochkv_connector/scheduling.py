@@ -297,7 +297,7 @@ class SchedulerSide:
         for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
             pin = self.fence.pin_of(request) if request is not None else None
-            if request is None or pin is None or not pin.saveable:
+            if request is None or pin is None:
                 continue
             confirmed = compat.num_confirmed_tokens(request, num_scheduled, len(drafts.get(request_id, ())))
             complete = min(confirmed // size, len(request.block_hashes))

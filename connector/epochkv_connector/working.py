@@ -48,7 +48,7 @@ class RefusingHalf:
             self._acks.append(JobAck(load.job_id, self._rank, Phase.LOADED, 0, 0, failed=True))
         self._failed.update(step.poisoned)
         for save in step.saves:
-            for phase in (Phase.COPIED,) if save.namespace is None else (Phase.COPIED, Phase.STORED):
+            for phase in save.phases:
                 self._acks.append(JobAck(save.job_id, self._rank, phase, save.start_block, 0, failed=True))
 
     def finish_step(self) -> None:
@@ -100,7 +100,7 @@ class _Debts:
             self.loads[load.job_id] = load
             self._reports.add(load.request_id)
         for save in step.saves:
-            self.saves[save.job_id] = (save, {Phase.COPIED} if save.namespace is None else {Phase.COPIED, Phase.STORED})
+            self.saves[save.job_id] = (save, set(save.phases))
 
     def pay(self, report: Report) -> Report:
         """What of a half's report is owed."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from epochkv_connector.config import ConnectorConfig
-from epochkv_connector.records import JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.records import JobAck, LoadJob, SaveJob, Source
 from epochkv_connector.scheduler.index import HostIndex, slot_count
 from epochkv_connector.scheduler.jobs import Copied, Ledger, Loaded, Outcome, Released, Stored
 from epochkv_connector.scheduler.lookup import KnownInStore, Lookups
@@ -299,7 +299,7 @@ class SchedulerHalf:
         jobs, self._save_jobs = self._save_jobs, []
         for job in jobs:
             for rank in range(self._ledger.num_ranks):
-                for phase in (Phase.COPIED,) if job.namespace is None else (Phase.COPIED, Phase.STORED):
+                for phase in job.phases:
                     self.on_acks([JobAck(job.job_id, rank, phase, job.start_block, 0, failed=True)])
 
     def _open_load(self, draft: LoadDraft, now: float) -> LoadJob:

@@ -60,11 +60,17 @@ class Saves:
             save.after = after
             rank.guard(partial(self._begin, save), partial(self.fail_copy, save))
 
-    def settle(self, timeout: float) -> None:
-        """Return when no copy reads GPU blocks; after `timeout` seconds those that do have failed. Model-runner thread."""
+    def wait_copied(self, timeout: float) -> bool:
+        """Wait until no save reads GPU blocks; False after `timeout` seconds. Model-runner thread."""
         self.submit()
         with self._rank.changed:
-            self._rank.changed.wait_for(lambda: not self.copies, timeout)
+            return self._rank.changed.wait_for(lambda: not self.copies, timeout)
+
+    def settle(self, timeout: float) -> None:
+        """Return when no copy reads GPU blocks; after `timeout` seconds those that do have failed. Model-runner thread."""
+        if self.wait_copied(timeout):
+            return
+        with self._rank.changed:
             late = list(self.copies.values())
             for save in late:
                 save.overtaken = True

@@ -252,9 +252,7 @@ class WorkerHalf:
 
     def wait_copied(self, timeout: float) -> bool:
         """Wait until no save holds GPU blocks; then `results` has every COPIED. False after `timeout` seconds."""
-        self._saves.submit()
-        with self._rank.changed:
-            return self._rank.changed.wait_for(lambda: not self._saves.copies, timeout)
+        return self._saves.wait_copied(timeout)
 
     def status(self) -> dict[str, Any]:
         """What a person, or the scheduler half, may ask between steps (JSON). Any thread."""
