@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DEV = ROOT / ".build/venv/bin/python"
 ENGINE = ROOT / ".build/venv-engine/bin/python"
 CACHE = Path(os.environ.get("EPOCHKV_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "epochkv")
-WRONG_ANSWER = re.compile(rb"^>.*\btokens\b|wrong answer|wrong tokens")
+WRONG_ANSWER = re.compile(rb"^>.*\btokens\b|^E .*(?:wrong answer|wrong tokens)")
 """Of pytest's report: the line of a test, or its message, that compares what an engine answered."""
 FAILED = re.compile(rb"^(?:FAILED|ERROR) (.+?)(?: - |$)")
 MAX_SECOND_RUNS = 3

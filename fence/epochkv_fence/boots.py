@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from epochkv_fence.messages import Heartbeat, Mode, Moment
@@ -18,7 +19,7 @@ class BootRecord:
     Attributes:
         peer: where its newest heartbeat came from.
         seq: of its newest heartbeat.
-        key_index: which of the pool's keys its newest heartbeat came with, 0 the newest.
+        key_index: which of the keys that the pool accepts now its newest heartbeat came with, 0 the newest.
         epoch: highest epoch heard; a late heartbeat never lowers it.
         mode: reported for that epoch; USE stays USE, also when it was taken back for a while (a store being wiped).
         born: upper bound for the time of its start on the hub's clock, from the ages it reports: a heartbeat that comes
@@ -53,6 +54,11 @@ class BootRecord:
             self.seq, self.peer, self.newest, self.key_index = beat.seq, peer, beat, key_index
         self._raise_epoch(beat)
         return before != self._shown()
+
+    def keys_changed(self, before: Sequence[str], now: Sequence[str]) -> None:
+        """The pool accepts other keys: what this boot used last has another place among them, or none (behind them all)."""
+        key = before[self.key_index] if self.key_index < len(before) else None
+        self.key_index = now.index(key) if key in now else len(now)
 
     def _shown(self) -> tuple[object, ...]:
         return self.epoch, self.current_mode, self.newest.carried, self.newest.private, self.key_index

@@ -146,10 +146,13 @@ class Hub(HubUpdates):
     def _configure(self, config: PoolConfig, now: float) -> list[ev.Action]:
         if self.term is not None and self._lead_until > now:
             self._lead_until += max(0.0, config.hold_seconds - self.config.hold_seconds)
-        before, self.config = self.config.reclaim, config
+        before, self.config = self.config, config
+        if config.client_public_keys != before.client_public_keys:
+            for record in self._boots.values():
+                record.keys_changed(before.client_public_keys, config.client_public_keys)
         if config.reclaim == "Retain":
             self._reclaimer.stop()
-        elif config.reclaim != before:
+        elif config.reclaim != before.reclaim:
             self._reclaim_after(now)
         return [ev.Changed()]
 

@@ -90,7 +90,7 @@ class EngineView:
         age_seconds: age of its process when it sent its newest heartbeat.
         silent_seconds: since it was last heard from.
         loading: reads from the store that it has not finished; None: it did not say.
-        key_index: which of the pool's accepted keys it uses, 0 the newest.
+        key_index: which of the pool's accepted keys it used last, 0 the newest; their number: one that is not accepted any more.
         private: its caches were reset alone, and it shares nothing before the next epoch, whatever its mode.
     """
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from epochkv_fence.mooncake_admin import MooncakeAdmin
 from hack import models
+from hack.engine_api import Answer
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
@@ -80,6 +82,14 @@ def fence_lines(engine: Engine) -> list[str]:
     return [line for line in text.splitlines() if "EpochKV: " in line and "standing.py" in line]
 
 
+def check(answer: Answer, cached: int, expected: tuple[int, ...]) -> None:
+    """The answer is right, and so many of its prompt's tokens were found in a cache. Apart from each other: a machine that stands
+    still costs hits, and such a test has a second run; one with a wrong answer, or with hits that nobody may have, has none."""
+    assert answer.tokens == expected, "a wrong answer"
+    assert answer.cached <= cached, "a wrong answer: from blocks that are not to be found"
+    assert answer.cached == cached
+
+
 class Prompts:
     """Prompts that share nothing with each other, so that every hit has one explanation."""
 
@@ -113,6 +123,35 @@ class Reference:
         """The engine itself, to somebody who may change its weights."""
         self._loaded = None
         return self._engine
+
+
+LOGS = pytest.StashKey[dict[Path, int]]()
+LOG_LINES = 40
+
+
+def log_sizes(folder: Path) -> dict[Path, int]:
+    """Every log below, with its size in bytes."""
+    return {log: log.stat().st_size for log in sorted(folder.rglob("*.log"))}
+
+
+@pytest.fixture(autouse=True)
+def _note_logs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    request.node.stash[LOGS] = log_sizes(tmp_path_factory.getbasetemp())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Below a failure, what connectors and stores have logged since the test began: the files may be out of reach then."""
+    report = yield
+    before = item.stash.get(LOGS, None)
+    if before is not None and report.failed:
+        for log in log_sizes(item.config._tmp_path_factory.getbasetemp()):  # type: ignore[attr-defined]
+            with log.open("rb") as file:
+                file.seek(before.get(log, 0))
+                lines = [line for line in file.read().decode(errors="replace").splitlines() if re.search("EpochKV|WARN|ERROR", line)]
+            if lines:
+                report.sections.append((f"{log.parent.name}/{log.name} since the test began", "\n".join(lines[-LOG_LINES:])))
+    return report
 
 
 @pytest.fixture(scope="session")
@@ -221,9 +260,9 @@ class Pair:
 
     def check_sharing(self, prompt: Sequence[int], expected: tuple[int, ...]) -> None:
         """A computes, B loads, and both say what they should."""
-        assert self.save_through_a(prompt) == expected
+        assert self.save_through_a(prompt) == expected, "a wrong answer"
         answer = self.b.complete(prompt)
-        assert (answer.cached, answer.tokens) == (CACHED, expected)
+        check(answer, CACHED, expected)
 
     def end(self) -> None:
         """End every engine that was started."""

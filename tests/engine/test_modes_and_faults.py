@@ -17,7 +17,7 @@ from hack.standalone.engine import CPU_ENVIRONMENT, Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
 from hack.standalone.process import Process, ProcessError, free_port
-from tests.engine.conftest import BLOCKS, CACHED, PATIENT, PATIENT_ENVIRON, Prompts, Reference, Weights, eventually, settled_keys
+from tests.engine.conftest import BLOCKS, CACHED, PATIENT, PATIENT_ENVIRON, Prompts, Reference, Weights, check, eventually, settled_keys
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +41,10 @@ def test_l1_only(weights: Weights, folder: Path, pool: Pool, prompts: Prompts, r
         assert engine.reset_prefix_cache(external=False)
         assert engine.complete(other).cached == 0
         answer = engine.complete(prompt)
-        assert (answer.cached, answer.tokens) == (CACHED, reference(prompt, weights.base))
+        check(answer, CACHED, reference(prompt, weights.base))
         pool.bump()
         answer = engine.complete(prompt)
-        assert (answer.cached, answer.tokens) == (0, reference(prompt, weights.base))
+        check(answer, 0, reference(prompt, weights.base))
 
 
 def test_l2_only_and_a_master_that_comes_later(weights: Weights, folder: Path, pool: Pool, prompts: Prompts, reference: Reference) -> None:
@@ -54,7 +54,7 @@ def test_l2_only_and_a_master_that_comes_later(weights: Weights, folder: Path, p
     with Engine("l2", weights.base, folder, connector, environ=PATIENT_ENVIRON) as engine:
         join(pool)
         answer = engine.complete(prompt)
-        assert (answer.cached, answer.tokens) == (0, reference(prompt, weights.base))
+        check(answer, 0, reference(prompt, weights.base))
         with mooncake:
             eventually(lambda: _stored(engine, mooncake, prompts()), "the engine joins the store", 60.0)
             before = settled_keys(mooncake)
@@ -63,7 +63,7 @@ def test_l2_only_and_a_master_that_comes_later(weights: Weights, folder: Path, p
             eventually(lambda: len(set(mooncake.keys()) - before) == BLOCKS, "blocks in the store")
             assert engine.reset_prefix_cache(external=False)
             answer = engine.complete(prompt)
-            assert (answer.cached, answer.tokens) == (CACHED, reference(prompt, weights.base))
+            check(answer, CACHED, reference(prompt, weights.base))
             assert mooncake.master
             mooncake.master.end(1.0)
             assert not mooncake.master.alive()
@@ -97,7 +97,7 @@ def test_two_tensor_parallel_ranks(
         eventually(lambda: len(set(mooncake.keys()) - before) == 2 * BLOCKS, "both shards of every block in the store")
         assert engine.reset_prefix_cache(external=False)
         answer = engine.complete(prompt)
-        assert (answer.cached, answer.tokens) == (CACHED, reference(prompt, weights.base))
+        check(answer, CACHED, reference(prompt, weights.base))
         pool.bump()
         eventually(lambda: [view.loading for view in pool.snapshot().engines if view.alive] == [0], "both ranks say that they read no more")
         processes = {path.name: path for path in sockets.glob("*/*")}
@@ -123,7 +123,7 @@ def test_broken_hub_address_and_key(weights: Weights, folder: Path, pool: Pool, 
     with Engine("no-hub", weights.base, folder, connector) as engine:
         for _ in range(3):
             answer = engine.complete(prompt)
-            assert (answer.cached, answer.tokens) == (0, reference(prompt, weights.base))
+            check(answer, 0, reference(prompt, weights.base))
         assert engine.metric("vllm:external_prefix_cache_hits_total") == 0
         log = engine.process.log.read_text()
         complaints = [line for line in log.splitlines() if "client.key" in line]

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from epochkv_fence.messages import Source
-from tests.engine.conftest import CACHED, Pair, Prompts, Reference, Weights, eventually, fence_lines, settled_keys
+from tests.engine.conftest import CACHED, Pair, Prompts, Reference, Weights, check, eventually, fence_lines, settled_keys
 
 
 def test_b_reuses_what_a_computed(pair: Pair, prompts: Prompts, reference: Reference) -> None:
@@ -66,12 +66,12 @@ def test_without_a_hub_the_lease_runs_out_and_nothing_is_reused(pair: Pair, prom
     pair.pool.stop_hub()
     eventually(lambda: pair.a.complete(prompt, 1).cached == 0, "A in bypass", 20.0)
     answer = pair.a.complete(prompt)
-    assert (answer.cached, answer.tokens) == (0, reference(prompt, pair.model))
+    check(answer, 0, reference(prompt, pair.model))
     pair.pool.start_hub()
     # The epoch is the same, so what was named under it is good again as soon as there is a lease.
     eventually(lambda: pair.a.complete(prompt, 1).cached == CACHED, "A uses the epoch again")
     answer = pair.a.complete(prompt)
-    assert (answer.cached, answer.tokens) == (CACHED, reference(prompt, pair.model))
+    check(answer, CACHED, reference(prompt, pair.model))
     assert "INFO" in fence_lines(pair.a)[0], "an engine that starts has lost nothing"
     lost, back = fence_lines(pair.a)[begin:]
     assert "is over" in lost
@@ -103,7 +103,7 @@ def test_vllms_own_reset_succeeds_while_requests_run_and_saves_copy(pair: Pair, 
             assert pair.a.reset_prefix_cache(external=False)
         assert [answer.result().tokens for answer in answers] == [reference(prompt, pair.model) for prompt in asked]
     again = pair.a.complete(asked[0])
-    assert (again.cached, again.tokens) == (640, reference(asked[0], pair.model))
+    check(again, 640, reference(asked[0], pair.model))
 
 
 def reset_everywhere(pair: Pair) -> None:
@@ -143,7 +143,7 @@ def test_engines_that_clear_their_caches_together_move_the_pool_on_once(
     assert snapshot.origin.source is Source.ENGINE
     for engine in pair.both:
         answer = engine.complete(other)
-        assert (answer.cached in (0, CACHED), answer.tokens) == (True, reference(other, pair.model))
+        check(answer, answer.cached and CACHED, reference(other, pair.model))
 
 
 def _items(metrics: str, name: str) -> float:

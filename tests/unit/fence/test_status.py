@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -183,6 +184,26 @@ def test_the_snapshot_shows_what_engines_said() -> None:
     assert ev.Changed() in actions  # its owner waits for this to drop the old key
     (view,) = hub.hub.snapshot(hub.now).engines
     assert view.key_index == 0
+
+
+def test_other_keys_move_what_engines_use_among_them() -> None:
+    """Until an engine's next heartbeat, too: its owner must not believe that the newest key is in use because it was."""
+    hub = pool()
+
+    def accept(*keys: str) -> int:
+        hub.step(ev.Configured(dataclasses.replace(hub.hub.config, client_public_keys=keys)))
+        (view,) = hub.hub.snapshot(hub.now).engines
+        return view.key_index
+
+    hub.step(ev.Configured(dataclasses.replace(hub.hub.config, client_public_keys=("old",))))
+    hub.step(ev.Heard(b"p", Heartbeat(boot(1), 0, 0, Mode.USE), key_index=0))
+    assert accept("new", "old") == 1
+    assert accept("newer", "new", "old") == 2
+    assert accept("new", "old") == 1
+    assert accept("new") == 1  # it has none of them
+    assert accept("newest", "new") == 2
+    hub.step(ev.Heard(b"p", Heartbeat(boot(1), 1, 0, Mode.USE), key_index=0))
+    assert accept("newest") == 0
 
 
 def test_an_engine_that_was_reset_alone_is_shown_so_and_decides_nothing() -> None:

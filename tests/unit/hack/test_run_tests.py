@@ -24,6 +24,17 @@ def test_flaky(what):
         seen.touch()
         assert "late" == "in time"
 """
+MISS = """
+from pathlib import Path
+
+def test_miss():
+    cached, tokens = 0, [1]
+    assert tokens == [1], "a wrong answer"
+    seen = Path(__file__).with_suffix(".seen")
+    missed = not seen.exists()
+    seen.touch()
+    assert cached == (896 if missed else 0)
+"""
 BROKEN = "def test_broken():\n    assert 1 == 2\n"
 WRONG = "def test_wrong():\n    tokens = [1]\n    assert tokens == [2]\n"
 MESSAGE = "def test_wrong():\n    assert 0 == 1, 'A gave a wrong answer'\n"
@@ -44,6 +55,10 @@ def test_one_that_fails_once_passes_and_is_named(
     assert found.summary.startswith("1 failed, 1 passed")
     assert found.summary.endswith("; passed on a second run: test_it.py::test_flaky[a slow one]")
     assert "once more test_it.py::test_flaky[a slow one]" in capfd.readouterr().out
+
+
+def test_a_miss_below_a_right_answer_has_a_second_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(MISS, tmp_path, monkeypatch).status == 0
 
 
 def test_one_that_fails_twice_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
