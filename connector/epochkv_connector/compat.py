@@ -99,13 +99,12 @@ def share_log_handlers() -> None:
             logger.setLevel(logging.INFO)
 
 
-def check_siblings() -> None:
-    """Raise `UnsupportedEngine` when a MultiConnector that is building us has a child that is not on the tested list.
+def check_siblings(names: Sequence[str]) -> None:
+    """Whether these connectors, of which one is ours, may be children of one MultiConnector.
 
-    The children's configuration does not name the parent (each child gets a copy with its own `kv_transfer_config`),
-    so the parent is looked up among the callers.
+    Raises:
+        UnsupportedEngine: there is one beside ours that is not on the tested list, or ours more than once.
     """
-    names = _sibling_names()
     if names.count(NAME) > 1:
         raise UnsupportedEngine(
             "MultiConnector holds EpochKVConnector more than once: each would name the same requests anew; keep one of them"
@@ -118,7 +117,12 @@ def check_siblings() -> None:
             )
 
 
-def _sibling_names() -> list[str]:
+def sibling_names() -> list[str]:
+    """Children of the MultiConnector that is building us, ours among them; empty: there is none.
+
+    The children's configuration does not name the parent (each child gets a copy with its own `kv_transfer_config`),
+    so the parent is looked up among the callers.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")

@@ -69,7 +69,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
     def _checked_config(self) -> ConnectorConfig:
         config = ConnectorConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
         compat.check_version(config.allow_untested_vllm)
-        compat.check_siblings()
+        compat.check_siblings(compat.sibling_names())
         self._refuse_foreign_encoders(config)
         if config.local is not None:
             share = config.local.capacity_bytes // compat.num_machines(self._vllm_config)

@@ -14,7 +14,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from epochkv_connector.config import ConfigError, ConnectorConfig
@@ -51,8 +51,7 @@ def check_command_line(arguments: Sequence[str]) -> None:
     expanded = _expanded(arguments)
     here = not _names([*arguments, *expanded]) & ELSEWHERE
     try:
-        for extra in _extra_configs(expanded):
-            check(extra, here)
+        _check_transfer(_transfer_config(expanded), here)
     except (ConfigError, RuntimeError) as error:
         raise SystemExit(f"EpochKV cannot start: {error}") from None
 
@@ -69,8 +68,7 @@ def check_callers() -> None:
         owner = frame.f_locals.get("self")
         if frame.f_code.co_name == "__post_init__" and "EngineArgs" in [kind.__name__ for kind in type(owner).__mro__]:
             given = getattr(owner, "kv_transfer_config", None)
-            for extra in _ours(given if isinstance(given, dict) else getattr(given, "__dict__", None)):
-                check(extra)
+            _check_transfer(given if isinstance(given, dict) else getattr(given, "__dict__", None))
 
 
 def check(extra: dict[str, Any], here: bool = False) -> None:
@@ -117,27 +115,35 @@ def _expanded(arguments: Sequence[str]) -> Sequence[str]:
     return reader.read
 
 
-def _extra_configs(arguments: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """What the last such option says for each of our connectors in it; nothing if it cannot be read (vLLM says so itself)."""
+def _transfer_config(arguments: Sequence[str]) -> Any:
+    """What the last such option says; None if it cannot be read (vLLM says so itself)."""
     given: str | None = None
     for place, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name.replace("_", "-") == OPTION:
             given = value if equals else next(iter(arguments[place + 1 : place + 2]), None)
     try:
-        transfer = json.loads(given or "null")
+        return json.loads(given or "null")
     except (ValueError, RecursionError):
+        return None
+
+
+def _check_transfer(transfer: Any, here: bool = False) -> None:
+    """Check our connector in a `kv_transfer_config`, alone or as a child of a MultiConnector, whose other children count, too."""
+    if not isinstance(transfer, dict):
         return
-    yield from _ours(transfer)
-
-
-def _ours(transfer: Any) -> Iterator[dict[str, Any]]:
-    extra = transfer.get("kv_connector_extra_config", {}) if isinstance(transfer, dict) else None
+    extra = transfer.get("kv_connector_extra_config", {})
     if not isinstance(extra, dict):
         return
     if transfer.get("kv_connector") == NAME:
-        yield extra
+        check(extra, here)
     elif transfer.get("kv_connector") == "MultiConnector" and isinstance(extra.get("connectors"), list):
-        for child in extra["connectors"]:
-            if isinstance(child, dict) and child.get("kv_connector") != "MultiConnector":
-                yield from _ours(child)
+        children = [child for child in extra["connectors"] if isinstance(child, dict)]
+        if not any(child.get("kv_connector") == NAME for child in children):
+            return
+        for child in children:
+            if child.get("kv_connector") == NAME:
+                _check_transfer(child, here)
+        from epochkv_connector import compat
+
+        compat.check_siblings([str(child.get("kv_connector")) for child in children])

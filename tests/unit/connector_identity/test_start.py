@@ -47,6 +47,22 @@ def test_a_wrong_command_line_ends_in_one_line(arguments: list[str]) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("sibling", "sentence"),
+    [
+        ("EpochKVConnector", "MultiConnector holds EpochKVConnector more than once"),
+        ("NixlConnector", "MultiConnector holds NixlConnector beside EpochKVConnector"),
+        ("MultiConnector", "MultiConnector holds MultiConnector beside EpochKVConnector"),
+    ],
+)
+def test_a_sibling_that_is_not_allowed_ends_in_one_line(sibling: str, sentence: str) -> None:
+    children = [transfer(), {**transfer(), "kv_connector": sibling}]
+    with pytest.raises(SystemExit) as caught:
+        check_command_line(option({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": children}}))
+    assert str(caught.value).startswith(f"EpochKV cannot start: {sentence}")
+    assert "\n" not in str(caught.value)
+
+
 OPTION = "--kv-transfer-config"
 DOTTED = [
     f"{OPTION}.kv_connector=EpochKVConnector",
@@ -126,6 +142,8 @@ def test_vllm_asks_about_graphs_and_hears_of_mistakes(monkeypatch: pytest.Monkey
         [*option(WRONG), *option(transfer())],  # the last one counts
         option({**WRONG, "kv_connector": "OffloadingConnector"}),
         option({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [WRONG["kv_connector"], 3]}}),
+        option({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [transfer()]}}),
+        option({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [{"kv_connector": "A"}, {}]}}),
         option([1]),
         option({"kv_connector": "EpochKVConnector", "kv_connector_extra_config": 3}),
         ["--kv-transfer-config", "{not json"],
