@@ -6,11 +6,12 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.report import Progress, Row, print_table, write_json
+from hack.standalone.process import nothing_left
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,13 @@ def run(benchmark: str, doc: str | None, entries: Mapping[str, Entry], add_argum
     names = arguments.rows or list(entries)
     if unknown := [name for name in names if name not in entries]:
         parser.error(f"unknown row {', '.join(unknown)}; there are: {', '.join(entries)}")
+    with nothing_left(lambda line: print(line, file=sys.stderr, flush=True)):
+        done = measure(names, entries, arguments, benchmark)
+    return 0 if len(done) == len(names) else 1
+
+
+def measure(names: Sequence[str], entries: Mapping[str, Entry], arguments: argparse.Namespace, benchmark: str) -> list[Row]:
+    """The rows that could be measured, printed and written."""
     progress = Progress()
     done: list[Row] = []
     began = time.monotonic()
@@ -53,4 +61,4 @@ def run(benchmark: str, doc: str | None, entries: Mapping[str, Entry], add_argum
         write_json(done, arguments.json, benchmark)
     print_table(done, benchmark)
     print(f"{len(done)} of {len(names)} rows measured in {time.monotonic() - began:.0f} s; written to {arguments.json}")
-    return 0 if len(done) == len(names) else 1
+    return done

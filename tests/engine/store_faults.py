@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import xxhash
@@ -79,15 +79,23 @@ class FaultyPair:
 
     def __init__(self, folder: Path, weights: Weights, prompts: Prompts, reference: Reference) -> None:
         self.weights, self.prompts, self.reference = weights, prompts, reference
-        self.mooncake = Mooncake(folder / "mooncake", segment_bytes=96 << 20, lease_seconds=3.0, client_ttl_seconds=8)
-        self.mooncake.__enter__()
-        self.relay = Relay(self.mooncake.address)
-        self.pool = Pool(folder, lease_seconds=60.0)
-        self.pool.__enter__()
-        # L2 alone, so that B asks the store whatever it has seen before.
-        self.b = Engine("B", weights.base, folder, self.pool.connector(None, self.relay.address, **STORE), environ=ENVIRON)
-        self.a = Engine("A", weights.base, folder, self.pool.connector(L1_BYTES, self.mooncake.address, **STORE), environ=ENVIRON)
         self._raw: RawClient | None = None
+        with ExitStack() as stack:
+            self.mooncake = stack.enter_context(
+                Mooncake(folder / "mooncake", segment_bytes=96 << 20, lease_seconds=3.0, client_ttl_seconds=8)
+            )
+            self.relay = Relay(self.mooncake.address)
+            stack.callback(self.relay.close)
+            self.pool = stack.enter_context(Pool(folder, lease_seconds=60.0))
+            # L2 alone, so that B asks the store whatever it has seen before.
+            self.b = self._engine("B", folder, None, self.relay.address, stack)
+            self.a = self._engine("A", folder, L1_BYTES, self.mooncake.address, stack)
+            self._stack = stack.pop_all()
+
+    def _engine(self, name: str, folder: Path, local_bytes: int | None, master: str, stack: ExitStack) -> Engine:
+        engine = Engine(name, self.weights.base, folder, self.pool.connector(local_bytes, master, **STORE), environ=ENVIRON)
+        stack.callback(engine.end)
+        return engine
 
     def begin(self) -> None:
         """Return once both share an epoch and B loads what A saves."""
@@ -199,14 +207,10 @@ class FaultyPair:
 
     def end(self) -> None:
         """End everything, also what stands still."""
-        for engine in (self.a, self.b):
-            engine.end()
         if self._raw is not None:
             with suppress(Exception):
                 self._raw.close()
-        self.relay.close()
-        self.pool.__exit__(None, None, None)
-        self.mooncake.__exit__(None, None, None)
+        self._stack.close()
 
 
 class Ambush:
