@@ -109,7 +109,7 @@ def measure(num_tokens: int, repeats: int) -> Cost:
             view = RequestView(f"r{number}", num_tokens, hashes, BLOCK_TOKENS, ROOT)
             began = clock()
             found = half._planner._found(view)
-            walked = hits.longest_hit(LAYOUT, 0, num_tokens - BLOCK_TOKENS, found.present)
+            walked = hits.longest_hit(LAYOUT, 0, num_tokens - BLOCK_TOKENS, found.present, found.first_absent)
             a = clock()
             hit = half.lookup(view, 0, names)
             b = clock()

@@ -309,7 +309,7 @@ class SchedulerHalf:
             moves = tuple(m if m.source is Source.HOST else msgspec.structs.replace(m, slot=next(fresh)) for m in moves)
         deadline = self._config.job_deadline_seconds
         job = LoadJob(next(self._ids), draft.request_id, draft.namespace, moves, deadline)
-        self._ledger.open_load(job, now, draft.abandoned)
+        self._ledger.open_load(job, now, draft.abandoned, reads=draft.num_fetched > 0)
         return job
 
     def on_acks(self, acks: Iterable[JobAck]) -> None:
@@ -440,7 +440,7 @@ class SchedulerHalf:
             by_rank: the same of every rank.
         """
         drafts = list(self._load_drafts.values())  # first: a draft that becomes a job meanwhile is counted twice, never missed
-        accepted = sum(1 for draft in drafts if any(move.source is Source.STORE for move in draft.moves))
+        accepted = sum(1 for draft in drafts if draft.num_fetched)
         ended = over if self._ledger.num_ranks == 1 else frozenset()
         return accepted + len(self._ledger.reads(by_rank) - ended)
 

@@ -15,6 +15,9 @@ from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayou
 Present = Callable[[int, int], bool]
 """(group, block index in units of the group's block size) -> some tier holds that block."""
 
+FirstAbsent = Callable[[int, int, int], int]
+"""(group, first, end) -> the first of these blocks that no tier holds, or `end`: `Present` for many blocks in a row."""
+
 
 def cdiv(a: int, b: int) -> int:
     """Ceiling division."""
@@ -39,21 +42,30 @@ def needed_range(group: GroupLayout, num_local_tokens: int, num_total_tokens: in
     return range(first, cdiv(num_total_tokens, group.block_size))
 
 
-def longest_hit(layout: CacheLayout, num_local_tokens: int, max_tokens: int, present: Present) -> int:
+def one_by_one(present: Present) -> FirstAbsent:
+    """Ask block by block."""
+    return lambda group, first, end: next((block for block in range(first, end) if not present(group, block)), max(first, end))
+
+
+def longest_hit(
+    layout: CacheLayout, num_local_tokens: int, max_tokens: int, present: Present, first_absent: FirstAbsent | None = None
+) -> int:
     """Longest prefix (tokens, at least `num_local_tokens`) that the local blocks and the tiers give together.
 
     Args:
         num_local_tokens: prefix that the GPU holds already; a multiple of `layout.alignment_tokens`.
         max_tokens: the answer does not exceed it. vLLM must compute at least one token, so callers give at most the
             number of tokens less one (`KVCacheManager.get_computed_blocks`).
+        first_absent: says the same as `present`, faster.
     """
+    first_absent = first_absent or one_by_one(present)
     limit = align_down(max_tokens, layout.alignment_tokens)
     sliding: list[int] = []
     for index, group in enumerate(layout.groups):
         if group.kind is GroupKind.SLIDING:
             sliding.append(index)
         elif limit > num_local_tokens:
-            limit = _full_limit(layout, index, num_local_tokens, limit, present)
+            limit = _full_limit(layout, index, num_local_tokens, limit, first_absent)
     while limit > num_local_tokens:
         before = limit
         for index in sliding:
@@ -63,12 +75,10 @@ def longest_hit(layout: CacheLayout, num_local_tokens: int, max_tokens: int, pre
     return num_local_tokens
 
 
-def _full_limit(layout: CacheLayout, index: int, local: int, limit: int, present: Present) -> int:
+def _full_limit(layout: CacheLayout, index: int, local: int, limit: int, first_absent: FirstAbsent) -> int:
     group = layout.groups[index]
     size, margin = group.block_size, 1 if group.eagle else 0
-    block, end = local // size, limit // size + margin
-    while block < end and present(index, block):
-        block += 1
+    block = first_absent(index, local // size, limit // size + margin)
     return max(local, min(limit, align_down((block - margin) * size, layout.alignment_tokens)))
 
 

@@ -76,11 +76,10 @@ class HostIndex:
 
     def num_idle(self, slots: Iterable[int]) -> int:
         """How many slots fewer would be available if these different ones were referenced."""
-        refs = self._refs
-        return [refs[slot] for slot in slots].count(0)
+        return list(map(self._refs.__getitem__, slots)).count(0)
 
-    def finder(self, group: int) -> Callable[[bytes], int | None]:
-        """`get` of one group, for many blocks in a row."""
+    def finder(self, group: int) -> Callable[[bytes, int], int]:
+        """Slot of a block of one group, or the second argument: `get` for many blocks in a row."""
         return self._maps[group].get
 
     def is_idle(self, slot: int) -> bool:
@@ -129,14 +128,15 @@ class HostIndex:
 
     def pin(self, slots: Iterable[int]) -> None:
         """Reference indexed slots, so that they stay. The caller has checked `num_available` for the idle ones."""
-        refs = self._refs
+        refs, names, idle = self._refs, self._names, self._idle
         for slot in slots:
-            if refs[slot] == 0:
-                if self._names[slot] is None:
+            count = refs[slot]
+            if not count:
+                if names[slot] is None:
                     raise SlotError(f"slot {slot} holds nothing that a hit can refer to")
-                del (self._idle if slot in self._idle else self._dead)[slot]
+                del (idle if slot in idle else self._dead)[slot]
                 self._held += 1
-            refs[slot] += 1
+            refs[slot] = count + 1
 
     def unpin(self, slots: Iterable[int]) -> None:
         """Drop one reference each. Give slots in reverse chain order: what is dropped first is evicted first."""

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from epochkv_connector.records import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+
+_SLOT = attrgetter("slot")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +153,15 @@ class Ledger:
         """Jobs that a rank should have acknowledged as dropped by now (a rank that hangs, or lost metadata)."""
         return sum(1 for entry in list(self._jobs.values()) if now - entry.opened_at > 2 * entry.job.deadline_seconds)
 
-    def open_load(self, job: LoadJob, now: float, abandoned: bool = False) -> None:
-        """A load goes out; `abandoned`: its root is not current any more, so its blocks must not be indexed."""
+    def open_load(self, job: LoadJob, now: float, abandoned: bool = False, *, reads: bool) -> None:
+        """A load goes out.
+
+        Args:
+            abandoned: its root is not current any more, so its blocks must not be indexed.
+            reads: some of its blocks come from L2.
+        """
         assert job.request_id not in self._loading, f"request {job.request_id} has a load already"
-        reads = any(move.source is Source.STORE for move in job.moves)
-        slots = {move.slot for move in job.moves}
+        slots = set(map(_SLOT, job.moves))
         self._jobs[job.job_id] = _Open(job, now, unreleased=slots, abandoned=abandoned, reads=reads)
         self._loading[job.request_id] = job.job_id
 
@@ -165,7 +172,7 @@ class Ledger:
             gpu_blocks: blocks the caller has referenced for it, in chain order.
             scale: hash blocks per block, by group.
         """
-        entry = _Open(job, now, tuple(gpu_blocks), scale=scale, unreleased={move.slot for move in job.moves})
+        entry = _Open(job, now, tuple(gpu_blocks), scale=scale, unreleased=set(map(_SLOT, job.moves)))
         entry.num_read = len(entry.gpu_blocks)
         self._jobs[job.job_id] = entry
         self._num_gpu_blocks += entry.num_read
@@ -260,7 +267,7 @@ class Ledger:
         if not over:
             return []
         busy = set().union(*entry.busy.values()) if entry.busy else set()
-        held = dict.fromkeys(move.slot for move in reversed(job.moves))  # a load may use a slot for several of its blocks
+        held = dict.fromkeys(map(_SLOT, reversed(job.moves)))  # a load may use a slot for several of its blocks
         slots = [slot for slot in held if slot in entry.unreleased and slot not in busy]
         entry.unreleased.difference_update(slots)
         if not entry.unreleased:

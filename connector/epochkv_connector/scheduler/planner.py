@@ -8,12 +8,14 @@ known. Nothing here waits except for the step's share of an L2 query.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.records import BlockMove, Source
 from epochkv_connector.scheduler import hits
+from epochkv_connector.scheduler.found import ABSENT, Found, Span
 from epochkv_connector.scheduler.index import HostIndex, Key
 from epochkv_connector.scheduler.lookup import READ_LEASE_SECONDS, KnownInStore, Lookups, Query, State
 from epochkv_connector.scheduler.pause import LoadPause
@@ -49,40 +51,14 @@ class LoadDraft:
     abandoned: bool = False  # the root changed since: its blocks must not be indexed
 
 
-@dataclass(slots=True)
-class _Found:
-    """Where the blocks of one prompt are, asked lazily and answered from both tiers."""
-
-    index: HostIndex
-    tracker: Tracker | None
-    hashes: Sequence[bytes]
-    scales: list[int]
-    remote: frozenset[Key] = frozenset()
-
-    def name(self, group: int, block: int) -> bytes | None:
-        position = (block + 1) * self.scales[group] - 1
-        return bytes(self.hashes[position]) if position < len(self.hashes) else None
-
-    def slot(self, group: int, name: bytes) -> int | None:
-        if self.tracker is not None and not self.tracker.covers((group, name)):
-            return None
-        return self.index.get(group, name)
-
-    def present(self, group: int, block: int) -> bool:
-        position = (block + 1) * self.scales[group] - 1  # as `name` and `slot`, without calls: asked for every block
-        if position >= len(self.hashes):
-            return False
-        name = bytes(self.hashes[position])
-        if self.index.get(group, name) is not None and (self.tracker is None or self.tracker.covers((group, name))):
-            return True
-        return (group, name) in self.remote
-
-    def locate(self, group: int, blocks: range) -> Iterator[tuple[int, bytes, int | None]]:
-        """(block, name, slot or None) of each; all of them have names."""
-        hashes, scale, find, tracker = self.hashes, self.scales[group], self.index.finder(group), self.tracker
-        for block in blocks:
-            name = bytes(hashes[(block + 1) * scale - 1])
-            yield block, name, find(name) if tracker is None or tracker.covers((group, name)) else None
+def _moves(span: Span, gpu_blocks: Sequence[int]) -> Iterable[BlockMove]:
+    """One for each of the span's first blocks, into these GPU blocks."""
+    count = len(gpu_blocks)
+    blocks, slots = range(span.first, span.first + count), span.slots[:count]
+    if not span.num_absent:
+        return map(BlockMove, repeat(span.group), blocks, gpu_blocks, slots, span.names)
+    sources = [Source.STORE if slot == ABSENT else Source.HOST for slot in slots]
+    return map(BlockMove, repeat(span.group), blocks, gpu_blocks, slots, span.names, sources)
 
 
 class HitPlanner:
@@ -172,7 +148,7 @@ class HitPlanner:
                 self._known.discard(key for key in query.blocks if key not in query.found)
                 found.remote = query.found
                 plan.valid_until = query.begun_at + READ_LEASE_SECONDS
-        whole = hits.longest_hit(self._layout, num_local_tokens, max_tokens, found.present)
+        whole = hits.longest_hit(self._layout, num_local_tokens, max_tokens, found.present, found.first_absent)
         self._fill(plan, whole, found)
         if num_local_tokens + (plan.hit.num_tokens or 0) < whole and self._await_slots(req.request_id):
             self._count["lookups_deferred"] += 1
@@ -188,11 +164,11 @@ class HitPlanner:
         full = min(req.num_tokens - 1, len(req.block_hashes) * req.hash_block_size)
         return hits.align_down(max(0, full), self._layout.alignment_tokens)
 
-    def _found(self, req: RequestView) -> _Found:
+    def _found(self, req: RequestView) -> Found:
         scales = [group.block_size // req.hash_block_size for group in self._layout.groups]
-        return _Found(self._index, self._tracker, req.block_hashes, scales)
+        return Found(self._index, self._tracker, req.block_hashes, scales)
 
-    def _query(self, req: RequestView, found: _Found, local: int, max_tokens: int, namespace: str | None) -> Query | None:
+    def _query(self, req: RequestView, found: Found, local: int, max_tokens: int, namespace: str | None) -> Query | None:
         """The request's L2 query, begun if need be; None when L2 is not to be asked."""
         if self._lookups is None or namespace is None:
             return None
@@ -204,15 +180,13 @@ class HitPlanner:
             return query
         wanted: list[Key] = []
         for group, spec in enumerate(self._layout.groups):
-            for block in range(local // spec.block_size, max_tokens // spec.block_size + (1 if spec.eagle else 0)):
-                name = found.name(group, block)
-                if name is not None and found.slot(group, name) is None:
-                    wanted.append((group, name))
+            span = found.blocks(group, local // spec.block_size, max_tokens // spec.block_size + (1 if spec.eagle else 0))
+            wanted += [(group, name) for name, slot in zip(span.names, span.slots, strict=True) if slot == ABSENT]
         return self._lookups.begin(req.request_id, namespace, req.root, wanted) if wanted else None
 
     # -- promising -----------------------------------------------------------------------------------------------
 
-    def _fill(self, plan: Plan, total: int, found: _Found) -> None:
+    def _fill(self, plan: Plan, total: int, found: Found) -> None:
         """Make the plan promise the longest hit up to `total` tokens that can be held. Takes nothing yet."""
         local, alignment = plan.num_local_tokens, self._layout.alignment_tokens
         cap = int(self._index.num_slots * HELD_FRACTION)
@@ -220,7 +194,7 @@ class HitPlanner:
             self._choose(plan, total, found)
             while self._plans.num_held and self._plans.num_held + plan.num_held > cap:
                 self._evict_oldest()
-            newly_held = self._index.num_idle(slot for slot, _ in plan.pinned.values()) + plan.reserved
+            newly_held = self._index.num_idle(plan.pinned()) + plan.reserved
             excess = newly_held - self._index.num_available
             if excess <= 0:
                 return
@@ -228,7 +202,7 @@ class HitPlanner:
             if not self._index.indexed:
                 break  # not even one slot of the ring
             limit = total - max(1, excess // self._unit_blocks) * alignment
-            total = hits.longest_hit(self._layout, local, limit, found.present) if limit > local else local
+            total = hits.longest_hit(self._layout, local, limit, found.present, found.first_absent) if limit > local else local
         plan.hit = MISS
         plan.clear()
 
@@ -239,19 +213,14 @@ class HitPlanner:
         share = max(1, self._index.num_slots // RING_SHARE)
         return min(num_missing, share, max(1, self._index.num_available))
 
-    def _choose(self, plan: Plan, total: int, found: _Found) -> None:
+    def _choose(self, plan: Plan, total: int, found: Found) -> None:
         """The blocks of a hit of `total` tokens and where they come from."""
-        plan.clear()
-        pinned, missing = plan.pinned, plan.missing
-        for group, spec in enumerate(self._layout.groups):
-            for block, name, slot in found.locate(group, hits.needed_range(spec, plan.num_local_tokens, total)):
-                if slot is None:
-                    missing[(group, block)] = name
-                else:
-                    pinned[(group, block)] = (slot, name)
-        plan.reserved = self._slots_for(len(plan.missing))
-        num_tokens = total - plan.num_local_tokens
-        plan.hit = Hit(num_tokens, self.split(plan.pinned, plan.missing, num_tokens))
+        local = plan.num_local_tokens
+        plan.choose([found.locate(group, hits.needed_range(spec, local, total)) for group, spec in enumerate(self._layout.groups)])
+        store = [span.num_absent for span in plan.spans]
+        host = [len(span.slots) - absent for span, absent in zip(plan.spans, store, strict=True)]
+        plan.reserved = self._slots_for(plan.num_missing)
+        plan.hit = Hit(total - local, self._split(host, store, total - local))
 
     def _open(self, plan: Plan, now: float) -> None:
         num_tokens = plan.hit.num_tokens or 0
@@ -263,37 +232,35 @@ class HitPlanner:
             self._count["plans_opened"] += 1
             for source, tokens in plan.hit.sources.items():
                 self._count[f"tokens_planned_{source.name.lower()}"] += tokens
-            if not plan.missing:
+            if not plan.num_missing:
                 plan.valid_until = float("inf")  # referenced L1 blocks cannot go away
-            self._index.pin(slot for slot, _ in plan.pinned.values())
+            self._index.pin(plan.pinned())
             reserved = self._index.reserve(plan.reserved)
             assert reserved, "a plan was made larger than what is available"
             if self._tracker is not None:
-                self._tracker.use((group, name) for (group, _), (_, name) in plan.pinned.items())
+                self._tracker.use((span.group, name) for span in plan.spans for name in span.names)
         self._plans.add(plan)
         self._plans.refresh(plan, self._step, now)
 
-    def split(self, host: Collection[tuple[int, int]], store: Collection[tuple[int, int]], num_tokens: int) -> dict[Source, int]:
-        """Tokens of a hit by tier, counted in the first full-attention group (every token is in it), else in all."""
-        if not host or not store:
-            return {Source.HOST if host else Source.STORE: num_tokens} if num_tokens else {}
-        full = [index for index, group in enumerate(self._layout.groups) if group.kind is GroupKind.FULL]
-        weights = {Source.HOST: 0, Source.STORE: 0}
-        for source, blocks in ((Source.HOST, host), (Source.STORE, store)):
-            for group, _ in blocks:
-                if not full or group == full[0]:
-                    weights[source] += self._layout.groups[group].block_size
-        whole = sum(weights.values())
-        from_host = num_tokens * weights[Source.HOST] // whole if whole else 0
-        return {s: n for s, n in ((Source.HOST, from_host), (Source.STORE, num_tokens - from_host)) if n}
+    def _split(self, host: Sequence[int], store: Sequence[int], num_tokens: int) -> dict[Source, int]:
+        """Tokens of a hit by tier, of blocks by group; counted in the first full-attention group (every token is in it), else in all."""
+        if not any(host) or not any(store):
+            return {Source.HOST if any(host) else Source.STORE: num_tokens} if num_tokens else {}
+        groups = self._layout.groups
+        counted = next(([index] for index, group in enumerate(groups) if group.kind is GroupKind.FULL), range(len(groups)))
+        from_host, from_store = (sum(blocks[index] * groups[index].block_size for index in counted) for blocks in (host, store))
+        whole = from_host + from_store
+        host_tokens = num_tokens * from_host // whole if whole else 0
+        return {s: n for s, n in ((Source.HOST, host_tokens), (Source.STORE, num_tokens - host_tokens)) if n}
 
     def sources(self, draft: LoadDraft, num_tokens: int) -> dict[Source, int]:
         """Tokens by tier of an accepted hit."""
         if draft.num_fetched == 0 or draft.num_fetched == len(draft.moves):
             return {Source.STORE if draft.num_fetched else Source.HOST: num_tokens}
-        host = [(move.group, move.block) for move in draft.moves if move.source is Source.HOST]
-        store = [(move.group, move.block) for move in draft.moves if move.source is Source.STORE]
-        return self.split(host, store, num_tokens)
+        blocks = {source: [0] * len(self._layout.groups) for source in Source}
+        for move in draft.moves:
+            blocks[move.source][move.group] += 1
+        return self._split(blocks[Source.HOST], blocks[Source.STORE], num_tokens)
 
     # -- keeping or dropping -------------------------------------------------------------------------------------
 
@@ -329,48 +296,68 @@ class HitPlanner:
 
         vLLM caches every block it allocated here under its name, so every one of them must be filled.
         """
-        local, total = plan.num_local_tokens, plan.num_local_tokens + num_tokens
-        pinned, missing = plan.pinned, plan.missing
+        total = plan.num_local_tokens + num_tokens
         moves: list[BlockMove] = []
-        num_fetched = 0
-        for group, spec in enumerate(self._layout.groups):
-            gpu_blocks = group_block_ids[group]
-            for block in range(local // spec.block_size, hits.cdiv(total, spec.block_size)):
-                if block >= len(gpu_blocks):
-                    return None
-                gpu_block = gpu_blocks[block]
-                if gpu_block == null_block:
-                    if spec.kind is GroupKind.FULL:
-                        return None
-                    continue  # vLLM left it out of the window
-                key = (group, block)
-                if key in missing:
-                    moves.append(BlockMove(group, block, gpu_block, -1, missing[key], Source.STORE))
-                    num_fetched += 1
-                    continue
-                if key not in pinned and not self._pin_late(req, plan, key):
-                    return None
-                slot, name = pinned[key]
-                moves.append(BlockMove(group, block, gpu_block, slot, name))
+        dropped: list[int] = []  # slots of the plan that the load does not use
+        late: list[int] = []
+        for span, spec in zip(plan.spans, self._layout.groups, strict=True):
+            first, end = plan.num_local_tokens // spec.block_size, hits.cdiv(total, spec.block_size)
+            gpu_blocks = group_block_ids[span.group][first:end]
+            if len(gpu_blocks) < end - first or (spec.kind is GroupKind.FULL and null_block in gpu_blocks):
+                self._index.unpin(reversed(late))
+                return None
+            if span.first == first and end - first <= len(span.slots) and null_block not in gpu_blocks:  # which is the rule
+                moves += _moves(span, gpu_blocks)
+                dropped += span.slots[end - first :]
+            elif not self._bind_window(req, span, first, gpu_blocks, null_block, moves, dropped, late):
+                self._index.unpin(reversed(late))
+                return None
+        num_fetched = sum(move.source is Source.STORE for move in moves) if plan.num_missing else 0
         num_reserved = min(plan.reserved, num_fetched)
-        plan.reserved -= num_reserved
-        if len(moves) == len(pinned) + len(missing):  # the whole plan, which is the rule
-            plan.pinned, plan.missing = {}, {}
-        else:
-            for move in moves:
-                del (pinned if move.source is Source.HOST else missing)[(move.group, move.block)]
+        self._index.unpin(slot for slot in reversed(dropped) if slot != ABSENT)
+        unused = plan.reserved - num_reserved
+        plan.clear()
+        plan.reserved = unused
         return LoadDraft(req.request_id, plan.namespace, moves, num_fetched, num_reserved)
 
-    def _pin_late(self, req: RequestView, plan: Plan, key: tuple[int, int]) -> bool:
-        """A shrunk hit ends with another window: take its blocks from L1 if they are there."""
-        found = self._found(req)
-        name = found.name(*key)
-        slot = None if name is None else found.slot(key[0], name)
-        if slot is None or name is None or (self._index.is_idle(slot) and self._index.num_available < 1):
-            return False
-        self._index.pin([slot])
-        plan.pinned[key] = (slot, name)
+    def _bind_window(
+        self,
+        req: RequestView,
+        span: Span,
+        first: int,
+        gpu_blocks: Sequence[int],
+        null_block: int,
+        moves: list[BlockMove],
+        dropped: list[int],
+        late: list[int],
+    ) -> bool:
+        """As `_bind` for one group of which vLLM left blocks out, or wants others than were planned; False: they cannot be had."""
+        left = dict(enumerate(span.slots, span.first))
+        for block, gpu_block in enumerate(gpu_blocks, first):
+            if gpu_block == null_block:
+                continue  # out of the window
+            if block in left:
+                slot, name = left.pop(block), span.names[block - span.first]
+            else:
+                found = self._pin_late(req, span.group, block)
+                if found is None:
+                    return False
+                slot, name = found
+                late.append(slot)
+            moves.append(BlockMove(span.group, block, gpu_block, slot, name, Source.STORE if slot == ABSENT else Source.HOST))
+        dropped += left.values()
         return True
+
+    def _pin_late(self, req: RequestView, group: int, block: int) -> tuple[int, bytes] | None:
+        """A shrunk hit ends with another window: take its blocks from L1 if they are there."""
+        found = self._found(req).blocks(group, block, block + 1)
+        if not found.slots or found.slots[0] == ABSENT:
+            return None
+        slot = found.slots[0]
+        if self._index.is_idle(slot) and self._index.num_available < 1:
+            return None
+        self._index.pin([slot])
+        return slot, found.names[0]
 
     def drop(self, request_id: str) -> bool:
         """End the request's plan. True if it held anything."""
@@ -414,6 +401,6 @@ class HitPlanner:
         self._count["plans_over_cap"] += 1
 
     def _release(self, plan: Plan) -> None:
-        self._index.unpin(slot for slot, _ in reversed(list(plan.pinned.values())))
+        self._index.unpin(reversed(plan.pinned()))
         self._index.unreserve(plan.reserved)
         plan.clear()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from epochkv_connector.scheduler.found import Span
 from epochkv_connector.scheduler.views import Hit
 
 PLAN_TTL_STEPS = 8
@@ -28,9 +29,9 @@ class Plan:
     Attributes:
         root, num_local_tokens: with the request id, what the answer is valid for.
         hit: the answer; a plan with 0 tokens is a remembered miss and holds nothing.
-        pinned: (group, block) -> (slot, block hash): referenced L1 blocks.
-        missing: (group, block) -> block hash: to be fetched from L2.
-        reserved: slots promised for that; fewer than `missing` where blocks only pass through (a staging ring).
+        spans: the blocks of each group, in the groups' order: those with a slot are referenced in L1 (`num_pinned`), the
+            others are to be fetched from L2 (`num_missing`).
+        reserved: slots promised for the latter; fewer where blocks only pass through (a staging ring).
         valid_until: when the answer must be found anew (the store's read lease, or the life of a remembered miss).
     """
 
@@ -40,8 +41,9 @@ class Plan:
     hit: Hit
     namespace: str | None
     valid_until: float
-    pinned: dict[tuple[int, int], tuple[int, bytes]] = field(default_factory=dict)
-    missing: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    num_pinned: int = 0
+    num_missing: int = 0
     reserved: int = 0
     asked_step: int = 0
     asked_at: float = 0.0
@@ -49,7 +51,17 @@ class Plan:
     @property
     def num_held(self) -> int:
         """Slots referenced or reserved."""
-        return len(self.pinned) + self.reserved
+        return self.num_pinned + self.reserved
+
+    def choose(self, spans: list[Span]) -> None:
+        """Promise these blocks; what is held of them, and slots for the others, is the caller's to take."""
+        self.spans = spans
+        self.num_missing = sum(span.num_absent for span in spans)
+        self.num_pinned = sum(len(span.slots) for span in spans) - self.num_missing
+
+    def pinned(self) -> list[int]:
+        """Referenced slots, in chain order group by group."""
+        return self.spans[0].held() if len(self.spans) == 1 else [slot for span in self.spans for slot in span.held()]
 
     def answers(self, num_local_tokens: int, root: bytes, namespace: str | None, now: float) -> bool:
         """Whether the same question may be answered by this plan."""
@@ -57,7 +69,7 @@ class Plan:
 
     def clear(self) -> None:
         """Promise nothing (any more); what was held is the caller's to give back."""
-        self.pinned, self.missing, self.reserved = {}, {}, 0
+        self.spans, self.num_pinned, self.num_missing, self.reserved = [], 0, 0, 0
 
 
 class PlanTable:

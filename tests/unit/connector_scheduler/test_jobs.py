@@ -29,7 +29,7 @@ def load_job() -> LoadJob:
 def opened(ranks: int, *, namespace: str | None = "ns") -> Ledger:
     ledger = Ledger(ranks)
     ledger.open_save(save_job(namespace), [10 + block for block in range(BLOCKS)], {0: 1}, 0.0)
-    ledger.open_load(load_job(), 0.0)
+    ledger.open_load(load_job(), 0.0, reads=True)
     return ledger
 
 
@@ -75,7 +75,7 @@ def test_a_read_is_over_when_each_rank_has_reported_it_or_says_so_itself() -> No
 def test_a_failed_load_that_used_slots_in_turns_is_doubted_as_a_whole() -> None:
     ledger = Ledger(1)
     moves = tuple(BlockMove(0, block, 10 + block, 20 + block % 2, bytes([block]), Source.STORE) for block in range(BLOCKS))
-    ledger.open_load(LoadJob(2, "r", "ns", moves, 10.0), 0.0)
+    ledger.open_load(LoadJob(2, "r", "ns", moves, 10.0), 0.0, reads=True)
     loaded, released = feed(ledger, [JobAck(2, 0, Phase.LOADED, 0, 0, failed=True, filled_slots=(20, 21), failed_slots=(21,))])
     assert isinstance(loaded, Loaded)
     assert (loaded.filled, loaded.doubted) == ((), moves)
@@ -86,7 +86,7 @@ def test_a_failed_load_that_used_slots_in_turns_is_doubted_as_a_whole() -> None:
 def test_a_load_from_host_memory_and_a_save_read_nothing() -> None:
     ledger = Ledger(1)
     moves = tuple(BlockMove(0, block, 10 + block, 20 + block, bytes([block])) for block in range(BLOCKS))
-    ledger.open_load(LoadJob(2, "r", "ns", moves, 10.0), 0.0)
+    ledger.open_load(LoadJob(2, "r", "ns", moves, 10.0), 0.0, reads=False)
     ledger.open_save(save_job(), [], {0: 1}, 0.0)
     assert ledger.reads() == set()
 

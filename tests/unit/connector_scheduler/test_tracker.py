@@ -35,7 +35,7 @@ def ledger_of(num_ranks: int) -> Ledger:
     ledger = Ledger(num_ranks)
     moves = tuple(BlockMove(0, block, 10 + block, 20 + block, bytes([block]), Source.STORE) for block in range(BLOCKS))
     ledger.open_save(SaveJob(SAVE, "s", "ns", 0, BLOCKS, moves, 10.0), [10 + block for block in range(BLOCKS)], {0: 1}, 0.0)
-    ledger.open_load(LoadJob(LOAD, "l", "ns", moves, 10.0), 0.0)
+    ledger.open_load(LoadJob(LOAD, "l", "ns", moves, 10.0), 0.0, reads=True)
     return ledger
 
 
