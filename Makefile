@@ -34,7 +34,7 @@ down: ## Remove everything that demo made
 test: setup-cluster lint ## Set up everything, pass every test
 	@$(TESTS)
 
-test-unit: setup-engine ## Pure layers: unit, model (no root, minutes)
+test-unit: setup-engine ## Units, the fence over real sockets, its model (no root, minutes)
 	@$(TESTS) unit
 
 test-scheduler: setup-engine ## Real vLLM scheduler with the connector

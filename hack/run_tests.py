@@ -69,15 +69,10 @@ class Run:
 
 
 LAYERS = (
-    Layer(
-        "unit",
-        DEV,
-        ("tests/unit/fence", "tests/unit/operator", "tests/unit/operator_runtime", "tests/unit/hack", "tests/unit/chart"),
-        150,
-        4,
-    ),
+    Layer("unit", DEV, ("tests/unit/operator", "tests/unit/operator_runtime", "tests/unit/hack", "tests/unit/chart"), 40, 4),
+    Layer("fence", DEV, ("tests/unit/fence",), 150, 4, real=True),
     Layer("model", DEV, ("tests/model",), 420, beside=True),
-    Layer("security", DEV, ("tests/security",), 60),
+    Layer("security", DEV, ("tests/security",), 100, real=True),
     Layer(
         "unit-connector",
         ENGINE,
@@ -96,7 +91,7 @@ LAYERS = (
     Layer("engine", ENGINE, ("tests/engine",), 900, real=True),
     Layer("e2e", DEV, ("tests/e2e",), 480, real=True),
 )
-GROUPS = {"unit": ("unit", "model", "security", "unit-connector")}
+GROUPS = {"unit": ("unit", "fence", "model", "security", "unit-connector")}
 
 
 class Durations:
