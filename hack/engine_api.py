@@ -50,20 +50,27 @@ class EngineApi(ABC):
             EngineError: any other answer, or none within `seconds`.
         """
 
-    def complete(self, prompt: Sequence[int], max_tokens: int = 8) -> Answer:
-        """Greedy completion of token ids."""
+    def complete(self, prompt: Sequence[int], max_tokens: int = 8, adapter: str | None = None, cache_salt: str | None = None) -> Answer:
+        """Greedy completion of token ids, by the model or an adapter that is loaded."""
         body = {
-            "model": self.model,
+            "model": adapter or self.model,
             "prompt": list(prompt),
             "max_tokens": max_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
             "detokenize": False,
+            **({"cache_salt": cache_salt} if cache_salt else {}),
         }
         reply = self.post("/v1/completions", body)
         details = reply["usage"].get("prompt_tokens_details") or {}
         return Answer(tuple(reply["choices"][0]["token_ids"]), int(details.get("cached_tokens") or 0))
+
+    def load_adapter(self, name: str, path: str | Path, in_place: bool = False) -> None:
+        """Load an adapter from a folder, as the engine sees it. Needs `VLLM_ALLOW_RUNTIME_LORA_UPDATING`."""
+        self.request(
+            "POST", "/v1/load_lora_adapter", json.dumps({"lora_name": name, "lora_path": str(path), "load_inplace": in_place}).encode()
+        )
 
     def reload_weights(self, path: str | Path) -> None:
         """Load the weights of another folder, as the engine sees it, into the running engine. Needs vLLM's dev mode."""

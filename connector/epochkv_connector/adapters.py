@@ -1,9 +1,10 @@
 """Which version of an adapter this engine serves: a digest of its files, looked at on a thread of its own.
 
-vLLM names an adapter's blocks by the adapter's name and path, and an engine next door may have read other files there. Nobody
-tells when vLLM reads them: at its start, with the first request, or again when its cache of adapters was too small. So a digest
-names an adapter only while its files are as they were before this engine started; what is newer, has changed or cannot be read
-has a version that no other engine and no earlier state has.
+vLLM names an adapter's blocks by the adapter's name and path, and an engine next door may have read other files there, or apply
+them to other modules. vLLM reads them when it is asked to load an adapter (`loading`), with the first request, or again when its
+cache of adapters was too small. So a digest names an adapter only while its files, its folder and the links to it are as they
+were before this engine started; what is newer, has changed or cannot be read has a version that no other engine and no earlier
+state has.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from epochkv_connector.weights import Stamp, digest_of, files_of, stamp_of
+from epochkv_connector.weights import Stamp, digest_of, files_of, stamp_of, way_to
 
 logger = logging.getLogger("vllm.epochkv.adapters")
 
@@ -50,18 +51,20 @@ class AdapterVersions:
     """Versions by (id that vLLM gives an adapter each time it is loaded, path). `version` is for the scheduler thread.
 
     Args:
+        applied: how this engine applies adapters, part of every version.
         since: when this engine started, in ns since the epoch of the clock; default: now.
     """
 
-    def __init__(self, since: int | None = None) -> None:
+    def __init__(self, applied: str = "", since: int | None = None) -> None:
+        self._applied = applied
         self._since = (time.time_ns() if since is None else since) - GRANULARITY_NS
         self._adapters: dict[Key, _Adapter] = {}
         self._questions: queue.SimpleQueue[tuple[Key, threading.Event] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._unknown = itertools.count()
 
-    def version(self, adapter_id: int, path: str) -> Version:
-        """What the files say now. Waits at most `WAIT_SECONDS`."""
+    def version(self, adapter_id: int, path: str, layout: str = "") -> Version:
+        """What the files say now. Waits at most `WAIT_SECONDS`. `layout`: how vLLM is told to read them."""
         key = (adapter_id, path)
         adapter = self._adapters.get(key)
         if adapter is None:
@@ -76,7 +79,7 @@ class AdapterVersions:
             return self._nobodys(path)
         if adapter.digest is None:
             return Version(f"{path}#{adapter_id}.{adapter.changes}", shareable=False)
-        return Version(adapter.digest, shareable=True)
+        return Version(f"{adapter.digest}/{self._applied}/{layout}", shareable=True)
 
     def close(self) -> None:
         """End the thread when it has done what it does."""
@@ -103,14 +106,14 @@ class AdapterVersions:
             answered.set()
 
     def _look(self, adapter: _Adapter, path: str) -> None:
-        files = files_of(_folder(path), adapter=True)
-        stamp, known = stamp_of(files), adapter.digest is not None
+        files, stamp = _now(path)
+        known = adapter.digest is not None
         is_first = adapter.stamp is None
         if not self._saw(adapter, stamp):
             return
         if is_first and files and all(changed < self._since for *_, changed in stamp):
             digest = digest_of(files, whole=True)
-            if stamp_of(files_of(_folder(path), adapter=True)) == stamp:
+            if _now(path)[1] == stamp:
                 adapter.digest = digest
         elif known:
             logger.warning("the files of adapter %s were changed while it is served: its KV stays in this engine from now on", path)
@@ -123,6 +126,12 @@ class AdapterVersions:
         adapter.changes += adapter.stamp is not None
         adapter.stamp, adapter.digest = stamp, None
         return True
+
+
+def _now(path: str) -> tuple[list[Path], Stamp]:
+    folder = _folder(path)
+    files = files_of(folder, adapter=True)
+    return files, stamp_of(files) + way_to(folder)
 
 
 def _folder(path: str) -> Path:

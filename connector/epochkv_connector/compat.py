@@ -7,6 +7,7 @@ sentence (unless `allow_untested_vllm`), because a renamed global would make eve
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -115,6 +116,33 @@ def check_siblings(names: Sequence[str]) -> None:
                 f"MultiConnector holds {sibling} beside EpochKVConnector: KV that {sibling} brings in would be named "
                 "by hashes it keeps from before an epoch change; remove it from the MultiConnector"
             )
+
+
+def before_adapter_load(action: Callable[[Any], None]) -> None:
+    """Have `action(LoRARequest)` run each time before the engine that is building us is told to load an adapter
+    (`/v1/load_lora_adapter`, `--lora-modules`): vLLM tells connectors nothing of it."""
+    core = _builder("EngineCore")
+    if core is None:  # a scheduler without an engine
+        return
+    load = core.add_lora
+
+    @functools.wraps(load)  # vLLM reads the types of its parameters
+    def add_lora(lora_request: Any) -> bool:
+        action(lora_request)
+        return bool(load(lora_request))
+
+    core.add_lora = add_lora
+
+
+def _builder(kind: str) -> Any | None:
+    """The object of this class, or of one derived from it, whose `__init__` is building us."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        owner = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__init__" and kind in [base.__name__ for base in type(owner).__mro__]:
+            return owner
+    return None
 
 
 def sibling_names() -> list[str]:
@@ -317,6 +345,11 @@ def _plain(value: Any) -> Any:
     return plain
 
 
+_LORA_CAPACITIES = frozenset(
+    ("max_lora_rank", "max_loras", "max_cpu_loras", "max_lora_cls_labels", "default_mm_loras", "specialize_active_lora")
+)
+"""Fields of `LoRAConfig` that do not say how an adapter is applied; every other one does, also those that are yet to come."""
+
 _VOLATILE_HF_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "_attn_implementation_autoset")
 
 
@@ -393,6 +426,15 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any, *, weights_pushed: b
         if speculative is not None
         else None,
     }
+
+
+def describe_adapters(vllm_config: Any) -> str:
+    """How adapters are applied: every option but those that say how many there may be, as text; empty without adapters."""
+    lora = getattr(vllm_config, "lora_config", None)
+    if lora is None:
+        return ""
+    options = {key: _plain(value) for key, value in vars(lora).items() if key not in _LORA_CAPACITIES}
+    return hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from epochkv_connector import compat, tiers
-from epochkv_connector.adapters import AdapterVersions
+from epochkv_connector.adapters import AdapterVersions, Version
 from epochkv_connector.compat import KVConnectorBase_V1, KVConnectorRole, KVConnectorTransferResults, SupportsHMA
 from epochkv_connector.config import ConfigError, ConnectorConfig
 from epochkv_connector.fencing import Fence, FencePolicy, PoolIdentity
@@ -76,6 +76,10 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             check_fits(share, "local.capacity_bytes", config.local.capacity_bytes)
         return config
 
+    def _adapter_version(self, adapter: Any) -> Version:
+        layout = "3d" if getattr(adapter, "is_3d_lora_weight", False) else ""
+        return self._adapters.version(adapter.lora_int_id, adapter.lora_path, layout)
+
     def _refuse_foreign_encoders(self, config: ConnectorConfig) -> None:
         if config.weights_pushed and self._vllm_config.ec_transfer_config is not None:
             raise compat.UnsupportedEngine(
@@ -90,7 +94,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         credentials = Credentials(config)
         described = compat.describe_engine(vllm_config, self._kv_cache_config, weights_pushed=config.weights_pushed)
         digest = self._fingerprint = fingerprint(described)
-        self._adapters = AdapterVersions()
+        self._adapters = AdapterVersions(compat.describe_adapters(vllm_config))
         self._link = HubLink(config, credentials)
         random_seed = compat.hash_seed_is_random(self._hashing.algorithm)
         if random_seed and config.distributed is not None:
@@ -105,8 +109,9 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             root_port,
             self._hashing,
             lease_until=self._link.lease_until,
-            adapter_version=lambda adapter: self._adapters.version(adapter.lora_int_id, adapter.lora_path),
+            adapter_version=self._adapter_version,
         )
+        compat.before_adapter_load(fence.adapter_loading)
         loads_off = self._why_no_loads()
         if loads_off is not None:
             logger.warning("EpochKV: loads are off: %s", loads_off)

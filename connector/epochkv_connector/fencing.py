@@ -126,7 +126,7 @@ class Fence:
         self._last_generation = 0
         self._shared_generation = (-1, 0)  # (epoch, generation) of the latest shared snapshot
         self._adapter_version = adapter_version
-        self._adapter_loads: Counter[str] = Counter()  # in place, by name
+        self._adapter_loads: Counter[int] = Counter()  # in place, by id
         self._adapter_secret = random_bytes(ROOT_BYTES)
         self.counters: Counter[str] = Counter()
         self._fenced_hasher: FencedHasher | None = None
@@ -327,14 +327,22 @@ class Fence:
         """An adapter is named by what its files hold, where that is known and it was not loaded in place: else nobody can know
         which version this engine has, and the next boot will count from 0 again, so its names are this boot's own and go to
         no tier."""
-        name, version = adapter.lora_name, self._adapter_version(adapter)
-        if getattr(adapter, "load_inplace", False):
-            self._adapter_loads[name] += 1
-        loads = self._adapter_loads[name]
+        name, number, version = adapter.lora_name, adapter.lora_int_id, self._adapter_version(adapter)
+        if getattr(adapter, "load_inplace", False):  # vLLM loads it again for each request that says so
+            self._adapter_loads[number] += 1
+        loads = self._adapter_loads[number]
         if version.shareable and not loads:
-            return Pin(adapter_root(snapshot.root, name, version.name, 0), snapshot.generation, adapter=name, version=version.name)
+            return Pin(adapter_root(snapshot.root, name, version.name, 0), snapshot.generation, adapter=number, version=version.name)
         root = adapter_root(self._adapter_secret + snapshot.root, name, version.name, loads)
         return Pin(root, snapshot.generation, saveable=False)
+
+    def adapter_loading(self, adapter: Any) -> None:
+        """vLLM is about to read an adapter's files. In place of another: what was pinned to that one is not current from now on,
+        and its requests, which go on with this one, save nothing more."""
+        with self._lock:
+            if getattr(adapter, "load_inplace", False):
+                self._adapter_loads[adapter.lora_int_id] += 1
+            self._adapter_version(adapter)  # what the files say now; if they say something else later, they are shared with nobody
 
     def may_save(self, request: Any, pin: Pin) -> bool:
         """Whether what this pin names may be offered to a tier. An adapter's files are looked at once more: the engine may have

@@ -61,7 +61,7 @@ class Pin:
         admitted: the request holds, or was answered, KV under this pin: it is carried when the pin is not current.
         loading: an asynchronous load of ours is in flight.
         session: a streaming-input session.
-        adapter: name of the adapter that the root was made for as nobody has loaded it in place yet; else empty.
+        adapter: id of the adapter that the root was made for as nobody has loaded it in place yet; else 0, which vLLM gives to none.
         version: of that adapter's files.
     """
 
@@ -71,7 +71,7 @@ class Pin:
     admitted: bool = False
     loading: bool = False
     session: bool = False
-    adapter: str = ""
+    adapter: int = 0
     version: str = ""
 
 

@@ -23,6 +23,7 @@ MAX_TENSORS = 4096
 MAX_HEADER_BYTES = 100 << 20
 """What safetensors itself accepts."""
 READ_BYTES = 1 << 20
+MAX_LINKS = 40
 
 Stamp = tuple[tuple[str, int, int, int], ...]
 
@@ -46,6 +47,23 @@ def stamp_of(files: list[Path]) -> Stamp:
         OSError: one of them is gone.
     """
     return tuple((path.name, found.st_ino, found.st_size, found.st_ctime_ns) for path in files for found in [path.stat()])
+
+
+def way_to(place: Path) -> Stamp:
+    """As `stamp_of`, of the folder and of every symbolic link on the way to it: changes when the folder is renamed, when something
+    in it is, and when a link is pointed elsewhere.
+
+    Raises:
+        OSError: it is not there, or behind more links than the kernel follows.
+    """
+    links: list[os.stat_result] = []
+    where = Path(os.path.abspath(place))
+    while (link := next((part for part in (*reversed(where.parents), where) if part.is_symlink()), None)) is not None:
+        links.append(link.lstat())
+        if len(links) > MAX_LINKS:
+            raise OSError(f"more than {MAX_LINKS} symbolic links on the way to {place}")
+        where = Path(os.path.abspath(link.parent / link.readlink() / where.relative_to(link)))
+    return tuple(("", found.st_ino, 0, found.st_ctime_ns) for found in (*links, where.stat()))
 
 
 def digest_of(files: list[Path], *, whole: bool = False) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,6 +72,48 @@ def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig) -> None:
     assert len(seen) == 1 + len(changes)
     config.parallel_config.tensor_parallel_size = 8  # replicated heads share: only what a rank holds counts
     assert digest() == base
+
+
+def test_adapters_are_named_by_how_they_are_applied() -> None:
+    from vllm.config import LoRAConfig
+
+    from epochkv_connector import compat
+
+    def describe(**options: Any) -> str:
+        return compat.describe_adapters(SimpleNamespace(lora_config=LoRAConfig(**options)))
+
+    assert compat.describe_adapters(SimpleNamespace(lora_config=None)) == ""
+    base = describe()
+    assert describe(max_loras=4, max_lora_rank=64, max_cpu_loras=8) == base, "how many there may be changes nothing"
+    others = [describe(target_modules=["o_proj"]), describe(lora_dtype="float16"), describe(fully_sharded_loras=True)]
+    assert len({base, *others}) == 4
+
+
+def test_an_engine_that_builds_us_says_when_it_loads_an_adapter() -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    from epochkv_connector import compat
+
+    seen: list[str] = []
+
+    class Executor:
+        def add_lora(self, lora_request: Any) -> bool:
+            seen.append(f"load {lora_request}")
+            return True
+
+    class Core(EngineCore):  # as `EngineCoreProc` is one
+        def __init__(self) -> None:
+            self.model_executor = Executor()  # type: ignore[assignment]
+            compat.before_adapter_load(lambda adapter: seen.append(f"before {adapter}"))
+
+    core: Any = Core()
+    assert core.add_lora("a") is True
+    assert seen == ["before a", "load a"]
+    (parameter,) = inspect.signature(core.add_lora).parameters.values()
+    assert parameter.annotation is inspect.signature(EngineCore.add_lora).parameters["lora_request"].annotation, (
+        "vLLM makes the argument from what came over the wire by this type"
+    )
+    compat.before_adapter_load(lambda adapter: None)  # nobody builds us: nothing to hook
 
 
 def test_a_random_hash_seed_keeps_names_at_home(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -340,6 +340,41 @@ def test_versions_of_an_adapter_loaded_in_place_are_never_shared(make_rig: MakeR
     second.check_clean()
 
 
+def test_requests_from_before_a_load_in_place_save_nothing_under_its_old_version(make_rig: MakeRig, tmp_path: Path) -> None:
+    """As `/v1/load_lora_adapter` does it: no request that is known then says a word of it. One runs, another waits."""
+    store = SharedStore()
+    path = write_adapter(tmp_path / "a", b"one")
+    rig = make_rig(num_blocks=24, store=store)
+    rig.adopt(0)
+
+    def add(seed: int) -> Any:
+        request = rig.request(prompt(seed, LENGTH), max_tokens=2 * BLOCK)
+        request.lora_request = LoRARequest("adapter", 1, path)
+        request.block_hashes = rig.hasher(_without_hashes(request))
+        rig.scheduler.add_request(request)
+        return request
+
+    running = add(1)
+    for _ in range(3):
+        rig.step()
+    waiting = add(2)
+    saved = len(store.objects)
+    assert saved == 8
+    rig.fence.adapter_loading(LoRARequest("adapter", 1, str(tmp_path / "b"), load_inplace=True))
+    rig.run()
+    assert {running.request_id, waiting.request_id} <= rig.finished
+    assert len(store.objects) == saved
+    assert rig.cached[waiting.request_id] == 0
+    rig.fence.adapter_loading(LoRARequest("adapter", 2, path))  # unloaded, and loaded again: vLLM gives it another id
+    request = rig.request(prompt(3, LENGTH))
+    request.lora_request = LoRARequest("adapter", 2, path)
+    request.block_hashes = rig.hasher(_without_hashes(request))
+    rig.scheduler.add_request(request)
+    rig.run()
+    assert len(store.objects) > saved, "the version that its files hold is shared again"
+    rig.check_clean()
+
+
 @pytest.mark.parametrize("weights_source", ["Pushed", "Model"])
 def test_an_adapter_is_shared_by_what_its_files_hold(make_rig: MakeRig, tmp_path: Path, weights_source: str) -> None:
     store = SharedStore()

@@ -17,7 +17,7 @@ import pytest
 
 from epochkv_connector import adapters, weights
 from epochkv_connector.adapters import AdapterVersions, Version
-from epochkv_connector.weights import MAX_TENSORS, SAMPLE_BYTES, WHOLE_BYTES, digest_of, files_of, stamp_of
+from epochkv_connector.weights import MAX_TENSORS, SAMPLE_BYTES, WHOLE_BYTES, digest_of, files_of, stamp_of, way_to
 from tests.helpers_store import wait_until
 
 TENSOR_BYTES = 3 * SAMPLE_BYTES
@@ -150,7 +150,7 @@ def adapter(tmp_path: Path) -> Path:
 @pytest.fixture
 def versions() -> Iterator[AdapterVersions]:
     """Of an engine that starts an hour from now: every file is older."""
-    made = AdapterVersions(time.time_ns() + 3600 * 10**9)
+    made = AdapterVersions(since=time.time_ns() + 3600 * 10**9)
     yield made
     made.close()
 
@@ -165,6 +165,56 @@ def test_an_adapter_is_named_by_its_files(adapter: Path, tmp_path: Path, version
     shutil.copytree(adapter, other)
     (other / "adapter_config.json").write_text('{"r": 9}')
     assert versions.version(7, str(other)) not in (first, Version(first.name, shareable=False))
+
+
+def test_an_adapter_is_named_by_how_it_is_applied(adapter: Path, versions: AdapterVersions) -> None:
+    others = [AdapterVersions(applied, time.time_ns() + 3600 * 10**9) for applied in ("", "o_proj alone")]
+    names = {each.version(1, str(adapter)) for each in others} | {versions.version(2, str(adapter), "3d")}
+    assert versions.version(1, str(adapter)) in names
+    assert len(names) == 3
+    assert all(version.shareable for version in names)
+    for each in others:
+        each.close()
+
+
+def test_an_adapter_behind_a_link_that_moves_is_this_engines_own(adapter: Path, tmp_path: Path) -> None:
+    """Links and folders are as telling as files: all files here are older than the engines."""
+    other = tmp_path / "other"
+    shutil.copytree(adapter, other)
+    (tmp_path / "inner").symlink_to(adapter)
+    (tmp_path / "moving").symlink_to("inner")
+    time.sleep(0.05)
+    path = str(tmp_path / "moving")
+
+    def started() -> AdapterVersions:
+        return AdapterVersions(since=time.time_ns())
+
+    before = started()
+    assert before.version(1, path).shareable
+    assert before.version(1, path).name == before.version(1, str(adapter)).name
+    (tmp_path / "next").symlink_to(other)
+    (tmp_path / "next").rename(tmp_path / "inner")
+    assert not before.version(1, path).shareable, "the link behind the link has changed"
+    assert not before.version(2, path).shareable, "nor is it older than the engine"
+    assert before.version(1, str(adapter)).shareable
+    adapter.rename(tmp_path / "away")
+    other.rename(adapter)
+    assert not before.version(1, str(adapter)).shareable, "the folder is another"
+    assert not before.version(3, str(adapter)).shareable
+    time.sleep(0.05)
+    after = started()
+    assert not after.version(1, path).shareable, "it leads nowhere"
+    assert after.version(1, str(adapter)).shareable
+    for each in (before, after):
+        each.close()
+
+
+def test_links_without_end_are_no_adapter(tmp_path: Path, versions: AdapterVersions) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    assert not versions.version(1, str(tmp_path / "a")).shareable
+    with pytest.raises(OSError, match="symbolic link"):
+        way_to(tmp_path / "a")
 
 
 def test_files_that_change_under_an_engine_make_its_adapter_its_own(adapter: Path, versions: AdapterVersions) -> None:
@@ -186,7 +236,7 @@ def test_files_that_change_under_an_engine_make_its_adapter_its_own(adapter: Pat
 
 def test_an_adapter_that_is_younger_than_the_engine_is_its_own(adapter: Path) -> None:
     """vLLM may have read what was there before."""
-    versions = AdapterVersions(time.time_ns() - 10**9)
+    versions = AdapterVersions(since=time.time_ns() - 10**9)
     first = versions.version(1, str(adapter))
     assert not first.shareable
     assert versions.version(1, str(adapter)) == first
