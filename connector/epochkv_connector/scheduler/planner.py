@@ -217,10 +217,14 @@ class HitPlanner:
         """The blocks of a hit of `total` tokens and where they come from."""
         local = plan.num_local_tokens
         plan.choose([found.locate(group, hits.needed_range(spec, local, total)) for group, spec in enumerate(self._layout.groups)])
-        store = [span.num_absent for span in plan.spans]
-        host = [len(span.slots) - absent for span, absent in zip(plan.spans, store, strict=True)]
         plan.reserved = self._slots_for(plan.num_missing)
-        plan.hit = Hit(total - local, self._split(host, store, total - local))
+        plan.hit = Hit(total - local, self._sources_of(plan, total - local))
+
+    def _sources_of(self, plan: Plan, num_tokens: int) -> dict[Source, int]:
+        if not plan.num_missing or not plan.num_pinned:
+            return {Source.STORE if plan.num_missing else Source.HOST: num_tokens}
+        store = [span.num_absent for span in plan.spans]
+        return self._split([len(span.slots) - absent for span, absent in zip(plan.spans, store, strict=True)], store, num_tokens)
 
     def _open(self, plan: Plan, now: float) -> None:
         num_tokens = plan.hit.num_tokens or 0
@@ -243,9 +247,8 @@ class HitPlanner:
         self._plans.refresh(plan, self._step, now)
 
     def _split(self, host: Sequence[int], store: Sequence[int], num_tokens: int) -> dict[Source, int]:
-        """Tokens of a hit by tier, of blocks by group; counted in the first full-attention group (every token is in it), else in all."""
-        if not any(host) or not any(store):
-            return {Source.HOST if any(host) else Source.STORE: num_tokens} if num_tokens else {}
+        """Tokens of a hit from both tiers, of blocks by group; counted in the first full-attention group (every token is in it), else
+        in all."""
         groups = self._layout.groups
         counted = next(([index] for index, group in enumerate(groups) if group.kind is GroupKind.FULL), range(len(groups)))
         from_host, from_store = (sum(blocks[index] * groups[index].block_size for index in counted) for blocks in (host, store))

@@ -56,8 +56,10 @@ class Plan:
     def choose(self, spans: list[Span]) -> None:
         """Promise these blocks; what is held of them, and slots for the others, is the caller's to take."""
         self.spans = spans
-        self.num_missing = sum(span.num_absent for span in spans)
-        self.num_pinned = sum(len(span.slots) for span in spans) - self.num_missing
+        self.num_pinned = self.num_missing = 0
+        for span in spans:
+            self.num_missing += span.num_absent
+            self.num_pinned += len(span.slots) - span.num_absent
 
     def pinned(self) -> list[int]:
         """Referenced slots, in chain order group by group."""
