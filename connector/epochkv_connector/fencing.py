@@ -339,10 +339,11 @@ class Fence:
     def adapter_loading(self, adapter: Any) -> None:
         """vLLM is about to read an adapter's files. In place of another: what was pinned to that one is not current from now on,
         and its requests, which go on with this one, save nothing more."""
-        with self._lock:
-            if getattr(adapter, "load_inplace", False):
+        if getattr(adapter, "load_inplace", False):
+            with self._lock:
                 self._adapter_loads[adapter.lora_int_id] += 1
-            self._adapter_version(adapter)  # what the files say now; if they say something else later, they are shared with nobody
+        # Not under the lock: a disk may be slow. If the files say something else later, they are shared with nobody.
+        self._adapter_version(adapter)
 
     def may_save(self, request: Any, pin: Pin) -> bool:
         """Whether what this pin names may be offered to a tier. An adapter's files are looked at once more: the engine may have
