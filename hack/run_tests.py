@@ -1,7 +1,7 @@
 """Run the test layers one after the other, say how long is left, and close with pytest's own summary line per layer.
 
 Expected durations come from the last run on this machine (kept in the cache folder), or from the table below.
-A pure layer with a clock of its own runs beside the others, at the lowest priority: they mostly wait.
+Layers that need no CPU at a certain time run beside the others, one after the other at the lowest priority: those mostly wait.
 In layers of real processes up to three tests that failed have one more run by themselves, and are named at the end: a machine
 that stands still for seconds ends leases and deadlines. A wrong answer of an engine has none (docs/decisions/0009-tests.md).
 Usage: python hack/run_tests.py [LAYER ...]      (no layer: all of them)
@@ -37,12 +37,12 @@ SUMMARY = re.compile(r"^=+ (.*\b(?:passed|failed|error|errors|skipped|no tests r
 
 @dataclass(frozen=True)
 class Layer:
-    """One pytest run: `python -m pytest paths`, expected to take about `seconds`.
+    """One pytest run: `python -m pytest paths`, `without` some of them, expected to take about `seconds`.
 
     `workers`: how many tests run at a time, a file's tests in one process; more than cores where tests mostly wait for leases,
     deadlines and processes. One engine takes 3 GB, so they have one worker.
     `real`: of processes with leases and deadlines, which a machine that stands still breaks.
-    `beside`: runs beside the other layers, at the lowest priority: no test of it looks at a real clock.
+    `beside`: runs beside the other layers, at the lowest priority: its tests need no CPU at a certain time.
     """
 
     name: str
@@ -52,6 +52,7 @@ class Layer:
     workers: int = 1
     real: bool = False
     beside: bool = False
+    without: tuple[str, ...] = ()
 
 
 @dataclass
@@ -71,7 +72,6 @@ class Run:
 LAYERS = (
     Layer("unit", DEV, ("tests/unit/operator", "tests/unit/operator_runtime", "tests/unit/hack", "tests/unit/chart"), 40, 4),
     Layer("fence", DEV, ("tests/unit/fence",), 150, 4, real=True),
-    Layer("model", DEV, ("tests/model",), 420, beside=True),
     Layer("security", DEV, ("tests/security",), 100, real=True),
     Layer(
         "unit-connector",
@@ -84,14 +84,17 @@ LAYERS = (
             "tests/unit/bench",
         ),
         60,
+        beside=True,
     ),
-    Layer("scheduler", ENGINE, ("tests/scheduler",), 90),
+    Layer("scheduler", ENGINE, ("tests/scheduler",), 90, beside=True),
+    Layer("matrix", ENGINE, ("tests/engine/test_matrix.py",), 180, real=True, beside=True),
+    Layer("model", DEV, ("tests/model",), 420, beside=True),
     Layer("store", ENGINE, ("tests/store",), 100, 2, real=True),
     Layer("cluster", DEV, ("tests/cluster",), 300, 3, real=True),
-    Layer("engine", ENGINE, ("tests/engine",), 900, real=True),
+    Layer("engine", ENGINE, ("tests/engine",), 600, real=True, without=("tests/engine/test_matrix.py",)),
     Layer("e2e", DEV, ("tests/e2e",), 480, real=True),
 )
-GROUPS = {"unit": ("unit", "fence", "model", "security", "unit-connector")}
+GROUPS = {"unit": ("unit", "fence", "model", "security", "unit-connector"), "engine": ("engine", "matrix")}
 
 
 class Durations:
@@ -131,7 +134,8 @@ def run_layer(layer: Layer, extra: Sequence[str], output: IO[bytes]) -> Run:
     if not paths:
         return Run(1, f"no such folder: {', '.join(layer.paths)}")
     parallel = ["-n", str(layer.workers), "--dist", "loadfile"] if layer.workers > 1 else []
-    first = run_pytest(layer, [*parallel, *paths, *extra], output)
+    ignored = [f"--ignore={path}" for path in layer.without]
+    first = run_pytest(layer, [*parallel, *paths, *ignored, *extra], output)
     if not layer.real or not first.may_be_the_machine:
         return first
     say(output, f"\n==> layer {layer.name}: once more {', '.join(first.failed)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from hack.soak.traffic import Client, ask
 from hack.soak.trainer import Resets, Trainer
 from hack.soak.world import World
 from hack.standalone.engine import Engine
+from hack.standalone.process import Popen
 
 NUM_PROMPTS = 40
 CLIENTS_PER_ENGINE = 2
@@ -63,9 +65,11 @@ def work_out_answers(folder: Path, weights: Sequence[Path], seed: int, say: Say,
     return prompts
 
 
-def soak(folder: Path, weights: Sequence[Path], prompts: Sequence[Prompt], minutes: float, seed: int, say: Say) -> Verdict:
-    """Run for `minutes` under faults, heal everything, and look for what is left."""
-    world, tally = World(folder, weights), Tally(folder / "soak.log")
+def soak(
+    folder: Path, weights: Sequence[Path], prompts: Sequence[Prompt], minutes: float, seed: int, say: Say, popen: Popen = subprocess.Popen
+) -> Verdict:
+    """Run for `minutes` under faults, heal everything, and look for what is left; `popen` makes the engines' processes."""
+    world, tally = World(folder, weights, popen), Tally(folder / "soak.log")
     crew: Crew | None = None
     try:
         began = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ from hack.engine_api import EngineError
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import transfer_config
-from hack.standalone.process import Process, ProcessError, free_port
+from hack.standalone.process import Popen, Process, ProcessError, free_port
 from hack.standalone.relay import Relay
 
 NUM_ENGINES = 3
@@ -100,8 +101,8 @@ class HubProcess:
 class World:
     """Everything that runs. `begin` starts it, `end` ends it."""
 
-    def __init__(self, folder: Path, weights: Sequence[Path]) -> None:
-        self.folder, self.weights = folder, tuple(weights)
+    def __init__(self, folder: Path, weights: Sequence[Path], popen: Popen = subprocess.Popen) -> None:
+        self.folder, self.weights, self._popen = folder, tuple(weights), popen
         self.mooncake = Mooncake(folder / "mooncake", 2, 48 << 20, STORE_LEASE_SECONDS, client_ttl_seconds=5)
         self.master_relay = Relay(self.mooncake.address)
         self.current = self.weights[0]  # what the last complete update pushed
@@ -138,7 +139,8 @@ class World:
             self.hub.connection(), "Pushed", L1_BYTES, self.master_relay.address, on_local_reset=on_reset, **CONNECTOR
         )
         args = ("--num-gpu-blocks-override", str(GPU_BLOCKS), "--max-num-batched-tokens", "512")
-        return Engine(f"{'ABC'[index]}{self._boots}", self.weights[0], self.folder, connector, args=args, environ=ENVIRON)
+        name = f"{'ABC'[index]}{self._boots}"
+        return Engine(name, self.weights[0], self.folder, connector, args=args, environ=ENVIRON, popen=self._popen)
 
     def kill(self, rank: Rank) -> None:
         """SIGKILL to the whole engine."""

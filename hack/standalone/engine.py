@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -15,7 +16,7 @@ from typing import Any, Self
 
 from hack.engine_api import EngineApi, EngineError
 from hack.standalone.mooncake import CLIENT_ENVIRONMENT
-from hack.standalone.process import Process, free_port
+from hack.standalone.process import Popen, Process, free_port
 
 CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -54,6 +55,7 @@ class Engine(EngineApi):
         args: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
         python: str | Path = sys.executable,
+        popen: Popen = subprocess.Popen,
     ) -> None:
         self.name, self.model, self.port = name, "model", free_port()
         command = [
@@ -66,7 +68,8 @@ class Engine(EngineApi):
         if connector is not None:
             command += ["--kv-transfer-config", json.dumps(connector)]
         self._was_ready = False
-        self.process = Process(name, command, directory / f"{name}.log", {**CPU_ENVIRONMENT, **CLIENT_ENVIRONMENT, **(environ or {})})
+        environ = {**CPU_ENVIRONMENT, **CLIENT_ENVIRONMENT, **(environ or {})}
+        self.process = Process(name, command, directory / f"{name}.log", environ, popen=popen)
 
     def wait_ready(self, seconds: float = 240.0) -> Self:
         """Return once `/health` answers 200."""

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 _LEFT_BEHIND_SECONDS = 5.0
 """For what the first process of a group has left behind: it is told to end, too, and killed then."""
@@ -41,6 +41,10 @@ def port_open(port: int, host: str = "127.0.0.1") -> bool:
         return False
 
 
+Popen = Callable[..., Any]
+"""`subprocess.Popen`, or what makes a child that has its `pid`, `returncode`, `poll`, `wait`, `send_signal` and `terminate`."""
+
+
 class Process:
     """A running child. Use as a context manager, or call `end()`."""
 
@@ -51,13 +55,14 @@ class Process:
         log: Path,
         environ: Mapping[str, str] | None = None,
         cwd: Path | None = None,
+        popen: Popen = subprocess.Popen,
     ) -> None:
         self.name, self.log = name, log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as sink, _starting:
             if _closed.is_set():
                 raise ProcessError(f"{name} is not started: everything ends")
-            self.popen = subprocess.Popen(
+            self.popen = popen(
                 list(command),
                 stdout=sink,
                 stderr=sink,

@@ -22,6 +22,7 @@ from hack.engine_api import Answer
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
+from tests.engine.server_nursery import ServerNursery
 
 PROMPT_TOKENS = 1000
 CACHED = 896  # whole blocks of 128 tokens of such a prompt
@@ -166,8 +167,15 @@ def prompts() -> Prompts:
 
 
 @pytest.fixture(scope="session")
-def reference(weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
-    with Engine("reference", weights.base, tmp_path_factory.mktemp("reference"), prefix_caching=False) as engine:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerNursery]:
+    with ServerNursery(tmp_path_factory.mktemp("servers")) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="session")
+def reference(weights: Weights, servers: ServerNursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+    folder = tmp_path_factory.mktemp("reference")
+    with Engine("reference", weights.base, folder, prefix_caching=False, popen=servers.popen) as engine:
         yield Reference(engine, weights)
 
 
@@ -185,8 +193,8 @@ def mooncake(folder: Path) -> Iterator[Mooncake]:
 class Pair:
     """Engines A and B of a pool, and the weights that both have between tests."""
 
-    def __init__(self, folder: Path, pool: Pool, mooncake: Mooncake, weights: Weights) -> None:
-        self.folder, self.pool, self.mooncake, self.weights = folder, pool, mooncake, weights
+    def __init__(self, folder: Path, pool: Pool, mooncake: Mooncake, weights: Weights, servers: ServerNursery) -> None:
+        self.folder, self.pool, self.mooncake, self.weights, self.servers = folder, pool, mooncake, weights, servers
         self.model = weights.base
         self._names = iter(("A", "B", *(f"B{number}" for number in range(2, 10))))
         self._started: list[Engine] = []
@@ -210,7 +218,7 @@ class Pair:
         name = next(self._names)
         events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events_of(name)}
         args = ("--kv-events-config", json.dumps(events))
-        engine = Engine(name, self.weights.base, self.folder, connector, args=args, environ=PATIENT_ENVIRON)
+        engine = Engine(name, self.weights.base, self.folder, connector, args=args, environ=PATIENT_ENVIRON, popen=self.servers.popen)
         self._started.append(engine)
         return engine
 
@@ -240,7 +248,7 @@ class Pair:
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
         }
-        engine = Engine(next(self._names), self.weights.base, self.folder, connector, environ=environ)
+        engine = Engine(next(self._names), self.weights.base, self.folder, connector, environ=environ, popen=self.servers.popen)
         self._started.append(engine)
         return engine
 
@@ -271,7 +279,7 @@ class Pair:
 
 
 @pytest.fixture(scope="session")
-def pair(weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(weights: Weights, servers: ServerNursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """Two engines for all tests of `test_sharing` and `test_weights`, which leave them in use of the pool's epoch.
 
     The fence's leases are short, so that losing one takes seconds; a boot must be 3 s old to have got the weights of a bump.
@@ -280,7 +288,7 @@ def pair(weights: Weights, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with Mooncake(folder / "mooncake", lease_seconds=LEASE_SECONDS) as mooncake:
         admin = MooncakeAdmin(lambda uid: [f"http://127.0.0.1:{mooncake.admin_port}"])
         with Pool(folder, lease_seconds=6.0, join_after_seconds=3.0, stores=admin) as pool:
-            pair = Pair(folder, pool, mooncake, weights)
+            pair = Pair(folder, pool, mooncake, weights, servers)
             try:
                 pair.begin()
                 yield pair

@@ -32,6 +32,7 @@ from vllm.v1.worker import cpu_model_runner, cpu_worker  # noqa: F401  for their
 from epochkv_connector.connector import EpochKVConnector
 from epochkv_fence.messages import Mode
 from tests.engine.matrix_engine import Output, Request, Start
+from tests.engine.server_nursery import fork_cores
 
 JOIN_SECONDS = 60.0
 
@@ -104,22 +105,11 @@ def receive_between_stages() -> None:
     runner.load_model = load_and_make_buffer
 
 
-def fork_workers() -> None:
-    """vLLM spawns the workers of several ranks on CPUs; forking them from here saves each the imports."""
-    settle = CpuPlatform.check_and_update_config.__func__
-
-    def settle_and_fork(cls: type[CpuPlatform], vllm_config: Any) -> None:
-        settle(cls, vllm_config)
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-
-    CpuPlatform.check_and_update_config = classmethod(settle_and_fork)
-
-
 class Served:
     """An engine in this process, and what its scheduler was seen to do."""
 
     def __init__(self, start: Start) -> None:
-        fork_workers()
+        fork_cores()
         receive_between_stages()
         if start.schedule_ahead:
             schedule_ahead()

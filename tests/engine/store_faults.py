@@ -23,6 +23,7 @@ from hack.standalone.pool import Pool
 from hack.standalone.process import Process
 from hack.standalone.relay import Relay
 from tests.engine.conftest import BLOCKS, CACHED, L1_BYTES, Prompts, Reference, Weights, eventually
+from tests.engine.server_nursery import ServerNursery
 from tests.helpers_store import RawClient
 
 LOAD_DEADLINE_SECONDS = 5.0
@@ -77,8 +78,8 @@ def series_of(name: str) -> tuple[str, dict[str, str]]:
 class FaultyPair:
     """A and B, their store, the relay between B and the master, and a client of the store that belongs to nobody's pool."""
 
-    def __init__(self, folder: Path, weights: Weights, prompts: Prompts, reference: Reference) -> None:
-        self.weights, self.prompts, self.reference = weights, prompts, reference
+    def __init__(self, folder: Path, weights: Weights, prompts: Prompts, reference: Reference, servers: ServerNursery) -> None:
+        self.weights, self.prompts, self.reference, self._servers = weights, prompts, reference, servers
         self._raw: RawClient | None = None
         with ExitStack() as stack:
             self.mooncake = stack.enter_context(
@@ -93,7 +94,8 @@ class FaultyPair:
             self._stack = stack.pop_all()
 
     def _engine(self, name: str, folder: Path, local_bytes: int | None, master: str, stack: ExitStack) -> Engine:
-        engine = Engine(name, self.weights.base, folder, self.pool.connector(local_bytes, master, **STORE), environ=ENVIRON)
+        connector = self.pool.connector(local_bytes, master, **STORE)
+        engine = Engine(name, self.weights.base, folder, connector, environ=ENVIRON, popen=self._servers.popen)
         stack.callback(engine.end)
         return engine
 

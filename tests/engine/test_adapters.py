@@ -16,6 +16,7 @@ from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
 from tests.engine.conftest import CACHED, L1_BYTES, PATIENT, PATIENT_ENVIRON, Prompts, Weights, check, settled_keys
+from tests.engine.server_nursery import ServerNursery
 
 ARGS = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
 QUEUED_SECONDS = 1.0
@@ -40,7 +41,7 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(folder: Path, mooncake: Mooncake, weights: Weights) -> Iterator[Lab]:
+def lab(folder: Path, mooncake: Mooncake, weights: Weights, servers: ServerNursery) -> Iterator[Lab]:
     one, two = (models.make_adapter(folder / name, seed) for seed, name in enumerate(("one", "two"), 10))
     moving = folder / "moving"
     moving.symlink_to(one)
@@ -49,8 +50,8 @@ def lab(folder: Path, mooncake: Mooncake, weights: Weights) -> Iterator[Lab]:
     with Pool(folder, lease_seconds=60.0, join_after_seconds=0.0) as pool:
         connector = pool.connector(L1_BYTES, mooncake.address, **PATIENT)
         with (
-            Engine("A", weights.base, folder, connector, args=ARGS, environ=environ) as a,
-            Engine("B", weights.base, folder, connector, args=ARGS, environ=environ) as b,
+            Engine("A", weights.base, folder, connector, args=ARGS, environ=environ, popen=servers.popen) as a,
+            Engine("B", weights.base, folder, connector, args=ARGS, environ=environ, popen=servers.popen) as b,
         ):
             for engine in (a, b):
                 engine.wait_ready()

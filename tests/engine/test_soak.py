@@ -8,15 +8,18 @@ import pytest
 
 from hack.soak.run import soak, work_out_answers
 from tests.engine.conftest import Reference, Weights
+from tests.engine.server_nursery import ServerNursery
 
 MINUTES, SEED = 2.0, 20
 
 
 @pytest.mark.timeout(1200)
-def test_two_minutes_of_random_faults_leave_nothing_wrong(weights: Weights, reference: Reference, tmp_path: Path) -> None:
+def test_two_minutes_of_random_faults_leave_nothing_wrong(
+    weights: Weights, reference: Reference, servers: ServerNursery, tmp_path: Path
+) -> None:
     folders = [weights.base, weights.new, weights.third]
     prompts = work_out_answers(tmp_path, folders, SEED, print, reference.lend())
-    verdict = soak(tmp_path, folders, prompts, MINUTES, SEED, print)
+    verdict = soak(tmp_path, folders, prompts, MINUTES, SEED, print, servers.popen)
     print(*verdict.lines, verdict.closing, sep="\n")
     assert not verdict.problems, "\n".join(
         (

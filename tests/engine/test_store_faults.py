@@ -20,6 +20,7 @@ import pytest
 from hack.engine_api import EngineError
 from hack.models import Shape
 from tests.engine.conftest import BLOCKS, CACHED, Prompts, Reference, Weights, eventually
+from tests.engine.server_nursery import ServerNursery
 from tests.engine.store_faults import HUNG_SECONDS, Ambush, FaultyPair, go_on, kill, of_another_codec, stop
 
 SHAPE = Shape()
@@ -30,8 +31,8 @@ HUNG_LOADS = ("load_failed_store_transfer", "load_failed_store_timeout", "load_f
 
 
 @pytest.fixture(scope="module")
-def pair(folder: Path, weights: Weights, prompts: Prompts, reference: Reference) -> Iterator[FaultyPair]:
-    pair = FaultyPair(folder, weights, prompts, reference)
+def pair(folder: Path, weights: Weights, prompts: Prompts, reference: Reference, servers: ServerNursery) -> Iterator[FaultyPair]:
+    pair = FaultyPair(folder, weights, prompts, reference, servers)
     try:
         pair.begin()
         yield pair

@@ -74,6 +74,17 @@ def test_wrong_answers_many_failures_and_pure_tests_have_one_run(
     assert "once more" not in capfd.readouterr().out
 
 
+def test_what_another_layer_runs_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(run_tests, "ROOT", tmp_path)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_it.py").write_text("def test_good():\n    pass\n")
+    (tmp_path / "tests/test_other.py").write_text(BROKEN)
+    layer = Layer("layer", Path(sys.executable), ("tests",), 1, without=("tests/test_other.py",))
+    found = run_layer(layer, ["-p", "no:cacheprovider"], sys.stdout.buffer)
+    assert (found.status, found.summary.split(" in ")[0]) == (0, "1 passed")
+    capfd.readouterr()
+
+
 def test_a_layer_beside_the_others_is_told_last_and_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
