@@ -77,8 +77,10 @@ class AdapterVersions:
         self._ask(key, adapter.answered)
         if not adapter.answered.wait(WAIT_SECONDS):
             return self._nobodys(path)
+        if adapter.changes:  # vLLM goes on with what it has read, and may read them again whenever it needs room
+            return self._nobodys(path)
         if adapter.digest is None:
-            return Version(f"{path}#{adapter_id}.{adapter.changes}", shareable=False)
+            return Version(f"{path}#{adapter_id}", shareable=False)
         return Version(f"{adapter.digest}/{self._applied}/{layout}", shareable=True)
 
     def close(self) -> None:
@@ -91,8 +93,9 @@ class AdapterVersions:
     def _ask(self, key: Key, answered: threading.Event) -> None:
         self._questions.put((key, answered))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="epochkv-adapters", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._serve, name="epochkv-adapters", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def _serve(self) -> None:
         while (question := self._questions.get()) is not None:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from epochkv_connector.adapter_ids import AdapterIds
 from epochkv_connector.adapters import Version
 from epochkv_connector.identity import ROOT_BYTES, Pin, Snapshot, adapter_root, namespace, shared_root, transfer_tag
 from epochkv_connector.pinning import PIN_ATTRIBUTE, FencedHasher, HashPort, RootPort, brings_kv
@@ -126,7 +127,7 @@ class Fence:
         self._last_generation = 0
         self._shared_generation = (-1, 0)  # (epoch, generation) of the latest shared snapshot
         self._adapter_version = adapter_version
-        self._adapter_loads: Counter[int] = Counter()  # in place, by id
+        self._adapters = AdapterIds()
         self._adapter_secret = random_bytes(ROOT_BYTES)
         self.counters: Counter[str] = Counter()
         self._fenced_hasher: FencedHasher | None = None
@@ -296,8 +297,15 @@ class Fence:
         return getattr(request, PIN_ATTRIBUTE, None)
 
     def is_current(self, pin: Pin) -> bool:
-        """Whether the pin was made under what holds now, and its adapter was not loaded in place since."""
-        return pin.generation == self._snapshot.generation and not self._adapter_loads[pin.adapter]
+        """Whether the pin was made under what holds now, and its adapter is still the one that it was made for."""
+        if pin.adapter and self._adapters.replaced(pin.adapter) != pin.replaced:
+            return False
+        return pin.generation == self._snapshot.generation
+
+    @property
+    def adapters_replaced(self) -> int:
+        """How often weights of an adapter were replaced under requests; another number: pins may be current no more."""
+        return self._adapters.num_replaced
 
     def pin(self, request: Any) -> Snapshot:
         """Pin a new request to what holds now, and re-hash it if its hashes were made with anything else."""
@@ -324,24 +332,24 @@ class Fence:
         return self._adapter_pin(adapter, snapshot)
 
     def _adapter_pin(self, adapter: Any, snapshot: Snapshot) -> Pin:
-        """An adapter is named by what its files hold, where that is known and it was not loaded in place: else nobody can know
+        """An adapter is named by what its files hold, where that is known and nothing has taken its place: else nobody can know
         which version this engine has, and the next boot will count from 0 again, so its names are this boot's own and go to
         no tier."""
+        if not self._adapters.may_name(adapter):
+            return Pin(self._random(ROOT_BYTES), snapshot.generation, saveable=False)
         name, number, version = adapter.lora_name, adapter.lora_int_id, self._adapter_version(adapter)
-        if getattr(adapter, "load_inplace", False):  # vLLM loads it again for each request that says so
-            self._adapter_loads[number] += 1
-        loads = self._adapter_loads[number]
-        if version.shareable and not loads:
-            return Pin(adapter_root(snapshot.root, name, version.name, 0), snapshot.generation, adapter=number, version=version.name)
-        root = adapter_root(self._adapter_secret + snapshot.root, name, version.name, loads)
-        return Pin(root, snapshot.generation, saveable=False)
+        replaced, shared = self._adapters.replaced(number), self._adapters.share(adapter, version)
+        if shared:
+            root = adapter_root(snapshot.root, name, version.name, 0)
+        else:
+            root = adapter_root(self._adapter_secret + snapshot.root, name, f"{version.name}#{number}", replaced)
+        return Pin(root, snapshot.generation, saveable=shared, adapter=number, replaced=replaced, version=version.name)
 
     def adapter_loading(self, adapter: Any) -> None:
         """vLLM is about to read an adapter's files. In place of another: what was pinned to that one is not current from now on,
-        and its requests, which go on with this one, save nothing more."""
-        if getattr(adapter, "load_inplace", False):
-            with self._lock:
-                self._adapter_loads[adapter.lora_int_id] += 1
+        its requests, which go on with this one, save nothing more, and what is being loaded for them fails."""
+        with self._lock:
+            self._adapters.loading(adapter)
         # Not under the lock: a disk may be slow. If the files say something else later, they are shared with nobody.
         self._adapter_version(adapter)
 

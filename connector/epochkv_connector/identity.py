@@ -61,7 +61,8 @@ class Pin:
         admitted: the request holds, or was answered, KV under this pin: it is carried when the pin is not current.
         loading: an asynchronous load of ours is in flight.
         session: a streaming-input session.
-        adapter: id of the adapter that the root was made for as nobody has loaded it in place yet; else 0, which vLLM gives to none.
+        adapter: vLLM's id of the adapter that the root was made for; 0, which vLLM gives to none: it is of none, or random.
+        replaced: how often that id's weights had been replaced.
         version: of that adapter's files.
     """
 
@@ -72,7 +73,13 @@ class Pin:
     loading: bool = False
     session: bool = False
     adapter: int = 0
+    replaced: int = 0
     version: str = ""
+
+    @property
+    def alone(self) -> bool:
+        """Nobody else has these names, and nobody will."""
+        return not self.saveable and not self.adapter
 
 
 def _packed(*fields: bytes) -> bytes:
@@ -96,7 +103,7 @@ def shared_root(secret: bytes, pool_uid: str, epoch: int, fingerprint: str) -> b
 
 
 def adapter_root(root: bytes, adapter_name: str, version: str, load_count: int) -> bytes:
-    """Root for requests that use an adapter: the version (of its files, and how often it was loaded in place) is folded in."""
+    """Root for requests that use an adapter: the version (of its files, and how often it was replaced) is folded in."""
     message = _packed(b"adapter", adapter_name.encode(), version.encode(), load_count.to_bytes(8, "big"))
     return hmac.new(root, message, hashlib.sha256).digest()
 

@@ -85,6 +85,7 @@ class SchedulerSide:
         self._events = HostEvents(on_error)
         self._settle = False  # saves have let go of GPU blocks that ranks may still read
         self._broken = False
+        self._adapters_replaced = 0
         self._cooldown: set[str] = set()  # a load failed: no external hit until scheduled once
         self._steps_aside: set[str] = set()  # of these: not asked since
         self.counters: Counter[str] = Counter()
@@ -103,6 +104,8 @@ class SchedulerSide:
     def _apply(self) -> Snapshot:
         """Bring the bookkeeping to what holds now: poison what an adoption overtook. Returns what holds now."""
         snapshot = self.fence.current()
+        if self.fence.adapters_replaced != self._adapters_replaced:
+            self._poison_replaced()
         if snapshot is self._applied:
             return snapshot
         changed_root = snapshot.root != self._applied.root
@@ -121,6 +124,14 @@ class SchedulerSide:
             self._broken = True
             self._on_error("adopt", error)
             return set(self._sent_loads)
+
+    def _poison_replaced(self) -> None:
+        """What is loaded for requests whose adapter was replaced is of the version before."""
+        self._adapters_replaced = self.fence.adapters_replaced
+        if self.half is None:
+            return
+        pins = {request_id: self.fence.pin_of(self._requests.get(request_id)) for request_id in self.half.open_loads()}
+        self._poison({request_id for request_id, pin in pins.items() if pin is not None and pin.adapter and not self.fence.is_current(pin)})
 
     def _poison(self, request_ids: set[str]) -> None:
         self.counters["poisoned_loads"] += len(request_ids - self._poisoned)
@@ -489,8 +500,7 @@ class SchedulerSide:
         """
         self._requests.setdefault(request.request_id, request)
         pin = self.fence.pin_of(request)
-        alone = pin is not None and not pin.saveable and self.fence.is_current(pin)
-        if alone or compat.holds_blocks(request):
+        if (pin is not None and pin.alone and self.fence.is_current(pin)) or compat.holds_blocks(request):
             return False
         self.fence.isolate(request)
         return True

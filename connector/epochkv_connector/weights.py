@@ -54,7 +54,7 @@ def way_to(place: Path) -> Stamp:
     in it is, and when a link is pointed elsewhere.
 
     Raises:
-        OSError: it is not there, or behind more links than the kernel follows.
+        OSError: it is not there, behind more links than the kernel follows, or behind a link and `..`.
     """
     links: list[os.stat_result] = []
     where = Path(os.path.abspath(place))
@@ -63,6 +63,8 @@ def way_to(place: Path) -> Stamp:
         if len(links) > MAX_LINKS:
             raise OSError(f"more than {MAX_LINKS} symbolic links on the way to {place}")
         where = Path(os.path.abspath(link.parent / link.readlink() / where.relative_to(link)))
+    if not os.path.samefile(where, place):  # behind a link the kernel takes `..` from where it leads to
+        raise OSError(f"the way to {place} goes up from behind a symbolic link")
     return tuple(("", found.st_ino, 0, found.st_ctime_ns) for found in (*links, where.stat()))
 
 

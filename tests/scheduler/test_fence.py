@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.config import KVTransferConfig
-from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
@@ -283,153 +281,6 @@ def test_a_request_fed_by_another_engine_is_private_unless_the_producer_shows_ou
     assert rig.cached[rig.serve(outdated)] == 0
     assert {fed, tagged} <= rig.finished
     rig.check_clean()
-
-
-def test_an_adapter_loaded_again_in_place_has_other_names(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    rig.adopt(0)
-    tokens = prompt(1, LENGTH)
-
-    def ask(*, load_inplace: bool = False) -> int:
-        request = rig.request(tokens)
-        request.lora_request = LoRARequest("adapter", 1, "/adapters/a", load_inplace=load_inplace)
-        request.block_hashes = rig.hasher(_without_hashes(request))
-        rig.scheduler.add_request(request)
-        rig.run()
-        return int(rig.cached[request.request_id])
-
-    assert ask() == 0
-    assert ask() == 8 * BLOCK
-    assert ask(load_inplace=True) == 0
-    assert ask() == 8 * BLOCK
-    rig.check_clean()
-
-
-def test_versions_of_an_adapter_loaded_in_place_are_never_shared(make_rig: MakeRig, tmp_path: Path) -> None:
-    """Two engines that loaded it in place may have two versions, and an engine that starts anew counts from 0."""
-    store = SharedStore()
-    tokens = prompt(1, LENGTH)
-    path = write_adapter(tmp_path / "a", b"one")
-
-    def add(rig: Any, *, load_inplace: bool = False) -> Any:
-        request = rig.request(tokens, max_tokens=2 * BLOCK)
-        request.lora_request = LoRARequest("adapter", 1, path, load_inplace=load_inplace)
-        request.block_hashes = rig.hasher(_without_hashes(request))
-        rig.scheduler.add_request(request)
-        return request
-
-    first = make_rig(num_blocks=24, store=store)
-    first.adopt(0)
-    # A request runs and another waits while the adapter is loaded in place: neither may save what it computes from now on.
-    running = add(first)
-    for _ in range(3):
-        first.step()
-    saved = len(store.objects)
-    assert saved == 8
-    add(first, load_inplace=True)
-    first.run()
-    assert len(store.objects) == saved
-    assert running.request_id in first.finished
-    first.check_clean()
-    second = make_rig(store=store, weights="w1")  # its version of the adapter
-    second.adopt(0)
-    other = add(second, load_inplace=True)
-    second.run()
-    assert second.cached[other.request_id] == 0
-    assert len(store.objects) == saved
-    second.check_clean()
-
-
-def test_requests_from_before_a_load_in_place_save_nothing_under_its_old_version(make_rig: MakeRig, tmp_path: Path) -> None:
-    """As `/v1/load_lora_adapter` does it: no request that is known then says a word of it. One runs, another waits."""
-    store = SharedStore()
-    path = write_adapter(tmp_path / "a", b"one")
-    rig = make_rig(num_blocks=24, store=store)
-    rig.adopt(0)
-
-    def add(seed: int) -> Any:
-        request = rig.request(prompt(seed, LENGTH), max_tokens=2 * BLOCK)
-        request.lora_request = LoRARequest("adapter", 1, path)
-        request.block_hashes = rig.hasher(_without_hashes(request))
-        rig.scheduler.add_request(request)
-        return request
-
-    running = add(1)
-    for _ in range(3):
-        rig.step()
-    waiting = add(2)
-    saved = len(store.objects)
-    assert saved == 8
-    rig.fence.adapter_loading(LoRARequest("adapter", 1, str(tmp_path / "b"), load_inplace=True))
-    rig.run()
-    assert {running.request_id, waiting.request_id} <= rig.finished
-    assert len(store.objects) == saved
-    assert rig.cached[waiting.request_id] == 0
-    rig.fence.adapter_loading(LoRARequest("adapter", 2, path))  # unloaded, and loaded again: vLLM gives it another id
-    request = rig.request(prompt(3, LENGTH))
-    request.lora_request = LoRARequest("adapter", 2, path)
-    request.block_hashes = rig.hasher(_without_hashes(request))
-    rig.scheduler.add_request(request)
-    rig.run()
-    assert len(store.objects) > saved, "the version that its files hold is shared again"
-    rig.check_clean()
-
-
-@pytest.mark.parametrize("weights_source", ["Pushed", "Model"])
-def test_an_adapter_is_shared_by_what_its_files_hold(make_rig: MakeRig, tmp_path: Path, weights_source: str) -> None:
-    store = SharedStore()
-    tokens = prompt(1, LENGTH)
-
-    def serve(path: str, weights: str) -> int:
-        rig = make_rig(store=store, weights=weights, weights_source=weights_source)
-        rig.adopt(0)
-        request = rig.request(tokens)
-        request.lora_request = LoRARequest("adapter", 1, path)
-        request.block_hashes = rig.hasher(_without_hashes(request))
-        rig.scheduler.add_request(request)
-        rig.run()
-        rig.check_clean()
-        return int(rig.cached[request.request_id])
-
-    path = write_adapter(tmp_path / "a", b"one")
-    assert serve(path, "with one") == 0
-    assert serve(path, "with one") == 8 * BLOCK
-    write_adapter(tmp_path / "a", b"two")
-    assert serve(path, "with two") == 0
-    assert serve("nowhere/at-all", "with three") == 0
-    assert serve("nowhere/at-all", "with four") == 0
-
-
-def test_nothing_is_saved_of_an_adapter_whose_files_change_after_the_pin(make_rig: MakeRig, tmp_path: Path) -> None:
-    """vLLM may read them (again) at any time between."""
-    store = SharedStore()
-    path = write_adapter(tmp_path / "a", b"one")
-    rig = make_rig(store=store, weights_source="Model")
-    rig.adopt(0)
-    request = rig.request(prompt(1, LENGTH))
-    request.lora_request = LoRARequest("adapter", 1, path)
-    request.block_hashes = rig.hasher(_without_hashes(request))
-    rig.scheduler.add_request(request)
-    write_adapter(tmp_path / "a", b"two")
-    rig.run()
-    assert request.request_id in rig.finished
-    assert not store.objects
-    assert rig.half.stats()["saves_emitted"] == 0
-    rig.check_clean()
-
-
-def write_adapter(folder: Path, weights: bytes) -> str:
-    """The files of an adapter, older than any engine that is made from now on; returns its path."""
-    folder.mkdir(exist_ok=True)
-    (folder / "adapter_config.json").write_text('{"r": 8}')
-    (folder / "adapter_model.safetensors").write_bytes(weights)
-    time.sleep(0.05)
-    return str(folder)
-
-
-def _without_hashes(request: Any) -> Any:
-    request.block_hashes = []
-    return request
 
 
 # ---------------------------------------------------------------------------------------------- refusals
