@@ -85,10 +85,10 @@ bench-connector: setup-engine ## Connector: time to first token, vLLM's own conn
 	@$(ENGINE) -m bench.connector $(ARGS)
 
 bench-start: setup-engine ## Engine start-up with the connector and without
-	@$(ENGINE) -m bench.engine_start
+	@$(ENGINE) -m bench.engine_start $(ARGS)
 
-bench-staging: setup-engine ## Staging copies against a plain copy of the same machine
-	@$(ENGINE) -m bench.staging
+bench-staging: setup-engine ## Staging copies against a plain copy of the same machine (ARGS="--device cuda --json FILE")
+	@$(ENGINE) -m bench.staging $(ARGS)
 
 soak: setup-engine ## Three engines under random faults, resets and weight changes (MINUTES=20 SEED=random)
 	@$(ENGINE) -m hack.soak --minutes $(or $(MINUTES),20) $(if $(SEED),--seed $(SEED))

@@ -104,7 +104,7 @@ class AdapterVersions:
             try:
                 self._look(adapter, key[1])
             except Exception as error:
-                logger.debug("the files of adapter %s cannot be read (%s): its KV stays in this engine", key[1], error)
+                logger.debug("EpochKV: the files of adapter %s cannot be read (%s): its KV stays in this engine", key[1], error)
                 self._saw(adapter, ())
             answered.set()
 
@@ -119,7 +119,7 @@ class AdapterVersions:
             if _now(path)[1] == stamp:
                 adapter.digest = digest
         elif known:
-            logger.warning("the files of adapter %s were changed while it is served: its KV stays in this engine from now on", path)
+            logger.warning("EpochKV: the files of adapter %s were changed while it is served: its KV is not reused from now on", path)
 
     @staticmethod
     def _saw(adapter: _Adapter, stamp: Stamp) -> bool:

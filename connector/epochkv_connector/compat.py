@@ -6,6 +6,7 @@ sentence (unless `allow_untested_vllm`), because a renamed global would make eve
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -88,6 +89,22 @@ def check_version(allow_untested: bool, version: str | None = None) -> None:
     raise UnsupportedEngine(f"{_unsupported(found)}, or set allow_untested_vllm to true in kv_connector_extra_config at your own risk")
 
 
+PREFIX = "EpochKV"
+
+
+class _Ours(logging.Handler):
+    """Hands records to vLLM's handlers, under our name: vLLM's lines show a file's name, and nobody knows ours."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """As `logging.Handler.emit`."""
+        if not str(record.msg).startswith(PREFIX):
+            record = copy.copy(record)
+            record.msg = f"{PREFIX}: {record.msg}"
+        for handler in logging.getLogger("vllm").handlers:
+            if record.levelno >= handler.level:
+                handler.handle(record)
+
+
 def share_log_handlers() -> None:
     """Let our packages log as vLLM does (time, level, module, process); without handlers their lines would be bare, and
     INFO would be lost. Does nothing where somebody has set up logging for them.
@@ -96,7 +113,7 @@ def share_log_handlers() -> None:
     for name in ("epochkv_connector", "epochkv_fence"):
         logger = logging.getLogger(name)
         if not logger.handlers and logger.level == logging.NOTSET and handlers:
-            logger.handlers = list(handlers)
+            logger.handlers = [_Ours()]
             logger.setLevel(logging.INFO)
 
 

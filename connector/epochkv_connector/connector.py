@@ -16,11 +16,12 @@ from epochkv_connector import compat, tiers
 from epochkv_connector.adapters import AdapterVersions, Version
 from epochkv_connector.compat import KVConnectorBase_V1, KVConnectorRole, KVConnectorTransferResults, SupportsHMA
 from epochkv_connector.config import ConfigError, ConnectorConfig
+from epochkv_connector.devices import check_devices
 from epochkv_connector.fencing import Fence, FencePolicy, PoolIdentity
 from epochkv_connector.guard import Guard
 from epochkv_connector.identity import fingerprint
 from epochkv_connector.link import Credentials, FenceHooks, HubLink
-from epochkv_connector.memory import check_fits
+from epochkv_connector.memory import check_fits, crowded, gib
 from epochkv_connector.plugin import check
 from epochkv_connector.scheduling import SchedulerSide
 from epochkv_connector.stats import EpochKVPromMetrics, EpochKVStats
@@ -71,10 +72,23 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         compat.check_version(config.allow_untested_vllm)
         compat.check_siblings(compat.sibling_names())
         self._refuse_foreign_encoders(config)
+        check_devices(config)
         if config.local is not None:
             share = config.local.capacity_bytes // compat.num_machines(self._vllm_config)
             check_fits(share, "local.capacity_bytes", config.local.capacity_bytes)
+            self._warn_of_a_tight_l1(share)
         return config
+
+    def _warn_of_a_tight_l1(self, num_bytes: int) -> None:
+        found = crowded(num_bytes) if self._role is KVConnectorRole.SCHEDULER else None
+        if found is not None:
+            logger.warning(
+                "EpochKV: L1 takes %s of the %s of %s as it fills: where vLLM needs more than the rest, the kernel ends this engine; "
+                "lower local.capacity_bytes, or raise that limit",
+                gib(num_bytes),
+                gib(found.num_bytes),
+                found.source,
+            )
 
     def _adapter_version(self, adapter: Any) -> Version:
         layout = "3d" if getattr(adapter, "is_3d_lora_weight", False) else ""

@@ -21,6 +21,8 @@ UNLIMITED_V1 = 1 << 60
 """cgroup v1 says "no limit" as the largest multiple of a page below 2**63."""
 SMALLEST_SLOT_BYTES = slot_stride([1])
 """A block of any model takes at least this."""
+CROWDED_FRACTION = 0.8
+"""Of the limit: an engine has weights, or copies of them while it loads, and some GB of its own besides L1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,15 @@ def check_fits(num_bytes: int, key: str, value: int, root: Path = ROOT) -> None:
     limit = memory_limit(root)
     if limit is not None and num_bytes > limit.num_bytes:
         raise ConfigError(
-            f"{EXTRA}: {key} is {value}, which takes {num_bytes} bytes ({_gib(num_bytes)}) on this machine; it must stay below "
-            f"{limit.num_bytes} bytes ({_gib(limit.num_bytes)}, {limit.source}) with room for vLLM; lower {key}, or raise that limit"
+            f"{EXTRA}: {key} is {value}, which takes {num_bytes} bytes ({gib(num_bytes)}) on this machine; it must stay below "
+            f"{limit.num_bytes} bytes ({gib(limit.num_bytes)}, {limit.source}) with room for vLLM; lower {key}, or raise that limit"
         )
+
+
+def crowded(num_bytes: int, root: Path = ROOT) -> Limit | None:
+    """The limit that `num_bytes` of host memory leave little of; None: there is room, or nobody knows."""
+    limit = memory_limit(root)
+    return limit if limit is not None and num_bytes > CROWDED_FRACTION * limit.num_bytes else None
 
 
 def check_holds_something(config: ConnectorConfig) -> None:
@@ -66,7 +74,8 @@ def check_holds_something(config: ConnectorConfig) -> None:
         )
 
 
-def _gib(num_bytes: int) -> str:
+def gib(num_bytes: int) -> str:
+    """For people."""
     return f"{num_bytes / (1 << 30):.1f} GiB"
 
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from epochkv_connector.config import ConfigError, ConnectorConfig
+from epochkv_connector.devices import check_devices
 from epochkv_connector.memory import check_fits, check_holds_something
 
 NAME = "EpochKVConnector"
@@ -79,8 +80,10 @@ def check(extra: dict[str, Any], here: bool = False) -> None:
     """
     config = ConnectorConfig.parse(extra)
     check_holds_something(config)
-    if config.local is not None and here:
-        check_fits(config.local.capacity_bytes, "local.capacity_bytes", config.local.capacity_bytes)
+    if here:
+        check_devices(config)
+        if config.local is not None:
+            check_fits(config.local.capacity_bytes, "local.capacity_bytes", config.local.capacity_bytes)
     from epochkv_connector import compat
 
     compat.check_version(config.allow_untested_vllm)

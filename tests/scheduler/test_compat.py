@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -114,6 +115,35 @@ def test_an_engine_that_builds_us_says_when_it_loads_an_adapter() -> None:
         "vLLM makes the argument from what came over the wire by this type"
     )
     compat.before_adapter_load(lambda adapter: None)  # nobody builds us: nothing to hook
+
+
+def test_our_lines_are_vllms_with_our_name(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from epochkv_connector import compat
+
+    seen: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append(f"{record.levelname} {record.getMessage()}")
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [Handler(logging.INFO)])
+    ours = [logging.getLogger(name) for name in ("epochkv_connector", "epochkv_fence")]
+    for logger in ours:
+        monkeypatch.setattr(logger, "handlers", [])
+        logger.setLevel(logging.NOTSET)
+    try:
+        compat.share_log_handlers()
+        compat.share_log_handlers()  # one for each connector of the process
+        logging.getLogger("epochkv_connector.store.link").info("L2 store ready at %s", "h:1")
+        logging.getLogger("epochkv_fence.transport").warning("EpochKV: lost")
+        logging.getLogger("epochkv_fence.transport").debug("nobody asks")
+    finally:
+        for logger in ours:
+            logger.setLevel(logging.NOTSET)
+    assert seen == ["INFO EpochKV: L2 store ready at h:1", "WARNING EpochKV: lost"]
+    assert [record.getMessage() for record in caplog.records if record.name == "epochkv_connector.store.link"] == [
+        "L2 store ready at h:1"
+    ], "somebody else's handlers see it as it was"
 
 
 def test_a_random_hash_seed_keeps_names_at_home(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:

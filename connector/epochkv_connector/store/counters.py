@@ -1,10 +1,12 @@
-"""Counters for Prometheus and warnings that are said once, shared by the parts of one client."""
+"""Counters for Prometheus and warnings that are said now and then, shared by the parts of one client."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import defaultdict
+from collections.abc import Callable
 
 
 class Counters:
@@ -26,19 +28,33 @@ class Counters:
             return dict(self._values)
 
 
-class Notices:
-    """Warnings said once per kind, until `forget`."""
+AGAIN_SECONDS = 60.0
 
-    def __init__(self, logger: logging.Logger) -> None:
-        self._logger = logger
-        self._said: set[str] = set()
+
+class Notices:
+    """Warnings of which each kind is said at most once a minute, with how many were left out. Any thread."""
+
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger, self._clock = logger, clock
+        self._said: dict[str, float] = {}
+        self._left_out: defaultdict[str, int] = defaultdict(int)
+        self._lock = threading.Lock()
 
     def say(self, kind: str, message: str, *args: object, exc_info: bool = False) -> None:
-        """Log a warning unless this kind was said already."""
-        if kind not in self._said:
-            self._said.add(kind)
-            self._logger.warning(message, *args, exc_info=exc_info)
+        """Log a warning unless one of this kind was logged less than a minute ago."""
+        now = self._clock()
+        with self._lock:
+            if now < self._said.get(kind, -AGAIN_SECONDS) + AGAIN_SECONDS:
+                self._left_out[kind] += 1
+                return
+            self._said[kind] = now
+            left_out = self._left_out.pop(kind, 0)
+        if left_out:
+            message, args = f"{message} (and %d more since it was said last)", (*args, left_out)
+        self._logger.warning(message, *args, exc_info=exc_info)
 
     def forget(self) -> None:
         """Everything may be said again (the state they described is over)."""
-        self._said.clear()
+        with self._lock:
+            self._said.clear()
+            self._left_out.clear()

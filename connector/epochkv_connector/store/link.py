@@ -87,7 +87,7 @@ class Link:
             self._state = State.PROBING
         missing = prepare_environment()
         if missing:
-            logger.warning("Mooncake variables not set in the environment, using defaults: %s", ", ".join(missing))
+            logger.info("Mooncake variables not set in the environment, using defaults: %s", ", ".join(missing))
         _OPEN.add(self)
         self._manager.start()
         return True
@@ -217,12 +217,8 @@ class Link:
             self._counters.add("canary_failed")
             self._canary_failures += 1
             self._renew = self._renew or self._canary_failures % _MAX_CANARY_FAILURES == 0
-            self._notices.say(
-                f"canary {outcome}",
-                "the master at %s answers but %s (are master, store and engine one Mooncake version?); L2 stays off",
-                master,
-                detail or outcome.value,
-            )
+            text = "the L2 master at %s answers but %s (%s); L2 stays off"
+            self._notices.say(f"canary {outcome}", text, master, detail or outcome.value, _advice(outcome))
             return False
         with self._changed:
             if self._state is not State.PROBING:
@@ -233,7 +229,10 @@ class Link:
         self._setup_pause, self._next_setup = self._settings.setup_backoff_seconds[0], 0.0
         self._notices.forget()
         self._counters.add("connected")
-        logger.info("L2 store ready at %s (%s)", master, detail)
+        if outcome is Outcome.OK:
+            logger.info("L2 store ready at %s (%s)", master, detail)
+        else:
+            logger.warning("the L2 master at %s takes requests but %s (%s)", master, detail, _advice(outcome))
         return True
 
     def _canary(self) -> tuple[Outcome, str]:
@@ -300,6 +299,18 @@ class Link:
         if connection is not None:
             self._open_breaker(connection, "every transfer fails although the objects exist; starting over")
         return True
+
+
+def _advice(canary: Outcome) -> str:
+    """What a canary that did not come back says, for the log."""
+    match canary:
+        case Outcome.UNREACHABLE | Outcome.DOWN:
+            return "no answer in time; trying again"
+        case Outcome.FULL:
+            return "no space is left, or no store is mounted; what is saved is dropped until there is some"
+        case Outcome.TRANSFER:
+            return "a store node does not answer"
+    return "are master, store and engine one Mooncake version?"
 
 
 @atexit.register

@@ -162,9 +162,9 @@ class Rank:
         self.counters.add(f"copy_{kind}_seconds", seconds)
 
     def tell(self, kind: str, reason: str, detail: str, word: str = "failed") -> None:
-        """Count a failure; log the first of its kind."""
+        """Count a failure, and say it (`Notices`)."""
         self.counters.add(f"{kind}_{word}_{reason}")
-        self.notices.say(f"{kind} {reason}", "KV %s %s: %s (said once; counted)", kind, word, detail)
+        self.notices.say(f"{kind} {reason}", "KV %s %s: %s", kind, word, detail)
 
     def guard(self, work: Callable[[], None], fail: Callable[[str, str], None]) -> None:
         """Run one job's work; anything it raises fails that job only."""

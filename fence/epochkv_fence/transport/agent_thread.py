@@ -271,8 +271,8 @@ class AgentThread:
         connected = self._link is not None and self._link.connected
         explained = connected or self._said.get("hub") in ("refused", "handshake")
         if not explained and now >= self._disconnected_at + UNREACHABLE_AFTER_SECONDS:
-            text = "no connection to the hub at %s; bypass when the lease is over, retrying"
-            self._say("hub", "unreachable", logging.WARNING, text, self.endpoint)
+            until = "bypass when the lease is over" if now < self._view.lease_until else "bypass until there is one"
+            self._say("hub", "unreachable", logging.WARNING, "no connection to the hub at %s; %s, retrying", self.endpoint, until)
         for link in (self._link, self._next):
             if link is not None and now >= link.redial_at:
                 link.redial()
