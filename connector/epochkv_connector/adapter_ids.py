@@ -1,8 +1,10 @@
-"""Which adapter each of vLLM's ids stands for, as far as this engine was told, and which names may not come back.
+"""What each of vLLM's adapter ids stands for, as far as this engine was told, and which names may not be used again.
 
-vLLM keeps an adapter's weights by its id, and puts others in their place (`load_inplace`, or another path under an id that was
-used) without a word to who waits or runs: their requests go on, with the new weights under the old names. So what was pinned to
-the id is not current from then on, and a name that other engines share stands for two versions here and is given to nobody again.
+vLLM keeps an adapter's weights by its id. It puts others in their place without a word to who waits or runs: told to
+(`load_inplace`), asked with another path under an id that is in use, or when it needs room and reads files again that were
+overwritten. Requests that run go on, with the new weights under the old names. So an id that this may have happened to is *mixed*:
+nothing it stands for has a name from then on, what was pinned to it is not current, and the roots that its requests shared with
+other engines are *ended* here, whichever id asks for them. An adapter that is unloaded and loaded again gets an id of its own.
 Pure.
 """
 
@@ -11,54 +13,75 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from epochkv_connector.adapters import MAX_ADAPTERS, Version
+from epochkv_connector.adapters import MAX_ADAPTERS
+from epochkv_connector.identity import Pin
+
+MAX_ROOTS = 16
+"""Of one id: one for each epoch, and roots of epochs before the last never come back."""
 
 
 @dataclass(slots=True)
 class _Id:
-    source: tuple[str, str]  # name and path
-    replaced: int = 0
-    each_time: bool = False  # requests of it have it loaded again
-    shared: set[tuple[str, str]] = field(default_factory=set)  # (name, version) that its requests were pinned to
+    source: tuple[object, ...]
+    loads: int = 0
+    mixed: bool = False
+    roots: dict[bytes, None] = field(default_factory=dict)  # shared with other engines, in order
 
 
 class AdapterIds:
-    """See the module's docstring. `num_replaced`: of all ids together."""
+    """See the module's docstring. `num_changes`: another number says that pins may be current no more."""
 
     def __init__(self) -> None:
         self._ids: dict[int, _Id] = {}
-        self._ended: set[tuple[str, str]] = set()
-        self.num_replaced = 0
-
-    def replaced(self, number: int) -> int:
-        """How often other weights may have taken the place of this id's."""
-        known = self._ids.get(number)
-        return known.replaced if known is not None else 0
+        self._ended: set[bytes] = set()
+        self.num_changes = 0
 
     def loading(self, adapter: Any) -> None:
         """vLLM is told to load it (a `LoRARequest`), whatever its id stood for before."""
         known = self._known(adapter)
-        if known is not None and (getattr(adapter, "load_inplace", False) or known.source != _source(adapter)):
-            self._replace(known)
-            known.source = _source(adapter)
+        if known is not None and _replaces(adapter, known):
+            known.loads += 1
+            self.num_changes += 1
+            self._mix(known)
 
-    def may_name(self, adapter: Any) -> bool:
-        """Whether a request's adapter is known to be what vLLM computes with: then its id and version name its KV."""
+    def asked(self, adapter: Any) -> None:
+        """A request asks for it: vLLM loads it with the request, if not before."""
         known = self._known(adapter)
-        if known is None:
-            return False
-        if getattr(adapter, "load_inplace", False):  # when the request is scheduled: nobody can say what was computed before
-            self._replace(known)
-            known.each_time = True
-        return not known.each_time and known.source == _source(adapter)
+        if known is not None and _replaces(adapter, known):
+            self._mix(known)
 
-    def share(self, adapter: Any, version: Version) -> bool:
-        """Whether a request of it may have a name that other engines use; it has it from now on."""
-        known, name = self._known(adapter), (adapter.lora_name, version.name)
-        if known is None or known.replaced or not version.shareable or name in self._ended:
+    def changed(self, number: int) -> None:
+        """Its files are not what they were."""
+        known = self._ids.get(number)
+        if known is not None:
+            self._mix(known)
+
+    def loads(self, number: int) -> int | None:
+        """How often something was loaded in its place; None: not an id that is looked after."""
+        known = self._ids.get(number)
+        return known.loads if known is not None else None
+
+    def may_name(self, number: int) -> bool:
+        """Whether KV of this id may have a name that another request finds."""
+        known = self._ids.get(number)
+        return known is not None and not known.mixed
+
+    def share(self, number: int, root: bytes) -> bool:
+        """Whether a request of this id may have a root that other engines use; it has it from now on."""
+        if root in self._ended or not self.may_name(number):
             return False
-        known.shared.add(name)
+        roots = self._ids[number].roots
+        roots[root] = None
+        if len(roots) > MAX_ROOTS:
+            del roots[next(iter(roots))]
         return True
+
+    def holds(self, pin: Pin) -> bool:
+        """Whether what the pin names is still computed with the weights that it was made for."""
+        known = self._ids.get(pin.adapter)
+        if known is None or known.loads != pin.loads:
+            return False
+        return pin.alone or not (known.mixed or pin.root in self._ended)
 
     def _known(self, adapter: Any) -> _Id | None:
         number = adapter.lora_int_id
@@ -66,12 +89,17 @@ class AdapterIds:
             self._ids[number] = _Id(_source(adapter))
         return self._ids.get(number)
 
-    def _replace(self, known: _Id) -> None:
-        known.replaced += 1
-        self.num_replaced += 1
-        self._ended |= known.shared
-        known.shared.clear()
+    def _mix(self, known: _Id) -> None:
+        if not known.mixed:
+            known.mixed = True
+            self.num_changes += 1
+            self._ended.update(known.roots)
+            known.roots.clear()
 
 
-def _source(adapter: Any) -> tuple[str, str]:
-    return adapter.lora_name, adapter.lora_path
+def _source(adapter: Any) -> tuple[object, ...]:
+    return adapter.lora_name, adapter.lora_path, getattr(adapter, "is_3d_lora_weight", False)
+
+
+def _replaces(adapter: Any, known: _Id) -> bool:
+    return bool(getattr(adapter, "load_inplace", False)) or known.source != _source(adapter)

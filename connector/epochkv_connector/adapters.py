@@ -33,17 +33,25 @@ Key = tuple[int, str]
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """`shareable`: other engines with this version have the same adapter. Else it is this boot's own."""
+    """Of an adapter's files.
+
+    Attributes:
+        shareable: other engines with this version have the same adapter. Else it is this boot's own.
+        stable: it is known what vLLM reads; else no two requests have one name.
+        changed: the files are not what they were when they were first looked at.
+    """
 
     name: str
     shareable: bool
+    stable: bool = True
+    changed: bool = False
 
 
 @dataclass(slots=True)
 class _Adapter:
     stamp: Stamp | None = None  # None: nobody has looked; empty: the files cannot be read
     digest: str | None = None
-    changes: int = 0  # of the stamp, since the first look
+    changed: bool = False  # since the first look: vLLM has either, and may read them again whenever it needs room
     answered: threading.Event | None = None  # of the latest question
 
 
@@ -65,30 +73,39 @@ class AdapterVersions:
 
     def version(self, adapter_id: int, path: str, layout: str = "") -> Version:
         """What the files say now. Waits at most `WAIT_SECONDS`. `layout`: how vLLM is told to read them."""
-        key = (adapter_id, path)
-        adapter = self._adapters.get(key)
-        if adapter is None:
-            if len(self._adapters) >= MAX_ADAPTERS:
-                return self._nobodys(path)
-            adapter = self._adapters[key] = _Adapter()
-        if adapter.answered is not None and not adapter.answered.is_set():
-            return self._nobodys(path)
-        adapter.answered = threading.Event()
-        self._ask(key, adapter.answered)
-        if not adapter.answered.wait(WAIT_SECONDS):
-            return self._nobodys(path)
-        if adapter.changes:  # vLLM goes on with what it has read, and may read them again whenever it needs room
-            return self._nobodys(path)
+        adapter = self._looked_at((adapter_id, path))
+        if adapter is None or not adapter.stamp or adapter.changed:
+            return self._nobodys(path, changed=adapter is not None and adapter.changed)
         if adapter.digest is None:
             return Version(f"{path}#{adapter_id}", shareable=False)
         return Version(f"{adapter.digest}/{self._applied}/{layout}", shareable=True)
+
+    def _looked_at(self, key: Key) -> _Adapter | None:
+        """The adapter as its files are now; None: too many, or too slow."""
+        adapter = self._adapters.get(key)
+        if adapter is None:
+            if len(self._adapters) >= MAX_ADAPTERS:
+                return None
+            adapter = self._adapters[key] = _Adapter()
+        if adapter.answered is not None and not adapter.answered.is_set():
+            return None
+        adapter.answered = threading.Event()
+        self._ask(key, adapter.answered)
+        return adapter if adapter.answered.wait(WAIT_SECONDS) else None
 
     def close(self) -> None:
         """End the thread when it has done what it does."""
         self._questions.put(None)
 
-    def _nobodys(self, path: str) -> Version:
-        return Version(f"{path}?{next(self._unknown)}", shareable=False)
+    def loaded(self, adapter_id: int, path: str) -> None:
+        """vLLM has read the files; before, there were none to look at: it has fetched them."""
+        adapter = self._adapters.get((adapter_id, path))
+        asked = adapter is not None and adapter.answered is not None and not adapter.answered.is_set()
+        if adapter is not None and adapter.stamp == () and not adapter.changed and not asked:
+            del self._adapters[adapter_id, path]
+
+    def _nobodys(self, path: str, changed: bool = False) -> Version:
+        return Version(f"{path}?{next(self._unknown)}", shareable=False, stable=False, changed=changed)
 
     def _ask(self, key: Key, answered: threading.Event) -> None:
         self._questions.put((key, answered))
@@ -110,23 +127,21 @@ class AdapterVersions:
 
     def _look(self, adapter: _Adapter, path: str) -> None:
         files, stamp = _now(path)
-        known = adapter.digest is not None
-        is_first = adapter.stamp is None
         if not self._saw(adapter, stamp):
             return
-        if is_first and files and all(changed < self._since for *_, changed in stamp):
+        if adapter.changed:
+            logger.warning("EpochKV: the files of adapter %s were changed while it is served: its KV is not reused from now on", path)
+        elif files and all(changed < self._since for *_, changed in stamp):
             digest = digest_of(files, whole=True)
             if _now(path)[1] == stamp:
                 adapter.digest = digest
-        elif known:
-            logger.warning("EpochKV: the files of adapter %s were changed while it is served: its KV is not reused from now on", path)
 
     @staticmethod
     def _saw(adapter: _Adapter, stamp: Stamp) -> bool:
         """Whether this is another stamp than before: what was known of the files is not true of these."""
         if stamp == adapter.stamp:
             return False
-        adapter.changes += adapter.stamp is not None
+        adapter.changed = adapter.stamp is not None
         adapter.stamp, adapter.digest = stamp, None
         return True
 

@@ -135,8 +135,8 @@ def check_siblings(names: Sequence[str]) -> None:
             )
 
 
-def before_adapter_load(action: Callable[[Any], None]) -> None:
-    """Have `action(LoRARequest)` run each time before the engine that is building us is told to load an adapter
+def around_adapter_load(before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
+    """Have both run with the `LoRARequest` each time the engine that is building us is told to load an adapter
     (`/v1/load_lora_adapter`, `--lora-modules`): vLLM tells connectors nothing of it."""
     core = _builder("EngineCore")
     if core is None:  # a scheduler without an engine
@@ -145,8 +145,10 @@ def before_adapter_load(action: Callable[[Any], None]) -> None:
 
     @functools.wraps(load)  # vLLM reads the types of its parameters
     def add_lora(lora_request: Any) -> bool:
-        action(lora_request)
-        return bool(load(lora_request))
+        before(lora_request)
+        loaded = bool(load(lora_request))
+        after(lora_request)
+        return loaded
 
     core.add_lora = add_lora
 

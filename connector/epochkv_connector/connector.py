@@ -125,7 +125,10 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             lease_until=self._link.lease_until,
             adapter_version=self._adapter_version,
         )
-        compat.before_adapter_load(lambda adapter: self._guard.run("adapter_loading", lambda: fence.adapter_loading(adapter), lambda: None))
+        compat.around_adapter_load(
+            lambda adapter: self._guard.run("adapter_loading", lambda: fence.adapter_loading(adapter), lambda: None),
+            lambda adapter: self._adapters.loaded(adapter.lora_int_id, adapter.lora_path),
+        )
         loads_off = self._why_no_loads()
         if loads_off is not None:
             logger.warning("EpochKV: loads are off: %s", loads_off)

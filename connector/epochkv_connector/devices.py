@@ -24,7 +24,10 @@ def check_devices(config: ConnectorConfig, root: Path = ROOT) -> None:
     if store is None or store.protocol != "rdma":
         return
     folder = root / DEVICES
-    there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    try:
+        there = sorted(path.name for path in folder.iterdir())
+    except OSError:
+        there = []
     if not there:
         raise ConfigError(
             f'{EXTRA}: distributed.protocol is "rdma"; it must be "tcp" on this machine, which has no RDMA device (/{DEVICES} is '

@@ -298,14 +298,12 @@ class Fence:
 
     def is_current(self, pin: Pin) -> bool:
         """Whether the pin was made under what holds now, and its adapter is still the one that it was made for."""
-        if pin.adapter and self._adapters.replaced(pin.adapter) != pin.replaced:
-            return False
-        return pin.generation == self._snapshot.generation
+        return pin.generation == self._snapshot.generation and (not pin.adapter or self._adapters.holds(pin))
 
     @property
-    def adapters_replaced(self) -> int:
-        """How often weights of an adapter were replaced under requests; another number: pins may be current no more."""
-        return self._adapters.num_replaced
+    def adapter_changes(self) -> int:
+        """Another number than before: weights of an adapter were replaced, and its pins are not current."""
+        return self._adapters.num_changes
 
     def pin(self, request: Any) -> Snapshot:
         """Pin a new request to what holds now, and re-hash it if its hashes were made with anything else."""
@@ -323,42 +321,57 @@ class Fence:
             self._rehash(request, pin)
 
     def _make_pin(self, request: Any) -> Pin:
-        snapshot = self._snapshot
+        snapshot, adapter = self._snapshot, getattr(request, "lora_request", None)
+        if adapter is not None:
+            self._adapters.asked(adapter)
         if snapshot.fresh_pins or not self._may_share(request):
-            return Pin(self._random(ROOT_BYTES), snapshot.generation, saveable=False)
-        adapter = getattr(request, "lora_request", None)
-        if adapter is None:
-            return Pin(snapshot.root, snapshot.generation)
-        return self._adapter_pin(adapter, snapshot)
+            return self._lone_pin(adapter)
+        return Pin(snapshot.root, snapshot.generation) if adapter is None else self._adapter_pin(adapter, snapshot)
+
+    def _lone_pin(self, adapter: Any | None) -> Pin:
+        number = adapter.lora_int_id if adapter is not None else 0
+        loads = self._adapters.loads(number)
+        root = self._random(ROOT_BYTES)
+        return Pin(root, self._snapshot.generation, False, alone=True, adapter=0 if loads is None else number, loads=loads or 0)
 
     def _adapter_pin(self, adapter: Any, snapshot: Snapshot) -> Pin:
         """An adapter is named by what its files hold, where that is known and nothing has taken its place: else nobody can know
-        which version this engine has, and the next boot will count from 0 again, so its names are this boot's own and go to
-        no tier."""
-        if not self._adapters.may_name(adapter):
-            return Pin(self._random(ROOT_BYTES), snapshot.generation, saveable=False)
-        name, number, version = adapter.lora_name, adapter.lora_int_id, self._adapter_version(adapter)
-        replaced, shared = self._adapters.replaced(number), self._adapters.share(adapter, version)
-        if shared:
-            root = adapter_root(snapshot.root, name, version.name, 0)
-        else:
-            root = adapter_root(self._adapter_secret + snapshot.root, name, f"{version.name}#{number}", replaced)
-        return Pin(root, snapshot.generation, saveable=shared, adapter=number, replaced=replaced, version=version.name)
+        which version this engine has, and the next boot will give the same ids again, so its names are this boot's own and go
+        to no tier."""
+        name, number, version = adapter.lora_name, adapter.lora_int_id, self._look(adapter)
+        loads = self._adapters.loads(number)
+        if loads is None or not version.stable or not self._adapters.may_name(number):
+            return self._lone_pin(adapter)
+        root = adapter_root(snapshot.root, name, version.name)
+        shared = version.shareable and self._adapters.share(number, root)
+        if not shared:
+            root = adapter_root(self._adapter_secret + snapshot.root, name, version.name, number)
+        return Pin(root, snapshot.generation, saveable=shared, adapter=number, loads=loads, version=version.name)
+
+    def _look(self, adapter: Any) -> Version:
+        """What the adapter's files say now. May wait for a disk (`adapters.WAIT_SECONDS`)."""
+        version = self._adapter_version(adapter)
+        if version.changed:
+            self._adapters.changed(adapter.lora_int_id)
+        return version
+
+    def _is_as_pinned(self, request: Any, pin: Pin) -> bool:
+        """Also whether the adapter's files are: vLLM may read them (again) when the request is scheduled."""
+        if not self.is_current(pin):
+            return False
+        return not pin.adapter or pin.alone or self._look(request.lora_request).name == pin.version
 
     def adapter_loading(self, adapter: Any) -> None:
         """vLLM is about to read an adapter's files. In place of another: what was pinned to that one is not current from now on,
-        its requests, which go on with this one, save nothing more, and what is being loaded for them fails."""
+        its requests, which go on with this one, save nothing more, and what is being loaded for them fails. Scheduler thread."""
         with self._lock:
             self._adapters.loading(adapter)
-        # Not under the lock: a disk may be slow. If the files say something else later, they are shared with nobody.
-        self._adapter_version(adapter)
+        self._look(adapter)  # not under the lock: a disk may be slow
 
     def may_save(self, request: Any, pin: Pin) -> bool:
         """Whether what this pin names may be offered to a tier. An adapter's files are looked at once more: the engine may have
         read them since it was pinned."""
-        if not (pin.saveable and self.is_current(pin)):
-            return False
-        return not pin.adapter or self._adapter_version(request.lora_request).name == pin.version
+        return pin.saveable and self._is_as_pinned(request, pin)
 
     def _may_share(self, request: Any) -> bool:
         """False for a request whose KV may come from another engine under a name we cannot vouch for (P/D)."""
@@ -409,7 +422,7 @@ class Fence:
             pin = self.pin_of(request)
             if pin is None:
                 self._wrap_hasher(request)
-            elif self.is_current(pin):
+            elif self._is_as_pinned(request, pin):
                 return Repin.CURRENT
             elif pin.session and pin.admitted:
                 return Repin.CARRIED
@@ -429,7 +442,7 @@ class Fence:
             if old is not None:
                 self._drop(old)
             self._wrap_hasher(request)
-            pin = Pin(self._random(ROOT_BYTES), self._snapshot.generation, saveable=False)
+            pin = self._lone_pin(getattr(request, "lora_request", None))
             setattr(request, PIN_ATTRIBUTE, pin)
             if request.block_hashes:
                 self._rehash(request, pin)

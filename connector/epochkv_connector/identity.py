@@ -57,13 +57,14 @@ class Pin:
     Attributes:
         root: 32 bytes; equals `Snapshot.root`, is derived from it (adapters), or random.
         generation: of the snapshot it was made under.
-        saveable: False when blocks under this pin must never be offered to a tier (random pins).
+        saveable: False when blocks under this pin must never be offered to a tier (random pins, adapters of this boot).
+        alone: the root is random: no other request has these names, or will.
         admitted: the request holds, or was answered, KV under this pin: it is carried when the pin is not current.
         loading: an asynchronous load of ours is in flight.
         session: a streaming-input session.
-        adapter: vLLM's id of the adapter that the root was made for; 0, which vLLM gives to none: it is of none, or random.
-        replaced: how often that id's weights had been replaced.
-        version: of that adapter's files.
+        adapter: vLLM's id of the request's adapter; 0, which vLLM gives to none: there is none, or nobody looks after it.
+        loads: how often something had been loaded in its place (`AdapterIds`).
+        version: of its files.
     """
 
     root: bytes
@@ -72,14 +73,10 @@ class Pin:
     admitted: bool = False
     loading: bool = False
     session: bool = False
+    alone: bool = False
     adapter: int = 0
-    replaced: int = 0
+    loads: int = 0
     version: str = ""
-
-    @property
-    def alone(self) -> bool:
-        """Nobody else has these names, and nobody will."""
-        return not self.saveable and not self.adapter
 
 
 def _packed(*fields: bytes) -> bytes:
@@ -102,9 +99,9 @@ def shared_root(secret: bytes, pool_uid: str, epoch: int, fingerprint: str) -> b
     return hmac.new(secret, message, hashlib.sha256).digest()
 
 
-def adapter_root(root: bytes, adapter_name: str, version: str, load_count: int) -> bytes:
-    """Root for requests that use an adapter: the version (of its files, and how often it was replaced) is folded in."""
-    message = _packed(b"adapter", adapter_name.encode(), version.encode(), load_count.to_bytes(8, "big"))
+def adapter_root(root: bytes, adapter_name: str, version: str, number: int = 0) -> bytes:
+    """Root for requests that use an adapter: folded in are its version and, where the name is this boot's own, its number."""
+    message = _packed(b"adapter", adapter_name.encode(), version.encode(), number.to_bytes(8, "big"))
     return hmac.new(root, message, hashlib.sha256).digest()
 
 

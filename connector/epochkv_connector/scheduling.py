@@ -85,7 +85,7 @@ class SchedulerSide:
         self._events = HostEvents(on_error)
         self._settle = False  # saves have let go of GPU blocks that ranks may still read
         self._broken = False
-        self._adapters_replaced = 0
+        self._adapter_changes = 0
         self._cooldown: set[str] = set()  # a load failed: no external hit until scheduled once
         self._steps_aside: set[str] = set()  # of these: not asked since
         self.counters: Counter[str] = Counter()
@@ -104,7 +104,7 @@ class SchedulerSide:
     def _apply(self) -> Snapshot:
         """Bring the bookkeeping to what holds now: poison what an adoption overtook. Returns what holds now."""
         snapshot = self.fence.current()
-        if self.fence.adapters_replaced != self._adapters_replaced:
+        if self.fence.adapter_changes != self._adapter_changes:
             self._poison_replaced()
         if snapshot is self._applied:
             return snapshot
@@ -127,11 +127,11 @@ class SchedulerSide:
 
     def _poison_replaced(self) -> None:
         """What is loaded for requests whose adapter was replaced is of the version before."""
-        self._adapters_replaced = self.fence.adapters_replaced
-        if self.half is None:
-            return
-        pins = {request_id: self.fence.pin_of(self._requests.get(request_id)) for request_id in self.half.open_loads()}
-        self._poison({request_id for request_id, pin in pins.items() if pin is not None and pin.adapter and not self.fence.is_current(pin)})
+        changes = self.fence.adapter_changes
+        if self.half is not None:
+            pins = {request_id: self.fence.pin_of(self._requests.get(request_id)) for request_id in self.half.open_loads()}
+            self._poison({name for name, pin in pins.items() if pin is not None and pin.adapter and not self.fence.is_current(pin)})
+        self._adapter_changes = changes
 
     def _poison(self, request_ids: set[str]) -> None:
         self.counters["poisoned_loads"] += len(request_ids - self._poisoned)

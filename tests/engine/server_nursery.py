@@ -50,6 +50,7 @@ class ForkedServer:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._connection.settimeout(REPLY_SECONDS)
+        self._received = b""
         self.pid = int(self._line())
         self.returncode: int | None = None
 
@@ -84,9 +85,12 @@ class ForkedServer:
         self.send_signal(signal.SIGTERM)
 
     def _line(self) -> bytes:
-        line = self._connection.recv(64)
-        if not line:
-            raise RuntimeError("the nursery is gone")
+        while b"\n" not in self._received:
+            part = self._connection.recv(64)
+            if not part:
+                raise RuntimeError("the nursery is gone")
+            self._received += part
+        line, _, self._received = self._received.partition(b"\n")
         return line
 
 
@@ -129,11 +133,12 @@ def fork_cores() -> None:
     CpuPlatform.check_and_update_config = classmethod(settle_and_fork)  # type: ignore[assignment]
 
 
-def serve(asked: Mapping[str, Any], log: int) -> NoReturn:
+def serve(asked: Mapping[str, Any], log: int, connection: socket.socket) -> NoReturn:
     """Be the server that was asked for."""
     status = 1
     try:
         os.setsid()
+        connection.sendall(f"{os.getpid()}\n".encode())  # now, as whoever asked may end the group at once
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -170,10 +175,8 @@ def reap(connections: dict[int, socket.socket]) -> None:
     """Tell how servers ended."""
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            connection = connections.pop(ended[0])
-            with suppress(OSError):  # whoever asked for it is gone
-                connection.sendall(str(os.waitstatus_to_exitcode(ended[1])).encode())
-            connection.close()
+            with connections.pop(ended[0]) as connection, suppress(OSError):  # whoever asked for it is gone
+                connection.sendall(f"{os.waitstatus_to_exitcode(ended[1])}\n".encode())
 
 
 def main() -> None:
@@ -195,12 +198,15 @@ def main() -> None:
         except TimeoutError:
             continue
         connection.settimeout(REPLY_SECONDS)
-        asked, log = receive(connection)
+        try:
+            asked, log = receive(connection)
+        except (OSError, ValueError, IndexError, EOFError):  # whoever asked for it is gone
+            connection.close()
+            continue
         if (pid := os.fork()) == 0:
-            serve(asked, log)
+            serve(asked, log, connection)
         os.close(log)
         connections[pid] = connection
-        connection.sendall(str(pid).encode())
 
 
 if __name__ == "__main__":

@@ -10,10 +10,17 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
+from epochkv_connector import adapters
 from tests.helpers_scheduler import BLOCK, SharedStore, prompt
 
 MakeRig = Callable[..., Any]
 LENGTH = 8 * BLOCK + 3
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stands still for half a second would make an adapter this engine's own."""
+    monkeypatch.setattr(adapters, "WAIT_SECONDS", 30.0)
 
 
 def write_adapter(folder: Path, weights: bytes) -> str:
@@ -106,20 +113,40 @@ def test_files_that_vllm_reads_again_are_found_under_no_name_of_before(make_rig:
     rig.check_clean()
 
 
+def test_files_that_change_while_a_request_waits_end_the_names_they_had(make_rig: MakeRig, tmp_path: Path) -> None:
+    """vLLM reads them when the request is scheduled, as it needed the room for another adapter meanwhile; and the version from
+    before lies elsewhere, too."""
+    store = SharedStore()
+    path, copy, tokens = write_adapter(tmp_path / "a", b"one"), write_adapter(tmp_path / "copy", b"one"), prompt(1, LENGTH)
+    rig = make_rig(num_blocks=64, store=store, weights="one")
+    rig.adopt(0)
+    assert serve(rig, adapter(1, path), tokens) == 0
+    assert len(store.objects) == 8
+    waiting = add(rig, adapter(1, path), [*tokens, *prompt(2, LENGTH)], 2 * BLOCK)
+    write_adapter(tmp_path / "a", b"two")
+    rig.weights = "two"
+    rig.run()
+    assert rig.cached[waiting.request_id] == 0
+    assert len(store.objects) == 8
+    replace(rig, adapter(2, copy), "one")
+    assert serve(rig, adapter(2, copy), [*waiting.all_token_ids, 5]) == 0
+    rig.check_clean()
+
+
 # ---------------------------------------------------------------------------------------------- loaded in place
 
 
-def test_requests_that_load_in_place_find_nothing_and_are_not_found(make_rig: MakeRig) -> None:
+def test_requests_that_load_in_place_find_nothing_and_are_not_found(make_rig: MakeRig, tmp_path: Path) -> None:
     """vLLM loads it again when such a request is scheduled: nobody can say what was computed before, and what after."""
     rig = make_rig(num_blocks=64)
     rig.adopt(0)
-    tokens = prompt(1, LENGTH)
-    assert serve(rig, adapter(1, "/adapters/a"), tokens) == 0
-    assert serve(rig, adapter(1, "/adapters/a"), tokens) == 8 * BLOCK
+    path, tokens = write_adapter(tmp_path / "a", b"one"), prompt(1, LENGTH)
+    assert serve(rig, adapter(1, path), tokens) == 0
+    assert serve(rig, adapter(1, path), tokens) == 8 * BLOCK
     for load_inplace in (True, True, False, False):
-        assert serve(rig, adapter(1, "/adapters/a", load_inplace=load_inplace), tokens) == 0
-    assert serve(rig, adapter(2, "/adapters/a"), tokens) == 0, "unloaded, and loaded again: vLLM gives it another id"
-    assert serve(rig, adapter(2, "/adapters/a"), tokens) == 8 * BLOCK
+        assert serve(rig, adapter(1, path, load_inplace=load_inplace), tokens) == 0
+    assert serve(rig, adapter(2, path), tokens) == 0, "unloaded, and loaded again: vLLM gives it another id"
+    assert serve(rig, adapter(2, path), tokens) == 8 * BLOCK
     rig.check_clean()
 
 
@@ -225,6 +252,60 @@ def test_a_request_that_waits_finds_nothing_of_the_version_before(make_rig: Make
 
 
 @REPLACEMENTS
+def test_a_request_of_the_id_before_finds_nothing_that_another_id_has_mixed(make_rig: MakeRig, tmp_path: Path, load_inplace: bool) -> None:
+    """It waits while its adapter is unloaded and loaded again, which gives it another id; that id's weights are replaced then."""
+    store = SharedStore()
+    path, other = write_adapter(tmp_path / "a", b"one"), write_adapter(tmp_path / "b", b"two")
+    rig = make_rig(num_blocks=64, store=store, weights="one")
+    rig.adopt(0)
+    running = add(rig, adapter(2, path), prompt(1, LENGTH), 6 * BLOCK)
+    for _ in range(3):
+        rig.step()
+    replace(rig, adapter(2, other, load_inplace=load_inplace), "two")
+    saved = len(store.objects)
+    waiting = add(rig, adapter(1, path), [*prompt(1, LENGTH), 5])
+    rig.fence._pin_locked(waiting, session=False)
+    rig.run()
+    assert running.request_id in rig.finished
+    assert rig.cached[waiting.request_id] == 0
+    assert len(store.objects) == saved
+    rig.check_clean()
+
+
+def test_what_a_request_says_in_bypass_counts_when_the_lease_is_back(make_rig: MakeRig, tmp_path: Path) -> None:
+    store = SharedStore()
+    path = write_adapter(tmp_path / "a", b"one")
+    rig = make_rig(num_blocks=64, store=store, weights="one")
+    rig.adopt(0)
+    lease, rig.lease_until = rig.lease_until, 0.0
+    assert serve(rig, adapter(1, path, load_inplace=True), prompt(1, LENGTH)) == 0
+    rig.lease_until = lease
+    assert serve(rig, adapter(1, path), prompt(2, LENGTH)) == 0
+    assert not store.objects
+    rig.check_clean()
+
+
+def test_a_request_that_loaded_in_place_leaves_its_own_kv_when_it_is_loaded_again(make_rig: MakeRig) -> None:
+    """It was preempted, and would come back to what it had computed with the weights before."""
+    rig = make_rig(num_blocks=14, weights="one")
+    rig.adopt(0)
+    rig.fence.adapter_loading(adapter(1, "/adapters/a", load_inplace=True))
+    pins = []
+    request = add(rig, adapter(1, "/adapters/a", load_inplace=True), prompt(1, LENGTH), 2)
+    for _ in range(2):
+        pins.append(rig.fence.pin_of(request))
+        assert pins[-1].alone
+        assert rig.fence.is_current(pins[-1])
+        rig.fence.adapter_loading(adapter(1, "/adapters/a", load_inplace=True))
+        assert not rig.fence.is_current(pins[-1])
+        rig.fence.repin(request, must=True)
+    assert len({pin.root for pin in pins}) == 2
+    rig.run()
+    assert request.request_id in rig.finished
+    rig.check_clean()
+
+
+@REPLACEMENTS
 def test_what_is_being_loaded_for_the_version_before_fails(make_rig: MakeRig, tmp_path: Path, load_inplace: bool) -> None:
     store = SharedStore()
     path, tokens = write_adapter(tmp_path / "a", b"one"), prompt(1, LENGTH)
@@ -251,7 +332,7 @@ def test_an_error_of_ours_does_not_keep_vllm_from_loading(make_rig: MakeRig, mon
     from epochkv_connector.fencing import Fence
 
     actions: list[Callable[[Any], None]] = []
-    monkeypatch.setattr(compat, "before_adapter_load", actions.append)
+    monkeypatch.setattr(compat, "around_adapter_load", lambda before, after: actions.append(before))
 
     def broken(fence: Fence, used: LoRARequest) -> None:
         raise MemoryError(f"no thread for {used.lora_name}")

@@ -105,16 +105,16 @@ def test_an_engine_that_builds_us_says_when_it_loads_an_adapter() -> None:
     class Core(EngineCore):  # as `EngineCoreProc` is one
         def __init__(self) -> None:
             self.model_executor = Executor()  # type: ignore[assignment]
-            compat.before_adapter_load(lambda adapter: seen.append(f"before {adapter}"))
+            compat.around_adapter_load(lambda adapter: seen.append(f"before {adapter}"), lambda adapter: seen.append(f"after {adapter}"))
 
     core: Any = Core()
     assert core.add_lora("a") is True
-    assert seen == ["before a", "load a"]
+    assert seen == ["before a", "load a", "after a"]
     (parameter,) = inspect.signature(core.add_lora).parameters.values()
     assert parameter.annotation is inspect.signature(EngineCore.add_lora).parameters["lora_request"].annotation, (
         "vLLM makes the argument from what came over the wire by this type"
     )
-    compat.before_adapter_load(lambda adapter: None)  # nobody builds us: nothing to hook
+    compat.around_adapter_load(lambda adapter: None, lambda adapter: None)  # nobody builds us: nothing to hook
 
 
 def test_our_lines_are_vllms_with_our_name(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,6 +155,12 @@ def versions() -> Iterator[AdapterVersions]:
     made.close()
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stands still for half a second would make an adapter nobody's."""
+    monkeypatch.setattr(adapters, "WAIT_SECONDS", 30.0)
+
+
 def test_an_adapter_is_named_by_its_files(adapter: Path, tmp_path: Path, versions: AdapterVersions) -> None:
     first = versions.version(1, str(adapter))
     assert first.shareable
@@ -245,12 +251,42 @@ def test_files_that_change_under_an_engine_make_its_adapter_its_own(adapter: Pat
         path.write_bytes(content)
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
         version = versions.version(1, str(adapter))
+        assert version.changed
         assert not version.shareable
+        assert not version.stable
         assert version not in seen
         seen.add(version)
         again = versions.version(1, str(adapter))
         assert again not in seen, "vLLM may have read them again between the two"
         seen.add(again)
+
+
+def test_files_that_vllm_fetches_are_looked_at_when_it_has_them(tmp_path: Path) -> None:
+    """Of a repository that was not downloaded before: this engine's own, and reused."""
+    versions = AdapterVersions(since=time.time_ns() - 10**9)
+    place = tmp_path / "fetched"
+    before = versions.version(1, str(place))
+    assert not before.stable
+    place.mkdir()
+    (place / "adapter_config.json").write_text("{}")
+    versions.loaded(1, str(place))
+    after = versions.version(1, str(place))
+    assert after.stable
+    assert not after.shareable
+    versions.loaded(1, str(place))  # once more: nothing was fetched
+    assert versions.version(1, str(place)) == after
+    versions.close()
+
+
+def test_files_that_appear_later_are_nobodys(tmp_path: Path) -> None:
+    versions = AdapterVersions(since=time.time_ns() - 10**9)
+    place = tmp_path / "fetched"
+    assert not versions.version(1, str(place)).stable
+    place.mkdir()
+    assert versions.version(1, str(place)).changed
+    versions.loaded(1, str(place))
+    assert versions.version(1, str(place)).changed
+    versions.close()
 
 
 def test_an_adapter_that_is_younger_than_the_engine_is_its_own(adapter: Path) -> None:
@@ -281,10 +317,13 @@ def test_an_adapter_that_cannot_be_read_is_this_engines_own(tmp_path: Path, vers
         first, second = versions.version(1, path), versions.version(2, path)
         assert not first.shareable
         assert first != second
-        assert versions.version(1, path) == first
+        again = versions.version(1, path)
+        assert not again.changed
+        assert (again == first) is first.stable is (path in (str(empty), ""))
 
 
 def test_a_disk_that_hangs_costs_one_short_wait(adapter: Path, monkeypatch: pytest.MonkeyPatch, versions: AdapterVersions) -> None:
+    monkeypatch.setattr(adapters, "WAIT_SECONDS", 0.5)
     go_on = threading.Event()
 
     def hung(*args: Any, **kwargs: Any) -> str:
