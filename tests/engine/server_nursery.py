@@ -191,7 +191,8 @@ def main() -> None:
     os.rename(f"{sys.argv[1]}.new", sys.argv[1])
     listener.settimeout(REAP_SECONDS)
     connections: dict[int, socket.socket] = {}
-    while True:
+    parent = os.getppid()
+    while os.getppid() == parent:  # or the tests were killed
         reap(connections)
         try:
             connection, _ = listener.accept()
