@@ -338,9 +338,10 @@ class Fence:
         """An adapter is named by what its files hold, where that is known and nothing has taken its place: else nobody can know
         which version this engine has, and the next boot will give the same ids again, so its names are this boot's own and go
         to no tier."""
-        name, number, version = adapter.lora_name, adapter.lora_int_id, self._look(adapter)
+        name, number = adapter.lora_name, adapter.lora_int_id
+        version = self._look(adapter) if self._adapters.may_name(number) else None
         loads = self._adapters.loads(number)
-        if loads is None or not version.stable or not self._adapters.may_name(number):
+        if version is None or not version.stable or loads is None:
             return self._lone_pin(adapter)
         root = adapter_root(snapshot.root, name, version.name)
         shared = version.shareable and self._adapters.share(number, root)

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server at a fifth of its price: a process that has imported it, and forks one server for each engine.
+"""vLLM's OpenAI server at a fraction of its price: a process that has imported it, and forks one server for each engine.
 
 An engine of the tests uses 23 s of CPU before it answers, 20 of them to import the same modules twice, in the server and in its
 core (measured). What is forked is the same server with the same command line in a session of its own, so that it is ended,
@@ -48,8 +48,7 @@ class ForkedServer:
     """Of `subprocess.Popen` what `Process` uses, for a process that is a child of the nursery."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._connection.settimeout(REPLY_SECONDS)
+        self._connection = connection  # with a deadline for the first answer
         self._received = b""
         self.pid = int(self._line())
         self.returncode: int | None = None
@@ -107,6 +106,7 @@ class ServerNursery:
         """As `subprocess.Popen`, for a `command` that starts with `PYTHON -m MODULE`; standard error goes to `stdout`."""
         self.process.wait_until(self._socket.exists, 120.0, "listening")
         connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(REPLY_SECONDS)
         connection.connect(str(self._socket))
         text = json.dumps({"module": command[2], "arguments": list(command[3:]), "environ": dict(env)}).encode()
         socket.send_fds(connection, [len(text).to_bytes(4, "big")], [stdout.fileno()])

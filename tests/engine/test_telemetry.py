@@ -90,8 +90,7 @@ def test_a_router_hears_of_l1_and_of_every_clearing(pair: Pair, prompts: Prompts
 
 def metrics_page(engine: Engine) -> str:
     """`/metrics`, with the connector's numbers none older than this call."""
-    time.sleep(1.1)  # at most one report a second
-    engine.complete([5, 6, 7], 2)
+    engine.report_metrics([5, 6, 7])
     return engine.request("GET", "/metrics").decode()
 
 

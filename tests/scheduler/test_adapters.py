@@ -46,6 +46,14 @@ def add(rig: Any, used: LoRARequest, tokens: list[int], max_tokens: int = 1) -> 
     return request
 
 
+def run_a_little(rig: Any, used: LoRARequest, tokens: list[int], max_tokens: int = 1) -> Any:
+    """A request that is in the middle of its work: a few steps, in which its prompt is computed, or is being loaded."""
+    request = add(rig, used, tokens, max_tokens)
+    for _ in range(3):
+        rig.step()
+    return request
+
+
 def serve(rig: Any, used: LoRARequest, tokens: list[int]) -> int:
     """Run it alone; returns how many tokens were found in a cache, none of them with the KV of other weights."""
     request = add(rig, used, tokens)
@@ -168,9 +176,7 @@ def test_versions_of_an_adapter_loaded_in_place_are_never_shared(make_rig: MakeR
     first = make_rig(num_blocks=24, store=store)
     first.adopt(0)
     # A request runs and another waits while the adapter is loaded in place: neither may save what it computes from now on.
-    running = add(first, adapter(1, path), tokens, 2 * BLOCK)
-    for _ in range(3):
-        first.step()
+    running = run_a_little(first, adapter(1, path), tokens, 2 * BLOCK)
     saved = len(store.objects)
     assert saved == 8
     add(first, adapter(1, path, load_inplace=True), tokens, 2 * BLOCK)
@@ -198,9 +204,7 @@ def test_requests_from_before_a_load_in_place_save_nothing_under_its_old_version
     path, other = write_adapter(tmp_path / "a", b"one"), write_adapter(tmp_path / "b", b"two")
     rig = make_rig(num_blocks=24, store=store)
     rig.adopt(0)
-    running = add(rig, adapter(1, path), prompt(1, LENGTH), 2 * BLOCK)
-    for _ in range(3):
-        rig.step()
+    running = run_a_little(rig, adapter(1, path), prompt(1, LENGTH), 2 * BLOCK)
     waiting = add(rig, adapter(1, path), prompt(2, LENGTH), 2 * BLOCK)
     saved = len(store.objects)
     assert saved == 8
@@ -223,9 +227,7 @@ def test_a_version_that_comes_back_does_not_find_what_its_requests_computed_with
     path, other = write_adapter(tmp_path / "a", b"one"), write_adapter(tmp_path / "b", b"two")
     rig = make_rig(num_blocks=64, store=store, weights="one")
     rig.adopt(0)
-    running = add(rig, adapter(1, path), prompt(1, LENGTH), 6 * BLOCK)
-    for _ in range(3):
-        rig.step()
+    running = run_a_little(rig, adapter(1, path), prompt(1, LENGTH), 6 * BLOCK)
     replace(rig, adapter(1, other, load_inplace=load_inplace), "two")
     rig.run()
     replace(rig, adapter(2, path), "one")
@@ -253,20 +255,22 @@ def test_a_request_that_waits_finds_nothing_of_the_version_before(make_rig: Make
 
 @REPLACEMENTS
 def test_a_request_of_the_id_before_finds_nothing_that_another_id_has_mixed(make_rig: MakeRig, tmp_path: Path, load_inplace: bool) -> None:
-    """It waits while its adapter is unloaded and loaded again, which gives it another id; that id's weights are replaced then."""
+    """It waits, and has its names, while its adapter is unloaded and loaded again, which gives it another id; that id's weights are
+    replaced in the middle of the same prompt."""
     store = SharedStore()
-    path, other = write_adapter(tmp_path / "a", b"one"), write_adapter(tmp_path / "b", b"two")
-    rig = make_rig(num_blocks=64, store=store, weights="one")
+    path, other, tokens = write_adapter(tmp_path / "a", b"one"), write_adapter(tmp_path / "b", b"two"), prompt(1, LENGTH)
+    rig = make_rig(num_blocks=64, store=store, weights="one", max_num_seqs=1, max_batched_tokens=4 * BLOCK)
     rig.adopt(0)
-    running = add(rig, adapter(2, path), prompt(1, LENGTH), 6 * BLOCK)
-    for _ in range(3):
-        rig.step()
+    running, waiting = add(rig, adapter(2, path), tokens), add(rig, adapter(1, path), tokens)
+    rig.step()
+    assert rig.fence.pin_of(waiting).root == rig.fence.pin_of(running).root
     replace(rig, adapter(2, other, load_inplace=load_inplace), "two")
     saved = len(store.objects)
-    waiting = add(rig, adapter(1, path), [*prompt(1, LENGTH), 5])
-    rig.fence._pin_locked(waiting, session=False)
+    while running.request_id not in rig.finished:
+        rig.step()
+    assert len(store.objects) == saved
+    rig.weights = "one"  # of the id that waits
     rig.run()
-    assert running.request_id in rig.finished
     assert rig.cached[waiting.request_id] == 0
     assert len(store.objects) == saved
     rig.check_clean()
@@ -315,9 +319,7 @@ def test_what_is_being_loaded_for_the_version_before_fails(make_rig: MakeRig, tm
     rig = make_rig(num_blocks=64, store=store, weights="one")
     rig.adopt(0)
     rig.workers[0].hold_loads = True
-    loading = add(rig, adapter(1, path), tokens)
-    for _ in range(3):
-        rig.step()
+    loading = run_a_little(rig, adapter(1, path), tokens)
     assert rig.half.open_loads() == {loading.request_id}
     replace(rig, adapter(1, str(tmp_path / "b"), load_inplace=load_inplace), "two")
     rig.workers[0].hold_loads = False
