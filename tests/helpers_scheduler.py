@@ -36,7 +36,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from epochkv_fence.messages import Mode
-from tests.helpers_scheduler_worker import Cell, Content, FakeWorker, Prefixes, SharedStore
+from tests.helpers_scheduler_worker import Cell, Content, EngineCore, FakeExecutor, FakeWorker, Prefixes, SharedStore
 
 BLOCK = 16
 
@@ -110,7 +110,8 @@ class Rig:
         caching: bool = True,
         connector: bool = True,
     ) -> None:
-        self.weights = weights
+        self._weights = weights
+        self.executor = FakeExecutor(weights, num_ranks)
         self.store = store
         self.gpu: dict[int, Content] = {}
         self.lease_until = float("inf")
@@ -142,14 +143,18 @@ class Rig:
         if not connector:
             self.vllm_config.kv_transfer_config = None
         self.kv_cache_config = self._kv_cache_config(num_blocks, groups)
-        self.scheduler = Scheduler(
-            vllm_config=self.vllm_config,
-            kv_cache_config=self.kv_cache_config,
-            log_stats=True,
-            block_size=BLOCK,
-            hash_block_size=BLOCK,
-            structured_output_manager=StructuredOutputManager(self.vllm_config),
+        self.core = EngineCore(
+            self.executor,
+            lambda: Scheduler(
+                vllm_config=self.vllm_config,
+                kv_cache_config=self.kv_cache_config,
+                log_stats=True,
+                block_size=BLOCK,
+                hash_block_size=BLOCK,
+                structured_output_manager=StructuredOutputManager(self.vllm_config),
+            ),
         )
+        self.scheduler = self.core.scheduler
         self.connector: Any = self.scheduler.connector
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
@@ -224,6 +229,27 @@ class Rig:
     # ------------------------------------------------------------------ what tests reach for
 
     @property
+    def weights(self) -> str:
+        """What the engine computes with."""
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: str) -> None:
+        """A push by an RPC to the workers, as frameworks make it."""
+        self.executor.collective_rpc("update_weights", kwargs={"weights": weights})
+        self._weights = weights
+
+    def write_past(self, weights: str, rank: int | None = None) -> None:
+        """Somebody writes to the weights (of one rank) without a word to vLLM."""
+        self.executor.write(weights, rank)
+        self._weights = self.executor.engine_weights
+
+    @property
+    def watch(self) -> Any:
+        """Our look at the weights."""
+        return self.connector.side.watch
+
+    @property
     def side(self) -> Any:
         """Our facade."""
         return self.connector.side
@@ -289,6 +315,7 @@ class Rig:
             for worker in self.workers:
                 worker.settle()
         runner = self._forward(output)
+        self.executor.looked(output.kv_connector_metadata)
         for worker in self.workers:
             if output.kv_connector_metadata is not None:
                 worker.start_step(output.kv_connector_metadata)

@@ -10,8 +10,9 @@ import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from epochkv_connector.naming import rank as rank_calls
 from epochkv_connector.records import JobAck, LoadJob, Phase, SaveJob, Source
 from epochkv_connector.wire import StepMetadata, WorkerReport
 
@@ -20,6 +21,82 @@ if TYPE_CHECKING:
 
 Cell = tuple[str, bytes]  # (weights, digest of the tokens up to and including this one)
 Content = tuple[Cell | None, ...]  # one block
+
+
+class EngineCore:
+    """As vLLM's: the executor is there when the scheduler, and with it the connector, is made."""
+
+    def __init__(self, executor: FakeExecutor, build: Callable[[], Any]) -> None:
+        self.model_executor = executor
+        self.scheduler = build()
+
+    def add_lora(self, lora_request: Any) -> bool:
+        """As vLLM's."""
+        return bool(self.model_executor.collective_rpc("add_lora", args=(lora_request,)))
+
+
+class FakeExecutor:
+    """Worker ranks whose weights are a text each.
+
+    Attributes:
+        ranks: what each rank holds.
+        asked: per rank, (number, weights) of the last question.
+        calls: methods that were called, ours by name.
+        fails: methods that raise, after `weights` of the call took effect on the first rank.
+        answers: replaces a rank's answer to a question.
+    """
+
+    def __init__(self, weights: str, num_ranks: int) -> None:
+        self.ranks = [weights] * num_ranks
+        self.asked: list[tuple[int, str]] = [(-1, "")] * num_ranks
+        self.calls: list[str] = []
+        self.fails: set[str] = set()
+        self.answers: Callable[[dict[str, Any]], dict[str, Any]] = lambda answer: answer
+        self.is_sleeping = False
+        self.late: list[list[int]] = [[] for _ in range(num_ranks)]
+        self.refused: list[bool] = [False] * num_ranks
+
+    @property
+    def engine_weights(self) -> str:
+        """One text where all ranks hold the same."""
+        return self.ranks[0] if len(set(self.ranks)) == 1 else "|".join(self.ranks)
+
+    def write(self, weights: str, rank: int | None = None) -> None:
+        """Without a word to anybody."""
+        for index in range(len(self.ranks)):
+            if rank in (None, index):
+                self.ranks[index] = weights
+
+    def collective_rpc(self, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None) -> list[Any]:
+        """As vLLM's executors."""
+        name = method if isinstance(method, str) else method.__name__
+        self.calls.append(name)
+        if method is rank_calls.ask:
+            return [self._answer(index, *args) for index in range(len(self.ranks))]
+        if method is rank_calls.is_as_asked:
+            return [self.asked[index] == (args[0], held) for index, held in enumerate(self.ranks)]
+        weights = (kwargs or {}).get("weights")
+        if name in self.fails:
+            if weights is not None:
+                self.ranks[0] = weights
+            raise RuntimeError(f"{name} has failed")
+        if weights is not None:
+            self.write(weights)
+        return [True] * len(self.ranks)
+
+    def _answer(self, index: int, number: int) -> dict[str, Any]:
+        held = self.ranks[index]
+        self.asked[index] = (number, held)
+        value = hashlib.sha256(held.encode()).digest()
+        return self.answers({"number": number, "weights": value, "note": "", "bytes": 1, "seconds": 0.0, "rank": index})
+
+    def looked(self, metadata: StepMetadata | None) -> None:
+        """The forward pass of a step is over: each rank compares, as `naming.rank.Look`."""
+        number = -1 if metadata is None else metadata.look
+        for index, held in enumerate(self.ranks):
+            self.refused[index] = number >= 0 and self.asked[index] != (number, held)
+            if self.refused[index]:
+                self.late[index].append(number)
 
 
 class Prefixes:
@@ -96,6 +173,7 @@ class FakeWorker:
         self.slots: dict[int, Content] = {}
         self.loads: list[LoadJob] = []
         self.saves: list[SaveJob] = []
+        self.copied: dict[int, SaveJob] = {}  # and not agreed upon
         self.finished: set[str] = set()
         self.failed: set[str] = set()
         self.acks: list[JobAck] = []
@@ -107,12 +185,26 @@ class FakeWorker:
 
     def start_step(self, metadata: StepMetadata) -> None:
         """Take a step's orders; runs after the step's forward pass."""
+        self._agreed(metadata)
         self.poison_orders.extend(metadata.poisoned)
         self.finished.update(metadata.poisoned)
         self.failed.update(metadata.poisoned)
         self.loads.extend(metadata.loads)
-        self.saves.extend(metadata.saves)
+        refused = self.rig.executor.refused[self.rank]
+        for save in metadata.saves:
+            if refused:
+                self.acks += [JobAck(save.job_id, self.rank, phase, save.start_block, 0, failed=True) for phase in save.phases]
+            else:
+                self.saves.append(save)
         self.work()
+
+    def _agreed(self, metadata: StepMetadata) -> None:
+        for job_id in metadata.agreed:
+            self._put(self.copied.pop(job_id))
+        for job_id in metadata.refused:
+            save = self.copied.pop(job_id, None)
+            if save is not None:
+                self.acks.append(JobAck(job_id, self.rank, Phase.STORED, save.start_block, 0, failed=True))
 
     def settle(self) -> None:
         """The step is about to write to GPU blocks: do the saves that are held, or fail them."""
@@ -145,8 +237,15 @@ class FakeWorker:
         self.acks.append(JobAck(job.job_id, self.rank, Phase.COPIED, job.start_block, job.num_blocks))
         if job.namespace is None:
             return
+        if len(self.rig.executor.ranks) > 1:
+            self.copied[job.job_id] = job
+            return
+        self._put(job)
+
+    def _put(self, job: SaveJob) -> None:
         store = self.rig.store
         assert store is not None
+        assert job.namespace is not None
         for move in job.moves:
             if move.put:
                 store.objects.setdefault(self._key(job.namespace, move.group, move.block_hash), self.slots[move.slot])
@@ -197,4 +296,5 @@ class FakeWorker:
     def poll_acks(self) -> WorkerReport:
         """Acknowledgements since the last call."""
         acks, self.acks = self.acks, []
-        return WorkerReport(acks=acks)
+        late, self.rig.executor.late[self.rank] = self.rig.executor.late[self.rank], []
+        return WorkerReport(acks=acks, late=late)

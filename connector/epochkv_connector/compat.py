@@ -18,14 +18,12 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import vllm
 
 from epochkv_connector.plugin import NAME
 from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout
-from epochkv_connector.weights import digest_of, files_of
 from epochkv_connector.worker.slots import slot_stride
 
 TESTED_VERSIONS = ((0, 30), (0, 33))
@@ -339,6 +337,44 @@ def holds_blocks(request: Any) -> bool:
     return bool(request.num_computed_tokens > 0 or request.status in (RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.RUNNING))
 
 
+def num_named_blocks(manager: Any, request: Any, block_pool: Any) -> int:
+    """How many of the request's hash blocks vLLM has named in its own cache."""
+    size = hash_block_size_of(block_pool)
+    managers = manager.coordinator.single_type_managers
+    named = (one.num_cached_block.get(request.request_id, 0) * int(one.block_size) // size for one in managers)
+    return min(max(named, default=0), len(request.block_hashes))
+
+
+def builders() -> tuple[Any | None, Any | None]:
+    """The engine core and the scheduler that are building us, if they are."""
+    return _builder("EngineCore"), _builder("Scheduler")
+
+
+def why_no_weights(vllm_config: Any, executor: Any | None) -> str | None:
+    """Why this engine cannot know the weights that its KV depends on, in words; None: it can."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    offload = getattr(getattr(vllm_config, "offload_config", None), "prefetch", None)
+    kinds = [kind.__name__ for kind in type(executor).__mro__] if executor is not None else []
+    if int(parallel.data_parallel_size) > 1 and bool(getattr(model, "is_moe", False)):
+        return (
+            "experts are spread over data-parallel ranks, so KV depends on weights of other engines, which this one does not see; "
+            "give each engine all experts (data_parallel_size 1)"
+        )
+    if bool(getattr(parallel, "enable_eplb", False)):
+        return "expert rebalancing (enable_eplb) moves experts between ranks while they serve, and no digest of a rank lasts; turn it off"
+    if int(getattr(offload, "offload_group_size", 0) or 0) > 0:
+        return "the prefetch offloader (offload_group_size) swaps weights in and out of the device; use cpu_offload_gb, or no offloading"
+    if "RayDistributedExecutor" in kinds:
+        return "vLLM's old Ray executor makes calls to workers beside running steps; set VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1, or use 'mp'"
+    return None
+
+
+def encoder_outputs_in_use(scheduler: Any) -> bool:
+    """Whether a request refers to cached outputs of an encoder."""
+    cached = getattr(getattr(scheduler, "encoder_cache_manager", None), "cached", None) or {}
+    return any(cached.values())
+
+
 def is_multimodal(vllm_config: Any) -> bool:
     """Whether encoder outputs (keyed by content, not by weights) can enter the KV of this engine."""
     return bool(getattr(vllm_config.model_config, "is_multimodal_model", False))
@@ -380,30 +416,20 @@ def _model_digest(model_config: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def describe_weights(vllm_config: Any) -> list[Any] | None:
-    """What tells weights apart that were loaded under one name; None: nothing but the name does (read from elsewhere)."""
-    model = vllm_config.model_config
-    if str(_plain(vllm_config.load_config.load_format)) == "dummy":
-        return ["dummy", _plain(getattr(model, "seed", None))]
-    commit = getattr(getattr(model, "hf_config", None), "_commit_hash", None)
-    if commit is not None:
-        return ["commit", str(commit)]
-    try:
-        files = files_of(Path(str(model.model)))
-        return ["files", digest_of(files)] if files else None
-    except OSError:
+def _remote_code(model: Any) -> list[Any] | None:
+    """Where the model's own code is from; None: it runs vLLM's."""
+    if not (getattr(model, "trust_remote_code", False) and getattr(getattr(model, "hf_config", None), "auto_map", None)):
         return None
+    return [str(model.model), _plain(getattr(model, "revision", None)), _plain(getattr(model, "code_revision", None))]
 
 
-def describe_engine(vllm_config: Any, kv_cache_config: Any, *, weights_pushed: bool = False) -> dict[str, Any]:
-    """Everything that changes KV bytes or their layout, as JSON (`identity.fingerprint` digests it).
+def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
+    """Everything but weights that changes KV bytes or their layout, as JSON (`identity.fingerprint` digests it). Where the model was
+    loaded from does not: what its files said is in its configuration and in the digest of its weights.
 
     Raw tensor-parallel size is left out on purpose: the per-rank spec (heads per rank) and the number of distinct
     shards are in, so ranks that hold replicas share. Pickle-based hash algorithms depend on the interpreter's minor
     version, so that is in for them.
-
-    Args:
-        weights_pushed: epochs name the weights, whatever the engine started with.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     algorithm = str(cache.prefix_caching_hash_algo)
@@ -419,12 +445,9 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any, *, weights_pushed: b
     attention = getattr(vllm_config, "attention_config", None)
     return {
         "vllm": vllm.__version__,
-        "model": str(model.model),
-        "revision": _plain(getattr(model, "revision", None)),
-        "code_revision": _plain(getattr(model, "code_revision", None)),
+        "remote_code": _remote_code(model),
         "hf_config": _model_digest(model),
         "max_model_len": _plain(getattr(model, "max_model_len", None)),  # picks LongRoPE factors and Llama 4's temperature
-        "weights": None if weights_pushed else describe_weights(vllm_config),
         "dtype": str(model.dtype),
         "quantization": _plain(getattr(model, "quantization", None)),
         "cache_dtype": str(cache.cache_dtype),
@@ -439,7 +462,7 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any, *, weights_pushed: b
         "attention_backend": str(_plain(getattr(attention, "backend", None))),
         "speculative": [
             _plain(getattr(speculative, "method", None)),
-            str(getattr(speculative, "model", None)),
+            _model_digest(getattr(speculative, "draft_model_config", None)),
             _plain(getattr(speculative, "num_speculative_tokens", None)),
         ]
         if speculative is not None

@@ -8,6 +8,7 @@ ours becomes a miss, is counted and logged once per kind; it never reaches vLLM.
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,6 +23,9 @@ from epochkv_connector.guard import Guard
 from epochkv_connector.identity import fingerprint
 from epochkv_connector.link import Credentials, FenceHooks, HubLink
 from epochkv_connector.memory import check_fits, crowded, gib
+from epochkv_connector.naming.engine import EngineRanks, NoRanks, join
+from epochkv_connector.naming.rank import held_by
+from epochkv_connector.naming.watch import Watch
 from epochkv_connector.plugin import check
 from epochkv_connector.scheduling import SchedulerSide
 from epochkv_connector.stats import EpochKVPromMetrics, EpochKVStats
@@ -38,6 +42,32 @@ _local_workers: weakref.WeakValueDictionary[str, EpochKVConnector] = weakref.Wea
 
 def _nothing() -> None:
     return None
+
+
+class _EngineNames:
+    """What is named after the weights of this engine (`naming.watch.Names`). An error of ours leaves nothing named."""
+
+    def __init__(self, side: SchedulerSide, core: Any | None, scheduler: Any | None, guard: Guard) -> None:
+        self._side = side
+        self._core = core
+        self._scheduler = scheduler
+        self._guard = guard
+
+    def hold(self, weights: bytes | None, note: str) -> None:
+        """Names are made of these from now on."""
+        self._guard.run("hold", lambda: self._side.hold(weights), self._side.break_off)
+
+    def end(self, weights: bytes) -> None:
+        """Names of these are used no more."""
+        self._guard.run("end", lambda: self._side.end(weights), self._side.break_off)
+
+    def clear_encoder(self) -> bool:
+        """Outputs of the encoder go if nobody refers to them."""
+        if self._core is None or self._scheduler is None or compat.encoder_outputs_in_use(self._scheduler):
+            return False
+        self._scheduler.reset_encoder_cache()
+        self._core.model_executor.reset_encoder_cache()
+        return True
 
 
 class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
@@ -106,7 +136,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._hashing = compat.BlockHashing(vllm_config.cache_config.prefix_caching_hash_algo)
         root_port = compat.GlobalRoot()
         credentials = Credentials(config)
-        described = compat.describe_engine(vllm_config, self._kv_cache_config, weights_pushed=config.weights_pushed)
+        described = compat.describe_engine(vllm_config, self._kv_cache_config)
         digest = self._fingerprint = fingerprint(described)
         self._adapters = AdapterVersions(compat.describe_adapters(vllm_config))
         self._link = HubLink(config, credentials)
@@ -136,6 +166,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         if saves_off is not None:
             logger.warning("EpochKV: saves are off: %s", saves_off)
         self._tiers: tiers.SchedulerTiers | None = self._guard.build("tiers", self._build_tiers, lambda: None)
+        core, scheduler = compat.builders()
         self._side = SchedulerSide(
             config,
             fence,
@@ -147,6 +178,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             local_worker=self._find_local_worker,
             on_error=self._guard.note,
         )
+        self._watch_weights(core, scheduler, self._side)
         hooks = FenceHooks(fence, self._gauges, self._reclaim, self._loading)
         self._link.start(hooks, digest, int(vllm_config.parallel_config.data_parallel_rank or 0))
         if fence.policy.forced_bypass is not None:
@@ -159,6 +191,22 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
                 else "weights may be pushed and nobody would say when, so nothing is reused (weights_source is Pushed)",
             )
 
+    def _watch_weights(self, core: Any | None, scheduler: Any | None, side: SchedulerSide) -> None:
+        """Names are made of the weights that the ranks hold, from the first on."""
+        joined = core is not None and scheduler is not None
+        ranks = EngineRanks(core.model_executor, str(self._kv_transfer_config.engine_id)) if joined and core is not None else NoRanks()
+        side.watch = watch = Watch(
+            ranks,
+            _EngineNames(side, core, scheduler, self._guard),
+            compat.num_worker_ranks(self._vllm_config),
+            time.monotonic,
+            has_encoder=compat.is_multimodal(self._vllm_config),
+        )
+        if joined:
+            join(core, scheduler, watch, lambda work: self._guard.run("weights", work, side.break_off))
+        if side.fence.policy.forced_bypass is None:
+            watch.before_schedule()
+
     def _policy(self, credentials: Credentials) -> FencePolicy:
         config = self._epochkv_config
         pushed = config.weights_pushed
@@ -168,6 +216,8 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
                 "this model has an encoder whose outputs are cached by content and weights are pushed; "
                 "set encoder to Frozen if updates never touch it"
             )
+        core, _ = compat.builders()
+        forced = forced or compat.why_no_weights(self._vllm_config, getattr(core, "model_executor", None))
         return FencePolicy(
             weights_pushed=pushed,
             has_hub=credentials.problem is None,
@@ -340,7 +390,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             return tiers.build_worker(self._epochkv_config, self._vllm_config, self._kv_cache_config, kv_caches)
 
         half = self._guard.build("register_kv_caches", build, lambda: RefusingHalf(rank))
-        self._worker = WorkerSide(half, rank, self._guard.note)
+        self._worker = WorkerSide(half, rank, self._guard.note, look=held_by(self._engine_id).look)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """A new step."""

@@ -4,9 +4,9 @@ Two threads meet here. The agent thread adopts epochs; the scheduler thread pins
 the pin* is one operation under the adoption lock: without it 5 of 57 names were wrong under fast adoption, with it 0 of
 824 (`fence.md` section 3). Everything that vLLM could change under us is behind `compat`.
 
-What holds now follows from five facts, and is computed from them afresh, never patched: what the hub granted, whether
-the lease lives, whether somebody reset this engine's caches alone, whether vLLM's global was overwritten, and whether
-weights are pushed.
+What holds now follows from six facts, and is computed from them afresh, never patched: which weights the ranks hold, what the
+hub granted, whether the lease lives, whether somebody reset this engine's caches alone, whether vLLM's global was overwritten,
+and whether weights are pushed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 from epochkv_connector.adapter_ids import AdapterIds
 from epochkv_connector.adapters import Version
 from epochkv_connector.identity import ROOT_BYTES, Pin, Snapshot, adapter_root, namespace, shared_root, transfer_tag
+from epochkv_connector.naming.strand import StrandedHasher, strand, unstrand
 from epochkv_connector.pinning import PIN_ATTRIBUTE, FencedHasher, HashPort, RootPort, brings_kv
 from epochkv_connector.standing import Herald, Standing, Why
 from epochkv_fence.messages import Mode
@@ -111,6 +112,9 @@ class Fence:
         self._clock = clock
         self._random = random_bytes
         self._lock = threading.RLock()
+        self._weights: bytes | None = None
+        self._forbidden = policy.forced_bypass is not None
+        self._ended: set[tuple[int, bytes]] = set()  # (epoch, weights): blocks under these names may be wrong here
         self._granted: tuple[int, Mode] | None = None
         self._reset_at_epoch: int | None = None  # local reset: private until the pool's epoch exceeds this one
         self._reset_unseen = False  # local reset without a lease: private until an epoch after the next one granted
@@ -125,7 +129,7 @@ class Fence:
         self._admitted_since_swap = False
         self._used_epoch = -1  # latest epoch under whose shared root something was admitted
         self._last_generation = 0
-        self._shared_generation = (-1, 0)  # (epoch, generation) of the latest shared snapshot
+        self._shared_generation: tuple[int, int] | None = None  # (epoch, generation) of the latest shared snapshot of these weights
         self._adapter_version = adapter_version
         self._adapters = AdapterIds()
         self._adapter_secret = random_bytes(ROOT_BYTES)
@@ -133,7 +137,7 @@ class Fence:
         self._fenced_hasher: FencedHasher | None = None
         self._herald = Herald(proposes=policy.proposes)
         self._swapped_at = clock()
-        self._state: tuple[str, int] | None = None
+        self._state: tuple[str, int, bytes | None] | None = None
         self._standing = Standing(Why.UNASSIGNED)
         self._snapshot = Snapshot(-1, Mode.BYPASS, random_bytes(ROOT_BYTES), None, False, 0, policy.weights_pushed)
         self._refresh()
@@ -192,48 +196,93 @@ class Fence:
         self._herald.tell(self._standing)
         self._settled = self._bound and self._standing.why is Why.IN_USE
 
-    def _derive(self) -> tuple[str, int]:
-        """(kind, epoch): everything a snapshot depends on. A private kind with a new epoch means a new private root."""
+    def _derive(self) -> tuple[str, int, bytes | None]:
+        """(kind, epoch, weights): everything a snapshot depends on. A private kind with a new epoch means a new private root."""
         self._standing = Standing(self._why(), self._granted[0] if self._granted else -1)
         if self._standing.why is Why.IN_USE:
-            return "shared", self._standing.epoch
+            return "shared", self._standing.epoch, self._weights
         private = self._standing.why is Why.NO_HUB and self._policy.use_private
-        return "private" if private else "bypass", self._standing.epoch
+        return "private" if private else "bypass", self._standing.epoch, self._weights
 
     def _why(self) -> Why:
         granted = self._granted
         reasons = (
             (self._distrusted, Why.OVERWRITTEN),
-            (self._policy.forced_bypass is not None, Why.FORBIDDEN),
+            (self._forbidden, Why.FORBIDDEN),
+            (self._weights is None, Why.NO_WEIGHTS),
             (not self._policy.has_hub or self._identity.secret is None, Why.NO_HUB),
             (granted is None, Why.UNASSIGNED),
             (granted is not None and granted[1] is not Mode.USE, Why.GRANTED_BYPASS),
             (self.waiting_after_reset, Why.LOCAL_RESET),
+            (granted is not None and (granted[0], self._weights) in self._ended, Why.WEIGHTS_ENDED),
             (self._clock() >= self._lease_until(), Why.NO_LEASE),
         )
         return next((why for holds, why in reasons if holds), Why.IN_USE)
 
-    def _swap(self, state: tuple[str, int]) -> None:
-        kind, epoch = state
+    def _swap(self, state: tuple[str, int, bytes | None]) -> None:
+        kind, epoch, weights = state
         self._swapped_at = self._clock()
         generation = self._last_generation = self._last_generation + 1
         if kind == "shared":
-            assert self._identity.secret is not None
-            root = shared_root(self._identity.secret, self._identity.pool_uid, epoch, self._identity.fingerprint)
-            space = namespace(self._identity.pool_uid, self._identity.fingerprint, epoch) if self._identity.l2_allowed else None
-            if self._shared_generation[0] != epoch:
+            known = self._identity
+            assert known.secret is not None
+            assert weights is not None
+            root = shared_root(known.secret, known.pool_uid, epoch, known.fingerprint, weights)
+            space = namespace(known.pool_uid, known.fingerprint, epoch, weights) if known.l2_allowed else None
+            if self._shared_generation is None or self._shared_generation[0] != epoch:
                 self._shared_generation = (epoch, generation)
-            # Back from a lost lease: requests pinned to this very root before are current again.
-            fresh = Snapshot(epoch, Mode.USE, root, space, True, self._shared_generation[1], False)
+            # Back from a lost lease: requests pinned to this very root before are current again. Not if weights changed meanwhile.
+            fresh = Snapshot(epoch, Mode.USE, root, space, True, self._shared_generation[1], False, weights)
         else:
             mode = Mode.USE if kind == "private" else Mode.BYPASS
-            pushed = self._policy.weights_pushed and mode is Mode.BYPASS
-            fresh = Snapshot(epoch, mode, self._random(ROOT_BYTES), None, False, generation, pushed)
+            alone = mode is Mode.BYPASS and (self._policy.weights_pushed or weights is None or self._forbidden)
+            fresh = Snapshot(epoch, mode, self._random(ROOT_BYTES), None, False, generation, alone, weights)
         if self._bound and not self._distrusted:
             self._roots.bind(fresh.root)
         self._snapshot, self._state = fresh, state
         self._admitted_since_swap = False
         self.counters["snapshots"] += 1
+
+    # ------------------------------------------------------------------ weights
+
+    @property
+    def weights(self) -> bytes | None:
+        """What the ranks hold, as far as known. Any thread."""
+        return self._weights
+
+    def hold(self, weights: bytes | None) -> bool:
+        """The ranks hold these weights from now on (None: unknown). Returns whether they are others than before: then no name of
+        before is given again by whoever has it, also if these weights return. The caller strands requests that hold blocks."""
+        with self._lock:
+            if weights == self._weights:
+                return False
+            self._weights, self._settled, self._shared_generation = weights, False, None
+            self._refresh()
+            return True
+
+    def end(self, weights: bytes) -> bool:
+        """Blocks that this engine has named after these weights in this epoch may have been computed with others. Returns whether
+        others may have been told of such names."""
+        with self._lock:
+            epoch = self._granted[0] if self._granted is not None else -1
+            self._ended = {ended for ended in self._ended if ended[0] >= epoch} | {(epoch, weights)}
+            self._settled = False
+            self._refresh()
+            return self._policy.has_hub and epoch >= 0
+
+    def forbid(self) -> None:
+        """Nothing is named any more for others to find, nor for later requests of this engine."""
+        with self._lock:
+            self._forbidden, self._settled = True, False
+            self._refresh()
+
+    def strand(self, request: Any, num_named: int) -> None:
+        """The request holds blocks, of which `num_named` (in hash blocks) have names, and goes on with other weights."""
+        with self._lock:
+            pin = self.pin_of(request)
+            if pin is not None:
+                pin.saveable = False
+            strand(request, num_named, self._random)
 
     # ------------------------------------------------------------------ agent thread
 
@@ -314,6 +363,7 @@ class Fence:
             return self._snapshot
 
     def _pin_locked(self, request: Any, session: bool) -> None:
+        unstrand(request)
         pin = self._make_pin(request)
         pin.session = session
         setattr(request, PIN_ATTRIBUTE, pin)
@@ -386,9 +436,9 @@ class Fence:
     def tag(self) -> dict[str, Any] | None:
         """`(pool, epoch, fingerprint)` of what holds now for `kv_transfer_params`; None unless the root is shared."""
         snapshot = self._snapshot
-        if not snapshot.shared:
+        if not snapshot.shared or snapshot.weights is None:
             return None
-        return transfer_tag(self._identity.pool_uid, snapshot.epoch, self._identity.fingerprint)
+        return transfer_tag(self._identity.pool_uid, snapshot.epoch, self._identity.fingerprint, snapshot.weights)
 
     def _rehash(self, request: Any, pin: Pin) -> None:
         inner = getattr(request, "_block_hasher", None)
@@ -425,7 +475,7 @@ class Fence:
                 self._wrap_hasher(request)
             elif self._is_as_pinned(request, pin):
                 return Repin.CURRENT
-            elif pin.session and pin.admitted:
+            elif pin.session and pin.admitted and not isinstance(request._block_hasher, StrandedHasher):
                 return Repin.CARRIED
             elif self._rehash_seconds >= REHASH_BUDGET_SECONDS and not must:
                 self.counters["rehash_deferred"] += 1
@@ -442,6 +492,7 @@ class Fence:
             old = self.pin_of(request)
             if old is not None:
                 self._drop(old)
+            unstrand(request)
             self._wrap_hasher(request)
             pin = self._lone_pin(getattr(request, "lora_request", None))
             setattr(request, PIN_ATTRIBUTE, pin)

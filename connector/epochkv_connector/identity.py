@@ -39,6 +39,7 @@ class Snapshot:
         shared: True when other engines of the pool use the same root.
         generation: new with every root; a pin is current iff its generation is this one.
         fresh_pins: every request gets a random root of its own (bypass while weights may be pushed).
+        weights: digest of the weights that names are made of; None: unknown.
     """
 
     epoch: int
@@ -48,6 +49,7 @@ class Snapshot:
     shared: bool
     generation: int = 0
     fresh_pins: bool = False
+    weights: bytes | None = None
 
 
 @dataclass(slots=True)
@@ -83,19 +85,22 @@ def _packed(*fields: bytes) -> bytes:
     return b"".join(len(field).to_bytes(8, "big") + field for field in fields)
 
 
-def shared_root(secret: bytes, pool_uid: str, epoch: int, fingerprint: str) -> bytes:
-    """Root of one epoch of one pool: HMAC-SHA256(secret, "epochkv" | pool_uid | epoch | fingerprint), length-prefixed.
+def shared_root(secret: bytes, pool_uid: str, epoch: int, fingerprint: str, weights: bytes) -> bytes:
+    """Root of one epoch of one pool: HMAC-SHA256(secret, "epochkv" | pool_uid | epoch | fingerprint | weights), length-prefixed.
 
     Keyed, so that names cannot be guessed (block hashes may be non-cryptographic).
 
+    Args:
+        weights: digest of what the ranks hold (`naming.watch`).
+
     Raises:
-        IdentityError: negative epoch or empty secret, pool uid or fingerprint.
+        IdentityError: negative epoch or empty secret, pool uid, fingerprint or weights.
     """
     if epoch < 0:
         raise IdentityError(f"epoch is {epoch}; a shared root exists for epochs from 0 on")
-    if not secret or not pool_uid or not fingerprint:
-        raise IdentityError("secret, pool uid and fingerprint must not be empty; a shared root names all three")
-    message = _packed(b"epochkv", pool_uid.encode(), epoch.to_bytes(8, "big"), fingerprint.encode())
+    if not secret or not pool_uid or not fingerprint or not weights:
+        raise IdentityError("secret, pool uid, fingerprint and weights must not be empty; a shared root names all four")
+    message = _packed(b"epochkv", pool_uid.encode(), epoch.to_bytes(8, "big"), fingerprint.encode(), weights)
     return hmac.new(secret, message, hashlib.sha256).digest()
 
 
@@ -125,11 +130,11 @@ def pool_prefix(pool_uid: str) -> str:
     return hashlib.sha256(pool_uid.encode()).hexdigest()[:8]
 
 
-def namespace(pool_uid: str, fingerprint_hex: str, epoch: int) -> str:
-    """Prefix of every L2 key of this pool, layout and epoch: `<pool uid8>/<fp16>/e<epoch>` (`keys` parses it)."""
-    return f"{pool_prefix(pool_uid)}/{fingerprint_hex[:16]}/e{epoch}"
+def namespace(pool_uid: str, fingerprint_hex: str, epoch: int, weights: bytes) -> str:
+    """Prefix of every L2 key of this pool, layout, epoch and weights: `<pool uid8>/<fp16>/e<epoch>/w<16 hex>` (`keys` parses it)."""
+    return f"{pool_prefix(pool_uid)}/{fingerprint_hex[:16]}/e{epoch}/w{weights.hex()[:16]}"
 
 
-def transfer_tag(pool_uid: str, epoch: int, fingerprint_hex: str) -> dict[str, Any]:
+def transfer_tag(pool_uid: str, epoch: int, fingerprint_hex: str, weights: bytes) -> dict[str, Any]:
     """What a producer puts into `kv_transfer_params["epochkv"]`, so that a consumer may keep its shared root."""
-    return {"pool": pool_uid, "epoch": epoch, "fingerprint": fingerprint_hex}
+    return {"pool": pool_uid, "epoch": epoch, "fingerprint": fingerprint_hex, "weights": weights.hex()}

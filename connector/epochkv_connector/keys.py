@@ -1,6 +1,6 @@
 """Names of KV blocks in L2: one object is one block of one group of one KV shard.
 
-`<pool uid8>/<fp16>/e<epoch>/g<group>/r<shard>/<block hash hex>`. The first three parts are the *namespace*; the
+`<pool uid8>/<fp16>/e<epoch>/w<weights16>/g<group>/r<shard>/<block hash hex>`. The first four parts are the *namespace*; the
 scheduler half freezes it into every job (`identity.namespace` makes it). Names, not deletes, make old KV unreachable
 (design: fence.md), so there is exactly one place that turns a namespace into object names and back: this one. Pure:
 no clock, no I/O, no torch.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 KEY_DIGEST_BYTES = 16
 
-_NAMESPACE = re.compile(r"(?P<uid>[0-9a-z]{1,8})/(?P<fingerprint>[0-9a-f]{16})/e(?P<epoch>0|[1-9][0-9]*)")
+_NAMESPACE = re.compile(r"(?P<uid>[0-9a-z]{1,8})/(?P<fingerprint>[0-9a-f]{16})/e(?P<epoch>0|[1-9][0-9]*)/w(?P<weights>[0-9a-f]{16})")
 _KEY = re.compile(_NAMESPACE.pattern + r"/g(?P<group>0|[1-9][0-9]*)/r(?P<shard>0|[1-9][0-9]*)/(?P<hash>(?:[0-9a-f]{2})+)")
 _ECMASCRIPT_SPECIAL = re.compile(r"([\^$\\.*+?()\[\]{}|/])")
 
@@ -25,11 +25,13 @@ class KeyCodecError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class BlockKey:
-    """The parts of one L2 key. `epoch` orders names; `fingerprint` is the first 16 hex digits; `pool` the first 8 of the pool uid."""
+    """The parts of one L2 key. `epoch` orders names; `fingerprint` and `weights` are the first 16 hex digits; `pool` the first 8 of
+    the pool uid's digest."""
 
     pool: str
     fingerprint: str
     epoch: int
+    weights: str
     group: int
     shard: int
     block_hash: bytes
@@ -57,11 +59,12 @@ def parse_key(key: str) -> BlockKey:
     """
     match = _KEY.fullmatch(key)
     if match is None:
-        raise KeyCodecError(f"{key!r} is not a block key; expected <uid8>/<fp16>/e<epoch>/g<group>/r<shard>/<hash hex>")
+        raise KeyCodecError(f"{key!r} is not a block key; expected <uid8>/<fp16>/e<epoch>/w<weights16>/g<group>/r<shard>/<hash hex>")
     return BlockKey(
         pool=match["uid"],
         fingerprint=match["fingerprint"],
         epoch=int(match["epoch"]),
+        weights=match["weights"],
         group=int(match["group"]),
         shard=int(match["shard"]),
         block_hash=bytes.fromhex(match["hash"]),
@@ -106,7 +109,7 @@ def older_pattern(pool: str, epoch: int, fingerprint: str | None = None, group: 
     layout = "[0-9a-f]{16}"
     if fingerprint is not None:
         layout = rf"(?!{fingerprint[:16]}\/){layout}" if others else fingerprint[:16]
-    return rf"^{pool}\/{layout}\/e({'|'.join(below)})\/" + ("" if group is None else rf"g{group}\/")
+    return rf"^{pool}\/{layout}\/e({'|'.join(below)})\/" + ("" if group is None else rf"w[0-9a-f]{{16}}\/g{group}\/")
 
 
 def replica_owner(block_hash: bytes, replicas: int) -> int:
@@ -117,5 +120,5 @@ def replica_owner(block_hash: bytes, replicas: int) -> int:
 def _parse_namespace(namespace: str) -> re.Match[str]:
     match = _NAMESPACE.fullmatch(namespace)
     if match is None:
-        raise KeyCodecError(f"{namespace!r} is not a namespace; expected <uid8>/<fp16>/e<epoch>")
+        raise KeyCodecError(f"{namespace!r} is not a namespace; expected <uid8>/<fp16>/e<epoch>/w<weights16>")
     return match

@@ -20,15 +20,18 @@ _OUTCOMES = (
     "ok", "absent", "pending", "expired", "transfer", "full", "unreachable", "size", "foreign",
     "timeout", "dropped", "cancelled", "down", "closed", "error",
 )  # fmt: skip
-_JOB = ("bad_move", "deadline", "error", "no_store", "poisoned", "shutdown", "slot_busy", "slot_mismatch", "unregistered")
+_JOB = (
+    "bad_move", "deadline", "error", "no_store", "other_rank", "poisoned", "shutdown", "slot_busy", "slot_mismatch", "unregistered",
+    "weights",
+)  # fmt: skip
 _SAVE = (*_JOB, "overtaken")
 _LOAD = (*_JOB, *(f"store_{outcome}" for outcome in _OUTCOMES if outcome != "ok"))
 _PUT = tuple(dict.fromkeys((*_JOB, "stale", *(outcome for outcome in _OUTCOMES if outcome != "ok"))))
 _PLACES = (
-    "acknowledgement", "acks", "adapter_loading", "adopt", "build_connector_meta", "emergency", "events", "finish_step",
-    "get_num_new_matched_tokens", "has_pending_block_frees", "has_pending_push_work", "hit_sources", "isolate", "let_go", "link.stop",
+    "acknowledgement", "acks", "adapter_loading", "adopt", "build_connector_meta", "emergency", "end", "events", "finish_step",
+    "get_num_new_matched_tokens", "has_pending_block_frees", "has_pending_push_work", "hit_sources", "hold", "isolate", "let_go", "link.stop",
     "on_new_request", "record_loads", "register_kv_caches", "request_finished", "reset", "reset_cache", "results", "settle",
-    "start_step", "stats", "tiers", "tiers.close", "update_connector_output", "update_state_after_alloc", "worker.shutdown",
+    "start_step", "stats", "tiers", "tiers.close", "update_connector_output", "update_state_after_alloc", "weights", "worker.shutdown",
 )  # fmt: skip
 
 
@@ -208,6 +211,13 @@ COUNTERS: tuple[Family, ...] = (
     _counter(
         "reset_effects", "What these resets did to the root of block hashes.", **_by("root", resets_rotated="rotated", resets_kept="kept")
     ),
+    _counter("weights_looks", "Digests that were taken of the weights.", "weights_looks"),
+    _counter(
+        "weights_events",
+        "What was found out about the weights: `changed` to others that are known; `unknown`: nothing is reused or saved; `late`: a rank "
+        "saw them change during a step; `unseen`: they had changed while the engine was idle.",
+        **_by("what", weights_changes="changed", weights_unknown="unknown", weights_late="late", weights_unseen="unseen"),
+    ),
     _counter("roots", "Roots of block hashes bound, epochs and resets and lease losses together.", "snapshots"),
     _counter("root_overwrites", "Times that somebody else was found to have bound vLLM's hash root.", "root_overwritten"),
     _counter(
@@ -231,6 +241,9 @@ GAUGES: tuple[Family, ...] = (
     Family("root_shared", "1: block hashes are those of the pool's epoch; 0: private to this engine.", {"root_shared": ()}),
     Family("bypass", "1: no tier is used now.", {"bypass": ()}),
     Family("broken", "1: an internal error turned the tiers off until this engine restarts.", {"broken": ()}),
+    Family(
+        "weights_known", "1: names are made of the weights that the ranks hold; 0: nobody can say what they hold.", {"weights_known": ()}
+    ),
     Family("lease_remaining_seconds", "Seconds until the lease on the epoch ends; 0 without one.", {"lease_remaining_seconds": ()}),
     Family("carried_requests", "Running requests that go on under an older root.", {"carried": ()}),
     Family("carried_sessions", "Streaming-input sessions that go on under an older root.", {"carried_sessions": ()}),

@@ -1,4 +1,5 @@
-"""Registers the connector by name, and checks its configuration before anything is loaded (`vllm.general_plugins` entry point).
+"""Registers the connector by name, checks its configuration before anything is loaded, and has weights looked at before a kernel
+packs them away (`vllm.general_plugins` entry point).
 
 `kv_connector_module_path` suffices for the connector alone; a MultiConnector rebuilds its children's stats through the
 registry, so as a child it must be registered.
@@ -20,6 +21,7 @@ from typing import Any
 from epochkv_connector.config import ConfigError, ConnectorConfig
 from epochkv_connector.devices import check_devices
 from epochkv_connector.memory import check_fits, check_holds_something
+from epochkv_connector.naming import packed
 
 NAME = "EpochKVConnector"
 OPTION = "--kv-transfer-config"
@@ -41,6 +43,7 @@ def register() -> None:
         KVConnectorFactory.register_connector(NAME, "epochkv_connector.connector", NAME)
     check_command_line(sys.argv[1:])
     check_callers()
+    packed.listen()
 
 
 def check_command_line(arguments: Sequence[str]) -> None:

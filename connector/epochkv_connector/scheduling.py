@@ -15,6 +15,7 @@ from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.events import HostEvents
 from epochkv_connector.fencing import TAG_KEY, Fence, Repin
 from epochkv_connector.identity import Snapshot
+from epochkv_connector.naming.watch import Watch
 from epochkv_connector.records import Source
 from epochkv_connector.scheduler.core import SchedulerHalf
 from epochkv_connector.scheduler.views import Commit, RequestView, ScheduledRequestView
@@ -40,6 +41,9 @@ class LocalWorker(Protocol):
 class SchedulerSide:
     """One per EngineCore.
 
+    Attributes:
+        watch: looks at the weights of the ranks; None: nobody does, so nothing is named.
+
     Args:
         half: bookkeeping of the tiers; None when no tier is configured (the fence still works).
         loads_off: why loads are never answered, or None.
@@ -62,6 +66,7 @@ class SchedulerSide:
         local_worker: Callable[[], LocalWorker | None] = lambda: None,
         on_error: Callable[[str, Exception], None] = lambda where, error: None,
     ) -> None:
+        self.watch: Watch | None = None
         self._config = config
         self.fence = fence
         self.half = half
@@ -136,6 +141,38 @@ class SchedulerSide:
     def _poison(self, request_ids: set[str]) -> None:
         self.counters["poisoned_loads"] += len(request_ids - self._poisoned)
         self._poisoned.update(request_ids)
+
+    # ------------------------------------------------------------------ weights
+
+    def hold(self, weights: bytes | None) -> None:
+        """The ranks hold these weights from now on; None: unknown. Requests that hold blocks go on without names."""
+        if not self.fence.hold(weights):
+            return
+        for request in self._requests.values():
+            if compat.holds_blocks(request):
+                self.fence.strand(request, compat.num_named_blocks(self._manager, request, self._pool))
+        self._apply()
+        if self._manager is not None:  # before that nobody listens yet
+            self._poke()
+
+    def end(self, weights: bytes) -> None:
+        """Blocks under names of these weights were computed with others: they go, here at once, elsewhere with the next epoch."""
+        if self.fence.end(weights):
+            self._ask_for_next_epoch()
+        self._apply()
+
+    def break_off(self) -> None:
+        """A change of weights could not be followed: this engine names nothing that anybody finds, until it restarts."""
+        self._broken = True
+        self.fence.forbid()
+
+    def _look_number(self) -> int:
+        return self.watch.number if self.watch is not None and self.watch.value is not None else -1
+
+    def _ask_for_next_epoch(self) -> None:
+        epoch = self.fence.proposal()
+        if self._propose is not None and epoch is not None:
+            self._propose(epoch)
 
     # ------------------------------------------------------------------ requests
 
@@ -263,6 +300,7 @@ class SchedulerSide:
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """End of a `schedule()`: emit saves, collect jobs, let acknowledgements go."""
         scheduled: dict[str, int] = scheduler_output.num_scheduled_tokens
+        look = -1
         self._cooldown.difference_update(scheduled)
         try:
             snapshot = self._apply()
@@ -274,7 +312,9 @@ class SchedulerSide:
                 views = list(self._views(self.half, scheduler_output, snapshot))
                 if views:
                     self.half.collect_saves(views, snapshot)
+                    look = self._look_number()
             metadata = self.half.build(snapshot.epoch)
+            metadata.look = look
             self.counters["tokens_saved"] += sum(save.num_blocks for save in metadata.saves) * compat.hash_block_size_of(self._pool)
             self._events.offer(self._requests, (*metadata.saves, *metadata.loads))
             told = {load.request_id for load in metadata.loads}
@@ -339,6 +379,9 @@ class SchedulerSide:
         finally:
             self.fence.leave_report()
         if self.half is not None and isinstance(output.kv_connector_worker_meta, WorkerReport):
+            if self.watch is not None:
+                for number in output.kv_connector_worker_meta.late:
+                    self.watch.late(number)
             self._count_acks(self.half, output.kv_connector_worker_meta)
         self._drain_when_idle()
         if reading and self.loading() == 0:
@@ -435,7 +478,9 @@ class SchedulerSide:
             return True
         if self.half is None:
             return False
-        return self.half.holds_gpu_blocks() or (self._is_draining() and self.fence.bypass_seconds() < DRAIN_SECONDS)
+        return (
+            self.half.holds_gpu_blocks() or self.half.owes_word() or (self._is_draining() and self.fence.bypass_seconds() < DRAIN_SECONDS)
+        )
 
     def _is_draining(self) -> bool:
         return self.half is not None and self.fence.snapshot.mode is Mode.BYPASS and self.half.num_reads() > 0
@@ -472,11 +517,8 @@ class SchedulerSide:
             self._poison(self._cleared(self.half))
         self._events.cleared(drop_pending=True)
         self.counters["local_resets"] += 1
-        if rotated and self._propose is not None:
-            epoch = self.fence.proposal()
-            if epoch is not None:
-                self._propose(epoch)
         if rotated:
+            self._ask_for_next_epoch()
             self._poke()
         return True
 

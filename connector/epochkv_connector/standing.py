@@ -18,10 +18,12 @@ class Why(enum.Enum):
 
     OVERWRITTEN = "overwritten"  # somebody else bound vLLM's global
     FORBIDDEN = "forbidden"  # this engine may never share; said at start
+    NO_WEIGHTS = "weights unknown"  # said by `naming.watch`
     NO_HUB = "no hub"  # said at start
     UNASSIGNED = "unassigned"  # no grant yet
     GRANTED_BYPASS = "granted bypass"
     LOCAL_RESET = "local reset"
+    WEIGHTS_ENDED = "weights ended"
     NO_LEASE = "no lease"
     IN_USE = "in use"
 
@@ -52,7 +54,7 @@ class Herald:
             return  # an adoption: the lease of its grant begins when the epoch is bound
         self._told = standing
         said = standing == before or standing.why is before.why is Why.OVERWRITTEN
-        if said or standing.why in (Why.FORBIDDEN, Why.NO_HUB, Why.UNASSIGNED):
+        if said or standing.why in (Why.FORBIDDEN, Why.NO_WEIGHTS, Why.NO_HUB, Why.UNASSIGNED):
             return
         level, text = self._line(before, standing)
         logger.log(level, "EpochKV: %s", text)
@@ -61,7 +63,7 @@ class Herald:
         epoch = now.epoch
         match now.why:
             case Why.IN_USE:
-                back = ", back from bypass" if before.why in (Why.GRANTED_BYPASS, Why.LOCAL_RESET, Why.NO_LEASE) else ""
+                back = ", back from bypass" if before.why in (Why.GRANTED_BYPASS, Why.LOCAL_RESET, Why.NO_LEASE, Why.WEIGHTS_ENDED) else ""
                 return logging.INFO, f"epoch {epoch} in use{back}"
             case Why.GRANTED_BYPASS:
                 return logging.INFO, (
@@ -71,6 +73,11 @@ class Herald:
             case Why.LOCAL_RESET:
                 remedy = f"the pool is asked for epoch {epoch + 1}" if self._proposes else "raise the pool's epoch to share again"
                 return logging.INFO, f"the caches of this engine alone were reset: bypass until the pool is above epoch {epoch}; {remedy}"
+            case Why.WEIGHTS_ENDED:
+                return logging.WARNING, (
+                    f"blocks of epoch {epoch} were computed with other weights than they are named after: bypass with these weights "
+                    "until the pool's next epoch, which is asked for"
+                )
             case Why.NO_LEASE:
                 return logging.WARNING, f"the lease on epoch {epoch} is over (no grant from the hub in time): bypass until the next one"
             case _:

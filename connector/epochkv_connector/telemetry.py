@@ -53,6 +53,8 @@ class Reporter:
         """
         # `dict` copies at once; the agent's thread counts in the fence meanwhile.
         totals: dict[str, float] = {**dict(side.counters), **dict(side.fence.counters), **self._error_counts()}
+        if side.watch is not None:
+            totals |= {f"weights_{name}": float(count) for name, count in dict(side.watch.counters).items()}
         counted, held = metrics.split({name: value for name, value in gauges.items() if name not in _OWN})
         store, clients = metrics.split(_store_stats(tiers))
         return self._increments({**totals, **counted, **store}, {**_only(gauges, _OWN), **held}, metrics.SCHEDULER_RANK, clients)
@@ -82,6 +84,7 @@ class Reporter:
             "root_shared": float(snapshot.shared),
             "bypass": float(snapshot.mode.value == "Bypass"),
             "broken": float(broken),
+            "weights_known": float(fence.weights is not None),
             "carried": float(fence.carried()),
             "carried_sessions": float(fence.carried_sessions()),
             "waiting_after_reset": float(fence.waiting_after_reset),
@@ -102,6 +105,7 @@ _OWN = frozenset(
         "root_shared",
         "bypass",
         "broken",
+        "weights_known",
         "carried",
         "carried_sessions",
         "waiting_after_reset",

@@ -23,7 +23,7 @@ class Half(Protocol):
     """`worker.WorkerHalf`, or a stand-in that refuses everything."""
 
     def start_step(self, step: StepMetadata) -> None: ...
-    def finish_step(self) -> None: ...
+    def finish_step(self, as_named: Callable[[], bool] = ...) -> None: ...
     def settle(self) -> None: ...
     def results(self, wait_seconds: float = 0.0) -> Report: ...
     def wait_copied(self, timeout: float) -> bool: ...
@@ -51,7 +51,7 @@ class RefusingHalf:
             for phase in save.phases:
                 self._acks.append(JobAck(save.job_id, self._rank, phase, save.start_block, 0, failed=True))
 
-    def finish_step(self) -> None:
+    def finish_step(self, as_named: Callable[[], bool] = lambda: True) -> None:
         """Nothing to begin."""
 
     def settle(self) -> None:
@@ -141,12 +141,33 @@ def _fetched(load: LoadJob) -> tuple[int, ...]:
     return tuple(move.slot for move in load.moves if move.source is Source.STORE)
 
 
-class WorkerSide:
-    """One rank's facade. Model-runner thread; in-process engines also call `drain` on the scheduler's (the same) thread."""
+class Look(Protocol):
+    """`naming.rank.Look`: a comparison of weights behind a forward pass."""
 
-    def __init__(self, half: Half, rank: int, on_error: Callable[[str, Exception], None] = lambda where, error: None) -> None:
+    number: int
+
+    def ended(self) -> bool: ...
+    def holds(self) -> bool: ...
+
+
+class WorkerSide:
+    """One rank's facade. Model-runner thread; in-process engines also call `drain` on the scheduler's (the same) thread.
+
+    Args:
+        look: begins a comparison of the weights with the answer to the question of this number.
+    """
+
+    def __init__(
+        self,
+        half: Half,
+        rank: int,
+        on_error: Callable[[str, Exception], None] = lambda where, error: None,
+        look: Callable[[int], Look] | None = None,
+    ) -> None:
         self.half = half
         self._on_error = on_error
+        self._look = look
+        self._looks: list[Look] = []
         self._rank = rank
         self._kept = Report(set(), set(), [])
         self._debts = _Debts()
@@ -180,7 +201,16 @@ class WorkerSide:
         self.start(metadata, idle=self._idle)
         if not self._finished:
             self._finished = True
-            self.half.finish_step()
+            self.half.finish_step(self._compare(metadata.look))
+
+    def _compare(self, number: int) -> Callable[[], bool]:
+        """Whether the forward pass that was issued last used the weights that names of this step say. What cannot be compared has
+        changed."""
+        if number < 0 or self._look is None:
+            return lambda: number < 0
+        look = self._look(number)
+        self._looks.append(look)
+        return look.holds
 
     def refuse(self, metadata: StepMetadata) -> None:
         """The half raised while taking a step: it is shut down and gets no more jobs.
@@ -224,7 +254,9 @@ class WorkerSide:
         """Acknowledgements, each once."""
         acks = list(self._kept.acks)
         self._kept.acks.clear()
-        return WorkerReport(acks=acks)
+        over = [look for look in self._looks if look.ended()]
+        self._looks = [look for look in self._looks if look not in over]
+        return WorkerReport(acks=acks, late=sorted({look.number for look in over if not look.holds()}))
 
     def drain(self, timeout: float) -> WorkerReport:
         """Wait until no save holds GPU blocks (at most `timeout` seconds); loads that ended meanwhile are kept."""

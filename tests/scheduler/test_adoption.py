@@ -210,7 +210,7 @@ def test_the_clearing_event_precedes_events_of_new_blocks(make_rig: MakeRig) -> 
     rig.adopt(0)
     rig.serve(prompt(1, LENGTH))
     rig.block_pool.take_events()
-    rig.adopt(1, weights="w1")
+    rig.adopt(1)
     rig.add(prompt(1, LENGTH))
     rig.scheduler.schedule()
     kinds = [type(event).__name__ for event in rig.block_pool.kv_event_queue]

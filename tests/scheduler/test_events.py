@@ -158,7 +158,7 @@ def test_an_eviction_is_told(listened: Callable[..., Any]) -> None:
     assert router.blocks("CPU") == findable(rig)
     removed = [event for event in router.heard if type(event).__name__ == "BlockRemoved" and event.medium == "CPU"]
     assert len(removed) == 6
-    rig.adopt(1, weights="w1")
+    rig.adopt(1)
     rig.serve(prompt(3, LENGTH))  # takes the slots of the old root, whose names nobody believes in any more
     news = router.listen()
     assert [type(event).__name__ for event in news].count("AllBlocksCleared") == 1

@@ -82,6 +82,8 @@ class StepJobs:
     loads: tuple[LoadJob, ...]
     saves: tuple[SaveJob, ...]
     poisoned: tuple[str, ...]
+    agreed: tuple[int, ...] = ()
+    refused: tuple[int, ...] = ()
 
 
 class SchedulerHalf:
@@ -147,6 +149,8 @@ class SchedulerHalf:
         self._load_drafts: dict[str, LoadDraft] = {}
         self._save_jobs: list[SaveJob] = []
         self._poisoned: dict[str, None] = {}  # ordered set
+        self._agreed: list[int] = []  # saves that ranks wait to hear of
+        self._refused: list[int] = []
         self._doomed: set[str] = set()  # of this step
         self._sources: dict[str, Mapping[Source, int]] = {}  # of this step
         self._pool: BlockPoolPort | None = None
@@ -281,15 +285,23 @@ class SchedulerHalf:
         from epochkv_connector.wire import StepMetadata
 
         step = self.end_step()
-        return StepMetadata(loads=step.loads, saves=step.saves, poisoned=step.poisoned, newest_epoch=newest_epoch)
+        return StepMetadata(
+            loads=step.loads,
+            saves=step.saves,
+            poisoned=step.poisoned,
+            newest_epoch=newest_epoch,
+            agreed=step.agreed,
+            refused=step.refused,
+        )
 
     def end_step(self) -> StepJobs:
         """`build` without vLLM's base class: allocate the slots of accepted hits, give out the jobs, age the plans."""
         now = self._clock()
         loads = tuple(self._open_load(draft, now) for draft in self._load_drafts.values())
         self._planner.end_step()
-        step = StepJobs(loads, tuple(self._save_jobs), tuple(self._poisoned))
+        step = StepJobs(loads, tuple(self._save_jobs), tuple(self._poisoned), tuple(self._agreed), tuple(self._refused))
         self._load_drafts, self._save_jobs, self._poisoned = {}, [], {}
+        self._agreed, self._refused = [], []
         self._doomed.clear()
         self._sources.clear()
         return step
@@ -335,6 +347,8 @@ class SchedulerHalf:
         if done.gpu_blocks and self._pool is not None:
             self._pool.free(tuple(reversed(done.gpu_blocks)))
         self._saves.over(done.job.moves)
+        if done.job.namespace is not None and self._ledger.num_ranks > 1:
+            (self._agreed if done.complete else self._refused).append(done.job.job_id)
         self._count["blocks_saved"] += len(done.saved)
         if done.abandoned:
             return
@@ -423,6 +437,10 @@ class SchedulerHalf:
         """Whether a save may still read GPU blocks."""
         return self._ledger.num_gpu_blocks > 0
 
+    def owes_word(self) -> bool:
+        """Whether ranks wait to hear that a save may be stored, or may not."""
+        return bool(self._agreed or self._refused)
+
     def would_free_gpu_blocks(self) -> bool:
         """Whether the end of a save would free a GPU block: one that nobody but the save holds."""
         pool = self._pool
@@ -457,6 +475,7 @@ class SchedulerHalf:
             "unsent_loads": len(self._load_drafts),
             "unsent_saves": len(self._save_jobs),
             "unsent_poisoned": len(self._poisoned),
+            "unsent_agreements": len(self._agreed) + len(self._refused),
             "gpu_blocks": self._ledger.num_gpu_blocks,
             "names_saving": self._saves.num_saving,
             "save_cursors": self._saves.num_cursors,

@@ -24,6 +24,7 @@ class Copied:
     job: SaveJob
     gpu_blocks: tuple[int, ...]  # to be given back, in chain order
     saved: tuple[BlockMove, ...]  # copies that every rank managed
+    complete: bool  # every rank managed everything
     abandoned: bool
 
 
@@ -244,7 +245,8 @@ class Ledger:
         if phase is Phase.STORED:
             return Stored(job, tuple(move for move in inside if move.put), entry.abandoned)
         self._num_gpu_blocks -= entry.num_read
-        return Copied(job, entry.gpu_blocks, tuple(move for move in inside if move.copy), entry.abandoned)
+        complete = start <= job.start_block and end >= job.start_block + job.num_blocks
+        return Copied(job, entry.gpu_blocks, tuple(move for move in inside if move.copy), complete, entry.abandoned)
 
     def _loaded(self, entry: _Open, job: LoadJob) -> Loaded:
         filled = entry.filled or set()

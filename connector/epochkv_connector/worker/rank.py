@@ -37,10 +37,12 @@ class Rank:
     Attributes:
         shard: which KV shard this rank holds.
         replicas, replica: how many ranks hold the same shard, and this one's place among them.
+        alone: no other rank holds a part of this engine's weights.
         newest_epoch: highest epoch this rank was told of.
     """
 
-    def __init__(self, shard: int, replicas: int, replica: int) -> None:
+    def __init__(self, shard: int, replicas: int, replica: int, *, alone: bool = True) -> None:
+        self.alone = alone
         self.shard = shard
         self.replicas = replicas
         self.replica = replica

@@ -24,6 +24,7 @@ class Saves:
     Attributes:
         copies: saves that may still read GPU blocks, by job id.
         puts: saves that are copied and not yet stored or given up, by job id.
+        waiting: those of them that other ranks have yet to agree to, by job id.
         storing: saves whose slots the store may still read, by job id; some of them were given up.
         acks: (save, phase, failed) that were not told yet.
     """
@@ -32,6 +33,7 @@ class Saves:
         self._rank = rank
         self.copies: dict[int, Save] = {}
         self.puts: dict[int, Save] = {}
+        self.waiting: dict[int, Save] = {}
         self.storing: dict[int, Save] = {}
         self.acks: list[tuple[Save, Phase, bool]] = []
         self._unsubmitted: list[Save] = []
@@ -48,8 +50,12 @@ class Saves:
             self._unsubmitted.append(save)
         rank.counters.add("save_jobs")
 
-    def submit(self) -> None:
-        """The forward pass was issued: begin behind it. Model-runner thread."""
+    def submit(self, as_named: Callable[[], bool] = lambda: True) -> None:
+        """The forward pass was issued: begin behind it. Model-runner thread.
+
+        Args:
+            as_named: asked when the device is past it: whether it was computed with the weights that names say.
+        """
         rank = self._rank
         with rank.changed:
             saves, self._unsubmitted = self._unsubmitted, []
@@ -57,7 +63,7 @@ class Saves:
             return
         after = rank.event()
         for save in saves:
-            save.after = after
+            save.after, save.as_named = after, as_named
             rank.guard(partial(self._begin, save), partial(self.fail_copy, save))
 
     def wait_copied(self, timeout: float) -> bool:
@@ -88,6 +94,8 @@ class Saves:
         """Fail copies that have not begun in time; puts have deadlines of their own in the store client."""
         for save in [save for save in list(self.copies.values()) if save.deadline <= now]:
             self.fail_copy(save, "deadline", f"save job {save.job.job_id} missed its deadline")
+        for save in [save for save in list(self.waiting.values()) if save.deadline <= now]:
+            self.refuse(save.job.job_id, "deadline", f"other ranks did not agree to save job {save.job.job_id} in time")
 
     def fail_copy(self, save: Save, reason: str, detail: str) -> None:
         """End a save that has not begun to copy."""
@@ -120,7 +128,7 @@ class Saves:
             return
         if save.failed:
             self._acknowledge(save, Phase.STORED, failed=True)
-        else:
+        elif rank.alone:
             rank.guard(partial(self._begin_put, save), partial(self._fail_put, save))
 
     def _copy(self, save: Save, stream: Callable[[], StagingStream]) -> None:
@@ -135,6 +143,8 @@ class Saves:
         stream().gather(pairs, save.after)
         if save.overtaken:
             raise JobFailed("overtaken", f"blocks of save job {save.job.job_id} were used again while they were copied")
+        if not save.as_named():
+            raise JobFailed("weights", f"blocks of save job {save.job.job_id} were computed with other weights than they are named after")
         rank.count_copy("save", pairs, time.monotonic() - began)
         rank.fill(fresh)
 
@@ -148,10 +158,26 @@ class Saves:
             self.copies.pop(save.job.job_id, None)
             if save.job.namespace is not None:
                 self.puts[save.job.job_id] = save
+                if not save.failed and not self._rank.alone:
+                    self.waiting[save.job.job_id] = save
             self.acks.append((save, Phase.COPIED, save.failed))
             self._rank.changed.notify_all()
 
     # -- the put -------------------------------------------------------------------------------------------------
+
+    def agree(self, job_id: int) -> None:
+        """Every rank has copied this save, with the weights that its names say: its shards may be stored."""
+        with self._rank.changed:
+            save = self.waiting.pop(job_id, None)
+        if save is not None:
+            self._rank.guard(partial(self._begin_put, save), partial(self._fail_put, save))
+
+    def refuse(self, job_id: int, reason: str = "other_rank", detail: str = "another rank has not copied it") -> None:
+        """Some rank has not: a shard alone is of no use, and beside one of other weights it would be wrong."""
+        with self._rank.changed:
+            save = self.waiting.pop(job_id, None)
+        if save is not None:
+            self._fail_put(save, reason, detail)
 
     def _begin_put(self, save: Save) -> None:
         rank, store, namespace = self._rank, self._rank.store, save.job.namespace

@@ -93,6 +93,7 @@ class Save:
     stage: Stage = Stage.QUEUED
     failed: bool = False
     overtaken: bool = False  # its GPU blocks may have been written to while it copied
+    as_named: Callable[[], bool] = lambda: True  # whether its blocks were computed with the weights that their names say
     ticket: Ticket | None = None
     busy: tuple[int, ...] = ()  # slots the ticket reads from
 

@@ -46,6 +46,10 @@ class Step(Protocol):
     def poisoned(self) -> Sequence[str]: ...
     @property
     def newest_epoch(self) -> int: ...
+    @property
+    def agreed(self) -> Sequence[int]: ...
+    @property
+    def refused(self) -> Sequence[int]: ...
 
 
 class WorkerHalf:
@@ -73,7 +77,9 @@ class WorkerHalf:
         """
         self.rank = rank
         replicas = max(1, world_size // (num_shards or world_size))
-        self._rank = Rank(rank if shard is None else shard, replicas, rank % replicas if replica is None else replica)
+        self._rank = Rank(
+            rank if shard is None else shard, replicas, rank % replicas if replica is None else replica, alone=world_size == 1
+        )
         self._open_store = open_store
         self._loads = Loads(self._rank)
         self._saves = Saves(self._rank)
@@ -143,6 +149,8 @@ class WorkerHalf:
         for load in list(self._loads.open.values()):
             self._loads.fail(load, "shutdown", "the engine shuts down")
         self._saves.drop_unsubmitted("shutdown")
+        for job_id in list(self._saves.waiting):
+            self._saves.refuse(job_id, "shutdown", "the engine shuts down")
         stopped = [mover.stop(remaining(deadline)) for mover in rank.movers.values()]
         clean = all(stopped)
         if rank.store is not None:
@@ -173,6 +181,10 @@ class WorkerHalf:
         rank = self._rank
         with rank.changed:
             rank.newest_epoch = max(rank.newest_epoch, step.newest_epoch)
+        for job_id in step.agreed:
+            self._saves.agree(job_id)
+        for job_id in step.refused:
+            self._saves.refuse(job_id)
         for request_id in step.poisoned:
             self._poison(request_id)
         for load in step.loads:
@@ -180,9 +192,13 @@ class WorkerHalf:
         for save in step.saves:
             self._saves.take(save)
 
-    def finish_step(self) -> None:
-        """The forward of this step has been issued (`wait_for_save`): begin its saves behind it. Never raises."""
-        self._saves.submit()
+    def finish_step(self, as_named: Callable[[], bool] = lambda: True) -> None:
+        """The forward of this step has been issued (`wait_for_save`): begin its saves behind it. Never raises.
+
+        Args:
+            as_named: see `Saves.submit`.
+        """
+        self._saves.submit(as_named)
 
     def settle(self) -> None:
         """GPU blocks of saves may be written to from now on: wait for their copies, and fail what is late. Never raises."""

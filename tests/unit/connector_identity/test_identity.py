@@ -17,6 +17,7 @@ from epochkv_connector.identity import IdentityError
 SECRET = bytes(range(32))
 UID = "6f1c2d3e-0000-4000-8000-000000000001"
 FINGERPRINT = "ab" * 32
+WEIGHTS = b"\x07" * 32
 
 
 def by_hand(secret: bytes, *fields: bytes) -> bytes:
@@ -25,33 +26,38 @@ def by_hand(secret: bytes, *fields: bytes) -> bytes:
 
 
 def test_the_shared_root_is_what_the_protocol_says() -> None:
-    expected = by_hand(SECRET, b"epochkv", UID.encode(), (7).to_bytes(8, "big"), FINGERPRINT.encode())
-    assert identity.shared_root(SECRET, UID, 7, FINGERPRINT) == expected
+    expected = by_hand(SECRET, b"epochkv", UID.encode(), (7).to_bytes(8, "big"), FINGERPRINT.encode(), WEIGHTS)
+    assert identity.shared_root(SECRET, UID, 7, FINGERPRINT, WEIGHTS) == expected
 
 
 @given(
     st.lists(
-        st.tuples(st.text(min_size=1, max_size=5), st.integers(0, 300), st.text("0123456789abcdef", min_size=1, max_size=5)),
+        st.tuples(
+            st.text(min_size=1, max_size=5),
+            st.integers(0, 300),
+            st.text("0123456789abcdef", min_size=1, max_size=5),
+            st.binary(min_size=1, max_size=3),
+        ),
         unique=True,
         min_size=2,
         max_size=6,
     )
 )
-def test_different_inputs_never_share_a_root(inputs: list[tuple[str, int, str]]) -> None:
+def test_different_inputs_never_share_a_root(inputs: list[tuple[str, int, str, bytes]]) -> None:
     roots = [identity.shared_root(SECRET, *each) for each in inputs]
     assert all(first != second for first, second in combinations(roots, 2))
 
 
 def test_a_root_needs_every_part() -> None:
-    good = (SECRET, UID, 0, FINGERPRINT)
-    for index, bad in enumerate((b"", "", -1, "")):
+    good = (SECRET, UID, 0, FINGERPRINT, WEIGHTS)
+    for index, bad in enumerate((b"", "", -1, "", b"")):
         arguments: Any = (*good[:index], bad, *good[index + 1 :])
         with pytest.raises(IdentityError):
             identity.shared_root(*arguments)
 
 
 def test_an_adapters_root_depends_on_its_version() -> None:
-    root = identity.shared_root(SECRET, UID, 1, FINGERPRINT)
+    root = identity.shared_root(SECRET, UID, 1, FINGERPRINT, WEIGHTS)
     expected = by_hand(root, b"adapter", b"a", b"/p", (2).to_bytes(8, "big"))
     assert identity.adapter_root(root, "a", "/p", 2) == expected
     changes = (("a", "/p", 2), ("a", "/p", 3), ("a", "/q", 2), ("b", "/p", 2), ("a/", "p", 2))
@@ -76,10 +82,11 @@ def test_a_fingerprint_of_an_object_is_refused() -> None:
 
 def test_the_namespace_is_one_that_the_key_codec_reads() -> None:
     uid8 = hashlib.sha256(UID.encode()).hexdigest()[:8]
-    space = identity.namespace(UID, FINGERPRINT, 12)
-    assert space == f"{uid8}/{'ab' * 8}/e12"
+    space = identity.namespace(UID, FINGERPRINT, 12, WEIGHTS)
+    assert space == f"{uid8}/{'ab' * 8}/e12/w{'07' * 8}"
     assert keys.epoch_of(space) == 12
     parsed = keys.parse_key(keys.object_key(space, 1, 0, b"\x01\x02"))
+    assert parsed.weights == "07" * 8
     assert (parsed.pool, parsed.epoch, parsed.group, parsed.block_hash) == (uid8, 12, 1, b"\x01\x02")
     assert identity.pool_prefix("any text / with ümlauts") != identity.pool_prefix(UID)
-    assert keys.epoch_of(identity.namespace("any text / with ümlauts", FINGERPRINT, 0)) == 0
+    assert keys.epoch_of(identity.namespace("any text / with ümlauts", FINGERPRINT, 0, WEIGHTS)) == 0

@@ -16,25 +16,34 @@ from epochkv_connector.store.envelope import Defect
 
 hex_digits = "0123456789abcdef"
 namespaces = st.builds(
-    lambda uid, fp, epoch: f"{uid}/{fp}/e{epoch}",
+    lambda uid, fp, epoch, weights: f"{uid}/{fp}/e{epoch}/w{weights}",
     st.text(hex_digits, min_size=8, max_size=8),
     st.text(hex_digits, min_size=16, max_size=16),
     st.integers(0, 10**6),
+    st.text(hex_digits, min_size=16, max_size=16),
 )
 
 
 @given(namespaces, st.integers(0, 9), st.integers(0, 31), st.binary(min_size=1, max_size=40))
 def test_a_key_reads_back_as_its_parts(namespace: str, group: int, shard: int, block_hash: bytes) -> None:
     key = keys.object_key(namespace, group, shard, block_hash)
-    uid, fingerprint, epoch = namespace.split("/")
-    assert key == f"{uid}/{fingerprint}/{epoch}/g{group}/r{shard}/{block_hash.hex()}"
-    assert keys.parse_key(key) == keys.BlockKey(uid, fingerprint, int(epoch[1:]), group, shard, block_hash)
+    uid, fingerprint, epoch, weights = namespace.split("/")
+    assert key == f"{uid}/{fingerprint}/{epoch}/{weights}/g{group}/r{shard}/{block_hash.hex()}"
+    assert keys.parse_key(key) == keys.BlockKey(uid, fingerprint, int(epoch[1:]), weights[1:], group, shard, block_hash)
     assert keys.epoch_of(namespace) == int(epoch[1:])
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "x", "a/b/e1", "12345678/0123456789abcdef/e01", "12345678/0123456789abcdef/e1/", "12345678/0123456789ABCDEF/e1"],
+    [
+        "",
+        "x",
+        "a/b/e1",
+        "12345678/0123456789abcdef/e01",
+        "12345678/0123456789abcdef/e1/",
+        "12345678/0123456789abcdef/e1",
+        "12345678/0123456789ABCDEF/e1/w0123456789abcdef",
+    ],
 )
 def test_what_is_no_namespace_is_refused(text: str) -> None:
     with pytest.raises(keys.KeyCodecError):
@@ -53,7 +62,7 @@ def test_a_prefix_pattern_matches_the_prefix_literally(prefix: str, rest: str) -
 @given(st.integers(1, 2000), st.integers(0, 4000))
 def test_older_pattern_compares_numbers(epoch: int, other: int) -> None:
     pattern = re.compile(keys.older_pattern("0a1b2c3d", epoch))
-    key = f"0a1b2c3d/0123456789abcdef/e{other}/g0/r0/00"
+    key = f"0a1b2c3d/0123456789abcdef/e{other}/w{'0' * 16}/g0/r0/00"
     assert bool(pattern.search(key)) == (other < epoch)
     assert not pattern.search("1" + key)
     assert not pattern.search(key.replace("0a1b2c3d", "0a1b2c3e"))
@@ -62,7 +71,7 @@ def test_older_pattern_compares_numbers(epoch: int, other: int) -> None:
 def test_older_pattern_takes_one_layout_and_one_group_when_told() -> None:
     fingerprint = "0123456789abcdef"
     pattern = re.compile(keys.older_pattern("0a1b2c3d", 12, fingerprint + "0" * 48, group=1))
-    key = f"0a1b2c3d/{fingerprint}/e9/g1/r0/00"
+    key = f"0a1b2c3d/{fingerprint}/e9/w{fingerprint}/g1/r0/00"
     assert pattern.search(key)
     for other in (key.replace("/g1/", "/g10/"), key.replace("/g1/", "/g0/"), key.replace("0123", "0124"), key.replace("/e9/", "/e12/")):
         assert other != key

@@ -29,7 +29,7 @@ from epochkv_connector.worker.worker import WorkerHalf
 from tests.helpers_store import wait_until
 
 NUM_BLOCKS, NUM_SLOTS, LAYERS = 16, 12, 3
-NAMESPACE = "0a1b2c3d/00112233445566ff/e7"
+NAMESPACE = "0a1b2c3d/00112233445566ff/e7/w0123456789abcdef"
 
 
 @dataclass
@@ -38,6 +38,8 @@ class Step:
     saves: Sequence[SaveJob] = ()
     poisoned: Sequence[str] = ()
     newest_epoch: int = -1
+    agreed: Sequence[int] = ()
+    refused: Sequence[int] = ()
 
 
 @dataclass
@@ -367,6 +369,10 @@ def test_replicas_of_a_shard_put_each_block_once(store: ObedientStore) -> None:
     moves = [move(block, block, 100 + block) for block in range(NUM_SLOTS)]
     for rig in ranks:
         rig.step(saves=[save(1, moves, NAMESPACE)])
+        assert not rig.until_acked(1, Phase.COPIED).failed
+    assert not store.seen, "a shard was stored before every rank had its own"
+    for rig in ranks:
+        rig.step(agreed=[1])
         assert not rig.until_acked(1, Phase.STORED).failed
     put = Counter(transfer.key for request in store.seen for transfer in request.transfers)
     assert put == {object_key(NAMESPACE, 0, shard, m.block_hash): 1 for shard in range(2) for m in moves}

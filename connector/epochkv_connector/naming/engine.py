@@ -1,0 +1,149 @@
+"""Joins `watch.Watch` to a running vLLM engine: every call to its workers, every step, and the time when it idles."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from epochkv_connector.naming import rank
+from epochkv_connector.naming.watch import Watch, is_harmless
+
+logger = logging.getLogger("vllm.epochkv.weights")
+
+MIN_RING_SECONDS = 0.05
+"""A busy engine takes its inputs between steps, and looks with its next step anyway."""
+
+
+class EngineRanks:
+    """The ranks behind an executor of vLLM (`watch.Ranks`)."""
+
+    def __init__(self, executor: Any, engine_id: str) -> None:
+        self._executor = executor
+        self._rpc = executor.collective_rpc  # as it was before `join` put the watch in front of it
+        self._held = rank.held_by(engine_id)
+
+    @property
+    def asleep(self) -> bool:
+        """vLLM says so itself."""
+        return bool(getattr(self._executor, "is_sleeping", False))
+
+    @property
+    def num_writes(self) -> int:
+        """Of the rank in this process, if there is one."""
+        return self._held.writes
+
+    def ask(self, number: int) -> Sequence[dict[str, Any]]:
+        """See `rank.ask`."""
+        return list(self._rpc(rank.ask, args=(number,)))
+
+    def are_as_asked(self, number: int) -> bool:
+        """See `rank.is_as_asked`."""
+        return all(self._rpc(rank.is_as_asked, args=(number,)))
+
+    def end_device_work(self) -> None:
+        """See `rank.end_device_work`."""
+        self._rpc(rank.end_device_work)
+
+
+class NoRanks:
+    """A scheduler without an engine: there is nobody to ask."""
+
+    asleep = False
+    num_writes = 0
+
+    def ask(self, number: int) -> Sequence[dict[str, Any]]:
+        """Nobody."""
+        raise RuntimeError("this scheduler has no engine whose ranks could be asked for their weights")
+
+    def are_as_asked(self, number: int) -> bool:
+        """Nobody knows."""
+        return False
+
+    def end_device_work(self) -> None:
+        """Nothing runs."""
+
+
+def join(core: Any, scheduler: Any, watch: Watch, guarded: Callable[[Callable[[], None]], None]) -> None:
+    """Put the watch in front of the executor's calls and the scheduler's steps.
+
+    Args:
+        core: vLLM's EngineCore, whose executor is there already.
+        guarded: runs what must not raise into vLLM.
+    """
+    executor = core.model_executor
+    call = executor.collective_rpc
+    alarm = _Alarm(core, watch, guarded)
+
+    @functools.wraps(call)
+    def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_harmless(method):
+            return call(method, *args, **kwargs)
+        guarded(lambda: watch.calling(method))
+        alarm.set()
+        try:
+            return call(method, *args, **kwargs)
+        except BaseException:
+            guarded(watch.failed)
+            raise
+
+    executor.collective_rpc = collective_rpc
+    schedule = scheduler.schedule
+
+    @functools.wraps(schedule)
+    def scheduling(*args: Any, **kwargs: Any) -> Any:
+        guarded(watch.before_schedule)
+        return schedule(*args, **kwargs)
+
+    scheduler.schedule = scheduling
+    alarm.listen()
+
+
+class _Alarm:
+    """Wakes an engine that waits for work, so that it looks at its weights on its own thread soon after a push.
+
+    An engine in the process of its user has no queue of inputs: it looks with its next step.
+    """
+
+    def __init__(self, core: Any, watch: Watch, guarded: Callable[[Callable[[], None]], None]) -> None:
+        self._core = core
+        self._watch = watch
+        self._guarded = guarded
+        self._lock = threading.Lock()
+        self._armed = False
+
+    def listen(self) -> None:
+        """After each thing that the idle engine is told, see whether it is time to look."""
+        handle = getattr(self._core, "_handle_client_request", None)
+        if handle is None:
+            return
+
+        @functools.wraps(handle)
+        def handling(*args: Any, **kwargs: Any) -> None:
+            handle(*args, **kwargs)
+            if self._watch.pending and not self._core.scheduler.has_requests():
+                self._guarded(self._watch.when_idle)
+
+        self._core._handle_client_request = handling
+
+    def set(self) -> None:
+        """Ring when the engine should look."""
+        with self._lock:
+            if self._armed or getattr(self._core, "input_queue", None) is None:
+                return
+            self._armed = True
+        threading.Thread(target=self._ring, name="epochkv-weights", daemon=True).start()
+
+    def _ring(self) -> None:
+        from vllm.v1.engine import EngineCoreRequestType
+
+        while True:
+            time.sleep(max(MIN_RING_SECONDS, self._watch.quiet_at() - time.monotonic()))
+            with self._lock:
+                if not self._watch.pending:
+                    self._armed = False
+                    return
+            self._core.input_queue.put((EngineCoreRequestType.WAKEUP, None))

@@ -1,0 +1,170 @@
+"""What one worker rank knows of its weights, and the calls that the scheduler half makes on it.
+
+The functions here are sent through vLLM's `Executor.collective_rpc` and get the worker. None of them raises: on several ranks an
+exception would leave the answers of the others in vLLM's queues. Their deadline is kept here, for the same reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from epochkv_connector.naming.digest import Unreadable, digest
+from epochkv_connector.naming.held import models, packed, weights
+from epochkv_connector.naming.sample import Sample
+
+DIGEST_SECONDS = 60.0
+"""Of one digest on one rank: at 5 GB/s, 300 GB. Then the weights are unknown."""
+
+Answer = dict[str, Any]
+"""`number`: of the question; `weights`: 32 bytes, or None; `note`: why None; `bytes`, `seconds`: what was read and how long it took;
+`rank`: whose answer."""
+
+
+@dataclass(slots=True)
+class Held:
+    """What this rank held when it was last asked.
+
+    Attributes:
+        number: of the scheduler half's question.
+        value: its digest; None: unknown.
+        sample: drawn with it; `places`: where every tensor lay.
+        writes: calls of `load_weights` that have begun or ended, by whoever made them; `seen`: those before `number`.
+        waits: calls of `end_device_work`.
+    """
+
+    number: int = -1
+    value: bytes | None = None
+    sample: Sample | None = None
+    places: tuple[int, ...] = ()
+    writes: int = 0
+    seen: int = 0
+    waits: int = 0
+
+    def forget(self) -> None:
+        """Nothing is known any more."""
+        self.value, self.sample, self.places = None, None, ()
+
+    def look(self, number: int) -> Look:
+        """Compare what is there with what question `number` found, behind the forward pass that was issued."""
+        return Look(self, number)
+
+
+class Look:
+    """One comparison, made where the device's work has got to; its result waits for the device.
+
+    A call that writes is announced (`end_device_work`), so a write that begins after the announcement is none of this step's.
+    """
+
+    def __init__(self, held: Held, number: int) -> None:
+        self.number = number
+        self._held = held
+        self._writes, self._waits = held.writes, held.waits
+        known = held.number == number and held.sample is not None and held.writes == held.seen
+        self._compared = held.sample.look() if known and held.sample is not None else lambda: False
+        self._event = torch.cuda.current_stream().record_event() if known and torch.cuda.is_available() else None
+        self._result: bool | None = None
+
+    def ended(self) -> bool:
+        """The device is past it."""
+        return self._event is None or bool(self._event.query())
+
+    def holds(self) -> bool:
+        """Whether nothing had changed; found out once. Any thread."""
+        if self._result is None:
+            overwritten = self._held.writes != self._writes and self._held.waits == self._waits
+            self._result = not overwritten and self._compared()
+        return self._result
+
+
+_ranks: dict[str, Held] = {}
+"""Of this process, by vLLM's engine id: the worker half of the connector is another object than the worker."""
+
+
+def held_by(engine_id: str) -> Held:
+    """The rank of this process that belongs to this engine; in another process than the worker's it never knows anything."""
+    return _ranks.setdefault(engine_id, Held())
+
+
+def _held(worker: Any) -> Held:
+    held = held_by(str(worker.vllm_config.kv_transfer_config.engine_id))
+    for _, model in models(worker):
+        _notice_writes(model, held)
+    return held
+
+
+def _notice_writes(model: Any, held: Held) -> None:
+    load = getattr(model, "load_weights", None)
+    if load is None or getattr(load, "epochkv", None) is held:
+        return
+    load = getattr(load, "__wrapped__", load)
+
+    @functools.wraps(load)
+    def load_weights(*args: Any, **kwargs: Any) -> Any:
+        held.writes += 1
+        try:
+            return load(*args, **kwargs)
+        finally:
+            held.writes += 1
+
+    load_weights.epochkv = held  # type: ignore[attr-defined]
+    model.load_weights = load_weights
+
+
+def ask(worker: Any, number: int) -> Answer:
+    """Digest everything this rank holds, and draw a new sample."""
+    began = time.monotonic()
+    answer: Answer = {"number": number, "weights": None, "note": "", "bytes": 0, "seconds": 0.0, "rank": getattr(worker, "rank", 0)}
+    held: Held | None = None
+    try:
+        held = _held(worker)
+        held.forget()
+        writes = held.writes
+        _synchronize()
+        sample = Sample(weights(worker))
+        places = _places(worker)
+        found = digest(weights(worker), packed(worker), deadline=began + DIGEST_SECONDS)
+        if not sample.holds() or places != _places(worker) or writes != held.writes:
+            raise Unreadable("weights were written while they were read")
+        held.number, held.value, held.sample, held.places, held.seen = number, found.value, sample, places, writes
+        answer |= {"weights": found.value, "bytes": found.num_bytes}
+    except Unreadable as error:
+        answer["note"] = str(error)
+    except Exception as error:  # whatever this worker is, it has no digest
+        answer["note"] = f"{type(error).__name__}: {error}"
+    if held is not None and held.value is None:
+        held.number = number
+    answer["seconds"] = time.monotonic() - began
+    return answer
+
+
+def is_as_asked(worker: Any, number: int) -> bool:
+    """Whether the sample, and the places of all tensors, are those of question `number`."""
+    try:
+        held = _held(worker)
+        return held.look(number).holds() and held.places == _places(worker)
+    except Exception:
+        return False
+
+
+def end_device_work(worker: Any) -> bool:
+    """Wait for what runs on the device: a call that follows may write weights on another stream."""
+    try:
+        _synchronize()
+        _held(worker).waits += 1
+        return True
+    except Exception:
+        return False
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def _places(worker: Any) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for _, tensor in weights(worker))

@@ -1,0 +1,56 @@
+"""A worker extension (`--worker-extension-cls`): ways to write weights that frameworks have and vLLM's own API has not.
+
+The methods are RPC names that nobody has listed; `write_later` does its work on a thread, past every call.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class Writer:
+    """Mixed into vLLM's worker."""
+
+    rank: int
+    model_runner: Any
+
+    def _parameter(self, name: str) -> torch.nn.Parameter:
+        return dict(self.model_runner.get_model().named_parameters())[name]
+
+    def scale_in_place(self, name: str, factor: float, rank: int | None = None) -> None:
+        """As delta pushes do: straight into a parameter."""
+        if rank in (None, self.rank):
+            with torch.no_grad():
+                self._parameter(name).mul_(factor)
+
+    def half_a_push(self, path: str) -> None:
+        """The embedding of other weights, then the trainer is gone."""
+        from safetensors.torch import load_file
+
+        tensors = load_file(next(Path(path).glob("*.safetensors")))
+        with torch.no_grad():
+            self._parameter("model.embed_tokens.weight").copy_(tensors["model.embed_tokens.weight"])
+        raise RuntimeError("the push broke off")
+
+    def write_later(self, folder: str, rank: int | None = None) -> None:
+        """From now on a file `NAME` in `folder` with a factor in it scales that parameter, once; `NAME.swap` swaps its storage."""
+        if rank in (None, self.rank):
+            threading.Thread(target=self._listen, args=(Path(folder),), daemon=True).start()
+
+    def _listen(self, folder: Path) -> None:
+        while True:
+            for order in folder.glob("*.order"):
+                factor = float(order.read_text() or "0")
+                parameter = self._parameter(order.name.removesuffix(".order").removesuffix(".swap"))
+                with torch.no_grad():
+                    if order.name.endswith(".swap.order"):
+                        parameter.data = parameter.data.clone() * factor
+                    else:
+                        parameter.mul_(factor)
+                order.rename(order.with_suffix(".done"))
+            time.sleep(0.001)
