@@ -15,6 +15,7 @@ from typing import Any
 from epochkv_connector import compat, tiers
 from epochkv_connector.adapters import AdapterVersions, Version
 from epochkv_connector.compat import KVConnectorBase_V1, KVConnectorRole, KVConnectorTransferResults, SupportsHMA
+from epochkv_connector.compat_kv import why_no_tiers
 from epochkv_connector.config import ConfigError, ConnectorConfig
 from epochkv_connector.devices import check_devices
 from epochkv_connector.fencing import Fence, FencePolicy, PoolIdentity
@@ -71,6 +72,8 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         config = ConnectorConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
         compat.check_version(config.allow_untested_vllm)
         compat.check_siblings(compat.sibling_names())
+        parallel = self._vllm_config.parallel_config
+        compat.check_launcher(parallel.distributed_executor_backend, int(parallel.world_size))
         self._refuse_foreign_encoders(config)
         check_devices(config)
         if config.local is not None:
@@ -186,12 +189,12 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
                 f"kv_load_failure_policy is {policy!r}, so a lost block would fail the request; set it to 'recompute' "
                 "(below a MultiConnector: in this child's own configuration)"
             )
-        return None
+        return why_no_tiers(self._vllm_config)
 
     def _why_no_saves(self) -> str | None:
         if self._kv_transfer_config.kv_role == "kv_consumer":
             return "kv_role is 'kv_consumer', which loads only; set it to 'kv_both' to save as well"
-        return None
+        return why_no_tiers(self._vllm_config)
 
     def _build_tiers(self) -> tiers.SchedulerTiers | None:
         return tiers.build_scheduler_tiers(self._epochkv_config, self._vllm_config, self._kv_cache_config, self._link.poke)

@@ -196,7 +196,7 @@ COUNTERS: tuple[Family, ...] = (
         "Objects whose bytes were not what was put under their key, by what was wrong.",
         labels=("defect",),
         prefix="store_defect_",
-        values=("magic", "sealed", "codec", "digest", "length", "no_checksum", "checksum", "torn"),
+        values=("magic", "sealed", "codec", "digest", "layout", "length", "no_checksum", "checksum", "torn"),
     ),
     _counter(
         "store_unexpected_codes", "Return codes of Mooncake that have no meaning here (the log names each once).", prefix="store_code_"
