@@ -23,7 +23,7 @@ import mooncake
 
 from epochkv_connector.store import ENVIRONMENT, StoreSettings, Transfer
 
-END_BYTES = 64
+END_BYTES = 128
 """Header and trailer of a stored object, by the format's definition."""
 
 

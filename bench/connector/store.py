@@ -25,7 +25,7 @@ from hack.standalone.mooncake import Mooncake
 SIZES = {"64 KiB": 64 << 10, "384 KiB": 384 << 10, "2 MiB": 2 << 20}
 """Payloads; 384 KiB is a 16-token block of the benchmark's model, 2 MiB one of a model of 8 billion parameters in bfloat16."""
 
-ENDS = 128
+ENDS = 256
 BYTES_PER_TURN = 48 << 20
 TIMEOUT = 30.0
 

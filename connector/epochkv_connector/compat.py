@@ -1,4 +1,4 @@
-"""The only file that imports unstable vLLM names.
+"""The only file, with `compat_kv`, that imports unstable vLLM names.
 
 Everything here was checked against vLLM 0.32; 0.30 to 0.33 are accepted, other versions are refused at start with a
 sentence (unless `allow_untested_vllm`), because a renamed global would make every name in this project a lie.
@@ -22,6 +22,7 @@ from typing import Any
 
 import vllm
 
+from epochkv_connector.compat_kv import describe_platform
 from epochkv_connector.plugin import NAME
 from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout
 from epochkv_connector.worker.slots import slot_stride
@@ -131,6 +132,21 @@ def check_siblings(names: Sequence[str]) -> None:
                 f"MultiConnector holds {sibling} beside EpochKVConnector: KV that {sibling} brings in would be named "
                 "by hashes it keeps from before an epoch change; remove it from the MultiConnector"
             )
+
+
+def check_launcher(backend: object, num_ranks: int) -> None:
+    """Whether ranks that are started like this (`distributed_executor_backend`) can have tiers.
+
+    Raises:
+        UnsupportedEngine: every process has a scheduler and one worker, so nobody brings their acknowledgements together.
+    """
+    kinds = {kind.__name__ for kind in backend.__mro__} if isinstance(backend, type) else {str(backend)}
+    if num_ranks > 1 and kinds & {"external_launcher", "ExecutorWithExternalLauncher"}:
+        raise UnsupportedEngine(
+            f"distributed_executor_backend is external_launcher with {num_ranks} ranks: each process schedules for its own rank only "
+            "and would wait for ever for the other ranks to say that a saved block was copied, until no KV block is left; "
+            "use 'mp' or 'ray', or start one engine of one rank in each process"
+        )
 
 
 def around_adapter_load(before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
@@ -400,6 +416,11 @@ def _plain(value: Any) -> Any:
     return plain
 
 
+def _options(config: Any, left_out: frozenset[str] = frozenset()) -> dict[str, Any] | None:
+    """Every field of one of vLLM's configurations, also those that are yet to come; None: there is no such configuration."""
+    return None if config is None else {key: _plain(value) for key, value in vars(config).items() if key not in left_out}
+
+
 _LORA_CAPACITIES = frozenset(
     ("max_lora_rank", "max_loras", "max_cpu_loras", "max_lora_cls_labels", "default_mm_loras", "specialize_active_lora")
 )
@@ -425,11 +446,11 @@ def _remote_code(model: Any) -> list[Any] | None:
 
 def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
     """Everything but weights that changes KV bytes or their layout, as JSON (`identity.fingerprint` digests it). Where the model was
-    loaded from does not: what its files said is in its configuration and in the digest of its weights.
+        loaded from does not: what its files said is in its configuration and in the digest of its weights.
 
-    Raw tensor-parallel size is left out on purpose: the per-rank spec (heads per rank) and the number of distinct
-    shards are in, so ranks that hold replicas share. Pickle-based hash algorithms depend on the interpreter's minor
-    version, so that is in for them.
+    As far as the scheduler process can know it: ranks say how their tensors lie (`worker.layout.layout_digest`). Ranks are
+        numbered within their engine, so an object of one number holds other heads where tensor-parallel size or the number of
+        distinct shards differs. Pickle-based hash algorithms depend on the interpreter's minor version, so that is in for them.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     algorithm = str(cache.prefix_caching_hash_algo)
@@ -442,7 +463,6 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         for group in kv_cache_config.kv_cache_groups
     ]
     speculative = getattr(vllm_config, "speculative_config", None)
-    attention = getattr(vllm_config, "attention_config", None)
     return {
         "vllm": vllm.__version__,
         "remote_code": _remote_code(model),
@@ -451,15 +471,23 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         "dtype": str(model.dtype),
         "quantization": _plain(getattr(model, "quantization", None)),
         "cache_dtype": str(cache.cache_dtype),
+        "skip_layers": sorted(str(layer) for layer in getattr(cache, "kv_cache_dtype_skip_layers", None) or ()),
         "layout": _plain(getattr(kv_cache_config, "kv_cache_layout", None) or getattr(cache, "kv_cache_layout", None)),
         "hash_block_size": _plain(getattr(kv_cache_config, "hash_block_size", None) or getattr(cache, "prefix_match_unit", None)),
         "groups": groups,
+        "platform": describe_platform(vllm_config, kv_cache_config),
+        "tensor": int(parallel.tensor_parallel_size),
+        "shards": num_kv_shards(vllm_config, kv_cache_config),
+        "replicas": num_kv_replicas(kv_cache_config),
         "pipeline": int(parallel.pipeline_parallel_size),
         "decode_context": int(getattr(parallel, "decode_context_parallel_size", 1)),
         "prefill_context": int(getattr(parallel, "prefill_context_parallel_size", 1)),
+        "context_interleave": [
+            _plain(getattr(parallel, name, None)) for name in ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
+        ],
         "hash_algorithm": algorithm,
         "interpreter": ".".join(platform.python_version_tuple()[:2]) if "cbor" not in algorithm else "",
-        "attention_backend": str(_plain(getattr(attention, "backend", None))),
+        "attention": _options(getattr(vllm_config, "attention_config", None)),
         "speculative": [
             _plain(getattr(speculative, "method", None)),
             _model_digest(getattr(speculative, "draft_model_config", None)),
@@ -475,7 +503,7 @@ def describe_adapters(vllm_config: Any) -> str:
     lora = getattr(vllm_config, "lora_config", None)
     if lora is None:
         return ""
-    options = {key: _plain(value) for key, value in vars(lora).items() if key not in _LORA_CAPACITIES}
+    options = _options(lora, _LORA_CAPACITIES)
     return hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from epochkv_connector import compat, tiers
 from epochkv_connector.adapters import AdapterVersions, Version
 from epochkv_connector.compat import KVConnectorBase_V1, KVConnectorRole, KVConnectorTransferResults, SupportsHMA
+from epochkv_connector.compat_kv import why_no_tiers
 from epochkv_connector.config import ConfigError, ConnectorConfig
 from epochkv_connector.devices import check_devices
 from epochkv_connector.fencing import Fence, FencePolicy, PoolIdentity
@@ -101,6 +102,8 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         config = ConnectorConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
         compat.check_version(config.allow_untested_vllm)
         compat.check_siblings(compat.sibling_names())
+        parallel = self._vllm_config.parallel_config
+        compat.check_launcher(parallel.distributed_executor_backend, int(parallel.world_size))
         self._refuse_foreign_encoders(config)
         check_devices(config)
         if config.local is not None:
@@ -137,7 +140,12 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         root_port = compat.GlobalRoot()
         credentials = Credentials(config)
         described = compat.describe_engine(vllm_config, self._kv_cache_config)
-        digest = self._fingerprint = fingerprint(described)
+        core, scheduler = compat.builders()
+        ranks = (
+            NoRanks() if core is None or scheduler is None else EngineRanks(core.model_executor, str(self._kv_transfer_config.engine_id))
+        )
+        layouts: list[str] | None = self._guard.run("layouts", ranks.layouts, lambda: None)
+        digest = self._fingerprint = fingerprint({**described, "layouts": layouts})
         self._adapters = AdapterVersions(compat.describe_adapters(vllm_config))
         self._link = HubLink(config, credentials)
         random_seed = compat.hash_seed_is_random(self._hashing.algorithm)
@@ -166,7 +174,6 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         if saves_off is not None:
             logger.warning("EpochKV: saves are off: %s", saves_off)
         self._tiers: tiers.SchedulerTiers | None = self._guard.build("tiers", self._build_tiers, lambda: None)
-        core, scheduler = compat.builders()
         self._side = SchedulerSide(
             config,
             fence,
@@ -178,7 +185,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             local_worker=self._find_local_worker,
             on_error=self._guard.note,
         )
-        self._watch_weights(core, scheduler, self._side)
+        self._watch_weights(ranks, core, scheduler, self._side)
         hooks = FenceHooks(fence, self._gauges, self._reclaim, self._loading)
         self._link.start(hooks, digest, int(vllm_config.parallel_config.data_parallel_rank or 0))
         if fence.policy.forced_bypass is not None:
@@ -191,10 +198,8 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
                 else "weights may be pushed and nobody would say when, so nothing is reused (weights_source is Pushed)",
             )
 
-    def _watch_weights(self, core: Any | None, scheduler: Any | None, side: SchedulerSide) -> None:
+    def _watch_weights(self, ranks: EngineRanks | NoRanks, core: Any | None, scheduler: Any | None, side: SchedulerSide) -> None:
         """Names are made of the weights that the ranks hold, from the first on."""
-        joined = core is not None and scheduler is not None
-        ranks = EngineRanks(core.model_executor, str(self._kv_transfer_config.engine_id)) if joined and core is not None else NoRanks()
         side.watch = watch = Watch(
             ranks,
             _EngineNames(side, core, scheduler, self._guard),
@@ -202,7 +207,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             time.monotonic,
             has_encoder=compat.is_multimodal(self._vllm_config),
         )
-        if joined:
+        if isinstance(ranks, EngineRanks):
             join(core, scheduler, watch, lambda work: self._guard.run("weights", work, side.break_off))
         if side.fence.policy.forced_bypass is None:
             watch.before_schedule()
@@ -236,12 +241,12 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
                 f"kv_load_failure_policy is {policy!r}, so a lost block would fail the request; set it to 'recompute' "
                 "(below a MultiConnector: in this child's own configuration)"
             )
-        return None
+        return why_no_tiers(self._vllm_config)
 
     def _why_no_saves(self) -> str | None:
         if self._kv_transfer_config.kv_role == "kv_consumer":
             return "kv_role is 'kv_consumer', which loads only; set it to 'kv_both' to save as well"
-        return None
+        return why_no_tiers(self._vllm_config)
 
     def _build_tiers(self) -> tiers.SchedulerTiers | None:
         return tiers.build_scheduler_tiers(self._epochkv_config, self._vllm_config, self._kv_cache_config, self._link.poke)
@@ -390,7 +395,9 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             return tiers.build_worker(self._epochkv_config, self._vllm_config, self._kv_cache_config, kv_caches)
 
         half = self._guard.build("register_kv_caches", build, lambda: RefusingHalf(rank))
-        self._worker = WorkerSide(half, rank, self._guard.note, look=held_by(self._engine_id).look)
+        held = held_by(self._engine_id)
+        held.layout = half.layout
+        self._worker = WorkerSide(half, rank, self._guard.note, look=held.look)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """A new step."""

@@ -19,7 +19,7 @@ from typing import Any
 from epochkv_fence.messages import Mode
 
 ROOT_BYTES = 32
-CODEC_VERSION = 1
+CODEC_VERSION = 2
 """Bump when the bytes of an L2 object or the order of layers inside it change."""
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,14 @@ from epochkv_connector.naming import packed
 NAME = "EpochKVConnector"
 OPTION = "--kv-transfer-config"
 CONFIG_OPTION = "--config"
+LAUNCHER_OPTION = "--distributed-executor-backend"
+RANK_OPTIONS = (
+    ("--tensor-parallel-size", "-tp"),
+    ("--pipeline-parallel-size", "-pp"),
+    ("--data-parallel-size", "-dp"),
+    ("--prefill-context-parallel-size", "-pcp"),
+)
+"""Options whose product is the number of ranks that a launcher starts; `EngineArgs` has fields of the long names."""
 ELSEWHERE = frozenset({"--nnodes", "-n", "--distributed-executor-backend"})
 """With these the ranks, and so L1, may be on other machines than this process."""
 
@@ -54,8 +63,10 @@ def check_command_line(arguments: Sequence[str]) -> None:
     """
     expanded = _expanded(arguments)
     here = not _names([*arguments, *expanded]) & ELSEWHERE
+    transfer = _transfer_config(expanded)
     try:
-        _check_transfer(_transfer_config(expanded), here)
+        _check_transfer(transfer, here)
+        _check_launcher(transfer, _value_of(expanded, LAUNCHER_OPTION), [_value_of(expanded, *names) for names in RANK_OPTIONS])
     except (ConfigError, RuntimeError) as error:
         raise SystemExit(f"EpochKV cannot start: {error}") from None
 
@@ -72,7 +83,10 @@ def check_callers() -> None:
         owner = frame.f_locals.get("self")
         if frame.f_code.co_name == "__post_init__" and "EngineArgs" in [kind.__name__ for kind in type(owner).__mro__]:
             given = getattr(owner, "kv_transfer_config", None)
-            _check_transfer(given if isinstance(given, dict) else getattr(given, "__dict__", None))
+            transfer = given if isinstance(given, dict) else getattr(given, "__dict__", None)
+            _check_transfer(transfer)
+            sizes = [getattr(owner, names[0].lstrip("-").replace("-", "_"), None) for names in RANK_OPTIONS]
+            _check_launcher(transfer, getattr(owner, "distributed_executor_backend", None), sizes)
 
 
 def check(extra: dict[str, Any], here: bool = False) -> None:
@@ -123,15 +137,33 @@ def _expanded(arguments: Sequence[str]) -> Sequence[str]:
 
 def _transfer_config(arguments: Sequence[str]) -> Any:
     """What the last such option says; None if it cannot be read (vLLM says so itself)."""
+    try:
+        return json.loads(_value_of(arguments, OPTION) or "null")
+    except (ValueError, RecursionError):
+        return None
+
+
+def _value_of(arguments: Sequence[str], *names: str) -> str | None:
+    """What the last of these options says."""
     given: str | None = None
     for place, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
-        if name.replace("_", "-") == OPTION:
+        if name.replace("_", "-") in names:
             given = value if equals else next(iter(arguments[place + 1 : place + 2]), None)
-    try:
-        return json.loads(given or "null")
-    except (ValueError, RecursionError):
-        return None
+    return given
+
+
+def _check_launcher(transfer: Any, backend: Any, sizes: Sequence[Any]) -> None:
+    """Check how the ranks are started, if our connector is in this `kv_transfer_config`. What is no number counts as one rank."""
+    if backend is None or not isinstance(transfer, dict):
+        return
+    extra = transfer.get("kv_connector_extra_config")
+    children = extra.get("connectors") if isinstance(extra, dict) else None
+    given = [transfer, *(children if isinstance(children, list) else [])]
+    if any(isinstance(one, dict) and one.get("kv_connector") == NAME for one in given):
+        from epochkv_connector import compat
+
+        compat.check_launcher(backend, math.prod(int(size) for size in sizes if str(size).isdecimal()))
 
 
 def _check_transfer(transfer: Any, here: bool = False) -> None:

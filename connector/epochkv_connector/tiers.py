@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from epochkv_connector import compat
 from epochkv_connector.admin import AdminServer, RankWatch, engine_folder, rank_socket
+from epochkv_connector.compat_kv import describe_layers, describe_platform
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.identity import pool_prefix
 from epochkv_connector.keys import object_key
@@ -24,7 +25,7 @@ from epochkv_connector.scheduler.core import SchedulerHalf
 from epochkv_connector.scheduler.index import slot_count
 from epochkv_connector.scheduler.views import KeysOf, LookupClient
 from epochkv_connector.store import StoreClient, StoreSettings
-from epochkv_connector.worker.layout import GroupSpec
+from epochkv_connector.worker.layout import GroupSpec, layout_digest
 from epochkv_connector.worker.slots import object_bytes
 from epochkv_connector.worker.staging import HostRegion
 from epochkv_connector.worker.worker import WorkerHalf
@@ -141,6 +142,22 @@ def make_lookup_client(config: ConnectorConfig) -> LookupStore:
     return client
 
 
+def _group_specs(kv_cache_config: Any) -> list[GroupSpec]:
+    return [GroupSpec(list(group.layer_names), group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups]
+
+
+def layout_of_rank(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]) -> bytes:
+    """What this rank's KV tensors, as registered, and what runs over them make of a block's bytes (`layout_digest`).
+
+    Raises:
+        LayoutError: the tensors cannot be cut into blocks.
+    """
+    groups = _group_specs(kv_cache_config)
+    layers = describe_layers(vllm_config, [name for group in groups for name in group.layer_names])
+    about = {"layers": layers, "platform": describe_platform(vllm_config, kv_cache_config)}
+    return layout_digest(kv_caches, groups, kv_cache_config.num_blocks, about)
+
+
 def build_worker(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]) -> WorkerHalf:
     """One rank's worker half over vLLM's KV tensors.
 
@@ -152,11 +169,13 @@ def build_worker(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any
     shards = compat.num_kv_shards(vllm_config, kv_cache_config)
     settings = StoreSettings.of(config)
 
+    groups = _group_specs(kv_cache_config)
+    own_layout = layout_of_rank(vllm_config, kv_cache_config, kv_caches)
     clients: list[StoreClient] = []
 
     def open_store(region: HostRegion) -> StoreClient:
         assert settings is not None
-        client = StoreClient(settings, [(region.address, region.num_bytes)])
+        client = StoreClient(settings, [(region.address, region.num_bytes)], layout=own_layout)
         clients.append(client)
         client.start()
         return client
@@ -168,7 +187,7 @@ def build_worker(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any
         num_shards=shards,
         open_store=open_store if settings is not None else None,
     )
-    groups = [GroupSpec(list(group.layer_names), group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups]
+    half.layout = own_layout
     num_slots = slot_count(config, max(1, layout.slot_bytes), ranks)
     if config.local is None:
         local_ranks = ranks // compat.num_machines(vllm_config)

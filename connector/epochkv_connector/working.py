@@ -20,7 +20,13 @@ REFUSE_SECONDS = 2.0
 
 
 class Half(Protocol):
-    """`worker.WorkerHalf`, or a stand-in that refuses everything."""
+    """`worker.WorkerHalf`, or a stand-in that refuses everything.
+
+    Attributes:
+        layout: how its KV tensors lie (`worker.layout.layout_digest`); empty: nobody has looked.
+    """
+
+    layout: bytes
 
     def start_step(self, step: StepMetadata) -> None: ...
     def finish_step(self, as_named: Callable[[], bool] = ...) -> None: ...
@@ -35,6 +41,8 @@ class Half(Protocol):
 
 class RefusingHalf:
     """Answers every job at once as failed: what a rank without a host region owes the scheduler half."""
+
+    layout = b""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -246,11 +246,11 @@ class Ambush:
 def of_another_codec(value: bytes, version: int) -> bytes:
     """A stored object as a connector of another version might have sealed it: codec number and seal, both ends.
 
-    Layout of an end, 64 bytes: magic 8, codec u16, ..., xxh3-64 of the 56 bytes before.
+    Layout of an end, 128 bytes: magic 8, codec u16, ..., xxh3-64 of the 120 bytes before.
     """
 
     def end(old: bytes) -> bytes:
-        changed = old[:8] + struct.pack("<H", version) + old[10:56]
+        changed = old[:8] + struct.pack("<H", version) + old[10:120]
         return changed + struct.pack("<Q", xxhash.xxh3_64_intdigest(changed))
 
-    return end(value[:64]) + value[64:-64] + end(value[-64:])
+    return end(value[:128]) + value[128:-128] + end(value[-128:])

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from epochkv_connector.identity import CODEC_VERSION
 from hack.engine_api import EngineError
 from hack.models import Shape
 from tests.engine.conftest import BLOCKS, CACHED, Prompts, Reference, Weights, eventually
@@ -24,7 +25,7 @@ from tests.engine.server_nursery import ServerNursery
 from tests.engine.store_faults import HUNG_SECONDS, Ambush, FaultyPair, go_on, kill, of_another_codec, stop
 
 SHAPE = Shape()
-OBJECT_BYTES = 2 * SHAPE.kv_heads * SHAPE.head_dim * 4 * 128 * SHAPE.layers + 128
+OBJECT_BYTES = 2 * SHAPE.kv_heads * SHAPE.head_dim * 4 * 128 * SHAPE.layers + 256
 FORGOTTEN_SECONDS, REMEMBERED_SECONDS = 8, 120
 """Of a silent store node: in a test that waits for it, and longer than any other test takes."""
 HUNG_LOADS = ("load_failed_store_transfer", "load_failed_store_timeout", "load_failed_deadline")
@@ -149,9 +150,9 @@ def test_foreign_bytes_under_our_keys_are_never_used(pair: FaultyPair) -> None:
     lies = {
         "defect_magic": junk,
         "defect_digest": None,  # another key's object
-        "defect_codec": lambda value: of_another_codec(value, 2),
+        "defect_codec": lambda value: of_another_codec(value, CODEC_VERSION + 1),
         "defect_checksum": lambda value: value[:1000] + bytes([value[1000] ^ 1]) + value[1001:],
-        "load_failed_store_size": lambda value: value[:-64],
+        "load_failed_store_size": lambda value: value[:-128],
     }
     for number, (counter, lie) in enumerate(lies.items()):
         if number % 2 == 0:

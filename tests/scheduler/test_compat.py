@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 from collections.abc import Callable
@@ -53,14 +54,20 @@ def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig) -> None:
 
     spec = cache.kv_cache_groups[0].kv_cache_spec
     changes = [
-        (config.model_config, "model", "another/model"),
-        (config.model_config, "revision", "abc"),
         (config.model_config, "quantization", "fp8"),
         (config.model_config, "max_model_len", 2048),
         (config.cache_config, "cache_dtype", "fp8"),
         (config.cache_config, "prefix_caching_hash_algo", "sha256_cbor"),
+        (config.cache_config, "kv_cache_dtype_skip_layers", ["1"]),
+        (config.cache_config, "kv_cache_dtype_skip_layers", ["2"]),
+        (config.parallel_config, "tensor_parallel_size", 2),
+        (config.parallel_config, "tensor_parallel_size", 4),  # with 2 KV heads: heads 0, 0, 1, 1 under the shards 0 to 3
+        (config.parallel_config, "world_size", 4),
         (config.parallel_config, "pipeline_parallel_size", 2),
         (config.parallel_config, "decode_context_parallel_size", 2),
+        (config.parallel_config, "cp_kv_cache_interleave_size", 16),
+        (config.parallel_config, "dcp_kv_cache_interleave_size", 16),
+        (cache, "kv_tp_replicas", 2),
         (spec, "block_size", 32),
         (spec, "num_kv_heads", 4),
         (spec, "head_size", 64),
@@ -71,8 +78,194 @@ def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig) -> None:
     for owner, name, value in changes:
         changed(owner, name, value)
     assert len(seen) == 1 + len(changes)
-    config.parallel_config.tensor_parallel_size = 8  # replicated heads share: only what a rank holds counts
     assert digest() == base
+
+
+def fingerprint_of(rig: Any) -> str:
+    from epochkv_connector import compat
+    from epochkv_connector.identity import fingerprint
+
+    return fingerprint(compat.describe_engine(rig.vllm_config, rig.kv_cache_config))
+
+
+def test_the_fingerprint_names_every_field_of_the_attention_configuration(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    attention = rig.vllm_config.attention_config
+    fields = [field.name for field in dataclasses.fields(attention)]
+    assert {"backend", "backend_per_kind", "indexer_kv_dtype", "use_trtllm_attention"} <= set(fields)
+    seen = {fingerprint_of(rig)}
+    for name in fields:
+        before = getattr(attention, name)
+        object.__setattr__(attention, name, "something else")
+        seen.add(fingerprint_of(rig))
+        object.__setattr__(attention, name, before)
+    assert len(seen) == 1 + len(fields)
+    assert fingerprint_of(rig) in seen
+    object.__setattr__(rig.vllm_config, "attention_config", None)  # versions may have none
+    assert fingerprint_of(rig) not in seen
+
+
+class Layer:
+    """An attention layer, as far as anybody asks what runs it."""
+
+    def __init__(self, backend: type, kv_cache_dtype: str = "auto") -> None:
+        self.get_attn_backend, self.kv_cache_dtype = lambda: backend, kv_cache_dtype
+
+
+def test_the_fingerprint_leaves_out_where_the_model_lies_but_for_its_own_code(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    model = rig.vllm_config.model_config
+    base = fingerprint_of(rig)
+    model.model, model.revision = "another/place", "abc"
+    assert fingerprint_of(rig) == base, "equal weights share, wherever they were loaded from"
+    model.trust_remote_code = True
+    assert fingerprint_of(rig) == base, "this model has no code of its own"
+    model.hf_config.auto_map = {"AutoModelForCausalLM": "modeling.Own"}
+    assert fingerprint_of(rig) != base
+
+
+def test_the_layout_of_a_rank_names_the_backends_that_vllm_picked_by_itself(make_rig: MakeRig) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    from epochkv_connector import compat_kv
+
+    rig = make_rig()
+    assert rig.vllm_config.attention_config.backend is None, "nobody asked for one"
+    layers = rig.vllm_config.compilation_config.static_forward_context
+    seen = [compat_kv.describe_layers(rig.vllm_config, ["layer0"])]
+    for layer in (
+        Layer(CPUAttentionBackend),
+        Layer(type("Another", (CPUAttentionBackend,), {})),
+        Layer(CPUAttentionBackend, "fp8"),
+        SimpleNamespace(),  # another version's
+    ):
+        layers["layer0"] = layers["vision.attn"] = layer  # the latter has no KV of its own
+        described = compat_kv.describe_layers(rig.vllm_config, ["layer0"])
+        assert described not in seen
+        assert "vision.attn" not in described
+        seen.append(described)
+    del layers["layer0"], layers["vision.attn"]
+
+
+def test_the_fingerprint_names_what_cpu_kernels_pack_keys_for(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    import platform
+
+    import torch
+    from vllm.v1.attention.backends import cpu_attn
+
+    from epochkv_connector import compat_kv
+
+    rig = make_rig()
+    rig.kv_cache_config.kv_cache_groups[0].kv_cache_spec = dataclasses.replace(
+        rig.kv_cache_config.kv_cache_groups[0].kv_cache_spec, block_size=32, head_size=64
+    )
+    rig.vllm_config.model_config.dtype = torch.bfloat16
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
+    seen = set()
+    for has_amx in (False, True):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda answer=has_amx: answer)
+        packing = compat_kv.describe_platform(rig.vllm_config, rig.kv_cache_config)["packing"]
+        assert packing == ["amx" if has_amx else "vec"]
+        seen.add(fingerprint_of(rig))
+    monkeypatch.delattr(cpu_attn, "_get_attn_isa")  # another version: what the machine has is all that is known
+    for has_amx in (False, True):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda answer=has_amx: answer)
+        seen.add(fingerprint_of(rig))
+    monkeypatch.setattr(platform, "machine", lambda: "s390x")
+    seen.add(fingerprint_of(rig))
+    assert len(seen) == 5
+
+
+def test_the_fingerprint_names_rocms_own_order_of_blocks(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from epochkv_connector import compat_kv
+
+    rig = make_rig()
+    monkeypatch.setattr(compat_kv, "on_cpu", lambda: False)
+    plain = fingerprint_of(rig)
+    monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
+    assert fingerprint_of(rig) != plain
+
+
+def test_kv_that_would_be_wrong_is_neither_loaded_nor_saved(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's reference kernel for MLA on CPUs ignores cached context; scales beside the blocks cannot be restored."""
+    import torch
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from epochkv_connector import compat_kv
+
+    rig = make_rig()
+    config = rig.vllm_config
+    why = compat_kv.why_no_tiers
+    assert why(config) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(type(config.model_config), "use_mla", True)
+        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        assert "ignores cached context" in (why(config) or "")
+        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+        assert why(config) is None
+        patch.setattr(config.attention_config, "backend", AttentionBackendEnum.CPU_MLA)
+        assert "ignores cached context" in (why(config) or "")
+        patch.setattr(config.model_config.hf_config, "model_type", "deepseek_v4")  # has kernels of its own where there is AMX
+        assert why(config) is None
+        patch.setattr(compat_kv, "on_cpu", lambda: False)
+        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        assert why(config) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(compat_kv, "on_cpu", lambda: False)
+        patch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
+        assert why(config) is None
+        patch.setattr(config.cache_config, "cache_dtype", "fp8")
+        assert "outside of the blocks" in (why(config) or "")
+    with monkeypatch.context() as patch:
+        patch.setattr(config.cache_config, "cache_dtype", "fp8")
+        assert why(config) is None
+        patch.setattr(config.cache_config, "calculate_kv_scales", True, raising=False)
+        assert "calculate_kv_scales is on" in (why(config) or "")
+
+
+def test_mla_on_a_cpu_without_amx_uses_no_tier_and_says_why(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torch
+    from vllm.config import ModelConfig
+
+    def serve_twice() -> tuple[int, int]:
+        rig = make_rig(store=SharedStore(), l1_bytes=None)
+        rig.adopt(0)
+        rig.serve(prompt(1, 4 * BLOCK + 1))
+        rig.block_pool.reset_prefix_cache()
+        second = rig.serve(prompt(1, 4 * BLOCK + 1))
+        return len(rig.store.objects), rig.cached[second]
+
+    assert serve_twice() == (4, 4 * BLOCK)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(ModelConfig, "use_mla", True)
+    assert serve_twice() == (0, 0)
+    said = [record.getMessage() for record in caplog.records if "ignores cached context" in record.getMessage()]
+    assert [line.partition(":")[2].partition(":")[0] for line in said] == [" loads are off", " saves are off"]
+
+
+@pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
+def test_ranks_that_nobody_brings_together_are_refused(make_rig: MakeRig, role: str) -> None:
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    from epochkv_connector import compat
+    from epochkv_connector.connector import EpochKVConnector
+
+    rig = make_rig(num_ranks=2)
+    parallel = rig.vllm_config.parallel_config
+
+    def build(backend: Any, num_ranks: int) -> None:
+        parallel.distributed_executor_backend, parallel.world_size = backend, num_ranks
+        EpochKVConnector(rig.vllm_config, compat.KVConnectorRole[role], rig.kv_cache_config).shutdown()
+
+    sentence = "external_launcher with 2 ranks: each process schedules for its own rank only.*use 'mp' or 'ray'"
+    for refused in ("external_launcher", type("Own", (ExecutorWithExternalLauncher,), {})):
+        with pytest.raises(compat.UnsupportedEngine, match=sentence):
+            build(refused, 2)
+        build(refused, 1)
+    build("mp", 2)
+    build(None, 2)
 
 
 def test_adapters_are_named_by_how_they_are_applied() -> None:
@@ -172,7 +365,7 @@ def test_the_layout_tells_groups_apart(make_rig: MakeRig) -> None:
     assert [group.kind for group in layout.groups] == [GroupKind.SLIDING, GroupKind.FULL]
     assert layout.groups[0].window_tokens == 48
     assert layout.alignment_tokens == BLOCK
-    assert layout.slot_bytes == 2304  # 16 tokens x (16 + 16) values x 4 bytes + 128 of envelope, aligned to 256
+    assert layout.slot_bytes == 2304  # 16 tokens x (16 + 16) values x 4 bytes + 256 of envelope, aligned to 256
 
 
 class Speculative:
@@ -247,7 +440,7 @@ def test_a_reclaim_walks_the_names_of_each_own_group_and_then_those_of_others(ma
     store = Store()
     rig = make_rig(store=store, pool_uid="u-1", groups=("full", "64"))
     own = rig.connector._fingerprint
-    block_bytes = 2 * BLOCK * 16 * 4 + 128  # keys and values of a block of float32 with one head of 16; header and trailer
+    block_bytes = 2 * BLOCK * 16 * 4 + 256  # keys and values of a block of float32 with one head of 16; header and trailer
     assert rig.connector._reclaim(700) == (1011, 11 * block_bytes)
     pool = pool_prefix("u-1")
     groups = [(pool, 700, {"fingerprint": own, "group": group}) for group in (0, 1)]
@@ -363,7 +556,7 @@ def test_a_half_that_raises_is_replaced_by_one_that_refuses() -> None:
 def test_every_pipeline_stage_counts_slots_of_the_same_size(
     make_rig: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, partition: str, expected: int
 ) -> None:
-    """4 layers on 3 stages are 1, 2, 1 unless said otherwise; a layer's block of 16 tokens has 2048 bytes here, and ends of 128."""
+    """4 layers on 3 stages are 1, 2, 1 unless said otherwise; a layer's block of 16 tokens has 2048 bytes here, and ends of 256."""
     from epochkv_connector import compat
 
     if partition:

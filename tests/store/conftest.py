@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from epochkv_connector.store import StoreClient
+from epochkv_connector.store.envelope import NO_LAYOUT
 from tests.helpers_store import Cluster, Memory, cluster, settings
 
 ConnectTo = Callable[..., StoreClient]
@@ -31,11 +32,11 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def connect() -> Iterator[ConnectTo]:
-    """`connect(address, memory, **settings)`: started clients, closed after the test."""
+    """`connect(address, memory, layout=..., **settings)`: started clients, closed after the test."""
     clients: list[StoreClient] = []
 
-    def make(address: str, memory: Memory | None = None, *, wait: bool = True, **changes: object) -> StoreClient:
-        client = StoreClient(settings(address, **changes), [memory.region] if memory else [])
+    def make(address: str, memory: Memory | None = None, *, wait: bool = True, layout: bytes = NO_LAYOUT, **changes: object) -> StoreClient:
+        client = StoreClient(settings(address, **changes), [memory.region] if memory else [], layout=layout)
         clients.append(client)
         client.start()
         if wait:

@@ -173,11 +173,32 @@ def test_foreign_bytes_of_the_right_length_are_refused(shared: Cluster, connect:
     assert client.stats()[f"defect_{defect}"] == 1
 
 
+def test_an_object_of_another_layout_is_a_miss_that_is_counted_and_said_once(
+    shared: Cluster, connect: ConnectTo, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Engines of one name whose KV tensors differ: equal sizes, sound checksums, other meaning."""
+    memory = Memory(3, 5000)
+    writer = connect(shared.address, memory, layout=b"w" * 16)
+    reader = connect(shared.address, memory, layout=b"r" * 16)
+    keys = [unique_key() for _ in range(3)]
+    values = [memory.fill(slot, seed=slot) for slot in range(3)]
+    assert put(writer, memory, keys) == [Outcome.OK] * 3
+    for key in keys:
+        assert get(reader, memory, [key]) == [Outcome.FOREIGN]
+    assert reader.stats()["defect_layout"] == 3
+    said = [record.getMessage() for record in caplog.records if "laid out otherwise" in record.getMessage()]
+    assert len(said) == 1
+    assert keys[0] in said[0]
+    memory.clear()
+    assert get(writer, memory, keys) == [Outcome.OK] * 3
+    assert [bytes(memory.payload(slot)) for slot in range(3)] == values
+
+
 def test_one_flipped_bit_anywhere_is_refused(shared: Cluster, connect: ConnectTo) -> None:
     memory = Memory(1, 5000)
     client = connect(shared.address, memory)
     raw = RawClient(shared.address)
-    positions = [0, 9, 17, 40, 50, 63, 64, 64 + 2500, 64 + 4999, 64 + 5000, 64 + 5030, 64 + 5000 + 63]
+    positions = [0, 9, 17, 40, 50, 60, 80, 127, 128, 128 + 2500, 128 + 4999, 128 + 5000, 128 + 5040, 128 + 5000 + 127]
     refused = []
     for position in positions:
         key = unique_key()

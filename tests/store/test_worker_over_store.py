@@ -11,7 +11,7 @@ import torch
 
 from epochkv_connector.records import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 from epochkv_connector.store import StoreClient
-from epochkv_connector.worker.layout import GroupSpec
+from epochkv_connector.worker.layout import GroupSpec, layout_digest
 from epochkv_connector.worker.staging import HostRegion
 from epochkv_connector.worker.worker import WorkerHalf
 from tests.helpers_store import Cluster, settings, wait_until
@@ -31,20 +31,24 @@ class Step:
 class Engine:
     """KV tensors, a worker half, and everything it reported."""
 
-    def __init__(self, address: str, seed: int) -> None:
+    def __init__(self, address: str, seed: int, *, heads_first: bool = True, num_blocks: int = BLOCKS) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.kv = torch.randn(LAYERS, BLOCKS, 2, 16, 64, generator=generator)
+        self.kv = torch.randn(LAYERS, num_blocks, *((2, 16) if heads_first else (16, 2)), 64, generator=generator)
+        if not heads_first:
+            self.kv = self.kv.transpose(2, 3)  # an equal shape
         self.clients: list[StoreClient] = []
+        names = [f"l{i}" for i in range(LAYERS)]
+        caches, groups = dict(zip(names, self.kv, strict=True)), [GroupSpec(names, 16)]
+        layout = layout_digest(caches, groups, num_blocks)
 
         def open_store(region: HostRegion) -> StoreClient:
-            client = StoreClient(settings(address), [(region.address, region.num_bytes)])
+            client = StoreClient(settings(address), [(region.address, region.num_bytes)], layout=layout)
             self.clients.append(client)
             client.start()
             return client
 
-        names = [f"l{i}" for i in range(LAYERS)]
         self.worker = WorkerHalf(open_store=open_store)
-        self.worker.register(dict(zip(names, self.kv, strict=True)), [GroupSpec(names, 16)], SLOTS, BLOCKS)
+        self.worker.register(caches, groups, SLOTS, num_blocks)
         self.finished: list[str] = []
         self.failed: list[str] = []
         self.acks: list[JobAck] = []
@@ -110,6 +114,31 @@ def test_kv_saved_by_one_worker_is_loaded_by_another(engines: list[Engine]) -> N
     assert two.wait(2, Phase.LOADED).failed
     assert two.failed == ["c"]
     assert torch.equal(two.kv[:, :20], before[:, :20])
+
+
+def test_kv_of_tensors_that_are_laid_out_otherwise_is_a_miss(stores: Cluster) -> None:
+    """Equal names, equal sizes, sound checksums; only the number of blocks may differ."""
+    stores.start_master("--client_ttl=60")
+    stores.start_store()
+    one, smaller, other = (
+        Engine(stores.address, 1),
+        Engine(stores.address, 2, num_blocks=24),
+        Engine(stores.address, 3, heads_first=False),
+    )
+    names = [secrets.token_bytes(32) for _ in range(4)]
+    one.step(saves=(SaveJob(1, "a", NAMESPACE, 0, 4, moves(4, 3, names, Source.HOST), 20.0),))
+    assert not one.wait(1, Phase.STORED).failed
+    before = other.kv.clone()
+    for engine in (smaller, other):
+        engine.step(loads=(LoadJob(1, "b", NAMESPACE, moves(4, 20, names, Source.STORE), 20.0),))
+    assert not smaller.wait(1, Phase.LOADED).failed
+    assert torch.equal(smaller.kv[:, 20:24], one.kv[:, 3:7])
+    assert other.wait(1, Phase.LOADED).failed
+    assert torch.equal(other.kv, before)
+    stats = other.worker.stats()
+    assert (stats["load_failed_store_foreign"], stats["store_defect_layout"] > 0) == (1, True)
+    for engine in (one, smaller, other):
+        assert engine.worker.shutdown(10)
 
 
 def test_a_frozen_store_fails_the_load_at_its_deadline_and_frees_the_slots_later(stores: Cluster, engines: list[Engine]) -> None:

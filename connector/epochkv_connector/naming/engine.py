@@ -36,6 +36,10 @@ class EngineRanks:
         """Of the rank in this process, if there is one."""
         return self._held.writes
 
+    def layouts(self) -> list[str]:
+        """How KV lies on every rank, in hex."""
+        return [bytes(one).hex() for one in self._rpc(rank.layout)]
+
     def ask(self, number: int) -> Sequence[dict[str, Any]]:
         """See `rank.ask`."""
         return list(self._rpc(rank.ask, args=(number,)))
@@ -54,6 +58,10 @@ class NoRanks:
 
     asleep = False
     num_writes = 0
+
+    def layouts(self) -> list[str]:
+        """Nobody."""
+        return []
 
     def ask(self, number: int) -> Sequence[dict[str, Any]]:
         """Nobody."""

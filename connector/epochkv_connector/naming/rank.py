@@ -35,6 +35,7 @@ class Held:
         sample: drawn with it; `places`: where every tensor lay.
         writes: calls of `load_weights` that have begun or ended, by whoever made them; `seen`: those before `number`.
         waits: calls of `end_device_work`.
+        layout: how this rank's KV tensors lie (`worker.layout.layout_digest`); empty: nobody has said.
     """
 
     number: int = -1
@@ -44,6 +45,7 @@ class Held:
     writes: int = 0
     seen: int = 0
     waits: int = 0
+    layout: bytes = b""
 
     def forget(self) -> None:
         """Nothing is known any more."""
@@ -140,6 +142,11 @@ def ask(worker: Any, number: int) -> Answer:
         held.number = number
     answer["seconds"] = time.monotonic() - began
     return answer
+
+
+def layout(worker: Any) -> bytes:
+    """See `Held.layout`."""
+    return held_by(str(worker.vllm_config.kv_transfer_config.engine_id)).layout
 
 
 def is_as_asked(worker: Any, number: int) -> bool:

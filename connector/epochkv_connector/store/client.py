@@ -39,6 +39,11 @@ logger = logging.getLogger(__name__)
 
 _FULL_BACKOFF_SECONDS = (0.25, 4.0)
 
+_OTHER_LAYOUT = (
+    "object %s was put by an engine of the same name whose KV tensors are laid out otherwise (another attention backend, order of "
+    "dimensions or layer types): treated as a miss; give both engines the same hardware and --attention-backend, or pools of their own"
+)
+
 MoveChunk = Callable[[Sequence[Transfer]], tuple[list[Outcome], float]]
 """Moves a few objects in one store call: outcomes, and for how many seconds the buffers must still stay unused."""
 
@@ -46,15 +51,18 @@ MoveChunk = Callable[[Sequence[Transfer]], tuple[list[Outcome], float]]
 class StoreClient:
     """One Mooncake client behind queues, deadlines and a circuit breaker. All public methods may be called from any thread."""
 
-    def __init__(self, settings: StoreSettings, regions: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(self, settings: StoreSettings, regions: Sequence[tuple[int, int]] = (), *, layout: bytes = envelope.NO_LAYOUT) -> None:
         """Nothing happens before `start`.
 
         Args:
             settings: see there.
             regions: (address, bytes) of memory that puts and gets use, which must outlive `close`; none: a client for
                 `exists` and `remove_by_prefix` only.
+            layout: how payloads are cut from this rank's KV tensors (`worker.layout.layout_digest`); objects of any other
+                layout are misses.
         """
         self.settings = settings
+        self._layout = layout
         self._counters = Counters()
         self._notices = Notices(logger)
         self._link = Link(settings, regions, self._counters, self._notices, self._abandon_waiting)
@@ -265,7 +273,7 @@ class StoreClient:
         if time.monotonic() < self._full_until:
             return [Outcome.FULL] * len(chunk), 0.0
         for transfer in chunk:
-            envelope.seal(transfer.view, key_digest(transfer.key), checksum=self.settings.verify_payload)
+            envelope.seal(transfer.view, key_digest(transfer.key), self._layout, checksum=self.settings.verify_payload)
         began = time.monotonic()
         codes = self._link.call("put", functools.partial(_put, chunk))
         if isinstance(codes, Outcome):
@@ -284,11 +292,15 @@ class StoreClient:
         """OK only for exactly the bytes that were put under this key."""
         if code != len(transfer.view):
             return self._known(code) if code < 0 else Outcome.SIZE
-        defect = envelope.find_defect(transfer.view, key_digest(transfer.key), checksum=self.settings.verify_payload)
+        checksum = self.settings.verify_payload
+        defect = envelope.find_defect(transfer.view, key_digest(transfer.key), self._layout, checksum=checksum)
         if defect is None:
             return Outcome.OK
         self._counters.add(f"defect_{defect}")
-        self._notices.say(f"defect {defect}", "object %s is not what was put there (%s): treated as a miss", transfer.key, defect)
+        if defect is envelope.Defect.LAYOUT:
+            self._notices.say(f"defect {defect}", _OTHER_LAYOUT, transfer.key)
+        else:
+            self._notices.say(f"defect {defect}", "object %s is not what was put there (%s): treated as a miss", transfer.key, defect)
         return Outcome.FOREIGN
 
     def _known(self, code: int) -> Outcome:

@@ -4,23 +4,27 @@ vLLM hands over one tensor (or a list of tensors) per layer. Block dimension, di
 sharing of storage differ between backends, so nothing is assumed: the block dimension is found from `num_blocks`, the
 rest is read from shapes and strides, and what stays ambiguous is refused by name. Bytes are taken in *physical* order
 (largest stride first), so a copy moves long contiguous runs whatever the logical order is; two engines share bytes
-only if their fingerprints, which include the layout, are equal.
+only if their fingerprints and the digests of their ranks' layouts (`layout_digest`) are equal.
 
 Depends on torch only.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 KVCache: TypeAlias = Tensor | Sequence[Tensor]
+
+LAYOUT_DIGEST_BYTES = 16
 
 
 class LayoutError(ValueError):
@@ -33,7 +37,7 @@ class GroupSpec:
 
     Attributes:
         layer_names: in vLLM's order; layers that share one tensor are stored once.
-        block_size: tokens per block, for messages only.
+        block_size: tokens per block.
     """
 
     layer_names: Sequence[str]
@@ -99,6 +103,41 @@ def group_view(caches: Mapping[str, KVCache], spec: GroupSpec, num_blocks: int |
     )
 
 
+def layout_digest(
+    caches: Mapping[str, KVCache], groups: Sequence[GroupSpec], num_blocks: int | None, about: Mapping[str, Any] | None = None
+) -> bytes:
+    """16 bytes that say what each byte of a block's payload is: equal digests, equal meaning.
+
+    Of every layer of every group, in order and by name: its tensors' dtype, shape of one block, place of the block
+    dimension, and order of the dimensions in memory; or whose tensor it shares. Strides count by that order only: their
+    values also depend on the number of blocks and on padding, neither of which is in a payload.
+
+    Args:
+        caches, num_blocks: as `group_view`.
+        groups: all of the rank's groups, in order.
+        about: what else this rank knows (JSON): attention backends, packing.
+
+    Raises:
+        LayoutError: as `group_view`.
+    """
+    described: list[Any] = []
+    for spec in groups:
+        tensors = _tensors_of(caches, spec)
+        blocks = num_blocks if num_blocks is not None else _infer_num_blocks(*tensors[0])
+        places = {_identity(tensor): place for place, (_, tensor) in enumerate(tensors)}
+        layers = [[name, [places[_identity(tensor)] for tensor in _as_list(caches[name])]] for name in spec.layer_names]
+        described.append([spec.block_size, layers, [_describe_tensor(name, tensor, blocks) for name, tensor in tensors]])
+    text = json.dumps([described, about], sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.blake2b(text.encode(), digest_size=LAYOUT_DIGEST_BYTES).digest()
+
+
+def _describe_tensor(name: str, tensor: Tensor, num_blocks: int) -> list[Any]:
+    dim, per_block = _block_dim(name, tensor, num_blocks)
+    sizes = [per_block if place == dim else size for place, size in enumerate(tensor.shape)]
+    order = sorted((place for place, size in enumerate(sizes) if size > 1), key=lambda place: -tensor.stride(place))
+    return [str(tensor.dtype), sizes, dim, order]
+
+
 def block_layout(name: str, tensor: Tensor, num_blocks: int) -> BlockLayout:
     """Byte layout of one layer's tensor, its block dimension found from `num_blocks`.
 
@@ -129,16 +168,27 @@ def block_layout(name: str, tensor: Tensor, num_blocks: int) -> BlockLayout:
     return BlockLayout(tensor.storage_offset() * item, block_stride, shape, strides)
 
 
+_Identity: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+def _identity(tensor: Tensor) -> _Identity:
+    """Equal for two layers that share one tensor."""
+    return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())
+
+
+def _as_list(cache: KVCache) -> list[Tensor]:
+    return [cache] if isinstance(cache, Tensor) else list(cache)
+
+
 def _tensors_of(caches: Mapping[str, KVCache], spec: GroupSpec) -> list[tuple[str, Tensor]]:
     """Every distinct tensor of the group (layers may share one), in layer order."""
     found: list[tuple[str, Tensor]] = []
-    seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
+    seen: set[_Identity] = set()
     for name in spec.layer_names:
         if name not in caches:
             raise LayoutError(f"layer {name!r} of a KV cache group was not registered; got {sorted(caches)[:8]}")
-        cache = caches[name]
-        for tensor in [cache] if isinstance(cache, Tensor) else list(cache):
-            identity = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
+        for tensor in _as_list(caches[name]):
+            identity = _identity(tensor)
             if identity not in seen:
                 seen.add(identity)
                 found.append((name, tensor))

@@ -1,6 +1,6 @@
 """The geometry of a host slot, shared by both halves: the scheduler half counts slots, the worker half lays them out.
 
-A slot is `[64 B header][payload][64 B trailer]`, all slots of a region have the same stride, and the three parts are
+A slot is `[128 B header][payload][128 B trailer]`, all slots of a region have the same stride, and the three parts are
 one contiguous run: the very bytes that go to the store as one object (`epochkv_connector.store.envelope`). Pure
 arithmetic.
 """
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-HEADER_BYTES = 64
-TRAILER_BYTES = 64
+HEADER_BYTES = 128
+TRAILER_BYTES = 128
 SLOT_ALIGNMENT_BYTES = 256
 
 

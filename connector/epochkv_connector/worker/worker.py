@@ -54,7 +54,11 @@ class Step(Protocol):
 
 class WorkerHalf:
     """One rank's half. Not thread-safe for its callers: the model-runner thread owns it, but for `stats`, `reads_over`,
-    `status` and `drain`, which any thread may call."""
+    `status` and `drain`, which any thread may call.
+
+    Attributes:
+        layout: how its KV tensors lie (`layout.layout_digest`).
+    """
 
     def __init__(
         self,
@@ -76,6 +80,7 @@ class WorkerHalf:
             open_store: makes and starts the L2 client for the host region; None: no L2.
         """
         self.rank = rank
+        self.layout = b""
         replicas = max(1, world_size // (num_shards or world_size))
         self._rank = Rank(
             rank if shard is None else shard, replicas, rank % replicas if replica is None else replica, alone=world_size == 1

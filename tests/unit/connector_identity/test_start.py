@@ -114,7 +114,7 @@ def test_a_python_program_is_told_before_anything_is_loaded() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("given", "named"), [(5, "5 GiB would be 5368709120"), (255, "at least 256")])
+@pytest.mark.parametrize(("given", "named"), [(5, "5 GiB would be 5368709120"), (511, "at least 512")])
 def test_an_l1_that_holds_no_block_of_any_model_is_refused_before_one_is_loaded(given: int, named: str) -> None:
     extra = {"pool": POOL, "local": {"capacity_bytes": given}}
     with pytest.raises(SystemExit, match=rf"local\.capacity_bytes is {given}; .*{named}"):
@@ -162,6 +162,39 @@ def test_an_l1_larger_than_the_machine_ends_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "engine.yaml"
     path.write_text("nnodes: 64\n")
     check_command_line([*large, "--config", str(path)])
+
+
+LAUNCHED = ["--distributed-executor-backend", "external_launcher"]
+
+
+@pytest.mark.parametrize(
+    "ranks", [["-tp", "2"], ["--tensor_parallel_size=2"], ["-tp", "1", "-pp", "2"], ["--data-parallel-size", "2"], ["-pcp=2"]]
+)
+def test_ranks_that_a_launcher_starts_end_in_one_line(ranks: list[str]) -> None:
+    in_multi = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [transfer()]}}
+    for given in (transfer(), in_multi):
+        with pytest.raises(
+            SystemExit, match="EpochKV cannot start: distributed_executor_backend is external_launcher with 2 ranks"
+        ) as caught:
+            check_command_line([*option(given), *LAUNCHED, *ranks])
+        assert "\n" not in str(caught.value)
+        check_command_line([*option(given), *LAUNCHED])
+        check_command_line([*option(given), *ranks])
+        check_command_line([*option(given), *LAUNCHED, *ranks, "--distributed-executor-backend=mp"])
+    for other in ({"kv_connector": "OffloadingConnector"}, {**in_multi, "kv_connector_extra_config": {"connectors": 3}}, 3):
+        check_command_line([*option(other), *LAUNCHED, *ranks])
+
+
+def test_a_python_program_that_a_launcher_starts_is_told_before_anything_is_loaded() -> None:
+    code = (
+        "from vllm import EngineArgs; EngineArgs(model='absent', kv_transfer_config={!r}, "
+        "distributed_executor_backend='external_launcher', tensor_parallel_size={})"
+    )
+    for size, said in ((2, "external_launcher with 2 ranks"), (1, "")):
+        given = code.format(transfer(), size)
+        done = subprocess.run([sys.executable, "-c", given], capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == (1 if said else 0), done.stderr
+        assert said in (done.stderr.strip().splitlines() or [""])[-1]
 
 
 def test_an_untested_version_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,28 +113,6 @@ def test_what_is_read_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(weights.os, "pread", lambda file, size, offset: sizes.append(size) or pread(file, size, offset))
     digest(tmp_path)
     assert MAX_TENSORS <= len(sizes) <= MAX_TENSORS + weights.NUM_PLACES + 10
-
-
-def test_the_description_of_an_engines_weights(model: Path) -> None:
-    from epochkv_connector.compat import describe_weights
-
-    def described(path: object, load_format: str = "auto", commit: str | None = None, seed: int = 0) -> Any:
-        hf_config = SimpleNamespace(_commit_hash=commit)
-        return describe_weights(
-            SimpleNamespace(
-                model_config=SimpleNamespace(model=path, hf_config=hf_config, seed=seed),
-                load_config=SimpleNamespace(load_format=load_format),
-            )
-        )
-
-    assert described(model) == described(str(model), "safetensors") == ["files", digest(model)]
-    assert described(model, "dummy") == described("elsewhere", "dummy") != described(model, "dummy", seed=1)
-    assert described("org/name", commit="abc") == ["commit", "abc"]
-    assert described("org/name") is None
-    assert described("s3://bucket/name") is None
-
-
-# ---------------------------------------------------------------------------------------------- adapters
 
 
 @pytest.fixture

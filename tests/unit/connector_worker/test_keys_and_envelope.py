@@ -103,35 +103,39 @@ def test_replicas_share_the_work() -> None:
 # -- envelope -----------------------------------------------------------------------------------------------------------------
 
 DIGEST = b"d" * 16
+LAYOUT = b"l" * 16
+END = 128
 payloads = st.binary(min_size=1, max_size=300)
 
 
 def sealed(payload: bytes, digest: bytes = DIGEST, checksum: bool = True) -> bytearray:
-    raw = bytearray(bytes(64) + payload + bytes(64))
-    envelope.seal(memoryview(raw), digest, checksum=checksum)
+    raw = bytearray(bytes(END) + payload + bytes(END))
+    envelope.seal(memoryview(raw), digest, LAYOUT, checksum=checksum)
     return raw
 
 
 @given(payloads, st.booleans())
 def test_the_format_is_what_the_module_says(payload: bytes, checksum: bool) -> None:
     raw = bytes(sealed(payload, checksum=checksum))
-    assert raw[64:-64] == payload
-    for end, magic in ((raw[:64], b"EPOCHKV<"), (raw[-64:], b">EPOCHKV")):
+    assert raw[END:-END] == payload
+    for end, magic in ((raw[:END], b"EPOCHKV<"), (raw[-END:], b">EPOCHKV")):
         assert end[:8] == magic
         codec, flags, zero = struct.unpack_from("<HHI", end, 8)
-        assert (codec, flags, zero) == (1, int(checksum), 0)
+        assert (codec, flags, zero) == (2, int(checksum), 0)
         assert end[16:32] == DIGEST
-        assert struct.unpack_from("<Q", end, 32)[0] == len(payload)
-        assert end[40:56] == (xxhash.xxh3_128(payload).digest() if checksum else bytes(16))
-        assert struct.unpack_from("<Q", end, 56)[0] == xxhash.xxh3_64(end[:56]).intdigest()
+        assert end[32:48] == LAYOUT
+        assert struct.unpack_from("<Q", end, 48)[0] == len(payload)
+        assert end[56:72] == (xxhash.xxh3_128(payload).digest() if checksum else bytes(16))
+        assert end[72:120] == bytes(48)
+        assert struct.unpack_from("<Q", end, 120)[0] == xxhash.xxh3_64(end[:120]).intdigest()
 
 
 @given(payloads)
 def test_what_was_sealed_is_accepted(payload: bytes) -> None:
     for checksum in (True, False):
         raw = sealed(payload, checksum=True)
-        assert envelope.find_defect(memoryview(raw), DIGEST, checksum=checksum) is None
-    assert envelope.find_defect(memoryview(sealed(payload, checksum=False)), DIGEST, checksum=False) is None
+        assert envelope.find_defect(memoryview(raw), DIGEST, LAYOUT, checksum=checksum) is None
+    assert envelope.find_defect(memoryview(sealed(payload, checksum=False)), DIGEST, LAYOUT, checksum=False) is None
 
 
 @given(payloads, st.data())
@@ -139,16 +143,16 @@ def test_any_change_is_found(payload: bytes, data: st.DataObject) -> None:
     raw = sealed(payload)
     position = data.draw(st.integers(0, len(raw) - 1))
     raw[position] ^= data.draw(st.integers(1, 255))
-    assert envelope.find_defect(memoryview(raw), DIGEST, checksum=True) is not None
-    in_an_end = position < 64 or position >= len(raw) - 64
-    assert (envelope.find_defect(memoryview(raw), DIGEST, checksum=False) is not None) == in_an_end
+    assert envelope.find_defect(memoryview(raw), DIGEST, LAYOUT, checksum=True) is not None
+    in_an_end = position < END or position >= len(raw) - END
+    assert (envelope.find_defect(memoryview(raw), DIGEST, LAYOUT, checksum=False) is not None) == in_an_end
 
 
 @given(payloads, payloads)
 def test_ends_of_two_writes_do_not_fit_together(first: bytes, second: bytes) -> None:
     one, other = sealed(first), sealed(second)
-    torn = memoryview(one[:-64] + other[-64:])
-    defect = envelope.find_defect(torn, DIGEST, checksum=False)
+    torn = memoryview(one[:-END] + other[-END:])
+    defect = envelope.find_defect(torn, DIGEST, LAYOUT, checksum=False)
     if len(first) != len(second):
         assert defect is Defect.LENGTH
     else:
@@ -158,17 +162,19 @@ def test_ends_of_two_writes_do_not_fit_together(first: bytes, second: bytes) -> 
 def test_each_defect_has_its_name() -> None:
     good = sealed(b"payload")
 
-    def defect(raw: bytes | bytearray, digest: bytes = DIGEST) -> Defect | None:
-        return envelope.find_defect(memoryview(bytearray(raw)), digest, checksum=True)
+    def defect(raw: bytes | bytearray, digest: bytes = DIGEST, layout: bytes = LAYOUT) -> Defect | None:
+        return envelope.find_defect(memoryview(bytearray(raw)), digest, layout, checksum=True)
 
     assert defect(bytes(len(good))) is Defect.MAGIC
     assert defect(good, b"e" * 16) is Defect.DIGEST
-    assert defect(good[:64] + b"x" + good[64:]) is Defect.LENGTH
+    assert defect(good, layout=b"m" * 16) is Defect.LAYOUT
+    assert defect(good[:END] + b"x" + good[END:], layout=b"m" * 16) is Defect.LAYOUT  # the length says less
+    assert defect(good[:END] + b"x" + good[END:]) is Defect.LENGTH
     assert defect(sealed(b"payload", checksum=False)) is Defect.NO_CHECKSUM
-    assert defect(good[:64] + b"PAYLOAD" + good[-64:]) is Defect.CHECKSUM
+    assert defect(good[:END] + b"PAYLOAD" + good[-END:]) is Defect.CHECKSUM
     assert defect(good[:20] + b"!" + good[21:]) is Defect.SEALED
     other_codec = bytearray(good)
-    for start in (0, len(good) - 64):
-        struct.pack_into("<H", other_codec, start + 8, 2)
-        struct.pack_into("<Q", other_codec, start + 56, xxhash.xxh3_64_intdigest(bytes(other_codec[start : start + 56])))
+    for start in (0, len(good) - END):
+        struct.pack_into("<H", other_codec, start + 8, 3)
+        struct.pack_into("<Q", other_codec, start + 120, xxhash.xxh3_64_intdigest(bytes(other_codec[start : start + 120])))
     assert defect(other_codec) is Defect.CODEC

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from epochkv_connector.worker.layout import GroupSpec, LayoutError, block_layout, group_view
+from epochkv_connector.worker.layout import GroupSpec, KVCache, LayoutError, block_layout, group_view, layout_digest
 from epochkv_connector.worker.slots import num_slots, object_bytes, slot_stride
 from epochkv_connector.worker.staging import HostRegion, Pair, Staging, StagingStream
 
@@ -121,6 +121,51 @@ def test_the_bytes_of_a_block_do_not_depend_on_where_its_layers_lie(cache: Cache
         StagingStream(stage).gather([Pair(0, one.num_blocks - 1, 0)])
         payloads.append(stage.region.payload(0, stage.groups[0].payload_bytes).numpy().tobytes())
     assert payloads[0] == payloads[1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(engines(), st.integers(8, 11))
+def test_the_digest_of_a_layout_does_not_depend_on_where_its_layers_lie_or_how_many_blocks_there_are(cache: Cache, blocks: int) -> None:
+    groups = [GroupSpec(names, 16) for names in cache.groups]
+    own = layout_digest(cache.caches, groups, cache.num_blocks)
+    assert len(own) == 16
+    tensors = {id(tensor): tensor for tensor in cache.caches.values()}
+    others = {}
+    for key, tensor in tensors.items():
+        order = sorted(range(tensor.dim()), key=lambda place, tensor=tensor: -tensor.stride(place))  # type: ignore[misc]
+        shape = [blocks if place == cache.block_dim else size for place, size in enumerate(tensor.shape)]
+        more = torch.zeros([shape[place] for place in order], dtype=tensor.dtype)
+        others[key] = more.permute([order.index(place) for place in range(tensor.dim())])
+    elsewhere = {name: others[id(tensor)] for name, tensor in cache.caches.items()}
+    assert layout_digest(elsewhere, groups, blocks) == own
+
+
+def test_the_digest_of_a_layout_tells_everything_that_changes_what_a_byte_is() -> None:
+    def digest(caches: dict[str, KVCache], block_size: int = 16, blocks: int = 5, about: object = None) -> bytes:
+        return layout_digest(caches, [GroupSpec(list(caches), block_size)], blocks, {"layers": about})
+
+    a, b = torch.zeros(5, 2, 16, 8), torch.zeros(5, 2, 16, 8)
+    base = digest({"a": a, "b": b})
+    padded = torch.zeros(5, 4, 16, 8)[:, :2]
+    assert digest({"a": a.clone(), "b": padded}) == base
+    others = [
+        digest({"b": b, "a": a}),
+        digest({"a": a, "c": b}),
+        digest({"a": a}),
+        digest({"a": a, "b": a}),  # shared: its bytes are there once
+        digest({"a": a.half(), "b": b.half()}),
+        digest({"a": a, "b": b.view(torch.int32)}),
+        digest({"a": a, "b": torch.zeros(5, 2, 8, 16)}),
+        digest({"a": a, "b": torch.zeros(5, 16, 2, 8).transpose(1, 2)}),  # equal shape, other order in memory
+        digest({"a": a, "b": torch.zeros(2, 5, 16, 8)}),  # keys first
+        digest({"a": a, "b": [b[:, :1], b[:, 1:]]}),
+        digest({"a": torch.zeros(10, 2, 8, 8), "b": torch.zeros(10, 2, 8, 8)}),  # two kernel blocks for each
+        digest({"a": a, "b": b}, block_size=32),
+        digest({"a": a, "b": b}, about={"a": "FlashInfer"}),
+    ]
+    assert len({base, *others}) == 1 + len(others)
+    with pytest.raises(LayoutError, match="layer 'c' of a KV cache group was not registered"):
+        layout_digest({"a": a}, [GroupSpec(["c"])], 5)
 
 
 def test_layers_at_equal_distances_are_one_view_and_others_a_loop() -> None:
@@ -239,7 +284,7 @@ def test_ids_out_of_range_touch_nothing() -> None:
 def test_slots_hold_the_largest_object_aligned(payloads: list[int], capacity: int) -> None:
     stride = slot_stride(payloads)
     assert stride % 256 == 0
-    assert max(payloads) + 128 <= stride < max(payloads) + 128 + 256
+    assert max(payloads) + 256 <= stride < max(payloads) + 256 + 256
     assert num_slots(capacity, payloads) * stride <= capacity < (num_slots(capacity, payloads) + 1) * stride
 
 
@@ -257,6 +302,6 @@ def test_slots_are_disjoint_and_objects_are_contiguous() -> None:
     for slot in range(5):
         region.object_view(slot, 1000)[:] = bytes([slot + 1]) * object_bytes(1000)
     for slot in range(5):
-        assert bytes(region.object_view(slot, 1000)) == bytes([slot + 1]) * 1128
+        assert bytes(region.object_view(slot, 1000)) == bytes([slot + 1]) * 1256
         assert region.payload(slot, 1000).tolist() == [slot + 1] * 1000
-        assert region.payload(slot, 1000).data_ptr() == region.slot_address(slot) + 64
+        assert region.payload(slot, 1000).data_ptr() == region.slot_address(slot) + 128

@@ -23,6 +23,7 @@ from epochkv_connector.records import BlockMove, JobAck, LoadJob, Phase, SaveJob
 from epochkv_connector.store import Outcome, Ticket, Transfer
 from epochkv_connector.store.lanes import resolve
 from epochkv_connector.worker.layout import GroupSpec, LayoutError
+from epochkv_connector.worker.slots import HEADER_BYTES, TRAILER_BYTES
 from epochkv_connector.worker.staging import StagingStream
 from epochkv_connector.worker.tasks import Report
 from epochkv_connector.worker.worker import WorkerHalf
@@ -82,9 +83,9 @@ class ObedientStore:
         outcomes = []
         for transfer in request.transfers:
             if outcome is Outcome.OK and request.kind == "put":
-                self.objects[transfer.key] = bytes(transfer.view[64:-64])
+                self.objects[transfer.key] = bytes(transfer.view[HEADER_BYTES:-TRAILER_BYTES])
             elif outcome is Outcome.OK and transfer.key in self.objects:
-                transfer.view[64:-64] = self.objects[transfer.key]
+                transfer.view[HEADER_BYTES:-TRAILER_BYTES] = self.objects[transfer.key]
             elif outcome is Outcome.OK:
                 outcomes.append(Outcome.ABSENT)
                 continue
