@@ -91,6 +91,10 @@ class Touch:
             self._say(f"{self._what}: {_gib(self._num_bytes)} touched in {time.monotonic() - self._began:.1f} s")
         return self._touched
 
+    def stop(self) -> None:
+        """Have `run` end after the chunks under way. Any thread."""
+        self._deadline = self._began
+
     def _chunk(self, start: int) -> None:
         if time.monotonic() >= self._deadline:
             return

@@ -8,10 +8,14 @@ import mmap
 from pathlib import Path
 
 import pytest
+import torch
 
 from epochkv_connector import touch
 from epochkv_connector.touch import Touch, write_pages
+from epochkv_connector.worker.layout import GroupSpec
 from epochkv_connector.worker.staging import HostRegion
+from epochkv_connector.worker.worker import WorkerHalf
+from tests.unit.connector_worker.test_worker_half import ObedientStore
 
 MIB = 1 << 20
 
@@ -92,3 +96,16 @@ def test_memory_that_cannot_be_had_is_an_error() -> None:
     assert ctypes.CDLL(None).munmap(ctypes.c_void_p(address + mmap.PAGESIZE), ctypes.c_size_t(mmap.PAGESIZE)) == 0
     with pytest.raises(OSError, match="cannot be had"):
         Touch(address, len(memory), "test").run()
+
+
+def test_the_region_is_touched_before_a_store_hears_of_it() -> None:
+    heard: list[int] = []
+
+    def open_store(region: HostRegion) -> ObedientStore:
+        heard.append(resident_pages(region.address, region.num_bytes) - -(-region.num_bytes // mmap.PAGESIZE))
+        return ObedientStore()
+
+    half = WorkerHalf(open_store=open_store)
+    half.register({"layer": torch.zeros((4, 1 << 20), dtype=torch.uint8)}, [GroupSpec(["layer"])], 8, 4)
+    half.shutdown()
+    assert heard == [0]
