@@ -8,6 +8,8 @@ DEV := .build/venv/bin/python
 ENGINE := .build/venv-engine/bin/python
 SETUP := hack/setup.sh
 TESTS := $(DEV) hack/run_tests.py
+# For what runs on a GPU machine from a plain checkout: any Python >= 3.11 with torch; nothing is installed.
+TORCH := PYTHONPATH=$(CURDIR)/connector $(or $(PYTHON),python3)
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -45,6 +47,9 @@ test-store: setup-engine ## Real Mooncake master and store
 
 test-engine: setup-engine ## Real vLLM engines on CPU
 	@$(TESTS) engine
+
+test-cuda: ## Copies on this machine's GPU; torch only, no setup, minutes (PYTHON=python SOAK_SECONDS=60)
+	@$(TORCH) -m tests.cuda
 
 test-matrix: setup-engine ## Every mode of the connector on real engines (the whole product; `make test` runs a slice), with a table
 	@EPOCHKV_MATRIX=whole EPOCHKV_MATRIX_TABLE=.build/matrix.md $(ENGINE) -m pytest -v tests/engine/test_matrix.py; cat .build/matrix.md
@@ -87,8 +92,8 @@ bench-connector: setup-engine ## Connector: time to first token, vLLM's own conn
 bench-start: setup-engine ## Engine start-up with the connector and without
 	@$(ENGINE) -m bench.engine_start $(ARGS)
 
-bench-staging: setup-engine ## Staging copies against a plain copy of the same machine (ARGS="--device cuda --json FILE")
-	@$(ENGINE) -m bench.staging $(ARGS)
+bench-staging: ## Staging copies against a plain copy of the same machine; torch only, no setup (PYTHON=python ARGS="--json FILE")
+	@$(TORCH) -m bench.staging $(ARGS)
 
 soak: setup-engine ## Three engines under random faults, resets and weight changes (MINUTES=20 SEED=random)
 	@$(ENGINE) -m hack.soak --minutes $(or $(MINUTES),20) $(if $(SEED),--seed $(SEED))
@@ -105,4 +110,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-unit test-scheduler test-store test-engine test-matrix test-cluster test-e2e simulate simulate-mutants lint generate bench-epoch bench-fence bench-connector bench-start bench-staging soak compat fuzz lock clean
+.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-unit test-scheduler test-store test-engine test-cuda test-matrix test-cluster test-e2e simulate simulate-mutants lint generate bench-epoch bench-fence bench-connector bench-start bench-staging soak compat fuzz lock clean

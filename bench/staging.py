@@ -1,4 +1,4 @@
-"""Host staging against the best plain copy of the same bytes, in the same run: `python -m bench.staging [--device cuda]`.
+"""Host staging against the best plain copy of the same bytes, in the same run: `make bench-staging`.
 
 Numbers mean something only as ratios on one machine, so every repeat measures the plain copy next to what it measures. Both
 walk through `--span` bytes, far more than any cache: in an engine neither a block nor a slot was touched a moment ago. A row
@@ -87,7 +87,6 @@ class Row:
         names = [f"l{i}" for i in range(layers)]
         tensors = kv_tensors(layout, layers, num_jobs * blocks, block_bytes, device)
         self.staging = Staging(dict(zip(names, tensors, strict=True)), [GroupSpec(names)], num_jobs * blocks, num_jobs * blocks)
-        self.staging.region.tensor.fill_(1)  # or the first walk would measure page faults
         order = torch.randperm(num_jobs * blocks, generator=torch.Generator().manual_seed(1)).tolist()
         jobs = [[Pair(0, order[job * blocks + i], job * blocks + i) for i in range(blocks)] for job in range(num_jobs)]
         self.jobs = itertools.cycle(jobs)
@@ -155,7 +154,8 @@ def overlap(row: Row) -> dict[str, Any]:
 def main() -> None:
     """Run every row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=found, help="default: the GPU where there is one")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--span", type=int, default=256 << 20, help="bytes that a row walks through (default: 256 MiB)")
     parser.add_argument("--blocks", type=int, default=32, help="blocks in a job")
@@ -163,6 +163,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device here")
+    print(f"{torch.cuda.get_device_name() if args.device == 'cuda' else 'CPU'}, torch {torch.__version__}", flush=True)
     rows: list[dict[str, Any]] = []
     for busy, (layers, block_bytes), layout in itertools.product((False, True), SHAPES, ("apart", "uneven", "together")):
         row = Row(layout, layers, block_bytes, args.blocks, args.span, args.device)

@@ -22,7 +22,9 @@ RUN python3 -m venv /build && /build/bin/pip install --no-cache-dir --require-ha
 
 FROM base
 COPY --from=build /opt/mooncake /opt/mooncake
-ENV PATH=/opt/mooncake/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+# The store service on memory that is touched before it is mounted; needs nothing else of the connector.
+COPY connector/epochkv_connector/__init__.py connector/epochkv_connector/storenode.py connector/epochkv_connector/touch.py /opt/epochkv/epochkv_connector/
+ENV PYTHONPATH=/opt/epochkv PATH=/opt/mooncake/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 65532:65532
 EXPOSE 50051 9003 8088 9300
 CMD ["mooncake_master", "--rpc_address=0.0.0.0", "--rpc_port=50051", "--metrics_host=0.0.0.0", "--metrics_port=9003", "--logtostderr=true"]

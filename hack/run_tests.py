@@ -82,6 +82,7 @@ LAYERS = (
             "tests/unit/connector_identity",
             "tests/unit/operator_arguments",
             "tests/unit/bench",
+            "tests/cuda",
         ),
         60,
         beside=True,

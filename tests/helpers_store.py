@@ -135,7 +135,7 @@ class Cluster:
             "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1",
             "MOONCAKE_PROTOCOL": "tcp",
         }
-        command = [sys.executable, "-m", "mooncake.mooncake_store_service", "--port", str(free_port())]
+        command = [sys.executable, "-m", "epochkv_connector.storenode", "--port", str(free_port())]
         store = Process(command, self.directory / f"store{len(self.stores)}.log", environ)
         mounted = set(self.segments())  # of which the master may drop a dead one meanwhile
         store.start()

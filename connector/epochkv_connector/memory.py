@@ -2,8 +2,8 @@
 
 How large a block is only the loaded model tells; what no model could make right is said before one is loaded.
 
-A host region is touched page by page as blocks arrive: one that is larger than the container's limit works for hours,
-until the kernel ends the engine. Sources: cgroup v2 `memory.max` and v1 `memory.limit_in_bytes` of this process's group and
+A host region is touched as a whole when it is mapped: one that is larger than the container's limit would have the kernel end
+the engine at its start, without a word. Sources: cgroup v2 `memory.max` and v1 `memory.limit_in_bytes` of this process's group and
 of every group above it that is visible, and the machine's physical memory.
 """
 

@@ -25,6 +25,7 @@ from epochkv_connector.scheduler.core import SchedulerHalf
 from epochkv_connector.scheduler.index import slot_count
 from epochkv_connector.scheduler.views import KeysOf, LookupClient
 from epochkv_connector.store import StoreClient, StoreSettings
+from epochkv_connector.worker import sleeping
 from epochkv_connector.worker.layout import GroupSpec, layout_digest
 from epochkv_connector.worker.slots import object_bytes
 from epochkv_connector.worker.staging import HostRegion
@@ -202,7 +203,9 @@ def build_worker(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any
             stride / max(1, layout.slot_bytes),
         )
     handlers = RankHandlers(half, clients[0] if clients else None, pool_prefix(config.pool.uid)).table()
-    admin = open_channel(rank_socket(engine_folder(str(vllm_config.kv_transfer_config.engine_id)), rank), handlers)
+    engine_id = str(vllm_config.kv_transfer_config.engine_id)
+    sleeping.register(engine_id, half)
+    admin = open_channel(rank_socket(engine_folder(engine_id), rank), handlers)
     if admin is not None:
         half.end_with(admin.stop)
     return half

@@ -16,7 +16,7 @@ CLIENT_ENVIRONMENT = {
     "MC_RPC_TIMEOUT_MS": "1000",
     "MC_RPC_CONNECT_TIMEOUT_MS": "500",
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
-    "MC_TCP_STATUS_TIMEOUT_SEC": "2",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "5",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
@@ -83,7 +83,7 @@ class Mooncake:
         command = [
             sys.executable,
             "-m",
-            "mooncake.mooncake_store_service",
+            "epochkv_connector.storenode",
             "--port",
             str(port),
             "--max-wait-time",

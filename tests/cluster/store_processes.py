@@ -43,7 +43,7 @@ class PoolStore:
             "MOONCAKE_GLOBAL_SEGMENT_SIZE": str(64 << 20),
             "MOONCAKE_LOCAL_BUFFER_SIZE": str(16 << 20),
         }
-        service = [str(ENGINE), "-m", "mooncake.mooncake_store_service", "--port", str(self.store_port), "--max-wait-time", "60"]
+        service = [str(ENGINE), "-m", "epochkv_connector.storenode", "--port", str(self.store_port), "--max-wait-time", "60"]
         self.store = Process("mooncake store", service, self._directory / "store.log", environ)
         self.store.wait_until(lambda: bool(self.admin("get_all_segments").split()), 60, "mounted")
         self.store.wait_until(lambda: port_open(self.store_port), 60, "accepting connections")

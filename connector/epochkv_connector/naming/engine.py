@@ -92,6 +92,10 @@ def join(core: Any, scheduler: Any, watch: Watch, guarded: Callable[[Callable[[]
             return call(method, *args, **kwargs)
         guarded(lambda: watch.calling(method))
         alarm.set()
+        if method == "sleep":
+            late = sum(call(rank.settle_for_sleep))
+            if late:
+                raise RuntimeError(f"EpochKV: {late} copies of KV blocks still run, so their memory cannot be unmapped; sleep later")
         try:
             return call(method, *args, **kwargs)
         except BaseException:

@@ -16,6 +16,7 @@ import torch
 from epochkv_connector.naming.digest import Unreadable, digest
 from epochkv_connector.naming.held import models, packed, weights
 from epochkv_connector.naming.sample import Sample
+from epochkv_connector.worker import sleeping
 
 DIGEST_SECONDS = 60.0
 """Of one digest on one rank: at 5 GB/s, 300 GB. Then the weights are unknown."""
@@ -166,6 +167,11 @@ def end_device_work(worker: Any) -> bool:
         return True
     except Exception:
         return False
+
+
+def settle_for_sleep(worker: Any) -> int:
+    """End this rank's copies: sleep unmaps the memory under them. How many still run after the deadline."""
+    return sleeping.settle_for_sleep(str(worker.vllm_config.kv_transfer_config.engine_id))
 
 
 def _synchronize() -> None:

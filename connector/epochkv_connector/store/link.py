@@ -26,7 +26,7 @@ Call = Callable[[Connection], list[int]]
 _OPEN: set[Link] = set()
 """Links whose connection is not closed; `_close_at_exit` tries once more."""
 
-_EXIT_SECONDS = 15.0
+_EXIT_SECONDS = 33.0
 _MAX_CANARY_FAILURES = 3
 _RPC_FAILURES = frozenset((-900, -901))
 _RENEW_WAIT_SECONDS = 5.0
@@ -85,7 +85,7 @@ class Link:
             if self._state is not State.NEW:
                 return False
             self._state = State.PROBING
-        missing = prepare_environment()
+        missing = prepare_environment(load_seconds=self._settings.load_seconds)
         if missing:
             logger.info("Mooncake variables not set in the environment, using defaults: %s", ", ".join(missing))
         _OPEN.add(self)
@@ -317,7 +317,7 @@ def _advice(canary: Outcome) -> str:
 def _close_at_exit() -> None:
     """Let calls in flight return before the interpreter goes: the library would close its clients under them, which is a crash.
 
-    Calls are small (`StoreSettings.max_call_keys`), so a hung peer holds one for 12 s at the most.
+    Calls are small (`StoreSettings.max_call_keys`), so a hung peer holds one for six status timeouts at the most, 30 s by default.
     """
     deadline = time.monotonic() + _EXIT_SECONDS
     for link in list(_OPEN):

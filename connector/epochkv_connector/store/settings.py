@@ -16,7 +16,7 @@ ENVIRONMENT = {
     "MC_RPC_TIMEOUT_MS": "1000",  # a hung master costs 1 s, not 30
     "MC_RPC_CONNECT_TIMEOUT_MS": "500",  # a master behind a dead address costs 4 s, not 120
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # setup holds the GIL while it tries
-    "MC_TCP_STATUS_TIMEOUT_SEC": "2",  # a hung segment owner
+    "MC_TCP_STATUS_TIMEOUT_SEC": "5",  # a hung segment owner; `status_timeout` of a load's default deadline
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",  # a peer that stalls in mid-payload
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",  # overflow poisons the client
     "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
@@ -26,6 +26,23 @@ ENVIRONMENT = {
     "MC_YLT_LOG_LEVEL": "warn",
 }
 """Variable -> value, measured as a whole block on the pinned Mooncake version."""
+
+LOAD_SECONDS = 10.0
+"""A load's default deadline (`job_deadline_seconds`)."""
+_STATUS = "MC_TCP_STATUS_TIMEOUT_SEC"
+_STATUS_SECONDS = (2, 10)
+"""Shorter takes a machine that stands still for a store that is gone (measured: 18 of 28 gets failed in a stall of 2.5 s with a
+limit of 2 s, none with 5 s); longer keeps the buffers of a call to a hung store for minutes."""
+
+
+def status_timeout(load_seconds: float) -> int:
+    """Whole seconds after which Mooncake gives up a store that says nothing.
+
+    Half of a load's deadline: a stall of that length is waited out, and a store that is gone is known before the load has
+    failed by itself.
+    """
+    low, high = _STATUS_SECONDS
+    return max(low, min(high, int(load_seconds / 2)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +57,7 @@ class StoreSettings:
         verify_payload: checksum of the whole payload on put and get, not only header and trailer.
         get_threads: store calls that may fetch at the same time (a call to a hung peer blocks for seconds).
         min_call_keys, max_call_keys, max_call_bytes: one store call carries as many objects at first and after a call that
-            failed or was slow, and never more than this. A call to a hung peer blocks for 2 s for each 4 objects (measured: 4
+            failed or was slow, and never more than this. A call to a hung peer blocks for a status timeout and more (measured with 2 s: 4
             keys 2.0 s, 8 keys 4-6 s, 16 keys 12 s, 32 keys 23 s), and buffers are out of use until it returns.
         fast_call_seconds: a call that took no longer allows the next one of its kind to carry twice as many objects.
         max_queued_puts: objects that wait to be put; beyond it the oldest waiting put is dropped.
@@ -49,6 +66,7 @@ class StoreSettings:
         Mooncake's own batch
             limit and not by its socket, so its buffers stay out of use for the latter (Mooncake's progress timeout is
             5 s).
+        load_seconds: deadline of a load, from which Mooncake's own limit for a silent store follows (`status_timeout`).
         probe_timeout_seconds, min_backoff_seconds, max_backoff_seconds: reaching the master while it is away.
         setup_backoff_seconds: first and longest pause after a `setup` that failed, or whose client did not work. It holds the GIL for
             about a second, in which the engine stands still, and so does every repetition (measured with a master slower than
@@ -73,6 +91,7 @@ class StoreSettings:
     max_exists_keys: int = 1024
     hung_call_seconds: float = 25.0
     quarantine_seconds: float = 8.0
+    load_seconds: float = LOAD_SECONDS
     probe_timeout_seconds: float = 0.5
     min_backoff_seconds: float = 0.1
     max_backoff_seconds: float = 5.0
@@ -92,11 +111,16 @@ class StoreSettings:
             protocol=tier.protocol,
             device_name=tier.device_name,
             verify_payload=config.verify == "full",
+            load_seconds=config.job_deadline_seconds,
         )
 
 
-def prepare_environment(environ: MutableMapping[str, str] | None = None) -> list[str]:
+def prepare_environment(environ: MutableMapping[str, str] | None = None, load_seconds: float = LOAD_SECONDS) -> list[str]:
     """Set what the operator did not set; must run before Mooncake is imported.
+
+    Args:
+        environ: default: this process's.
+        load_seconds: see `StoreSettings`.
 
     Returns:
         The variables that were missing, which are logged once by the caller.
@@ -104,6 +128,6 @@ def prepare_environment(environ: MutableMapping[str, str] | None = None) -> list
     target = os.environ if environ is None else environ
     missing = [name for name in ENVIRONMENT if name not in target]
     for name in missing:
-        target[name] = ENVIRONMENT[name]
+        target[name] = str(status_timeout(load_seconds)) if name == _STATUS else ENVIRONMENT[name]
     target.setdefault("GLOG_minloglevel", "1")  # otherwise every setup writes a page of INFO lines to stderr
     return missing

@@ -3,7 +3,7 @@
 CPU: one torch call for each block, whatever the distances between its layers, because a tensor laid over the whole address
 range of the KV tensors makes every row an index. It is 2 to 6 times faster than one view for each layer and block, which costs
 more than the bytes of a small block. CUDA: one driver call for each job (`cudaMemcpyBatchAsync`, from CUDA 12.8 on), on a
-side stream; without it torch's own batched copy. Depends on torch only.
+side stream; without it one call for each row (`cuda`). Depends on torch only.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import contextlib
 import ctypes
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from epochkv_connector.worker.cuda import Submit
 from epochkv_connector.worker.layout import GroupView
 from epochkv_connector.worker.rows import RowClass, progressions, row_classes
 from epochkv_connector.worker.slots import HEADER_BYTES
@@ -31,8 +33,9 @@ ELEMENTS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16
 """Bytes -> the type that moves so many at a time, bit for bit."""
 
 
-NOT_SUPPORTED = (36, 801)
-"""CUDA errors of a driver that is older than its runtime, or of a device that cannot."""
+POLL_SECONDS = 0.001
+SAY_SECONDS = 30.0
+"""How often it is said that copies of a failed job have not ended."""
 
 MAX_SERIES = 4
 """Rows of one block that lie in so few equally spaced series are written series by series."""
@@ -149,15 +152,29 @@ def _use_one_thread_for_copies() -> None:
         ctypes.CDLL(None).omp_set_num_threads(1)
 
 
+class Stream(Protocol):
+    """Where copies of one thread are issued, in order; `streams.SideStream`."""
+
+    @property
+    def handle(self) -> int: ...
+    def behind(self, after: Any) -> None:
+        """What is issued from now on begins when `after` has come (None: at once)."""
+
+    def wait(self) -> None:
+        """Return when everything issued so far has ended."""
+
+    def idle(self) -> bool:
+        """Whether nothing issued so far is under way."""
+
+
 class CudaCopies:
     """Copies between device memory and page-locked host memory on a side stream; waits for their own event, never for the device."""
 
-    def __init__(self, groups: Sequence[GroupView], region: Region, device: torch.device) -> None:
+    def __init__(self, groups: Sequence[GroupView], region: Region, stream: Stream, submit: Submit) -> None:
         self._classes = [row_classes(group.parts) for group in groups]
         self._region = region
-        self._device = device
-        self._stream = torch.cuda.Stream(device=device)
-        self._submit = batch_copy()
+        self._stream = stream
+        self._submit = submit
 
     def gather(self, batch: Batch, after: Any = None) -> None:
         """See `Copies`."""
@@ -182,60 +199,26 @@ class CudaCopies:
         return torch.cat(device), torch.cat(host), torch.cat(sizes)
 
     def _copy(self, to: Tensor, source: Tensor, sizes: Tensor, after: Any) -> None:
-        done = torch.cuda.Event(blocking=True)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            if after is not None:
-                self._stream.wait_event(after)
-            self._submit(to, source, sizes, self._stream.cuda_stream)
-            done.record(self._stream)
-        done.synchronize()
+        """Issue, and wait. No error leaves before what was issued has ended: the blocks of a job that failed are given to others.
+
+        So this has no deadline: a job whose copies never end is never reported, and its blocks stay taken, which is said every
+        `SAY_SECONDS`. Whoever waits for jobs (a step, sleep, shutdown) has a deadline of their own.
+        """
+        try:
+            self._stream.behind(after)
+            self._submit(to, source, sizes, self._stream.handle)
+            self._stream.wait()
+        except BaseException as error:
+            _wait_until(self._stream.idle, error)
+            raise
 
 
-Submit = Callable[[Tensor, Tensor, Tensor, int], None]
-"""(target addresses, source addresses, sizes, stream): issue the copies. Raises RuntimeError when the driver refuses."""
-
-
-def batch_copy(library: Any = None) -> Submit:
-    """The fastest way this CUDA runtime has: one call for all, or one call for each row.
-
-    Args:
-        library: the CUDA runtime; default: the one that torch has loaded.
-    """
-    major = int((torch.version.cuda or "0").split(".")[0])
-    runtime = library if library is not None else ctypes.CDLL(f"libcudart.so.{major}")
-    single = runtime.cudaMemcpyAsync
-    single.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-
-    def one_by_one(to: Tensor, source: Tensor, sizes: Tensor, stream: int) -> None:
-        for target, origin, size in zip(to.tolist(), source.tolist(), sizes.tolist(), strict=True):
-            _check("cudaMemcpyAsync", single(target, origin, size, 4, stream))  # 4: the direction follows from the addresses
-
-    batch = getattr(runtime, "cudaMemcpyBatchAsync", None)
-    if batch is None:
-        logger.info("this CUDA runtime (%s) has no batched copy (12.8 brought it); blocks are copied row by row", torch.version.cuda)
-        return one_by_one
-    # cudaMemcpyAttributes: its first field says that sources are read in stream order; the rest, whatever its size, is 0.
-    attributes = (ctypes.c_int * 16)(1)
-    start, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-    refused: list[int] = []
-
-    def all_at_once(to: Tensor, source: Tensor, sizes: Tensor, stream: int) -> None:
-        arrays = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (to, source, sizes)]
-        last = [ctypes.byref(failed)] if major < 13 else []  # 13 dropped the index of the failure
-        count = ctypes.c_size_t(to.numel())
-        attrs = (ctypes.byref(attributes), ctypes.byref(start), ctypes.c_size_t(1))
-        code = 0 if refused else batch(*arrays, count, *attrs, *last, ctypes.c_void_p(stream))
-        if code in NOT_SUPPORTED:
-            refused.append(code)
-            logger.warning("this driver refuses batched copies (CUDA error %d); blocks are copied row by row", code)
-            code = 0
-        _check("cudaMemcpyBatchAsync", code)
-        if refused:
-            one_by_one(to, source, sizes, stream)
-
-    return all_at_once
-
-
-def _check(name: str, code: int) -> None:
-    if code != 0:
-        raise RuntimeError(f"{name} returned CUDA error {code}")
+def _wait_until(idle: Callable[[], bool], error: BaseException) -> None:
+    began = time.monotonic()
+    next_word = began + SAY_SECONDS
+    while not idle():
+        time.sleep(POLL_SECONDS)
+        if (now := time.monotonic()) >= next_word:
+            next_word = now + SAY_SECONDS
+            text = "copies were issued before %r and have not ended after %.0f s; their blocks stay taken until they do"
+            logger.error(text, error, now - began)

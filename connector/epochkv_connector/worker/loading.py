@@ -54,6 +54,16 @@ class Loads:
         for load in [load for load in list(self.open.values()) if load.deadline <= now]:
             self.fail(load, "deadline", f"load job {load.job.job_id} missed its deadline")
 
+    def fail_waiting(self, reason: str, detail: str) -> None:
+        """End every load that is not being copied."""
+        for load in list(self.open.values()):
+            self.fail(load, reason, f"load job {load.job.job_id}: {detail}")
+
+    def num_copying(self) -> int:
+        """Loads that write to GPU blocks."""
+        with self._rank.changed:
+            return sum(load.stage is Stage.COPYING for load in self.open.values())
+
     def fail(self, load: Load, reason: str, detail: str) -> None:
         """End a load that is not being copied; one that is ends with that copy."""
         with self._rank.changed:
@@ -117,7 +127,7 @@ class Loads:
         self._rank.usable()
         self._rank.movers["load"].submit(partial(self._scatter, load))
 
-    def _scatter(self, load: Load, stream: Callable[[], StagingStream]) -> None:
+    def _scatter(self, load: Load, stream: StagingStream) -> None:
         rank = self._rank
         with rank.changed:
             if load.stage is not Stage.QUEUED:
@@ -136,13 +146,13 @@ class Loads:
         else:  # the answer comes before the store has let go of the slots
             load.ticket.released.add_done_callback(lambda _: self._guard(load, partial(self._begin_piece, load)))
 
-    def _copy(self, load: Load, stream: Callable[[], StagingStream]) -> None:
+    def _copy(self, load: Load, stream: StagingStream) -> None:
         rank = self._rank
         load.bad = rank.mismatched(load.piece)
         rank.check_contents(load.piece)
         pairs = [Pair(move.group, move.gpu_block, move.slot) for move in load.piece]
         began = time.monotonic()
-        stream().scatter(pairs, load.after)
+        stream.scatter(pairs, load.after)
         rank.count_copy("load", pairs, time.monotonic() - began)
 
     # -- the end -------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ network, and slots after the second.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
@@ -83,6 +82,11 @@ class Saves:
         for save in late:
             self.fail_copy(save, "overtaken", f"save job {save.job.job_id} was not copied before its blocks were used again")
 
+    def fail_waiting(self, reason: str, detail: str) -> None:
+        """End every save that is not being copied and has no copy behind it."""
+        for save in list(self.copies.values()):
+            self.fail_copy(save, reason, f"save job {save.job.job_id}: {detail}")
+
     def drop_unsubmitted(self, reason: str) -> None:
         """The engine shuts down before these could begin."""
         with self._rank.changed:
@@ -116,7 +120,7 @@ class Saves:
         rank.check_free(move for move in save.job.moves if move.copy)
         rank.movers["save"].submit(partial(self._gather, save))
 
-    def _gather(self, save: Save, stream: Callable[[], StagingStream]) -> None:
+    def _gather(self, save: Save, stream: StagingStream) -> None:
         rank = self._rank
         with rank.changed:
             if save.stage is not Stage.QUEUED:
@@ -131,7 +135,7 @@ class Saves:
         elif rank.alone:
             rank.guard(partial(self._begin_put, save), partial(self._fail_put, save))
 
-    def _copy(self, save: Save, stream: Callable[[], StagingStream]) -> None:
+    def _copy(self, save: Save, stream: StagingStream) -> None:
         rank = self._rank
         if remaining(save.deadline) == 0:
             raise JobFailed("deadline", f"save job {save.job.job_id} missed its deadline")
@@ -140,7 +144,7 @@ class Saves:
         rank.check_contents(move for move in save.job.moves if not move.copy)
         pairs = [Pair(move.group, move.gpu_block, move.slot) for move in fresh]
         began = time.monotonic()
-        stream().gather(pairs, save.after)
+        stream.gather(pairs, save.after)
         if save.overtaken:
             raise JobFailed("overtaken", f"blocks of save job {save.job.job_id} were used again while they were copied")
         if not save.as_named():

@@ -7,7 +7,6 @@ Depends on torch only: importable and testable without vLLM.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from epochkv_connector.touch import Touch, advise
+from epochkv_connector.worker import cuda
 from epochkv_connector.worker.copies import Copies, CpuCopies, CudaCopies
 from epochkv_connector.worker.layout import GroupSpec, GroupView, KVCache, group_view
 from epochkv_connector.worker.slots import HEADER_BYTES, object_bytes, slot_stride
+from epochkv_connector.worker.streams import SideStream
 
 __all__ = ["GroupSpec", "HostRegion", "Pair", "Staging", "StagingStream"]
 
@@ -36,9 +38,9 @@ class Pair:
 
 
 class HostRegion:
-    """Page-aligned anonymous memory of `num_slots` slots; page-locked where CUDA is present.
+    """Private anonymous memory of `num_slots` slots, page-aligned, in huge pages where the kernel gives them; page-locked for CUDA.
 
-    The pages of the mapping are given no backing until they are touched (CPU) and are not inherited by forked children.
+    Every page has its backing before anybody uses the region, and none is inherited by forked children.
     """
 
     def __init__(self, num_slots: int, stride: int, *, pin: bool, pin_limit: int = PIN_CHUNK_BYTES) -> None:
@@ -46,7 +48,7 @@ class HostRegion:
 
         Raises:
             ValueError: not at least one slot.
-            OSError: the kernel refuses the mapping.
+            OSError: the kernel refuses the mapping, or has no memory for it.
             RuntimeError: the driver refuses to page-lock it.
         """
         if num_slots <= 0 or stride <= 0:
@@ -54,13 +56,13 @@ class HostRegion:
         self.num_slots = num_slots
         self.stride = stride
         self.num_bytes = num_slots * stride
-        self._map = mmap.mmap(-1, self.num_bytes)
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            with contextlib.suppress(AttributeError, OSError):  # not in every kernel; both are only hints
-                self._map.madvise(getattr(mmap, advice))
+        # Not the default MAP_SHARED, which is shared memory to the kernel: it gets no huge pages by advice.
+        self._map = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.bytes = memoryview(self._map)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
+        advise(self.address, self.num_bytes)
+        Touch(self.address, self.num_bytes, "EpochKV: host region").run()
         self._pinned: list[int] = []  # addresses of page-locked chunks
         if pin:
             self._pin(pin_limit)
@@ -89,18 +91,18 @@ class HostRegion:
         """Give page-locked memory back to the driver; the mapping itself lives as long as anybody refers to it."""
         pinned, self._pinned = self._pinned, []
         for address in pinned:
-            torch.cuda.cudart().cudaHostUnregister(address)
+            cuda.page_unlock(address)
 
     def _pin(self, limit: int) -> None:
-        """Page-lock exactly this region (torch's own pinned allocator rounds up to a power of two)."""
         for start, size in pin_chunks(self.num_bytes, self.stride, limit):
-            error = torch.cuda.cudart().cudaHostRegister(self.address + start, size, 0)
-            if int(error) != 0:
+            try:
+                cuda.page_lock(self.address + start, size)
+            except RuntimeError as error:
                 self.unpin()
                 raise RuntimeError(
-                    f"cudaHostRegister of bytes {start} to {start + size} of {self.num_bytes} failed with {error}; "
+                    f"bytes {start} to {start + size} of {self.num_bytes} of host memory cannot be page-locked: {error}; "
                     "lower local.capacity_bytes or staging_slots"
-                )
+                ) from error
             self._pinned.append(self.address + start)
 
 
@@ -128,11 +130,13 @@ class Staging:
         """Read the layouts and map the region.
 
         Raises:
+            UnsupportedDevice: the tensors are neither on a CPU nor on an NVIDIA GPU.
             LayoutError: the tensors cannot be cut into blocks.
             ValueError, OSError, RuntimeError: see `HostRegion`.
         """
         self.groups: tuple[GroupView, ...] = tuple(group_view(caches, spec, num_blocks) for spec in groups)
         self.device = self.groups[0].parts[0].device
+        cuda.check_device(self.device)
         stride = slot_stride([group.payload_bytes for group in self.groups])
         self.region = HostRegion(num_slots, stride, pin=self.device.type == "cuda")
 
@@ -170,7 +174,7 @@ class StagingStream:
         self._staging = staging
         self._copies: Copies
         if staging.device.type == "cuda":
-            self._copies = CudaCopies(staging.groups, staging.region, staging.device)
+            self._copies = CudaCopies(staging.groups, staging.region, SideStream(staging.device), cuda.batch_copy())
         else:
             self._copies = CpuCopies(staging.groups, staging.region)
 

@@ -8,6 +8,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +19,9 @@ from epochkv_connector.store import Ticket, Transfer
 from epochkv_connector.worker.staging import Staging, StagingStream
 
 logger = logging.getLogger(__name__)
+
+OPEN_SECONDS = 60.0
+"""For a device to give a copy thread its stream."""
 
 
 class BlockStore(Protocol):
@@ -131,19 +136,32 @@ class Report(NamedTuple):
     acks: list[JobAck]
 
 
-Work = Callable[[Callable[[], StagingStream]], None]
-"""Copies of one job; is given the way to its thread's stream, which may fail to open."""
+Work = Callable[[StagingStream], None]
+"""Copies of one job on its thread's stream."""
 
 
 class Mover:
-    """A daemon thread that copies in one direction, in order of arrival. Work must not raise; what it raises is logged."""
+    """A daemon thread that copies in one direction, in order of arrival. Work must not raise; what it raises is logged.
+
+    Its stream is open when the constructor returns: a CUDA runtime that cannot be used is found before the first job.
+    """
 
     def __init__(self, name: str, staging: Staging) -> None:
+        """Start the thread and open its stream.
+
+        Raises:
+            RuntimeError, OSError: it cannot be opened, or not within `OPEN_SECONDS`.
+        """
         self._staging = staging
-        self._stream: StagingStream | None = None
+        self._opened: Future[None] = Future()
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=f"epochkv-{name}", daemon=True)
         self._thread.start()
+        try:
+            self._opened.result(OPEN_SECONDS)
+        except FutureTimeoutError:
+            self._work.put(None)
+            raise RuntimeError(f"the device gave the thread that copies for a {name} no stream within {OPEN_SECONDS:.0f} s") from None
 
     def submit(self, work: Work) -> None:
         """Queue; never blocks."""
@@ -155,14 +173,16 @@ class Mover:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _open(self) -> StagingStream:
-        self._stream = self._stream or StagingStream(self._staging)
-        return self._stream
-
     def _serve(self) -> None:
+        try:
+            stream = StagingStream(self._staging)
+        except BaseException as error:
+            self._opened.set_exception(error)
+            return
+        self._opened.set_result(None)
         while (work := self._work.get()) is not None:
             try:
-                work(self._open)
+                work(stream)
             except Exception:
                 logger.exception("a copy thread met an unexpected error")
 

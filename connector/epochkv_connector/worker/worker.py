@@ -102,7 +102,7 @@ class WorkerHalf:
         num_slots: int,
         num_blocks: int | None = None,
     ) -> int:
-        """Read the layouts, map (and page-lock) the host region, open the store.
+        """Read the layouts, map, touch (and page-lock) the host region, open the copy threads' streams and the store.
 
         Args:
             kv_caches: as vLLM's `register_kv_caches` gives them.
@@ -118,7 +118,12 @@ class WorkerHalf:
         """
         staging = Staging(kv_caches, groups, num_slots, num_blocks)
         self._rank.staging = staging
-        self._rank.movers = {name: Mover(name, staging) for name in ("load", "save")}
+        try:
+            for name in ("load", "save"):
+                self._rank.movers[name] = Mover(name, staging)
+        except BaseException:
+            self.shutdown(1.0)
+            raise
         if self._open_store is not None:
             self._rank.store = self._open_store(staging.region)
         return staging.region.stride
@@ -274,6 +279,26 @@ class WorkerHalf:
     def wait_copied(self, timeout: float) -> bool:
         """Wait until no save holds GPU blocks; then `results` has every COPIED. False after `timeout` seconds."""
         return self._saves.wait_copied(timeout)
+
+    def settle_for_sleep(self, timeout: float) -> int:
+        """The memory of GPU blocks is about to be unmapped: end every copy, and let none begin. Model-runner thread.
+
+        Loads that are not being copied fail. Saves are copied; those that are not after `timeout` seconds fail.
+
+        Returns:
+            Copies that still run: the memory must stay mapped unless it is 0.
+        """
+        deadline = time.monotonic() + timeout
+        self._loads.fail_waiting("sleep", "the engine goes to sleep")
+        if not self._saves.wait_copied(remaining(deadline)):
+            self._saves.fail_waiting("sleep", "the engine goes to sleep before it was copied")
+
+        def left() -> int:
+            return self._loads.num_copying() + len(self._saves.copies)
+
+        with self._rank.changed:
+            self._rank.changed.wait_for(lambda: not left(), remaining(deadline))
+            return left()
 
     def status(self) -> dict[str, Any]:
         """What a person, or the scheduler half, may ask between steps (JSON). Any thread."""

@@ -27,6 +27,11 @@ from epochkv_operator.planning.network import pool_policies
 _TEMPLATE_FIELD = "spec.distributed.mooncake.{}.template"
 # What a store process needs beside its segment (measured: 331 MiB peak with a full segment of 256 MiB), with its local buffer.
 _STORE_OVERHEAD_BYTES = 320 * 2**20
+_PAGE_TABLE_SHARE = 512  # 8 bytes for each page of 4 KiB; a pod pays for them, too
+_STORE_MODULE = "epochkv_connector.storenode"  # in our image; an image of the owner's is only known to have Mooncake
+_PLAIN_STORE_MODULE = "mooncake.mooncake_store_service"
+_LONGEST_TOUCH_SECONDS = 300
+_SLOW_TOUCH_BYTES_PER_SECOND = 2**28
 _STORE_LOCAL_BUFFER_BYTES = 16 * 2**20
 
 
@@ -130,7 +135,9 @@ def _master_service(pool: KVCachePool, context: Context) -> Json:
 def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
     name, store = pool.metadata.name, mooncake.store
     segment = quantity.to_bytes(store.segment_size)
-    memory = quantity.from_bytes(_round_up(segment + _STORE_LOCAL_BUFFER_BYTES + _STORE_OVERHEAD_BYTES, 2**20))
+    memory = quantity.from_bytes(
+        _round_up(segment + segment // _PAGE_TABLE_SHARE + _STORE_LOCAL_BUFFER_BYTES + _STORE_OVERHEAD_BYTES, 2**20)
+    )
     variables = {
         **wiring.client_environment(pool),
         "MOONCAKE_LOCAL_HOSTNAME": "$(POD_IP)",  # localhost otherwise
@@ -147,13 +154,13 @@ def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
     container: Json = {
         "name": "store",
         "image": mooncake.image or context.store_image,
-        "command": ["python3", "-m", "mooncake.mooncake_store_service"],
+        "command": ["python3", "-m", _STORE_MODULE if mooncake.image is None else _PLAIN_STORE_MODULE],
         "args": ["--port", str(STORE_REST_PORT), "--max-wait-time", "60"],
         "env": [podspec.pod_ip(), *podspec.environment(variables)],
         "ports": [{"name": "health", "containerPort": STORE_HEALTH_PORT, "protocol": "TCP"}],
         "resources": {"requests": {"cpu": "100m", "memory": memory}, "limits": {"memory": memory}},
-        # Setup may wait for the master for a minute; only then does the process listen.
-        "startupProbe": podspec.tcp_probe(STORE_REST_PORT, period=2, failures=60),
+        # The segment is touched, and setup may wait for the master for a minute; only then does the process listen.
+        "startupProbe": podspec.tcp_probe(STORE_REST_PORT, period=2, failures=60 + _touch_seconds(segment) // 2),
         # 503 while the master is away: not ready, but nothing that a restart would mend.
         "readinessProbe": podspec.http_probe("/health", STORE_HEALTH_PORT, period=3, failures=4),
         "livenessProbe": podspec.tcp_probe(STORE_REST_PORT, period=10, failures=3),
@@ -181,6 +188,11 @@ def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
         }
     }
     return owned_object("apps/v1", "StatefulSet", store_name(name), pool, labels, context, body)
+
+
+def _touch_seconds(segment: int) -> int:
+    """How long a store may take to touch its segment: `epochkv_connector.touch` gives up after the longest."""
+    return min(_LONGEST_TOUCH_SECONDS, segment // _SLOW_TOUCH_BYTES_PER_SECOND)
 
 
 def _store_service(pool: KVCachePool, context: Context) -> Json:

@@ -42,9 +42,8 @@ def test_a_store_client_that_raises_fails_the_jobs_and_holds_no_slot() -> None:
     assert (rig.finished, rig.failed) == ({"r2": 1}, {"r2": 1})
 
 
-@pytest.mark.parametrize("broken", ["__init__", "gather", "scatter"])
+@pytest.mark.parametrize("broken", ["gather", "scatter"])
 def test_an_exception_in_a_copy_thread_is_answered_and_the_thread_lives_on(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    """`__init__`: the stream of the thread cannot be opened, as on a device that is out of memory."""
     rig = Rig()
     calls: list[int] = []
 
@@ -54,7 +53,7 @@ def test_an_exception_in_a_copy_thread_is_answered_and_the_thread_lives_on(monke
 
     with monkeypatch.context() as patch:
         patch.setattr(StagingStream, broken, fail)
-        if broken != "scatter":
+        if broken == "gather":
             rig.step(saves=[save(1, [move(3, 0, 30)])])
             assert rig.until_acked(1, Phase.COPIED).failed
         else:
@@ -71,6 +70,19 @@ def test_an_exception_in_a_copy_thread_is_answered_and_the_thread_lives_on(monke
     assert rig.block(9) == wanted
     assert set(rig.finished.values()) == {1}
     assert set(rig.failed) == ({"r2"} if broken == "scatter" else set())
+
+
+def test_a_stream_that_cannot_be_opened_is_an_error_at_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device that is out of memory, or without a CUDA runtime."""
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("injected")
+
+    before = {thread.name for thread in threading.enumerate()}
+    monkeypatch.setattr(StagingStream, "__init__", fail)
+    with pytest.raises(RuntimeError, match="injected"):
+        Rig()
+    assert {thread.name for thread in threading.enumerate()} <= before
 
 
 def test_a_slot_whose_copy_broke_off_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:

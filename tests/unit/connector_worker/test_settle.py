@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.records import Phase
+from epochkv_connector.records import Phase, Source
 from epochkv_connector.wire import StepMetadata
+from epochkv_connector.worker import sleeping
 from epochkv_connector.worker import worker as worker_module
 from epochkv_connector.worker.staging import StagingStream
 from epochkv_connector.working import WorkerSide
@@ -93,3 +94,36 @@ def test_a_half_that_was_given_up_settles_too(monkeypatch: pytest.MonkeyPatch) -
     side.settle(StepMetadata(settle=True))
     copies.go_on.set()
     assert rig.until_acked(1, Phase.COPIED).failed
+
+
+def test_sleep_waits_for_copies_and_fails_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM unmaps the memory next."""
+    store = ObedientStore(policy=lambda kind, transfers: None)
+    rig = Rig(store)
+    sleeping.register("an-engine", rig.worker)
+    copies = SlowCopies(monkeypatch)
+    rig.step(saves=[save(1, [move(3, 0, 30)])], loads=[load(2, [move(8, 1, 31, Source.STORE)], NAMESPACE)])
+    assert copies.began.wait(10)
+    threading.Timer(0.2, copies.go_on.set).start()
+    assert sleeping.settle_for_sleep("an-engine", 10) == 0
+    assert copies.go_on.is_set()
+    rig.kv[:] = 0  # nobody may touch it any more
+    store.end_all()
+    assert not rig.until_acked(1, Phase.COPIED).failed
+    assert rig.until_acked(2, Phase.LOADED).failed
+    assert not rig.kv.any()
+    assert rig.worker.stats()["load_failed_sleep"] == 1
+
+
+def test_sleep_is_told_of_copies_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    sleeping.register("slow", rig.worker)
+    copies = SlowCopies(monkeypatch)
+    rig.step(saves=[save(1, [move(3, 0, 30)]), save(2, [move(4, 1, 40)])])
+    assert copies.began.wait(10)
+    assert sleeping.settle_for_sleep("slow", 0.05) == 1, "the second has not begun and never will"
+    copies.go_on.set()
+    assert not rig.until_acked(1, Phase.COPIED).failed
+    assert rig.until_acked(2, Phase.COPIED).failed
+    assert sleeping.settle_for_sleep("slow", 10) == 0
+    assert sleeping.settle_for_sleep("unknown", 10) == 0

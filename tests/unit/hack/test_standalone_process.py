@@ -111,7 +111,7 @@ def test_a_master_ends_when_a_store_node_cannot_start(tmp_path: Path, monkeypatc
     program = script(tmp_path / "master", f"#!{sys.executable}\n{master}")
     monkeypatch.setattr("hack.standalone.mooncake.executable", lambda name: str(program))
     (tmp_path / "mooncake.py").write_text("raise SystemExit(3)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     mooncake = Mooncake(tmp_path / "logs")
     with pytest.raises(ProcessError, match="mooncake store 0 ended with status 3 before mounted"), mooncake:
         raise AssertionError("it has no node")

@@ -201,9 +201,9 @@ def test_l1_is_added_to_the_memory_asked_for(resources: Json, expected: Json) ->
 
 
 def test_store_memory_covers_segment_and_process() -> None:
-    """331 MiB were measured with a full segment of 256 MiB."""
+    """331 MiB were measured with a full segment of 256 MiB; its page tables take half a MiB."""
     store = containers(one(desired_pool(pool(), CONTEXT), "StatefulSet"))[0]
-    assert store["resources"]["limits"]["memory"] == store["resources"]["requests"]["memory"] == "592Mi"
+    assert store["resources"]["limits"]["memory"] == store["resources"]["requests"]["memory"] == "593Mi"
     values = variables(store)
     assert values["MOONCAKE_GLOBAL_SEGMENT_SIZE"] == "268435456"
     assert values["MOONCAKE_LOCAL_HOSTNAME"] == "$(POD_IP)"
@@ -211,12 +211,31 @@ def test_store_memory_covers_segment_and_process() -> None:
     assert list(values).index("POD_IP") < list(values).index("MOONCAKE_LOCAL_HOSTNAME")  # or it would not be expanded
 
 
+@pytest.mark.parametrize(("segment", "failures"), [("256Mi", 60), ("64Gi", 60 + 128), ("2Ti", 60 + 150)])
+def test_a_store_has_time_to_touch_its_segment(segment: str, failures: int) -> None:
+    """A slow machine touches 256 MiB a second; after 300 s a store goes on with what it has."""
+    spec = json.loads(json.dumps(POOL_SPECS["l1-l2"]))
+    spec["distributed"]["mooncake"]["store"]["segmentSize"] = segment
+    store = containers(one(desired_pool(pool(spec), CONTEXT), "StatefulSet"))[0]
+    assert store["command"] == ["python3", "-m", "epochkv_connector.storenode"]
+    assert store["startupProbe"]["failureThreshold"] == failures
+    assert store["startupProbe"]["periodSeconds"] == 2
+
+
+def test_an_image_of_the_owners_runs_mooncakes_own_service() -> None:
+    """It has Mooncake, and nobody knows what else."""
+    spec = json.loads(json.dumps(POOL_SPECS["l1-l2"]))
+    spec["distributed"]["mooncake"]["image"] = "registry.example/mooncake:1"
+    store = containers(one(desired_pool(pool(spec), CONTEXT), "StatefulSet"))[0]
+    assert store["command"] == ["python3", "-m", "mooncake.mooncake_store_service"]
+
+
 # Measured in real failures; a missing one costs minutes or poisons a client.
 MOONCAKE_ENVIRONMENT = {
     "MC_RPC_TIMEOUT_MS": "1000",
     "MC_RPC_CONNECT_TIMEOUT_MS": "500",
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
-    "MC_TCP_STATUS_TIMEOUT_SEC": "2",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "5",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",

@@ -98,7 +98,7 @@ def test_what_others_add_is_left_alone() -> None:
     store = one(live, "StatefulSet", "policy-store")
     store["metadata"]["annotations"]["somebody/else"] = "1"
     store["spec"]["template"]["spec"]["containers"].append({"name": "injected", "image": "mesh:1"})
-    containers(store)[0]["resources"]["limits"]["memory"] = "620756992"  # 592Mi as another writer puts it
+    containers(store)[0]["resources"]["limits"]["memory"] = "621805568"  # 593Mi as another writer puts it
     assert plan_pool(pool(), Observed(live), CONTEXT) == Plan()
 
 

@@ -1,0 +1,92 @@
+"""First use of memory is over before anybody waits for it, and a store that stands still for a moment is not given up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from epochkv_connector.store import Outcome, prepare_environment
+from epochkv_connector.store.settings import LOAD_SECONDS, status_timeout
+from tests.helpers_store import Cluster, Memory, wait_until
+from tests.store.conftest import ConnectTo
+
+SEGMENT_BYTES = 256 << 20
+
+
+def status_bytes(pid: int, field: str) -> int:
+    """A field of /proc/PID/status in bytes."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise AssertionError(f"no {field}")
+
+
+def test_a_segment_is_touched_before_it_is_mounted(stores: Cluster, connect: ConnectTo) -> None:
+    stores.start_master()
+    store = stores.start_store(SEGMENT_BYTES)
+    assert status_bytes(store.pid, "VmHWM") >= SEGMENT_BYTES, "untouched memory was mounted"
+    maps = Path(f"/proc/{store.pid}/maps").read_text().splitlines()
+    wait_until(lambda: sum("epochkv-segment" in line for line in maps) == 1, 5, "only Mooncake's mapping is left")
+    memory = Memory(8, 1 << 20)
+    client = connect(stores.address, memory)
+    wanted = [memory.fill(slot, slot) for slot in range(8)]
+    transfers = [memory.transfer(f"pool/{slot}", slot) for slot in range(8)]
+    assert set(client.put(transfers, 20).done.result(25)) == {Outcome.OK}
+    memory.clear()
+    assert set(client.get(transfers, 20).done.result(25)) == {Outcome.OK}
+    assert [bytes(memory.payload(slot)) for slot in range(8)] == wanted
+
+
+def test_a_touched_segment_comes_back_after_the_master(stores: Cluster) -> None:
+    master = stores.start_master()
+    stores.start_store(SEGMENT_BYTES)
+    name = stores.segments()
+    master.kill()
+    stores.start_master()
+    wait_until(lambda: stores.segments() == name, 20, "mounted again")
+
+
+def test_a_store_that_waits_for_its_master_ends_when_it_is_told(stores: Cluster) -> None:
+    stores.start_master()
+    store = stores.start_store(SEGMENT_BYTES)
+    assert stores.master is not None
+    stores.master.kill()
+    store.kill()
+    store.start()
+    wait_until(lambda: status_bytes(store.pid, "VmHWM") >= SEGMENT_BYTES, 30, "touched without a master")
+    assert store.child is not None
+    store.child.terminate()
+    assert store.child.wait(30) == 0
+
+
+def test_a_stall_of_a_store_within_half_a_loads_deadline_fails_nothing(
+    stores: Cluster, connect: ConnectTo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", str(status_timeout(LOAD_SECONDS)))
+    stores.start_master("--client_ttl=30")
+    store = stores.start_store(SEGMENT_BYTES)
+    memory = Memory(4, 1 << 20)
+    client = connect(stores.address, memory)
+    for slot in range(4):
+        memory.fill(slot, slot)
+    transfers = [memory.transfer(f"pool/{slot}", slot) for slot in range(4)]
+    assert set(client.put(transfers, 10).done.result(15)) == {Outcome.OK}
+    store.freeze()
+    threading.Timer(3.0, store.thaw).start()
+    began = time.monotonic()
+    ticket = client.get(transfers, LOAD_SECONDS)
+    assert set(ticket.done.result(15)) == {Outcome.OK}, f"after {time.monotonic() - began:.1f} s"
+
+
+@pytest.mark.parametrize(("load_seconds", "timeout"), [(0.5, "2"), (5.0, "2"), (10.0, "5"), (15.5, "7"), (60.0, "10")])
+def test_the_limit_for_a_silent_store_follows_from_a_loads_deadline(load_seconds: float, timeout: str) -> None:
+    environ: dict[str, str] = {}
+    assert "MC_TCP_STATUS_TIMEOUT_SEC" in prepare_environment(environ, load_seconds)
+    assert environ["MC_TCP_STATUS_TIMEOUT_SEC"] == timeout
+    environ["MC_TCP_STATUS_TIMEOUT_SEC"] = "3"
+    assert prepare_environment(environ, load_seconds) == []
+    assert environ["MC_TCP_STATUS_TIMEOUT_SEC"] == "3", "what the operator sets counts"

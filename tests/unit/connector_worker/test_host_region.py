@@ -1,0 +1,111 @@
+"""The memory that copies and the store use has its pages before anybody uses it, and is the kind that gets huge ones."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+
+from epochkv_connector import touch
+from epochkv_connector.touch import Touch, write_pages
+from epochkv_connector.worker.layout import GroupSpec
+from epochkv_connector.worker.staging import HostRegion
+from epochkv_connector.worker.worker import WorkerHalf
+from tests.unit.connector_worker.test_worker_half import ObedientStore
+
+MIB = 1 << 20
+
+
+def smaps(address: int) -> tuple[str, dict[str, str]]:
+    """Permissions and fields of the mapping at this address, as the kernel tells them."""
+    permissions, fields, found = "", {}, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            low, high = (int(number, 16) for number in words[0].split("-"))
+            found = low <= address < high
+            permissions = words[1] if found else permissions
+        elif found:
+            fields[words[0][:-1]] = " ".join(words[1:])
+    return permissions, fields
+
+
+def resident_pages(address: int, num_bytes: int) -> int:
+    """Pages of this range that are in memory."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    seen = (ctypes.c_ubyte * -(-num_bytes // mmap.PAGESIZE))()
+    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), seen) == 0
+    return sum(page & 1 for page in seen)
+
+
+def test_the_region_is_private_asks_for_huge_pages_and_is_resident() -> None:
+    region = HostRegion(33, 256 * 1024, pin=False)
+    permissions, fields = smaps(region.address)
+    assert permissions == "rw-p", "shared memory gets no huge pages by advice"
+    assert {"hg", "dc"} <= set(fields["VmFlags"].split()), "asks for huge pages; not copied to children"
+    assert resident_pages(region.address, region.num_bytes) == -(-region.num_bytes // mmap.PAGESIZE)
+    if "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        assert fields["THPeligible"] == "1"
+    assert int(region.tensor.max()) == 0
+
+
+def test_a_kernel_without_a_word_for_it_has_its_pages_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+
+    def write(address: int, num_bytes: int) -> None:
+        written.append(num_bytes)
+        write_pages(address, num_bytes)
+
+    monkeypatch.setattr(touch, "_MADV_POPULATE_WRITE", 9999)
+    monkeypatch.setattr(touch, "write_pages", write)
+    region = HostRegion(3, 32 * MIB, pin=False)
+    assert written == [64 * MIB, 32 * MIB]
+    assert resident_pages(region.address, region.num_bytes) == region.num_bytes // mmap.PAGESIZE
+
+
+def fresh(num_bytes: int) -> tuple[mmap.mmap, int]:
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def test_the_time_is_bounded_and_what_is_left_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    memory, address = fresh(192 * MIB)
+    with caplog.at_level(logging.WARNING):
+        assert Touch(address, len(memory), "test", seconds=0.0).run() == 0
+    assert "test: 0.0 GiB of 0.2 GiB have pages" in caplog.text
+    assert resident_pages(address, len(memory)) == 0
+
+
+def test_large_memory_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(touch, "LARGE_BYTES", 128 * MIB)
+    monkeypatch.setattr(touch, "SAY_SECONDS", 0.0)
+    memory, address = fresh(192 * MIB)
+    said: list[str] = []
+    assert Touch(address, len(memory), "test", threads=2, say=said.append).run() == len(memory)
+    assert said[0] == "test: touching 0.2 GiB on 2 threads"
+    assert "of 0.2 GiB touched after" in said[1]
+    assert "touched in" in said[-1]
+
+
+def test_memory_that_cannot_be_had_is_an_error() -> None:
+    memory, address = fresh(2 * mmap.PAGESIZE)
+    assert ctypes.CDLL(None).munmap(ctypes.c_void_p(address + mmap.PAGESIZE), ctypes.c_size_t(mmap.PAGESIZE)) == 0
+    with pytest.raises(OSError, match="cannot be had"):
+        Touch(address, len(memory), "test").run()
+
+
+def test_the_region_is_touched_before_a_store_hears_of_it() -> None:
+    heard: list[int] = []
+
+    def open_store(region: HostRegion) -> ObedientStore:
+        heard.append(resident_pages(region.address, region.num_bytes) - -(-region.num_bytes // mmap.PAGESIZE))
+        return ObedientStore()
+
+    half = WorkerHalf(open_store=open_store)
+    half.register({"layer": torch.zeros((4, 1 << 20), dtype=torch.uint8)}, [GroupSpec(["layer"])], 8, 4)
+    half.shutdown()
+    assert heard == [0]
