@@ -7,6 +7,7 @@ network, and slots after the second.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
