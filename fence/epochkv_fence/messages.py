@@ -195,6 +195,7 @@ class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
         origin: of the target.
         lease_seconds: the pool's, from its configuration.
         labels: what weights were called, by their 32 hex digits, newest last; on the first page only.
+        settling_seconds: until every grant of an older hub is over; before that boots may live that this hub has not heard.
     """
 
     request: Count
@@ -208,6 +209,7 @@ class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     pool: Name = ""
     after: Boot | None = None
     labels: Annotated[dict[WeightsHex, LabelText], msgspec.Meta(max_length=MAX_LABELS)] = {}
+    settling_seconds: Seconds = 0.0
 
 
 class Label(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
