@@ -22,6 +22,7 @@ WEIGHTS_BYTES: Final = 16
 MAX_EPOCH: Final = 2**53 - 1  # what JSON and YAML readers carry exactly
 MAX_STATS: Final = 64
 MAX_STAT_NAME: Final = 64
+MAX_TEXT: Final = 1024
 MAX_LABELS: Final = 16
 """Of one pool: the newest are remembered."""
 MAX_KEPT: Final = 1_024
@@ -42,7 +43,7 @@ LeaseSeconds = Annotated[float, msgspec.Meta(gt=0.0, le=86_400.0)]
 Name = Annotated[str, msgspec.Meta(max_length=253)]
 StatName = Annotated[str, msgspec.Meta(max_length=MAX_STAT_NAME)]
 LabelText = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
-Text = Annotated[str, msgspec.Meta(max_length=1024)]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 WeightsHex = Annotated[str, msgspec.Meta(min_length=2 * WEIGHTS_BYTES, max_length=2 * WEIGHTS_BYTES)]
 
 

@@ -87,8 +87,8 @@ class EngineView:
         private: its caches were reset alone, and it shares nothing before the next epoch.
         weights: that its ranks hold, as it said last; None: not known, and `weights_note` says why.
         weights_since: seconds for which it has reported these, as far as this hub knows.
-        diverged_seconds: for so long it has held these while others of its fingerprint hold other ones, and it is not among
-            the most; 0.0 otherwise.
+        diverged_seconds: for so long it has held these while others of its fingerprint hold other ones; None: it is not live,
+            its weights are not known, or they are those of most of its fingerprint.
     """
 
     boot: bytes
@@ -108,7 +108,7 @@ class EngineView:
     weights: bytes | None = None
     weights_note: str = ""
     weights_since: float = 0.0
-    diverged_seconds: float = 0.0
+    diverged_seconds: float | None = None
 
     @property
     def state(self) -> EngineState:
