@@ -240,5 +240,6 @@ class PoolState:
             pool=self.config.uid[:253],
             after=question.after,
             labels={weights.hex(): label for weights, label in self._labels.known.items()} if first_page else {},
+            settling_seconds=max(0.0, self._lead_until - now),
         )
         return status_page(page, list(self._boots.values()), self.config, now)
