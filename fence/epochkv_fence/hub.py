@@ -241,7 +241,10 @@ class Hub(HubStore):
         self._departed[boot] = None
         while len(self._departed) > MAX_BOOTS:
             del self._departed[next(iter(self._departed))]
-        return [ev.Changed()] if self._drop(boot, now) else []
+        if not self._drop(boot, now):
+            return []
+        self._engines_changed(now)
+        return [ev.Changed()]
 
     def _heartbeat(self, peer: bytes, beat: Heartbeat, now: float, key_index: int = 0) -> list[ev.Action]:
         if beat.boot in self._departed:
@@ -263,6 +266,8 @@ class Hub(HubStore):
         if record.at_least(self.target):
             self._behind.pop(beat.boot, None)
         self._await_round(record, peer, beat.seq, now)
+        if new or changed:
+            self._engines_changed(now)
         return [*([ev.Changed()] if new or changed else []), *self._heal(record.epoch or 0, now), *self._note()]
 
     def _propose(self, epoch: int, now: float) -> list[ev.Action]:
@@ -430,4 +435,7 @@ class Hub(HubStore):
         for boot in dead:
             self._drop(boot, now)
         self._forget_at = now + self.config.hold_seconds / 3 if self._boots else math.inf
-        return [ev.Changed()] if dead else []
+        if not dead:
+            return []
+        self._engines_changed(now)
+        return [ev.Changed()]

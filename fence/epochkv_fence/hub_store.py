@@ -30,6 +30,11 @@ class HubStore(HubRules):
         if self.config.reclaim != "Retain" and self.term is not None:
             self._reclaimer.start_weights(at)
 
+    def _engines_changed(self, now: float) -> None:
+        """Engines came or went, or hold other weights, or say now what they hold."""
+        if self.config.reclaim != "Retain" and self.term is not None:
+            self._reclaimer.look_again(max(now, self._led_at + self.config.grace_seconds))
+
     def _clean(self, now: float) -> list[ev.Action]:
         """What time brings."""
         actions: list[ev.Action] = []

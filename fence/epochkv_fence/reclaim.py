@@ -62,7 +62,12 @@ class Reclaimer:
     def start_weights(self, at: float) -> None:
         """There may be keys of weights that nobody holds any more."""
         self._changes += 1
-        self.due_at = min(self.due_at, at)
+        self.look_again(at)
+
+    def look_again(self, at: float) -> None:
+        """Which weights may be removed can be said by then, perhaps, if it could not before."""
+        if self._changes > self._confirmed_changes:
+            self.due_at = min(self.due_at, at)
 
     # ------------------------------------------------------------------ by engines
 
@@ -70,17 +75,18 @@ class Reclaimer:
         """One engine is asked; the store itself when there was none for long and it is this pool's alone.
 
         Args:
-            keep: the weights whose keys stay; empty: it may not be said now.
+            keep: the weights whose keys stay; empty: that cannot be said now, and `look_again` tells when it may.
             able: who can be asked.
         """
         epochs, weights = published > self._confirmed_below, self._changes > self._confirmed_changes
         if not epochs and not weights:
             self.stop()
             return []
-        self.due_at = now + config.reclaim_seconds
         asked = list(keep) if weights else []
         if not epochs and not asked:
+            self.due_at = math.inf
             return []
+        self.due_at = now + config.reclaim_seconds
         if able:
             self._idle_since = None
             chosen = self._choose(_Request(published, self._changes if asked else 0), able)
