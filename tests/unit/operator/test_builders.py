@@ -389,8 +389,6 @@ def test_fields_of_an_earlier_version_change_nothing() -> None:
     """Objects that were stored with them still have them; no engine restarts for one and nothing of it reaches a connector."""
     reset = {"joinAfterSeconds": 5, "onLocalReset": "Propose"}
     old_pool = pool({**POOL_SPECS["l1-l2"], "weightsVersion": "a", "weightsReady": "a", "reset": reset})
-        {**POOL_SPECS["l1-l2"], "weightsVersion": "a", "weightsReady": "a", "reset": {"joinAfterSeconds": 5, "onLocalReset": "Propose"}}
-    )
     old_engine = engine({**ENGINE_SPECS["minimal"], "weightsSource": "Model"})
     assert desired_pool(old_pool, CONTEXT) == desired_pool(pool("l1-l2"), CONTEXT)
     assert desired_engine(old_engine, old_pool, CONTEXT) == desired_engine(engine("minimal"), pool("l1-l2"), CONTEXT)
