@@ -84,7 +84,7 @@ class Agents:
 
 
 def using(agent: AgentThread, epoch: int) -> bool:
-    """It shares that epoch, under a live lease."""
+    """It may use that epoch, under a live lease."""
     view = agent.view
     return view.epoch == epoch and time.monotonic() < view.lease_until
 
