@@ -71,10 +71,10 @@ class Holdings:
         old, new = _holding(before), _holding(after)
         if old == new:
             return
+        if new is not None:  # first, or boots that go on holding different weights would seem to agree in between
+            self._add(*new, 1, now)
         if old is not None:
             self._add(*old, -1, now)
-        if new is not None:
-            self._add(*new, 1, now)
 
     def _add(self, fingerprint: str, weights: bytes, number: int, now: float) -> None:
         counts = self._counts.setdefault(fingerprint, Counter())

@@ -55,7 +55,10 @@ class HubStore(HubRules):
 
     def _reclaim(self, now: float) -> list[ev.Action]:
         able = [record for record in self._boots.values() if self._can_reclaim(record, now)]
-        return self._reclaimer.next(self.published, self._kept(now), able, self.config, now)
+        actions = self._reclaimer.next(self.published, self._kept(now), able, self.config, now)
+        if not self._knows_engines(now):
+            self._reclaimer.look_again(self._led_at + self.config.grace_seconds)
+        return actions
 
     def _store_answered(self, event: ev.Wiped | ev.WipeFailed | ev.Swept | ev.SweepFailed, now: float) -> list[ev.Action]:
         match event:
