@@ -105,7 +105,7 @@ class Hub(HubStore):
         self._stored = record.published  # less than that, after a restore: then it is published again
         self._forget_at = now + self.config.hold_seconds
         self._led_at = now
-        self._labels.found(record.labels)
+        self._labels.lead(record.labels)
         self._reclaim_after(now + self.config.reclaim_seconds)
         self._sweep_weights_after(now + self.config.grace_seconds)
         actions = self._raise_target(record.target, record.origin, now)

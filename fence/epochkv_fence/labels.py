@@ -23,6 +23,10 @@ class Labels:
         self._waiting: list[tuple[bytes, Label]] = []
         self._writing: list[tuple[bytes, Label]] = []
 
+    def lead(self, recorded: Mapping[bytes, str]) -> None:
+        """Another hub may have written since: the record counts, not what this one remembers."""
+        self.known = dict(recorded)
+
     def found(self, recorded: Mapping[bytes, str]) -> bool:
         """These are on record, or were; returns whether any of them is new here."""
         before, self.known = self.known, merged_labels(recorded, self.known)
