@@ -61,11 +61,13 @@ class Agents:
         self.folder = folder
         self.all: list[AgentThread] = []
 
-    def start(self, name: str = "", endpoint: str = "", engine: FakeEngine | None = None) -> tuple[AgentThread, FakeEngine]:
+    def start(
+        self, name: str = "", endpoint: str = "", engine: FakeEngine | None = None, identity: EngineIdentity | None = None
+    ) -> tuple[AgentThread, FakeEngine]:
         """One more; its name is `engine-<number>` unless given."""
         connection = Connection.load(self.folder, {})
         engine = engine or FakeEngine()
-        identity = EngineIdentity(name or f"engine-{len(self.all)}", "", 0, "fp")
+        identity = identity or EngineIdentity(name or f"engine-{len(self.all)}", "", 0, "fp")
         agent = AgentThread(
             endpoint or connection.hub.endpoint,
             connection.client_keys(),
