@@ -73,29 +73,22 @@ def test_remove_all_wipes_the_store_after_it_has_published(
             assert operator.metric("epochkv_pool_reclaimed_bytes") == found["bytes"]
 
 
-@pytest.mark.timeout(400)
 def test_a_master_that_hangs_delays_no_publication(plane: ControlPlane, namespace: Namespace, mooncake: PoolStore, tmp_path: Path) -> None:
     with OperatorProcess(plane, namespace.name, tmp_path) as operator:
         served(operator, namespace, mooncake, "RemoveAll")
         with engine(operator, namespace) as reader:
-            reader.storeless = True
             os.kill(mooncake.master.popen.pid, signal.SIGSTOP)
             try:
                 namespace.bump("policy", 1)
                 eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
                 assert reader.epoch == 1
-                eventually(lambda: condition(namespace.status("policy"), "EpochConverged")["status"] == "True", "said so")
+                eventually(lambda: condition(namespace.status("policy"), "EpochConverged").get("status") == "True", "said so")
+                time.sleep(4)  # the wipe is tried again and again
                 assert reclaimed(namespace)[:2] == ("False", "Reclaiming")
-                eventually(lambda: reclaimed(namespace)[:2] == ("False", "WipeFailed"), f"given up; log:\n{operator.tail()}", 120)
-                assert "admin port" in condition(namespace.status("policy"), "Reclaimed")["message"]
             finally:
                 os.kill(mooncake.master.popen.pid, signal.SIGCONT)
-            assert len(mooncake.keys()) == 5, "nothing was wiped"
-            reader.storeless = False
-            eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), f"removed by the engine; log:\n{operator.tail()}", 90)
-            assert set(reader.removed) == {1}
-            assert len(mooncake.keys()) == 5, "also not late: this engine only says that it removes"
-    mooncake.clear()
+            eventually(lambda: mooncake.keys() == [], f"wiped; log:\n{operator.tail()}")
+            eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), f"reported; log:\n{operator.tail()}", 60)
 
 
 def test_delete_without_any_engine_is_done_through_the_master(
