@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from epochkv_fence import hub_events as ev
-from epochkv_fence.boots import BootRecord
+from epochkv_fence.boots import NEVER, BootRecord
 from epochkv_fence.messages import Reclaim
 from epochkv_fence.pool import PoolConfig
 
@@ -43,6 +43,7 @@ class Reclaimer:
         self._confirmed_below = 0
         self._changes = 0  # how often weights have become nobody's
         self._confirmed_changes = 0
+        self._pause_until = NEVER
         self._turn = 0
         self._open: dict[bytes, _Request] = {}
         self._idle_since: float | None = None
@@ -65,9 +66,9 @@ class Reclaimer:
         self.look_again(at)
 
     def look_again(self, at: float) -> None:
-        """Which weights may be removed can be said by then, perhaps, if it could not before."""
+        """Which weights may be removed can be said by then, perhaps, if it could not before; after the pause, whoever changes."""
         if self._changes > self._confirmed_changes:
-            self.due_at = min(self.due_at, at)
+            self.due_at = min(self.due_at, max(at, self._pause_until))
 
     # ------------------------------------------------------------------ by engines
 
@@ -82,11 +83,12 @@ class Reclaimer:
         if not epochs and not weights:
             self.stop()
             return []
+        self._pause_until = now + config.reclaim_seconds
         asked = list(keep) if weights else []
         if not epochs and not asked:
             self.due_at = math.inf
             return []
-        self.due_at = now + config.reclaim_seconds
+        self.due_at = self._pause_until
         if able:
             self._idle_since = None
             chosen = self._choose(_Request(published, self._changes if asked else 0), able)

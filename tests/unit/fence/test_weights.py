@@ -238,9 +238,8 @@ def test_nothing_is_removed_while_a_live_engine_does_not_know_what_it_holds() ->
     hub = serving()
     pass_time(hub, 3 * GRACE, {1: B, 2: None})
     assert requests(hub) == []
-    hub.beat(2, epoch=0, weights=B)
-    hub.step(ev.Tick())
-    assert requests(hub) == [(0, [B])]
+    pass_time(hub, 20.0, {1: B, 2: B})
+    assert requests(hub)[0] == (0, [B])
 
 
 @pytest.mark.parametrize("how", ["leaves", "falls silent"])
@@ -249,9 +248,7 @@ def test_an_engine_that_does_not_know_and_is_gone_holds_nothing_up(how: str) -> 
     pass_time(hub, 3 * GRACE, {1: B, 2: None})
     if how == "leaves":
         hub.hear(Leave(boot(2)))
-        hub.step(ev.Tick())
-    else:
-        pass_time(hub, 2 * HOLD, {1: B})
+    pass_time(hub, 2 * HOLD, {1: B})
     assert requests(hub)[-1] == (0, [B])
 
 
@@ -309,6 +306,18 @@ def test_an_answer_to_an_older_request_says_nothing_about_the_weights_since() ->
     asked = len(requests(hub))
     pass_time(hub, 30.0, {1: C})
     assert len(requests(hub)) > asked
+
+
+def test_a_pause_lies_between_two_requests_however_often_engines_change() -> None:
+    hub = serving()
+    pass_time(hub, GRACE + 10.0, {1: B, 2: B})
+    asked = len(requests(hub))
+    assert asked
+    for number in range(200):
+        hub.now += 0.04
+        hub.beat(1, epoch=0, weights=B, carried=number)
+        hub.step(ev.Tick())
+    assert len(requests(hub)) == asked
 
 
 def test_retain_removes_no_weights_either() -> None:
