@@ -76,9 +76,9 @@ class ReclaimStatus(StatusModel):
     epoch: Epoch | None = None
     """No key of an epoch below this one is left."""
     keys: Annotated[int | None, Field(ge=0, json_schema_extra={"format": "int64"})] = None
-    """Keys removed for the latest reset."""
+    """Keys removed since the latest reset."""
     bytes: Annotated[int | None, Field(ge=0, json_schema_extra={"format": "int64"})] = None
-    """Bytes given back for the latest reset, as far as they are known."""
+    """Bytes given back since the latest reset, as far as they are known."""
     completion_time: Timestamp | None = None
     """When the store was found free of them."""
 

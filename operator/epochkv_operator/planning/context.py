@@ -97,7 +97,7 @@ class ReclaimView:
     """Nothing below it is left."""
     keys: int = 0
     bytes: int = 0
-    """Both for the latest reset, as far as this process knows."""
+    """Both since the latest reset, as far as this process knows."""
     completed: datetime | None = None
     wipe_failed: bool = False
 
