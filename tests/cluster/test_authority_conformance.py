@@ -85,7 +85,7 @@ class TestKubernetesAuthority(AuthorityConformance):
                 "targetEpoch": 3,
                 "epoch": 3,
                 "reset": {"epoch": 3, "origin": "Trainer"},
-                "labels": [{"id": "0" * 32, "label": "step-7"}, {"id": "f" * 32, "label": "step-8"}],
+                "weightsLabels": [{"id": "0" * 32, "label": "step-7"}, {"id": "f" * 32, "label": "step-8"}],
             }
             # What the status said about the reset before does not stay beside the next one.
             times = {"startTime": "2026-01-01T00:00:00Z", "completionTime": "2026-01-01T00:00:01Z", "durationMilliseconds": 9}
@@ -113,7 +113,7 @@ class TestKubernetesAuthority(AuthorityConformance):
                 labels |= {bytes([epoch]) * 16: f"step-{epoch}"}
                 await authority.note_labels(world.uid, {bytes([epoch]) * 16: f"step-{epoch}"})
                 assert self.space.status(world.name)["epoch"] == epoch
-                assert len(self.space.status(world.name)["labels"]) == epoch
+                assert len(self.space.status(world.name)["weightsLabels"]) == epoch
             assert conflicts() == before + 9
 
         self.run(body)

@@ -215,7 +215,7 @@ def test_a_push_is_proved_and_labelled_without_an_epoch(plane: ControlPlane, nam
             for engine in engines:
                 engine.push(second)
         # Labelled means: it is on record already.
-        assert namespace.status("policy")["labels"] == [{"id": second.hex(), "label": "step-1"}]
+        assert namespace.status("policy")["weightsLabels"] == [{"id": second.hex(), "label": "step-1"}]
         found = eventually(
             lambda: w if (w := namespace.status("policy").get("weights") or [{}])[0].get("label") == "step-1" else None,
             f"shown; log:\n{operator.tail()}",

@@ -180,11 +180,11 @@ class KVCachePoolStatus(StatusModel):
     """Up to 8 groups of live engines by the weights they hold, the largest first."""
     weights_summary: Annotated[str | None, Field(max_length=256)] = None
     """Weights that most live engines hold and how many of them, such as `3f2a9c1e 16/16`; for the printer column."""
-    labels: Annotated[
+    weights_labels: Annotated[
         tuple[WeightsLabel, ...] | None,
         Field(strict=False, max_length=16, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["id"]}),
     ] = None
-    """Labels that trainers gave, the 16 newest."""
+    """What trainers called weights, the 16 newest."""
     reset: ResetStatus | None = None
     """The latest reset."""
     reclaim: ReclaimStatus | None = None

@@ -47,8 +47,8 @@ def keep_epochs(old: Json, new: Json) -> Json:
             kept[field] = max(values)
     if old.get("granting"):
         kept["granting"] = True
-    if old.get("labels"):  # the hub's own; nobody else writes them
-        kept["labels"] = old["labels"]
+    if old.get("weightsLabels"):  # the hub's own; nobody else writes them
+        kept["weightsLabels"] = old["weightsLabels"]
     return kept
 
 

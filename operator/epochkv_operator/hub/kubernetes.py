@@ -1,6 +1,6 @@
 """The hub's durable memory and its leadership check, on the Kubernetes API (design page "fence", section 4).
 
-A pool's record is the pool object's status: `targetEpoch` with its origin in `reset`, `epoch`, `granting`, `labels`.
+A pool's record is the pool object's status: `targetEpoch` with its origin in `reset`, `epoch`, `granting`, `weightsLabels`.
 Leadership is the operator's Lease.
 Reads are plain GETs, which the API server answers from a quorum; never a LIST, a watch cache or `resourceVersion=0`.
 Writes are compare-and-swap, on the resourceVersion first and after a conflict on the record's own fields, so a check made on
@@ -18,7 +18,7 @@ from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.resources import POOLS, ObjectRef
 from epochkv_operator.kube.status import Decide, ObjectGone, StatusWriter
 
-RECORD_FIELDS = ("targetEpoch", "epoch", "granting", "labels")
+RECORD_FIELDS = ("targetEpoch", "epoch", "granting", "weightsLabels")
 
 
 class KubernetesAuthority:
@@ -109,7 +109,7 @@ class KubernetesAuthority:
             merged = merged_labels(known, labels)
             if list(merged.items()) == list(known.items()):
                 return None
-            return {"labels": [{"id": weights.hex(), "label": label} for weights, label in merged.items()]}
+            return {"weightsLabels": [{"id": weights.hex(), "label": label} for weights, label in merged.items()]}
 
         await self._update(pool_uid, decide)
 
@@ -138,7 +138,7 @@ def record_of(pool: Json) -> PoolRecord:
         published=int(status.get("epoch") or 0),
         granting=bool(status.get("granting")),
         origin=_origin_of(status.get("reset") or {}, target),
-        labels={bytes.fromhex(entry["id"]): str(entry["label"]) for entry in status.get("labels") or []},
+        labels={bytes.fromhex(entry["id"]): str(entry["label"]) for entry in status.get("weightsLabels") or []},
     )
 
 

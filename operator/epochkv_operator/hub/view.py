@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from epochkv_fence.messages import CONTROL
 from epochkv_fence.pool import ENGINE_STATES, EngineView, PoolSnapshot
 from epochkv_operator import metrics
 from epochkv_operator.planning import PUSH_SECONDS, HubEngine, HubView, KeysView, Outlier, ReclaimView, WeightsGroup
@@ -120,7 +121,7 @@ def _engine(engine: EngineView) -> HubEngine:
         boot=engine.boot.hex()[:8],
         fingerprint=engine.fingerprint,
         weights=engine.weights.hex() if engine.weights is not None else None,
-        weights_note=engine.weights_note,
+        weights_note=CONTROL.sub(" ", engine.weights_note),
         live=engine.alive,
     )
 

@@ -161,8 +161,8 @@ def _add_epochs(status: Json, hub: HubView | None, previous: Json) -> None:
         values = [value for value in (previous.get(key), said.get(key)) if value is not None]
         if values:
             status[key] = max(values)
-    if previous.get("labels"):
-        status["labels"] = previous["labels"]
+    if previous.get("weightsLabels"):
+        status["weightsLabels"] = previous["weightsLabels"]
     granting = bool(previous.get("granting")) or (hub is not None and hub.granting)
     if granting:
         status["granting"] = True

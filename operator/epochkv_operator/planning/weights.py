@@ -14,7 +14,6 @@ from epochkv_operator.planning.context import NO_HUB, Condition, HubEngine, HubV
 
 PUSH_SECONDS: Final = 60.0
 """A push takes no longer: engines that still differ then were missed by it."""
-DIVERGED: Final = "Diverged"
 _CONDITION: Final = "WeightsConverged"
 _ID_CHARACTERS: Final = 8
 _MAX_GROUPS: Final = 8
@@ -31,7 +30,7 @@ def weights_converged(hub: HubView | None) -> Condition:
     if hub.outliers and hub.overdue:
         remedy = "push to them again; they serve correctly, and share KV only with engines of equal weights"
         text = f"not all engines hold the weights that most hold: {_outliers(hub)}; {remedy}"
-        return Condition(_CONDITION, "False", DIVERGED, f"{text}; {silent}" if silent else text)
+        return Condition(_CONDITION, "False", "Diverged", f"{text}; {silent}" if silent else text)
     if silent:
         return Condition(_CONDITION, "Unknown", "Unknown", silent)
     if hub.outliers:

@@ -335,10 +335,10 @@ def test_keys_rotated(keys: KeysView | None, expected: Any, says: str) -> None:
 
 def test_reset_of_a_status_that_knows_more_is_left_alone() -> None:
     """The authority writes target and origin first; a view from before must not put the older reset back."""
-    before = {"targetEpoch": 8, "epoch": 7, "labels": [{"id": "a" * 32, "label": "a"}], "reset": {"epoch": 8, "origin": "Trainer"}}
+    before = {"targetEpoch": 8, "epoch": 7, "weightsLabels": [{"id": "a" * 32, "label": "a"}], "reset": {"epoch": 8, "origin": "Trainer"}}
     stale = HubView(7, 7, reset_epoch=7, reset_started=NOW, reset_completed=NOW, origin="Spec")
     status = pool_status(POLICY, Observed(pool_children(), (), stale), CONTEXT, before, NOW)
-    assert (status["reset"], status["targetEpoch"], status["labels"]) == (before["reset"], 8, before["labels"])
+    assert (status["reset"], status["targetEpoch"], status["weightsLabels"]) == (before["reset"], 8, before["weightsLabels"])
     newer = HubView(
         8, 8, reset_epoch=8, reset_started=NOW, reset_completed=NOW, reset_milliseconds=9
     )  # a hub that does not know the origin
