@@ -52,8 +52,8 @@ class Wiper:
         return self._until if self._running is not None else min(self._retry_at, self._until)
 
     def next(self, now: float) -> int | None:
-        """The epoch to wipe now."""
-        if self._wanted is None or self._running is not None or now < self._retry_at:
+        """The epoch to wipe now; asked when `due_at` says so, hence never while a wipe is under way."""
+        if self._wanted is None or now < self._retry_at:
             return None
         self._running = self._wanted
         return self._wanted

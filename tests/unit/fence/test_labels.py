@@ -66,6 +66,32 @@ def test_labels_that_come_during_a_write_are_written_together_after_it() -> None
     assert labels(hub) == {B: "b", A: "one"}
 
 
+def test_a_label_that_is_about_to_be_replaced_is_no_answer() -> None:
+    hub = pool()
+    hub.hear(Label(1, A, "one"))
+    hub.hold_writes = True
+    hub.hear(Label(2, A, "two"), peer=b"other")
+    hub.hear(Label(3, A, "one"))
+    assert [answer.request for answer in hub.of(Labelled)] == [1]
+    hub.step(ev.LabelsNoted({A: "two"}))
+    hub.step(ev.LabelsNoted({A: "one"}))
+    assert [answer.request for answer in hub.of(Labelled)] == [1, 2, 3]
+    assert labels(hub) == {A: "one"}
+
+
+def test_a_write_of_an_earlier_term_answers_nothing() -> None:
+    hub = pool()
+    hub.hold_writes = True
+    hub.hear(Label(1, A, "one"))
+    hub.step(ev.SteppedDown())
+    hub.lead(granting=True, term=Term("hub-a", 2))
+    hub.hear(Label(2, B, "b"))
+    hub.step(ev.LabelsNoted({A: "one"}))
+    assert hub.of(Labelled) == []
+    hub.step(ev.LabelsNoted({B: "b"}))
+    assert [answer.request for answer in hub.of(Labelled)] == [2]
+
+
 def test_a_write_that_fails_is_made_again_when_its_trainer_asks_again() -> None:
     hub = pool()
     hub.hold_writes = True

@@ -101,6 +101,18 @@ def test_an_engine_that_misses_push_after_push_has_diverged_since_the_first() ->
     assert diverged(hub) == {3: hub.now - began}
 
 
+def test_engines_that_change_and_go_on_differing_have_differed_all_the_time() -> None:
+    hub = pool()
+    hub.beat(1, weights=A)
+    hub.beat(2, weights=B)
+    hub.now += 10.0
+    hub.beat(1, weights=C)
+    hub.beat(3, weights=C)
+    assert diverged(hub) == {2: 10.0}
+    hub.now += 5.0
+    assert diverged(hub) == {2: 15.0}
+
+
 def test_pushes_that_arrive_one_engine_after_the_other_diverge_no_longer_than_they_take() -> None:
     hub = pool()
     for step in range(20):
@@ -195,6 +207,21 @@ def test_what_an_older_hub_has_left_is_removed_a_grace_period_after_it() -> None
     assert requests(hub) == []
     pass_time(hub, 10.0, {1: A, 2: B})
     assert requests(hub) == [(0, [A, B])]
+
+
+def test_an_epoch_that_is_published_meanwhile_is_no_reason_to_remove_them_sooner() -> None:
+    hub = pool()
+    pass_time(hub, HOLD + 1.0, {1: A, 2: B})
+    hub.ask(1)
+    pass_time(hub, 1.0, {1: A, 2: B}, epoch=1)
+    hub.round()
+    for _ in range(4):
+        pass_time(hub, 10.0, {1: A, 2: B}, epoch=1)
+        for request in hub.of(Reclaim):
+            hub.hear(Reclaimed(request.boot, request.below, 0))
+    assert requests(hub) == [(1, [])] * 2
+    pass_time(hub, GRACE, {1: A, 2: B}, epoch=1)
+    assert requests(hub)[2] == (1, [A, B])
 
 
 def test_weights_that_nobody_reports_any_more_are_removed_after_a_grace_period_until_nothing_is_left() -> None:
