@@ -13,16 +13,20 @@ import itertools
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from typing import Protocol
 
 import pytest
 
-from epochkv_fence.authority import Authority, AuthorityError, Origin, PoolGone, PoolRecord, Term, UpdateNote
-from epochkv_fence.messages import MAX_EPOCH, Source
+from epochkv_fence.authority import Authority, AuthorityError, Origin, PoolGone, PoolRecord, Term, merged_labels
+from epochkv_fence.messages import MAX_EPOCH, MAX_LABELS, Source
 
 BODY_SECONDS = 120.0
-TRAINER, OWNER, ENGINE = Origin(Source.TRAINER, "step-7", listed=True), Origin(Source.SPEC), Origin(Source.ENGINE, listed=True)
+TRAINER, OWNER, ENGINE = Origin(Source.TRAINER), Origin(Source.SPEC), Origin(Source.ENGINE)
+
+
+def source_of(epoch: int) -> Origin:
+    """One for each epoch, so that a mix of two writes shows."""
+    return (TRAINER, OWNER, ENGINE)[epoch % 3]
 
 
 class Authorities(Protocol):
@@ -150,25 +154,6 @@ class AuthorityConformance(abc.ABC):
 
         self.run(body)
 
-    def test_what_an_origin_inherits_is_that_of_the_record(self) -> None:
-        async def body(world: Authorities) -> None:
-            authority, _ = await world.take_over()
-            step = Origin(Source.TRAINER, "step-7", listed=True)
-            for epoch, asked, recorded in (
-                (1, Origin(Source.SPEC, "v1", listed=None), Origin(Source.SPEC, "v1")),
-                (2, step, step),
-                (3, Origin(Source.TRAINER, listed=None), Origin(Source.TRAINER, "step-7", listed=True, inherited=True)),
-                (4, Origin(Source.SPEC, "v1", listed=None), Origin(Source.SPEC, "step-7", listed=True, inherited=True)),
-                (5, Origin(Source.SPEC, "v2", listed=False), Origin(Source.SPEC, "v2")),
-                (6, Origin(Source.ENGINE, "v2", listed=None), Origin(Source.ENGINE, "v2")),
-            ):
-                await authority.record(world.uid, epoch, asked)
-                assert (await authority.load(world.uid)).origin == recorded
-                if epoch > 1:
-                    authority, _ = await world.take_over()
-
-        self.run(body)
-
     def test_publish_never_falls_and_never_passes_the_target(self) -> None:
         async def body(world: Authorities) -> None:
             authority, _ = await world.take_over()
@@ -197,38 +182,47 @@ class AuthorityConformance(abc.ABC):
 
         self.run(body)
 
-    def test_the_note_of_an_update_goes_forward_only(self) -> None:
+    def test_labels_are_added_and_the_newest_stay(self) -> None:
         async def body(world: Authorities) -> None:
             first, _ = await world.take_over()
-            a, b = UpdateNote(1, b"a" * 16, "process 7 on ü", "step-1"), UpdateNote(2, b"b" * 16, "", "")
-            for note, found in (
-                (a, a),
-                (replace(a, open=False), replace(a, open=False)),
-                (a, replace(a, open=False)),
-                (b, b),
-                (replace(a, open=False), b),
-                (replace(b, open=False), replace(b, open=False)),
-                (b, replace(b, open=False)),
-            ):
-                await first.note_update(world.uid, note)
-                assert await first.load(world.uid) == PoolRecord(0, 0, False, None, found)
+            known: dict[bytes, str] = {}
+            for number in range(MAX_LABELS + 4):
+                added = {bytes([number]) * 16: f"ü step-{number}", bytes([number, 1]) * 8: "x" * 253}
+                await first.note_labels(world.uid, added)
+                known = merged_labels(known, added)
+            found = (await first.load(world.uid)).labels
+            assert list(found.items()) == list(known.items())
+            assert len(found) == MAX_LABELS
+            oldest = next(iter(known))
+            await first.note_labels(world.uid, {oldest: "again"})
             await first.record(world.uid, 2, TRAINER)
             await first.publish(world.uid, 2)
             second, _ = await world.take_over()
-            assert await second.load(world.uid) == PoolRecord(2, 2, False, TRAINER, replace(b, open=False))
+            record = await second.load(world.uid)
+            assert record == PoolRecord(2, 2, False, TRAINER, merged_labels(known, {oldest: "again"}))
+            assert list(record.labels)[-1] == oldest
             with pytest.raises(PoolGone):
-                await second.note_update("00000000-0000-4000-8000-000000000000", a)
+                await second.note_labels("00000000-0000-4000-8000-000000000000", known)
+
+        self.run(body)
+
+    def test_of_two_that_label_at_once_neither_is_lost(self) -> None:
+        async def body(world: Authorities) -> None:
+            authority, _ = await world.take_over()
+            added = [{bytes([number]) * 16: f"step-{number}"} for number in range(8)]
+            await asyncio.gather(*(authority.note_labels(world.uid, labels) for labels in added))
+            found = (await authority.load(world.uid)).labels
+            assert dict(found) == {weights: label for labels in added for weights, label in labels.items()}
 
         self.run(body)
 
     def test_the_ends_of_the_range_are_kept_exactly(self) -> None:
         async def body(world: Authorities) -> None:
             authority, _ = await world.take_over()
-            origin = Origin(Source.TRAINER, "ü/" + "x" * 251)
-            await authority.record(world.uid, MAX_EPOCH - 1, origin)
-            await authority.record(world.uid, MAX_EPOCH, origin)
+            await authority.record(world.uid, MAX_EPOCH - 1, TRAINER)
+            await authority.record(world.uid, MAX_EPOCH, TRAINER)
             await authority.publish(world.uid, MAX_EPOCH)
-            assert await authority.load(world.uid) == PoolRecord(MAX_EPOCH, MAX_EPOCH, False, origin)
+            assert await authority.load(world.uid) == PoolRecord(MAX_EPOCH, MAX_EPOCH, False, TRAINER)
 
         self.run(body)
 
@@ -280,7 +274,7 @@ class AuthorityConformance(abc.ABC):
             watcher = asyncio.create_task(watch())
 
             async def write(epoch: int) -> None:
-                await authority.record(world.uid, epoch, Origin(Source.TRAINER, f"v{epoch}"))
+                await authority.record(world.uid, epoch, source_of(epoch))
                 await authority.publish(world.uid, epoch)
 
             try:
@@ -289,13 +283,13 @@ class AuthorityConformance(abc.ABC):
                 watcher.cancel()
                 await asyncio.gather(watcher, return_exceptions=True)
             top = max(epochs)
-            assert await authority.load(world.uid) == PoolRecord(top, top, False, Origin(Source.TRAINER, f"v{top}"))
+            assert await authority.load(world.uid) == PoolRecord(top, top, False, source_of(top))
             assert seen
             for earlier, later in itertools.pairwise(seen):
                 assert earlier.target <= later.target
                 assert earlier.published <= later.published <= later.target
             for record in seen:
-                assert record.origin == (Origin(Source.TRAINER, f"v{record.target}") if record.target else None)
+                assert record.origin == (source_of(record.target) if record.target else None)
 
         self.run(body)
 

@@ -6,17 +6,17 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from epochkv_fence.authority import AuthorityError, Origin, PoolRecord, Term, UpdateNote
-from epochkv_fence.messages import Mode
+from epochkv_fence.authority import AuthorityError, Origin, PoolRecord, Term, merged_labels
 from epochkv_fence.pool import PoolConfig
 from epochkv_fence.transport import AgentThread, ClientKeys, EngineIdentity, HubKeys, HubServer, generate_keypair
 
 T = TypeVar("T")
 POOL = "pool-uid-1"
+WEIGHTS = b"initial-weights!"
 
 
 class MemoryAuthority:
@@ -49,7 +49,7 @@ class MemoryAuthority:
         await self._enter("record")
         old = self.records.get(pool_uid, PoolRecord())
         if target > old.target:
-            self.records[pool_uid] = replace(old, target=target, origin=origin and origin.after(old.origin))
+            self.records[pool_uid] = replace(old, target=target, origin=origin)
 
     async def publish(self, pool_uid: str, epoch: int) -> None:
         await self._enter("publish")
@@ -64,30 +64,30 @@ class MemoryAuthority:
         old = self.records.get(pool_uid, PoolRecord())
         self.records[pool_uid] = replace(old, granting=True)
 
-    async def note_update(self, pool_uid: str, note: UpdateNote) -> None:
-        await self._enter("note update")
+    async def note_labels(self, pool_uid: str, labels: Mapping[bytes, str]) -> None:
+        await self._enter("note labels")
         old = self.records.get(pool_uid, PoolRecord())
-        if note.follows(old.update):
-            self.records[pool_uid] = replace(old, update=note)
+        self.records[pool_uid] = replace(old, labels=merged_labels(old.labels, labels))
 
 
 class FakeEngine:
-    """Hooks of an engine without vLLM: keeps what it adopted."""
+    """Hooks of an engine without vLLM: keeps what it adopted. `holds`: its weights, or why it cannot tell."""
 
     def __init__(self) -> None:
-        self.adopted: list[tuple[int, Mode]] = []
+        self.adopted: list[int] = []
         self.is_ready = True
         self.is_busy = False
         self.num_carried = 0
         self.reset_at: int | None = None  # epoch at which its caches alone were reset
         self.left_to_reclaim = 0
-        self.reclaims: list[int] = []
+        self.reclaims: list[tuple[int, tuple[bytes, ...]]] = []
+        self.holds: bytes | str = WEIGHTS
 
     def ready(self) -> bool:
         return self.is_ready
 
-    def adopt(self, epoch: int, mode: Mode) -> None:
-        self.adopted.append((epoch, mode))
+    def adopt(self, epoch: int) -> None:
+        self.adopted.append(epoch)
 
     def busy(self) -> bool:
         return self.is_busy
@@ -96,13 +96,16 @@ class FakeEngine:
         return self.num_carried
 
     def private(self) -> bool:
-        return self.reset_at is not None and self.adopted[-1][0] <= self.reset_at
+        return self.reset_at is not None and self.adopted[-1] <= self.reset_at
 
     def stats(self) -> dict[str, float]:
         return {"hits": 1.0}
 
-    def reclaim(self, below: int) -> int:
-        self.reclaims.append(below)
+    def weights(self) -> tuple[bytes | None, str]:
+        return (None, self.holds) if isinstance(self.holds, str) else (self.holds, "")
+
+    def reclaim(self, below: int, keep: tuple[bytes, ...]) -> int | tuple[int, int]:
+        self.reclaims.append((below, keep))
         left, self.left_to_reclaim = self.left_to_reclaim, 0
         return left
 
@@ -209,8 +212,8 @@ class FenceWorld:
         self.agents.append(agent)
         return agent, engine
 
-    def request(self, hub: HubServer, epoch: int, **extra: Any) -> None:
-        self.thread.call(lambda: hub.request(POOL, epoch, **extra))
+    def request(self, hub: HubServer, epoch: int) -> None:
+        self.thread.call(lambda: hub.request(POOL, epoch))
 
     def published(self) -> int:
         return self.authority.records.get(POOL, PoolRecord()).published

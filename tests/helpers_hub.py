@@ -21,7 +21,6 @@ from typing import Any
 from epochkv_fence.cli.file_hub import FileHub, HubOptions
 from epochkv_fence.client import Pool
 from epochkv_fence.connection import Connection
-from epochkv_fence.messages import Mode
 from epochkv_fence.pool import PoolSnapshot
 from epochkv_fence.transport import AgentThread, EngineIdentity
 from tests.helpers_fence import FakeEngine, LoopThread, eventually
@@ -62,11 +61,13 @@ class Agents:
         self.folder = folder
         self.all: list[AgentThread] = []
 
-    def start(self, name: str = "", endpoint: str = "", engine: FakeEngine | None = None) -> tuple[AgentThread, FakeEngine]:
+    def start(
+        self, name: str = "", endpoint: str = "", engine: FakeEngine | None = None, identity: EngineIdentity | None = None
+    ) -> tuple[AgentThread, FakeEngine]:
         """One more; its name is `engine-<number>` unless given."""
         connection = Connection.load(self.folder, {})
         engine = engine or FakeEngine()
-        identity = EngineIdentity(name or f"engine-{len(self.all)}", "", 0, "fp")
+        identity = identity or EngineIdentity(name or f"engine-{len(self.all)}", "", 0, "fp")
         agent = AgentThread(
             endpoint or connection.hub.endpoint,
             connection.client_keys(),
@@ -85,19 +86,13 @@ class Agents:
 
 
 def using(agent: AgentThread, epoch: int) -> bool:
-    """It shares that epoch, under a live lease."""
+    """It may use that epoch, under a live lease."""
     view = agent.view
-    return view.epoch == epoch and view.mode is Mode.USE and time.monotonic() < view.lease_until
-
-
-def bypassing(agent: AgentThread, epoch: int) -> bool:
-    """It is at that epoch and shares nothing."""
-    view = agent.view
-    return view.epoch == epoch and view.mode is Mode.BYPASS
+    return view.epoch == epoch and time.monotonic() < view.lease_until
 
 
 class HubWorld:
-    """A file hub in a thread, its agents and its clients. The defaults let no engine join by age."""
+    """A file hub in a thread, its agents and its clients."""
 
     def __init__(self, state: Path, **options: Any) -> None:
         self.options = HubOptions("policy", "tcp://127.0.0.1:0", state, **options)
@@ -125,14 +120,14 @@ class HubWorld:
         assert self.hub is not None
         return self.thread.call(self.hub.snapshot)
 
-    def ask(self, epoch: int, **extra: Any) -> None:
+    def ask(self, epoch: int) -> None:
         """As the pool's owner does."""
         hub = self.hub
         assert hub is not None
-        self.thread.call(lambda: hub.server.request(hub.uid, epoch, **extra))
+        self.thread.call(lambda: hub.server.request(hub.uid, epoch))
 
     def serving(self, num_agents: int = 2) -> list[tuple[AgentThread, FakeEngine]]:
-        """Agents that share the present epoch, or are in bypass there."""
+        """Agents that share the present epoch."""
         agents = [self.agents.start() for _ in range(num_agents)]
         target = self.snapshot().target
         eventually(lambda: all(agent.view.epoch == target for agent, _ in agents), what="everyone is granted")

@@ -61,7 +61,6 @@ ENGINE_SPECS: dict[str, Json] = {
     "full": {
         "poolRef": {"name": "policy"},
         "model": {"name": "Qwen/Qwen3-8B", "revision": "abc123", "source": "/models/qwen"},
-        "weightsSource": "Pushed",
         "image": "registry.example/engine:2",
         "imagePullPolicy": "Never",
         "replicas": 4,

@@ -42,7 +42,7 @@ def _measure(plane: ControlPlane, folder: Path, bumps: int, progress: Progress) 
     space = Namespace(plane, "bench")
     space.request("POST", "/api/v1/namespaces", {"metadata": {"name": space.name}})
     with OperatorProcess(plane, space.name, folder) as operator:
-        space.create_pool(POOL, local={"capacity": "64Mi"}, reset={"leaseSeconds": 30, "joinAfterSeconds": 0})
+        space.create_pool(POOL, local={"capacity": "64Mi"}, reset={"leaseSeconds": 30})
         secret = eventually(lambda: space.get(CHILDREN["secrets"], f"{POOL}-fence"), "the pool's Secret", 60)
         keys = client_keys(secret)
         settings: dict[str, object] = {

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from epochkv_fence.messages import BOOT_BYTES, MAX_EPOCH, Error, Grant, Leave, Message, Mode, Moment, Nudge, Propose, Reclaim
+from epochkv_fence.messages import BOOT_BYTES, MAX_EPOCH, Error, Grant, Leave, Message, Nudge, Propose, Reclaim
 
 RETRY_SECONDS: Final = 1.0
 """Heartbeat period without a live lease (also before the first grant tells the lease's length)."""
@@ -25,19 +25,17 @@ NO_LEASE: Final = 0.0
 
 
 class View(NamedTuple):
-    """What the scheduler thread reads, replaced as a whole. Bypass unless `mode` is USE and `now < lease_until`."""
+    """What the scheduler thread reads, replaced as a whole. `epoch` may be used while `now < lease_until`."""
 
     epoch: int | None
-    mode: Mode
     lease_until: float
 
 
 class AgentState(enum.Enum):
     """Where an agent stands, for logs and metrics."""
 
-    UNASSIGNED = "Unassigned"  # no live lease: bypass
+    UNASSIGNED = "Unassigned"  # no live lease: share nothing
     USE = "Use"
-    BYPASS = "Bypass"
 
 
 # ---------------------------------------------------------------------------------------------------------------- events
@@ -70,7 +68,6 @@ class Adopted:
     """The `Adopt` asked for is done: the new root is bound."""
 
     epoch: int
-    mode: Mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +82,9 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """This engine's caches were reset alone: ask the hub for `epoch`, repeatedly until it is reached.
-
-    Attributes:
-        moment: `Agent.moment` as it was when the caches were reset, not as it is when this event is taken.
-    """
+    """This engine's caches were reset alone: ask the hub for `epoch`, repeatedly until it is reached."""
 
     epoch: int
-    moment: Moment | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +100,10 @@ Event = Started | Tick | Poked | Received | Adopted | AdoptFailed | Settled | Pr
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """Send a heartbeat with these fields; the driver adds identity, age, `carried` and statistics."""
+    """Send a heartbeat with these fields; the driver adds identity, age, weights, `carried` and statistics."""
 
     seq: int
     epoch: int | None
-    mode: Mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +111,6 @@ class Adopt:
     """Bind the root of `epoch`, then say `Adopted` (or `AdoptFailed`)."""
 
     epoch: int
-    mode: Mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +127,11 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class RemoveOld:
-    """Remove the pool's keys of epochs below `below`, away from this thread, and send `Reclaimed`."""
+    """Remove the pool's keys of epochs below `below`, and unless `keep` is empty those of all other weights, away from this
+    thread, and send `Reclaimed`."""
 
     below: int
+    keep: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +148,6 @@ class _Pending(NamedTuple):
     """A grant whose adoption is under way."""
 
     epoch: int
-    mode: Mode
-    seq: int
     lease_end: float
 
 
@@ -165,11 +155,9 @@ class Agent:
     """One boot of one engine.
 
     Attributes:
-        epoch: highest epoch adopted in this boot; survives bypass and lease loss.
-        mode: mode granted for it.
+        epoch: highest epoch adopted in this boot; survives lease loss.
         lease_until: on the driver's monotonic clock; moves only once the granted epoch *is* adopted, so a lease never
             covers the use of a lower one.
-        moment: the newest one the hub has given; read from any thread when this engine's caches are reset.
         refused: grants dropped, by reason, and proposals that no epoch is left for.
     """
 
@@ -178,18 +166,14 @@ class Agent:
             raise ValueError(f"boot has {len(boot)} bytes; give {BOOT_BYTES} random bytes")
         self.boot = boot
         self.epoch: int | None = None
-        self.mode = Mode.BYPASS
         self.lease_until = NO_LEASE
         self.lease_seconds: float | None = None
-        self.moment: Moment | None = None
         self.refused: Counter[str] = Counter()
         self._started = False
         self._left = False
-        self._acknowledged: tuple[int | None, Mode] = (None, Mode.BYPASS)
+        self._acknowledged: int | None = None
         self._settling = False
         self._pending: _Pending | None = None
-        self._mode_seq = -1
-        self._moment_seq = -1
         self._next_seq = 0
         self._sent_at: dict[int, float] = {}
         self._beat_due = 0.0
@@ -200,14 +184,12 @@ class Agent:
 
     @property
     def view(self) -> View:
-        """The adopted epoch, its mode, and until when it may be used."""
-        return View(self.epoch, self.mode, self.lease_until)
+        """The adopted epoch, and until when it may be used."""
+        return View(self.epoch, self.lease_until)
 
     def state(self, now: float) -> AgentState:
         """Where this agent stands at `now`."""
-        if self.epoch is None or now >= self.lease_until:
-            return AgentState.UNASSIGNED
-        return AgentState.USE if self.mode is Mode.USE else AgentState.BYPASS
+        return AgentState.UNASSIGNED if self.epoch is None or now >= self.lease_until else AgentState.USE
 
     def deadline(self) -> float:
         """When the next `Tick` is due; infinity before `Started` and after `Left`."""
@@ -229,15 +211,15 @@ class Agent:
                 return self._poked(now)
             case Received(message):
                 return self._received(message, now)
-            case Adopted(epoch, mode):
-                return self._adopted(epoch, mode)
+            case Adopted(epoch):
+                return self._adopted(epoch)
             case AdoptFailed():
                 self._pending = None
                 return []
             case Settled():
                 return self._settled(now)
-            case Proposed(epoch, moment):
-                return self._proposed(epoch, moment)
+            case Proposed(epoch):
+                return self._proposed(epoch)
             case Left():
                 return self._leave()
 
@@ -247,8 +229,8 @@ class Agent:
                 return self._granted(message, now)
             case Nudge(boot):
                 return self._poked(now) if boot == self.boot else []
-            case Reclaim(boot, below):
-                return [RemoveOld(below)] if boot == self.boot else []
+            case Reclaim(boot, below, keep):
+                return [RemoveOld(below, tuple(keep))] if boot == self.boot else []
             case Error():
                 return [HubRefused(message)]
             case _:
@@ -258,22 +240,17 @@ class Agent:
     # ------------------------------------------------------------------ grants
 
     def _granted(self, grant: Grant, now: float) -> list[Action]:
-        self._remember_moment(grant)
         reason = self._refusal(grant, now)
         if reason is not None:
             self.refused[reason] += 1
             return []
         self.lease_seconds = grant.lease_seconds
         lease_end = self._lease_end(grant, now)
-        mode = grant.mode
-        if grant.epoch == self.epoch and grant.seq < self._mode_seq:
-            mode = self.mode  # overtaken by a younger grant of the same epoch: extends the lease, says nothing new
-        if (grant.epoch, mode) == (self.epoch, self.mode):
+        if grant.epoch == self.epoch:
             self.lease_until = max(self.lease_until, lease_end)
-            self._mode_seq = max(self._mode_seq, grant.seq)
             return []
-        self._pending = _Pending(grant.epoch, mode, grant.seq, lease_end)
-        return [Adopt(grant.epoch, mode)]
+        self._pending = _Pending(grant.epoch, lease_end)
+        return [Adopt(grant.epoch)]
 
     def _refusal(self, grant: Grant, now: float) -> str | None:  # noqa: PLR0911 - one line per rule
         """Why this grant is dropped, or None. Each line is a rule whose removal the model tests must notice."""
@@ -295,17 +272,12 @@ class Agent:
         """A lease counts from when the heartbeat was *sent*: the hub's promise is about that moment, not about now."""
         return self._sent_at[grant.seq] + grant.lease_seconds
 
-    def _remember_moment(self, grant: Grant) -> None:
-        """Also that of a grant which is dropped: it was given before now, which is all a moment says."""
-        if grant.moment is not None and grant.boot == self.boot and self._moment_seq < grant.seq < self._next_seq:
-            self.moment, self._moment_seq = grant.moment, grant.seq
-
-    def _adopted(self, epoch: int, mode: Mode) -> list[Action]:
+    def _adopted(self, epoch: int) -> list[Action]:
         pending = self._pending
-        if pending is None or (pending.epoch, pending.mode) != (epoch, mode):
+        if pending is None or pending.epoch != epoch:
             return []
         self._pending = None
-        self.epoch, self.mode, self._mode_seq = epoch, mode, pending.seq
+        self.epoch = epoch
         self.lease_until = max(self.lease_until, pending.lease_end)
         if self._proposal is not None and self._proposal.epoch <= epoch:
             self._proposal = None
@@ -316,7 +288,7 @@ class Agent:
         if not self._settling:
             return []
         self._settling = False
-        self._acknowledged = (self.epoch, self.mode)
+        self._acknowledged = self.epoch
         return self._beat(now)
 
     def _leave(self) -> list[Action]:
@@ -344,8 +316,7 @@ class Agent:
             del self._sent_at[next(iter(self._sent_at))]
         self._last_beat = now
         self._beat_due = now + self._period(now)
-        epoch, mode = self._acknowledged
-        return [Beat(seq, epoch, mode), *self._proposals()]
+        return [Beat(seq, self._acknowledged), *self._proposals()]
 
     def _period(self, now: float) -> float:
         third = RETRY_SECONDS if self.lease_seconds is None else self.lease_seconds / BEATS_PER_LEASE
@@ -353,15 +324,15 @@ class Agent:
 
     # ------------------------------------------------------------------ proposals
 
-    def _proposed(self, epoch: int, moment: Moment | None) -> list[Action]:
-        """Of several resets the newest counts: one epoch serves them all, and what was pushed last came last."""
+    def _proposed(self, epoch: int) -> list[Action]:
+        """Of several resets the highest epoch serves all."""
         if epoch > MAX_EPOCH:
             self.refused["no_epoch_left"] += 1
             return []
         if self.epoch is not None and epoch <= self.epoch:
             return []  # adopted since the reset
         if self._proposal is None or epoch >= self._proposal.epoch:
-            self._proposal = Propose(self.boot, epoch, moment)
+            self._proposal = Propose(self.boot, epoch)
         return self._proposals()
 
     def _proposals(self) -> list[Action]:

@@ -46,11 +46,9 @@ KEY_FILES: Final = "hub.pub, client.pub and client.key (a copy of STATE/client o
 KNOWN_KEYS: Final = (
     "pool",
     "hub",
-    "weights_source",
     "local",
     "distributed",
     "tracker",
-    "on_local_reset",
     "lookup_wait_ms",
     "lookup_deadline_ms",
     "min_load_tokens",
@@ -59,9 +57,14 @@ KNOWN_KEYS: Final = (
     "tracker_capacity",
     "staging_slots",
     "allow_untested_vllm",
-    "encoder",
 )
 """Of the JSON: ours, and those of the connector, which refuses any other."""
+GONE_KEYS: Final[Mapping[str, str]] = {
+    "weights_source": "weights name themselves, pushed or not",
+    "on_local_reset": "an engine whose caches are reset alone always asks for the pool's next epoch",
+    "encoder": "an engine looks at its encoder by itself, as at its other weights",
+}
+"""Keys of before, and what replaced them."""
 MAX_CONFIG_BYTES: Final = 1 << 20
 MAX_UID: Final = 253
 RELOAD_TRIES: Final = 4
@@ -138,6 +141,7 @@ class Connection:
         """
         variables = os.environ if environ is None else environ
         document = read_document(source, variables, what)
+        refuse_gone(document.content, document.origin)
         needed = convert(document.content, _Needed, document.origin)
         check_pool(needed.pool, document.origin)
         check_endpoint(needed.hub.endpoint, f"{document.origin}: hub.endpoint")
@@ -245,6 +249,13 @@ def convert(content: Mapping[str, Any], kind: type[T], origin: str) -> T:
         raise ConfigurationError(
             f'{origin}: {error}; it must have {{"pool": {{"name", "uid"}}, "hub": {{"endpoint", "credentials_dir"}}}}'
         ) from error
+
+
+def refuse_gone(content: Mapping[str, Any], origin: str) -> None:
+    """Raise `ConfigurationError` for a key of before, with what replaced it."""
+    for key, instead in GONE_KEYS.items():
+        if key in content:
+            raise ConfigurationError(f"{origin}: the key {key} is gone: {instead}; remove it, see docs/trainers.md")
 
 
 def warn_of_unknown(content: Mapping[str, Any], origin: str) -> None:

@@ -26,12 +26,12 @@ import socket
 import sqlite3
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from epochkv_fence.authority import AuthorityError, Origin, PoolGone, PoolRecord, Term, UpdateNote
+from epochkv_fence.authority import AuthorityError, Origin, PoolGone, PoolRecord, Term, merged_labels
 from epochkv_fence.messages import Source
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ T = TypeVar("T")
 DATABASE_FILE: Final = "state.db"
 LOCK_FILE: Final = "hub.lock"
 APPLICATION_ID: Final = 0x45504B56  # "EPKV"
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4
 DEADLINE_SECONDS: Final = 3.0
 OPEN_SECONDS: Final = 30.0
 
@@ -89,7 +89,20 @@ _SCHEMA_3: Final = """
 ALTER TABLE pools ADD COLUMN listed INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE pools ADD COLUMN inherited INTEGER NOT NULL DEFAULT 0;
 """
-_SCHEMAS: Final = (_SCHEMA, _SCHEMA_2, _SCHEMA_3)
+_SCHEMA_4: Final = """
+DROP TABLE updates;
+ALTER TABLE pools DROP COLUMN weights_version;
+ALTER TABLE pools DROP COLUMN listed;
+ALTER TABLE pools DROP COLUMN inherited;
+CREATE TABLE labels (
+    uid TEXT NOT NULL REFERENCES pools,
+    place INTEGER NOT NULL,
+    weights BLOB NOT NULL,
+    label TEXT NOT NULL,
+    PRIMARY KEY (uid, place)
+);
+"""
+_SCHEMAS: Final = (_SCHEMA, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4)
 """What each version of the state adds to the one before."""
 
 
@@ -196,34 +209,21 @@ class FileAuthority:
         return await self._call("load", lambda: self._record_of(self._opened(), pool_uid))
 
     def _record_of(self, connection: sqlite3.Connection, pool_uid: str) -> PoolRecord:
-        row = connection.execute(
-            "SELECT target, published, granting, source, weights_version, listed, inherited, serial, number, holder, version, open "
-            "FROM pools LEFT JOIN updates USING (uid) WHERE uid = ?",
-            (pool_uid,),
-        ).fetchone()
+        row = connection.execute("SELECT target, published, granting, source FROM pools WHERE uid = ?", (pool_uid,)).fetchone()
         if row is None:
             raise self._gone(pool_uid)
-        target, published, granting, source, weights_version, listed, inherited, serial, number, holder, version, is_open = row
-        known = source in {kind.value for kind in Source}
-        origin = Origin(Source(source), weights_version, bool(listed), bool(inherited)) if known else None
-        update = UpdateNote(serial, number, holder, version, bool(is_open)) if serial is not None else None
-        return PoolRecord(target, published, bool(granting), origin, update)
+        target, published, granting, source = row
+        origin = Origin(Source(source)) if source in {kind.value for kind in Source} else None
+        labels = connection.execute("SELECT weights, label FROM labels WHERE uid = ? ORDER BY place", (pool_uid,)).fetchall()
+        return PoolRecord(target, published, bool(granting), origin, dict(labels))
 
     async def record(self, pool_uid: str, target: int, origin: Origin | None = None) -> None:
         """Durably raise the target, and set its origin if it rises."""
 
         def write(connection: sqlite3.Connection) -> None:
-            before = self._record_of(connection, pool_uid)
-            if target <= before.target:
-                return
-            recorded = None if origin is None else origin.after(before.origin)
-            values: tuple[str | None, str, bool | None, bool] = (None, "", False, False)
-            if recorded is not None:
-                values = (recorded.source.value, recorded.weights_version, recorded.listed, recorded.inherited)
-            connection.execute(
-                "UPDATE pools SET target = ?, source = ?, weights_version = ?, listed = ?, inherited = ? WHERE uid = ?",
-                (target, *values, pool_uid),
-            )
+            if target > self._record_of(connection, pool_uid).target:
+                source = None if origin is None else origin.source.value
+                connection.execute("UPDATE pools SET target = ?, source = ? WHERE uid = ?", (target, source, pool_uid))
 
         await self._write("record", write)
 
@@ -236,20 +236,16 @@ class FileAuthority:
         """Durably note that grants may be out."""
         await self._update(pool_uid, "note", "UPDATE pools SET granting = 1 WHERE uid = :uid", {})
 
-    async def note_update(self, pool_uid: str, note: UpdateNote) -> None:
-        """Durably note which weight update is open."""
+    async def note_labels(self, pool_uid: str, labels: Mapping[bytes, str]) -> None:
+        """Durably add these labels; the newest stay."""
 
         def write(connection: sqlite3.Connection) -> None:
-            if connection.execute("SELECT 1 FROM pools WHERE uid = ?", (pool_uid,)).fetchone() is None:
-                raise self._gone(pool_uid)
-            connection.execute(
-                "INSERT INTO updates VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (uid) DO UPDATE SET serial = excluded.serial, "
-                "number = excluded.number, holder = excluded.holder, version = excluded.version, open = excluded.open "
-                "WHERE (excluded.serial, -excluded.open) > (serial, -open)",
-                (pool_uid, note.serial, note.number, note.holder, note.version, note.open),
-            )
+            known = merged_labels(self._record_of(connection, pool_uid).labels, labels)
+            connection.execute("DELETE FROM labels WHERE uid = ?", (pool_uid,))
+            rows = [(pool_uid, place, weights, label) for place, (weights, label) in enumerate(known.items())]
+            connection.executemany("INSERT INTO labels VALUES (?, ?, ?, ?)", rows)
 
-        await self._write("note_update", write)
+        await self._write("note_labels", write)
 
     # ------------------------------------------------------------------ pools
 

@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Final
 
 from epochkv_fence import hub_events as ev
-from epochkv_fence.asks import Ask, asked_at
 from epochkv_fence.authority import Origin, PoolRecord, Term
 from epochkv_fence.boots import NEVER, BootRecord
-from epochkv_fence.hub_updates import HubUpdates
+from epochkv_fence.hub_store import HubStore
 from epochkv_fence.messages import (
     Bump,
     Error,
     Grant,
     Heartbeat,
+    Label,
     Leave,
     Message,
-    Moment,
     Nudge,
     Propose,
     Reclaimed,
@@ -34,8 +32,7 @@ from epochkv_fence.messages import (
     Status,
 )
 from epochkv_fence.pool import PoolConfig
-from epochkv_fence.pool_state import ROUND_SECONDS, Round
-from epochkv_fence.trainers import add_marks
+from epochkv_fence.pool_state import Ask, Round
 
 NUDGE_SECONDS: Final = 0.25
 NUDGES_PER_SECOND: Final = 2_000
@@ -43,13 +40,12 @@ NUDGES_PER_SECOND: Final = 2_000
 MAX_BOOTS: Final = 10_000
 
 
-class Hub(HubUpdates):
+class Hub(HubStore):
     """Takes events, one by one."""
 
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         """Take one event at `now` (seconds on this hub's monotonic clock)."""
-        actions = self._take(event, now)
-        return [*actions, *self._note_update(now)]
+        return [*self._take(event, now), *self._note_labels()]
 
     def _take(self, event: ev.Event, now: float) -> list[ev.Action]:  # noqa: PLR0911, PLR0912 - one line per event
         match event:
@@ -63,8 +59,8 @@ class Hub(HubUpdates):
                 return self._drop_round(number)
             case ev.Tick():
                 return self._tick(now)
-            case ev.Asked(epoch, at, origin, ready):
-                return self._asked(Ask(epoch, at, now, origin, ready=ready), now)
+            case ev.Asked(epoch, origin):
+                return self._asked(Ask(epoch, now, origin), now)
             case ev.Acquired(term, record):
                 return self._acquire(term, record, now)
             case ev.SteppedDown():
@@ -84,8 +80,8 @@ class Hub(HubUpdates):
                 self._noting = False
                 self._retry_at = now + ev.RETRY_SECONDS
                 return []
-            case ev.UpdateNoted() | ev.UpdateNoteFailed():
-                return self._update_noted(event, now)
+            case ev.LabelsNoted() | ev.LabelsNoteFailed():
+                return self._labels_noted(event)
             case ev.Published(epoch):
                 self._publishing, self._stored = None, max(self._stored, epoch)
                 return self._raise_published(epoch, now)
@@ -105,18 +101,16 @@ class Hub(HubUpdates):
         self._durable = self._proven = record.target
         # Nobody was ever granted anything: there is no older grant to wait for.
         self._lead_until = now + self._lead_wait() if record.granting else NEVER
-        open_before = record.granting and record.target > record.published
-        self._release_at = now + self._others_wipe_lands() if open_before else math.inf
-        self._others_wipe_until = self._release_at if open_before else NEVER
         self.published = max(self.published, record.published)
         self._stored = record.published  # less than that, after a restore: then it is published again
         self._forget_at = now + self.config.hold_seconds
-        self._lead_updates(record, now)
+        self._led_at = now
+        self._labels.lead(record.labels)
         self._reclaim_after(now + self.config.reclaim_seconds)
+        self._sweep_weights_after(now + self.config.grace_seconds)
         actions = self._raise_target(record.target, record.origin, now)
         if not actions:
-            self._begin_wipe()
-            actions = [ev.Changed(), *self._nudge(self._late(), now)]
+            actions = [ev.Changed(), *self._nudge(self._behind, now)]
         actions += self._heal(max((boot.epoch or 0 for boot in self._boots.values()), default=0), now)
         return [*actions, *self._record(now), *self._note()]
 
@@ -127,16 +121,15 @@ class Hub(HubUpdates):
         """Forget everything that belongs to a term: what was evaluated and not yet read is void."""
         questions = self._trainers.questions + (self._round.questions if self._round is not None else [])
         self._trainers.questions = []
-        self._trainers.updates.forget()
         self.term = None
-        self._lead_until = math.inf
+        self._lead_until = self._led_at = math.inf
         self._round = None
         self._recording = self._publishing = None
         self._noting = False
         self._retry_at = NEVER
         self._reclaimer.stop()
-        self._wiper.begin(needed=False)
-        return [self._not_leading(peer) for peer, _ in questions]
+        self._wiper.stop()
+        return [self._not_leading(peer) for peer in [*(peer for peer, _ in questions), *self._labels.forget()]]
 
     def _not_leading(self, peer: bytes) -> ev.Action:
         """Who does not lead, or has not read the record, does not know the target: a trainer that took an old one for it
@@ -150,10 +143,11 @@ class Hub(HubUpdates):
         if config.client_public_keys != before.client_public_keys:
             for record in self._boots.values():
                 record.keys_changed(before.client_public_keys, config.client_public_keys)
-        if config.reclaim == "Retain":
+        if config.reclaim != before.reclaim:
+            self._wiper.stop()
             self._reclaimer.stop()
-        elif config.reclaim != before.reclaim:
             self._reclaim_after(now)
+            self._sweep_weights_after(now)
         return [ev.Changed()]
 
     # ------------------------------------------------------------------ target and asks
@@ -162,45 +156,9 @@ class Hub(HubUpdates):
         """The highest epoch asked for counts, and of asks for one epoch the first."""
         if not ask.possible:
             return []
-        if ask.origin.source is Source.SPEC:
-            version, self._owners_version = self._owners_version, ask.origin.weights_version
-            ask.restated = version == ask.origin.weights_version
         if ask.epoch > self._wanted():
             self._ask = ask
             return self._record(now)
-        return [*self._hold_back(ask), *self._refine(ask, now), *self._release(ask, now)]
-
-    def _hold_back(self, ask: Ask) -> list[ev.Action]:
-        """Weights that are not ready, of an epoch that is known already: found recorded, or asked for by others, too."""
-        if ask.ready:
-            return []
-        if self._ask is not None and self._ask.epoch == ask.epoch:
-            self._ask.ready = False
-        held = self.target == ask.epoch and self._gate.hold(ask.origin.weights_version)
-        return [ev.Changed()] if held else []
-
-    def _refine(self, ask: Ask, now: float) -> list[ev.Action]:
-        """The repetition of an ask of unknown time that proves one, such as the first after a change of hub."""
-        known = self._ask
-        if known is not None and known.epoch == ask.epoch and ask.refines(known.request, known.at) and not known.listed:
-            known.at = ask.at
-        gate = self._gate
-        if self.target == ask.epoch and ask.refines(gate.request, gate.asked_at) and not gate.listed:
-            gate.asked_at = ask.at
-            return [ev.Changed(), *self._invite(now)]
-        return []
-
-    def _release(self, ask: Ask, now: float) -> list[ev.Action]:
-        """Weights that were not ready are: the pool's owner says so of an epoch that he asked for himself."""
-        if not ask.releases():
-            return []
-        if self._ask is not None and self._ask.epoch == ask.epoch:
-            self._ask.ready = True
-        version = ask.origin.weights_version
-        older = bool(version) and version == self._gate.held_for and ask.epoch < self.target
-        if self._gate.held and (self.target == ask.epoch or older):
-            self._gate.held = False
-            return [ev.Changed(), *self._invite(now)]
         return []
 
     def _heal(self, epoch: int, now: float) -> list[ev.Action]:
@@ -209,18 +167,14 @@ class Hub(HubUpdates):
         if self.term is None or epoch <= max(self.target, self._durable):
             return []
         self._lead_until = max(self._lead_until, now + self._lead_wait())
-        return self._asked(Ask(epoch, None, now, Origin(Source.ENGINE)), now)
-
-    def _fail_update(self, now: float) -> list[ev.Action]:
-        epoch = self._failing_epoch(now)
-        return [] if epoch is None else self._asked(Ask(epoch, None, now, self._failed(epoch), listed=True), now)
+        return self._asked(Ask(epoch, now, Origin(Source.ENGINE)), now)
 
     def _record(self, now: float) -> list[ev.Action]:
         if not self._record_due() or now < self._retry_at:
             return []
-        self._recording = self._tried = self._wanted()
+        self._recording = self._wanted()
         ask = self._ask
-        origin = self._origin_of(ask) if ask is not None and ask.epoch == self._recording > self.target else self._origin
+        origin = ask.origin if ask is not None and ask.epoch == self._recording > self.target else self._origin
         return [ev.Record(self._recording, origin)]
 
     def _recorded(self, epoch: int, now: float) -> list[ev.Action]:
@@ -237,6 +191,8 @@ class Hub(HubUpdates):
         actions = self._raise_target(record.target, record.origin, now)
         if record.target == self.target and record.origin not in (None, self._origin):
             self._origin, actions = record.origin, [*actions, ev.Changed()]
+        if self._labels.found(record.labels):
+            actions = [*actions, ev.Changed()]
         return [*actions, *self._raise_published(record.published, now)]
 
     def _raise_target(self, target: int, origin: Origin | None, now: float) -> list[ev.Action]:
@@ -245,21 +201,15 @@ class Hub(HubUpdates):
             if origin is not None and target == self.target:
                 self._origin = origin
             return []
-        ask, before = self._own_ask(target), self.target
-        heirs = self._heirs() if self._goes_on(ask) else None
-        unknown = self._pushed_meanwhile(ask)
-        found = origin or (self._origin_of(ask).after(self._origin) if ask is not None else None)
-        self._origin = replace(found, listed=True) if unknown and found is not None else found
+        ask = self._ask if self._ask is not None and self._ask.epoch == target else None
+        self._origin = ask.origin if origin is None and ask is not None else origin
         self.target = target
         for record in self._boots.values():
             record.below_until = max(record.below_until, record.live_until)
             record.live_until = NEVER
         self._behind = {boot: None for boot, record in self._boots.items() if not record.at_least(target)}
-        self._gate = self._gate_after(ask, target, before, heirs, unknown=unknown)
-        self._trainers.forget_marks(target)
         self._started_at = ask.seen if ask is not None else now
-        self._begin_wipe()
-        return [ev.Changed(), *self._nudge(self._late(), now)]
+        return [ev.Changed(), *self._nudge(self._behind, now)]
 
     # ------------------------------------------------------------------ messages
 
@@ -267,8 +217,8 @@ class Hub(HubUpdates):
         match message:
             case Heartbeat():
                 return self._heartbeat(peer, message, now, key_index)
-            case Propose(boot=boot, epoch=epoch, moment=moment):
-                return [] if self._stale(boot, epoch, moment) else self._propose(epoch, moment, now)
+            case Propose(epoch=epoch):
+                return self._propose(epoch, now)
             case Bump():
                 return self._bump(peer, message, now)
             case Status():
@@ -276,20 +226,25 @@ class Hub(HubUpdates):
             case Reclaimed(boot=boot, below=below, removed=removed, removed_bytes=num_bytes):
                 new = self._reclaimer.answered(boot, below, removed, num_bytes, self.published)
                 return [ev.Changed()] if new else []
+            case Label():
+                return self._label(peer, message)
             case Leave(boot=boot):
-                return self._leave(boot)
+                return self._leave(boot, now)
             case Error():
                 return []
             case _:
                 text = f"a hub takes no {type(message).__name__}"
                 return [ev.Send(peer, Error(Refusal.UNEXPECTED, text))]
 
-    def _leave(self, boot: bytes) -> list[ev.Action]:
+    def _leave(self, boot: bytes, now: float) -> list[ev.Action]:
         """It has no lease any more, and takes none: nobody waits for it, and a heartbeat of its that comes late counts not."""
         self._departed[boot] = None
         while len(self._departed) > MAX_BOOTS:
             del self._departed[next(iter(self._departed))]
-        return [ev.Changed()] if self._drop(boot) else []
+        if not self._drop(boot, now):
+            return []
+        self._engines_changed(now)
+        return [ev.Changed()]
 
     def _heartbeat(self, peer: bytes, beat: Heartbeat, now: float, key_index: int = 0) -> list[ev.Action]:
         if beat.boot in self._departed:
@@ -303,64 +258,36 @@ class Hub(HubUpdates):
             record = self._boots[beat.boot] = BootRecord(beat.boot, beat)
             self._behind[beat.boot] = None
             self._forget_at = min(self._forget_at, now + self.config.hold_seconds)
-        changed = record.hear(peer, beat, now, self.config.max_clock_rate, key_index)
+        before = None if new else record.newest
+        changed = record.hear(peer, beat, now, key_index)
+        self._holdings.change(before, record.newest, now)
+        if beat.weights is not None:
+            self._reported.hear(beat.weights, self.config.grace_seconds, now)
         if record.at_least(self.target):
             self._behind.pop(beat.boot, None)
-        self._note_reading(record)
         self._await_round(record, peer, beat.seq, now)
+        if new or changed:
+            self._engines_changed(now)
         return [*([ev.Changed()] if new or changed else []), *self._heal(record.epoch or 0, now), *self._note()]
 
-    def _stale(self, boot: bytes, epoch: int, moment: Moment | None) -> bool:
-        """Refused while nobody had the weights: the reset came before them, and stays so when they are there."""
-        if self.term is None or epoch != self.target + 1 or boot not in self._boots or not self._vouched():
-            return False
-        return self._gate.stale(boot, moment, hopeless=not self._heirs())
-
-    def _propose(self, epoch: int, moment: Moment | None, now: float) -> list[ev.Action]:
-        """Made from an older epoch: somebody's proposal was first, and one bump serves all. It counts as made at the moment
-        that the engine knew when its caches were reset, however late it arrives."""
-        if self.term is None or epoch != self.target + 1 or epoch <= self._wanted():
+    def _propose(self, epoch: int, now: float) -> list[ev.Action]:
+        """Made from an older epoch: somebody's proposal was first, and one bump serves all."""
+        if self.term is None or epoch != self.target + 1:
             return []
-        if not self._vouched():
-            at = asked_at(moment, self._instance, 0.0, self.config.max_clock_rate, now)
-            return self._asked(Ask(epoch, at, now, Origin(Source.ENGINE)), now)
-        heirs, origin = self._heirs(), Origin(Source.ENGINE, self._weights_version())
-        return self._asked(Ask(epoch, None, now, origin, listed=True, heirs=heirs), now) if heirs else []
+        return self._asked(Ask(epoch, now, Origin(Source.ENGINE)), now)
 
     def _bump(self, peer: bytes, bump: Bump, now: float) -> list[ev.Action]:
         """Taken also by a hub that does not lead yet, which answers when it does."""
-        if bump.update is not None and bump.epoch >= self.target:  # of an older epoch nothing counts: its trainer asks for another
-            self._trainers.updates.end(bump.update, bump.epoch)
-        actions = self._mark(bump, now)
-        at = None if bump.boots is not None else asked_at(bump.moment, self._instance, bump.ago_seconds, self.config.max_clock_rate, now)
-        origin = Origin(Source.TRAINER, bump.weights_version)
-        actions += self._asked(Ask(bump.epoch, at, now, origin, bump.boots is not None, request=bump.request), now)
+        actions = self._asked(Ask(bump.epoch, now, Origin(Source.TRAINER)), now)
         if bump.epoch > self.published:
             self._trainers.wait(peer, bump.request, bump.epoch)
         if self.term is None:
             return [*actions, self._not_leading(peer)]
-        return [*actions, *self._answer([(peer, bump.request, bump.epoch)], now)] if self._may_tell(bump.epoch) else actions
+        return [*actions, *self._answer([(peer, bump.request, bump.epoch)])] if self._may_tell(bump.epoch) else actions
 
-    def _answer(self, waiters: list[tuple[bytes, int, int]], now: float) -> list[ev.Action]:
-        answers = self._bump_statuses([(request, epoch) for _, request, epoch in waiters], now)
+    def _answer(self, waiters: list[tuple[bytes, int, int]]) -> list[ev.Action]:
+        answers = self._bump_statuses([(request, epoch) for _, request, epoch in waiters])
         return [ev.Send(peer, answer) for (peer, _, _), answer in zip(waiters, answers, strict=True)]
-
-    def _mark(self, bump: Bump, now: float) -> list[ev.Action]:
-        """Exactly these boots got the weights of the epoch. A long list comes in several messages, or later."""
-        if bump.boots is None or bump.epoch < self.target:
-            return []
-        if bump.epoch > self.target:
-            self._trainers.mark(bump.epoch, bump.weights_version, bump.boots)
-            return []
-        gate, changed = self._gate, not self._gate.listed
-        gate.close()
-        if self._same_weights(bump.weights_version):
-            before = len(gate.marked)
-            add_marks(gate.marked, bump.boots)
-            changed = changed or len(gate.marked) > before
-        if changed:
-            self._invite_at = NEVER
-        return [*([ev.Changed()] if changed else []), *self._invite(now)]
 
     def _question(self, peer: bytes, question: Status, now: float) -> list[ev.Action]:
         """The first page waits for a leadership read: a hub that was deposed without knowing it knows an old target."""
@@ -372,20 +299,10 @@ class Hub(HubUpdates):
         return []
 
     def _nudge(self, boots: Iterable[bytes], now: float) -> list[ev.Action]:
-        self._nudge_at = now + max(NUDGE_SECONDS, len(self._late()) / NUDGES_PER_SECOND)
+        self._nudge_at = now + max(NUDGE_SECONDS, len(self._behind) / NUDGES_PER_SECOND)
         if self.term is None:
             return []
         return [ev.Send(self._boots[boot].peer, Nudge(boot)) for boot in boots]
-
-    def _invite(self, now: float) -> list[ev.Action]:
-        """Boots that may use the target by now, and do not know it, are nudged, and answered without a pause."""
-        if self.term is None or now < self._invite_at or self._holds_loads(now):
-            return []
-        self._invite_at = now + NUDGE_SECONDS
-        boots = [record for record in self._boots.values() if self._invited(record, now)]
-        if boots:
-            self._brisk_until = now + ROUND_SECONDS
-        return [ev.Send(record.peer, Nudge(record.boot)) for record in boots]
 
     def _note(self) -> list[ev.Action]:
         """Before the first grant of all, note durably that grants may be out."""
@@ -394,44 +311,61 @@ class Hub(HubUpdates):
         self._noting = True
         return [ev.NoteGranting()]
 
+    # ------------------------------------------------------------------ labels
+
+    def _label(self, peer: bytes, asked: Label) -> list[ev.Action]:
+        if self.term is None:
+            return [self._not_leading(peer)]
+        answer = self._labels.ask(peer, asked)
+        return [] if answer is None else [ev.Send(peer, answer)]
+
+    def _note_labels(self) -> list[ev.Action]:
+        if self.term is None or not self._labels.unwritten:
+            return []
+        return [ev.NoteLabels(self._labels.write())]
+
+    def _labels_noted(self, event: ev.LabelsNoted | ev.LabelsNoteFailed) -> list[ev.Action]:
+        match event:
+            case ev.LabelsNoted(labels):
+                answers = self._labels.written(labels)
+                return [ev.Changed(), *(ev.Send(peer, answer) for peer, answer in answers)] if answers else []
+            case ev.LabelsNoteFailed(labels):
+                self._labels.write_failed(labels)
+                return []
+
     # ------------------------------------------------------------------ rounds
 
     def _begin_round(self, number: int, now: float) -> list[ev.Action]:
         if self.term is None:
             self._round = None
             return []
-        if self._fence_holds(now):
-            self._wiper.allow(now)
         publish = self.target if self._may_publish(now) else None
-        wipe = self.target if self._may_wipe(now) else None
         beats: dict[bytes, tuple[bytes, int]] = {}
         if self._may_grant():  # also when nobody waits: what is heard from now on must not get into this round
             beats, self._waiting, self._joining = self._waiting, {}, False
         questions, self._trainers.questions = self._trainers.questions, []
         durable = min(self._durable, self.target)
-        self._round = Round(number, self.term, now, beats, durable, publish, wipe, questions, self._trainers.updates.noted)
+        self._round = Round(number, self.term, beats, durable, publish, questions)
         self._last_round = now
         if not self.round_open:
             self._round = None
         return []
 
     def _finish_round(self, number: int, now: float) -> list[ev.Action]:
-        """After the read, in one step: the epoch from memory, the time of granting, the grants; then what was evaluated
-        before the read: the wipe or the publication."""
+        """After the read, in one step: the epoch from memory, the time of granting, the grants; then the publication, if
+        it was evaluated before the read."""
         current = self._take_round(number)
         if current is None:
             return []
         actions = self._grant_all(current, now)
         if current.target > self._proven:
             self._proven = current.target
-            actions += self._answer([waiter for waiter in self._trainers.waiters() if self._may_tell(waiter[2])], now)
-        actions += self._fail_update(now)
-        for peer, question in current.questions:
-            actions += self._tell(peer, question, current, now)
+            actions += self._answer([waiter for waiter in self._trainers.waiters() if self._may_tell(waiter[2])])
+        actions += [ev.Send(peer, self._status(question, now)) for peer, question in current.questions]
         if current.publish is not None and current.publish > self._stored and self._publishing is None:
             self._publishing = current.publish
             actions.append(ev.Publish(current.publish))
-        return [*actions, *self._wipe(current, now)]
+        return actions
 
     def _take_round(self, number: int) -> Round | None:
         current = self._round
@@ -451,7 +385,7 @@ class Hub(HubUpdates):
     def _grant(self, record: BootRecord, seq: int, now: float) -> Grant:
         record.granted_at = now
         record.live_until = max(record.live_until, now + self._hold())
-        return Grant(record.boot, seq, self.target, self._mode(record, now), self.config.lease_seconds, self._moment(now))
+        return Grant(record.boot, seq, self.target, self.config.lease_seconds)
 
     def _drop_round(self, number: int) -> list[ev.Action]:
         current = self._take_round(number)
@@ -471,14 +405,8 @@ class Hub(HubUpdates):
         self._published_at = now
         if epoch == self.target and self._started_at is not None:
             self._reset_seconds = now - self._started_at
-        self._wipe_failed = self._wiper.given_up
-        if self._wiper.done:
-            self._reclaimer.wiped(epoch, now + self.config.reclaim_seconds)
-        else:
-            self._reclaim_after(now)
-        self._invite_at = NEVER
-        invited = self._invite(now) if self._wiper.needed else []
-        return [ev.Changed(), *invited, *self._answer(self._trainers.served(epoch), now)]
+        self._clean_after(now)
+        return [ev.Changed(), *self._answer(self._trainers.served(epoch))]
 
     def _publish_failed(self, now: float) -> list[ev.Action]:
         """Perhaps the record was lost (a wiped status, a restored store): record the target again before the next try."""
@@ -495,24 +423,19 @@ class Hub(HubUpdates):
             actions += self._forget(now)
         if self.term is None:
             return actions
-        if self.open and self._late() and now >= self._nudge_at:
-            actions += self._nudge(self._late(), now)
+        if self.open and self._behind and now >= self._nudge_at:
+            actions += self._nudge(self._behind, now)
         if now >= self._retry_at:
             actions += self._record(now) + self._note()
-        if now >= self._wiper.give_up_at():
-            self._wiper.give_up()
-            actions.append(ev.Changed())
-        if now >= self._release_at:
-            self._release_at, self._invite_at = math.inf, NEVER
-            actions += self._invite(now)
-        if now >= self._reclaimer.due_at:
-            actions += self._reclaim(now)
-        return [*actions, *self._fail_update(now)]
+        return [*actions, *self._clean(now)]
 
     def _forget(self, now: float) -> list[ev.Action]:
         """Drop boots that were silent for a lease and margin; by then every grant they had is dead."""
         dead = [boot for boot, record in self._boots.items() if now >= record.dead_at(self.config.hold_seconds)]
         for boot in dead:
-            self._drop(boot)
+            self._drop(boot, now)
         self._forget_at = now + self.config.hold_seconds / 3 if self._boots else math.inf
-        return [ev.Changed()] if dead else []
+        if not dead:
+            return []
+        self._engines_changed(now)
+        return [ev.Changed()]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from epochkv_fence.authority import Origin, PoolRecord, Term, UpdateNote
+from epochkv_fence.authority import Origin, PoolRecord, Term
 from epochkv_fence.messages import Message, Source
 from epochkv_fence.pool import PoolConfig
 
@@ -53,19 +53,10 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The pool's owner asks for `epoch`. Also taken before this hub leads.
-
-    Attributes:
-        at: when it was asked for, on the hub's clock, or earlier; None: unknown, so no boot's age proves anything.
-        origin: who asks, with the version of the weights it is for.
-        ready: the weights of this version are where they should be. False: nobody may use the epoch until it is asked
-            for again, by the same owner, with True.
-    """
+    """The pool's owner asks for `epoch`. Also taken before this hub leads."""
 
     epoch: int
-    at: float | None
     origin: Origin = OWNER
-    ready: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +91,17 @@ class NoteFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateNoted:
-    """The `NoteUpdate` asked for is durable."""
+class LabelsNoted:
+    """The `NoteLabels` asked for is durable."""
 
-    note: UpdateNote
+    labels: Mapping[bytes, str]
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateNoteFailed:
-    """The `NoteUpdate` asked for did not answer or was refused; it may still land."""
+class LabelsNoteFailed:
+    """The `NoteLabels` asked for did not answer or was refused; it may still land."""
+
+    labels: Mapping[bytes, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +187,8 @@ Event = (
     | Observed
     | Noted
     | NoteFailed
-    | UpdateNoted
-    | UpdateNoteFailed
+    | LabelsNoted
+    | LabelsNoteFailed
     | RoundBegan
     | RoundVerified
     | RoundDropped
@@ -233,10 +226,10 @@ class NoteGranting:
 
 
 @dataclass(frozen=True, slots=True)
-class NoteUpdate:
-    """Durably note which weight update is open, then say `UpdateNoted` or `UpdateNoteFailed`."""
+class NoteLabels:
+    """Durably add these labels, then say `LabelsNoted` or `LabelsNoteFailed`."""
 
-    note: UpdateNote
+    labels: Mapping[bytes, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,16 +241,9 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Wipe:
-    """Remove everything from the pool's store, by force, then say `Wiped` or `WipeFailed`, once. No engine reads from it.
-
-    Attributes:
-        before: on the hub's clock. A removal that has not begun in the store by then must never begin: another hub, or this
-            one after giving up, may let engines read again. Whoever does it checks the time just before it sends, and
-            resets the connection at `before`.
-    """
+    """`epoch` is published: remove everything that nobody reads from the pool's store, then say `Wiped` or `WipeFailed`, once."""
 
     epoch: int
-    before: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,4 +258,4 @@ class Changed:
     """What a snapshot shows has changed."""
 
 
-Action = Send | Record | NoteGranting | NoteUpdate | Publish | Wipe | Sweep | Changed
+Action = Send | Record | NoteGranting | NoteLabels | Publish | Wipe | Sweep | Changed

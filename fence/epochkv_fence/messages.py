@@ -14,16 +14,21 @@ from typing import Annotated, Final
 
 import msgspec
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 VERSION_FRAME: Final = bytes([PROTOCOL_VERSION])
 MAX_MESSAGE_BYTES: Final = 64 * 1024
 BOOT_BYTES: Final = 16
-INSTANCE_BYTES: Final = 8
+WEIGHTS_BYTES: Final = 16
 MAX_EPOCH: Final = 2**53 - 1  # what JSON and YAML readers carry exactly
 MAX_STATS: Final = 64
 MAX_STAT_NAME: Final = 64
+MAX_TEXT: Final = 1024
+MAX_LABELS: Final = 16
+"""Of one pool: the newest are remembered."""
+MAX_KEPT: Final = 1_024
+"""Different weights in one `Reclaim`."""
 CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-"""Newlines and control characters: what weights are called is shown in one line of logs, tables and conditions."""
+"""Newlines and control characters: a label is shown in one line of logs, tables and conditions."""
 
 Boot = Annotated[bytes, msgspec.Meta(min_length=BOOT_BYTES, max_length=BOOT_BYTES)]
 """128 random bits drawn when an EngineCore process starts."""
@@ -32,21 +37,14 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 EngineCount = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 """Of one engine, so that the sum over all engines of a pool is a `Count`."""
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
-Instance = Annotated[bytes, msgspec.Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
-"""64 random bits drawn when a hub process starts."""
-UpdateNumber = Annotated[bytes, msgspec.Meta(min_length=BOOT_BYTES, max_length=BOOT_BYTES)]
-"""128 random bits drawn by a trainer for one weight update."""
+Weights = Annotated[bytes, msgspec.Meta(min_length=WEIGHTS_BYTES, max_length=WEIGHTS_BYTES)]
+"""Digest of the weights that the ranks of an engine hold. People are shown its first 8 hex digits."""
 LeaseSeconds = Annotated[float, msgspec.Meta(gt=0.0, le=86_400.0)]
 Name = Annotated[str, msgspec.Meta(max_length=253)]
 StatName = Annotated[str, msgspec.Meta(max_length=MAX_STAT_NAME)]
-Text = Annotated[str, msgspec.Meta(max_length=1024)]
-
-
-class Mode(enum.Enum):
-    """What a grant allows: name and share KV under the epoch's root, or serve without the pool's caches."""
-
-    USE = "Use"
-    BYPASS = "Bypass"
+LabelText = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+WeightsHex = Annotated[str, msgspec.Meta(min_length=2 * WEIGHTS_BYTES, max_length=2 * WEIGHTS_BYTES)]
 
 
 class Source(enum.Enum):
@@ -80,41 +78,23 @@ class WireError(ValueError):
         self.text = text
 
 
-class Moment(msgspec.Struct, frozen=True, array_like=True):
-    """A point in the life of one hub process. Who gives it back with an ask proves that the ask was made not before it.
-
-    Clocks are never compared between machines, and an ask may arrive late by any amount: taken for made on arrival, it
-    would let boots join that started, with older weights, while it was on its way.
-
-    Attributes:
-        hub: of which process; any other one cannot read `at`.
-        at: seconds on that process's monotonic clock, which may start below zero.
-    """
-
-    hub: Instance
-    at: Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
-
-
 class Heartbeat(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     """Agent -> hub, every third of a lease and at once on change.
 
     Attributes:
         seq: grows with every heartbeat of this boot; a grant names the one it answers.
         epoch: highest epoch adopted and acknowledged in this boot; None before the first.
-        mode: mode granted for that epoch.
         carried: requests admitted under a root that is no longer current.
         boot_age_seconds: age of the process on its own monotonic clock.
         engine, pod, rank: who this is, for status; `pod` is empty for engines nobody provisioned.
         stats: counters of the connector, for status and metrics.
-        loading: reads from the store that may still deliver bytes, in flight or in quarantine; None: not known, which
-            never counts as none.
         private: this boot's caches were reset alone: it shares nothing before the next epoch. For status only.
+        weights: that its ranks hold; None: not known, and `weights_note` says why.
     """
 
     boot: Boot
     seq: Count
     epoch: Epoch | None = None
-    mode: Mode = Mode.BYPASS
     carried: EngineCount = 0
     boot_age_seconds: Seconds = 0.0
     engine: Name = ""
@@ -122,23 +102,18 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     rank: Count = 0
     fingerprint: Name = ""
     stats: Annotated[dict[StatName, float], msgspec.Meta(max_length=MAX_STATS)] = {}
-    loading: EngineCount | None = None
     private: bool = False
+    weights: Weights | None = None
+    weights_note: Text = ""
 
 
 class Grant(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
-    """Hub -> agent: boot `boot` is at `epoch` in `mode` for `lease_seconds`, counted from when it *sent* heartbeat `seq`.
-
-    Attributes:
-        moment: when it was granted, for a `Propose`.
-    """
+    """Hub -> agent: boot `boot` may use `epoch` for `lease_seconds`, counted from when it *sent* heartbeat `seq`."""
 
     boot: Boot
     seq: Count
     epoch: Epoch
-    mode: Mode
     lease_seconds: LeaseSeconds
-    moment: Moment | None = None
 
 
 class Nudge(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
@@ -148,15 +123,10 @@ class Nudge(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
 
 
 class Propose(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
-    """Agent -> hub: this engine's caches were reset while it was at `epoch - 1`; please go on to `epoch`.
-
-    Attributes:
-        moment: the newest one that the engine had been given when its caches were reset; None: none yet.
-    """
+    """Agent -> hub: this engine's caches were reset while it was at `epoch - 1`; please go on to `epoch`."""
 
     boot: Boot
     epoch: Epoch
-    moment: Moment | None = None
 
 
 class Bump(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
@@ -164,27 +134,10 @@ class Bump(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
 
     Attributes:
         request: drawn at random by the client for one reset, the same in all its repetitions, returned in every answer.
-        boots: the boots that were there before the push began and got the weights: exactly these may use the epoch.
-            Empty: there is such a list, and so far nobody has the weights; another Bump of this epoch names those who
-            got them. None: no such list (the pool's age rule decides).
-        weights_version: what the trainer calls the weights of this epoch, for status; empty: it does not say.
-        moment: the newest one that the client had been given by the time it made this request.
-        ago_seconds: from when this epoch was asked for until `moment` was received, by the client's clock; 0 when the
-            moment was received before that.
-        update: number of the trainer's `OpenUpdate`, which is over with this: its push has ended, well or not.
     """
 
     request: Count
     epoch: Epoch
-    boots: Annotated[list[Boot], msgspec.Meta(max_length=3000)] | None = None
-    weights_version: Name = ""
-    moment: Moment | None = None
-    ago_seconds: Seconds = 0.0
-    update: UpdateNumber | None = None
-
-    def __post_init__(self) -> None:
-        if CONTROL.search(self.weights_version):
-            raise ValueError(f"weights_version is {self.weights_version[:64]!a}; give one line without control characters, such as step-42")
 
 
 class BumpStatus(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
@@ -193,11 +146,7 @@ class BumpStatus(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     Attributes:
         engines: boots known to the hub.
         laggards: those of them that are not at the target.
-        bypassed: live boots at the target without its weights, as far as the hub was told.
-        pending: live boots of the epoch's list that do not report `Use` of it yet.
-        weights_version: of the target.
         lease_seconds: the pool's; with its margin it bounds the time to publication.
-        inherited: who asked for the target brought no weights: they are those of the epoch before.
     """
 
     request: Count
@@ -207,19 +156,7 @@ class BumpStatus(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     engines: Count = 0
     laggards: Count = 0
     carried: Count = 0
-    moment: Moment | None = None
-    weights_version: Name = ""
     lease_seconds: Seconds = 0.0
-    bypassed: Count = 0
-    pending: Count = 0
-    inherited: bool = False
-
-    def may_answer(self, version: str, *, listed: bool) -> bool:
-        """Whether an ask for these weights, `listed` with the boots that have them, can have led to the target. One that names
-        the present weights, or none, brings none."""
-        if self.inherited:
-            return not listed and version in ("", self.weights_version)
-        return self.weights_version == version
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
@@ -227,6 +164,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
     Attributes:
         silent_seconds: since the hub last heard from it.
+        since_seconds: for how long it has reported these `weights`, as far as this hub knows.
     """
 
     boot: Boot
@@ -234,31 +172,14 @@ class EngineStatus(msgspec.Struct, frozen=True):
     pod: Name
     rank: Count
     epoch: Epoch | None
-    mode: Mode
     carried: Count
-    loading: Count | None = None
     age_seconds: Seconds = 0.0
     silent_seconds: Seconds = 0.0
     fingerprint: Name = ""
     private: bool = False
-
-
-class OpenUpdate(msgspec.Struct, frozen=True):
-    """A weight update that a trainer has open; in a `Status`.
-
-    Attributes:
-        holder: who the trainer is, and `version` what he pushes, for people.
-        since_seconds: for how long it has been open. Of a trainer's question: 0.0 before a hub has said that it is.
-        left_seconds: hub -> trainer: it ends then, unless the trainer asks again.
-        over: trainer -> hub: it has ended.
-    """
-
-    number: UpdateNumber
-    holder: Name = ""
-    version: Name = ""
+    weights: Weights | None = None
+    weights_note: Text = ""
     since_seconds: Seconds = 0.0
-    left_seconds: Seconds = 0.0
-    over: bool = False
 
 
 class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
@@ -272,10 +193,10 @@ class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
         after: only boots above this one; `first` does not count then.
         total: live boots, of all pages.
         pool: uid of the pool that the asker's key speaks for.
-        weights_version, origin: of the target; an empty version: nobody said.
+        origin: of the target.
         lease_seconds: the pool's, from its configuration.
-        update: the weight update that is open, if any. Of a question for the first page: the one that the asker wants to
-            open, or to keep open.
+        labels: what weights were called, by their 32 hex digits, newest last; on the first page only.
+        settling_seconds: until every grant of an older hub is over; before that boots may live that this hub has not heard.
     """
 
     request: Count
@@ -284,24 +205,48 @@ class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     published: Epoch = 0
     total: Count = 0
     engines: Annotated[list[EngineStatus], msgspec.Meta(max_length=64)] = []
-    moment: Moment | None = None
-    weights_version: Name = ""
     lease_seconds: Seconds = 0.0
     origin: Source = Source.SPEC
     pool: Name = ""
     after: Boot | None = None
-    update: OpenUpdate | None = None
+    labels: Annotated[dict[WeightsHex, LabelText], msgspec.Meta(max_length=MAX_LABELS)] = {}
+    settling_seconds: Seconds = 0.0
+
+
+class Label(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
+    """Trainer -> hub: these weights are called `label`, for people. Repeated until answered; answered when it is durable."""
+
+    request: Count
+    weights: Weights
+    label: LabelText
+
+    def __post_init__(self) -> None:
+        if CONTROL.search(self.label):
+            raise ValueError(f"label is {self.label[:64]!a}; give one line without control characters, such as step-42")
+
+
+class Labelled(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
+    """Hub -> trainer: the `Label` with these fields is durable."""
+
+    request: Count
+    weights: Weights
+    label: LabelText
 
 
 class Reclaim(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
-    """Hub -> agent: remove the pool's keys of every epoch below `below`. Best effort, never gates anything."""
+    """Hub -> agent: remove the pool's keys of every epoch below `below`. Best effort, never gates anything.
+
+    Attributes:
+        keep: unless it is empty, also remove the keys of all other weights than these, whatever their epoch.
+    """
 
     boot: Boot
     below: Epoch
+    keep: Annotated[list[Weights], msgspec.Meta(max_length=MAX_KEPT)] = []
 
 
 class Reclaimed(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
-    """Agent -> hub: `removed` keys of epochs below `below` were removed; 0 means that none were left.
+    """Agent -> hub: `removed` of the keys that a `Reclaim` with this `below` names were removed; 0 means that none were left.
 
     Attributes:
         removed_bytes: what of them is known: keys of a foreign fingerprint have a size that this engine cannot tell.
@@ -326,7 +271,7 @@ class Error(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     text: Text
 
 
-Message = Heartbeat | Grant | Nudge | Propose | Bump | BumpStatus | Status | Reclaim | Reclaimed | Leave | Error
+Message = Heartbeat | Grant | Nudge | Propose | Bump | BumpStatus | Status | Label | Labelled | Reclaim | Reclaimed | Leave | Error
 TAGS: Final = (
     "Heartbeat",
     "Grant",
@@ -335,6 +280,8 @@ TAGS: Final = (
     "Bump",
     "BumpStatus",
     "Status",
+    "Label",
+    "Labelled",
     "Reclaim",
     "Reclaimed",
     "Leave",

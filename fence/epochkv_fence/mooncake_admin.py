@@ -1,7 +1,6 @@
 """Mooncake's admin port as a `StoreAdmin`: one HTTP call empties the store, one before and one after say how many bytes.
 
-The call belongs to the hub and not to an engine: an engine that is frozen before it and thaws later would wipe under
-readers. Only the standard library; each request runs on a thread of its own with a deadline, so that a master that
+Keys that somebody reads stay. Only the standard library; each request runs on a thread of its own with a deadline, so that a master that
 accepts connections and never answers costs a thread until that deadline and nothing else.
 """
 
@@ -11,7 +10,6 @@ import asyncio
 import contextlib
 import http.client
 import json
-import math
 import re
 import socket
 import threading
@@ -44,8 +42,8 @@ class MooncakeAdmin:
         self._url_of = url_of
         self._deadline = deadline_seconds
 
-    async def remove_all(self, pool_uid: str, *, force: bool, before: float = math.inf) -> Removed:
-        """Remove every key, leased ones only with `force`, and none from `before` on (`time.monotonic`).
+    async def remove_all(self, pool_uid: str) -> Removed:
+        """Remove every key that is not being read.
 
         Raises:
             StoreAdminError: no master answered in time, or all refused; what was removed is then unknown. A request that was
@@ -55,13 +53,13 @@ class MooncakeAdmin:
         if not urls:
             raise StoreAdminError(f"no admin address is known for the store of pool {pool_uid}")
         began = time.monotonic()
-        until = min(began + self._deadline, before)
+        until = began + self._deadline
         problems = []
         for url in urls:
             if time.monotonic() >= until:
                 problems.append(f"{url}: not asked, it is too late")
                 break
-            call = _Call(url, force, until)
+            call = _Call(url, until)
             try:
                 async with asyncio.timeout(max(0.0, until - time.monotonic())):
                     return await asyncio.wrap_future(call.start())
@@ -100,9 +98,8 @@ class _Call:
         may_land: the removal was sent, and no answer says that it is over or was refused. Does not rise after `abort`.
     """
 
-    def __init__(self, url: str, force: bool, until: float) -> None:
+    def __init__(self, url: str, until: float) -> None:
         self._url = url
-        self._force = force
         self._until = until
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
@@ -126,7 +123,7 @@ class _Call:
 
     def _remove_all(self) -> Removed:
         before = self._allocated()
-        path = f"/api/v1/remove_all?force={'true' if self._force else 'false'}"
+        path = "/api/v1/remove_all?force=false"
         answer = self._request("POST", path)
         try:
             content = json.loads(answer)

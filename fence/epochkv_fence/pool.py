@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from epochkv_fence.authority import Origin
-from epochkv_fence.messages import Mode
 
 ReclaimPolicy = Literal["Delete", "RemoveAll", "Retain"]
 RECLAIM_POLICIES: Final = ("Delete", "RemoveAll", "Retain")
-EngineState = Literal["use", "bypass", "private", "behind", "silent"]
-ENGINE_STATES: Final[tuple[EngineState, ...]] = ("use", "bypass", "private", "behind", "silent")
+EngineState = Literal["use", "private", "unknown", "behind", "silent"]
+ENGINE_STATES: Final[tuple[EngineState, ...]] = ("use", "private", "unknown", "behind", "silent")
 
 
 def margin_seconds(lease_seconds: float) -> float:
@@ -30,39 +29,35 @@ class PoolConfig:
             being changed.
         lease_seconds: how long a grant lasts. Changing it is safe while this hub leads; a shorter one must not take
             effect together with a change of leader.
-        join_after_seconds: with pushed weights, how old a boot must have been when an epoch was asked for to use it.
-        weights_source: `Pushed`: weights change under a running engine. `Model`: never.
-        reclaim: what becomes of the keys of older epochs. `Delete`: after publication an engine removes them by prefix.
-            `RemoveAll`: before publication all loads are held and drained and the store is wiped, which needs
-            `store_admin`. `Retain`: the store's own eviction gets them; also for a pool without a store.
+        reclaim: what becomes of the keys of older epochs and of weights that no engine holds any more. `Delete`: an engine
+            removes them by prefix. `RemoveAll`: the same, and after each publication the store is wiped as a whole, which
+            needs `store_admin`. `Retain`: the store's own eviction gets them; also for a pool without a store.
         reclaim_seconds: pause between two requests to do so (at least the store's lease time).
         store_admin: the hub's process reaches the store's admin endpoint, and the store is this pool's alone, so that it
             may be emptied as a whole.
+        weights_grace_seconds: keys of weights that no engine has reported for so long are removed; see `grace_seconds`.
     """
 
     uid: str
     name: str
     client_public_keys: tuple[str, ...]
     lease_seconds: float = 30.0
-    join_after_seconds: float = 60.0
-    weights_source: Literal["Pushed", "Model"] = "Pushed"
     reclaim: ReclaimPolicy = "Delete"
     reclaim_seconds: float = 10.0
     store_admin: bool = False
+    weights_grace_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         if not self.uid:
             raise ValueError(f"pool {self.name!r}: uid is empty; give the pool's uid")
         for key, low, high in (
             ("lease_seconds", 0.1, 86_400.0),
-            ("join_after_seconds", 0.0, 1e9),
             ("reclaim_seconds", 0.1, 1e9),
+            ("weights_grace_seconds", 0.0, 1e9),
         ):
             value = getattr(self, key)
             if not low <= value <= high:
                 raise ValueError(f"pool {self.name!r}: {key} is {value}; it must be from {low} to {high}")
-        if self.weights_source not in ("Pushed", "Model"):
-            raise ValueError(f"pool {self.name!r}: weights_source is {self.weights_source!r}; use 'Pushed' or 'Model'")
         if self.reclaim not in RECLAIM_POLICIES:
             raise ValueError(f"pool {self.name!r}: reclaim is {self.reclaim!r}; use one of {', '.join(RECLAIM_POLICIES)}")
 
@@ -72,9 +67,9 @@ class PoolConfig:
         return self.lease_seconds + margin_seconds(self.lease_seconds)
 
     @property
-    def max_clock_rate(self) -> float:
-        """How much faster than ours another machine's clock may run: what the margin allows for."""
-        return self.hold_seconds / self.lease_seconds
+    def grace_seconds(self) -> float:
+        """`weights_grace_seconds`, and never less than a lease with its margin: a live engine may be silent for a lease."""
+        return max(self.weights_grace_seconds, self.hold_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +78,17 @@ class EngineView:
 
     Attributes:
         epoch: highest epoch it acknowledged; None before the first.
-        mode: mode it reports for that epoch; BYPASS at the target with pushed weights means that its weights are pending.
         converged: `epoch` is the target or above.
         alive: heard from within the last lease.
         carried: requests it still runs under an older root.
         age_seconds: age of its process when it sent its newest heartbeat.
         silent_seconds: since it was last heard from.
-        loading: reads from the store that it has not finished; None: it did not say.
         key_index: which of the pool's accepted keys it used last, 0 the newest; their number: one that is not accepted any more.
-        private: its caches were reset alone, and it shares nothing before the next epoch, whatever its mode.
+        private: its caches were reset alone, and it shares nothing before the next epoch.
+        weights: that its ranks hold, as it said last; None: not known, and `weights_note` says why.
+        weights_since: seconds for which it has reported these, as far as this hub knows.
+        diverged_seconds: for so long it has held these while others of its fingerprint hold other ones; None: it is not live,
+            its weights are not known, or they are those of most of its fingerprint.
     """
 
     boot: bytes
@@ -99,7 +96,6 @@ class EngineView:
     pod: str
     rank: int
     epoch: int | None
-    mode: Mode
     converged: bool
     alive: bool
     carried: int
@@ -107,9 +103,12 @@ class EngineView:
     silent_seconds: float
     fingerprint: str
     stats: dict[str, float] = field(default_factory=dict)
-    loading: int | None = None
     key_index: int = 0
     private: bool = False
+    weights: bytes | None = None
+    weights_note: str = ""
+    weights_since: float = 0.0
+    diverged_seconds: float | None = None
 
     @property
     def state(self) -> EngineState:
@@ -118,9 +117,27 @@ class EngineView:
             return "silent"
         if not self.converged:
             return "behind"
-        if self.mode is Mode.BYPASS:
-            return "bypass"
+        if self.weights is None:
+            return "unknown"
         return "private" if self.private else "use"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsView:
+    """The live boots that hold the same weights.
+
+    Attributes:
+        label: what these weights were called last; empty: nobody said.
+        engines: how many boots.
+        since_seconds: for how long the first of them has reported these.
+        fingerprints: how many different ones they have.
+    """
+
+    weights: bytes
+    label: str
+    engines: int
+    since_seconds: float
+    fingerprints: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +155,14 @@ class PoolSnapshot:
         published_at: when the newest published epoch was published by this hub; Unix seconds.
         reset_seconds: duration of the latest reset published by this hub, measured on one monotonic clock.
         reclaimed: highest epoch below which no keys are left, as an engine or the store reported.
-        weights_version: of the target; empty: nobody said.
         origin: of the target; None: target 0, or not known.
-        weights_pending: live boots at the target that are in bypass because nobody said that they have its weights.
-        held: the target waits for its owner to say that the weights are ready.
         reclaim_policy: as configured.
         reclaimed_keys, reclaimed_bytes: removed from the store so far, as known to this hub.
-        wipe_failed: the store could not be wiped in time for the newest published epoch (`RemoveAll`).
+        wipe_failed: the store could not be wiped after the newest published epoch (`RemoveAll`); the keys of older epochs are
+            removed one by one instead.
+        labels: what weights were called, newest last.
+        weights: the live boots by the weights they hold; most first, of as many the newest.
+        diverged: live boots whose weights are not those of most of their fingerprint (of as many, not the newest).
     """
 
     uid: str
@@ -159,14 +177,14 @@ class PoolSnapshot:
     published_at: float | None
     reset_seconds: float | None
     reclaimed: int
-    weights_version: str = ""
     origin: Origin | None = None
-    weights_pending: list[EngineView] = field(default_factory=list)
-    held: bool = False
     reclaim_policy: ReclaimPolicy = "Delete"
     reclaimed_keys: int = 0
     reclaimed_bytes: int = 0
     wipe_failed: bool = False
+    labels: dict[bytes, str] = field(default_factory=dict)
+    weights: list[WeightsView] = field(default_factory=list)
+    diverged: list[EngineView] = field(default_factory=list)
 
     @property
     def converged(self) -> bool:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from epochkv_fence.asks import Ask
-from epochkv_fence.authority import Origin, Term, UpdateNote
-from epochkv_fence.boots import NEVER, BootRecord, Gate
-from epochkv_fence.messages import MAX_EPOCH, BumpStatus, Mode, Moment, Source, Status
+from epochkv_fence.authority import Origin, Term
+from epochkv_fence.boots import NEVER, BootRecord
+from epochkv_fence.holdings import Holdings, Reported, groups, with_divergence
+from epochkv_fence.labels import Labels
+from epochkv_fence.messages import MAX_EPOCH, BumpStatus, Source, Status
 from epochkv_fence.pool import PoolConfig, PoolSnapshot
 from epochkv_fence.reclaim import Reclaimer
 from epochkv_fence.trainers import Trainers, status_page
@@ -22,80 +23,81 @@ ROUNDS_PER_LEASE: Final = 10
 """A grant is worth what is left of its lease since the heartbeat was sent, so short leases need quicker rounds."""
 MAX_COUNT: Final = 2**63 - 1
 JOIN_SECONDS: Final = 0.05
-"""The same while a boot waits that has no grant of this hub: it may be in bypass because of that, as all are after a restart."""
+"""The same while a boot waits that has no grant of this hub: it may share nothing because of that, as after a restart."""
 QUESTION_SECONDS: Final = 0.05
 """Shortest pause between rounds that are for a trainer's question alone."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One ask for an epoch. `seen`: when the hub first saw it, for status."""
+
+    epoch: int
+    seen: float
+    origin: Origin
+
+    @property
+    def possible(self) -> bool:
+        """An epoch that every part of the system can carry."""
+        return 0 <= self.epoch <= MAX_EPOCH
+
+
 @dataclass(slots=True)
 class Round:
-    """A grant round whose leadership read is under way; `target` is the durable one when it began, `publish` and `wipe` name
-    the epoch they were evaluated for, `noted` the weight update that the record said was open."""
+    """A grant round whose leadership read is under way; `target` is the durable one when it began, `publish` names the epoch
+    that publication was evaluated for."""
 
     number: int
     term: Term
-    began: float
     beats: dict[bytes, tuple[bytes, int]]
     target: int
     publish: int | None
-    wipe: int | None
     questions: list[tuple[bytes, Status]] = field(default_factory=list)
-    noted: bytes | None = None
 
 
 class PoolState:
     """One pool, as the hub in this process knows it.
-
-    Args:
-        instance: random bytes of this process, `messages.INSTANCE_BYTES` of them, that its moments carry. None: it gives
-            no moments and takes none, so nobody joins by age but after an `Asked`.
 
     Attributes:
         term: the term in which this hub leads this pool; None while it does not lead or has not read the record.
         target, published: as known here; both were durable before they were raised here.
     """
 
-    def __init__(self, config: PoolConfig, instance: bytes | None = None) -> None:
+    def __init__(self, config: PoolConfig) -> None:
         self.config = config
         self.term: Term | None = None
         self.target = 0
         self.published = 0
-        self._instance = instance
         self._origin: Origin | None = None  # of the target
         self._durable = 0  # the target known to be durable in this term
         self._proven = 0  # the target that no hub can miss any more when it grants
         self._stored = 0  # what the record says is published, as it was read in this term and written since
         self._noted = False
         self._noting = False
+        self._led_at = math.inf  # when this hub began to lead
         self._lead_until = math.inf
-        self._others_wipe_until = NEVER  # a wipe that an older hub asked for may begin until then
-        self._release_at = math.inf  # that is over: whoever may use the target is told
-        self._owners_version: str | None = None  # the weights that the pool's owner named last
         self._boots: dict[bytes, BootRecord] = {}
         self._departed: dict[bytes, None] = {}  # boots that said that they have left, the newest last
         self._behind: dict[bytes, None] = {}  # boots not at the target, in a replayable order
-        self._reading: dict[bytes, None] = {}  # while a wipe is needed: boots not known to have drained
         self._waiting: dict[bytes, tuple[bytes, int]] = {}
         self._round: Round | None = None
         self._last_round = NEVER
-        self._brisk_until = NEVER
         self._joining = False  # among those waiting is one without a live grant of ours
         self._ask: Ask | None = None
-        self._gate = Gate()
         self._recording: int | None = None
-        self._tried = 0  # highest epoch this hub ever tried to record
         self._publishing: int | None = None
         self._retry_at = NEVER
         self._nudge_at = math.inf
-        self._invite_at = NEVER
         self._forget_at = math.inf
+        self._reported = Reported()
+        self._holdings = Holdings()
         self._wiper = Wiper()
         self._reclaimer = Reclaimer()
         self._trainers = Trainers()
+        self._labels = Labels()
         self._started_at: float | None = None
         self._published_at: float | None = None
         self._reset_seconds: float | None = None
-        self._wipe_failed = False
 
     # ------------------------------------------------------------------ for the driver
 
@@ -115,8 +117,7 @@ class PoolState:
         current = self._round
         if current is None:
             return False
-        asked_for = bool(current.beats or current.questions) or self._proof_wanted()
-        return asked_for or current.publish is not None or current.wipe is not None
+        return bool(current.beats or current.questions) or self._proof_wanted() or current.publish is not None
 
     def round_at(self, now: float) -> float:
         """When the next round should begin; infinity while there is nothing to do."""
@@ -125,11 +126,11 @@ class PoolState:
         due = math.inf
         if self._waiting and self._noted:
             pause = min(JOIN_SECONDS if self._joining else ROUND_SECONDS, self.config.lease_seconds / ROUNDS_PER_LEASE)
-            due = max(now, self._last_round + (0.0 if self.open or now < self._brisk_until else pause))
+            due = max(now, self._last_round + (0.0 if self.open else pause))
         if self._trainers.questions or self._proof_wanted():
             due = min(due, max(now, self._last_round + QUESTION_SECONDS))
         if self._durable >= self.target > self._stored and self._publishing is None:
-            due = min(due, self._evaluate_at())
+            due = min(due, self._publish_at())
         return due
 
     def _await_round(self, record: BootRecord, peer: bytes, seq: int, now: float) -> None:
@@ -142,44 +143,28 @@ class PoolState:
         """When the next `Tick` is due."""
         if self.term is None:
             return self._forget_at
-        due = min(self._forget_at, self._reclaimer.due_at, self._wiper.give_up_at(), self._release_at)
-        due = min(due, self._trainers.updates.expires_at() if self._wanted() < MAX_EPOCH else math.inf)
-        if self.open and self._late():
+        due = min(self._forget_at, self._reclaimer.due_at, self._wiper.due_at(), self._reported.look_at())
+        if self.open and self._behind:
             due = min(due, self._nudge_at)
         pending = self._record_due() or (bool(self._waiting) and not self._noted and not self._noting)
-        pending = pending or self._update_to_note() is not None
         return min(due, self._retry_at) if pending else due
 
-    def _drop(self, boot: bytes) -> bool:
+    def _drop(self, boot: bytes, now: float) -> bool:
         """Forget a boot; False: it was not known."""
-        self._gate.refused.pop(boot, None)
-        for table in (self._behind, self._reading, self._waiting):
-            table.pop(boot, None)
-        return self._boots.pop(boot, None) is not None
-
-    def _late(self) -> dict[bytes, None]:
-        """The boots that a reset waits for."""
-        return self._reading if self._wiper.open else self._behind
-
-    def _evaluate_at(self) -> float:
-        """When the passing of time alone allows a wipe or publication (in the past if it does)."""
-        fence = self._publish_at()
-        if not self._wiper.open:
-            return max(fence, self._wiper.landed_at())
-        quiet = max((self._boots[boot].quiet_at() for boot in self._reading), default=NEVER)
-        wipe = max(self._lead_until, self._retry_at, self._wiper.ready_at(), quiet)
-        return wipe if self._wiper.allowed_at is not None else min(wipe, fence)
+        self._behind.pop(boot, None)
+        self._waiting.pop(boot, None)
+        record = self._boots.pop(boot, None)
+        if record is not None:
+            self._holdings.change(record.newest, None, now)
+        return record is not None
 
     def _publish_at(self) -> float:
-        """When the passing of time alone fences everyone off the epochs below the target."""
+        """When the passing of time alone fences everyone off the epochs below the target (in the past if it does)."""
         due = max(self._lead_until, self._retry_at)
         return max(due, max((self._boots[boot].below_until for boot in self._behind), default=NEVER))
 
     def _record_due(self) -> bool:
         return self.term is not None and self._recording is None and self._wanted() > self._durable
-
-    def _update_to_note(self) -> UpdateNote | None:
-        return None if self.term is None else self._trainers.updates.unwritten(self._durable)
 
     def _proof_wanted(self) -> bool:
         """Trainers wait to hear that the target is on record."""
@@ -193,10 +178,11 @@ class PoolState:
 
     def snapshot(self, now: float) -> PoolSnapshot:
         """The pool at `now`; times are on this hub's clock (the driver turns them into Unix seconds)."""
-        engines = sorted(
+        views = sorted(
             (record.view(self.target, self.config, now) for record in self._boots.values()),
             key=lambda view: (view.engine, view.pod, view.rank, view.boot),
         )
+        engines = with_divergence(views, self._holdings, now)
         return PoolSnapshot(
             uid=self.config.uid,
             leading=self.term is not None,
@@ -210,40 +196,23 @@ class PoolState:
             published_at=self._published_at,
             reset_seconds=self._reset_seconds,
             reclaimed=self._reclaimer.done_below,
-            weights_version=self._weights_version(),
             origin=self._origin,
-            weights_pending=[view for view in engines if view.alive and self._weights_pending(self._boots[view.boot])],
-            held=self._gate.held and self._gate.asked_at is not None,
             reclaim_policy=self.config.reclaim,
             reclaimed_keys=self._reclaimer.keys,
             reclaimed_bytes=self._reclaimer.num_bytes,
-            wipe_failed=self._wipe_failed,
+            wipe_failed=self._wiper.failed,
+            labels=dict(self._labels.known),
+            weights=groups(engines, self._labels.known),
+            diverged=[view for view in engines if view.diverged_seconds is not None],
         )
-
-    def _weights_version(self) -> str:
-        return self._origin.weights_version if self._origin is not None else ""
 
     def _carried(self) -> int:
         return min(sum(record.newest.carried for record in self._boots.values()), MAX_COUNT)
 
-    def _moment(self, now: float) -> Moment | None:
-        return None if self._instance is None else Moment(self._instance, now)
-
-    def _in_bypass(self, record: BootRecord) -> bool:
-        return record.epoch == self.target and record.current_mode is Mode.BYPASS
-
-    def _weights_pending(self, record: BootRecord) -> bool:
-        """At the target, and not to use it: nobody said that this boot has its weights."""
-        return self._in_bypass(record) and self._gate.mode(record, self.target, self.config) is Mode.BYPASS
-
-    def _bump_statuses(self, asks: Sequence[tuple[int, int]], now: float) -> list[BumpStatus]:
+    def _bump_statuses(self, asks: Sequence[tuple[int, int]]) -> list[BumpStatus]:
         """The answers to asks of (request, epoch). All boots are counted once, however many ask."""
         if not asks:
             return []
-        alive = [record for record in self._boots.values() if record.alive(self.config, now)]
-        using = {record.boot for record in alive if record.epoch == self.target and record.current_mode is Mode.USE}
-        pending = sum(record.boot in self._gate.marked and record.boot not in using for record in alive)
-        bypassed = sum(self._in_bypass(record) for record in alive)
         carried = self._carried()
         return [
             BumpStatus(
@@ -254,28 +223,23 @@ class PoolState:
                 engines=len(self._boots),
                 laggards=len(self._behind),
                 carried=carried,
-                moment=self._moment(now),
-                weights_version=self._weights_version(),
                 lease_seconds=self.config.lease_seconds,
-                bypassed=bypassed,
-                pending=pending if epoch == self.target else 0,
-                inherited=self._origin is not None and self._origin.inherited,
             )
             for request, epoch in asks
         ]
 
     def _status(self, question: Status, now: float) -> Status:
+        first_page = question.first == 0 and question.after is None
         page = Status(
             question.request,
             question.first,
             self.target,
             self.published,
-            moment=self._moment(now),
-            weights_version=self._weights_version(),
             lease_seconds=self.config.lease_seconds,
             origin=self._origin.source if self._origin is not None else Source.SPEC,
             pool=self.config.uid[:253],
             after=question.after,
-            update=self._trainers.updates.shown(now),
+            labels={weights.hex(): label for weights, label in self._labels.known.items()} if first_page else {},
+            settling_seconds=max(0.0, self._lead_until - now),
         )
         return status_page(page, list(self._boots.values()), self.config, now)

@@ -1,19 +1,29 @@
-"""After publication: have the keys of older epochs removed. Gives memory back; nothing ever waits for it.
+"""After publication: have the keys of older epochs removed, and those of weights that no engine holds any more. Gives memory
+back; nothing ever waits for it.
 
-One engine at a time is asked to remove them by prefix, another one each time, until one finds none; and once more after a
-pause, for what was being written meanwhile. When no engine can do it, and the store is this pool's alone, the store is
-swept instead.
+One engine at a time is asked to remove them by prefix, another one each time, until one finds none; of older epochs once more
+after a pause, for what was being written meanwhile. When no engine can do it, and the store is this pool's alone, the store is
+swept of older epochs instead.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from epochkv_fence import hub_events as ev
-from epochkv_fence.boots import BootRecord
+from epochkv_fence.boots import NEVER, BootRecord
 from epochkv_fence.messages import Reclaim
 from epochkv_fence.pool import PoolConfig
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """Of one engine. `changes`: of the weights that nobody holds, as many are known to this request; 0: it is not for weights."""
+
+    below: int
+    changes: int
 
 
 class Reclaimer:
@@ -31,8 +41,11 @@ class Reclaimer:
         self.keys = 0
         self.num_bytes = 0
         self._confirmed_below = 0
+        self._changes = 0  # how often weights have become nobody's
+        self._confirmed_changes = 0
+        self._pause_until = NEVER
         self._turn = 0
-        self._open: dict[bytes, int] = {}
+        self._open: dict[bytes, _Request] = {}
         self._idle_since: float | None = None
         self._sweeping: int | None = None
 
@@ -47,39 +60,65 @@ class Reclaimer:
         if published > self._confirmed_below:
             self.due_at = min(self.due_at, at)
 
+    def start_weights(self, at: float) -> None:
+        """There may be keys of weights that nobody holds any more."""
+        self._changes += 1
+        self.look_again(at)
+
+    def look_again(self, at: float) -> None:
+        """Which weights may be removed can be said by then, perhaps, if it could not before; after the pause, whoever changes."""
+        if self._changes > self._confirmed_changes:
+            self.due_at = min(self.due_at, max(at, self._pause_until))
+
     # ------------------------------------------------------------------ by engines
 
-    def next(self, published: int, able: Sequence[BootRecord], config: PoolConfig, now: float) -> list[ev.Action]:
-        """One engine is asked; the store itself when there was none for long and it is this pool's alone."""
-        if published <= self._confirmed_below:
+    def next(self, published: int, keep: Sequence[bytes], able: Sequence[BootRecord], config: PoolConfig, now: float) -> list[ev.Action]:
+        """One engine is asked; the store itself when there was none for long and it is this pool's alone.
+
+        Args:
+            keep: the weights whose keys stay; empty: that cannot be said now, and `look_again` tells when it may.
+            able: who can be asked.
+        """
+        epochs, weights = published > self._confirmed_below, self._changes > self._confirmed_changes
+        if not epochs and not weights:
             self.stop()
             return []
-        self.due_at = now + config.reclaim_seconds
+        self._pause_until = now + config.reclaim_seconds
+        asked = list(keep) if weights else []
+        if not epochs and not asked:
+            self.due_at = math.inf
+            return []
+        self.due_at = self._pause_until
         if able:
             self._idle_since = None
-            chosen = self._choose(published, able)
-            return [ev.Send(chosen.peer, Reclaim(chosen.boot, published))]
+            chosen = self._choose(_Request(published, self._changes if asked else 0), able)
+            return [ev.Send(chosen.peer, Reclaim(chosen.boot, published, asked))]
         if self._idle_since is None:
             self._idle_since = now
-        if config.store_admin and self._sweep_due(config.hold_seconds, now):
+        if epochs and config.store_admin and self._sweep_due(config.hold_seconds, now):
             self._sweeping = published
             return [ev.Sweep(published)]
         return []
 
-    def _choose(self, published: int, able: Sequence[BootRecord]) -> BootRecord:
-        """Another one each time: what one cannot remove, the next one may."""
+    def _choose(self, request: _Request, able: Sequence[BootRecord]) -> BootRecord:
+        """Another one each time: what one cannot remove, the next one may. Its answer may be to an older request of ours, so it
+        proves what both of them asked for."""
         self._turn += 1
         chosen = able[self._turn % len(able)]
-        if published not in self._open.values():
+        if any(older.below != request.below for older in self._open.values()):
             self._open.clear()
-        self._open[chosen.boot] = published
+        older = self._open.get(chosen.boot, request)
+        self._open[chosen.boot] = _Request(request.below, min(request.changes, older.changes))
         return chosen
 
     def answered(self, boot: bytes, below: int, removed: int, num_bytes: int, published: int) -> bool:
         """Take an engine's answer, once, and only of one that was asked; returns whether it says anything new."""
-        if self._open.get(boot) != below:
+        request = self._open.get(boot)
+        if request is None or request.below != below:
             return False
         del self._open[boot]
+        if not removed:
+            self._confirmed_changes = max(self._confirmed_changes, request.changes)
         return self._removed(below, removed, num_bytes, published)
 
     # ------------------------------------------------------------------ by the store
@@ -105,11 +144,6 @@ class Reclaimer:
         self.keys += keys
         self.num_bytes += num_bytes or 0
 
-    def wiped(self, published: int, at: float) -> None:
-        """The store was empty before `published` was; what landed later is looked for once, at `at`."""
-        self.done_below = max(self.done_below, published)
-        self.start(published, at)
-
     def _removed(self, below: int, keys: int, num_bytes: int | None, published: int) -> bool:
         self.count(keys, num_bytes)
         if keys or below != published:
@@ -118,5 +152,6 @@ class Reclaimer:
             self.done_below = published  # once more after the pause: what was being written may have landed since
             return True
         self._confirmed_below = published
-        self.stop()
+        if self._changes <= self._confirmed_changes:
+            self.stop()
         return False

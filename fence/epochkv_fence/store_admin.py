@@ -1,12 +1,11 @@
 """What a hub needs from a pool's store to empty it as a whole; the pool's engines need none of this.
 
 Used by the reclaim policy `RemoveAll`, and to sweep a store when no engine is left to do it. Only for a store that no
-other pool shares: both calls remove whatever is there.
+other pool shares: whatever is there is removed.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,15 +30,9 @@ class Removed:
 class StoreAdmin(Protocol):
     """All calls are made with a deadline by the caller; a call that is cancelled may still take effect later."""
 
-    async def remove_all(self, pool_uid: str, *, force: bool, before: float = math.inf) -> Removed:
-        """Remove every key of this pool's store.
-
-        Args:
-            force: also keys that are being read. Memory under a reader is then given to the next writer: the hub asks for
-                this only when no engine reads. False: those stay.
-            before: on `time.monotonic`. The removal begins in the store before that, or never, whatever happened to this
-                process meanwhile: later, engines may read again. So the clock is read just before the request is sent.
+    async def remove_all(self, pool_uid: str) -> Removed:
+        """Remove every key of this pool's store that nobody reads now.
 
         Raises:
-            StoreAdminError: no answer, a refusal, or too late.
+            StoreAdminError: no answer, or a refusal; what was removed is then unknown.
         """

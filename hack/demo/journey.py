@@ -1,4 +1,4 @@
-"""The main job on a running cluster: share KV between two engines, push new weights, raise `resetEpoch`, prove that old KV is gone.
+"""The main job on a running cluster: share KV between two engines, push new weights and prove that they arrived, raise `resetEpoch`.
 
 The demo shows it, `tests/e2e` asserts it: both run this code. Every answer is compared with the answer of an engine that has
 no cache at all and belongs to no pool.
@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from hack.demo.claims import Claims
 from hack.demo.kube import DemoError, Json, Kube, condition, wait_until
@@ -27,6 +28,7 @@ ANSWER_TOKENS = 16
 MAX_REPLACED = 8  # prompts per step that may be replaced because a lookup missed its deadline
 
 Prompt = tuple[int, ...]
+T = TypeVar("T")
 
 
 def make_prompts(seed: int, count: int) -> list[Prompt]:
@@ -92,6 +94,9 @@ class Journey:
     reference: EngineApi | None = None
     prompts: list[Prompt] = field(default_factory=list)
     old_answers: list[tuple[int, ...]] = field(default_factory=list)
+    new_answers: list[tuple[int, ...]] = field(default_factory=list)
+    drawn: int = 0
+    """Prompts drawn in place of those whose lookup came too late."""
 
     # -- the steps -----------------------------------------------------------------------------------------------------
 
@@ -117,26 +122,36 @@ class Journey:
         self.old_answers = self._reference_answers(self.prompts)
         self._reuse("old weights", self.prompts, first, second, self.old_answers)
 
-    def renew(self) -> Bump:
-        """New weights into every replica, then the bump. The engines are idle, which is what pausing them would give."""
+    def push(self) -> None:
+        """New weights into every replica, as any trainer would: nothing else is called, no epoch is raised."""
+        epoch, before = self.epoch(), self._weights(len(self.engines))
         self.note("new weights into both replicas and into the reference")
         self._load(NEW_WEIGHTS)
-        bump = self.bump()
-        self.claims.equal("status.epoch after the bump", self.epoch(), bump.epoch)
-        self.claims.equal("engines at that epoch, and in bypass", self._engine_counts(), (2, 0))
-        converged = condition(self.pool(), "EpochConverged")
-        self.claims.equal("condition EpochConverged", converged.get("status"), "True")
-        return bump
+        after = self._weights(len(self.engines), other_than=before)
+        for line in self.kube.kubectl("-n", NAMESPACE, "get", "kvp", POOL).splitlines():
+            self.note(line)
+        pushed = after.endswith(" 2/2") and after != before
+        self.claims.check("column WEIGHTS after the push", pushed, "another id, 2/2", f"{before}, then {after}")
+        self.claims.equal("condition WeightsConverged", condition(self.pool(), "WeightsConverged").get("status"), "True")
+        self.claims.equal("status.epoch after the push", self.epoch(), epoch)
 
     def after(self) -> None:
-        """The same prompts: nothing of the old epoch; then sharing works again."""
-        first, second = self.engines
-        answers = self._reference_answers(self.prompts)
-        changed = sum(new != old for new, old in zip(answers, self.old_answers, strict=True))
+        """The same prompts: nothing of the old weights; and sharing works at once."""
+        self.new_answers = self._reference_answers(self.prompts)
+        changed = sum(new != old for new, old in zip(self.new_answers, self.old_answers, strict=True))
         self.claims.equal("answers that the new weights change (without a cache)", f"{changed} of 4", "4 of 4")
-        # Each engine is asked first for two of the prompts, so neither may find anything of the old epoch on any tier.
-        self._reuse("new weights, A first", self.prompts[:2], first, second, answers[:2])
-        self._reuse("new weights, B first", self.prompts[2:], second, first, answers[2:])
+        self._reuse_both_ways("new weights")
+
+    def reset(self) -> Bump:
+        """Forget everything, proved: nothing that was computed before is found on any tier."""
+        weights = self._weights(len(self.engines))
+        bump = self.bump()
+        self.claims.equal("status.epoch after the bump", self.epoch(), bump.epoch)
+        self.claims.equal("engines at that epoch", self._converged(), len(self.engines))
+        self.claims.equal("condition EpochConverged", condition(self.pool(), "EpochConverged").get("status"), "True")
+        self.claims.equal("column WEIGHTS after the bump", self._weights(len(self.engines)), weights)
+        self._reuse_both_ways("new epoch")
+        return bump
 
     def bump(self) -> Bump:
         """Raise the epoch by one with kubectl, wait with kubectl, and measure with a watch of our own."""
@@ -174,14 +189,25 @@ class Journey:
             raise DemoError(f"the master's /get_all_keys: HTTP {status}")
         return sum(f"/e{epoch}/" in key for key in body.decode().split())
 
-    def _engine_counts(self, seconds: float = 10.0) -> tuple[int, int]:
-        """Converged and bypassed engines of the status, which follows a moment after the epoch."""
+    def _converged(self, seconds: float = 10.0) -> int:
+        """Engines at the target in the status, which follows a moment after the epoch."""
+        count = len(self.engines)
+        return self._settled(lambda status: int((status.get("engines") or {}).get("converged", 0)), lambda n: n == count, seconds)
+
+    def _weights(self, engines: int, other_than: str = "", seconds: float = 30.0) -> str:
+        """The column WEIGHTS once all engines hold the same, other weights, or as it is when the time is over."""
+
+        def all_hold(column: str) -> bool:
+            return column.endswith(f" {engines}/{engines}") and column != other_than
+
+        return self._settled(lambda status: str(status.get("weightsSummary", "")), all_hold, seconds)
+
+    def _settled(self, read: Callable[[Json], T], done: Callable[[T], bool], seconds: float) -> T:
         deadline = time.monotonic() + seconds
         while True:
-            engines = self.pool()["status"].get("engines") or {}
-            counts = int(engines.get("converged", 0)), int(engines.get("bypassed", 0))
-            if counts == (2, 0) or time.monotonic() > deadline:
-                return counts
+            seen = read(self.pool().get("status") or {})
+            if done(seen) or time.monotonic() > deadline:
+                return seen
             time.sleep(0.1)
 
     def _load(self, weights: str) -> None:
@@ -194,6 +220,12 @@ class Journey:
         answers = [self.reference.complete(prompt, ANSWER_TOKENS) for prompt in prompts]
         self.claims.equal("tokens that the reference took from a cache", sum(answer.cached for answer in answers), 0)
         return [answer.tokens for answer in answers]
+
+    def _reuse_both_ways(self, label: str) -> None:
+        """Each engine is asked first for two of the prompts, so neither may find anything that was there before on any tier."""
+        first, second = self.engines
+        self._reuse(f"{label}, A first", self.prompts[:2], first, second, self.new_answers[:2])
+        self._reuse(f"{label}, B first", self.prompts[2:], second, first, self.new_answers[2:])
 
     def _reuse(self, label: str, prompts: Sequence[Prompt], writer: EngineApi, reader: EngineApi, expected: list[tuple[int, ...]]) -> None:
         """The writer computes and saves, the reader loads; both must answer as expected."""
@@ -216,7 +248,8 @@ class Journey:
                 self._same(f"{label}: an answer computed after a late lookup", [answer], [right[index]])
                 late, replaced = _late(reader), replaced + 1
                 self.note(f"{label}: a lookup came too late on this busy machine; once more with another prompt")
-                answer, right[index] = self._once_more(epoch, writer, reader, self.seed * 1000 + replaced)
+                self.drawn += 1
+                answer, right[index] = self._once_more(epoch, writer, reader, self.seed * 1000 + self.drawn)
             read.append(answer)
         self.claims.equal(f"{label}: cached tokens on the other engine", [answer.cached for answer in read], [CACHED] * count)
         self.claims.equal(f"{label}: of these through L2", _external(reader) - hits[reader.name], CACHED * count)

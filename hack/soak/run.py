@@ -140,7 +140,7 @@ def _run(crew: Crew, minutes: float, say: Say) -> Verdict:
 
 def _share_again(world: World, trainer: Trainer, prompts: Sequence[Prompt], tally: Tally) -> None:
     """After the last fault one update must be enough for every engine to share, and to be right."""
-    trainer.under_pause(world.weights[1] if world.current != world.weights[1] else world.weights[2])
+    trainer.update_all(world.weights[1] if world.current != world.weights[1] else world.weights[2])
     deadline = time.monotonic() + 60.0
     while True:
         states = [engine.state for engine in world.trainer.engines()]

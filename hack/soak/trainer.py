@@ -1,9 +1,11 @@
-"""What people and trainers do to a pool in a soak: resets, pauses, sleep, and weight updates in both safe orders."""
+"""What people and trainers do to a pool in a soak: resets, pauses, sleep, and pushes of weights in any way."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from epochkv_fence.client import PoolError
@@ -62,7 +64,7 @@ class Resets(Actor):
 
 
 class Trainer(Actor):
-    """Weight updates under pause and fence first, updates that break off, plain resets of the pool."""
+    """Pushes under pause and while engines serve, pushes that break off, resets of the pool."""
 
     name = "trainer"
     calm = (3.0, 9.0)
@@ -72,62 +74,64 @@ class Trainer(Actor):
         self._updates = 0
 
     def act(self) -> None:
-        kind = self.rng.choice(("under pause", "under pause", "fence first", "fence first", "broken off", "plain"))
+        kind = self.rng.choice(("under pause", "serving", "serving", "broken off", "reset"))
         others = [folder for folder in self.world.weights[1:] if folder != self.world.current]
         folder = others[int(self.rng.random() * len(others))]
-        with self.world.updates:
-            if kind == "under pause":
-                self.under_pause(folder)
-            elif kind == "plain":
-                self._plain()
-            else:
-                self._fence_first(folder, breaks=kind == "broken off")
-
-    def under_pause(self, folder: Path) -> None:
-        """Pause, push, raise, resume. Once weights were pushed, engines stay paused until an update is published."""
-        world, deadline = self.world, time.monotonic() + GIVE_UP_SECONDS
-        with world.updates, world.paused(world.ranks) as taken:
-            idle = [rank for rank in world.ranks if rank.up and rank not in taken]
-            if idle:
-                self.tally.problem("hanging call", path="/pause", engines=[rank.name for rank in idle])
-                return
-            begun = False
-            while time.monotonic() < deadline:
-                try:
-                    with world.trainer.weight_update(self._version(), timeout_s=UPDATE_SECONDS) as update:
-                        begun = True
-                        self._push(folder)
-                    assert update.reset is not None
-                    if update.reset.published or world.trainer.wait(update.reset.epoch, timeout_s=60.0).published:
-                        self._done(folder, "under pause")
-                        return
-                except (PoolError, EngineError) as error:
-                    self._failed("under pause", error)
-                    if not begun:
-                        return
-                time.sleep(0.5)
-            self.tally.problem("update never published", folder=folder.name)
-
-    def _fence_first(self, folder: Path, breaks: bool) -> None:
-        try:
-            with self.world.trainer.weight_update(self._version(), order="fence_first", timeout_s=UPDATE_SECONDS):
-                self._push(folder, breaks)
-        except PushFailed:
-            self.tally.count("updates broken off")
-        except (PoolError, EngineError) as error:
-            self._failed("fence first", error)
+        if kind == "reset":
+            self._reset()
+        elif kind == "broken off":
+            self._break_off(folder)
         else:
-            self._done(folder, "fence first")
+            self._update(folder, paused=kind == "under pause")
 
-    def _plain(self) -> None:
-        """By age: for pools in which everybody has the same weights."""
-        known = {rank.weights for rank in self.world.ranks}
-        if len(known) > 1 or None in known:
+    def update_all(self, folder: Path) -> None:
+        """Push until it is proved that every engine holds these weights."""
+        deadline = time.monotonic() + GIVE_UP_SECONDS
+        while time.monotonic() < deadline:
+            if self._update(folder, paused=False):
+                return
+            time.sleep(0.5)
+        self.tally.problem("update never proved", folder=folder.name)
+
+    def _update(self, folder: Path, paused: bool) -> bool:
+        """Push to every engine that is up; returns whether it is proved that all hold the weights."""
+        world, kind = self.world, "under pause" if paused else "while serving"
+        with world.updates:
+            try:
+                with world.trainer.weight_update(self._label(), timeout_s=UPDATE_SECONDS), self._way(paused):
+                    self._push(folder)
+            except (PoolError, EngineError) as error:
+                self._failed(kind, error)
+                return False
+            world.current = folder
+            self.tally.count("updates")
+            self.tally.note(f"update {kind} to {folder.name}")
+            return True
+
+    @contextmanager
+    def _way(self, paused: bool) -> Iterator[None]:
+        if not paused:
+            yield
             return
+        with self.world.paused(self.world.ranks):
+            yield
+
+    def _break_off(self, folder: Path) -> None:
+        """One engine alone gets the weights, the others keep theirs: nobody may reuse what it has no right to."""
+        with self.world.updates:
+            try:
+                with self.world.trainer.weight_update(self._label(), timeout_s=UPDATE_SECONDS):
+                    self._push(folder, breaks=True)
+            except PushFailed:
+                self.tally.count("updates broken off")
+            except (PoolError, EngineError) as error:
+                self._failed("to one engine", error)
+
+    def _reset(self) -> None:
         try:
             self.world.trainer.reset(timeout_s=UPDATE_SECONDS)
         except PoolError as error:
-            self._failed("plain reset", error)
+            self._failed("reset", error)
         else:
             self.tally.count("resets")
             self.tally.count("pool resets")
@@ -140,15 +144,9 @@ class Trainer(Actor):
             if breaks:
                 raise PushFailed
 
-    def _version(self) -> str:
+    def _label(self) -> str:
         self._updates += 1
         return f"soak-{self._updates}"
-
-    def _done(self, folder: Path, kind: str) -> None:
-        self.world.current = folder
-        self.tally.count("resets")
-        self.tally.count("updates")
-        self.tally.note(f"update {kind} to {folder.name}")
 
     def _failed(self, kind: str, error: Exception) -> None:
         self.tally.count("updates failed")

@@ -31,7 +31,6 @@ L1_BYTES = 12 << 20
 """About 60 blocks: less than there are prompts, so that L1 evicts, too."""
 BOOT_SECONDS = 600.0
 LEASE_SECONDS = 5.0
-JOIN_AFTER_SECONDS = 3.0
 STORE_LEASE_SECONDS = 3.0
 ENVIRON = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
 """For memory that can be judged. PyTorch's oneDNN keeps a compiled kernel for each of the last 1,024 shapes: without any connector
@@ -86,7 +85,6 @@ class HubProcess:
         command = [
             sys.executable, "-m", "epochkv_fence.cli", "hub", "--pool", "soak", "--listen", f"tcp://127.0.0.1:{self._port}",
             "--advertise", self.relay.endpoint, "--state", str(self._folder / "hub"), "--lease-seconds", str(LEASE_SECONDS),
-            "--join-after-seconds", str(JOIN_AFTER_SECONDS), "--weights-source", "Pushed",
         ]  # fmt: skip
         self.process = Process("hub", command, log)
         self.process.wait_until(lambda: b"leading" in log.read_bytes()[offset:], 60, "leading")
@@ -128,16 +126,11 @@ class World:
         while sorted(engine.state for engine in self.trainer.engines()) != ["use"] * NUM_ENGINES:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the engines do not share: {self.trainer.engines()}")
-            time.sleep(JOIN_AFTER_SECONDS / 2)
-            self.trainer.reset(timeout_s=30)
+            time.sleep(1.0)
 
     def _start(self, index: int) -> Engine:
         self._boots += 1
-        # The third asks the pool for its next epoch after a reset of its own, the others wait for it.
-        on_reset = "propose" if index == 2 else "private"
-        connector = transfer_config(
-            self.hub.connection(), "Pushed", L1_BYTES, self.master_relay.address, on_local_reset=on_reset, **CONNECTOR
-        )
+        connector = transfer_config(self.hub.connection(), L1_BYTES, self.master_relay.address, **CONNECTOR)
         args = ("--num-gpu-blocks-override", str(GPU_BLOCKS), "--max-num-batched-tokens", "512")
         name = f"{'ABC'[index]}{self._boots}"
         return Engine(name, self.weights[0], self.folder, connector, args=args, environ=ENVIRON, popen=self._popen)

@@ -14,11 +14,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from epochkv_fence.cli.file_hub import FileHub, HubOptions
 from epochkv_fence.cli.state import retire_previous, rotate_keys
-from epochkv_fence.messages import Mode
 from epochkv_fence.pool import PoolSnapshot
 from epochkv_fence.store_admin import StoreAdmin
 
@@ -27,10 +26,10 @@ GRACE_SECONDS = 3600.0
 
 
 def transfer_config(
-    connection: Mapping[str, Any], weights_source: str, local_bytes: int | None, master_address: str | None, **extra: Any
+    connection: Mapping[str, Any], local_bytes: int | None = None, master_address: str | None = None, **extra: Any
 ) -> dict[str, Any]:
     """`--kv-transfer-config` of an engine that joins with this connection; L1 and L2 as far as they are given."""
-    config: dict[str, Any] = {**connection, "weights_source": weights_source, "tracker": master_address is None}
+    config: dict[str, Any] = {**connection, "tracker": master_address is None}
     if local_bytes is not None:
         config["local"] = {"capacity_bytes": local_bytes}
     if master_address is not None:
@@ -50,7 +49,7 @@ class Pool:
     Args:
         directory: gets the hub's state, with the client folder that engines read.
         name: of the pool.
-        join_after_seconds, lease_seconds, weights_source: as in the pool's spec.
+        lease_seconds: as in the pool's spec.
         stores: reaches the pool's store, for `configure(store_admin=True)`.
 
     Attributes:
@@ -63,21 +62,12 @@ class Pool:
         directory: Path,
         name: str = "policy",
         lease_seconds: float = 30.0,
-        join_after_seconds: float = 0.0,
-        weights_source: Literal["Pushed", "Model"] = "Pushed",
         stores: StoreAdmin | None = None,
     ) -> None:
         self.name, self.uid, self.endpoint = name, "", ""
         self._state = directory / "fence"
         self.credentials = self._state / "client"
-        self._options = HubOptions(
-            name,
-            "tcp://127.0.0.1:0",
-            self._state,
-            lease_seconds=lease_seconds,
-            join_after_seconds=join_after_seconds,
-            weights_source=weights_source,
-        )
+        self._options = HubOptions(name, "tcp://127.0.0.1:0", self._state, lease_seconds=lease_seconds)
         self._stores = stores
         self._changes: dict[str, Any] = {}
         self._loop = asyncio.new_event_loop()
@@ -124,9 +114,9 @@ class Pool:
         return {"pool": content["pool"], "hub": {**content["hub"], "credentials_dir": str(self.credentials)}}
 
     def wait_engines(self, num_engines: int, seconds: float = 60.0) -> None:
-        """Return once that many engines are at the target in mode Use."""
+        """Return once that many engines share: at the target, and their weights known."""
         self._wait(
-            lambda: sum(view.alive and view.converged and view.mode is Mode.USE for view in self.snapshot().engines) >= num_engines,
+            lambda: sum(view.state == "use" for view in self.snapshot().engines) >= num_engines,
             seconds,
             f"{num_engines} engines in use of the epoch",
         )
@@ -140,7 +130,7 @@ class Pool:
 
     def connector(self, local_bytes: int | None = None, master_address: str | None = None, **extra: Any) -> dict[str, Any]:
         """`--kv-transfer-config` of an engine of this pool; L1 and L2 as far as they are given."""
-        return transfer_config(self.connection(), self._options.weights_source, local_bytes, master_address, **extra)
+        return transfer_config(self.connection(), local_bytes, master_address, **extra)
 
     def _running(self) -> FileHub:
         if self._hub is None:

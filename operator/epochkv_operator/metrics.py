@@ -77,15 +77,15 @@ CARRIED_REQUESTS = Gauge(
     ["namespace", "pool"],
     registry=REGISTRY,
 )
-WEIGHTS_PENDING = Gauge(
-    "epochkv_pool_weights_pending_engines",
-    "Engine processes in bypass, because nobody said that they have the weights of the epoch",
+WEIGHTS_DIVERGED = Gauge(
+    "epochkv_pool_weights_diverged_engines",
+    "Engine processes that hold other weights than most of their kind",
     ["namespace", "pool"],
     registry=REGISTRY,
 )
 RECLAIMED_KEYS = Gauge(
     "epochkv_pool_reclaimed_keys",
-    "Keys of older epochs removed from the store since this operator leads",
+    "Keys of older epochs and weights removed from the store since this operator leads",
     ["namespace", "pool"],
     registry=REGISTRY,
 )
@@ -95,7 +95,7 @@ RECLAIMED_BYTES = Gauge(
     ["namespace", "pool"],
     registry=REGISTRY,
 )
-_BY_POOL = (TARGET_EPOCH, PUBLISHED_EPOCH, RESET_SECONDS, CARRIED_REQUESTS, WEIGHTS_PENDING, RECLAIMED_KEYS, RECLAIMED_BYTES)
+_BY_POOL = (TARGET_EPOCH, PUBLISHED_EPOCH, RESET_SECONDS, CARRIED_REQUESTS, WEIGHTS_DIVERGED, RECLAIMED_KEYS, RECLAIMED_BYTES)
 
 
 def forget_pool(namespace: str, pool: str) -> None:

@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from epochkv_fence.messages import Mode
 from epochkv_fence.transport import AgentThread, ClientKeys, EngineIdentity
+
+FIRST_WEIGHTS = bytes.fromhex("3f2a9c1e" + "0" * 24)
 
 
 def client_keys(secret: dict[str, Any]) -> ClientKeys:
@@ -39,13 +40,14 @@ class FenceEngine:
         rank: int = 0,
         credentials: Callable[[], ClientKeys] | None = None,
     ) -> None:
-        self.adopted: list[tuple[int, Mode]] = []
+        self.adopted: list[int] = []
         self.hold = threading.Event()
         self.running = 0
-        self.loads = 0
+        self.held: tuple[bytes | None, str] = (FIRST_WEIGHTS, "")
         self.reset_at: int | None = None
         self.storeless = False
         self.removed: list[int] = []
+        self.kept: list[tuple[bytes, ...]] = []
         identity = EngineIdentity("external", name, rank) if pod is None else EngineIdentity(name, pod, rank)
         self.agent = AgentThread(endpoint, keys, secrets.token_bytes(16), identity, self, credentials=credentials)
 
@@ -61,21 +63,22 @@ class FenceEngine:
         return self.agent.view.epoch
 
     @property
-    def mode(self) -> Mode:
-        return self.agent.view.mode
-
-    @property
     def leased(self) -> bool:
         """Whether it may use its epoch right now."""
         return time.monotonic() < self.agent.view.lease_until
+
+    def push(self, weights: bytes | None, note: str = "") -> None:
+        """Other weights, or none that anybody knows; the hub is told at once."""
+        self.held = (weights, note)
+        self.agent.poke()
 
     # What the agent calls.
 
     def ready(self) -> bool:
         return True
 
-    def adopt(self, epoch: int, mode: Mode) -> None:
-        self.adopted.append((epoch, mode))
+    def adopt(self, epoch: int) -> None:
+        self.adopted.append(epoch)
 
     def busy(self) -> bool:
         return self.hold.is_set()
@@ -87,17 +90,18 @@ class FenceEngine:
         return {}
 
     def private(self) -> bool:
-        return self.reset_at is not None and self.adopted[-1][0] <= self.reset_at
+        return self.reset_at is not None and self.adopted[-1] <= self.reset_at
 
-    def loading(self) -> int | None:
-        return self.loads
+    def weights(self) -> tuple[bytes | None, str]:
+        return self.held
 
-    def reclaim(self, below: int) -> tuple[int, int]:
+    def reclaim(self, below: int, keep: tuple[bytes, ...]) -> tuple[int, int]:
         """Says that it removed three keys of 1000 bytes, once for each epoch."""
         if self.storeless:
             raise OSError("the store does not answer")
         first = below not in self.removed
         self.removed.append(below)
+        self.kept.append(keep)
         return (3, 3000) if first else (0, 0)
 
 

@@ -16,8 +16,10 @@ from epochkv_operator.planning import (
     HubView,
     KeysView,
     Observed,
+    Outlier,
     Plan,
     ReclaimView,
+    WeightsGroup,
     engine_status,
     plan_engine,
     plan_pool,
@@ -220,7 +222,10 @@ def test_statuses_fit_the_schema(clean: Cluster) -> None:
     engine = parse_engine(clean.create("InferenceEngine", "rollout", ENGINE_SPECS["minimal"]))
     clean.execute(plan_pool(pool, Observed(), CONTEXT))
     clean.execute(plan_engine(engine, pool, Observed(clean.children()), CONTEXT))
-    crowd = [HubEngine("rollout", f"ray-{number % 70}", number, 6, "Bypass", 1, f"{number:08x}", True) for number in range(80)]
+    crowd = [
+        HubEngine("rollout", f"ray-{number % 70}", number, 6, 1, f"{number:08x}", f"kind-{number % 9}", f"{number % 20:032x}")
+        for number in range(80)
+    ]
     hub = HubView(
         target=7,
         published=6,
@@ -230,8 +235,8 @@ def test_statuses_fit_the_schema(clean: Cluster) -> None:
         reset_epoch=7,
         reset_started=now,
         origin="Trainer",
-        weights_version="v" * 253,
-        held=True,
+        weights=[WeightsGroup(f"{number:032x}", 4, now, "v" * 253) for number in range(20)],
+        outliers=[Outlier(f"ray-{number}", f"{number:032x}", "f" * 32) for number in range(1, 20)],
         reclaim=ReclaimView(6, 12, 2**40, now, wipe_failed=True),
         keys=KeysView(2, 2, ("ray-1",)),
     )

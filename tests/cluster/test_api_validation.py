@@ -82,7 +82,7 @@ def test_defaults_are_filled_in(made: Any) -> None:
     pool = made("KVCachePool", "defaults", {"distributed": MOONCAKE})
     assert pool["spec"] == {
         "resetEpoch": 0,
-        "reset": {"leaseSeconds": 30, "joinAfterSeconds": 60, "reclaimPolicy": "Delete", "onLocalReset": "Private"},
+        "reset": {"leaseSeconds": 30, "reclaimPolicy": "Delete"},
         "keys": {"generation": 0},
         "distributed": {
             "mooncake": {
@@ -94,7 +94,7 @@ def test_defaults_are_filled_in(made: Any) -> None:
         "networkPolicy": {"mode": "Enabled"},
     }
     engine = made("InferenceEngine", "defaults", {"model": {"name": "tiny"}})
-    assert engine["spec"] == {"model": {"name": "tiny"}, "replicas": 1, "weightsSource": "Pushed", "parallelism": {"tensor": 1}}
+    assert engine["spec"] == {"model": {"name": "tiny"}, "replicas": 1, "parallelism": {"tensor": 1}}
 
 
 def patch_status(plane: ControlPlane, kind: str, name: str, status: Json | None) -> tuple[int, Json]:
@@ -156,12 +156,11 @@ def test_kubectl_lists_scales_and_selects(plane: ControlPlane, made: Any) -> Non
     made("KVCachePool", "wide", {"distributed": MOONCAKE, "resetEpoch": 2})
     made("InferenceEngine", "rollout", {"model": {"name": "tiny"}, "poolRef": {"name": "wide"}})
     made("InferenceEngine", "other", {"model": {"name": "tiny"}, "poolRef": {"name": "elsewhere"}})
-    assert (
-        patch_status(plane, "KVCachePool", "wide", {"targetEpoch": 2, "epoch": 1, "engines": {"summary": "1/2", "bypassed": 1}})[0] == 200
-    )
+    status = {"targetEpoch": 2, "epoch": 1, "engines": {"summary": "1/2"}, "weightsSummary": "3f2a9c1e 1/2"}
+    assert patch_status(plane, "KVCachePool", "wide", status)[0] == 200
     table = kubectl(plane, "get", "kvp", "wide").splitlines()
-    assert table[0].split() == ["NAME", "READY", "EPOCH", "TARGET", "ENGINES", "BYPASSED", "STORES", "AGE"]
-    assert table[1].split()[1:5] == ["1", "2", "1/2", "1"]
+    assert table[0].split() == ["NAME", "READY", "EPOCH", "TARGET", "ENGINES", "WEIGHTS", "STORES", "AGE"]
+    assert table[1].split()[1:6] == ["1", "2", "1/2", "3f2a9c1e", "1/2"]
     assert kubectl(plane, "get", "ie").splitlines()[0].split()[:4] == ["NAME", "READY", "POOL", "DESIRED"]
     kubectl(plane, "scale", "kvp/wide", "--replicas=3")
     kubectl(plane, "scale", "ie/rollout", "--replicas=5")

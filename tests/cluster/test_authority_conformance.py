@@ -78,22 +78,20 @@ class TestKubernetesAuthority(AuthorityConformance):
         async def body(world: Authorities) -> None:
             assert isinstance(world, Operators)
             authority, _ = await world.take_over()
-            await authority.record(world.uid, 3, Origin(Source.TRAINER, "step-7"))
+            await authority.record(world.uid, 3, Origin(Source.TRAINER))
             await authority.publish(world.uid, 3)
-            status = self.space.status(world.name)
-            assert status == {
+            await authority.note_labels(world.uid, {bytes(16): "step-7", b"\xff" * 16: "step-8"})
+            assert self.space.status(world.name) == {
                 "targetEpoch": 3,
                 "epoch": 3,
-                "weightsVersion": "step-7",
-                "reset": {"epoch": 3, "origin": "Trainer", "weightsVersion": "step-7"},
+                "reset": {"epoch": 3, "origin": "Trainer"},
+                "weightsLabels": [{"id": "0" * 32, "label": "step-7"}, {"id": "f" * 32, "label": "step-8"}],
             }
             # What the status said about the reset before does not stay beside the next one.
             times = {"startTime": "2026-01-01T00:00:00Z", "completionTime": "2026-01-01T00:00:01Z", "durationMilliseconds": 9}
             self.space.patch(POOLS, world.name, {"status": {"reset": times}}, "/status")
             await authority.record(world.uid, 4, Origin(Source.SPEC))
             assert self.space.status(world.name)["reset"] == {"epoch": 4, "origin": "Spec"}
-            await authority.publish(world.uid, 4)
-            assert "weightsVersion" not in self.space.status(world.name)
 
         self.run(body)
 
@@ -104,15 +102,19 @@ class TestKubernetesAuthority(AuthorityConformance):
             assert isinstance(world, Operators)
             authority, _ = await world.take_over()
             await authority.load(world.uid)  # from here on it knows a state, which is always the one before
-            before = conflicts()
-            for epoch, origin in ((1, Origin(Source.TRAINER, "a")), (2, Origin(Source.ENGINE)), (3, Origin(Source.TRAINER, "b"))):
+            before, labels = conflicts(), dict[bytes, str]()
+            for epoch, source in ((1, Source.TRAINER), (2, Source.ENGINE), (3, Source.TRAINER)):
                 self.space.patch(POOLS, world.name, {"metadata": {"annotations": {"somebody": f"writes {epoch}"}}})
-                await authority.record(world.uid, epoch, origin)
-                assert await authority.load(world.uid) == PoolRecord(epoch, epoch - 1, False, origin)
+                await authority.record(world.uid, epoch, Origin(source))
+                assert await authority.load(world.uid) == PoolRecord(epoch, epoch - 1, False, Origin(source), labels)
                 self.space.patch(POOLS, world.name, {"metadata": {"annotations": {"somebody": f"writes {epoch} again"}}})
                 await authority.publish(world.uid, epoch)
-                assert self.space.status(world.name).get("weightsVersion", "") == origin.weights_version
-            assert conflicts() == before + 6
+                self.space.patch(POOLS, world.name, {"metadata": {"annotations": {"somebody": f"writes {epoch} once more"}}})
+                labels |= {bytes([epoch]) * 16: f"step-{epoch}"}
+                await authority.note_labels(world.uid, {bytes([epoch]) * 16: f"step-{epoch}"})
+                assert self.space.status(world.name)["epoch"] == epoch
+                assert len(self.space.status(world.name)["weightsLabels"]) == epoch
+            assert conflicts() == before + 9
 
         self.run(body)
 
@@ -144,7 +146,7 @@ class TestKubernetesAuthority(AuthorityConformance):
 
 
 def test_an_origin_of_a_newer_operator_is_unknown_not_wrong() -> None:
-    status = {"targetEpoch": 4, "epoch": 4, "reset": {"epoch": 4, "origin": "Oracle", "weightsVersion": "x"}}
+    status = {"targetEpoch": 4, "epoch": 4, "reset": {"epoch": 4, "origin": "Oracle"}}
     assert record_of({"status": status}) == PoolRecord(4, 4)
     older = {"targetEpoch": 5, "epoch": 4, "reset": {"epoch": 4, "origin": "Trainer"}}
     assert record_of({"status": older}) == PoolRecord(5, 4)

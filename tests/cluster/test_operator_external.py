@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from epochkv_fence.connection import Connection
-from epochkv_fence.messages import Mode
 from hack.cluster.controlplane import ControlPlane
 from tests.cluster.fence_engines import FenceEngine
 from tests.cluster.operator_harness import CHILDREN, TAKEOVER_SECONDS, Namespace, OperatorProcess, condition, eventually
 
-POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2, "joinAfterSeconds": 0}}
+POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2}}
 
 
 def mounted(space: Namespace, directory: Path) -> Connection:
@@ -49,7 +48,7 @@ def test_they_join_count_and_leave(plane: ControlPlane, namespace: Namespace, tm
         ranks = [stack.enter_context(joined(connection, "ray-rollout", rank=rank)) for rank in range(2)]
         twins = [stack.enter_context(joined(connection, "eval")) for _ in range(2)]
         eventually(
-            lambda: [entry["mode"] for entry in external(namespace).values()] == ["Use"] * 4, f"four engines; log:\n{operator.tail()}"
+            lambda: [entry.get("weights") for entry in external(namespace).values()] == ["3f2a9c1e"] * 4, f"four; log:\n{operator.tail()}"
         )
         names = external(namespace)
         assert {"ray-rollout", "ray-rollout/1"} < set(names)
@@ -57,7 +56,8 @@ def test_they_join_count_and_leave(plane: ControlPlane, namespace: Namespace, tm
         assert {name.partition("#")[2] for name in names if name.startswith("eval")} == {
             engine.agent._agent.boot.hex()[:8] for engine in twins
         }
-        assert names["ray-rollout/1"] | {"epoch": 0} == {"name": "ray-rollout/1", "epoch": 0, "mode": "Use", "rank": 1, "carried": 0}
+        expected = {"name": "ray-rollout/1", "epoch": 0, "weights": "3f2a9c1e", "rank": 1, "carried": 0}
+        assert names["ray-rollout/1"] | {"epoch": 0} == expected
 
         twins[0].hold.set()  # it counts: nothing is published without it, until its lease is over
         namespace.bump("policy", 1)
@@ -79,39 +79,23 @@ def test_they_join_count_and_leave(plane: ControlPlane, namespace: Namespace, tm
         eventually(lambda: namespace.status("policy").get("epoch") == 2, "those that left hold nothing up")
 
 
-def test_an_engine_that_was_reset_alone_is_told_with_the_remedy(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+def test_an_engine_that_was_reset_alone_brings_the_next_epoch(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    """Clear means clear, for the whole pool: the others go with it, and one epoch serves several that ask."""
     with OperatorProcess(plane, namespace.name, tmp_path) as operator, contextlib.ExitStack() as stack:
         operator.wait_ready()
         namespace.create_pool("policy", **POOL)
         connection = mounted(namespace, tmp_path)
-        fine, alone = (stack.enter_context(joined(connection, name)) for name in ("fine", "alone"))
-        eventually(lambda: len(external(namespace)) == 2, f"joined; log:\n{operator.tail()}")
-        eventually(lambda: condition(namespace.status("policy"), "EpochConverged").get("status") == "True", "converged")
-        assert namespace.status("policy")["engines"]["bypassed"] == 0
-        alone.reset_at = 0
-        alone.agent.poke()
+        engines = [stack.enter_context(joined(connection, name)) for name in ("fine", "alone", "alone-too")]
+        eventually(lambda: len(external(namespace)) == 3, f"joined; log:\n{operator.tail()}")
+        for engine in engines[1:]:
+            engine.reset_at = 0
+            engine.agent.propose(1)
+        eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
         status = eventually(
-            lambda: s if condition(s := namespace.status("policy"), "EpochConverged").get("reason") == "LocalReset" else None,
-            f"told; log:\n{operator.tail()}",
+            lambda: s if (s := namespace.status("policy")).get("reset", {}).get("completionTime") else None, "the reset reported"
         )
-        found = condition(status, "EpochConverged")
-        assert found["status"] == "True"
-        assert "until the next epoch: alone. To have them share again: kubectl patch kvp policy" in found["message"]
-        assert '{"spec":{"resetEpoch":1}}' in found["message"]
-        assert status["engines"]["bypassed"] == 1
-        assert {entry["name"]: entry["mode"] for entry in status["externalEngines"]} == {"fine": "Use", "alone": "Private"}
-        said = eventually(lambda: namespace.events("LocalReset"), "an Event")
-        assert said[0]["type"] == "Warning"
-        namespace.bump("policy", 1)
-        eventually(
-            lambda: (
-                (s := namespace.status("policy")).get("epoch") == 1
-                and condition(s, "EpochConverged")["reason"] == "Published"
-                and s["engines"]["bypassed"] == 0
-            ),
-            f"shared again; log:\n{operator.tail()}",
-        )
-        assert (fine.epoch, alone.epoch) == (1, 1)
+        assert (status["targetEpoch"], status["reset"]["origin"]) == (1, "Engine")
+        assert [engine.epoch for engine in engines] == [1, 1, 1]
 
 
 def test_requests_of_an_older_epoch_are_counted_until_they_end(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
@@ -171,7 +155,7 @@ def test_an_engine_that_lost_nothing_brings_a_restored_pool_back_up(plane: Contr
             status = eventually(lambda: s if (s := namespace.status("policy")).get("reset", {}).get("epoch") == 3 else None, "reported")
             assert status["reset"]["origin"] == "Engine"
             assert engine.epoch == 3
-            assert (2, Mode.USE) not in engine.adopted
+            assert 2 not in engine.adopted
 
 
 def restore(space: Namespace, name: str, epoch: int) -> None:

@@ -21,7 +21,7 @@ from tests.cluster.operator_harness import CHILDREN, TAKEOVER_SECONDS, Namespace
 from tests.cluster.test_operator_faults import OneWrite
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
-POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2, "joinAfterSeconds": 0}}
+POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2}}
 ENGINE: dict[str, Any] = {"poolRef": {"name": "policy"}, "model": {"name": "tiny"}}
 
 
@@ -149,7 +149,7 @@ def test_a_secret_of_an_older_operator_is_named_with_what_to_do(plane: ControlPl
         assert condition(namespace.status("policy"), "KeysRotated")["reason"] == "Rotating"
         assert secret(namespace) == before
         namespace.request("DELETE", f"{secrets}/policy-fence", {})
-        namespace.patch_spec("policy", reset={**POOL["reset"], "joinAfterSeconds": 1})  # any event; else within a minute
+        namespace.patch_spec("policy", reset={**POOL["reset"], "reclaimPolicy": "Retain"})  # any event; else within a minute
         eventually(lambda: namespace.status("policy").get("keys") == {"generation": 1, "accepted": 1}, f"done\n{operator.tail()}", 60)
         after = secret(namespace)
         assert after["root.secret"] == before["root.secret"]

@@ -1,4 +1,4 @@
-"""Old KV leaves the store: wiped before publication, swept after it, or left; with a real Mooncake and with engines that answer."""
+"""Old KV leaves the store: wiped or swept after publication, or left; with a real Mooncake and with engines that answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from epochkv_fence.messages import Mode
 from hack.cluster.controlplane import ControlPlane
 from tests.cluster.fence_engines import FenceEngine, client_keys
 from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, condition, eventually
@@ -20,7 +19,7 @@ from tests.cluster.store_processes import PoolStore
 
 
 def pool_spec(policy: str) -> dict[str, Any]:
-    reset = {"leaseSeconds": 2, "joinAfterSeconds": 0, "reclaimPolicy": policy}
+    reset = {"leaseSeconds": 2, "reclaimPolicy": policy}
     return {"distributed": {"mooncake": {"store": {"segmentSize": "64Mi"}}}, "reset": reset}
 
 
@@ -55,55 +54,41 @@ def reclaimed(space: Namespace) -> tuple[str | None, str | None, int | None]:
     return found.get("status"), found.get("reason"), status.get("reclaim", {}).get("epoch", 0)
 
 
-def test_remove_all_wipes_the_store_before_it_publishes(
+def test_remove_all_wipes_the_store_after_it_has_published(
     plane: ControlPlane, namespace: Namespace, mooncake: PoolStore, tmp_path: Path
 ) -> None:
     with OperatorProcess(plane, namespace.name, tmp_path) as operator:
         served(operator, namespace, mooncake, "RemoveAll")
-        with engine(operator, namespace) as reader:
-            reader.loads = 1  # bytes are still on their way into this engine: wiping now would give it foreign ones
+        with engine(operator, namespace):
             namespace.bump("policy", 1)
-            eventually(lambda: reader.epoch == 1, f"fenced; log:\n{operator.tail()}")
-            time.sleep(2)
-            assert len(mooncake.keys()) == 5
-            assert namespace.status("policy")["epoch"] == 0
-            reader.loads = 0
-            reader.agent.poke()
-            eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
-            assert mooncake.keys() == []
-            eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), f"reported; log:\n{operator.tail()}")
+            eventually(lambda: mooncake.keys() == [], f"wiped; log:\n{operator.tail()}")
+            assert namespace.status("policy")["epoch"] == 1, "published before"
+            eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), f"reported; log:\n{operator.tail()}", 60)
             found = namespace.status("policy")["reclaim"]
-            assert (found["policy"], found["epoch"], found["keys"]) == ("RemoveAll", 1, 5)
+            assert (found["policy"], found["epoch"]) == ("RemoveAll", 1)
+            assert found["keys"] >= 5
             assert found["bytes"] >= 5 * 4096
             assert found["completionTime"]
-            assert operator.metric("epochkv_pool_reclaimed_keys") == 5
+            assert operator.metric("epochkv_pool_reclaimed_keys") == found["keys"]
             assert operator.metric("epochkv_pool_reclaimed_bytes") == found["bytes"]
 
 
-def test_a_master_that_hangs_delays_publication_for_seconds_and_no_longer(
-    plane: ControlPlane, namespace: Namespace, mooncake: PoolStore, tmp_path: Path
-) -> None:
+def test_a_master_that_hangs_delays_no_publication(plane: ControlPlane, namespace: Namespace, mooncake: PoolStore, tmp_path: Path) -> None:
     with OperatorProcess(plane, namespace.name, tmp_path) as operator:
         served(operator, namespace, mooncake, "RemoveAll")
         with engine(operator, namespace) as reader:
-            reader.storeless = True
             os.kill(mooncake.master.popen.pid, signal.SIGSTOP)
             try:
                 namespace.bump("policy", 1)
-                eventually(lambda: reader.epoch == 1, f"fenced; log:\n{operator.tail()}")
-                eventually(lambda: reclaimed(namespace)[:2] == ("False", "WipeFailed"), f"said so; log:\n{operator.tail()}", 60)
-                assert namespace.status("policy")["epoch"] == 1
-                assert condition(namespace.status("policy"), "EpochConverged")["status"] == "True"
-                assert "admin port" in condition(namespace.status("policy"), "Reclaimed")["message"]
-                assert reader.mode is Mode.USE, "loads go on"
+                eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
+                assert reader.epoch == 1
+                eventually(lambda: condition(namespace.status("policy"), "EpochConverged").get("status") == "True", "said so")
+                time.sleep(4)  # the wipe is tried again and again
+                assert reclaimed(namespace)[:2] == ("False", "Reclaiming")
             finally:
                 os.kill(mooncake.master.popen.pid, signal.SIGCONT)
-            assert len(mooncake.keys()) == 5, "nothing was wiped"
-            reader.storeless = False
-            eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), f"removed by the engine; log:\n{operator.tail()}", 90)
-            assert set(reader.removed) == {1}
-            assert len(mooncake.keys()) == 5, "also not late: this engine only says that it removes"
-    mooncake.clear()
+            eventually(lambda: mooncake.keys() == [], f"wiped; log:\n{operator.tail()}")
+            eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), f"reported; log:\n{operator.tail()}", 60)
 
 
 def test_delete_without_any_engine_is_done_through_the_master(

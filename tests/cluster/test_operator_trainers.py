@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 
-from epochkv_fence.client import Pool, PoolError, Reset
-from epochkv_fence.messages import Mode
+from epochkv_fence.client import Pool, PoolError, Reset, WeightsDiverged
 from hack.cluster.controlplane import ControlPlane
 from tests.cluster.fault_proxy import FaultProxy
-from tests.cluster.fence_engines import FenceEngine
+from tests.cluster.fence_engines import FIRST_WEIGHTS, FenceEngine
 from tests.cluster.operator_harness import TAKEOVER_SECONDS, Namespace, OperatorProcess, condition, eventually
 from tests.cluster.test_operator_external import joined, mounted
 from tests.cluster.test_operator_faults import LEASES, OneWrite
 from tests.cluster.test_operator_reset import History, published
 
-POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2, "joinAfterSeconds": 0}}
+POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2}}
 
 
 @contextlib.contextmanager
@@ -39,27 +38,26 @@ def trained(operator: OperatorProcess, space: Namespace, directory: Path, engine
 
 def test_a_trainers_reset_is_in_the_pools_status(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
     with OperatorProcess(plane, namespace.name, tmp_path) as operator, trained(operator, namespace, tmp_path) as (pool, engines):
-        done = pool.reset(weights_version="step-1", timeout_s=30)
+        done = pool.reset(timeout_s=30)
         assert (done.epoch, done.published, done.noop) == (1, True, False)
         # Published means: every engine is there, and the pool object says so already.
         assert {engine.epoch for engine in engines} == {1}
         assert namespace.status("policy")["epoch"] == 1
         status = eventually(lambda: published(namespace, 1), f"reported; log:\n{operator.tail()}")
-        assert (status["reset"]["origin"], status["reset"]["weightsVersion"], status["weightsVersion"]) == ("Trainer", "step-1", "step-1")
+        assert status["reset"]["origin"] == "Trainer"
         assert namespace.pool("policy")["spec"]["resetEpoch"] == 0, "the spec is its owner's"
         assert condition(status, "EpochConverged")["reason"] == "Published"
         said = eventually(lambda: namespace.events("EpochPublished"), "an Event")
         assert "asked for by Trainer" in said[0]["note"]
         seen = pool.status()
-        assert (seen.target, seen.published, seen.origin, seen.weights_version) == (1, 1, "Trainer", "step-1")
+        assert (seen.target, seen.published, seen.origin) == (1, 1, "Trainer")
         assert {engine.name for engine in seen.engines} == {"ray-0", "ray-1"}
         again = pool.reset(epoch=1, timeout_s=30)
         assert (again.noop, again.published) == (True, True)
-        # The spec's turn: origins change hands, the name of the weights goes with its epoch.
+        # The spec's turn: origins change hands.
         namespace.bump("policy", 2)
         status = eventually(lambda: published(namespace, 2), f"reported; log:\n{operator.tail()}")
         assert status["reset"]["origin"] == "Spec"
-        assert "weightsVersion" not in status
         assert pool.status().origin == "Spec"
 
 
@@ -139,7 +137,7 @@ def test_a_reset_survives_the_operator(plane: ControlPlane, namespace: Namespace
 
         def train() -> None:
             try:
-                results.append(pool.reset(weights_version="step-1", timeout_s=90, on_failure="crash"))
+                results.append(pool.reset(timeout_s=90, on_failure="crash"))
             except PoolError as error:
                 results.append(error)
 
@@ -162,7 +160,7 @@ def test_a_reset_survives_the_operator(plane: ControlPlane, namespace: Namespace
         assert (done.epoch, done.published) == (1, True)
         assert namespace.status("policy")["epoch"] == 1
         status = eventually(lambda: s if (s := namespace.status("policy")).get("reset", {}).get("epoch") == 1 else None, "reported")
-        assert (status["reset"]["origin"], status["weightsVersion"]) == ("Trainer", "step-1")
+        assert status["reset"]["origin"] == "Trainer"
         eventually(lambda: {engine.epoch for engine in engines} == {1}, f"adopted; log:\n{second.tail()}")
 
 
@@ -180,7 +178,7 @@ def test_killed_after_each_single_write_of_a_trainers_reset_the_next_one_goes_on
 
         def train() -> None:
             try:
-                results.append(pool.reset(weights_version="step-1", timeout_s=300, on_failure="crash"))
+                results.append(pool.reset(timeout_s=300, on_failure="crash"))
             except PoolError as error:
                 results.append(error)
 
@@ -200,9 +198,7 @@ def test_killed_after_each_single_write_of_a_trainers_reset_the_next_one_goes_on
             after = namespace.status("policy")
             assert (before["targetEpoch"], before["epoch"]) <= (after["targetEpoch"], after["epoch"])
             if after["targetEpoch"] == 1:
-                assert (after["reset"]["origin"], after["reset"]["weightsVersion"]) == ("Trainer", "step-1"), "in the very same write"
-            if after["epoch"] == 1:
-                assert after["weightsVersion"] == "step-1"
+                assert after["reset"]["origin"] == "Trainer", "in the very same write"
         trainer.join(30)
         (done,) = results
         assert isinstance(done, Reset), done
@@ -212,28 +208,36 @@ def test_killed_after_each_single_write_of_a_trainers_reset_the_next_one_goes_on
         assert len([write for write in lives if write]) >= 3, lives
 
 
-def test_exactly_the_boots_of_an_update_share_its_epoch(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+def test_a_push_is_proved_and_labelled_without_an_epoch(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
     with OperatorProcess(plane, namespace.name, tmp_path) as operator, trained(operator, namespace, tmp_path) as (pool, engines):
-        connection = mounted(namespace, tmp_path)
-        with contextlib.ExitStack() as stack:
-            with pool.weight_update("step-1", timeout_s=30):
-                late = stack.enter_context(joined(connection, "late"))  # with base weights: the push began without it
-                eventually(lambda: late.epoch == 0, "joined")
-            eventually(lambda: {engine.epoch for engine in (*engines, late)} == {1}, f"there; log:\n{operator.tail()}")
-            assert [engine.mode for engine in (*engines, late)] == [Mode.USE, Mode.USE, Mode.BYPASS]
-            found = eventually(
-                lambda: c if (c := condition(namespace.status("policy"), "WeightsConverged")).get("status") == "False" else None,
-                f"told; log:\n{operator.tail()}",
-            )
-            assert "epoch 1 (step-1): late" in found["message"]
-            assert "until the trainer's update ends, or until the next one" in found["message"]
-
-            with pool.weight_update("step-2", order="fence_first", timeout_s=30):
-                assert namespace.status("policy")["epoch"] == 2
-                assert {(engine.epoch, engine.mode) for engine in (*engines, late)} == {(2, Mode.BYPASS)}
-            eventually(lambda: {engine.mode for engine in (*engines, late)} == {Mode.USE}, f"all share; log:\n{operator.tail()}")
-            eventually(lambda: condition(namespace.status("policy"), "WeightsConverged").get("status") == "True", "told")
-            assert namespace.status("policy")["weightsVersion"] == "step-2"
+        first, second = FIRST_WEIGHTS, bytes(range(16))
+        with pool.weight_update("step-1", timeout_s=30):
+            for engine in engines:
+                engine.push(second)
+        # Labelled means: it is on record already.
+        assert namespace.status("policy")["weightsLabels"] == [{"id": second.hex(), "label": "step-1"}]
+        found = eventually(
+            lambda: w if (w := namespace.status("policy").get("weights") or [{}])[0].get("label") == "step-1" else None,
+            f"shown; log:\n{operator.tail()}",
+        )
+        assert [(entry["id"], entry["engines"]) for entry in found] == [(second.hex(), 2)]
+        assert namespace.status("policy")["targetEpoch"] == 0, "no epoch was needed for it"
+        # Half a push: the one that it missed is named, by the client and by the condition.
+        with pytest.raises(WeightsDiverged, match="ray-1") as raised, pool.weight_update("step-2", timeout_s=1):
+            engines[0].push(first)
+        assert list(raised.value.engines) == ["ray-1"]
+        said = eventually(
+            lambda: c if (c := condition(namespace.status("policy"), "WeightsConverged")).get("reason") == "Updating" else None,
+            f"told; log:\n{operator.tail()}",
+        )
+        assert "ray-1 holds 00010203 (step-1) instead of 3f2a9c1e" in said["message"]
+        # Back to the weights before, which keep their label over a change of operator.
+        engines[0].push(second)
+        assert pool.wait_weights(timeout_s=30).groups[0].label == "step-1"
+        operator.kill()
+        namespace.delete(LEASES, "epochkv-operator")
+        operator.start().wait_ready()
+        eventually(lambda: pool.status().labels == {second.hex(): "step-1"}, f"remembered; log:\n{operator.tail()}")
 
 
 def test_what_one_trainer_asks_for_another_tool_waits_for(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:

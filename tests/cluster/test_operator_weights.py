@@ -1,170 +1,118 @@
-"""Who may join an epoch, through the real operator: by age and by name, with the operator frozen, killed or cut off meanwhile."""
+"""Which weights engines hold, as the real operator shows it: pushes in any order, one that misses an engine, one that nobody can tell."""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import subprocess
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from epochkv_fence.messages import Mode
-from hack.cluster.controlplane import ControlPlane
-from tests.cluster.fault_proxy import Fault, FaultProxy
-from tests.cluster.fence_engines import FenceEngine, client_keys
-from tests.cluster.operator_harness import CHILDREN, TAKEOVER_SECONDS, Namespace, OperatorProcess, condition, eventually
+import pytest
 
-JOIN_SECONDS = 3
-POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 10, "joinAfterSeconds": JOIN_SECONDS}}
+from epochkv_operator.planning import PUSH_SECONDS
+from hack.cluster.controlplane import ControlPlane
+from tests.cluster.fence_engines import FIRST_WEIGHTS, FenceEngine, client_keys
+from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, condition, eventually
+
+POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 5}}
+A, B = FIRST_WEIGHTS, bytes.fromhex("77aa00ff" + "1" * 24)
 
 
 @contextlib.contextmanager
-def boot(operator: OperatorProcess, space: Namespace, name: str) -> Iterator[FenceEngine]:
-    """An engine boot that starts now."""
+def fleet(operator: OperatorProcess, space: Namespace, count: int) -> Iterator[list[FenceEngine]]:
+    """A pool with so many engines that hold A."""
+    operator.wait_ready()
+    space.create_pool("policy", **POOL)
     secret = eventually(lambda: space.get(CHILDREN["secrets"], "policy-fence"), "the pool's Secret")
-    with FenceEngine(f"tcp://127.0.0.1:{operator.hub_port}", client_keys(secret), name) as engine:
-        yield engine
-
-
-def old_enough(space: Namespace, operator: OperatorProcess) -> None:
-    """Long enough that every boot there is may join what is asked for from now on: its age by the slowest clock that the lease's
-    margin allows for, and the read after it.
-    """
-    eventually(lambda: space.status("policy").get("engines", {}).get("total"), f"engines reported; log:\n{operator.tail()}")
-    time.sleep(1.2 * JOIN_SECONDS + 1.5)
-
-
-def test_old_boots_join_and_young_ones_say_what_they_wait_for(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
-    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
-        operator.wait_ready()
-        namespace.create_pool("policy", **POOL)
-        with boot(operator, namespace, "old") as old:
-            eventually(lambda: old.epoch == 0, "joined")
-            old_enough(namespace, operator)
-            with boot(operator, namespace, "young") as young:
-                eventually(lambda: young.epoch == 0, "joined")
-                namespace.bump("policy", 1)
-                eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
-                eventually(lambda: (old.epoch, young.epoch) == (1, 1), "both there")
-                assert (old.mode, young.mode) == (Mode.USE, Mode.BYPASS)
-                found = eventually(
-                    lambda: c if (c := condition(namespace.status("policy"), "WeightsConverged")).get("status") == "False" else None,
-                    f"said so; log:\n{operator.tail()}",
-                )
-                assert found["reason"] == "WeightsPending"
-                assert "weights of epoch 1: young" in found["message"]
-                assert '{"spec":{"resetEpoch":2}}' in found["message"]
-                assert condition(namespace.status("policy"), "Ready")["status"] == "True"
-                assert namespace.status("policy")["engines"]["bypassed"] == 1
-                eventually(lambda: operator.metric("epochkv_pool_weights_pending_engines") == 1, "metric")
-                old_enough(namespace, operator)
-                namespace.bump("policy", 2)
-                eventually(lambda: (young.epoch, young.mode) == (2, Mode.USE), f"joined; log:\n{operator.tail()}")
-                eventually(lambda: condition(namespace.status("policy"), "WeightsConverged").get("status") == "True", "said so")
-
-
-def test_a_boot_that_started_while_the_operator_was_frozen_over_a_raise_does_not_join(
-    plane: ControlPlane, namespace: Namespace, tmp_path: Path
-) -> None:
-    """When it thaws, the raise comes out of a socket's buffer and looks new; the boot has grown old enough meanwhile, with base
-    weights.
-    """
-    with OperatorProcess(plane, namespace.name, tmp_path, lease_duration_seconds=60) as operator:
-        operator.wait_ready()
-        namespace.create_pool("policy", **POOL)
-        with boot(operator, namespace, "old") as old:
-            eventually(lambda: old.epoch == 0, "joined")
-            old_enough(namespace, operator)
-            pid = operator.pid
-            operator.freeze()
-            namespace.bump("policy", 1)
-            with boot(operator, namespace, "young") as young:
-                time.sleep(1.2 * JOIN_SECONDS + 1.5)  # old enough, had the epoch been asked for only now
-                assert namespace.status("policy").get("targetEpoch") == 0, "the operator was frozen"
-                operator.thaw()
-                eventually(lambda: (old.epoch, young.epoch) == (1, 1), f"both there; log:\n{operator.tail()}")
-                eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
-                assert (old.mode, young.mode) == (Mode.USE, Mode.BYPASS)
-                assert operator.pid == pid
-                assert operator.process is not None
-                assert operator.process.poll() is None, "the very process that was frozen"
-                assert (1, Mode.USE) not in young.adopted
-
-
-def test_a_boot_that_started_while_the_watch_was_cut_off_does_not_join(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
-    """Everything about pools is held back, the Lease goes on: the watch that proves that watches live says nothing about this one."""
-    with FaultProxy(plane, tmp_path) as proxy:
-        with OperatorProcess(plane, namespace.name, tmp_path, kubeconfig=proxy.kubeconfig, lease_duration_seconds=60) as operator:
-            operator.wait_ready()
-            namespace.create_pool("policy", **POOL)
-            with boot(operator, namespace, "old") as old:
-                eventually(lambda: old.epoch == 0, "joined")
-                old_enough(namespace, operator)
-                proxy.hold_streams("/kvcachepools")
-                proxy.decide = lambda method, path: Fault(500) if "/kvcachepools" in path else None
-                namespace.bump("policy", 1)
-                with boot(operator, namespace, "young") as young:
-                    eventually(lambda: proxy.faults, f"reads fail meanwhile; log:\n{operator.tail()}")
-                    time.sleep(1.2 * JOIN_SECONDS + 1.5)
-                    assert namespace.status("policy").get("targetEpoch") == 0, "the raise was held back"
-                    assert proxy.held, "the watch had something to say"
-                    proxy.decide = lambda method, path: None
-                    proxy.release_streams()
-                    eventually(lambda: (old.epoch, young.epoch) == (1, 1), f"both there; log:\n{operator.tail()}", 60)
-                    assert (old.mode, young.mode) == (Mode.USE, Mode.BYPASS)
-
-
-def test_an_operator_that_starts_after_the_raise_lets_nobody_join_by_age(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
-        first = stack.enter_context(OperatorProcess(plane, namespace.name, tmp_path, lease_duration_seconds=TAKEOVER_SECONDS))
-        first.wait_ready()
-        namespace.create_pool("policy", **POOL)
-        engine = stack.enter_context(boot(first, namespace, "old"))
-        eventually(lambda: engine.epoch == 0, "joined")
-        old_enough(namespace, first)
-        first.kill()
-        namespace.bump("policy", 1)
-        port = first.hub_port
-        second = stack.enter_context(OperatorProcess(plane, namespace.name, tmp_path, hub_port=port))
-        second.wait_ready()
-        eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{second.tail()}", 60)
-        eventually(lambda: engine.epoch == 1, "there", 60)
-        assert engine.mode is Mode.BYPASS
-        # It did see the next one being asked for.
-        old_enough(namespace, second)
-        namespace.bump("policy", 2)
-        eventually(lambda: (engine.epoch, engine.mode) == (2, Mode.USE), f"joined; log:\n{second.tail()}")
+        keys, endpoint = client_keys(secret), f"tcp://127.0.0.1:{operator.hub_port}"
+        engines = [stack.enter_context(FenceEngine(endpoint, keys, f"engine-{number}")) for number in range(count)]
+        eventually(lambda: held(space) == {A.hex(): count}, f"all hold A; log:\n{operator.tail()}")
+        yield engines
 
 
-def test_fence_first_holds_every_engine_until_the_weights_are_said_to_be_ready(
+def held(space: Namespace) -> dict[str, int]:
+    """`status.weights`: engines by weights, in its order."""
+    return {group["id"]: group["engines"] for group in space.status("policy").get("weights") or []}
+
+
+def said(space: Namespace) -> tuple[str, str]:
+    found = condition(space.status("policy"), "WeightsConverged")
+    return found.get("status", ""), found.get("reason", "")
+
+
+def column(space: Namespace, plane: ControlPlane) -> str:
+    """What `kubectl get kvp` shows under WEIGHTS."""
+    command = [str(plane.kubectl), f"--kubeconfig={plane.kubeconfig}", "-n", space.name, "get", "kvp", "policy"]
+    head, row = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    return row[head.index("WEIGHTS") : head.index("STORES")].strip()
+
+
+@pytest.mark.timeout(300)
+def test_a_push_shows_and_one_that_misses_an_engine_is_named_after_a_minute(
     plane: ControlPlane, namespace: Namespace, tmp_path: Path
 ) -> None:
-    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
-        operator.wait_ready()
-        namespace.create_pool("policy", **POOL)
-        with boot(operator, namespace, "old") as old:
-            eventually(lambda: old.epoch == 0, "joined")
-            old_enough(namespace, operator)
-            namespace.patch_spec("policy", resetEpoch=1, weightsVersion="step-1")
-            eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
-            assert (old.epoch, old.mode) == (1, Mode.BYPASS)
-            held = eventually(
-                lambda: c if (c := condition(namespace.status("policy"), "WeightsConverged")).get("status") == "False" else None, "held"
-            )
-            assert held["reason"] == "WeightsPending"
-            patch = held["message"].split("-p ")[1].strip("'")
-            assert json.loads(patch) == {"spec": {"weightsReady": "step-1"}}
-            status = namespace.status("policy")
-            assert status["weightsVersion"] == "step-1"
-            assert status["reset"]["weightsVersion"] == "step-1"
-            with boot(operator, namespace, "young") as young:  # started in mid-push: with which weights, nobody knows
-                eventually(lambda: young.epoch == 1, "there")
-                namespace.patch_spec("policy", weightsReady="step-1")
-                eventually(lambda: old.mode is Mode.USE, f"joined; log:\n{operator.tail()}")
-                assert (young.epoch, young.mode) == (1, Mode.BYPASS)
-                assert namespace.status("policy")["epoch"] == 1, "no epoch was needed for it"
-            # The next one, named and ready at once: push under pause.
-            namespace.patch_spec("policy", resetEpoch=2, weightsVersion="step-2", weightsReady="step-2")
-            eventually(lambda: (old.epoch, old.mode) == (2, Mode.USE), f"joined; log:\n{operator.tail()}")
-            eventually(lambda: namespace.status("policy").get("weightsVersion") == "step-2", "named")
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator, fleet(operator, namespace, 3) as engines:
+        assert said(namespace) == ("True", "Converged")
+        assert column(namespace, plane) == "3f2a9c1e 3/3"
+        began = datetime.now(UTC).replace(microsecond=0)
+        for number, engine in enumerate(engines[:2]):
+            engine.push(B)
+            eventually(lambda n=number: held(namespace).get(B.hex()) == n + 1, f"shown; log:\n{operator.tail()}")
+        assert list(held(namespace).items()) == [(B.hex(), 2), (A.hex(), 1)], "the most first"
+        eventually(lambda: said(namespace) == ("True", "Updating"), f"told; log:\n{operator.tail()}")
+        since = datetime.fromisoformat(namespace.status("policy")["weights"][0]["since"])
+        assert began <= since <= datetime.now(UTC)
+        assert column(namespace, plane) == "77aa00ff 2/3"
+        assert namespace.events("Updating") == []
+        assert operator.metric("epochkv_pool_weights_diverged_engines") == 1
+
+        eventually(lambda: said(namespace) == ("False", "Diverged"), f"a push takes no longer; log:\n{operator.tail()}", PUSH_SECONDS + 30)
+        status = namespace.status("policy")
+        assert "engine-2 holds 3f2a9c1e instead of 77aa00ff" in condition(status, "WeightsConverged")["message"]
+        assert condition(status, "Ready")["status"] == "True", "everybody serves"
+        assert (status["targetEpoch"], status["epoch"]) == (0, 0), "and shares with those that hold the same"
+        eventually(lambda: namespace.events("Diverged"), "an Event")
+        before = namespace.versions()
+        time.sleep(4)
+        assert namespace.versions() == before, "engines that stay apart are not written about again and again"
+
+        engines[2].push(B)
+        eventually(lambda: held(namespace) == {B.hex(): 3}, f"shown; log:\n{operator.tail()}")
+        assert said(namespace) == ("True", "Converged")
+        assert datetime.fromisoformat(namespace.status("policy")["weights"][0]["since"]) == since, "a time is written once"
+
+
+def test_weights_that_nobody_can_tell_are_said_to_be_unknown(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator, fleet(operator, namespace, 2) as engines:
+        engines[1].push(None, "rank 1: no answer within 10 s")
+        eventually(lambda: said(namespace) == ("Unknown", "Unknown"), f"told; log:\n{operator.tail()}")
+        status = namespace.status("policy")
+        assert "share nothing: engine-1 (rank 1: no answer within 10 s)" in condition(status, "WeightsConverged")["message"]
+        assert {entry["name"]: entry.get("weights") for entry in status["externalEngines"]} == {"engine-0": "3f2a9c1e", "engine-1": None}
+        assert column(namespace, plane) == "3f2a9c1e 1/2"
+        assert condition(status, "Ready")["status"] == "True"
+        assert 'state="unknown"} 1.0' in operator.http("/metrics")[1]
+        engines[1].push(A)
+        eventually(lambda: said(namespace) == ("True", "Converged"), f"told; log:\n{operator.tail()}")
+
+
+def test_steady_weights_are_not_written_about_and_survive_the_operator(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    """Heartbeats tell ages every third of a lease; the status has times, written once, by whatever operator."""
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator, fleet(operator, namespace, 2) as engines:
+        engines[0].push(B)
+        eventually(lambda: said(namespace) == ("True", "Updating"), f"told; log:\n{operator.tail()}")
+        time.sleep(2)
+        before, writes = namespace.versions(), operator.metric("epochkv_operator_api_writes_total")
+        time.sleep(8)  # more than a lease
+        assert namespace.versions() == before
+        assert operator.metric("epochkv_operator_api_writes_total") == writes
+        told = namespace.status("policy")
+        assert operator.terminate() == 0
+        operator.start().wait_ready()
+        time.sleep(8)  # by then the new hub has heard from everybody, or counts him out
+        status = namespace.status("policy")
+        assert (status["weights"], status["weightsSummary"]) == (told["weights"], told["weightsSummary"])

@@ -70,9 +70,7 @@ def engine_manifest(name: str, pool: str | None) -> dict[str, Any]:
     manifest["spec"]["replicas"] = 1
     manifest["spec"]["template"]["metadata"] = {"labels": {"e2e": "true"}}
     manifest["spec"].pop("poolRef")
-    if pool is None:
-        manifest["spec"].pop("weightsSource")
-    else:
+    if pool is not None:
         manifest["spec"]["poolRef"] = {"name": pool}
     return manifest
 

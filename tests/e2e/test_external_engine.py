@@ -6,13 +6,14 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from epochkv_fence.client import Pool
-from hack.demo.journey import ENGINE, MODEL, NAMESPACE, POOL, make_prompts
+from hack.demo.journey import BASE_WEIGHTS, ENGINE, MODEL, NAMESPACE, NEW_WEIGHTS, POOL, make_prompts
 from hack.demo.kube import Kube, wait_until
 from hack.demo.setup import Setup
 from hack.standalone.engine import Engine
@@ -37,8 +38,8 @@ def external(kube: Kube) -> dict[str, Any] | None:
     return next((entry for entry in status(kube)["externalEngines"] if entry["name"].startswith(NAME)), None)
 
 
-def mode(kube: Kube) -> str | None:
-    return (external(kube) or {}).get("mode")
+def holds(kube: Kube) -> str | None:
+    return (external(kube) or {}).get("weights")
 
 
 def raise_epoch(kube: Kube) -> int:
@@ -50,31 +51,35 @@ def raise_epoch(kube: Kube) -> int:
 
 
 def test_it_joins_counts_and_leaves(setup: Setup, kube: Kube, tmp_path: Path) -> None:
-    weights = setup.models / "base"
     python = os.environ.get("EPOCHKV_PYTHON_ENGINE", sys.executable)
     ours = [*kube.engines(NAMESPACE, ENGINE, MODEL)]
     before = status(kube)["engines"]["total"]
-    raise_epoch(kube)  # at epoch 0 everybody has the base weights, and nobody has to wait for them
     with forwarded_hub(kube) as port, Pool.connect(connection_folder(kube, tmp_path, port)) as pool:
         path = tmp_path / "connection.json"
         connection = json.loads(path.read_text())
         # Only the hub is reached from outside the cluster, so this one has an L1 of its own and no L2.
-        joined = {key: connection[key] for key in ("pool", "hub", "weights_source")} | {"local": {"capacity_bytes": 64 << 20}}
+        joined = {key: connection[key] for key in ("pool", "hub")} | {"local": {"capacity_bytes": 64 << 20}}
         (tmp_path / "engine.json").write_text(json.dumps(joined))
         environ = {"EPOCHKV_CONFIG": str(tmp_path / "engine.json"), "EPOCHKV_ENGINE_NAME": NAME}
-        engine = Engine(NAME, weights, tmp_path, TRANSFER, environ=environ, python=python)
+        engine = Engine(NAME, setup.models / "base", tmp_path, TRANSFER, environ=environ, python=python)
+        for other in ours:
+            other.reload_weights(BASE_WEIGHTS)
         try:
             engine.wait_ready(500)
-            wait_until(lambda: mode(kube) == "Bypass", 60, lambda: f"not in bypass: {status(kube)}")
+            wait_until(lambda: holds(kube) is not None, 60, lambda: f"its weights are not known: {status(kube)}")
             assert status(kube)["engines"]["total"] == before + 1
 
-            with pool.weight_update("for-everybody", timeout_s=60):
-                for other in ours:
-                    other.reload_weights("/models/base")
-                engine.reload_weights(weights)
-            wait_until(lambda: mode(kube) == "Use", 60, lambda: f"not in use: {status(kube)}")
             (prompt,) = make_prompts(8001, 1)
-            assert [engine.complete(prompt).cached for _ in range(2)] == [0, 896]
+            assert [engine.complete(prompt).cached for _ in range(2)] == [0, 896]  # nobody has to let it in
+            with pool.weight_update(f"for-everybody-{time.time_ns()}", timeout_s=60) as update:
+                for other in ours:
+                    other.reload_weights(NEW_WEIGHTS)
+                engine.reload_weights(setup.models / "new")
+            assert update.report is not None
+            assert update.report.equal
+            pushed = {group.id[:8] for group in update.report.groups}
+            wait_until(lambda: holds(kube) in pushed, 60, lambda: f"not shown: {status(kube)}")
+            assert engine.complete(prompt).cached == 0, "KV of the weights before"
 
             epoch = raise_epoch(kube)
             assert engine.complete(prompt).cached == 0

@@ -1,7 +1,6 @@
-"""Both safe orders of push and reset on real engines in pods: with kubectl alone, and with the trainer client.
+"""Pushes into real engines in pods: one engine after the other while they serve and nobody is told, and around the trainer client.
 
-The engines answer while the weights are replaced in the one order that allows it; every answer is compared with that of an engine
-without any cache.
+Every answer is compared with that of an engine without any cache.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_fence.client import Pool
+from epochkv_fence.client import Pool, WeightsDiverged
 from hack.demo.journey import (
     ANSWER_TOKENS,
     BASE_WEIGHTS,
@@ -64,13 +63,19 @@ class Fleet:
             engine.reload_weights(weights)
         self.weights = weights
 
+    def column(self) -> str:
+        """WEIGHTS of `kubectl get kvp`."""
+        return str(self.pool()["status"].get("weightsSummary", ""))
+
+    def wait_column(self, ends: str) -> str:
+        """The column once it ends so."""
+        wait_until(lambda: self.column().endswith(ends), SECONDS, lambda: f"not {ends}: {self.pool()['status']}")
+        return self.column()
+
     def right(self, prompt: Prompt) -> tuple[int, ...]:
         answer = self.reference.complete(prompt, ANSWER_TOKENS)
         assert answer.cached == 0
         return answer.tokens
-
-    def bypassed(self) -> int:
-        return int(self.pool()["status"]["engines"]["bypassed"])
 
     def other_weights(self) -> str:
         return NEW_WEIGHTS if self.weights == BASE_WEIGHTS else BASE_WEIGHTS
@@ -96,7 +101,7 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def fleet(kube: Kube) -> Fleet:
-    """Base weights everywhere, and an epoch that says so: engines in use of it."""
+    """Base weights everywhere, and an epoch of their own."""
     engines = kube.engines(NAMESPACE, ENGINE, MODEL)
     references = kube.engines(NAMESPACE, REFERENCE, MODEL)
     assert len(engines) == 2
@@ -106,17 +111,18 @@ def fleet(kube: Kube) -> Fleet:
     epoch = made.next_epoch()
     made.patch(resetEpoch=epoch)
     made.wait_epoch(epoch)
-    wait_until(lambda: made.bypassed() == 0, SECONDS, lambda: f"engines stay in bypass: {made.pool()['status']}")
+    made.wait_column(" 2/2")
     return made
 
 
 @dataclass
 class Traffic:
-    """Prompts to every engine in turn, until it is stopped."""
+    """Prompts to every engine in turn, one at a time, until it is stopped."""
 
     fleet: Fleet
     prompts: list[Prompt]
-    answers: list[tuple[Prompt, Answer]] = field(default_factory=list)
+    answers: list[tuple[int, Prompt, Answer]] = field(default_factory=list)
+    """The number of the engine, what it was asked, what it said."""
     errors: list[Exception] = field(default_factory=list)
 
     @contextmanager
@@ -129,7 +135,7 @@ class Traffic:
                 engine = self.fleet.engines[number % 2]
                 prompt = self.prompts[number // 2 % len(self.prompts)]
                 try:
-                    self.answers.append((prompt, engine.complete(prompt, ANSWER_TOKENS)))
+                    self.answers.append((number % 2, prompt, engine.complete(prompt, ANSWER_TOKENS)))
                 except Exception as error:
                     self.errors.append(error)
                 number += 1
@@ -143,73 +149,74 @@ class Traffic:
             thread.join(SECONDS)
             assert not thread.is_alive()
 
+    def wait_more(self, count: int) -> int:
+        """After so many more answers, and how many there were before. The next one may have begun before this call."""
+        seen = len(self.answers)
+        wait_until(lambda: len(self.answers) >= seen + count, SECONDS, lambda: f"no {count} answers more: {self.errors}")
+        return seen
 
-def test_fence_first_with_kubectl(fleet: Fleet) -> None:
-    """Epoch and version together; the engines answer, without any reuse, while they get the weights; then `weightsReady`."""
+
+def test_one_engine_after_the_other_while_they_serve_and_nobody_is_told(fleet: Fleet) -> None:
     prompts = make_prompts(7001, 3)
     fleet.shares(prompts[0])
-    epoch, version = fleet.next_epoch(), f"fence-first-{time.time_ns()}"
-    old_right = {prompt: fleet.right(prompt) for prompt in prompts}
-
-    fleet.patch(resetEpoch=epoch, weightsVersion=version)
-    fleet.wait_epoch(epoch)
-    wait_until(lambda: fleet.bypassed() == 2, SECONDS, lambda: f"not in bypass: {fleet.pool()['status']}")
-    waiting = wait_condition(fleet.kube, "kvcachepools", POOL, "WeightsConverged", "False", SECONDS)
-    assert waiting["reason"] == "WeightsPending"
-    assert "weightsReady" in waiting["message"]
+    before, epoch = fleet.wait_column(" 2/2"), fleet.pool()["status"]["targetEpoch"]
+    old = {prompt: fleet.right(prompt) for prompt in prompts}
+    wanted = fleet.other_weights()
 
     traffic = Traffic(fleet, prompts)
     with traffic.flowing():
-        wait_until(lambda: len(traffic.answers) >= 4, SECONDS, lambda: "no answers before the push")
-        fleet.push(fleet.other_weights())
-        seen = len(traffic.answers)
-        wait_until(lambda: len(traffic.answers) >= seen + 6, SECONDS, lambda: "no answers after the push")
-        assert fleet.bypassed() == 2
+        traffic.wait_more(4)
+        fleet.engines[0].reload_weights(wanted)
+        apart = traffic.wait_more(8) + 2  # one was under way, and runs on with what it has
+        fleet.wait_column(" 1/2")
+        together = len(traffic.answers)
+        fleet.push(wanted)
+        after = traffic.wait_more(8) + 2
     assert traffic.errors == []
-    assert {answer.cached for _, answer in traffic.answers} == {0}
-    new_right = {prompt: fleet.right(prompt) for prompt in prompts}
-    assert all(old_right[prompt] != new_right[prompt] for prompt in prompts)
-    for prompt, answer in traffic.answers[:4]:
-        assert answer.tokens == old_right[prompt]
-    for prompt, answer in traffic.answers[seen + 2 :]:
-        assert answer.tokens == new_right[prompt]
-
-    fleet.patch(weightsReady=version)
+    new = {prompt: fleet.right(prompt) for prompt in prompts}
+    assert all(old[prompt] != new[prompt] for prompt in prompts)
+    for number, prompt, answer in traffic.answers[apart:together]:
+        assert answer.tokens == (old if number else new)[prompt]
+    for _, prompt, answer in traffic.answers[after:]:
+        assert answer.tokens == new[prompt]
+    assert fleet.wait_column(" 2/2") != before
     wait_condition(fleet.kube, "kvcachepools", POOL, "WeightsConverged", "True", SECONDS)
-    wait_until(lambda: fleet.bypassed() == 0, SECONDS, lambda: f"still in bypass: {fleet.pool()['status']}")
-    assert fleet.pool()["status"]["weightsVersion"] == version
-    assert fleet.pool()["status"]["epoch"] == epoch  # the same epoch: `weightsReady` resets nothing
-    fleet.shares(prompts[1])
+    assert fleet.pool()["status"]["targetEpoch"] == epoch
+    fleet.shares(make_prompts(7004, 1)[0])
 
 
-def test_push_under_pause_with_the_client(fleet: Fleet, tmp_path: Path) -> None:
-    """The client lists the engines, the trainer pushes, the client bumps and waits; no Kubernetes access is used."""
+def test_a_push_around_the_client_is_proved_and_labelled(fleet: Fleet, tmp_path: Path) -> None:
+    """The client waits for what the engines say that they hold; no Kubernetes access is used, and no epoch."""
     (prompt,) = make_prompts(7002, 1)
     fleet.shares(prompt)
     old = fleet.right(prompt)
-    version, before = f"under-pause-{time.time_ns()}", fleet.next_epoch()
+    label, epoch = f"step-{time.time_ns()}", fleet.pool()["status"]["targetEpoch"]
     with forwarded_hub(fleet.kube) as port, Pool.connect(connection_folder(fleet.kube, tmp_path, port)) as pool:
         for engine in fleet.engines:
             engine.request("POST", "/pause?mode=abort")
-        with pool.weight_update(version, timeout_s=60):
+        with pool.weight_update(label, timeout_s=60) as update:
             fleet.push(fleet.other_weights())
-        status = pool.status()
         for engine in fleet.engines:
             engine.request("POST", "/resume")
-    assert status.published == before
-    right = fleet.right(prompt)
-    assert right != old
-    first, second = (engine.complete(prompt, ANSWER_TOKENS) for engine in fleet.engines)
-    assert (first.tokens, second.tokens) == (right, right)
-    assert first.cached == 0
-    fleet.shares(make_prompts(7003, 1)[0])
+        assert update.report is not None
+        right = fleet.right(prompt)
+        assert right != old
+        first, second = (engine.complete(prompt, ANSWER_TOKENS) for engine in fleet.engines)
+        assert (first.tokens, second.tokens) == (right, right)
+        assert first.cached == 0
+        fleet.shares(make_prompts(7003, 1)[0])
+        wait_until(
+            lambda: (fleet.pool()["status"].get("weights") or [{}])[0].get("label") == label,
+            SECONDS,
+            lambda: f"not labelled: {fleet.pool()['status']}",
+        )
+        assert fleet.pool()["status"]["targetEpoch"] == epoch
 
-    wait_until(
-        lambda: fleet.pool()["status"].get("reset", {}).get("completionTime"), SECONDS, lambda: f"reset is open: {fleet.pool()['status']}"
-    )
-    reported = fleet.pool()["status"]
-    assert (reported["epoch"], reported["targetEpoch"], reported["weightsVersion"]) == (before, before, version)
-    assert reported["reset"]["origin"] == "Trainer"
+        missed = fleet.engines[1].name
+        with pytest.raises(WeightsDiverged, match=missed), pool.weight_update("half", timeout_s=5):
+            fleet.engines[0].reload_weights(fleet.other_weights())
+        fleet.engines[0].reload_weights(fleet.weights)
+        assert pool.wait_weights(timeout_s=60).groups[0].label == label
 
 
 def test_kubectl_below_the_clients_epoch_is_reported_and_not_applied(fleet: Fleet, tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from epochkv_fence import hub_events as ev
-from epochkv_fence.authority import PoolRecord, Term
-from tests.model.parts import Call, HubProcess, Violation
+from epochkv_fence.authority import PoolRecord, Term, merged_labels
+from tests.model.parts import Call, HubProcess
 
 if TYPE_CHECKING:
     from tests.model.world import World
@@ -96,26 +96,24 @@ class Authority:
         match call.kind:
             case "verify":
                 call.result = self._verified(call)
-                call.origin = world.store.readers()
             case "load":
                 call.result = old
                 if world.rules.stale_load and world.rng.random() < 0.5:
-                    call.result = PoolRecord(0, 0, old.granting, update=old.update)
+                    call.result = PoolRecord(0, 0, old.granting, labels=old.labels)
             case "record":
                 self._raise(call)
             case "publish":
                 if call.value > old.target:
                     call.result = None  # refused: the record was lost
                 elif call.value > old.published:
-                    if call.origin and world.store.found:
-                        raise Violation(f"W: {call.value} is published after a wipe that found {world.store.found} keys")
                     world.note(f"authority: published {call.value} (by h{call.process.index})")
                     world.count("published")
                     self._write(replace(old, published=call.value))
             case "note":
                 self._write(replace(old, granting=True))
-            case "note update":
-                self._write(replace(old, update=call.origin if call.origin.follows(old.update) else old.update))
+            case "label":
+                known = {} if world.rules.labels_replace else old.labels
+                self._write(replace(old, labels=merged_labels(known, call.origin)))
             case "wipe" | "sweep":
                 self._empty(call)
         if world.rng.random() < world.profile.ambush and not world.calm:
@@ -141,7 +139,7 @@ class Authority:
         if call.value > old.target:
             self.world.note(f"authority: target {call.value} (by h{call.process.index}: {call.origin})")
             self.world.count("recorded")
-            self._write(replace(old, target=call.value, origin=call.origin and call.origin.after(old.origin)))
+            self._write(replace(old, target=call.value, origin=call.origin))
         elif self.world.rules.record_lowers:
             self._write(replace(old, target=call.value))
 
@@ -154,7 +152,8 @@ class Authority:
         if world.rng.random() < world.profile.store_fails:
             call.result = None
             return
-        call.result = (world.store.wipe() if call.kind == "wipe" else world.store.sweep(),)
+        call.result = (world.store.empty(),)
+        world.count(f"{call.kind}s of the store")
         world.note(f"the store: {call.kind} for {call.value} removes {call.result[0]} keys")
 
     def answer(self, call: Call) -> None:
@@ -178,8 +177,8 @@ class Authority:
                 side.step(process, ev.Published(call.value))
             case "note":
                 side.step(process, ev.Noted())
-            case "note update":
-                side.step(process, ev.UpdateNoted(call.origin))
+            case "label":
+                side.step(process, ev.LabelsNoted(call.origin))
             case "wipe":
                 side.step(process, ev.Wiped(call.value, call.result[0], call.result[0] * 100))
             case "sweep":
@@ -202,8 +201,8 @@ class Authority:
                 side.step(process, ev.PublishFailed(call.value))
             case "note":
                 side.step(process, ev.NoteFailed())
-            case "note update":
-                side.step(process, ev.UpdateNoteFailed())
+            case "label":
+                side.step(process, ev.LabelsNoteFailed(call.origin))
             case "wipe":
                 side.step(process, ev.WipeFailed(call.value))
             case "sweep":

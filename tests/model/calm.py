@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from epochkv_fence.messages import Mode
-from epochkv_fence.versions import FAILED
-from tests.model.parts import RECLAIM_SECONDS, STAYS, Engine, HubProcess, Violation
+from tests.model.parts import GRACE, RECLAIM_SECONDS, STAYS, Engine, HubProcess, Violation, digest
 
 if TYPE_CHECKING:
     from tests.model.world import World
 
 SLACK = 2.0
 """For retries and the pace of rounds."""
-WIPE_SECONDS = 10.0
-"""A wipe is given up after this time."""
+STORE_SECONDS = 80.0
+"""A store that fails is wiped again and again for a minute, and then cleaned key by key."""
 STEP = 0.05
 STEADY_LEASES = 4
+TOLD_SECONDS = 0.5
 SETTLE_SECONDS = 3.0
 
 
@@ -40,6 +39,7 @@ class Calm:
         for engine in world.engines:
             if engine.leaving != STAYS:
                 world.engine_side.restart_one(engine.index)
+        world.pushes.end()
         for call in world.authority.calls:
             call.not_before = 0.0
         leaders = [process for process in world.hubs if process.term == world.authority.leader and process.hub.term == process.term]
@@ -48,11 +48,16 @@ class Calm:
         else:
             world.authority.elect(self.process)
         self._turn()
-        wanted = max(world.authority.record.target, world.spec.epoch, *(engine.agent.epoch or 0 for engine in world.engines))
+        wanted = max(world.authority.record.target, world.spec_epoch, *(engine.agent.epoch or 0 for engine in world.engines))
         world.note(f"faults end; engines {'deaf' if self.deaf else 'answer'}; h{self.process.index} leads, {wanted} is wanted")
         self._until_published(wanted, self.process)
         if thorough:
             self._until_sharing()
+            if rng.random() < 0.5:
+                self._reset_once_more()
+            self._until_told()
+            if rng.random() < 0.3:
+                self._one_sleeps()
             self._until_reclaimed()
             self._quiet()
 
@@ -62,70 +67,108 @@ class Calm:
         world = self.world
         world.hub_side.configure(process)
         limit = world.config.hold_seconds / min(world.rates) + SLACK
-        if world.config.reclaim == "RemoveAll" or world.profile.reconfigures:
-            limit += WIPE_SECONDS / min(world.rates)
-        start, failed = world.now, self._failed_epoch()
+        start = world.now
         while world.authority.record.published < wanted:
-            if self._failed_epoch() > failed:  # a trainer that pushed when faults ended is taken for dead: a reset of its own
-                start, failed = world.now, self._failed_epoch()
             if world.now > start + limit:
                 raise Violation(f"I4: {wanted} is not published {world.now - start:.2f} s after leadership and record")
             world.hub_side.watch(process)
-            world.hub_side.ask(False, process)
+            world.hub_side.ask(process)
             self._turn()
 
-    def _failed_epoch(self) -> int:
-        record = self.world.authority.record
-        failed = record.origin is not None and not record.origin.inherited and record.origin.weights_version.startswith(FAILED)
-        return record.target if failed else 0
-
     def _until_sharing(self) -> None:
-        """Weights that are never pushed: every engine uses the published epoch soon, unless it waits for another one."""
+        """Every engine uses the published epoch soon, unless its own reset waits for another one."""
         world = self.world
         patience = world.config.lease_seconds / min(world.rates) + SETTLE_SECONDS
-        if world.config.reclaim == "RemoveAll" or world.profile.reconfigures:  # a new leader may wipe once more
-            patience += WIPE_SECONDS / min(world.rates)
         limit = world.now + patience
         while True:
             if world.authority.record.target > world.authority.record.published:  # an engine asked for one more
                 self._until_published(world.authority.record.target, self.process)
                 limit = world.now + patience
-            if world.trainer.marked_epoch == world.authority.record.target and world.profile.pushed:
-                world.network.post(f"t{world.trainer.incarnation}", f"h{self.process.index}", world.trainer.repeated())
             late = [engine for engine in world.engines if not self._settled(engine)]
             if not late:
                 return
             if world.now > limit:
-                names = ", ".join(f"e{engine.index} ({engine.bound}, {engine.bound_mode.value})" for engine in late)
+                names = ", ".join(f"e{engine.index} ({engine.bound})" for engine in late)
                 raise Violation(f"I4: published {world.authority.record.published}, and without faults {names} is not in it")
             self._turn()
 
+    def _reset_once_more(self) -> None:
+        """A reset from its beginning to its end, so that what follows it is this hub's to do."""
+        world = self.world
+        world.checks.cascade_ended()
+        wipes = world.counts.get("wipes of the store", 0)
+        world.spec_epoch = world.authority.record.target + 1
+        self._until_published(world.spec_epoch, self.process)
+        self._until_sharing()
+        if world.config.reclaim == "RemoveAll":
+            self._until_wiped(wipes)
+
+    def _until_wiped(self, before: int) -> None:
+        """R: the store is wiped once for a published epoch, or it is given up and said."""
+        world, hub = self.world, self.process.hub
+        limit = world.now + STORE_SECONDS / min(world.rates)
+        while hub._wiper.open:
+            if world.now > limit:
+                raise Violation("R: the store is wiped without end")
+            self._turn()
+        wiped = world.counts.get("wipes of the store", 0) > before
+        if not wiped and not hub.snapshot(self.process.clock.read(world.now)).wipe_failed:
+            raise Violation("R: the store was not wiped after publication, and nobody says so")
+
     def _settled(self, engine: Engine) -> bool:
-        """In the published epoch, and in use of it if it may be: weights are never pushed, or a trainer listed this boot."""
-        world, record = self.world, self.world.authority.record
-        if not world.engine_side.live(engine) or engine.bound is None or engine.bound < record.published:
-            return False
-        trainer = world.trainer
-        if world.profile.pushed:
-            listed = trainer.marked_epoch == record.target and engine.agent.boot in trainer.listed
-            return engine.bound_mode is Mode.USE or not listed
-        return engine.bound_mode is Mode.USE and (world.profile.local == "private" or world.engine_side.shares(engine))
+        """In the published epoch, and in use of it."""
+        record = self.world.authority.record
+        return engine.bound is not None and engine.bound >= record.published and self.world.engine_side.shares(engine)
+
+    def _until_told(self) -> None:
+        """V: when a push reaches every engine, the hub shows that at once, not with the next heartbeats; and L."""
+        world = self.world
+        weights = world.newest_weights = world.newest_weights + 1
+        for engine in world.engines:
+            world.engine_side.hold(engine, weights)
+        end = world.now + TOLD_SECONDS
+        while world.now < end:
+            self._turn()
+        world.hub_side.watch(self.process)
+        shown = self.process.hub.snapshot(self.process.clock.read(world.now))
+        known = {view.boot: view.weights for view in shown.engines}
+        late = [engine for engine in world.engines if known.get(engine.agent.boot) != digest(weights)]
+        if late:
+            raise Violation(f"V: {TOLD_SECONDS} s after a push the leader does not know that it reached e{late[0].index}: {known}")
+        world.checks.labelled("the leader", shown.labels)
+
+    def _one_sleeps(self) -> None:
+        """While weights become nobody's, an engine cannot say what it holds; then it can, and nothing else changes."""
+        world = self.world
+        sleeper = world.engines[0]
+        weights = world.newest_weights
+        for engine in world.engines[1:]:
+            world.engine_side.hold(engine, weights)
+        world.engine_side.hold(sleeper, weights, "asleep")
+        end = world.now + 2 * GRACE / min(world.rates)
+        while world.now < end:
+            self._turn()
+        world.engine_side.hold(sleeper, weights)
 
     def _until_reclaimed(self) -> None:
-        """Keys of older epochs go away, also those that landed late."""
+        """R: keys of older epochs go away, and those of weights that nobody holds, also those that landed late."""
         world = self.world
-        if world.config.reclaim != "Delete":
+        if world.config.reclaim == "Retain":
             return
-        limit = world.now + 10 * RECLAIM_SECONDS / min(world.rates)
-        while world.store.puts or world.store.older(world.authority.record.published):
+        held = {digest(engine.weights) for engine in world.engines}
+        seconds = 2 * GRACE + 10 * RECLAIM_SECONDS + (STORE_SECONDS if world.profile.store_fails else 0.0)
+        limit = world.now + seconds / min(world.rates)
+        while world.store.puts or world.store.garbage(world.authority.record.published, held):
             if world.now > limit:
-                raise Violation(f"R: keys of older epochs stay: {world.store.older(world.authority.record.published)}")
+                published = world.authority.record.published
+                garbage = world.store.garbage(published, held)
+                raise Violation(f"R: published {published}, and keys that nobody finds stay: epoch, weights, block {garbage}")
             self._turn()
 
     def _quiet(self) -> None:
         """I5: one heartbeat per engine and third of a lease, one grant for it, one read for all; nothing else."""
         world = self.world
-        for _ in range(int(2 * world.config.lease_seconds / STEP)):  # what the end of the faults set off
+        for _ in range(int((GRACE + 2 * world.config.lease_seconds) / min(world.rates) / STEP)):  # what the end of the faults set off
             self._turn()
         self._until_published(world.authority.record.target, self.process)
         for _ in range(int(world.config.lease_seconds / STEP)):
@@ -143,9 +186,11 @@ class Calm:
             if engine.beats - sent > most:
                 raise Violation(f"I5: e{engine.index} sent {engine.beats - sent} heartbeats in {STEADY_LEASES} leases")
         grew = {key: world.counts[key] - before.get(key, 0) for key in world.counts}
-        reclaims = seconds / RECLAIM_SECONDS * max(world.rates) + 2
         for what, most in (
-            ("hub messages", sum(allowed) + reclaims),
+            ("hub messages", sum(allowed)),
+            ("reclaims", 0),
+            ("wipes of the store", 0),
+            ("sweeps of the store", 0),
             ("leadership reads", sum(allowed)),
             ("agent ticks", sum(allowed)),
             ("recorded", 0),
@@ -185,5 +230,5 @@ class Calm:
                     break
                 self.world.engine_side.drive(engine)
             engine.lookup = None
-            if engine.loads and not engine.paused:
+            if engine.loads:
                 self.world.engine_side.serve_one(engine)

@@ -1,17 +1,21 @@
 """The invariants of the design page "fence", against the *authority's* record and each engine's own clock.
 
-Never against what a hub believes. I1 and I2 are also checked where KV is used (`engines`), W and R where the store is
-emptied (`store`, `hubs`, `engines`), I4 and I5 when the faults are over (`calm`).
+Never against what a hub believes. I1 and I2 are also checked where KV is used (`engines`, `store`), R and V where a hub acts or
+shows something (`hubs`), I4 and I5 when the faults are over (`calm`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tests.model.parts import Violation
+from tests.model.parts import Engine, Violation
 
 if TYPE_CHECKING:
     from tests.model.world import World
+
+CERTAIN_LABELS = 8
+"""Of the newest labels that were answered; older ones may have had to go, as repetitions of others came late."""
 
 
 class Checks:
@@ -20,11 +24,13 @@ class Checks:
     def __init__(self, world: World) -> None:
         self.world = world
         self.record_target = self.record_published = 0
-        self.epoch_weights: dict[int, int] = {}
         self.cascade: int | None = None
         self.published = 0  # highest ever, also before a restore
         self.recorded = 0
-        self.base_is_void = False  # the record went back to epoch 0, in which every engine counts as having base weights
+        self.promised = 0  # a trainer was told that nobody uses a lower epoch
+        self.forgotten = float("-inf")  # and that nothing made before is used
+        self.asked_labels: dict[bytes, set[str]] = {}
+        self.labels: dict[bytes, None] = {}  # answered, the newest last
 
     def step(self) -> None:
         """I1, I2, I3 as they stand now."""
@@ -32,6 +38,7 @@ class Checks:
         record, now = world.authority.record, world.now
         published, target = record.published, record.target
         self.recorded = max(self.recorded, target)
+        lowest = max(published, self.promised)
         for engine in world.engines:
             agent = engine.agent
             epoch = agent.epoch
@@ -44,10 +51,8 @@ class Checks:
             bound, clock = engine.bound, engine.clock
             if bound is None or clock.offset + now * clock.rate >= agent.lease_until:
                 continue
-            if bound < published:
-                raise Violation(f"I2: published {published}, e{engine.index} may use epoch {bound}")
-            if not engine.paused and world.engine_side.shares(engine):
-                self._weights(engine.index, bound, engine.weights)
+            if bound < lowest:
+                raise Violation(f"I2: {self.why(bound)}, e{engine.index} may use epoch {bound}")
         if target < self.record_target or published < self.record_published or published > target:
             before = f"target {self.record_target}, published {self.record_published}"
             raise Violation(f"I3: the record went from {before} to target {target}, published {published}")
@@ -61,18 +66,52 @@ class Checks:
         if self.cascade is not None and target > self.cascade + 1:
             raise Violation(f"I3: engines that reset together at epoch {self.cascade} raised the target to {target}")
 
-    def _weights(self, index: int, epoch: int, weights: int) -> None:
-        if epoch == 0 and self.base_is_void:
-            return
-        first = self.epoch_weights.setdefault(epoch, weights)
-        if weights != first:
-            raise Violation(f"I1: e{index} has weights {weights} and shares epoch {epoch}, which was first used with weights {first}")
+    def why(self, epoch: int) -> str:
+        """Who says that nobody uses this epoch any more."""
+        published = self.world.authority.record.published
+        return f"published {published}" if epoch < published else f"a trainer counts on {self.promised}"
+
+    def use(self, engine: Engine, epoch: int, made_at: float, where: str) -> None:
+        """An engine uses a block of KV, which was made now or before."""
+        if epoch < max(self.world.authority.record.published, self.promised):
+            raise Violation(f"I2: {self.why(epoch)}, and e{engine.index} uses a block of epoch {epoch} from {where}")
+        if made_at < self.forgotten:
+            raise Violation(f"I1: e{engine.index} uses a block of epoch {epoch} from {where}, made before a reset that is done")
+        if epoch <= engine.cleared:
+            raise Violation(f"I1: e{engine.index} uses a block of epoch {epoch} from {where}; its caches were reset at {engine.cleared}")
+
+    # ------------------------------------------------------------------ what somebody was told
+
+    def reset_is_done(self, epoch: int, called_at: float) -> None:
+        """A reset has returned: nobody uses older epochs, nor what was made before it was called for."""
+        self.promised = max(self.promised, epoch)
+        if not self.world.counts.get("restores"):
+            self.forgotten = max(self.forgotten, called_at)
+
+    def label_asked(self, weights: bytes, label: str) -> None:
+        """From now on it may come, again and again."""
+        self.asked_labels.setdefault(weights, set()).add(label)
+
+    def label_answered(self, weights: bytes) -> None:
+        """L: what is answered is on record."""
+        self.labels.pop(weights, None)
+        self.labels[weights] = None
+        self.labelled("the record", self.world.authority.record.labels)
+
+    def labelled(self, who: str, labels: Mapping[bytes, str]) -> None:
+        """L: whoever has to know what weights are called does."""
+        for weights in list(self.labels)[-CERTAIN_LABELS:]:
+            asked = self.asked_labels[weights]
+            if labels.get(weights) not in asked:
+                raise Violation(f"L: {who} has {labels.get(weights)!r} for weights {weights.hex()[-4:]}, called {asked}")
+
+    # ------------------------------------------------------------------ restores, and engines that reset together
 
     def restored(self) -> None:
-        """An older record came back from a backup: what it says counts from here. Epoch 0 is the one that it cannot protect:
-        nothing tells a hub that weights were pushed since, until somebody reports or asks for a later epoch."""
-        self.record_target = self.record_published = 0
-        self.base_is_void = self.base_is_void or self.world.authority.record.target == 0
+        """An older record came back from a backup: what it says counts from here, and what was promised before is void."""
+        self.record_target = self.record_published = self.promised = 0
+        self.forgotten = float("-inf")
+        self.labels.clear()
 
     def cascade_began(self, target: int) -> None:
         """Every engine was reset alone at this epoch, all at once: one raise is enough for all of them."""

@@ -1,8 +1,8 @@
 """Engines: the production `Agent`, what its driver does around it, and a small model of the data path.
 
-A block of KV is (epoch, block) made with some weights. An engine that may share computes blocks under its epoch's name,
-keeps them (L1), saves them to the store (L2), and reuses what it finds under that name in either; what it finds must have
-been made with the weights it has.
+A block of KV is named by epoch and weights. An engine that may share computes blocks under the names of its epoch and of the
+weights it holds, keeps them (L1), saves them to the store (L2), and uses what it finds under these names in either. How names
+follow the weights is tested elsewhere: here they always do.
 """
 
 from __future__ import annotations
@@ -10,22 +10,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from epochkv_fence import agent as ag
-from epochkv_fence.messages import Grant, Heartbeat, Message, Mode, Reclaimed
-from tests.model.parts import START, STAYS, STORE_LEASE, WANTS_TO_LEAVE, Engine, Load, Lookup, Violation
+from epochkv_fence.messages import Heartbeat, Message, Reclaimed
+from tests.model.parts import STAYS, STORE_LEASE, WANTS_TO_LEAVE, Engine, Load, Lookup, Violation, digest
 
 if TYPE_CHECKING:
     from tests.model.world import World
 
 BLOCKS = 3
-ALONE = -1
-"""The name of blocks that no epoch names; only a mutant finds them again."""
+AT_ONCE = (1, 2, None)
+"""Keys that an engine removes before it answers."""
 
 
 class Bound(NamedTuple):
     """The new root is bound; the agent does not know yet."""
 
     epoch: int
-    mode: Mode
 
 
 class Repropose(NamedTuple):
@@ -34,20 +33,31 @@ class Repropose(NamedTuple):
     epoch: int
 
 
+class Removal(NamedTuple):
+    """Of keys, by an engine that was asked for it."""
+
+    ends: float
+    index: int
+    boot: bytes
+    below: int
+    keep: tuple[bytes, ...]
+
+
 class EngineSide:
     """All engines' drivers and schedulers."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.boots = 0
-        self.reclaims: list[tuple[float, int, bytes, int]] = []
+        self.removals: list[Removal] = []
 
     def make(self, index: int) -> Engine:
-        """A new boot, with base weights."""
+        """A new boot, with the weights that it finds: the first ones, or the newest."""
         world = self.world
         self.boots += 1
         agent = world.rules.agent(self.boots.to_bytes(16, "big"))
-        engine = Engine(index, world.clock(), agent, world.now, knows_loading=not (world.profile.blind_loads and world.rng.random() < 0.5))
+        engine = Engine(index, world.clock(), agent, world.now, fingerprint=f"f{index % world.profile.fingerprints}")
+        engine.weights = world.rng.choice([1, world.newest_weights])
         engine.queue += agent.step(ag.Started(), engine.clock.read(world.now))
         return engine
 
@@ -82,6 +92,19 @@ class EngineSide:
         world.count("engine restarts")
         world.engines[index] = self.make(index)
 
+    # ------------------------------------------------------------------ weights
+
+    def hold(self, engine: Engine, weights: int, note: str = "") -> None:
+        """Its ranks hold these now, and it can say so unless there is a note; outside `schedule()`."""
+        if (engine.weights, engine.note) == (weights, note):
+            return
+        world = self.world
+        world.note(f"e{engine.index} holds weights {weights} {note}")
+        engine.weights, engine.note = weights, note
+        for load in engine.loads:
+            load.poisoned = True
+        self.step(engine, ag.Poked())
+
     # ------------------------------------------------------------------ agent and driver
 
     def step(self, engine: Engine, event: ag.Event) -> None:
@@ -90,12 +113,9 @@ class EngineSide:
 
     def receive(self, engine: Engine, message: Message) -> None:
         """A message for its agent."""
-        before = engine.bound
-        engine.queue += engine.agent.step(ag.Received(message), engine.clock.read(self.world.now))
-        if isinstance(message, Grant) and any(isinstance(action, ag.Adopt) for action in engine.queue):
-            if message.epoch == before and message.seq < engine.mode_seq:
-                raise Violation(f"I3: e{engine.index} takes its mode from a grant for an older heartbeat")
-            engine.adopting_seq = message.seq
+        self.step(engine, ag.Received(message))
+        if engine.bound is not None and engine.bound == engine.agent.epoch:
+            self._resolve_floor(engine, engine.bound)
 
     def turn(self) -> bool:
         """One engine's agent thread goes on; False: none has anything to do."""
@@ -132,37 +152,43 @@ class EngineSide:
         match action:
             case ag.Beat():
                 self._beat(engine, action)
-            case ag.Adopt(epoch, mode):
-                self._adopt(engine, action, epoch, mode)
-            case Bound(epoch, mode):
-                engine.queue[:0] = engine.agent.step(ag.Adopted(epoch, mode), engine.clock.read(world.now))
+            case ag.Adopt(epoch):
+                self._adopt(engine, action, epoch)
+            case Bound(epoch):
+                engine.queue[:0] = engine.agent.step(ag.Adopted(epoch), engine.clock.read(world.now))
+                self._resolve_floor(engine, epoch)
             case Repropose(epoch):
-                engine.queue[:0] = engine.agent.step(ag.Proposed(epoch, engine.reset_moment), engine.clock.read(world.now))
+                engine.queue[:0] = engine.agent.step(ag.Proposed(epoch), engine.clock.read(world.now))
             case ag.Settle():
                 engine.settling = True
             case ag.Send(message):
                 world.count("proposals")
-                for hub in (0, 1):
-                    world.network.post(f"e{engine.index}", f"h{hub}", message)
-            case ag.RemoveOld(below):
-                if below > world.checks.published:
-                    raise Violation(f"R: e{engine.index} is to remove keys below {below}; published is {world.checks.published}")
-                self.reclaims.append((world.now + world.rng.choice([0.0, 0.5, 3.0]), engine.index, engine.agent.boot, below))
+                self._tell(engine, message)
+            case ag.RemoveOld(below, keep):
+                self._begin_removal(engine, below, tuple(keep))
             case ag.HubRefused(error):
                 raise Violation(f"a hub refused a message: {error}")
 
-    def _beat(self, engine: Engine, beat: ag.Beat) -> None:
-        world = self.world
-        engine.beats += 1
-        engine.said[beat.seq] = (beat.epoch, beat.mode)
-        engine.sent[beat.seq] = engine.clock.read(world.now)
-        loading = len(engine.open_loads(world.now)) if engine.knows_loading else None
-        age = (world.now - engine.born) * engine.clock.rate
-        message = Heartbeat(engine.agent.boot, beat.seq, beat.epoch, beat.mode, boot_age_seconds=age, loading=loading)
-        for hub in (0, 1):  # both hear it: which of them leads is theirs to find out
-            world.network.post(f"e{engine.index}", f"h{hub}", message)
+    def _tell(self, engine: Engine, message: Message) -> None:
+        """Both hubs hear it: which of them leads is theirs to find out."""
+        for hub in (0, 1):
+            self.world.network.post(f"e{engine.index}", f"h{hub}", message)
 
-    def _adopt(self, engine: Engine, action: ag.Adopt, epoch: int, mode: Mode) -> None:
+    def _beat(self, engine: Engine, beat: ag.Beat) -> None:
+        engine.beats += 1
+        message = Heartbeat(
+            engine.agent.boot,
+            beat.seq,
+            beat.epoch,
+            boot_age_seconds=(self.world.now - engine.born) * engine.clock.rate,
+            fingerprint=engine.fingerprint,
+            private=engine.private_at is not None and engine.private_at == engine.bound,
+            weights=None if engine.note else digest(engine.weights),
+            weights_note=engine.note,
+        )
+        self._tell(engine, message)
+
+    def _adopt(self, engine: Engine, action: ag.Adopt, epoch: int) -> None:
         world, rng = self.world, self.world.rng
         luck = rng.random()
         if luck < 0.25 and not world.calm:
@@ -171,28 +197,38 @@ class EngineSide:
         elif luck < 0.3 and not world.calm:
             engine.queue[:0] = engine.agent.step(ag.AdoptFailed(), engine.clock.read(world.now))
         else:
-            world.note(f"e{engine.index} adopts {epoch} {mode.value}")
-            engine.bound, engine.bound_mode, engine.mode_seq = epoch, mode, engine.adopting_seq
-            if engine.floor_unknown:
-                engine.private_at, engine.floor_unknown = epoch, False
-                if world.profile.local == "propose":
-                    engine.queue.insert(0, Repropose(epoch + 1))  # type: ignore[arg-type]
+            world.note(f"e{engine.index} adopts {epoch}")
+            engine.bound = epoch
             if not world.rules.loads_never_poisoned:
                 for load in engine.loads:
                     load.poisoned = True
-            engine.queue.insert(0, Bound(epoch, mode))  # type: ignore[arg-type]
+            engine.queue.insert(0, Bound(epoch))  # type: ignore[arg-type]
+
+    def _resolve_floor(self, engine: Engine, epoch: int) -> None:
+        """With a lease of `epoch` it is known that no later one was published when its caches were reset."""
+        if engine.floor_unknown and self.live(engine):
+            engine.private_at, engine.floor_unknown = epoch, False
+            engine.queue.insert(0, Repropose(epoch + 1))  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------ keys that are removed
+
+    def _begin_removal(self, engine: Engine, below: int, keep: tuple[bytes, ...]) -> None:
+        world = self.world
+        if below > world.checks.published:
+            raise Violation(f"R: e{engine.index} is to remove keys below {below}; published is {world.checks.published}")
+        world.count("sweeps" if keep else "removals")
+        self.removals.append(Removal(world.now + world.rng.choice([0.0, 0.5, 3.0]), engine.index, engine.agent.boot, below, keep))
 
     def reclaim(self) -> None:
         """Removals that engines were asked for end, and are reported."""
         world = self.world
-        due = [entry for entry in self.reclaims if entry[0] <= world.now]
-        for entry in due:
-            self.reclaims.remove(entry)
-            _, index, boot, below = entry
-            if world.engines[index].agent.boot == boot:
-                removed = world.store.delete(below)
-                for hub in (0, 1):
-                    world.network.post(f"e{index}", f"h{hub}", Reclaimed(boot, below, removed, removed * 100))
+        due = [removal for removal in self.removals if removal.ends <= world.now]
+        for removal in due:
+            self.removals.remove(removal)
+            engine = world.engines[removal.index]
+            if engine.agent.boot == removal.boot:
+                removed = world.store.delete(removal.below, removal.keep, world.rng.choice(AT_ONCE))
+                self._tell(engine, Reclaimed(removal.boot, removal.below, removed, removed * 100))
 
     # ------------------------------------------------------------------ sharing
 
@@ -202,31 +238,33 @@ class EngineSide:
 
     def shares(self, engine: Engine) -> bool:
         """Whether it uses the pool's caches."""
-        if engine.bound is None or engine.bound_mode is not Mode.USE or engine.floor_unknown or not self.live(engine):
+        if engine.bound is None or engine.note or engine.floor_unknown:
+            return False
+        if not self.live(engine) and not self.world.rules.serves_without_lease:
             return False
         return engine.private_at is None or engine.bound > engine.private_at
 
     def local_reset(self, engine: Engine) -> None:
-        """Somebody called vLLM's own reset on this engine alone."""
+        """Somebody called vLLM's own reset on this engine alone: it leaves its names and asks for others."""
         world = self.world
-        if engine.bound is None or not self.live(engine):
+        world.note(f"e{engine.index}: its caches are reset")
+        engine.cleared = max(engine.cleared, engine.bound or 0, world.authority.record.published)
+        if not self.live(engine):
             engine.floor_unknown = not world.rules.local_reset_without_floor
-            engine.reset_moment = engine.agent.moment
-        used = engine.bound is not None and engine.bound in engine.used
-        if engine.bound is not None and (used or not world.rules.local_reset_keeps_unused):
+        if engine.bound is not None and not world.rules.local_reset_keeps_root:
             engine.private_at = engine.bound
         engine.blocks.clear()
         for load in engine.loads:
             load.poisoned = True
-        if world.profile.local == "propose" and engine.agent.epoch is not None:
-            self.step(engine, ag.Proposed(engine.agent.epoch + 1, engine.agent.moment))
+        if engine.agent.epoch is not None:
+            self.step(engine, ag.Proposed(engine.agent.epoch + 1))
 
     # ------------------------------------------------------------------ scheduler
 
     def serve(self) -> bool:
         """One engine's scheduler makes a step; False: none runs."""
         world = self.world
-        able = [engine for engine in world.engines if world.now >= engine.frozen_until and not engine.paused]
+        able = [engine for engine in world.engines if world.now >= engine.frozen_until]
         if able:
             self.serve_one(world.rng.choice(able))
         return bool(able)
@@ -240,33 +278,25 @@ class EngineSide:
                 self._admit(engine, engine.lookup)
             return
         if not self.shares(engine):
-            self._serve_alone(engine)
+            if world.rules.saves_under_old_pins and engine.bound is not None:
+                world.store.put(engine.index, engine.bound, engine.weights, 0)
             return
         assert engine.bound is not None
-        epoch, block = engine.bound, rng.randrange(BLOCKS)
-        engine.used.add(epoch)
-        found = engine.blocks.get((epoch, block))
+        key = (engine.bound, engine.weights, rng.randrange(BLOCKS))
+        found = engine.blocks.get(key)
         kind = rng.random()
         if kind < 0.2:
-            engine.lookup = Lookup(epoch, engine.agent.view.lease_until)
+            engine.lookup = Lookup(engine.bound, engine.agent.view.lease_until)
         elif found is not None and kind < 0.6:
-            self._reuse(engine, epoch, found, "its own cache")
-        elif (epoch, block) in world.store.keys:
+            self._reuse(engine, engine.bound, found, "its own cache")
+        elif key in world.store.keys:
             ends = world.now + rng.choice([0.0, 0.3, 2.0, 7.0] if world.profile.busy_store else [0.0, 0.1])
-            engine.loads.append(Load(epoch, block, world.store.keys[epoch, block], ends, min(ends, world.now + STORE_LEASE)))
+            engine.loads.append(Load(*key, world.store.keys[key], ends, min(ends, world.now + STORE_LEASE)))
         else:
-            engine.blocks[epoch, block] = engine.weights
-            world.store.put(epoch, block, engine.weights)
+            world.checks.use(engine, engine.bound, world.now, "its own computation")
+            engine.blocks[key] = world.now
+            world.store.put(engine.index, *key)
             world.count("blocks computed")
-
-    def _serve_alone(self, engine: Engine) -> None:
-        """In bypass a request computes for itself, and nobody finds what it computed."""
-        world = self.world
-        if world.rules.bypass_shares:
-            found = engine.blocks.setdefault((ALONE, 0), engine.weights)
-            self._reuse(engine, ALONE, found, "its own cache, in bypass")
-        if world.rules.saves_under_old_pins and engine.bound is not None:
-            world.store.put(engine.bound, 0, engine.weights)
 
     def _finish_loads(self, engine: Engine) -> None:
         world = self.world
@@ -277,24 +307,16 @@ class EngineSide:
                 continue
             if not self.shares(engine) and not world.rules.lease_unchecked_after_load:
                 continue
-            if load.foreign:
-                raise Violation(f"W: e{engine.index} uses what it read from the store while that was wiped")
-            self._reuse(engine, load.epoch, load.weights, "the store")
-            engine.blocks[load.epoch, load.block] = load.weights
+            self._reuse(engine, load.epoch, load.made_at, "the store")
+            engine.blocks[load.epoch, load.weights, load.block] = load.made_at
 
     def _admit(self, engine: Engine, lookup: Lookup) -> None:
         engine.lookup = None
+        checks = self.world.checks
         published = self.world.authority.record.published
-        if lookup.epoch < published and engine.clock.read(self.world.now) < lookup.lease_until:
-            raise Violation(f"I2: published {published}, and e{engine.index} admits a request that found epoch {lookup.epoch}")
+        if lookup.epoch < max(published, checks.promised) and engine.clock.read(self.world.now) < lookup.lease_until:
+            raise Violation(f"I2: {checks.why(lookup.epoch)}, and e{engine.index} admits a request that found epoch {lookup.epoch}")
 
-    def _reuse(self, engine: Engine, epoch: int, weights: int, where: str) -> None:
-        world = self.world
-        world.count("blocks reused")
-        if epoch != ALONE and epoch < world.authority.record.published:
-            raise Violation(f"I2: published {world.authority.record.published}, and e{engine.index} reuses a block of epoch {epoch}")
-        if weights != engine.weights and not (epoch == 0 and world.checks.base_is_void):
-            raise Violation(
-                f"I1: e{engine.index} has weights {engine.weights} and reuses a block of epoch {epoch} "
-                f"made with weights {weights}, from {where} ({world.now - START:.2f})"
-            )
+    def _reuse(self, engine: Engine, epoch: int, made_at: float, where: str) -> None:
+        self.world.count("blocks reused")
+        self.world.checks.use(engine, epoch, made_at, where)

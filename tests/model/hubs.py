@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from epochkv_fence import hub_events as ev
 from epochkv_fence.authority import Origin, Term
-from epochkv_fence.messages import Error, Grant, Mode, Refusal, Source
+from epochkv_fence.messages import MAX_LABELS, Error, Heartbeat, Leave, Message, Reclaim, Refusal, Source, Status
 from tests.model.parts import Call, HubProcess, Violation
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 SPLIT = 0.2
 """How often the actions of a step are not done at once."""
+LOOK_EVERY = 8
+"""Steps of a hub from one look at what it shows to the next."""
 
 
 class HubSide:
@@ -24,13 +26,10 @@ class HubSide:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.instances = 0
 
     def make(self, index: int, incarnation: int = 0) -> HubProcess:
         """A new process, with the configuration of the pool as it is now."""
-        self.instances += 1
-        hub = self.world.rules.hub(self.world.config, self.instances.to_bytes(8, "big"))
-        return HubProcess(index, self.world.clock(), hub, f"hub{index}.{incarnation}", incarnation)
+        return HubProcess(index, self.world.clock(), self.world.rules.hub(self.world.config), f"hub{index}.{incarnation}", incarnation)
 
     def restart(self) -> None:
         """A process dies; another one takes its place."""
@@ -46,17 +45,61 @@ class HubSide:
 
     # ------------------------------------------------------------------ steps and actions
 
-    def step(self, process: HubProcess, event: ev.Event, readers: str | None = None) -> None:
-        """One event; its actions follow, now or one by one."""
+    def hear(self, process: HubProcess, peer: bytes, message: Message) -> None:
+        """A message comes."""
+        now, new = process.clock.read(self.world.now), False
+        if isinstance(message, Heartbeat):
+            new = process.told.hear(message, message.boot in process.hub._boots, now)
+        elif isinstance(message, Leave):
+            process.told.leave(message.boot)
+        self.step(process, ev.Heard(peer, message), new_weights=new)
+
+    def step(self, process: HubProcess, event: ev.Event, *, new_weights: bool = False) -> None:
+        """One event; its actions follow, now or one by one. `new_weights`: it tells what an engine did not say before."""
         world = self.world
-        actions = process.hub.step(event, process.clock.read(world.now))
-        if any(isinstance(action, ev.Wipe) for action in actions):
-            found = readers if isinstance(event, ev.RoundVerified) else world.store.readers()
-            if found:
-                raise Violation(f"W: a wipe is decided by h{process.index} while {found}")
+        now = process.clock.read(world.now)
+        if isinstance(event, ev.Acquired):
+            process.told.led_at = now
+        actions = process.hub.step(event, now)
+        self._look(process, actions, now, new_weights=new_weights)
+        if isinstance(event, ev.Observed) and process.hub.term is not None:
+            shown = process.hub.snapshot(now).labels
+            if len(shown) < MAX_LABELS and not set(event.record.labels) <= set(shown):
+                raise Violation(f"L: h{process.index} sees labels {event.record.labels} on record and shows {shown}")
         process.queue += actions
         if actions and (world.calm or world.rng.random() >= SPLIT):
             self._drain(process)
+
+    def _look(self, process: HubProcess, actions: list[ev.Action], now: float, *, new_weights: bool) -> None:
+        """V, R and L of what a hub shows and asks for, compared with what it was told."""
+        hub, told, who = process.hub, process.told, f"h{process.index}"
+        told.compare(hub, now)
+        if new_weights and not any(isinstance(action, ev.Changed) for action in actions):
+            raise Violation(f"V: {who} hears of other weights and does not say that something has changed")
+        for action in actions:
+            if isinstance(action, ev.Wipe) and action.epoch > self.world.checks.published:
+                raise Violation(f"R: {who} has the store wiped for {action.epoch}; published is {self.world.checks.published}")
+            if not isinstance(action, ev.Send):
+                continue
+            if isinstance(action.message, Reclaim) and (wrong := told.wrong_sweep(hub, action.message, now)):
+                raise Violation(f"R: {who} has keys removed, and {wrong}")
+            if isinstance(action.message, Status) and (
+                wrong := told.wrong_status(hub, action.message, now) or self._missed(process, action.message)
+            ):
+                raise Violation(f"V: {who} answers a trainer, and {wrong}")
+        process.steps += 1
+        if hub.term is not None and (new_weights or process.steps % LOOK_EVERY == 0):
+            wrong = told.wrong_view(hub, hub.snapshot(now), now)
+            if wrong:
+                raise Violation(f"V: {who}: {wrong}")
+
+    def _missed(self, process: HubProcess, page: Status) -> str:
+        """Which engine with a lease the one that leads does not know, and does not say that there may be some."""
+        world = self.world
+        if page.settling_seconds > 0 or process.term != world.authority.leader:
+            return ""
+        missed = [engine for engine in world.engines if world.engine_side.live(engine) and engine.agent.boot not in process.hub._boots]
+        return f"does not know e{missed[0].index}, which has a lease" if missed else ""
 
     def _drain(self, process: HubProcess) -> None:
         while process.queue:
@@ -68,40 +111,24 @@ class HubSide:
             case ev.Send(peer, message):
                 if isinstance(message, Error) and message.code is not Refusal.NOT_LEADING:
                     raise Violation(f"a hub refused a message: {message}")
-                if isinstance(message, Grant):
-                    self._keeps_use(process, message)
+                if isinstance(message, Reclaim):
+                    world.count("reclaims")
                 world.count("hub messages")
                 world.network.post(f"h{process.index}", peer.decode(), message)
             case ev.Record(epoch, origin):
                 world.authority.call(process, "record", epoch, origin)
             case ev.Publish(epoch):
-                wiper = process.hub._wiper
-                world.authority.call(process, "publish", epoch, origin=wiper.done and not wiper.given_up)
+                world.authority.call(process, "publish", epoch)
             case ev.NoteGranting():
                 world.authority.call(process, "note", 0)
-            case ev.NoteUpdate(note):
-                world.authority.call(process, "note update", 0, note)
-            case ev.Wipe(epoch, before):
-                call = world.authority.call(process, "wipe", epoch)
-                call.deadline = (before - process.clock.offset) / process.clock.rate
+            case ev.NoteLabels(labels):
+                world.authority.call(process, "label", 0, dict(labels))
+            case ev.Wipe(epoch):
+                world.authority.call(process, "wipe", epoch)
             case ev.Sweep(below):
                 world.authority.call(process, "sweep", below)
             case ev.Changed():
                 world.count("changes")
-
-    def _keeps_use(self, process: HubProcess, grant: Grant) -> None:
-        """Whoever reports that it uses an epoch keeps it, whichever hub grants; but for a store that is to be wiped, or that
-        the hub before may still wipe, which lasts no longer than the epoch is unpublished."""
-        profile, hub = self.world.profile, process.hub
-        if grant.mode is Mode.USE or profile.policy == "RemoveAll" or profile.reconfigures:
-            return
-        granted_at = process.clock.read(self.world.now) if grant.moment is None else grant.moment.at  # it may be sent later
-        if hub._others_may_wipe(granted_at):
-            return
-        for engine in self.world.engines:
-            uses = engine.agent.boot == grant.boot and engine.said.get(grant.seq) == (grant.epoch, Mode.USE)
-            if uses and engine.clock.read(self.world.now) < engine.sent[grant.seq] + grant.lease_seconds:
-                raise Violation(f"I4: h{process.index} takes epoch {grant.epoch} away from e{engine.index}, which uses it")
 
     # ------------------------------------------------------------------ time and rounds
 
@@ -148,7 +175,7 @@ class HubSide:
         """A leadership read has answered."""
         if process.term != call.term:
             if self.world.rules.read_in_any_term and process.term == self.world.authority.leader:
-                self.step(process, ev.RoundVerified(call.value), readers=call.origin)
+                self.step(process, ev.RoundVerified(call.value))
             return
         process.round_running = False
         if not call.result:
@@ -156,7 +183,7 @@ class HubSide:
             return
         if self.world.rules.read_before_collecting:
             self.step(process, ev.RoundBegan(call.value))
-        self.step(process, ev.RoundVerified(call.value), readers=call.origin)
+        self.step(process, ev.RoundVerified(call.value))
 
     # ------------------------------------------------------------------ leadership
 
@@ -179,6 +206,9 @@ class HubSide:
         if not self.world.rules.config_late:
             self.configure(process)
         self.step(process, acquired)
+        shown = process.hub.snapshot(process.clock.read(self.world.now)).labels
+        if list(shown.items()) != list(acquired.record.labels.items()):
+            raise Violation(f"L: h{process.index} leads with labels {shown}, on record are {acquired.record.labels}")
 
     def told_late(self) -> bool:
         """A hub that does not lead learns it; False: there is none."""
@@ -209,14 +239,12 @@ class HubSide:
         if self.free(process):
             self.step(process, ev.Observed(self.world.authority.record))
 
-    def ask(self, fresh: bool, process: HubProcess | None = None) -> None:
-        """`spec.resetEpoch` as it is now reaches one of the hubs; fresh: it saw the change itself."""
+    def ask(self, process: HubProcess | None = None) -> None:
+        """`spec.resetEpoch` as it is now reaches one of the hubs."""
         world = self.world
         process = process or world.rng.choice(world.hubs)
-        if world.spec.epoch and self.free(process):
-            at = process.clock.read(world.now) if fresh else None
-            spec = world.spec
-            self.step(process, ev.Asked(spec.epoch, at, Origin(Source.SPEC, spec.version), spec.ready))
+        if world.spec_epoch and self.free(process):
+            self.step(process, ev.Asked(world.spec_epoch, Origin(Source.SPEC)))
 
     def finish(self, process: HubProcess) -> None:
         """It does all that its last step asked for."""

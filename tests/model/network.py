@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from epochkv_fence import hub_events as ev
 from epochkv_fence.messages import Bump, Message, Propose, decode, encode
 from tests.model.parts import MAX_IN_FLIGHT, Packet
 
@@ -70,7 +69,7 @@ class Network:
         world = self.world
         who, index = packet.receiver[0], int(packet.receiver[1:])
         if who == "h":
-            world.hub_side.step(world.hubs[index], ev.Heard(packet.sender.encode(), decode(packet.frames)))
+            world.hub_side.hear(world.hubs[index], packet.sender.encode(), decode(packet.frames))
         elif who == "e":
             world.engine_side.receive(world.engines[index], decode(packet.frames))
         elif index == world.trainer.incarnation:

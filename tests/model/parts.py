@@ -9,15 +9,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from epochkv_fence import agent as ag
 from epochkv_fence import hub_events as ev
 from epochkv_fence.agent import Agent
 from epochkv_fence.authority import Term
 from epochkv_fence.hub import Hub
-from epochkv_fence.messages import Message, Mode, Moment
+from epochkv_fence.messages import WEIGHTS_BYTES, Message
 from epochkv_fence.pool import PoolConfig, ReclaimPolicy
+from tests.model.views import Told
 
 START = 1000.0
 STAYS = float("inf")
@@ -28,26 +29,22 @@ MARGIN = 1.0  # max(1 s, 10 %)
 SPREAD = 1.249
 """Fastest clock over slowest: a lease of 4 s on the slowest ends just inside lease and margin on the fastest."""
 SPREAD_WITH_LONGER_LEASE = 1.16
-JOIN_AFTER = 3.0
-PUSH_TO_ASK = 2.4
-"""Pools that rely on `joinAfterSeconds` set it above this time from the start of a push to the ask, by any clock."""
+GRACE = 8.0
+"""Seconds after which keys of weights that nobody reports are removed; above any lease and its margin."""
 RECLAIM_SECONDS = 2.0
 STORE_LEASE = 1.5
 """How long a key that is read cannot be removed, and within which time a write lands: below `reclaim_seconds`."""
 MAX_IN_FLIGHT = 80
 
-PUSHED_ORDERS = (
-    "spec, push under pause",
-    "spec, fence first",
-    "client, push under pause",
-    "client, push under pause, failing",
-    "client, fence first",
-    "client, fence first, failing",
-    "client, reset after a push",
-    "client, reset of listed weights",
+ORDERS = (
+    "spec, reset",
+    "client, reset",
+    "client, reset, no waiting",
+    "client, weight update",
+    "client, label",
     "engines reset together",
+    "one engine reset",
 )
-MODEL_ORDERS = ("spec, reset", "client, reset", "client, reset, no waiting", "engines reset together", "one engine reset")
 Policy = ReclaimPolicy
 
 
@@ -64,23 +61,21 @@ class Rules:
     holder_only: bool = False
     stale_load: bool = False
     record_lowers: bool = False
-    wipe_without_read: bool = False
+    labels_replace: bool = False
     settled_at_once: bool = False
     leaves_inside_schedule: bool = False
     lease_unchecked_after_load: bool = False
     loads_never_poisoned: bool = False
     saves_under_old_pins: bool = False
-    bypass_shares: bool = False
-    local_reset_keeps_unused: bool = False
+    serves_without_lease: bool = False
+    local_reset_keeps_root: bool = False
     local_reset_without_floor: bool = False
     read_in_any_term: bool = False
     trainer_resumes_unpublished: bool = False
-    trainer_lists_on_exit: bool = False
-    trainer_says_now: bool = False
-    trainer_takes_any_epoch: bool = False
+    trainer_remembers_target: bool = False
     config_late: bool = False
     agent: Callable[[bytes], Agent] = Agent
-    hub: Callable[[PoolConfig, bytes], Hub] = Hub
+    hub: Callable[[PoolConfig], Hub] = Hub
 
 
 @dataclass
@@ -88,12 +83,12 @@ class Profile:
     """What one schedule contains. A focus fixes some of it; the rest is drawn from the seed."""
 
     engines: int
+    fingerprints: int
     steps: int
-    pushed: bool
+    pushes: float
     policy: Policy
     store_admin: bool
     orders: tuple[str, ...]
-    local: Literal["private", "propose"]
     restores: bool
     reconfigures: bool
     pace: float
@@ -103,10 +98,8 @@ class Profile:
     told_late: float
     watch: float
     freezes: float
-    blind_loads: bool
     store_fails: float
     busy_store: bool
-    push_crashes: float
     idle: float
     ambush: float
     trainer_restarts: float
@@ -116,17 +109,15 @@ class Profile:
     def draw(cls, rng: random.Random, focus: dict[str, Any] | None = None) -> Profile:
         """A profile of this seed, with the fields of `focus` as given there."""
         focus = focus or {}
-        pushed = focus.get("pushed", rng.random() < 0.6)
         policy = focus.get("policy", rng.choice(["Delete", "Delete", "RemoveAll", "RemoveAll", "Retain"]))
-        orders = PUSHED_ORDERS if pushed else MODEL_ORDERS
         values = {
             "engines": rng.choice([1, 2, 2, 3, 3, 4]),
+            "fingerprints": rng.choice([1, 1, 2]),
             "steps": rng.choice([300, 600, 1200]),
-            "pushed": pushed,
+            "pushes": rng.choice([0.0, 0.1, 1.0, 3.0]),
             "policy": policy,
             "store_admin": policy == "RemoveAll" or rng.random() < 0.3,
-            "orders": tuple(rng.sample(orders, rng.choice([1, 2, len(orders)]))),
-            "local": rng.choice(["private", "propose"]),
+            "orders": tuple(rng.sample(ORDERS, rng.choice([1, 2, len(ORDERS)]))),
             "restores": rng.random() < 0.06,
             "reconfigures": rng.random() < 0.15,
             "pace": rng.choice([0.1, 0.2, 0.4, 1.0]),
@@ -136,13 +127,11 @@ class Profile:
             "told_late": rng.choice([0.1, 1.0]),
             "watch": rng.choice([0.1, 1.0]),
             "freezes": rng.choice([0.03, 0.2, 1.0]),
-            "blind_loads": rng.random() < 0.15,
             "store_fails": rng.choice([0.0, 0.1, 0.6]),
             "busy_store": rng.random() < 0.5,
             "trainer_restarts": rng.choice([0.0, 0.1, 0.5]),
             "ambush": rng.choice([0.0, 0.0, 0.02, 0.1]),
             "idle": rng.choice([0.0, 1.0, 1.0]),
-            "push_crashes": rng.choice([0.0, 0.1, 0.3]),
             "wander": rng.choice([0.0, 0.2, 0.2]),
         }
         return cls(**{**values, **focus})
@@ -154,21 +143,16 @@ class Profile:
             name="sim",
             client_public_keys=(),
             lease_seconds=lease,
-            join_after_seconds=JOIN_AFTER,
-            weights_source="Pushed" if self.pushed else "Model",
             reclaim=self.policy,
             reclaim_seconds=RECLAIM_SECONDS,
             store_admin=self.store_admin,
+            weights_grace_seconds=GRACE,
         )
 
 
-@dataclass(slots=True)
-class Spec:
-    """What the pool's owner asks for: `resetEpoch`, `weightsVersion`, and whether `weightsReady` equals it."""
-
-    epoch: int = 0
-    version: str = ""
-    ready: bool = True
+def digest(weights: int) -> bytes:
+    """What engines call these weights."""
+    return weights.to_bytes(WEIGHTS_BYTES, "big")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +171,12 @@ class Load:
     """A read from the store under way in an engine."""
 
     epoch: int
-    block: int
     weights: int
+    block: int
+    made_at: float
     ends: float
     leased_until: float  # the store keeps the key so long
     poisoned: bool = False
-    foreign: bool = False  # the store was wiped while it read
 
 
 @dataclass(slots=True)
@@ -211,27 +195,21 @@ class Engine:
     clock: Clock
     agent: Agent
     born: float
-    knows_loading: bool
+    fingerprint: str
     weights: int = 0
-    paused: bool = False
+    note: str = ""  # why it cannot say which weights it holds; empty: it can
     bound: int | None = None
-    bound_mode: Mode = Mode.BYPASS
     private_at: int | None = None  # its caches were reset alone at this epoch
-    floor_unknown: bool = False  # they were, without a lease: which epoch that was is for the next grant to say
-    reset_moment: Moment | None = None
-    used: set[int] = field(default_factory=set)
+    floor_unknown: bool = False  # they were, without a lease: which epoch that was is for the next lease to say
+    cleared: int = -1  # the truth of it: no epoch up to this one may be used again
     settling: bool = False
     lookup: Lookup | None = None
-    blocks: dict[tuple[int, int], int] = field(default_factory=dict)  # L1: (epoch, block) -> weights it was made with
+    blocks: dict[tuple[int, int, int], float] = field(default_factory=dict)  # L1: (epoch, weights, block) -> when it was made
     loads: list[Load] = field(default_factory=list)
     queue: list[ag.Action] = field(default_factory=list)
     frozen_until: float = 0.0
     leaving: float = STAYS  # when its process ends, once it has told the hub
     beats: int = 0
-    said: dict[int, tuple[int | None, Mode]] = field(default_factory=dict)  # heartbeat -> epoch and mode it reported
-    sent: dict[int, float] = field(default_factory=dict)  # heartbeat -> when, by its clock
-    mode_seq: int = -1  # of the heartbeat whose grant set the mode
-    adopting_seq: int = -1  # of the one whose grant is being adopted
     highest: int = 0  # epoch seen in this boot
 
     def open_loads(self, now: float) -> list[Load]:
@@ -255,6 +233,8 @@ class HubProcess:
     queue: list[ev.Action] = field(default_factory=list)
     target: int = 0  # highest seen in this process
     published: int = 0
+    told: Told = field(default_factory=Told)
+    steps: int = 0
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """A world for the fence: the production `Agent` and `Hub`, everything around them made of seeded random faults.
 
-Engines, hubs, network, authority, store and trainer take steps in an order drawn from a seed. Messages are lost,
+Engines, hubs, network, authority, store, trainer and whoever pushes weights take steps in an order drawn from a seed. Messages are lost,
 duplicated, reordered and late by any amount; processes restart and freeze between any two actions, and their clocks run at
 any rate the margin allows; leadership moves at any time, old leaders learn it late, their reads and writes land late or not
 at all. After every step the invariants of the design page "fence" are checked.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from tests.model.authority import Authority
@@ -28,9 +29,9 @@ from tests.model.parts import (
     Clock,
     Profile,
     Rules,
-    Spec,
     Violation,
 )
+from tests.model.pushes import Pushes
 from tests.model.store import Store
 from tests.model.trainer import Trainer
 
@@ -55,8 +56,8 @@ class World:
         slowest = self.rng.uniform(0.8, 1.0)
         self.rates = (slowest, slowest * spread)
         self.config = self.profile.config()
-        self.weights = 0
-        self.spec = Spec()
+        self.newest_weights = 1
+        self.spec_epoch = 0
         self.checks = Checks(self)
         self.network = Network(self)
         self.authority = Authority(self)
@@ -66,6 +67,7 @@ class World:
         self.engines = [self.engine_side.make(index) for index in range(self.profile.engines)]
         self.hubs = [self.hub_side.make(index) for index in (0, 1)]
         self.trainer = Trainer(self)
+        self.pushes = Pushes(self)
 
     # ------------------------------------------------------------------ helpers of the parts
 
@@ -108,11 +110,11 @@ class World:
         """
         self.authority.elect(self.hubs[0])
         choices = self._choices()
-        weights = [weight for weight, _ in choices]
+        weights = list(accumulate(weight for weight, _ in choices))
         calls = [call for _, call in choices]
         try:
             for _ in range(self.profile.steps):
-                for call in self.rng.choices(calls, weights, k=TRIES):
+                for call in self.rng.choices(calls, cum_weights=weights, k=TRIES):
                     if call() is not False:
                         break
                 else:
@@ -134,6 +136,7 @@ class World:
             (16, self.hub_side.turn),
             (24, self.authority.turn),
             (10, self.trainer.turn),
+            (profile.pushes, self.pushes.turn),
             (0.6 * profile.trouble, self.engine_side.restart),
             (0.6 * profile.trouble, self.engine_side.shut_down),
             (0.3 * profile.trouble, self.hub_side.restart),

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import zmq
 
-from epochkv_fence.messages import Bump, Heartbeat, encode
+from epochkv_fence.messages import VERSION_FRAME, Bump, Heartbeat, encode
 from epochkv_fence.transport import ClientKeys, generate_keypair
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +35,7 @@ BUMPS_AT_ONCE = 50
 FRAMES = 20_000
 HALF_A_GREETING = b"\xff" + 8 * b"\0" + b"\x7f\x03"
 BUMP = encode(Bump(1, 1))
-GARBAGE = [b"\x01", b"\xc1garbage"]
+GARBAGE = [VERSION_FRAME, b"\xc1garbage"]
 
 
 class Flood:
@@ -63,10 +63,10 @@ class Flood:
         return self._send(GARBAGE)
 
     def frames(self) -> bool:
-        return self._send([b"\x01"] * FRAMES)
+        return self._send([VERSION_FRAME] * FRAMES)
 
     def messages(self) -> bool:
-        return self._send(encode(Heartbeat(secrets.token_bytes(16), 0)))
+        return self._send(encode(Heartbeat(secrets.token_bytes(16), 0, weights=secrets.token_bytes(16))))
 
     def bumps(self) -> bool:
         """Connect once more, or, when there are connections enough, one on some of them."""

@@ -71,8 +71,8 @@ def decoder(rng: Random) -> Message | None:
 def machines(rng: Random) -> None:
     """Both state machines take whatever can be decoded, and what they say can be encoded."""
     policy = rng.choice(["Delete", "RemoveAll", "Retain"])
-    source = rng.choice(["Pushed", "Model"])
-    hub = Hub(PoolConfig("u", "p", (), weights_source=source, reclaim=policy, store_admin=policy == "RemoveAll"), b"hubhubhu")
+    grace = rng.choice([0.0, 40.0, 600.0])
+    hub = Hub(PoolConfig("u", "p", (), weights_grace_seconds=grace, reclaim=policy, store_admin=policy == "RemoveAll"))
     hub.step(ev.Acquired(Term("h", 1), PoolRecord(3, rng.choice([2, 3]), True)), 100.0)
     agent = Agent(BOOTS[0])
     agent.step(Started(), 100.0)
@@ -109,6 +109,8 @@ def _perform(hub: Hub, action: ev.Action, rng: Random, now: float) -> None:
             hub.step(ev.Published(epoch) if worked else ev.PublishFailed(epoch), now)
         case ev.NoteGranting():
             hub.step(ev.Noted() if worked else ev.NoteFailed(), now)
+        case ev.NoteLabels(labels):
+            hub.step(ev.LabelsNoted(labels) if worked else ev.LabelsNoteFailed(labels), now)
         case ev.Wipe(epoch):
             hub.step(ev.Wiped(epoch, rng.randrange(2)) if worked else ev.WipeFailed(epoch), now)
         case ev.Sweep(below):
@@ -272,7 +274,7 @@ def targets() -> Iterator[dict[str, tuple[Target, int]]]:
     """All targets, with how many inputs each gets in a turn."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="epochkv-fuzz-")))
-        world = FenceWorld(join_after_seconds=0.0)
+        world = FenceWorld()
         stack.callback(world.close)
         hub_path, agent_path = HubPath(world), AgentPath(world)
         stack.callback(agent_path.close)

@@ -15,19 +15,20 @@ import msgspec
 
 from epochkv_fence.messages import (
     MAX_EPOCH,
+    MAX_KEPT,
     TAGS,
+    VERSION_FRAME,
     Bump,
     BumpStatus,
     EngineStatus,
     Error,
     Grant,
     Heartbeat,
+    Label,
+    Labelled,
     Leave,
     Message,
-    Mode,
-    Moment,
     Nudge,
-    OpenUpdate,
     Propose,
     Reclaim,
     Reclaimed,
@@ -37,22 +38,25 @@ from epochkv_fence.messages import (
 )
 
 BOOTS = [bytes([65 + n]) * 16 for n in range(4)]
-MOMENT = Moment(b"hubhubhu", 12.5)
+WEIGHTS = [bytes([97 + n]) * 16 for n in range(4)]
 CORPUS: list[Message] = [
-    Heartbeat(BOOTS[0], 7, 3, Mode.USE, 2, 12.5, "engine", "pod-0", 1, "f" * 64, {"hits": 0.5, "l1_bytes": 1e9}, 3),
+    Heartbeat(BOOTS[0], 7, 3, 2, 12.5, "engine", "pod-0", 1, "f" * 64, {"hits": 0.5, "l1_bytes": 1e9}, True, WEIGHTS[0]),
     Heartbeat(BOOTS[1], 0),
-    Grant(BOOTS[0], 7, 4, Mode.BYPASS, 30.0, MOMENT),
+    Heartbeat(BOOTS[0], 8, 3, weights=WEIGHTS[1]),
+    Heartbeat(BOOTS[2], 9, 3, weights_note="rank 1: no answer"),
+    Grant(BOOTS[0], 7, 4, 30.0),
     Nudge(BOOTS[0]),
-    Propose(BOOTS[1], 5, MOMENT),
-    Bump(1, 4, [BOOTS[0], BOOTS[1]], "v7", MOMENT, 0.25),
+    Propose(BOOTS[1], 5),
+    Bump(1, 4),
     Bump(2, 5),
-    BumpStatus(1, 4, 4, 3, 2, 1, 0, MOMENT, "v7", 30.0, 1, 1),
-    Bump(3, 6, [], "v8", update=BOOTS[2]),
+    BumpStatus(1, 4, 4, 3, 2, 1, 0, 30.0),
     Status(3),
-    Status(4, update=OpenUpdate(BOOTS[2], "trainer", "v8", 1.5)),
-    Status(5, update=OpenUpdate(BOOTS[2], over=True)),
-    Status(3, 0, 4, 4, 1, [EngineStatus(BOOTS[0], "engine", "pod-0", 0, 4, Mode.USE, 0)], MOMENT, "v7", 30.0),
+    Status(4, after=BOOTS[0]),
+    Status(3, 0, 4, 4, 1, [EngineStatus(BOOTS[0], "engine", "pod-0", 0, 4, 0, weights=WEIGHTS[0])], 30.0, labels={"61" * 16: "step-42"}),
+    Label(5, WEIGHTS[0], "step-42"),
+    Labelled(5, WEIGHTS[0], "step-42"),
     Reclaim(BOOTS[0], 4),
+    Reclaim(BOOTS[0], 4, WEIGHTS[:2]),
     Reclaimed(BOOTS[0], 4, 12, 4096),
     Leave(BOOTS[0]),
     Error(Refusal.TAG, "unknown tag"),
@@ -60,8 +64,8 @@ CORPUS: list[Message] = [
 EDGES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3, 4, 5, 2**31, 2**53, MAX_EPOCH, MAX_EPOCH + 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63),
     0.0, -0.0, 1e-300, 0.1, 30.0, 1e9, 1e15, 1.7e308, float("inf"), float("-inf"), float("nan"),
-    "", "Use", "Bypass", "Spec", "size", "\0", "é" * 100, "x" * 253, "x" * 254, "x" * 2000, b"", *BOOTS, b"z" * 15, b"z" * 17, b"hubhubhu",
-    [], {}, [MOMENT], [BOOTS[0]] * 3000, [BOOTS[0]] * 3001, {"a": 1.0}, {"x" * 65: 1.0},
+    "", "Spec", "size", "step-42", "61" * 16, "\0", "é" * 100, "x" * 253, "x" * 254, "x" * 2000, b"", *BOOTS, *WEIGHTS, b"z" * 15,
+    b"z" * 17, [], {}, [BOOTS[0]], [WEIGHTS[0]] * MAX_KEPT, [WEIGHTS[0]] * (MAX_KEPT + 1), {"a": 1.0}, {"x" * 65: 1.0}, {"61" * 16: "x"},
 ]  # fmt: skip
 
 
@@ -88,7 +92,7 @@ def body(rng: Random) -> dict[str, Any]:
             case 0:
                 fields.pop(name, None)
             case 1:
-                fields[rng.choice(["extra", "boots", "moment", "loading", "first", ""])] = value(rng)
+                fields[rng.choice(["extra", "weights", "weights_note", "keep", "labels", "first", ""])] = value(rng)
             case 2:
                 fields["type"] = rng.choice([*TAGS, "Wipe", "", 3, None])
             case _:
@@ -125,9 +129,9 @@ def frames(rng: Random) -> list[bytes]:
     """What arrives on a socket: mostly a version and a payload."""
     kind = rng.random()
     if kind < 0.85:
-        return [b"\x01", payload(rng)]
+        return [VERSION_FRAME, payload(rng)]
     if kind < 0.93:
-        return [rng.choice([b"", b"\x00", b"\x02", b"\x01\x01", b"\xff" * 20]), payload(rng)]
+        return [rng.choice([b"", b"\x00", b"\x01", b"\x02\x02", b"\xff" * 20]), payload(rng)]
     return [rng.randbytes(rng.randrange(20)) for _ in range(rng.choice([1, 1, 3, 4, 30]))]
 
 

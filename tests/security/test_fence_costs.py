@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from epochkv_fence.messages import Bump, BumpStatus, Error, Heartbeat, Mode, Refusal, Status, encode
+from epochkv_fence.messages import Bump, BumpStatus, Error, Heartbeat, Refusal, Status, encode
 from epochkv_fence.trainers import STATUS_PAGE
 from epochkv_fence.transport import ClientKeys, HubServer, generate_keypair
 from epochkv_fence.transport.limits import COST_BURST
@@ -27,7 +27,7 @@ NUM_BOOTS = 10_000
 
 @pytest.fixture
 def world() -> Iterator[FenceWorld]:
-    made = FenceWorld(lease_seconds=LEASE, join_after_seconds=0.0)
+    made = FenceWorld(lease_seconds=LEASE)
     yield made
     made.close()
 
@@ -49,7 +49,7 @@ def second_pool(world: FenceWorld, hub: HubServer, num_boots: int = 0) -> Client
         lane = hub.lane(pair.public)
         assert lane is not None
         for number in range(num_boots):
-            hub.take(lane, b"nobody", Heartbeat(number.to_bytes(16, "big"), 0, 0, Mode.USE))
+            hub.take(lane, b"nobody", Heartbeat(number.to_bytes(16, "big"), 0, 0, weights=(number % 500 + 1).to_bytes(16, "big")))
 
     world.thread.call(make)
     return ClientKeys(world.hub_pair.public, *pair)

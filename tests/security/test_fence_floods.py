@@ -26,7 +26,7 @@ OTHER = "pool-uid-2"
 
 @pytest.fixture
 def world() -> Iterator[FenceWorld]:
-    made = FenceWorld(lease_seconds=LEASE, join_after_seconds=0.0)
+    made = FenceWorld(lease_seconds=LEASE)
     yield made
     made.close()
 

@@ -15,7 +15,7 @@ from epochkv_fence import hub_events as ev
 from epochkv_fence.agent import Agent, Received, Started
 from epochkv_fence.authority import PoolRecord, Term
 from epochkv_fence.hub import Hub
-from epochkv_fence.messages import MAX_EPOCH, TAGS, Heartbeat, Message, Mode, WireError, decode, encode
+from epochkv_fence.messages import MAX_EPOCH, TAGS, VERSION_FRAME, Heartbeat, Message, WireError, decode, encode
 from epochkv_fence.pool import PoolConfig
 from epochkv_fence.transport.keys import CredentialsError, check_key, generate_keypair
 from tests.security import fuzz, generators
@@ -30,17 +30,20 @@ scalars = st.one_of(
     st.floats(),
     st.text(max_size=40),
     st.binary(max_size=40),
-    st.sampled_from([BOOT, 0, 1, MAX_EPOCH, MAX_EPOCH + 1, "Use", "Bypass", -1, 30.0]),
+    st.sampled_from([BOOT, 0, 1, MAX_EPOCH, MAX_EPOCH + 1, "step-42", -1, 30.0]),
 )
 values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3))
 FIELDS = (
     "boot",
     "seq",
     "epoch",
-    "mode",
+    "weights",
     "lease_seconds",
     "request",
-    "boots",
+    "label",
+    "weights_note",
+    "keep",
+    "labels",
     "below",
     "removed",
     "first",
@@ -51,7 +54,7 @@ near_misses = st.fixed_dictionaries(
     {"type": st.sampled_from(TAGS)},
     optional={
         **dict.fromkeys(FIELDS, values),
-        **{field: st.sampled_from([BOOT, 0, 1, 2, "Use", 30.0, "size"]) for field in FIELDS[:6]},
+        **{field: st.sampled_from([BOOT, 0, 1, 2, "step-42", 30.0, "size"]) for field in FIELDS[:6]},
     },
 )
 
@@ -67,7 +70,7 @@ def refused_or_message(frames: list[bytes]) -> Message | None:
 
 def taken(payload: bytes) -> Message | None:
     """What a receiver makes of it: a message or nothing; any other exception is the finding."""
-    message = refused_or_message([b"\x01", payload])
+    message = refused_or_message([VERSION_FRAME, payload])
     if message is None:
         return None
     assert decode(encode(message)) == message or "nan" in repr(message)
@@ -113,7 +116,7 @@ def test_any_fields_reach_both_state_machines_or_none(bodies: list[dict[str, Any
 @FUZZ
 @given(st.binary(min_size=1, max_size=60), st.integers(0, 10**6), st.integers(0, 255))
 def test_a_flipped_byte(noise: bytes, where: int, value: int) -> None:
-    frames = encode(Heartbeat(BOOT, 7, 3, Mode.USE, 2, 12.5, "e", "p", 1, "f", {"hits": 0.5}))
+    frames = encode(Heartbeat(BOOT, 7, 3, 2, 12.5, "e", "p", 1, "f", {"hits": 0.5}, weights=BOOT))
     payload = bytearray(frames[1])
     payload[where % len(payload)] = value
     taken(bytes(payload))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import zmq
 
-from epochkv_fence.messages import Grant, Heartbeat, Message, Mode, decode, encode
+from epochkv_fence.messages import Grant, Heartbeat, Message, decode, encode
 from epochkv_fence.transport import ClientKeys, HubServer, KeyPair
 from tests.helpers_fence import POOL, FenceWorld
 
@@ -91,7 +91,7 @@ class FakeHub:
 
     def grant(self, beat: Heartbeat, epoch: int, **change: object) -> list[bytes]:
         """The frames of a grant that answers `beat`, with some fields replaced."""
-        fields = {"boot": beat.boot, "seq": beat.seq, "epoch": epoch, "mode": Mode.USE, "lease_seconds": 30.0, **change}
+        fields = {"boot": beat.boot, "seq": beat.seq, "epoch": epoch, "lease_seconds": 30.0, **change}
         return encode(Grant(**fields))  # type: ignore[arg-type]
 
     def close(self) -> None:

@@ -10,23 +10,14 @@ import pytest
 from epochkv_fence.client import Pool
 from epochkv_fence.mooncake_admin import MooncakeAdmin
 from epochkv_fence.store_admin import Removed, StoreAdminError
-from tests.helpers_fence import FakeEngine, eventually
+from tests.helpers_fence import eventually
 from tests.helpers_hub import Agents, HubProcess
 from tests.helpers_store import Cluster, RawClient, wait_until
 
 
-def remove_all(stores: Cluster, *, force: bool, seconds: float = 10.0) -> Removed:
+def remove_all(stores: Cluster, seconds: float = 10.0) -> Removed:
     admin = MooncakeAdmin(lambda uid: [f"http://127.0.0.1:{stores.admin_port}"], seconds)
-    return asyncio.run(admin.remove_all("u-1", force=force))
-
-
-class Reading(FakeEngine):
-    """An engine that says how many reads from the store it has not finished."""
-
-    num_loading = 0
-
-    def loading(self) -> int | None:
-        return self.num_loading
+    return asyncio.run(admin.remove_all("u-1"))
 
 
 @pytest.fixture
@@ -43,21 +34,21 @@ def filled(stores: Cluster) -> Cluster:
 
 
 def test_everything_goes_and_is_counted_until_nothing_is_left(filled: Cluster) -> None:
-    removed = remove_all(filled, force=True)
+    removed = remove_all(filled)
     assert removed.keys == 10
     assert removed.num_bytes is not None
     assert removed.num_bytes >= 10 << 20
     assert filled.keys() == []
-    assert remove_all(filled, force=True) == Removed(0, 0)
+    assert remove_all(filled) == Removed(0, 0)
 
 
-def test_without_force_what_is_read_stays_until_its_lease_is_over(filled: Cluster) -> None:
+def test_what_is_read_stays_until_its_lease_is_over(filled: Cluster) -> None:
     reader = RawClient(filled.address)
     try:
         assert reader.get("key-3", 1 << 20) == bytes([3]) * (1 << 20)
-        assert remove_all(filled, force=False).keys == 9
+        assert remove_all(filled).keys == 9
         assert filled.keys() == ["key-3"]
-        assert remove_all(filled, force=True).keys == 1
+        wait_until(lambda: remove_all(filled).keys == 1, 30, "the lease of the reader is over")
     finally:
         reader.close()
 
@@ -66,41 +57,32 @@ def test_a_frozen_and_a_dead_master_are_errors_in_time(filled: Cluster) -> None:
     assert filled.master is not None
     filled.master.freeze()
     with pytest.raises(StoreAdminError, match="no answer within"):
-        remove_all(filled, force=True, seconds=0.5)
+        remove_all(filled, seconds=0.5)
     filled.master.thaw()
     filled.master.kill()
     with pytest.raises(StoreAdminError, match="refused"):
-        remove_all(filled, force=True)
+        remove_all(filled)
     filled.start_master()
-    assert remove_all(filled, force=True).keys == 0
+    assert remove_all(filled).keys == 0
 
 
 def test_the_wrong_port_is_an_error_that_says_so(filled: Cluster) -> None:
     admin = MooncakeAdmin(lambda uid: [f"http://127.0.0.1:{filled.rpc_port}"], 3.0)
     with pytest.raises(StoreAdminError):
-        asyncio.run(admin.remove_all("u-1", force=True))
+        asyncio.run(admin.remove_all("u-1"))
     assert len(filled.keys()) == 10
 
 
-def test_a_file_hub_empties_the_store_before_it_publishes(filled: Cluster, tmp_path: Path) -> None:
-    """`--reclaim RemoveAll`: loads are drained everywhere first, so an engine that still reads holds the wipe, not the keys."""
-    options = ("--reclaim", "RemoveAll", "--store-admin", f"http://127.0.0.1:{filled.admin_port}", "--join-after-seconds", "0")
+def test_a_file_hub_empties_the_store_after_it_has_published(filled: Cluster, tmp_path: Path) -> None:
+    options = ("--reclaim", "RemoveAll", "--store-admin", f"http://127.0.0.1:{filled.admin_port}")
     with HubProcess(tmp_path / "state", *options) as hub, Pool.connect(hub.folder) as pool:
         agents = Agents(hub.folder)
         try:
-            engine = Reading()
-            agent, _ = agents.start(engine=engine)
+            agent, engine = agents.start()
             eventually(lambda: agent.view.epoch == 0)
-            engine.num_loading = 1
-            agent.poke()
-            eventually(lambda: pool.engines()[0].loading == 1)
-            late = pool.reset(timeout_s=1.0)
-            assert not late.published
-            assert len(filled.keys()) == 10  # somebody reads: nothing is wiped by force
-            engine.num_loading = 0
-            agent.poke()
-            assert pool.wait(late.epoch, timeout_s=60).published
-            assert filled.keys() == []
+            assert pool.reset().published
+            wait_until(lambda: filled.keys() == [], 60, "the store is emptied")
+            eventually(lambda: (1, ()) in engine.reclaims, 60, "an engine looks for what was being read")
         finally:
             agents.stop()
 

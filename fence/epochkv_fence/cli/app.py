@@ -14,24 +14,22 @@ from epochkv_fence.cli import asking, hub, keys, update
 from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.file_hub import HubError
 from epochkv_fence.cli.render import say_error
-from epochkv_fence.client import ArgumentError, ConfigurationError, HubUnreachable, PoolError, ResetTimeout, UpdateInProgress
+from epochkv_fence.client import ArgumentError, ConfigurationError, HubUnreachable, PoolError, ResetTimeout, WeightsDiverged
 from epochkv_fence.file_authority import StateError
 
 HELP: Final = """KV-cache pools that can be invalidated as a whole, provably.
 
-Exit status: 0 done; 1 failed; 2 wrong usage or configuration, also a key of another pool; 3 recorded, but not published in time
-(engines that did not acknowledge are fenced by their leases); 4 no hub answered, nothing is known to be recorded: keep engines
-paused; 5 the hub's state cannot be used; 6 the hub lost its state; 75 another trainer has a weight update open, nothing was asked
-or pushed: try again later; 130 interrupted. Of `update` also: that of COMMAND when it failed (128 + n for signal n), 126 COMMAND
-may not be executed or cannot be started, 127 there is no such command.
+Exit status: 0 done; 1 failed; 2 wrong usage or configuration, also a key of another pool; 3 not in time: an epoch is recorded and not
+published (engines that did not acknowledge are fenced by their leases), or engines do not hold the same, new weights; 4 no hub
+answered, nothing is known to be recorded; 5 the hub's state cannot be used; 6 the hub lost its state; 130 interrupted. Of `update`
+also: that of COMMAND when it failed (128 + n for signal n), 126 COMMAND may not be executed or cannot be started, 127 there is no
+such command.
 """
 OPTIONS: Final = {
     "epoch": "--epoch",
-    "weights_version": "--weights-version",
-    "version": "--version",
+    "label": "--version",
     "timeout_s": "--timeout",
     "on_failure": "--on-failure",
-    "order": "--order",
 }
 """What the command line calls the client's parameters."""
 
@@ -80,6 +78,7 @@ app.command("reset", help=asking.RESET_HELP)(asking.reset)
 app.command("wait", cls=asking.WaitCommand, help=asking.WAIT_HELP)(asking.wait)
 app.command("status", help=asking.STATUS_HELP)(asking.status)
 app.command("engines", help=asking.ENGINES_HELP)(asking.engines)
+app.command("weights", help=asking.WEIGHTS_HELP)(asking.weights)
 app.command("update", help=update.HELP, context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})(update.update)
 app.add_typer(keys.app, name="keys", help=keys.HELP)
 
@@ -94,16 +93,14 @@ def run() -> None:
         _end(ValueError(f"{OPTIONS.get(error.parameter, error.parameter)} {error.problem}"), Exit.USAGE)
     except ConfigurationError as error:
         _end(error, Exit.USAGE)
-    except ResetTimeout as error:
-        _end(error, Exit.NOT_PUBLISHED)
+    except (ResetTimeout, WeightsDiverged) as error:
+        _end(error, Exit.NOT_IN_TIME)
     except HubUnreachable as error:
         _end(error, Exit.UNREACHABLE)
     except StateError as error:
         _end(error, Exit.STATE)
     except HubError as error:
         _end(error, Exit.USAGE)
-    except UpdateInProgress as error:
-        _end(error, Exit.FAILED if error.pushed else Exit.BUSY)
     except (PoolError, OSError) as error:
         _end(error, Exit.FAILED)
     except ValueError as error:

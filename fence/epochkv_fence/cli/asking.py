@@ -1,39 +1,36 @@
-"""`reset`, `wait`, `status`, `engines`: thin over the client."""
+"""`reset`, `wait`, `status`, `engines`, `weights`: thin over the client."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
-from functools import partial
+from contextlib import closing, contextmanager
 from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperCommand
 
 from epochkv_fence.cli.exits import Exit
-from epochkv_fence.cli.render import Output, Progress, say_error, show_engines, show_reset, show_status, show_wait
-from epochkv_fence.client import ConfigurationError, Connection, HubUnreachable, OpenUpdate, Pool, ResetTimeout, WrongPool
-from epochkv_fence.connection import read_document
+from epochkv_fence.cli.gone import gone
+from epochkv_fence.cli.render import Output, Progress, say_error, show_engines, show_reset, show_status, show_wait, show_weights
+from epochkv_fence.client import ConfigurationError, Connection, HubUnreachable, Pool, ResetTimeout, WrongPool
 from epochkv_fence.messages import MAX_EPOCH
 
 RESET_HELP: Final = """Make all KV of the pool unreachable, and wait until that is proved.
 
-Push weights while engines are paused, then reset, then resume. For restarted engines to be kept out, use `update`.
+New weights do not need it: engines name KV by the weights that they hold.
 
 \b
   epochkv reset                                 # the next epoch
-  epochkv reset --weights-version step-42 -o json
-  epochkv reset --epoch 7                       # at least epoch 7; repeating it changes nothing
+  epochkv reset --epoch 7 -o json               # at least epoch 7; repeating it changes nothing
 
-Exit status: 0 published (with --no-wait: recorded); 3 recorded, not published in time; 4 no hub recorded it: keep engines paused.
+Exit status: 0 published (with --no-wait: recorded); 3 recorded, not published in time; 4 no hub recorded it.
 With -o json, 3 prints what is known, too.
 """
 WAIT_HELP: Final = """Wait until EPOCH is published: until it is proved that no engine uses KV of an older one.
 
 It asks for nothing: somebody else does, before or meanwhile (`epochkv reset --no-wait`, a trainer, resetEpoch of the pool). An
-epoch that is published already ends it at once. It does not wait for engines to share again: see `epochkv engines`.
+epoch that is published already ends it at once.
 
 \b
   epochkv wait 7 --timeout 60
@@ -41,7 +38,7 @@ epoch that is published already ends it at once. It does not wait for engines to
 Exit status: 0 published; 3 not in time, the message says whether anybody has asked for it; 4 no hub answers.
 With -o json, 3 prints what is known, too.
 """
-STATUS_HELP: Final = """Show the pool: epochs, weights, engines, and the weight update that a trainer has open.
+STATUS_HELP: Final = """Show the pool: epochs, weights, engines.
 
 \b
   epochkv status --config policy/client
@@ -52,6 +49,14 @@ ENGINES_HELP: Final = """List the pool's live engine processes.
 \b
   epochkv engines
   epochkv engines -o json | jq -r '.[] | select(.state != "use") | .name'
+"""
+WEIGHTS_HELP: Final = """Show which engines hold which weights, bit by bit; most engines first, then those that changed last.
+
+`epochkv update` waits until a push has reached everybody.
+
+\b
+  epochkv weights
+  epochkv weights --json | jq .equal
 """
 
 Config = Annotated[
@@ -80,7 +85,7 @@ RESET_SECONDS: Final = 300.0
 CONNECT_SECONDS: Final = 30.0
 """Longer than a standby operator takes to become the hub."""
 NO_EPOCH: Final = f"{{!r}} is no epoch; give an integer from 0 to {MAX_EPOCH}."
-NOTHING_ASKED: Final = "Nothing was asked of the pool: engines may still use the old KV, keep them paused"
+NOTHING_ASKED: Final = "Nothing was asked of the pool: engines go on with the KV they have"
 MAY_BE_RECORDED: Final = ". The epoch may be recorded already, and is published then without this command: `epochkv status` shows it"
 
 
@@ -128,24 +133,9 @@ def interruptible(consequence: str) -> Iterator[None]:
         raise typer.Exit(Exit.INTERRUPTED) from None
 
 
-def _warn_of_update(config: str | None, update: OpenUpdate) -> None:
-    """A reset in the middle of somebody's weight update brings no weights, so nobody shares after it."""
-    with suppress(ConfigurationError):
-        if read_document(config, os.environ).content.get("weights_source") != "Model":
-            open_ = f"a weight update to {update.version} is open ({update.holder})"
-            say_error(f"warning: {open_}: engines do not share until it has ended")
-
-
 def reset(
     config: Config = None,
     epoch: Annotated[int | None, typer.Option(min=0, help="Ask for this epoch. Default: one above the pool's target.")] = None,
-    weights_version: Annotated[
-        str | None,
-        typer.Option(
-            help="What you call the weights of this epoch. It says that they have been pushed: engines older than joinAfterSeconds "
-            "share. While a weight update is open it is a label only, and lets nobody share."
-        ),
-    ] = None,
     wait: Annotated[bool, typer.Option(help="Wait until it is published.")] = True,
     timeout: Timeout = RESET_SECONDS,
     on_failure: OnFailure = "bypass",
@@ -153,16 +143,26 @@ def reset(
         bool, typer.Option("--force", help="Also an epoch that is more than a million above the target: it never goes down again.")
     ] = False,
     output: Out = Output.TABLE,
+    weights_version: Annotated[
+        str | None, gone("--weights-version", "weights name themselves. Leave it out; `epochkv update` says what they are called")
+    ] = None,
 ) -> None:
     """See RESET_HELP."""
-    progress = Progress(quiet=False, on_update=partial(_warn_of_update, config))
+    progress = Progress()
     with interruptible(f". {NOTHING_ASKED}"):
         pool = connect(config, timeout, NOTHING_ASKED)
     with interruptible(MAY_BE_RECORDED), closing(pool), _asking(progress, output):
-        done = pool.reset(epoch, weights_version, wait, timeout, on_failure, progress, force)  # type: ignore[arg-type]
+        done = pool.reset(
+            epoch,
+            wait=wait,
+            timeout_s=timeout,
+            on_failure=on_failure,  # type: ignore[arg-type]
+            progress=progress,
+            force=force,
+        )
     show_reset(done, output, wait)
     if wait and not done.published:
-        raise typer.Exit(Exit.NOT_PUBLISHED)
+        raise typer.Exit(Exit.NOT_IN_TIME)
 
 
 def _epoch(text: str) -> int:
@@ -192,7 +192,7 @@ def wait(
     output: Out = Output.TABLE,
 ) -> None:
     """See WAIT_HELP."""
-    progress = Progress(quiet=False, asks=False)
+    progress = Progress(asks=False)
     with closing(connect(config, timeout)) as pool, _asking(progress, output):
         done = pool.wait(epoch, timeout, progress)
     show_wait(done, output)
@@ -208,3 +208,14 @@ def engines(config: Config = None, timeout: Timeout = LOOK_SECONDS, output: Out 
     """See ENGINES_HELP."""
     with closing(connect(config, timeout)) as pool:
         show_engines(pool.status(timeout), output)
+
+
+def weights(
+    config: Config = None,
+    timeout: Timeout = LOOK_SECONDS,
+    output: Out = Output.TABLE,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
+) -> None:
+    """See WEIGHTS_HELP."""
+    with closing(connect(config, timeout)) as pool:
+        show_weights(pool.weights(timeout), Output.JSON if as_json else output)

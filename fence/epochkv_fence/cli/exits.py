@@ -11,11 +11,10 @@ class Exit(enum.IntEnum):
     DONE = 0
     FAILED = 1
     USAGE = 2
-    NOT_PUBLISHED = 3
+    NOT_IN_TIME = 3  # an epoch is recorded, not published; engines do not hold the same, new weights
     UNREACHABLE = 4
     STATE = 5
     LOST = 6
-    BUSY = 75  # EX_TEMPFAIL of sysexits.h: nothing was done, try again later
     NOT_EXECUTABLE = 126  # as a shell says it, and the next one
     NO_COMMAND = 127
     INTERRUPTED = 130

@@ -17,7 +17,7 @@ import socket
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from epochkv_fence.cli.metrics import MetricsServer, exposition
 from epochkv_fence.cli.report import compare
@@ -61,8 +61,6 @@ class HubOptions:
     listen: str
     state: Path
     lease_seconds: float = 30.0
-    join_after_seconds: float = 60.0
-    weights_source: Literal["Pushed", "Model"] = "Pushed"
     reclaim: ReclaimPolicy = "Delete"
     store_admin: tuple[str, ...] = ()
     advertise: str = ""
@@ -148,9 +146,7 @@ class FileHub:
         self._config = self._pool_config(self._keys)
         server.set_pool(self._config)
         self.endpoint = options.advertise or advertised(server.endpoint, options.listen)
-        self.connection_file = await asyncio.to_thread(
-            write_client, self._authority.directory, self._keys, options.pool, self.endpoint, options.weights_source
-        )
+        self.connection_file = await asyncio.to_thread(write_client, self._authority.directory, self._keys, options.pool, self.endpoint)
         for path, mode in await asyncio.to_thread(exposed_files, self._authority.directory):
             logger.warning(
                 "%s can be read by others (mode %04o), and whoever has it speaks for the pool; chmod go-rwx %s", path, mode, path
@@ -198,8 +194,6 @@ class FileHub:
                 options.pool,
                 keys.accepted,
                 lease_seconds=options.lease_seconds,
-                join_after_seconds=options.join_after_seconds,
-                weights_source=options.weights_source,
                 reclaim=options.reclaim,
                 store_admin=bool(options.store_admin),
             )

@@ -18,6 +18,7 @@ import typer
 
 from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.file_hub import FileHub, HubOptions, joined_environment
+from epochkv_fence.cli.gone import gone
 from epochkv_fence.cli.render import say_error
 
 HELP: Final = """Serve a pool without Kubernetes. One process; its record and keys are in --state.
@@ -27,7 +28,7 @@ survives, never restore an older copy of it, and keep STATE/client private: it h
 
 \b
   epochkv hub --pool policy --listen tcp://0.0.0.0:7700 --state /var/lib/epochkv/policy
-  epochkv hub --pool policy --listen tcp://*:7700 --state DIR --advertise tcp://head-node:7700 --weights-source Model
+  epochkv hub --pool policy --listen tcp://*:7700 --state DIR --advertise tcp://head-node:7700
 
 Engines and trainers join with `EPOCHKV_CONFIG=STATE/client/connection.json`, on other machines with a copy of that folder.
 
@@ -35,6 +36,7 @@ Exit status: 0 told to end (SIGTERM, SIGINT); 1 told to end, and it had to give 
 address is taken; 5 the state cannot be used (held by another process, unreadable, of another pool); 6 the state was removed or
 replaced while it served.
 """
+NAMED: Final = "engines name KV by the weights that they hold"
 END_SECONDS: Final = 10.0
 """Longer than an orderly end takes: each of its steps has a shorter deadline."""
 
@@ -44,13 +46,6 @@ class LogFormat(enum.StrEnum):
 
     TEXT = "text"
     JSON = "json"
-
-
-class WeightsSource(enum.StrEnum):
-    """`--weights-source`."""
-
-    PUSHED = "Pushed"
-    MODEL = "Model"
 
 
 class Reclaim(enum.StrEnum):
@@ -96,15 +91,12 @@ def hub(
         float,
         typer.Option(min=0.5, max=86_400, help="How long an engine may use an epoch unheard. Never gets shorter."),
     ] = 30.0,
-    join_after_seconds: Annotated[
-        float, typer.Option(min=0, help="How old an engine must be when a plain reset is asked for to count as having the weights.")
-    ] = 60.0,
-    weights_source: Annotated[
-        WeightsSource, typer.Option(help="Pushed: weights change under running engines. Model: they never do.")
-    ] = WeightsSource.PUSHED,
     reclaim: Annotated[
         Reclaim,
-        typer.Option(help="Older keys in the store: an engine removes them, the store is emptied first, or its eviction takes them."),
+        typer.Option(
+            help="Keys of older epochs and of weights that are gone: an engine removes them; the store is also emptied after each "
+            "reset; or its eviction takes them."
+        ),
     ] = Reclaim.DELETE,
     store_admin: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="Admin port of the Mooncake master of a store of this pool alone; repeatable.")
@@ -112,6 +104,8 @@ def hub(
     advertise: Annotated[str, typer.Option(metavar="tcp://HOST:PORT", help="What clients dial. Default: from --listen.")] = "",
     metrics: Annotated[str, typer.Option(metavar="HOST:PORT", help="Serve /metrics and /healthz there. Default: no.")] = "",
     log_format: Annotated[LogFormat, typer.Option(help="text for people, json for collectors.")] = LogFormat.TEXT,
+    weights_source: Annotated[str | None, gone("--weights-source", f"{NAMED}, pushed or not. Leave it out")] = None,
+    join_after_seconds: Annotated[str | None, gone("--join-after-seconds", f"{NAMED}, so no engine has to wait. Leave it out")] = None,
 ) -> None:
     """See HELP."""
     options = HubOptions(
@@ -119,8 +113,6 @@ def hub(
         listen=listen,
         state=state,
         lease_seconds=lease_seconds,
-        join_after_seconds=join_after_seconds,
-        weights_source=weights_source.value,
         reclaim=reclaim.value,
         store_admin=tuple(store_admin or ()),
         advertise=advertise,
@@ -205,7 +197,8 @@ def introduction(made: FileHub) -> str:
             "  vllm serve MODEL --shutdown-timeout 20 --kv-transfer-config '" + transfer_config() + "'",
             f"On other machines copy {folder} (it holds keys: keep it private). Then",
             "  epochkv status",
-            "  epochkv reset        # after new weights were pushed to paused engines",
+            "  epochkv weights      # which engines hold which weights",
+            "  epochkv reset        # forget everything",
         ]
     )
 

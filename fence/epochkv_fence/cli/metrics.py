@@ -35,9 +35,18 @@ def exposition(pool: str, snapshot: PoolSnapshot, counters: dict[str, int]) -> s
         f"Engine processes heard of, by state ({', '.join(ENGINE_STATES)})",
         [(f'{labels},state="{state}"', states.count(state)) for state in ENGINE_STATES],
     )
+    family(
+        "epochkv_pool_weights_diverged_engines",
+        "gauge",
+        "Live engines that hold other weights than most of their fingerprint",
+        [(labels, len(snapshot.diverged))],
+    )
     family("epochkv_pool_carried_requests", "gauge", "Requests that run under older epochs", [(labels, snapshot.carried)])
     family(
-        "epochkv_pool_reclaimed_keys_total", "counter", "Keys of older epochs removed from the store", [(labels, snapshot.reclaimed_keys)]
+        "epochkv_pool_reclaimed_keys_total",
+        "counter",
+        "Keys of older epochs and weights removed from the store",
+        [(labels, snapshot.reclaimed_keys)],
     )
     family("epochkv_pool_reclaimed_bytes_total", "counter", "Bytes of them, as far as known", [(labels, snapshot.reclaimed_bytes)])
     family(

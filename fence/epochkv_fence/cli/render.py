@@ -6,7 +6,7 @@ import enum
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -15,9 +15,10 @@ from rich.status import Status as Spinner
 from rich.table import Table
 
 from epochkv_fence.cli.report import counted
-from epochkv_fence.client import Engine, OpenUpdate, PoolStatus, Reset, Standing
+from epochkv_fence.client import Engine, PoolStatus, Reset, Standing, WeightsReport, WeightsStanding
+from epochkv_fence.client.weights import SHOWN_DIGITS, called, listed, report
 
-MAX_NAMES: Final = 10
+ALONE: Final = "caches reset alone; shared again after the next `epochkv reset`"
 FIRST_LINE_SECONDS: Final = 2.0
 PROGRESS_SECONDS: Final = 10.0
 WIDTH: Final = 140
@@ -58,32 +59,31 @@ def show_status(status: PoolStatus, output: Output) -> None:
     rows = [
         ("pool", f"{status.name} ({status.uid})"),
         ("epoch", f"{status.published} published" + ("" if status.converged else f", {status.target} asked for: a reset is open")),
-        ("weights", status.weights_version or "-"),
+        ("weights", _weights(report(status.engines, status.labels))),
         ("asked by", status.origin or "-"),
         ("engines", f"{len(states)}: {_counted(states)}"),
         ("lease", f"{status.lease_seconds:g} s"),
-        ("update", _update(status)),
     ]
     if status.laggards:
-        rows.append(("behind", names(status.laggards)))
+        rows.append(("behind", listed(status.laggards)))
     alone = tuple(engine.name for engine in status.engines if engine.state == "private")
     if alone:
-        rows.append(("private", f"{names(alone)}: caches reset alone; shared again after the next `epochkv reset`"))
+        rows.append(("private", f"{listed(alone)}: {ALONE}"))
+    if status.settling_seconds:
+        rows.append(("hub", f"has only begun to lead; it may not know every engine for another {status.settling_seconds:.0f} s"))
     for row in rows:
         table.add_row(*row)
     console().print(table, highlight=False, markup=False)
 
 
-def _update(status: PoolStatus) -> str:
-    found = status.update
-    if found is None:
-        return "-"
-    since, left = duration(found.since_seconds), duration(found.left_seconds)
-    return f"to {found.version}, open for {since} by {found.holder}; ends in {left} unless that trainer goes on"
+def _weights(found: WeightsReport) -> str:
+    parts = [f"{called(group.id, group.label)} {counted(len(group.engines), 'engine')}" for group in found.groups]
+    parts += [f"unknown {counted(len(found.unknown), 'engine')}"] if found.unknown else []
+    return "; ".join(parts) or "-"
 
 
 def _counted(states: Sequence[str]) -> str:
-    words = (("use", "share"), ("bypass", "in bypass"), ("private", "private"), ("behind", "behind"))
+    words = (("use", "share"), ("private", "private"), ("unknown", "of unknown weights"), ("behind", "behind"))
     return ", ".join(f"{states.count(state)} {word}" for state, word in words)
 
 
@@ -92,30 +92,60 @@ def show_engines(status: PoolStatus, output: Output) -> None:
     if output is Output.JSON:
         show_json([asdict(engine) for engine in status.engines])
         return
+    columns = ("ENGINE", "STATE", "WEIGHTS", "EPOCH>", "CARRIED>", "AGE>", "HEARD>", "BOOT", "NOTE")
+    _show_table(columns, [_row(engine) for engine in status.engines])
+
+
+def _show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns that end in `>` are flush right; the last one may take several lines."""
     table = Table(box=None, pad_edge=False)
-    for column, justify in (("ENGINE", "left"), ("STATE", "left"), ("EPOCH", "right"), ("CARRIED", "right"), ("LOADING", "right"),
-                            ("AGE", "right"), ("HEARD", "right"), ("BOOT", "left")):  # fmt: skip
-        table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    for engine in status.engines:
-        table.add_row(*_row(engine))
+    for column in columns:
+        right = column.endswith(">")
+        table.add_column(column.removesuffix(">"), justify="right" if right else "left", no_wrap=column != columns[-1])
+    for row in rows:
+        table.add_row(*row)
     console().print(table, highlight=False, markup=False)
 
 
 def _row(engine: Engine) -> tuple[str, ...]:
+    note = engine.weights_note if not engine.weights else ""
     return (
         engine.name,
         engine.state,
+        engine.weights[:SHOWN_DIGITS] or "-",
         "-" if engine.epoch is None else str(engine.epoch),
         str(engine.carried),
-        "-" if engine.loading is None else str(engine.loading),
         duration(engine.age_seconds),
         f"{duration(engine.silent_seconds)} ago",
         engine.boot[:8],
+        note or (ALONE if engine.state == "private" else ""),
     )
 
 
+def show_weights(found: WeightsReport, output: Output) -> None:
+    """`epochkv weights`; as JSON also the outcome of `update`."""
+    if output is Output.JSON:
+        show_json({**asdict(found), "equal": found.equal})
+        return
+    fingerprints = sorted({group.fingerprint for group in found.groups})
+    columns = ["WEIGHTS", "LABEL", "ENGINES>", "SINCE>", *(["FINGERPRINT"] if len(fingerprints) > 1 else []), "NAMES"]
+    rows = [
+        (group.id[:SHOWN_DIGITS], group.label or "-", str(len(group.engines)), duration(group.since_s), group.fingerprint[:SHOWN_DIGITS],
+         listed(group.engines))
+        for group in found.groups
+    ]  # fmt: skip
+    rows += [("unknown", "-", "1", "-", "-", f"{one.name}: {one.note}" if one.note else one.name) for one in found.unknown]
+    _show_table(columns, [row if len(fingerprints) > 1 else (*row[:4], row[5]) for row in rows])
+
+
+def shown_weights(found: WeightsReport) -> str:
+    """The outcome of `update`: one line for each fingerprint."""
+    who = [f"all {len(group.engines)} engines hold" if len(group.engines) > 1 else "the only engine holds" for group in found.groups]
+    return "\n".join(f"{one} {called(group.id, group.label)}" for one, group in zip(who, found.groups, strict=True))
+
+
 def show_reset(reset: Reset, output: Output, wait: bool = True) -> None:
-    """The outcome of `reset` and `update`."""
+    """The outcome of `reset`."""
     if output is Output.JSON:
         show_json(asdict(reset))
         return
@@ -147,11 +177,7 @@ def _show_engines_of(reset: Reset) -> None:
         print(f"{reset.carried} running {go} held")
     if reset.laggards and not reset.noop:
         lease = "its lease" if len(reset.laggards) == 1 else "their leases"
-        print(f"{f'fenced by {lease}' if reset.published else 'not acknowledged by'}: {names(reset.laggards)}")
-    if reset.bypassed and reset.published:
-        serve, they = ("engine serves", "it has") if reset.bypassed == 1 else ("engines serve", "they have")
-        why = f"nobody said that {they} the weights of epoch {reset.epoch}"
-        print(f"{reset.bypassed} {serve} without reuse: {why}; `epochkv update` does")
+        print(f"{f'fenced by {lease}' if reset.published else 'not acknowledged by'}: {listed(reset.laggards)}")
 
 
 def proved(num_engines: int) -> str:
@@ -161,12 +187,6 @@ def proved(num_engines: int) -> str:
     if num_engines == 1:
         return "the only engine does not use an older one"
     return f"no engine of {num_engines} uses an older one"
-
-
-def names(found: tuple[str, ...]) -> str:
-    """A list that stays readable."""
-    more = f" and {len(found) - MAX_NAMES} more" if len(found) > MAX_NAMES else ""
-    return ", ".join(found[:MAX_NAMES]) + more
 
 
 def duration(seconds: float) -> str:
@@ -181,31 +201,19 @@ def duration(seconds: float) -> str:
     return f"{whole // 86_400}d{whole % 86_400 // 3600}h"
 
 
-class Progress:
-    """Says on stderr what is waited for: a line that changes on a terminal, a line every few seconds elsewhere.
+class Line:
+    """What is waited for, on stderr: a line that changes on a terminal, a line every few seconds elsewhere.
 
-    Called from the client's thread.
-
-    Args:
-        asks: the epoch is asked for by this command. False: it is waited for, and somebody else asks.
-        on_update: told once of somebody's weight update in whose middle the epoch is asked for.
+    Written from the client's thread.
     """
 
-    def __init__(self, quiet: bool, asks: bool = True, on_update: Callable[[OpenUpdate], None] | None = None) -> None:
-        self._quiet = quiet
-        self._on_update = on_update
-        self._asks = asks
+    def __init__(self) -> None:
         self._console = Console(stderr=True)
         self._spinner: Spinner | None = None
         self._say_at: float | None = None
 
-    def __call__(self, standing: Standing) -> None:
-        if standing.update is not None and self._on_update is not None:
-            on_update, self._on_update = self._on_update, None
-            on_update(standing.update)
-        if self._quiet:
-            return
-        text = self._text(standing)
+    def say(self, text: str) -> None:
+        """Show `text` now, or later if it is too early to bother anybody."""
         if self._say_at is None:  # not from when this was made: the command of an update runs in between
             self._say_at = time.monotonic() + FIRST_LINE_SECONDS
         if self._console.is_terminal:
@@ -223,10 +231,36 @@ class Progress:
             self._spinner.stop()
             self._spinner = None
 
-    def _text(self, standing: Standing) -> str:
+
+class Progress(Line):
+    """Of a reset.
+
+    Args:
+        asks: the epoch is asked for by this command. False: it is waited for, and somebody else asks.
+    """
+
+    def __init__(self, asks: bool = True) -> None:
+        super().__init__()
+        self._asks = asks
+
+    def __call__(self, standing: Standing) -> None:
+        self.say(self.text(standing))
+
+    def text(self, standing: Standing) -> str:
+        """What is waited for, in words."""
         if not standing.recorded:
             return f"epoch {standing.epoch}: waiting for " + ("a hub to record it" if self._asks else "somebody to ask for it")
-        if not standing.published:
-            late = f"{standing.laggards} of {counted(standing.engines, 'engine')}" if standing.laggards else "the proof"
-            return f"epoch {standing.epoch}: waiting for {names(standing.names) if standing.names else late}"
-        return f"epoch {standing.epoch} published; waiting for {counted(standing.pending, 'engine')} to share it"
+        late = f"{standing.laggards} of {counted(standing.engines, 'engine')}" if standing.laggards else "the proof"
+        return f"epoch {standing.epoch}: waiting for {listed(standing.names) if standing.names else late}"
+
+
+class WeightsProgress(Line):
+    """Of a push."""
+
+    def __call__(self, standing: WeightsStanding) -> None:
+        self.say(self.text(standing))
+
+    @staticmethod
+    def text(standing: WeightsStanding) -> str:
+        """What is waited for, in words."""
+        return f"waiting for the new weights of {listed(standing.waits_for) if standing.waits_for else 'the engines'}"

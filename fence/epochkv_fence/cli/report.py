@@ -11,6 +11,8 @@ from epochkv_fence.pool import EngineView, PoolSnapshot
 
 MAX_LINES: Final = 10
 """Of one kind from one comparison; more engines than that become one line with their number."""
+PUSH_SECONDS: Final = 60.0
+"""While weights are pushed engines differ: for so long that is no news."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +61,27 @@ def _leading(now: PoolSnapshot) -> Line:
 def _epochs(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
     if now.target > before.target:
         who = f" by {now.origin.source.value.lower()}" if now.origin is not None else ""
-        version = f", weights {now.weights_version}" if now.weights_version else ""
         to_go = sum(view.alive and not view.converged for view in now.engines)
         engines = f"{to_go} of {counted(_alive(now), 'engine')} to go" if _alive(now) else "no engine is there"
-        text = f"epoch {now.target} recorded, asked for{who}{version}; {engines}"
-        fields = {"target": now.target, "weights_version": now.weights_version}
-        yield Line(logging.INFO, text, {**fields, "origin": now.origin.source.value if now.origin else ""})
+        text = f"epoch {now.target} recorded, asked for{who}; {engines}"
+        yield Line(logging.INFO, text, {"target": now.target, "origin": now.origin.source.value if now.origin else ""})
     if now.published > before.published:
         took = f" after {now.reset_seconds:.3f} s" if now.reset_seconds is not None and now.published == now.target else ""
         text = f"epoch {now.published} published{took}: no engine uses an older one"
         keep = "running request keeps what it held" if now.carried == 1 else "running requests keep what they held"
         carried = f"; {now.carried} {keep}" if now.carried else ""
         # Below what was published; the next epoch may be asked for already, and nobody at it yet.
-        late = [engine_name(view) for view in now.engines if view.alive and (view.epoch is None or view.epoch < now.published)]
+        late = [view for view in now.engines if view.alive and (view.epoch is None or view.epoch < now.published)]
         behind = f"; not acknowledged, fenced by {'its lease' if len(late) == 1 else 'their leases'}: {_names(late)}" if late else ""
         yield Line(
             logging.WARNING if late else logging.INFO,
             text + carried + behind,
-            {"published": now.published, "seconds": now.reset_seconds, "carried": now.carried, "laggards": late[:MAX_LINES]},
+            {
+                "published": now.published,
+                "seconds": now.reset_seconds,
+                "carried": now.carried,
+                "laggards": [engine_name(view) for view in late[:MAX_LINES]],
+            },
         )
 
 
@@ -102,22 +107,52 @@ def _each(views: list[EngineView], level: int, one: str, many: str) -> Iterable[
 
 
 def _weights(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
-    old, new = len(before.weights_pending), len(now.weights_pending)
-    settled = now.published == now.target and now.leading
-    if new and settled and (new != old or before.published < now.published):
-        names = _names([engine_name(view) for view in now.weights_pending])
-        serve, they, share = ("serves", "it has", "it shares") if new == 1 else ("serve", "they have", "they share")
-        text = f"{counted(new, 'engine')} {serve} without reuse, as nobody said that {they} the weights of epoch {now.target}: {names}"
-        yield Line(logging.WARNING, f"{text}; {share} after the next weight update", {"pending": new})
-    elif old and not new and settled:
-        using = sum(view.state == "use" for view in now.engines)
-        share = {0: "no engine is left that waits for the weights of", 1: "the only engine shares"}.get(using, f"all {using} engines share")
-        yield Line(logging.INFO, f"{share} epoch {now.target}", {"engines": using})
+    known = {view.boot: view for view in before.engines}
+    changed: dict[bytes, list[EngineView]] = {}
+    unknown: list[EngineView] = []
+    for view in now.engines:
+        old = known.get(view.boot)
+        if not view.alive or (old is not None and (old.weights, old.weights_note) == (view.weights, view.weights_note)):
+            continue
+        if view.weights is not None:
+            changed.setdefault(view.weights, []).append(view)
+        elif view.weights_note:
+            unknown.append(view)
+    for weights, views in list(changed.items())[:MAX_LINES]:
+        what = f"weights {_called(weights, now)}"
+        text = f"engine {engine_name(views[0])} holds {what}" if len(views) == 1 else f"{len(views)} engines hold {what}: {_names(views)}"
+        yield Line(logging.INFO, text, {"weights": weights.hex(), "engines": len(views)})
+    for view in unknown[:MAX_LINES]:
+        yield Line(
+            logging.INFO, f"the weights of engine {engine_name(view)} are unknown: {view.weights_note}", {"engine": engine_name(view)}
+        )
+    if len(unknown) > MAX_LINES:
+        yield Line(logging.INFO, f"the weights of {len(unknown)} engines are unknown", {"engines": len(unknown)})
+    yield from _divergence(before, now)
+    for weights, label in now.labels.items():
+        if before.leading and before.labels.get(weights) != label:
+            yield Line(logging.INFO, f"weights {weights.hex()[:8]} are called {label}", {"weights": weights.hex(), "label": label})
+
+
+def _divergence(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
+    """Engines differ while weights are pushed; for longer than that they have missed one."""
+    old, new = ([view for view in snapshot.diverged if (view.diverged_seconds or 0.0) > PUSH_SECONDS] for snapshot in (before, now))
+    if new and not old:
+        hold = "holds" if len(new) == 1 else "hold"
+        text = f"{counted(len(new), 'engine')} {hold} other weights than most for more than {PUSH_SECONDS:g} s: {_names(new)}"
+        yield Line(logging.WARNING, text, {"diverged": len(new)})
+    elif old and not now.diverged:
+        yield Line(logging.INFO, "the engines of each fingerprint hold the same weights again")
+
+
+def _called(weights: bytes, now: PoolSnapshot) -> str:
+    label = now.labels.get(weights)
+    return f"{weights.hex()[:8]} ({label})" if label else weights.hex()[:8]
 
 
 def _memory(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
     if now.wipe_failed and not before.wipe_failed:
-        yield Line(logging.WARNING, "the store could not be emptied in time; nobody finds the old keys, and removing them goes on")
+        yield Line(logging.WARNING, "the store could not be emptied; nobody finds the old keys, and they are removed one by one instead")
     if now.reclaimed > before.reclaimed and now.reclaimed_keys:  # a pool without a store has nothing to tell
         text = f"the store holds no keys below epoch {now.reclaimed}; {now.reclaimed_keys} removed so far"
         yield Line(logging.INFO, text, {"below": now.reclaimed, "keys": now.reclaimed_keys, "bytes": now.reclaimed_bytes})
@@ -127,6 +162,6 @@ def _alive(now: PoolSnapshot) -> int:
     return sum(view.alive for view in now.engines)
 
 
-def _names(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_LINES} more" if len(names) > MAX_LINES else ""
-    return ", ".join(names[:MAX_LINES]) + more
+def _names(views: list[EngineView]) -> str:
+    more = f" and {len(views) - MAX_LINES} more" if len(views) > MAX_LINES else ""
+    return ", ".join(engine_name(view) for view in views[:MAX_LINES]) + more

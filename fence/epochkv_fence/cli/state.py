@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import msgspec
 
-from epochkv_fence.connection import CONFIG_FILE, ROOT_SECRET_BYTES, ROOT_SECRET_FILE, warn_of_unknown
+from epochkv_fence.connection import CONFIG_FILE, GONE_KEYS, ROOT_SECRET_BYTES, ROOT_SECRET_FILE, warn_of_unknown
 from epochkv_fence.file_authority import StateError
 from epochkv_fence.transport.keys import (
     CLIENT_PUBLIC_FILE,
@@ -230,8 +230,8 @@ def repair_client(directory: Path, keys: Keys) -> bool:
     return True
 
 
-def write_client(directory: Path, keys: Keys, pool: str, endpoint: str, weights_source: str) -> Path:
-    """Write what engines and trainers join with; other keys of an existing `connection.json` are kept.
+def write_client(directory: Path, keys: Keys, pool: str, endpoint: str) -> Path:
+    """Write what engines and trainers join with; other keys of an existing `connection.json` are kept, those that are gone are not.
 
     Returns:
         Path of `connection.json`.
@@ -248,10 +248,12 @@ def write_client(directory: Path, keys: Keys, pool: str, endpoint: str, weights_
                 logger.warning("%s did not have the pool's keys; they are written again", folder)
             _write_credentials(folder, keys)
             content = _existing_json(path)
+            for key in GONE_KEYS.keys() & content.keys():
+                del content[key]
+                logger.info("%s: the key %s is gone: %s; it is removed. Copies of this file need that, too", path, key, GONE_KEYS[key])
             warn_of_unknown(content, str(path))
             content["pool"] = {"name": pool, "uid": keys.pool_uid}
             content["hub"] = {"endpoint": endpoint, "credentials_dir": "."}
-            content["weights_source"] = weights_source
             _write(path, json.dumps(content, indent=2).encode() + b"\n")
     except OSError as error:
         raise StateError(f"{folder} cannot be written ({error.strerror or error})") from error

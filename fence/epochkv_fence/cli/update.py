@@ -1,4 +1,4 @@
-"""`epochkv update --version V -- COMMAND`: push weights inside a weight update, whatever language pushes them."""
+"""`epochkv update --version V -- COMMAND`: push weights, and prove that they arrived, whatever language pushes them."""
 
 from __future__ import annotations
 
@@ -14,35 +14,32 @@ from typing import Annotated, Final
 
 import typer
 
-from epochkv_fence.cli.asking import NOTHING_ASKED, RESET_SECONDS, Config, Out, connect
+from epochkv_fence.cli.asking import NOTHING_ASKED, Config, Out, connect
 from epochkv_fence.cli.exits import Exit
-from epochkv_fence.cli.render import Output, Progress, say_error, show_reset
-from epochkv_fence.client import PoolError, Update
+from epochkv_fence.cli.gone import gone
+from epochkv_fence.cli.render import Output, WeightsProgress, say_error, show_weights, shown_weights
+from epochkv_fence.client import PoolError, Update, WeightsDiverged
 from epochkv_fence.connection import CONFIG_ENV
 
-HELP: Final = """Run COMMAND, which pushes new weights to every engine of the pool, inside a weight update.
+HELP: Final = """Run COMMAND, which pushes new weights, and wait until every engine of the pool holds them, bit by bit.
 
-Exactly the engines that are there when COMMAND starts share the new epoch; one that starts or restarts meanwhile serves
-without reuse until the next update. When COMMAND fails, the epoch is raised with nobody named: weights
-are unknown, and `epochkv status` shows them as `failed: VERSION ...`.
+Engines name KV by the weights that they hold, so COMMAND may push in any order, paused or serving. Afterwards the new weights are
+called V, and an engine that missed the push is named.
 
---order push_under_pause (default): COMMAND pauses the engines, pushes, and resumes nothing; resume after `epochkv update`.
---order fence_first: the old epoch is fenced before COMMAND starts, so engines may serve (without reuse) while it pushes.
+With -o json its standard output goes to standard error. COMMAND gets EPOCHKV_WEIGHTS_VERSION and EPOCHKV_CONFIG. Signals are passed
+on to its process group.
 
-With -o json its standard output goes to standard error. If epochkv itself is killed in the middle (kill -9, out of memory), COMMAND
-goes on: end it before the next update. A lease and its margin later the hub raises the epoch, and no engine shares until then.
-
-COMMAND gets EPOCHKV_WEIGHTS_VERSION, EPOCHKV_CONFIG and, with fence_first, EPOCHKV_EPOCH. Signals are passed on to its process
-group. Exit status: that of COMMAND when it failed (128 + n for signal n), otherwise as for `epochkv reset`.
+Exit status: that of COMMAND when it failed (128 + n for signal n; nothing is waited for then); 0 all engines hold the same, new
+weights; 3 they do not in time, also when nothing has changed; 4 no hub answered: before COMMAND, which is not started then, or after it.
 
 \b
   epochkv update --version step-42 -- python push_weights.py --step 42
-  epochkv update --version step-42 --order fence_first -- ./push.sh && ./resume.sh
 """
 FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 VERSION_ENV: Final = "EPOCHKV_WEIGHTS_VERSION"
-EPOCH_ENV: Final = "EPOCHKV_EPOCH"
 NOT_STARTED: Final = "COMMAND was not started, so nothing was pushed"
+ENDED_WELL: Final = "COMMAND ended well; `epochkv weights` shows which engines hold what"
+WEIGHTS_SECONDS: Final = 60.0
 
 
 class CommandFailed(Exception):
@@ -55,45 +52,49 @@ class CommandFailed(Exception):
 
 def update(
     command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="What pushes the weights, after `--`.")],
-    version: Annotated[str, typer.Option("--version", metavar="V", help="What you call the new weights; different for every update.")],
-    order: Annotated[str, typer.Option(metavar="push_under_pause|fence_first", help="When the old epoch is fenced.")] = "push_under_pause",
+    version: Annotated[str, typer.Option("--version", metavar="V", help="What you call the new weights; of two names the newest counts.")],
     config: Config = None,
     timeout: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", help="For what comes before COMMAND, and again for what comes after it.")
-    ] = RESET_SECONDS,
+    ] = WEIGHTS_SECONDS,
     output: Out = Output.TABLE,
+    order: Annotated[
+        str | None, gone("--order", "weights name themselves, so no order is wrong, and engines may serve during the push. Leave it out")
+    ] = None,
 ) -> None:
     """See HELP."""
     _check_command(command[0])
-    progress = Progress(quiet=False)
+    progress = WeightsProgress()
     made: Update | None = None
+    has_ended = False
     try:
         with (
             closing(connect(config, timeout, NOTHING_ASKED)) as pool,
-            pool.weight_update(version, order, timeout, progress=progress) as made,  # type: ignore[arg-type]
+            pool.weight_update(version, timeout_s=timeout, progress=progress) as made,
         ):
-            status = run(command, environment(os.environ, config, made), to_stderr=output is Output.JSON)
+            status = run(command, environment(os.environ, config, version), to_stderr=output is Output.JSON)
             if status != 0:
                 raise CommandFailed(status)
+            has_ended = True
     except CommandFailed as error:
-        for note in getattr(error, "__notes__", [str(error)]):
-            say_error(f"{error}. {note}")
+        say_error(f"{error}; `epochkv weights` shows which engines hold what")
         raise typer.Exit(error.status) from None
     except PoolError as error:
-        if made is None:
-            error.add_note(NOT_STARTED)
+        if isinstance(error, WeightsDiverged) and output is Output.JSON:
+            show_weights(error.report, output)
+        elif not isinstance(error, WeightsDiverged):
+            error.add_note(ENDED_WELL if has_ended else NOT_STARTED)
         raise
-    except KeyboardInterrupt as error:
-        for note in getattr(error, "__notes__", ("interrupted",)) if made is not None else (f"interrupted; {NOT_STARTED}",):
-            say_error(note)
+    except KeyboardInterrupt:
+        say_error(f"interrupted; {ENDED_WELL if has_ended else NOT_STARTED}")
         raise typer.Exit(Exit.INTERRUPTED) from None
     finally:
         progress.stop()
-    assert made is not None
-    assert made.reset is not None
-    show_reset(made.reset, output)
-    if not made.reset.published:
-        raise typer.Exit(Exit.NOT_PUBLISHED)
+    assert made.report is not None
+    if output is Output.JSON:
+        show_weights(made.report, output)
+    else:
+        print(shown_weights(made.report))
 
 
 def _check_command(name: str) -> None:
@@ -108,12 +109,9 @@ def _check_command(name: str) -> None:
     raise typer.Exit(Exit.NOT_EXECUTABLE)
 
 
-def environment(environ: Mapping[str, str], config: str | None, made: Update) -> dict[str, str]:
+def environment(environ: Mapping[str, str], config: str | None, version: str) -> dict[str, str]:
     """What the command sees."""
-    found = {**environ, VERSION_ENV: made.version}
-    found.pop(EPOCH_ENV, None)
-    if made.epoch is not None:
-        found[EPOCH_ENV] = str(made.epoch)
+    found = {**environ, VERSION_ENV: version}
     given = config if config is not None else found.get(CONFIG_ENV)
     if given:
         found[CONFIG_ENV] = given if given.lstrip().startswith("{") else os.path.abspath(given)

@@ -1,4 +1,4 @@
-"""The trainer's client: reset a pool's KV, push weights safely, see its engines. Needs the pool's key, not Kubernetes."""
+"""The trainer's client: prove that a push arrived, reset a pool's KV, see its engines. Needs the pool's key, not Kubernetes."""
 
 from epochkv_fence.client.arguments import ArgumentError
 from epochkv_fence.client.async_pool import AsyncPool
@@ -10,12 +10,13 @@ from epochkv_fence.client.errors import (
     PoolError,
     ResetNotRecorded,
     ResetTimeout,
-    UpdateInProgress,
+    WeightsDiverged,
     WrongPool,
 )
 from epochkv_fence.client.pool import Pool
-from epochkv_fence.client.results import Engine, OpenUpdate, PoolStatus, Reset
-from epochkv_fence.client.updating import Update
+from epochkv_fence.client.results import Engine, PoolStatus, Reset
+from epochkv_fence.client.waiting import Update
+from epochkv_fence.client.weights import UnknownWeights, WeightsGroup, WeightsReport, WeightsStanding
 from epochkv_fence.connection import ConfigurationError, Connection
 
 __all__ = [
@@ -26,7 +27,6 @@ __all__ = [
     "Engine",
     "HubUnreachable",
     "KeyRefused",
-    "OpenUpdate",
     "Pool",
     "PoolClosed",
     "PoolError",
@@ -35,7 +35,11 @@ __all__ = [
     "ResetNotRecorded",
     "ResetTimeout",
     "Standing",
+    "UnknownWeights",
     "Update",
-    "UpdateInProgress",
+    "WeightsDiverged",
+    "WeightsGroup",
+    "WeightsReport",
+    "WeightsStanding",
     "WrongPool",
 ]

@@ -1,16 +1,30 @@
-"""What callers may give, checked before anything is asked or pushed: the first thing that a mistake costs is an exception."""
+"""What callers may give, checked before anything is asked: the first thing that a mistake costs is an exception."""
 
 from __future__ import annotations
 
 import inspect
+import re
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from epochkv_fence.messages import CONTROL, MAX_EPOCH
-from epochkv_fence.versions import FAILED, MAX_VERSION
 
-"""What the version of weights begins with whose push failed."""
+MAX_LABEL: Final = 253
 MAX_JUMP: Final = 1_000_000
 """How far above the target an epoch may be asked for without force: ten years of a reset every five minutes."""
+DIGEST: Final = re.compile("[0-9a-f]{32}")
+NAMED: Final = "weights name themselves"
+GONE: Final[Mapping[str, Mapping[str, str]]] = {
+    "reset": {
+        "weights_version": f"is gone: {NAMED}. Leave it out; weight_update(label) or wait_weights(label=...) says what they are called",
+    },
+    "weight_update": {
+        "version": "is now called label",
+        "order": f"is gone: {NAMED}, so no order of push and reset is wrong, and engines may serve during the push. Leave it out",
+        "on_failure": "is gone: WeightsDiverged is raised when engines do not hold the same, new weights in time. Leave it out",
+    },
+}
+"""Parameters of before, and what replaced them."""
 
 
 class ArgumentError(ValueError):
@@ -30,40 +44,76 @@ class ArgumentTypeError(ArgumentError, TypeError):
     """An argument is of another type."""
 
 
-def check_arguments(epoch: int | None, version: str | None, timeout_s: float, on_failure: str, progress: object = None) -> str:
-    """The version as text.
+def refuse_gone(call: str, given: Mapping[str, object]) -> None:
+    """Raise for keywords that `call` does not take, with what replaced those that it once took."""
+    for parameter in given:
+        if (problem := GONE[call].get(parameter)) is not None:
+            raise ArgumentTypeError(parameter, problem)
+        raise TypeError(f"{call}() got an unexpected keyword argument {parameter!r}")
+
+
+def check_reset(epoch: int | None, timeout_s: float, on_failure: str, progress: object, **flags: object) -> None:
+    """Raise unless this can be asked for.
 
     Raises:
         ArgumentError: an argument cannot be meant.
     """
+    for parameter, value in flags.items():  # most values would count as True, also the text "no"
+        if not isinstance(value, bool):
+            raise ArgumentTypeError(parameter, f"is {value!r}; give True or False")
     if epoch is not None:
         _check_epoch(epoch, ", or None for the next one")
     check_timeout(timeout_s)
     _check_choice("on_failure", on_failure, "bypass", "crash")
-    name = check_version(version, "weights_version") if version is not None else ""
-    if progress is not None:
-        _check_progress(progress)
-    return name
+    _check_progress(progress, "Standing")
 
 
 def check_wait(epoch: int, timeout_s: float, progress: object) -> None:
     """Raise unless this epoch can be waited for: None is one only where the next one is asked for."""
     _check_epoch(epoch)
-    check_arguments(epoch, None, timeout_s, "crash", progress)
+    check_timeout(timeout_s)
+    _check_progress(progress, "Standing")
 
 
-def check_flags(**flags: object) -> None:
-    """Raise for what is neither True nor False: most other values would count as True, also the text "no"."""
-    for parameter, value in flags.items():
-        if not isinstance(value, bool):
-            raise ArgumentTypeError(parameter, f"is {value!r}; give True or False")
+def check_weights(
+    engines: Iterable[str] | None, timeout_s: float, label: str | None, other_than: Iterable[str], progress: object
+) -> tuple[frozenset[str] | None, frozenset[str]]:
+    """Names of engines (None: all) and digests, as sets.
+
+    Raises:
+        ArgumentError: an argument cannot be meant.
+    """
+    check_timeout(timeout_s)
+    if label is not None:
+        check_label(label)
+    _check_progress(progress, "WeightsStanding")
+    names = None if engines is None else _texts("engines", engines, "give names of engines, or None for all")
+    digests = _texts("other_than", other_than, "give digests of weights, such as the ids of a WeightsReport")
+    if names is not None and not names:
+        raise ArgumentError("engines", "is empty; give names of engines, or None for all")
+    for digest in digests:
+        if DIGEST.fullmatch(digest) is None:
+            raise ArgumentError("other_than", f"has {digest!r}; give digests of 32 hex digits, such as the ids of a WeightsReport")
+    return names, digests
 
 
-def _check_progress(progress: object) -> None:
+def _texts(parameter: str, given: Iterable[str], remedy: str) -> frozenset[str]:
+    try:
+        found = frozenset(given)
+    except TypeError:
+        found = frozenset([0])  # type: ignore[list-item]
+    if isinstance(given, (str, bytes)) or not all(isinstance(text, str) for text in found):
+        raise ArgumentTypeError(parameter, f"is {given!r}; {remedy}")
+    return found
+
+
+def _check_progress(progress: object, standing: str) -> None:
+    if progress is None:
+        return
     if not callable(progress):
-        raise ArgumentTypeError("progress", f"is {progress!r}; give a function that takes a Standing, or None")
+        raise ArgumentTypeError("progress", f"is {progress!r}; give a function that takes a {standing}, or None")
     if inspect.iscoroutinefunction(progress) or inspect.iscoroutinefunction(type(progress).__call__):
-        raise ArgumentTypeError("progress", f"is {progress!r}, and nobody would await it; give a plain function that takes a Standing")
+        raise ArgumentTypeError("progress", f"is {progress!r}, and nobody would await it; give a plain function that takes a {standing}")
 
 
 def _check_epoch(epoch: int, otherwise: str = "") -> None:
@@ -73,21 +123,18 @@ def _check_epoch(epoch: int, otherwise: str = "") -> None:
         raise ArgumentError("epoch", f"is {epoch}; it must be from 0 to {MAX_EPOCH}")
 
 
-def check_version(version: str, parameter: str = "version") -> str:
-    """Raise unless `version`, which the caller gave as `parameter`, can name weights."""
-    if not isinstance(version, str):
-        raise ArgumentTypeError(parameter, f"is {version!r}; give text")
-    if not 0 < len(version) <= MAX_VERSION:
-        raise ArgumentError(parameter, f"has {len(version)} characters; give 1 to {MAX_VERSION}")
+def check_label(label: str) -> None:
+    """Raise unless weights can be called so."""
+    if not isinstance(label, str):
+        raise ArgumentTypeError("label", f"is {label!r}; give text")
+    if not 0 < len(label) <= MAX_LABEL:
+        raise ArgumentError("label", f"has {len(label)} characters; give 1 to {MAX_LABEL}")
     try:
-        version.encode()
+        label.encode()
     except UnicodeEncodeError as error:
-        raise ArgumentError(parameter, f"is {version!a}, which is no Unicode text; give characters that can be encoded") from error
-    if CONTROL.search(version):
-        raise ArgumentError(parameter, f"is {version!a}; give one line without control characters, such as step-42")
-    if version.startswith(FAILED):
-        raise ArgumentError(parameter, f"is {version!r}, and {FAILED!r} is how status shows weights whose push failed; give another name")
-    return version
+        raise ArgumentError("label", f"is {label!a}, which is no Unicode text; give characters that can be encoded") from error
+    if CONTROL.search(label):
+        raise ArgumentError("label", f"is {label!a}; give one line without control characters, such as step-42")
 
 
 def check_timeout(timeout_s: float) -> None:
@@ -97,11 +144,6 @@ def check_timeout(timeout_s: float) -> None:
         raise ArgumentTypeError("timeout_s", problem)
     if not 0 < timeout_s <= 86_400:
         raise ArgumentError("timeout_s", problem)
-
-
-def check_order(order: str) -> None:
-    """Raise unless `order` is one of the two safe ones."""
-    _check_choice("order", order, "push_under_pause", "fence_first")
 
 
 def _check_choice(parameter: str, value: str, one: str, other: str) -> None:

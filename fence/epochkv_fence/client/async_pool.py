@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, Never, NoReturn, Self, TypeVar
 
-from epochkv_fence.client.arguments import check_arguments, check_flags, check_order, check_timeout, check_version, check_wait
+from epochkv_fence.client.arguments import check_reset, check_timeout, check_wait, check_weights, refuse_gone
 from epochkv_fence.client.background import Background, closed_meanwhile
 from epochkv_fence.client.calls import Progress
-from epochkv_fence.client.errors import PoolError
-from epochkv_fence.client.pool import CONNECT_SECONDS, LOOK_SECONDS, RESET_SECONDS, Config, note_failure, note_unfinished, open_calls
-from epochkv_fence.client.results import Engine, OnFailure, Order, PoolStatus, Reset
-from epochkv_fence.client.updating import Update, UpdateCalls
+from epochkv_fence.client.pool import CONNECT_SECONDS, LOOK_SECONDS, RESET_SECONDS, WEIGHTS_SECONDS, Config, open_calls
+from epochkv_fence.client.results import Engine, OnFailure, PoolStatus, Reset
+from epochkv_fence.client.waiting import Update, WeightsCalls, WeightsProgress
+from epochkv_fence.client.weights import WeightsReport
 from epochkv_fence.connection import Connection
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ class AsyncPool:
     called on another thread: `loop.call_soon_threadsafe` brings what it is told to a loop. A coroutine function is refused.
     """
 
-    def __init__(self, connection: Connection, background: Background, calls: UpdateCalls) -> None:
+    def __init__(self, connection: Connection, background: Background, calls: WeightsCalls) -> None:
         """Use `connect`."""
         self._connection = connection
         self._background = background
@@ -68,55 +68,57 @@ class AsyncPool:
     async def reset(
         self,
         epoch: int | None = None,
-        weights_version: str | None = None,
+        *,
         wait: bool = True,
         timeout_s: float = RESET_SECONDS,
         on_failure: OnFailure = "bypass",
         progress: Progress | None = None,
         force: bool = False,
+        **gone: Never,
     ) -> Reset:
         """As `Pool.reset`."""
-        check_flags(wait=wait, force=force)
-        version = check_arguments(epoch, weights_version, timeout_s, on_failure, progress)
-        return await self._do(self._calls.reset(epoch, version, wait, timeout_s, on_failure, progress=progress, force=force))
+        refuse_gone("reset", gone)
+        check_reset(epoch, timeout_s, on_failure, progress, wait=wait, force=force)
+        return await self._do(self._calls.reset(epoch, wait, timeout_s, on_failure, progress, force))
 
     async def wait(self, epoch: int, timeout_s: float = RESET_SECONDS, progress: Progress | None = None) -> Reset:
         """As `Pool.wait`."""
         check_wait(epoch, timeout_s, progress)
         return await self._do(self._calls.wait(epoch, timeout_s, progress))
 
+    async def weights(self, timeout_s: float = LOOK_SECONDS) -> WeightsReport:
+        """As `Pool.weights`."""
+        check_timeout(timeout_s)
+        return await self._do(self._calls.weights(timeout_s))
+
+    async def wait_weights(
+        self,
+        engines: Iterable[str] | None = None,
+        timeout_s: float = WEIGHTS_SECONDS,
+        label: str | None = None,
+        other_than: Iterable[str] = (),
+        progress: WeightsProgress | None = None,
+    ) -> WeightsReport:
+        """As `Pool.wait_weights`."""
+        names, digests = check_weights(engines, timeout_s, label, other_than, progress)
+        return await self._do(self._calls.wait_weights(names, timeout_s, label, digests, progress))
+
     @asynccontextmanager
     async def weight_update(
         self,
-        version: str,
-        order: Order = "push_under_pause",
-        timeout_s: float = RESET_SECONDS,
-        on_failure: OnFailure = "bypass",
-        progress: Progress | None = None,
+        label: str | None = None,
+        *,
+        engines: Iterable[str] | None = None,
+        timeout_s: float = WEIGHTS_SECONDS,
+        progress: WeightsProgress | None = None,
+        **gone: Never,
     ) -> AsyncIterator[Update]:
-        """As `Pool.weight_update`; a cancellation inside counts as a failed push."""
-        version = check_version(version)
-        check_order(order)
-        check_arguments(None, version, timeout_s, on_failure, progress)
-        update = await self._do(self._calls.begin_update(version, order, timeout_s, on_failure))
-        try:
-            yield update
-        except BaseException as error:
-            await self._fail(update, error)
-            raise
-        try:
-            update.reset = await self._do(self._calls.end_update(update, progress))
-        except BaseException as error:
-            note_unfinished(error, update)
-            raise
-
-    async def _fail(self, update: Update, cause: BaseException) -> None:
-        try:
-            epoch = await self._do(self._calls.fail_update(update))
-        except PoolError as error:
-            note_failure(cause, update, None, error)
-        else:
-            note_failure(cause, update, epoch, None)
+        """As `Pool.weight_update`."""
+        refuse_gone("weight_update", gone)
+        names, _ = check_weights(engines, timeout_s, label, (), progress)
+        update = await self._do(self._calls.begin_update(label, names, timeout_s))
+        yield update
+        update.report = await self._do(self._calls.wait_weights(names, timeout_s, label, update.other_than, progress))
 
     async def close(self) -> None:
         """Hang up and end the thread. Safe to call twice."""

@@ -1,4 +1,4 @@
-"""What the trainer client raises. Every message says what is known about the epoch, and what to do with the engines."""
+"""What the trainer client raises. Every message says what is known, and what to do with the engines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from epochkv_fence.client.results import Reset
-    from epochkv_fence.messages import OpenUpdate
+    from epochkv_fence.client.weights import WeightsReport
 
 
 class PoolError(Exception):
@@ -14,7 +14,7 @@ class PoolError(Exception):
 
 
 class HubUnreachable(PoolError):
-    """No hub answered in time. Whether something was asked for and recorded is unknown: keep engines paused, try again."""
+    """No hub answered in time. Whether something was asked for and recorded is unknown: ask again."""
 
 
 class KeyRefused(HubUnreachable):
@@ -26,7 +26,7 @@ class WrongPool(PoolError):
 
 
 class ResetNotRecorded(HubUnreachable):
-    """No hub recorded the epoch in time, so nobody fences the engines: keep them paused and ask again.
+    """No hub recorded the epoch in time, so engines go on with the KV they have: ask again.
 
     Attributes:
         epoch: what was asked for; None: not even the pool's epoch is known. Asking again is harmless.
@@ -49,19 +49,18 @@ class ResetTimeout(PoolError):
         self.reset = reset
 
 
-class UpdateInProgress(PoolError):
-    """Another trainer has a weight update of the pool open: wait until it has ended. Raised on entry, before anything is
-    asked or pushed; and at the end of an update that was taken for dead meanwhile, which then counts as failed.
+class WeightsDiverged(PoolError):
+    """Engines do not hold the same, new weights in time. No wrong KV comes of it: each shares with its equals alone.
 
     Attributes:
-        open: the other one (`holder`, `version`, `since_seconds`, `left_seconds`); None: it has ended.
-        pushed: raised at the end, after a push of ours. False: on entry, so nothing was pushed: try again later.
+        engines: names of those that do not hold what they should; of a name that was given and that no engine has, that name.
+        report: who held what when the time was over.
     """
 
-    def __init__(self, text: str, found: OpenUpdate | None) -> None:
+    def __init__(self, text: str, engines: tuple[str, ...], report: WeightsReport) -> None:
         super().__init__(text)
-        self.open = found
-        self.pushed = False
+        self.engines = engines
+        self.report = report
 
 
 class PoolClosed(PoolError):

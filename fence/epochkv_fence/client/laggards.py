@@ -23,7 +23,6 @@ class _Seen:
 
     name: str
     heard_at: float
-    hub: bytes
 
 
 @dataclass(slots=True)
@@ -37,20 +36,20 @@ class Laggards:
 
     def look(self, page: Status, engines: Sequence[EngineStatus], epoch: int) -> tuple[str, ...]:
         """Take a list of the live engines; returns the names of those below `epoch`."""
-        before = self._seen
-        now, hub = time.monotonic(), page.moment.hub if page.moment is not None else b""
+        before, now = self._seen, time.monotonic()
         listed = {engine.boot for engine in engines}
         # A hub that has only begun to lead lists those that it has heard; whom it has not heard has not left.
+        settling = page.settling_seconds > 0
         self._seen = {
             boot: seen
             for boot, seen in before.items()
-            if boot not in listed and (seen.hub != hub or now - seen.heard_at >= SILENT_SHARE * page.lease_seconds)
+            if boot not in listed and (settling or now - seen.heard_at >= SILENT_SHARE * page.lease_seconds)
         }
         behind = [engine for engine in engines if engine.epoch is None or engine.epoch < epoch]
         if page.published >= epoch:  # nobody waited for one that has joined since
             behind = [engine for engine in behind if engine.epoch is not None or engine.boot in before]
         for engine in behind:
-            self._seen[engine.boot] = _Seen(Engine.of(engine, page.target).name, now - engine.silent_seconds, hub)
+            self._seen[engine.boot] = _Seen(Engine.of(engine, page.target).name, now - engine.silent_seconds)
         return tuple(sorted(self._seen[engine.boot].name for engine in behind))
 
     @property

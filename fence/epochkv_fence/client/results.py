@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
-from epochkv_fence.messages import EngineStatus, Mode, Status
+from epochkv_fence.messages import EngineStatus, Status
 
 OnFailure = Literal["bypass", "crash"]
-Order = Literal["push_under_pause", "fence_first"]
+State = Literal["use", "private", "unknown", "behind"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +20,13 @@ class Engine:
         boot: hex digits drawn when it started.
         name: its pod, or its engine's name, with `/rank` above rank 0.
         epoch: highest epoch it acknowledged; None before the first.
-        state: `use`: it shares the pool's KV; `bypass`: at the target, without reuse, until it has the weights;
-            `private`: at the target with the weights, but its caches were reset alone, so it shares nothing before the next
+        state: `use`: it shares the pool's KV with engines of equal weights; `unknown`: it does not know which weights it holds, so
+            it shares nothing, see `weights_note`; `private`: its caches were reset alone, so it shares nothing before the next
             epoch; `behind`: not at the target yet.
         carried: requests it still runs under an older epoch, each with the KV it already held.
-        loading: reads from the store that it has not finished; None: it did not say.
+        weights: digest of the weights that its ranks hold, 32 hex digits; empty: unknown.
+        weights_note: why they are unknown.
+        weights_since_s: for how long it has reported them, in seconds.
     """
 
     boot: str
@@ -32,12 +35,14 @@ class Engine:
     pod: str
     rank: int
     epoch: int | None
-    state: Literal["use", "bypass", "private", "behind"]
+    state: State
     carried: int
-    loading: int | None
     age_seconds: float
     silent_seconds: float
     fingerprint: str
+    weights: str = ""
+    weights_note: str = ""
+    weights_since_s: float = 0.0
 
     @classmethod
     def of(cls, status: EngineStatus, target: int) -> Engine:
@@ -52,42 +57,26 @@ class Engine:
             epoch=status.epoch,
             state=_state(status, target),
             carried=status.carried,
-            loading=status.loading,
             age_seconds=status.age_seconds,
             silent_seconds=status.silent_seconds,
             fingerprint=status.fingerprint,
+            weights=status.weights.hex() if status.weights is not None else "",
+            weights_note=status.weights_note,
+            weights_since_s=status.since_seconds,
         )
 
+    @property
+    def base_name(self) -> str:
+        """Of all ranks of its pod or engine."""
+        return self.pod or self.engine or self.boot[:8]
 
-def _state(status: EngineStatus, target: int) -> Literal["use", "bypass", "private", "behind"]:
+
+def _state(status: EngineStatus, target: int) -> State:
     if status.epoch is None or status.epoch < target:
         return "behind"
-    if status.mode is Mode.BYPASS:
-        return "bypass"
+    if status.weights is None:
+        return "unknown"
     return "private" if status.private else "use"
-
-
-@dataclass(frozen=True, slots=True)
-class OpenUpdate:
-    """A weight update that a trainer has open; others wait.
-
-    Attributes:
-        holder: who that is: its process and machine.
-        version: of the weights that it pushes.
-        since_seconds: how long it has been open.
-        left_seconds: it ends then if its trainer is heard no more.
-    """
-
-    holder: str
-    version: str
-    since_seconds: float
-    left_seconds: float
-
-    @classmethod
-    def of(cls, page: Status) -> OpenUpdate | None:
-        """From the wire."""
-        found = page.update
-        return None if found is None else cls(found.holder, found.version, found.since_seconds, found.left_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +86,22 @@ class PoolStatus:
     Attributes:
         target: highest epoch recorded; engines are told this one.
         published: highest epoch of which it is proved that no engine uses an older one.
-        weights_version: of the target; empty: nobody said.
         origin: who asked for the target: `Spec`, `Trainer` or `Engine`.
         lease_seconds: an engine that cannot be reached leaves the epoch within this and its margin.
         engines: the live ones, by name.
-        update: the weight update that is open; None: there is none, or the hub has led for too short to know.
+        labels: what trainers called weights, by their digests (32 hex digits): the newest 16, whether somebody holds them or not.
+        settling_seconds: the hub has only begun to lead; until then engines may live that are not among `engines` yet.
     """
 
     name: str
     uid: str
     target: int
     published: int
-    weights_version: str
     origin: str
     lease_seconds: float
     engines: tuple[Engine, ...]
-    update: OpenUpdate | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    settling_seconds: float = 0.0
 
     @property
     def converged(self) -> bool:
@@ -126,12 +115,20 @@ class PoolStatus:
 
     @classmethod
     def of(cls, name: str, uid: str, page: Status, engines: list[EngineStatus]) -> PoolStatus:
-        """From the wire: the newest page and all engines."""
+        """From the wire: the first page and all engines."""
         found = [Engine.of(engine, page.target) for engine in engines]
         found.sort(key=lambda engine: (engine.name, engine.rank, engine.boot))
-        origin = page.origin.value if page.target else ""
-        update = OpenUpdate.of(page)
-        return cls(name, uid, page.target, page.published, page.weights_version, origin, page.lease_seconds, tuple(found), update)
+        return cls(
+            name=name,
+            uid=uid,
+            target=page.target,
+            published=page.published,
+            origin=page.origin.value if page.target else "",
+            lease_seconds=page.lease_seconds,
+            engines=tuple(found),
+            labels=dict(page.labels),
+            settling_seconds=page.settling_seconds,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +145,6 @@ class Reset:
             second is not known by name).
         carried: requests that go on under older epochs, each with what it already held.
         noop: the epoch was published before it was asked for, or waited for.
-        bypassed: engines at the epoch that do not share because nobody said that they have its weights.
-        weights_version: of the pool's target.
     """
 
     epoch: int
@@ -159,5 +154,3 @@ class Reset:
     laggards: tuple[str, ...]
     carried: int
     noop: bool
-    bypassed: int
-    weights_version: str = ""

@@ -22,7 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from epochkv_fence.connection import ConfigurationError, Connection, check_endpoint
 from epochkv_fence.daemon import on_daemon_thread
-from epochkv_fence.messages import BumpStatus, Error, Message, Refusal, Status, WireError, decode, encode
+from epochkv_fence.messages import BumpStatus, Error, Labelled, Message, Refusal, Status, WireError, decode, encode
 from epochkv_fence.transport.dealer import MONITORED, configure
 from epochkv_fence.transport.keys import ClientKeys
 
@@ -37,7 +37,7 @@ MAX_QUEUED: Final = 64
 NOBODY: Final = "nobody listens there"
 RESOLVE_SECONDS: Final = 1.0
 
-Answer = Status | BumpStatus
+Answer = Status | BumpStatus | Labelled
 
 
 class Conversation:
@@ -208,7 +208,7 @@ class Session:
     def _take(self, message: Message) -> bool:
         """Returns whether this connection is of no use any more: its key was accepted when it was made, and is not now."""
         match message:
-            case Status(request=request) | BumpStatus(request=request):
+            case Status(request=request) | BumpStatus(request=request) | Labelled(request=request):
                 conversation = self._conversations.get(request)
                 if conversation is None:
                     self.counters["late"] += 1

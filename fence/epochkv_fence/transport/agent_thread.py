@@ -1,7 +1,7 @@
 """The agent inside an engine: one daemon thread that keeps this boot's lease and adopts epochs.
 
 It dials the hub, never the other way round. Nothing here raises into the engine: without a hub, with a wrong key or with
-garbage on the wire the lease runs out and the engine serves in bypass, which is always correct.
+garbage on the wire the lease runs out and the engine shares nothing, which is always correct.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ import zmq
 
 from epochkv_fence import agent as ag
 from epochkv_fence.messages import (
+    CONTROL,
     MAX_STAT_NAME,
     MAX_STATS,
+    MAX_TEXT,
+    WEIGHTS_BYTES,
     Error,
     Heartbeat,
     Message,
-    Mode,
     Reclaimed,
     Refusal,
     WireError,
@@ -46,7 +48,6 @@ REOPEN_SECONDS: Final = 1.0
 KEYS_SECONDS: Final = 10.0
 """Between two looks at the credentials before the length of a lease is known; then it is a third of a lease."""
 MIN_KEYS_SECONDS: Final = 0.5
-LOADING_POLL_SECONDS: Final = 0.02
 UNREACHABLE_AFTER_SECONDS: Final = 5.0
 LEAVE_SECONDS: Final = 0.5
 """For telling the hub that this engine ends: for the step under way to end, and again for the message to get out."""
@@ -54,17 +55,12 @@ MAX_POLL_SECONDS: Final = 1.0
 
 
 class AgentHooks(Protocol):
-    """What the engine offers; called on the agent thread, except `reclaim`.
-
-    Two more may be there: `loading() -> int | None`, the reads from the store that may still deliver bytes, in flight or in
-    quarantine; None: not known. And `private() -> bool`: the caches of this engine alone were reset, so it shares nothing
-    before the next epoch.
-    """
+    """What the engine offers; called on the agent thread, except `reclaim`."""
 
     def ready(self) -> bool:
         """False until vLLM has set its own root: adopt nothing."""
 
-    def adopt(self, epoch: int, mode: Mode) -> None:
+    def adopt(self, epoch: int) -> None:
         """Bind the root of `epoch`; the acknowledgement is sent after this returns. The lease moves after it, too."""
 
     def busy(self) -> bool:
@@ -73,11 +69,18 @@ class AgentHooks(Protocol):
     def carried(self) -> int:
         """Requests admitted under a root that is no longer current."""
 
+    def private(self) -> bool:
+        """The caches of this engine alone were reset, so it shares nothing before the next epoch."""
+
+    def weights(self) -> tuple[bytes | None, str]:
+        """The digest of the weights that its ranks hold, 16 bytes; or None, and why. Who changes it calls `AgentThread.poke`."""
+
     def stats(self) -> dict[str, float]:
         """Counters for status and metrics; at most 64, of names with at most 64 characters."""
 
-    def reclaim(self, below: int) -> int | tuple[int, int]:
-        """Remove the pool's keys of epochs below `below`; returns how many were removed, 0 if none were left, or (that, bytes).
+    def reclaim(self, below: int, keep: tuple[bytes, ...]) -> int | tuple[int, int]:
+        """Remove the pool's keys of epochs below `below`, and unless `keep` is empty those of all weights that are not in it,
+        whatever their epoch. Returns how many were removed, 0 if none were left, or (that, bytes).
 
         Called on a thread of its own; may take long, and may raise when it cannot tell.
         """
@@ -119,9 +122,6 @@ class AgentThread:
         self._keys = keys
         self._identity = identity
         self._hooks = hooks
-        self._loading: Callable[[], int | None] | None = getattr(hooks, "loading", None)
-        self._loads_told: int | None = None
-        self._private: Callable[[], bool] = getattr(hooks, "private", lambda: False)
         self._key_reader = KeyReader(credentials, self._wake) if credentials is not None else None
         self._keys_due = time.monotonic() + KEYS_SECONDS
         self._born = time.monotonic()
@@ -149,7 +149,7 @@ class AgentThread:
 
     @property
     def view(self) -> ag.View:
-        """Epoch, mode and lease, replaced as one object. Bypass unless USE and `time.monotonic() < lease_until`."""
+        """Epoch and lease, replaced as one object. The epoch may be used while `time.monotonic() < lease_until`."""
         return self._view
 
     @property
@@ -172,7 +172,7 @@ class AgentThread:
 
     def propose(self, epoch: int) -> None:
         """Ask the hub to go on to `epoch` (one above the adopted one), again and again until it is reached."""
-        self._post(ag.Proposed(epoch, self._agent.moment))
+        self._post(ag.Proposed(epoch))
 
     def poke(self) -> None:
         """Something the hub should know has changed: heartbeat now."""
@@ -197,7 +197,7 @@ class AgentThread:
                     self._session()
                 except Exception as error:
                     self.counters["sessions_failed"] += 1
-                    text = "the agent's session failed: %r; bypass, retrying"
+                    text = "the agent's session failed: %r; sharing nothing, retrying"
                     self._say("hub", f"broken: {error}", logging.ERROR, text, error)
                     self._stopping.wait(REOPEN_SECONDS)
         finally:
@@ -252,8 +252,6 @@ class AgentThread:
         if self._settling_since is not None:
             fast = now < self._settling_since + 0.1
             wait = min(wait, SETTLE_POLL_SECONDS if fast else SLOW_SETTLE_SECONDS)
-        if self._draining():
-            wait = min(wait, LOADING_POLL_SECONDS)
         return max(0, int(wait * 1000 + 0.999))
 
     def _pass_time(self) -> None:
@@ -263,15 +261,13 @@ class AgentThread:
         if self._settling_since is not None and not self._hook("busy", self._hooks.busy, True):
             self._settling_since = None
             self._step(ag.Settled())
-        if self._draining() and self._loads() == 0:
-            self._step(ag.Poked())
         now = time.monotonic()
         if now >= self._agent.deadline():
             self._step(ag.Tick())
         connected = self._link is not None and self._link.connected
         explained = connected or self._said.get("hub") in ("refused", "handshake")
         if not explained and now >= self._disconnected_at + UNREACHABLE_AFTER_SECONDS:
-            until = "bypass when the lease is over" if now < self._view.lease_until else "bypass until there is one"
+            until = "sharing nothing when the lease is over" if now < self._view.lease_until else "sharing nothing until there is one"
             self._say("hub", "unreachable", logging.WARNING, "no connection to the hub at %s; %s, retrying", self.endpoint, until)
         for link in (self._link, self._next):
             if link is not None and now >= link.redial_at:
@@ -280,16 +276,6 @@ class AgentThread:
         if self._key_reader is not None:
             self._read_keys(self._key_reader, now)
         self._tell_state(now)
-
-    def _draining(self) -> bool:
-        """In bypass the hub may wait for the last load to end, and wants to know at once."""
-        return bool(self._loads_told) and self._view.mode is Mode.BYPASS
-
-    def _loads(self) -> int | None:
-        if self._loading is None:
-            return None
-        loads = self._hook("loading", self._loading, None)
-        return None if loads is None else max(0, loads)
 
     # ------------------------------------------------------------------ keys
 
@@ -372,11 +358,11 @@ class AgentThread:
                 self._say("hub", "connected", logging.INFO, "connected to the hub at %s", self.endpoint)
                 self._step(ag.Poked())
             case LinkEvent.REFUSED:
-                text = "the hub at %s refuses our key (is it the key of a pool it serves?); bypass, retrying"
+                text = "the hub at %s refuses our key (is it the key of a pool it serves?); sharing nothing, retrying"
                 self._say("hub", "refused", logging.WARNING, text, self.endpoint)
                 self._keys_due = time.monotonic()
             case LinkEvent.NO_HANDSHAKE:
-                text = "no CURVE handshake with %s (is hub.pub the key of that hub, or does it hang?); bypass, retrying"
+                text = "no CURVE handshake with %s (is hub.pub the key of that hub, or does it hang?); sharing nothing, retrying"
                 if self._said.get("hub") != "refused":
                     self._say("hub", "handshake", logging.WARNING, text, self.endpoint)
                 self._keys_due = time.monotonic()
@@ -407,31 +393,30 @@ class AgentThread:
 
     def _do(self, action: ag.Action) -> None:
         match action:
-            case ag.Beat(seq, epoch, mode):
-                self._send(self._heartbeat(seq, epoch, mode))
-            case ag.Adopt(epoch, mode):
-                self._adopt(epoch, mode)
+            case ag.Beat(seq, epoch):
+                self._send(self._heartbeat(seq, epoch))
+            case ag.Adopt(epoch):
+                self._adopt(epoch)
             case ag.Settle():
                 self._settling_since = time.monotonic()
             case ag.Send(message):
                 self._send(message)
-            case ag.RemoveOld(below):
-                self._reclaim(below)
+            case ag.RemoveOld(below, keep):
+                self._reclaim(below, keep)
             case ag.HubRefused(error):
                 self.counters["refused_by_hub"] += 1
                 self._say(f"refusal {error.code.value}", "said", logging.WARNING, "the hub did not take a message: %s", error.text)
                 if error.code is Refusal.POOL:
                     self._keys_due = time.monotonic()
 
-    def _heartbeat(self, seq: int, epoch: int | None, mode: Mode) -> Heartbeat:
+    def _heartbeat(self, seq: int, epoch: int | None) -> Heartbeat:
         none: dict[str, float] = {}
         stats = self._hook("stats", self._hooks.stats, none)
-        self._loads_told = self._loads()
+        weights, note = self._weights()
         return Heartbeat(
             boot=self._agent.boot,
             seq=seq,
             epoch=epoch,
-            mode=mode,
             carried=max(0, self._hook("carried", self._hooks.carried, 0)),
             boot_age_seconds=time.monotonic() - self._born,
             engine=self._identity.engine[:253],
@@ -439,37 +424,45 @@ class AgentThread:
             rank=self._identity.rank,
             fingerprint=self._identity.fingerprint[:253],
             stats={name[:MAX_STAT_NAME]: value for name, value in list(stats.items())[:MAX_STATS]},
-            loading=self._loads_told,
-            private=bool(self._hook("private", self._private, False)),
+            private=bool(self._hook("private", self._hooks.private, False)),
+            weights=weights,
+            weights_note=note,
         )
 
-    def _adopt(self, epoch: int, mode: Mode) -> None:
+    def _weights(self) -> tuple[bytes | None, str]:
+        unknown: tuple[bytes | None, str] = None, "the engine cannot say what it holds"
+        weights, note = self._hook("weights", self._hooks.weights, unknown)
+        if weights is None:
+            return None, CONTROL.sub(" ", note)[:MAX_TEXT]
+        return (weights, "") if len(weights) == WEIGHTS_BYTES else (None, f"a digest of {len(weights)} bytes, not {WEIGHTS_BYTES}")
+
+    def _adopt(self, epoch: int) -> None:
         try:
-            self._hooks.adopt(epoch, mode)
+            self._hooks.adopt(epoch)
         except Exception as error:
             self.counters["adopt_errors"] += 1
-            self._say("adopt", f"failed {epoch}", logging.ERROR, "cannot adopt epoch %d: %r; bypass", epoch, error)
+            self._say("adopt", f"failed {epoch}", logging.ERROR, "cannot adopt epoch %d: %r; sharing nothing", epoch, error)
             self._step(ag.AdoptFailed())
             return
-        self._say("adopt", f"{epoch} {mode.value}", logging.DEBUG, "adopted epoch %d, mode %s", epoch, mode.value)
-        self._step(ag.Adopted(epoch, mode))
+        self._say("adopt", f"{epoch}", logging.DEBUG, "adopted epoch %d", epoch)
+        self._step(ag.Adopted(epoch))
 
-    def _reclaim(self, below: int) -> None:
+    def _reclaim(self, below: int, keep: tuple[bytes, ...]) -> None:
         if self._reclaiming:
             return
         self._reclaiming = True
-        threading.Thread(target=self._remove_old, args=(below,), name="epochkv-reclaim", daemon=True).start()
+        threading.Thread(target=self._remove_old, args=(below, keep), name="epochkv-reclaim", daemon=True).start()
 
-    def _remove_old(self, below: int) -> None:
+    def _remove_old(self, below: int, keep: tuple[bytes, ...]) -> None:
         try:
-            answer = self._hooks.reclaim(below)
+            answer = self._hooks.reclaim(below, keep)
             removed, num_bytes = answer if isinstance(answer, tuple) else (answer, 0)
             with self._inbox_lock:
                 self._outbox.append(Reclaimed(self._agent.boot, below, max(0, removed), max(0, num_bytes)))
             self._wake()
         except Exception as error:
             self.counters["reclaim_errors"] += 1
-            logger.warning("cannot remove keys of epochs below %d: %r; another engine will be asked", below, error)
+            logger.warning("cannot remove keys of older epochs (below %d) or weights: %r; another engine will be asked", below, error)
         finally:
             self._reclaiming = False
 
@@ -488,7 +481,7 @@ class AgentThread:
         previous = self._said.get("state")
         if previous is None and state is ag.AgentState.UNASSIGNED:
             return
-        what = "no live lease: bypass" if state is ag.AgentState.UNASSIGNED else f"lease held, mode {state.value}"
+        what = "no live lease: sharing nothing" if state is ag.AgentState.UNASSIGNED else "lease held"
         # The engine says what it makes of it, once (`epochkv_connector.standing`).
         self._say("state", state.value, logging.DEBUG, "%s (epoch %s)", what, self._agent.epoch)
 

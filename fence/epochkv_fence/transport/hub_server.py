@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
@@ -22,7 +21,7 @@ import zmq
 
 from epochkv_fence import hub_events as ev
 from epochkv_fence.authority import Authority, Origin, PoolRecord, Term
-from epochkv_fence.messages import INSTANCE_BYTES, Message, Source
+from epochkv_fence.messages import Message, Source
 from epochkv_fence.pool import PoolConfig, PoolSnapshot
 from epochkv_fence.store_admin import Removed, StoreAdmin, StoreAdminError
 from epochkv_fence.transport.calls import Calls
@@ -82,7 +81,6 @@ class HubServer:
         store_deadline_seconds: float = STORE_DEADLINE_SECONDS,
     ) -> None:
         self.counters: Counter[str] = Counter()
-        self.instance = secrets.token_bytes(INSTANCE_BYTES)
         self._bind = bind
         self._authority = authority
         self._stores = stores
@@ -151,7 +149,7 @@ class HubServer:
                 raise ValueError(f"pool {config.name!r} has the client key of pool {owner.config.name!r}; give each pool its own key pair")
         pool = self._pools.get(config.uid)
         if pool is None:
-            pool = self._pools[config.uid] = ServedPool(config, self.instance)
+            pool = self._pools[config.uid] = ServedPool(config)
             self._map_keys(pool, config)
             if self._term is not None:
                 self._spawn(self._acquire(pool, self._term))
@@ -181,32 +179,13 @@ class HubServer:
             self._changes.forget(uid)
             self._calls.forget(pool.config.name)
 
-    def request(
-        self,
-        uid: str,
-        epoch: int,
-        *,
-        fresh: bool = True,
-        since: float | None = None,
-        weights_version: str = "",
-        weights_ready: bool = True,
-    ) -> None:
+    def request(self, uid: str, epoch: int) -> None:
         """`spec.resetEpoch` asks for `epoch`. Remembered while this hub does not lead; lower or repeated asks change nothing.
-
-        Args:
-            fresh: it was asked for just now (an edge that was watched). False: it may have been asked for long ago (found
-                in a listing after a start or a gap), so that a boot's age says nothing about its weights.
-            since: of a fresh one: it was asked for no earlier than this, on this process's monotonic clock; None: now.
-            weights_version: `spec.weightsVersion`.
-            weights_ready: False: there is a version, and `spec.weightsReady` is not equal to it yet. The same epoch asked
-                for again with True lets boots use it.
 
         Raises:
             UnknownPool
         """
-        now = time.monotonic()
-        at = (now if since is None else min(since, now)) if fresh else None
-        self._step(self._pool(uid), ev.Asked(epoch, at, Origin(Source.SPEC, weights_version), weights_ready))
+        self._step(self._pool(uid), ev.Asked(epoch, Origin(Source.SPEC)))
 
     def observe(self, uid: str, record: PoolRecord) -> None:
         """The pool's durable record was seen, for example by a watch; however old, it never lowers anything.
@@ -421,13 +400,13 @@ class HubServer:
             case ev.NoteGranting():
                 write = partial(self._authority.note_granting, uid)
                 self._spawn(self._write(pool, "note", write, ev.Noted(), ev.NoteFailed()))
-            case ev.NoteUpdate(note):
-                write = partial(self._authority.note_update, uid, note)
-                self._spawn(self._write(pool, "note update", write, ev.UpdateNoted(note), ev.UpdateNoteFailed()))
-            case ev.Wipe(epoch, before):
-                self._spawn(self._empty(pool, "wipe", before, partial(ev.Wiped, epoch), ev.WipeFailed(epoch)))
+            case ev.NoteLabels(labels):
+                write = partial(self._authority.note_labels, uid, labels)
+                self._spawn(self._write(pool, "note labels", write, ev.LabelsNoted(labels), ev.LabelsNoteFailed(labels)))
+            case ev.Wipe(epoch):
+                self._spawn(self._empty(pool, "wipe", partial(ev.Wiped, epoch), ev.WipeFailed(epoch)))
             case ev.Sweep(below):
-                self._spawn(self._empty(pool, "sweep", None, partial(ev.Swept, below), ev.SweepFailed(below)))
+                self._spawn(self._empty(pool, "sweep", partial(ev.Swept, below), ev.SweepFailed(below)))
             case ev.Changed():
                 self._changes.add(uid)
 
@@ -444,17 +423,13 @@ class HubServer:
         if self._current(pool) and not (answered and self._step(pool, done)):
             self._step(pool, failed)
 
-    async def _empty(
-        self, pool: ServedPool, what: str, force_before: float | None, done: Callable[[int, int | None], ev.Event], failed: ev.Event
-    ) -> None:
-        """Have the store's admin remove everything: also what is being read, but then only before `force_before`."""
+    async def _empty(self, pool: ServedPool, what: str, done: Callable[[int, int | None], ev.Event], failed: ev.Event) -> None:
+        """Have the store's admin remove everything that nobody reads."""
 
         async def remove() -> Removed:
             if self._stores is None:
                 raise StoreAdminError("this hub was started without access to any store's admin endpoint")
-            if force_before is None:
-                return await self._stores.remove_all(pool.config.uid, force=False)
-            return await self._stores.remove_all(pool.config.uid, force=True, before=force_before)
+            return await self._stores.remove_all(pool.config.uid)
 
         removed = await self._calls.call(pool.config.name, what, self._store_deadline, remove)
         if self._current(pool) and (removed is None or not self._step(pool, done(removed.keys, removed.num_bytes))):

@@ -22,9 +22,9 @@ class ServedPool:
         quiet_until: its next failure's stack trace comes not before.
     """
 
-    def __init__(self, config: PoolConfig, instance: bytes) -> None:
+    def __init__(self, config: PoolConfig) -> None:
         self.config = config
-        self.hub = Hub(config, instance)
+        self.hub = Hub(config)
         self.bucket = Bucket.full(POOL_RATE, POOL_BURST, now := time.monotonic())
         self.costs = Bucket.full(COST_RATE, COST_BURST, now)
         self.line = Line()

@@ -57,6 +57,17 @@ def rules(*entries: Json) -> Json:
     return {"x-kubernetes-validations": list(entries)}
 
 
+def refused(path: str, instead: str) -> WithJsonSchema:
+    """Schema of a field that this version does not have any more.
+
+    It stays declared, or the API server would drop it in silence for clients that do not ask for strict validation. An object
+    that was stored with it can still be updated: the API server does not judge again what an update leaves alone.
+    """
+    forbidden = rule("false", f"{path} is gone: {instead}", reason="FieldValueForbidden")
+    either: Json = {"anyOf": [{"type": "integer"}, {"type": "string"}], "x-kubernetes-int-or-string": True, "maxLength": 253}
+    return WithJsonSchema(either | rules(forbidden))
+
+
 def default_of(model: type[ApiModel]) -> Json:
     """Schema extension with the default of a nested object: exactly its own defaults, so that its rules hold on it."""
     return {"default": model().model_dump(exclude_none=True)}

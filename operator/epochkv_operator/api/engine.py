@@ -27,6 +27,7 @@ from epochkv_operator.api.base import (
     StatusModel,
     default_of,
     is_protected_env,
+    refused,
     require_unique,
     rule,
     rules,
@@ -36,6 +37,7 @@ from epochkv_operator.api.base import (
 FORBIDDEN_ARG = "^--(kv[-_](t|o)|config(=|$))"
 OWNED_ARG = "^(--(model|u(ds?)?|po?r?t?|ho?s?t?|te[a-z_-]*|rev[a-z]*)(=.*)?|-t.*)$"
 _EC_ARG = "^--ec[-_]t"
+_EC_ARG_TEXT = "spec.args has --ec-transfer-config: encoder outputs of other engines are not named by the weights; remove it"
 FORBIDDEN_ARG_TEXT = (
     "--kv-transfer-config, --kv-offloading-* (also abbreviated) and --config belong to the operator: remove them from spec.args;"
     " the pool named by spec.poolRef decides about KV"
@@ -177,8 +179,8 @@ class InferenceEngineSpec(ApiModel):
                 reason="FieldValueForbidden",
             ),
             rule(
-                f"self.weightsSource != 'Pushed' || !has(self.poolRef) || !has(self.args) || !self.args.exists(a, a.matches('{_EC_ARG}'))",
-                "spec.args has --ec-transfer-config with weightsSource Pushed: encoder outputs are not named by the weights; remove it",
+                f"!has(self.poolRef) || !has(self.args) || !self.args.exists(a, a.matches('{_EC_ARG}'))",
+                _EC_ARG_TEXT,
                 path=".args",
                 reason="FieldValueForbidden",
             ),
@@ -190,10 +192,11 @@ class InferenceEngineSpec(ApiModel):
     KV. Immutable."""
     model: Model
     """What to serve."""
-    weights_source: Literal["Model", "Pushed"] = "Pushed"
-    """`Pushed`, the safe choice: weights may change under a running engine, and the pool's epoch is raised after each push. A pod
-    that starts after a reset has base weights, so it does not share KV until a reset finds it old enough. `Model`: weights are
-    only ever those of `model`, so every pod may share KV at once."""
+    weights_source: Annotated[
+        int | str | None,
+        refused("spec.weightsSource", "KV is named by the weights that an engine holds, pushed or not; remove it (docs/trainers.md)"),
+    ] = None
+    """Not a field any more: refused."""
     image: Image | None = None
     """Image with vLLM and the EpochKV connector. The operator's own default when unset."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
@@ -262,11 +265,8 @@ class InferenceEngineSpec(ApiModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        pushed = self.weights_source == "Pushed" and self.pool_ref is not None
-        if pushed and any(re.search(_EC_ARG, arg) for arg in self.args or ()):
-            raise ValueError(
-                "spec.args has --ec-transfer-config with weightsSource Pushed: encoder outputs are not named by the weights; remove it"
-            )
+        if self.pool_ref is not None and any(re.search(_EC_ARG, arg) for arg in self.args or ()):
+            raise ValueError(_EC_ARG_TEXT)
         return self
 
 
@@ -274,7 +274,7 @@ class InferenceEngineStatus(StatusModel):
     """What the engine is."""
 
     conditions: Conditions | None = None
-    """`Ready`, `Available`; with a poolRef also `PoolBound`, `EpochCurrent` and (with pushed weights) `WeightsCurrent`."""
+    """`Ready`, `Available`; with a poolRef also `PoolBound` and `EpochCurrent`."""
     observed_generation: Generation | None = None
     """The `metadata.generation` this status was computed from."""
     replicas: Count | None = None
@@ -287,6 +287,8 @@ class InferenceEngineStatus(StatusModel):
     """Pods whose every rank reported the pool's target epoch."""
     epoch: Epoch | None = None
     """Lowest epoch that a pod of this engine reported."""
+    weights: Annotated[str | None, Field(max_length=256)] = None
+    """Weights that most ranks of its pods hold and how many of them, such as `3f2a9c1e 3/4`; for the printer column."""
     selector: Annotated[str | None, Field(max_length=1024)] = None
     """Label selector of the pods, for the scale subresource."""
 

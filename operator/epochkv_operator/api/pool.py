@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from epochkv_fence.messages import CONTROL
 from epochkv_operator.api.base import (
     API_VERSION,
     NAME_RULE,
@@ -18,6 +17,7 @@ from epochkv_operator.api.base import (
     PodTemplate,
     Size,
     default_of,
+    refused,
     require_unique,
     rule,
     rules,
@@ -26,25 +26,26 @@ from epochkv_operator.api.pool_status import KVCachePoolStatus
 
 
 class Reset(ApiModel):
-    """How a reset treats engines that are slow, gone or new."""
+    """How a reset treats engines that are slow or gone, and old KV."""
 
     lease_seconds: Annotated[int, Field(ge=1, le=3600, json_schema_extra={"format": "int32"})] = 30
     """Seconds an engine may use an epoch without hearing from the hub again. An engine that is frozen or cut off delays the
     publication of a new epoch by at most this plus a margin for clock rates (10 %, at least 1 s). Engines send a heartbeat every
     third of it. Never goes down: a new hub could not know that longer leases are still out."""
-    join_after_seconds: Annotated[int, Field(ge=0, le=86400, json_schema_extra={"format": "int32"})] = 60
-    """With pushed weights, an engine process younger than this when the epoch was raised is taken to have missed the push; it serves
-    in bypass until the next one. Set it above the time one push takes, from its start to the raise. Once a trainer's `weight_update`
-    has listed the engines that have the weights, its list counts instead, until weights of another name are raised."""
+    join_after_seconds: Annotated[
+        int | str | None,
+        refused("spec.reset.joinAfterSeconds", "weights name themselves, so engines of any age share; remove it (docs/trainers.md)"),
+    ] = None
+    """Not a field any more: refused."""
     reclaim_policy: Literal["Delete", "RemoveAll", "Retain"] = "Delete"
     """What becomes of old KV in the distributed store, which no engine can find any more. `Delete`: after publication one engine removes
-    it; nothing waits for that. `RemoveAll`: before publication every engine holds its loads and the store is emptied as a whole; needs a
-    store that the operator runs. `Retain`: it stays until the store evicts it."""
-    on_local_reset: Literal["Private", "Propose"] = "Private"
-    """What an engine does whose own caches are reset by vLLM (`/reset_prefix_cache?reset_external=true`, `/sleep`). `Private`: it
-    serves without shared KV until the next epoch. `Propose`: it also asks for that epoch, and engines that are reset together cause
-    one. For frameworks that pause, update and reset all engines and know nothing of the pool (verl). Changing it restarts the
-    engines one by one."""
+    it; nothing waits for that. `RemoveAll`: after publication the store is emptied as a whole; needs a store that the operator runs.
+    `Retain`: it stays until the store evicts it. Both of the others also remove KV of weights that no engine has held for a while."""
+    on_local_reset: Annotated[
+        int | str | None,
+        refused("spec.reset.onLocalReset", "an engine whose caches are reset alone asks for the next epoch by itself; remove it"),
+    ] = None
+    """Not a field any more: refused."""
 
 
 class Keys(ApiModel):
@@ -247,50 +248,12 @@ class NetworkPolicy(ApiModel):
     transfer ports only pods of the pool."""
 
 
-_RAISED = "has(self.resetEpoch) && (!has(oldSelf.resetEpoch) || self.resetEpoch > oldSelf.resetEpoch)"
-_SAME_VERSION = (
-    "has(self.weightsVersion) == has(oldSelf.weightsVersion)"
-    " && (!has(self.weightsVersion) || self.weightsVersion == oldSelf.weightsVersion)"
-)
-_VERSION_WITH_A_RESET = rule(
-    f"({_SAME_VERSION}) || ({_RAISED})",
-    "spec.weightsVersion changes only together with a raised spec.resetEpoch: KV of other weights must not be found; set both in one patch",
-    path=".weightsVersion",
-)
-_READY_IS_THE_VERSION = rule(
-    "!has(self.weightsReady) || (has(oldSelf.weightsReady) && self.weightsReady == oldSelf.weightsReady)"
-    " || (has(self.weightsVersion) && self.weightsReady == self.weightsVersion)",
-    "spec.weightsReady can only be set to spec.weightsVersion: that is what says which weights the engines have now",
-    path=".weightsReady",
-)
-_READY_STAYS = rule(
-    f"has(self.weightsReady) || !has(oldSelf.weightsReady) || ({_RAISED})",
-    "spec.weightsReady cannot be taken back, engines use the epoch already: to fence them off, raise spec.resetEpoch",
-    path=".weightsReady",
-)
-_READY_OF_A_VERSION = rule(
-    "!has(self.weightsReady) || has(self.weightsVersion)",
-    "spec.weightsReady needs spec.weightsVersion: set both, or remove weightsReady",
-)
 _WIPE_NEEDS_OWN_STORE = rule(
     "!has(self.reset) || !has(self.reset.reclaimPolicy) || self.reset.reclaimPolicy != 'RemoveAll'"
     " || !has(self.distributed) || !has(self.distributed.external)",
     "spec.reset.reclaimPolicy RemoveAll would wipe a store that others may share: use Delete or Retain with distributed.external",
     path=".reset.reclaimPolicy",
 )
-
-
-def _one_line(value: str) -> str:
-    if CONTROL.search(value):
-        raise ValueError(_ONE_LINE["message"])
-    return value
-
-
-_ONE_LINE = rule(
-    r"!self.matches('[\\p{Cc}\\p{Zl}\\p{Zp}]')",
-    "the name of weights must be one line without control characters, such as step-42",
-)
-WeightsVersion = Annotated[str, Field(min_length=1, max_length=253, json_schema_extra=rules(_ONE_LINE)), AfterValidator(_one_line)]
 
 
 class KVCachePoolSpec(ApiModel):
@@ -311,10 +274,6 @@ class KVCachePoolSpec(ApiModel):
                 "spec.reset.leaseSeconds never goes down: a longer lease may still be out; keep it, or create a new pool",
                 path=".reset.leaseSeconds",
             ),
-            _VERSION_WITH_A_RESET,
-            _READY_IS_THE_VERSION,
-            _READY_STAYS,
-            _READY_OF_A_VERSION,
             _WIPE_NEEDS_OWN_STORE,
             rule(
                 "!has(self.keys) || !has(self.keys.generation) || !has(oldSelf.keys) || !has(oldSelf.keys.generation)"
@@ -334,13 +293,18 @@ class KVCachePoolSpec(ApiModel):
     """Raise it to invalidate all KV of the pool: above `status.targetEpoch`, which is higher where engines or trainers asked for resets
     themselves (at or below it nothing is reset, and `EpochConverged` says `EpochAhead`). `status.epoch` reaches it when that is proved. It
     never goes down. Leave it out of charts and GitOps manifests that do not own resets."""
-    weights_version: WeightsVersion | None = None
-    """A name for the weights of this epoch, such as a training step. Set, it keeps every engine in bypass until `weightsReady` equals it:
-    raise both together, push while engines go on serving, then set `weightsReady`. It changes only together with `resetEpoch`."""
-    weights_ready: WeightsVersion | None = None
-    """Set it to `weightsVersion` when all engines have these weights; caching then goes on."""
+    weights_version: Annotated[
+        int | str | None,
+        refused("spec.weightsVersion", "weights name themselves; remove it, or label them with the trainer client (docs/trainers.md)"),
+    ] = None
+    """Not a field any more: refused."""
+    weights_ready: Annotated[
+        int | str | None,
+        refused("spec.weightsReady", "weights name themselves; remove it, status.weights shows who holds which (docs/trainers.md)"),
+    ] = None
+    """Not a field any more: refused."""
     reset: Annotated[Reset, Field(default_factory=Reset, json_schema_extra=default_of(Reset))]
-    """How a reset treats engines that are slow, gone or new."""
+    """How a reset treats engines that are slow or gone, and old KV."""
     keys: Annotated[Keys, Field(default_factory=Keys, json_schema_extra=default_of(Keys))]
     """The key pair with which engines and trainers of the pool speak to the hub."""
     local: Local | None = None
@@ -354,8 +318,6 @@ class KVCachePoolSpec(ApiModel):
     def _check(self) -> Self:
         if self.local is None and self.distributed is None:
             raise ValueError("spec has neither local nor distributed: set local.capacity for L1, distributed for L2, or both")
-        if self.weights_ready is not None and self.weights_version is None:
-            raise ValueError(_READY_OF_A_VERSION["message"])
         if self.reset.reclaim_policy == "RemoveAll" and self.distributed is not None and self.distributed.external is not None:
             raise ValueError(_WIPE_NEEDS_OWN_STORE["message"])
         return self

@@ -8,6 +8,8 @@ from pydantic import ConfigDict, Field
 
 from epochkv_operator.api.base import Conditions, Count, Epoch, Generation, StatusModel, Timestamp, rule, rules
 
+WeightsId = Annotated[str, Field(pattern="^[0-9a-f]{32}$", max_length=32)]
+
 
 class Laggard(StatusModel):
     """An engine that the reset waits for."""
@@ -25,13 +27,6 @@ class ResetStatus(StatusModel):
     """The epoch that this reset leads to."""
     origin: Annotated[str | None, Field(max_length=16)] = None
     """Who asked for it first: `Spec` (`spec.resetEpoch`), `Trainer` (the trainer client) or `Engine` (an engine that was reset alone)."""
-    weights_version: Annotated[str | None, Field(max_length=253)] = None
-    """What the weights of this epoch are called."""
-    listed: bool | None = None
-    """A trainer listed the engines that have these weights (of this epoch, or of one before with the same weights), so no engine
-    joins by its age."""
-    inherited: bool | None = None
-    """Who asked for it brought no weights: they are those of the epoch before."""
     start_time: Timestamp | None = None
     """When the target was recorded."""
     completion_time: Timestamp | None = None
@@ -52,8 +47,6 @@ class EnginesStatus(StatusModel):
     """Engine processes (one per data-parallel rank) with a live or recent lease."""
     converged: Count = 0
     """Of these, at the target epoch."""
-    bypassed: Count = 0
-    """Of these, serving without shared KV; `WeightsConverged` says why, or `EpochConverged` with the reason `LocalReset`."""
     carried_requests: Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})] = 0
     """Requests still running that were admitted under an older epoch; they see only what they held already."""
     summary: Annotated[str, Field(max_length=64)] = ""
@@ -67,8 +60,8 @@ class ExternalEngine(StatusModel):
     """The name under which it reports, with its rank; where several report under one name, with the start of the boot's id."""
     epoch: Epoch | None = None
     """The epoch it reported last."""
-    mode: Annotated[str | None, Field(max_length=16)] = None
-    """`Use`, `Bypass`, or `Private` (its caches were reset alone, so it shares nothing before the next epoch)."""
+    weights: Annotated[str | None, Field(max_length=64)] = None
+    """The weights it holds, by the start of their id; absent while they are unknown."""
     rank: Annotated[int | None, Field(ge=0, json_schema_extra={"format": "int64"})] = None
     """Its data-parallel rank."""
     carried: Annotated[int | None, Field(ge=0, json_schema_extra={"format": "int64"})] = None
@@ -83,9 +76,9 @@ class ReclaimStatus(StatusModel):
     epoch: Epoch | None = None
     """No key of an epoch below this one is left."""
     keys: Annotated[int | None, Field(ge=0, json_schema_extra={"format": "int64"})] = None
-    """Keys removed for the latest reset."""
+    """Keys removed since the latest reset."""
     bytes: Annotated[int | None, Field(ge=0, json_schema_extra={"format": "int64"})] = None
-    """Bytes given back for the latest reset, as far as they are known."""
+    """Bytes given back since the latest reset, as far as they are known."""
     completion_time: Timestamp | None = None
     """When the store was found free of them."""
 
@@ -134,19 +127,26 @@ class Endpoints(StatusModel):
     """Secret with the keys."""
 
 
-class WeightUpdateStatus(StatusModel):
-    """A trainer's weight update, as hubs remember it."""
+class WeightsStatus(StatusModel):
+    """Weights that live engines hold."""
 
-    serial: Annotated[int, Field(ge=1)]
-    """1, 2, ... in the order of beginning."""
-    id: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
-    """Drawn at random by the trainer."""
-    holder: Annotated[str | None, Field(max_length=253)] = None
-    """Process and host of the trainer."""
-    version: Annotated[str | None, Field(max_length=253)] = None
-    """What it calls the weights."""
-    open: bool
-    """True from before the push until an epoch tells how it ended. Nobody new shares KV meanwhile."""
+    id: WeightsId
+    """Digest of the weights, 32 hex digits. Engines with equal digests share KV; no other ever do."""
+    label: Annotated[str | None, Field(max_length=253)] = None
+    """What a trainer called them."""
+    engines: Count
+    """Live engine processes that hold them."""
+    since: Timestamp
+    """When an engine was first seen with them."""
+
+
+class WeightsLabel(StatusModel):
+    """What a trainer called weights."""
+
+    id: WeightsId
+    """Digest of the weights, 32 hex digits."""
+    label: Annotated[str, Field(max_length=253)]
+    """What they are called."""
 
 
 class KVCachePoolStatus(StatusModel):
@@ -162,8 +162,8 @@ class KVCachePoolStatus(StatusModel):
     )
 
     conditions: Conditions | None = None
-    """`Ready`, `MasterAvailable` and `StoreAvailable` (with a store that the operator runs), `EpochConverged`, `WeightsConverged` (unless
-    no engine gets its weights pushed), `Drained`, `Reclaimed` (with a store, unless `reclaimPolicy` is `Retain`), `KeysRotated` (once
+    """`Ready`, `MasterAvailable` and `StoreAvailable` (with a store that the operator runs), `EpochConverged`,
+    `WeightsConverged`, `Drained`, `Reclaimed` (with a store, unless `reclaimPolicy` is `Retain`), `KeysRotated` (once
     `keys.generation` was raised)."""
     observed_generation: Generation | None = None
     """The `metadata.generation` this status was computed from."""
@@ -173,10 +173,18 @@ class KVCachePoolStatus(StatusModel):
     """Published epoch: proved that no engine uses an older one. Never goes down."""
     granting: bool | None = None
     """True once a hub may have granted an epoch of this pool to an engine; a later hub then waits for a lease before it publishes."""
-    weights_version: Annotated[str | None, Field(max_length=253)] = None
-    """What its asker called the weights that `epoch` is for; absent when it gave them no name."""
-    weight_update: WeightUpdateStatus | None = None
-    """The newest weight update that a trainer client began."""
+    weights: Annotated[
+        tuple[WeightsStatus, ...] | None,
+        Field(strict=False, max_length=8, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["id"]}),
+    ] = None
+    """Up to 8 groups of live engines by the weights they hold, the largest first."""
+    weights_summary: Annotated[str | None, Field(max_length=256)] = None
+    """Weights that most live engines hold and how many of them, such as `3f2a9c1e 16/16`; for the printer column."""
+    weights_labels: Annotated[
+        tuple[WeightsLabel, ...] | None,
+        Field(strict=False, max_length=16, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["id"]}),
+    ] = None
+    """What trainers called weights, the 16 newest."""
     reset: ResetStatus | None = None
     """The latest reset."""
     reclaim: ReclaimStatus | None = None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import structlog
 
 from epochkv_fence.pool import margin_seconds
-from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
+from epochkv_operator.api import InvalidObject, KVCachePool, parse_pool
 from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.keys import Key, engine_key, engines_of
 from epochkv_operator.control.observe import context_for, now, observe
@@ -18,7 +18,7 @@ from epochkv_operator.kube.client import ApiError, Forbidden, Invalid, Json
 from epochkv_operator.kube.resources import POOL_LABEL, POOLS
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Store
-from epochkv_operator.planning import Problem, epoch_ahead, plan_pool, pool_status, pool_weights_source
+from epochkv_operator.planning import Problem, epoch_ahead, plan_pool, pool_status
 from epochkv_operator.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -86,6 +86,8 @@ class PoolReconciler:
         self._tell_ahead(obj, pool)
         if (left := self._hub.incomplete_seconds(pool.metadata.uid)) > 0:
             self._wake(key, left)  # what is not known by then is gone
+        if (left := self._hub.overdue_seconds(pool.metadata.uid)) > 0:
+            self._wake(key, left)
         if again is not None:
             raise again
 
@@ -111,11 +113,10 @@ class PoolReconciler:
         due = keys.previous is None and keys.generation < generation
         if due:
             self._secrets.draw(uid)
-        source = pool_weights_source(self._engines(key))
 
         def serve(now: FenceKeys) -> None:
             accepted = AcceptedKeys(self._secrets.accepted(uid), len(now.accepted), now.generation)
-            self._hub.ensure(pool, accepted, source)
+            self._hub.ensure(pool, accepted)
 
         # The new key before anybody can have it: an engine that reads the Secret the moment it changes must not be refused.
         serve(keys)
@@ -149,13 +150,3 @@ class PoolReconciler:
         if asked > before and epoch_ahead(asked, view):
             note = f"spec.resetEpoch {asked} is not applied, epoch {view.target} is out already: set {view.target + 1} or higher"
             self._reporter.tell(obj, reason="EpochAhead", action="Reset", note=note)
-
-    def _engines(self, key: Key) -> list[InferenceEngine]:
-        """Engines of the pool that can be read; one that cannot counts as pushed (the safe side) by not counting."""
-        found = []
-        for engine in engines_of(self._store, key.namespace, key.name):
-            try:
-                found.append(parse_engine(engine))
-            except InvalidObject:
-                return []
-        return found

@@ -20,10 +20,8 @@ from epochkv_operator.planning.status import conditions
 log = structlog.get_logger(__name__)
 #: Written by the hub's authority alone once they exist; here they may only be set for the first time or be raised.
 EPOCH_FIELDS = ("targetEpoch", "epoch")
-#: These come and go with every reset, and cost nobody anything; only where they are stuck they are worth an Event.
-ROUTINE = frozenset({"CarriedRequests", "Drained", "Reclaiming", "Reclaimed"})
-#: Worth a warning although the condition is True.
-ODD = frozenset({"LocalReset"})
+#: These come and go with every reset and push, and cost nobody anything; only where they are stuck they are worth an Event.
+ROUTINE = frozenset({"CarriedRequests", "Drained", "Reclaiming", "Reclaimed", "Updating", "Converged", "Unknown"})
 
 
 def merge_patch(old: Json, new: Json) -> Json:
@@ -49,8 +47,8 @@ def keep_epochs(old: Json, new: Json) -> Json:
             kept[field] = max(values)
     if old.get("granting"):
         kept["granting"] = True
-    if old.get("weightUpdate"):  # the hub's own; nobody else writes it
-        kept["weightUpdate"] = old["weightUpdate"]
+    if old.get("weightsLabels"):  # the hub's own; nobody else writes them
+        kept["weightsLabels"] = old["weightsLabels"]
     return kept
 
 
@@ -107,8 +105,8 @@ class Reporter:
             if previous is None:
                 continue
             moved = previous["status"] != status and not {reason, previous["reason"]} <= ROUTINE
-            if moved or reason in ODD:
-                self._events.emit(obj, warning=status != "True" or reason in ODD, reason=reason, action=kind, note=message or kind)
+            if moved:
+                self._events.emit(obj, warning=status != "True", reason=reason, action=kind, note=message or kind)
         self._tell_reset(obj, about, before.get("reset") or {}, after.get("reset") or {})
 
     def _tell_reset(self, obj: Json, about: str, before: Json, after: Json) -> None:

@@ -127,7 +127,6 @@ class Operator:
         worker = Worker(self.queue, {pools.kind: pools.reconcile, engines.kind: engines.reconcile})
         self._start("hub", hub.run())
         self._start("resync", resync.run())
-        self._start("sightings", hub.look())
         self._start("events", events.run())
         for number in range(self.settings.workers):
             self._start(f"worker-{number}", worker.run())

@@ -1,6 +1,6 @@
 """The hub's durable memory and its leadership check, on the Kubernetes API (design page "fence", section 4).
 
-A pool's record is the pool object's status: `targetEpoch` with its origin in `reset`, `epoch`, `granting`, `weightUpdate`.
+A pool's record is the pool object's status: `targetEpoch` with its origin in `reset`, `epoch`, `granting`, `weightsLabels`.
 Leadership is the operator's Lease.
 Reads are plain GETs, which the API server answers from a quorum; never a LIST, a watch cache or `resourceVersion=0`.
 Writes are compare-and-swap, on the resourceVersion first and after a conflict on the record's own fields, so a check made on
@@ -9,35 +9,24 @@ the state that was read still holds when the write lands.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Mapping
 
-from epochkv_fence.authority import AuthorityError, Origin, PoolGone, PoolRecord, Term, UpdateNote
+from epochkv_fence.authority import AuthorityError, Origin, PoolGone, PoolRecord, Term, merged_labels
 from epochkv_fence.messages import Source
 from epochkv_operator.kube.client import ApiError, Json, NotFound
 from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.resources import POOLS, ObjectRef
 from epochkv_operator.kube.status import Decide, ObjectGone, StatusWriter
 
-RECORD_FIELDS = ("targetEpoch", "epoch", "granting", "weightUpdate")
+RECORD_FIELDS = ("targetEpoch", "epoch", "granting", "weightsLabels")
 
 
 class KubernetesAuthority:
-    """`epochkv_fence.authority.Authority` on the API server. Every call ends within `deadline_seconds`.
+    """`epochkv_fence.authority.Authority` on the API server. Every call ends within `deadline_seconds`."""
 
-    `on_read` is told of every quorum read of a pool: its object, and when the read began (monotonic seconds).
-    """
-
-    def __init__(
-        self,
-        lease: LeaseHolder,
-        statuses: StatusWriter,
-        deadline_seconds: float = 3.0,
-        on_read: Callable[[Json, float], None] = lambda pool, began_at: None,
-    ) -> None:
+    def __init__(self, lease: LeaseHolder, statuses: StatusWriter, deadline_seconds: float = 3.0) -> None:
         self._lease = lease
         self._statuses = statuses
-        self._on_read = on_read
         self._deadline_seconds = deadline_seconds
         self._pools: dict[str, ObjectRef] = {}
 
@@ -61,14 +50,13 @@ class KubernetesAuthority:
         return current == (term.holder, term.transitions)
 
     async def load(self, pool_uid: str) -> PoolRecord:
-        ref, began_at = self._ref(pool_uid), time.monotonic()
+        ref = self._ref(pool_uid)
         try:
             pool = await self._statuses.read(ref, self._deadline_seconds)
         except ObjectGone as error:
             raise PoolGone(str(error)) from error
         except ApiError as error:
             raise AuthorityError(str(error)) from error
-        self._on_read(pool, began_at)
         return record_of(pool)
 
     async def record(self, pool_uid: str, target: int, origin: Origin | None = None) -> None:
@@ -77,14 +65,13 @@ class KubernetesAuthority:
         """
 
         def decide(pool: Json) -> Json | None:
-            before = record_of(pool)
-            if target <= before.target:
+            if target <= record_of(pool).target:
                 return None
             reset = (pool.get("status") or {}).get("reset") or {}
             # Nothing of the reset before may look as if it belonged to this one: its times, its laggards.
             return {
                 "targetEpoch": target,
-                "reset": {**dict.fromkeys(reset), "epoch": target, **_origin_fields(origin and origin.after(before.origin))},
+                "reset": {**dict.fromkeys(reset), "epoch": target, **({"origin": origin.source.value} if origin is not None else {})},
             }
 
         await self._update(pool_uid, decide)
@@ -92,8 +79,8 @@ class KubernetesAuthority:
     async def publish(self, pool_uid: str, epoch: int) -> None:
         """Durably raise the published epoch; never down.
 
-        The name of its weights is written with it. A target below `epoch` is an error: the hub recorded it before, so somebody
-        wiped the status, and the hub records it again, with its origin.
+        A target below `epoch` is an error: the hub recorded it before, so somebody wiped the status, and the hub records it again,
+        with its origin.
         """
 
         def decide(pool: Json) -> Json | None:
@@ -102,8 +89,7 @@ class KubernetesAuthority:
                 return None
             if epoch > record.target:
                 raise AuthorityError(f"epoch {epoch} cannot be published: {record.target} is recorded, somebody took the target away")
-            version = record.origin.weights_version if record.origin is not None and record.target == epoch else ""
-            return {"epoch": epoch, "weightsVersion": version or None}
+            return {"epoch": epoch}
 
         await self._update(pool_uid, decide)
 
@@ -115,11 +101,15 @@ class KubernetesAuthority:
 
         await self._update(pool_uid, decide)
 
-    async def note_update(self, pool_uid: str, note: UpdateNote) -> None:
-        """Note which weight update is open, unless a later one, or its end, is noted."""
+    async def note_labels(self, pool_uid: str, labels: Mapping[bytes, str]) -> None:
+        """Add what weights are called; the oldest beyond 16 go."""
 
         def decide(pool: Json) -> Json | None:
-            return {"weightUpdate": _update_fields(note)} if note.follows(record_of(pool).update) else None
+            known = dict(record_of(pool).labels)
+            merged = merged_labels(known, labels)
+            if list(merged.items()) == list(known.items()):
+                return None
+            return {"weightsLabels": [{"id": weights.hex(), "label": label} for weights, label in merged.items()]}
 
         await self._update(pool_uid, decide)
 
@@ -148,44 +138,14 @@ def record_of(pool: Json) -> PoolRecord:
         published=int(status.get("epoch") or 0),
         granting=bool(status.get("granting")),
         origin=_origin_of(status.get("reset") or {}, target),
-        update=_update_of(status.get("weightUpdate")),
+        labels={bytes.fromhex(entry["id"]): str(entry["label"]) for entry in status.get("weightsLabels") or []},
     )
-
-
-def _update_of(found: Json | None) -> UpdateNote | None:
-    if not found:
-        return None
-    return UpdateNote(
-        serial=int(found["serial"]),
-        number=bytes.fromhex(found["id"]),
-        holder=str(found.get("holder") or ""),
-        version=str(found.get("version") or ""),
-        open=bool(found.get("open")),
-    )
-
-
-def _update_fields(note: UpdateNote) -> Json:
-    return {"serial": note.serial, "id": note.number.hex(), "holder": note.holder, "version": note.version, "open": note.open}
 
 
 def _origin_of(reset: Json, target: int) -> Origin | None:
     """Who asked for the target; None for a record from before origins were kept, and for a word of a newer operator."""
     source = _SOURCES.get(str(reset.get("origin")))
-    if source is None or reset.get("epoch") != target:
-        return None
-    return Origin(source, str(reset.get("weightsVersion") or ""), bool(reset.get("listed")), bool(reset.get("inherited")))
-
-
-def _origin_fields(origin: Origin | None) -> Json:
-    if origin is None:
-        return {}
-    fields = {
-        "origin": origin.source.value,
-        "weightsVersion": origin.weights_version,
-        "listed": origin.listed,
-        "inherited": origin.inherited,
-    }
-    return {key: value for key, value in fields.items() if value}
+    return Origin(source) if source is not None and reset.get("epoch") == target else None
 
 
 _SOURCES = {source.value: source for source in Source}

@@ -5,14 +5,13 @@ heartbeat.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
 
-from epochkv_fence.authority import AuthorityError, PoolGone, PoolRecord, Term
+from epochkv_fence.authority import PoolRecord, Term
 from epochkv_fence.pool import PoolConfig, PoolSnapshot
 from epochkv_fence.store_admin import StoreAdmin
 from epochkv_fence.transport import HubKeys, HubServer
@@ -20,7 +19,6 @@ from epochkv_operator import metrics
 from epochkv_operator.api import KVCachePool
 from epochkv_operator.control.keys import Key, pool_key
 from epochkv_operator.hub.kubernetes import KubernetesAuthority, record_of
-from epochkv_operator.hub.sightings import Sightings
 from epochkv_operator.hub.view import Told, export, key_view, view_of
 from epochkv_operator.kube.client import Json
 from epochkv_operator.kube.lease import LeaseHolder
@@ -35,8 +33,6 @@ OPEN_SECONDS = 0.25
 #: Everything else about engines (carried requests, joins, losses) is written at most this often.
 QUIET_SECONDS = 1.0
 WATCHDOG_SECONDS = 1.0
-#: Between two reads of one pool, while engines become old enough one after the other; also after a failed one.
-LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,6 @@ class _Served:
     told: Told
     old_key_used_at: float
     told_at: float = 0.0
-    look_at: float = math.inf  # when a boot becomes old enough to join what is asked for after the next read
 
 
 class HubFailed(Exception):
@@ -79,13 +74,11 @@ class HubService:
     ) -> None:
         self._lease = lease
         self._wake = wake
-        self._authority = KubernetesAuthority(lease, statuses, on_read=self.read)
+        self._authority = KubernetesAuthority(lease, statuses)
         self._deposed = asyncio.Event()
         self._server = HubServer(bind, keys, self._authority, on_change=self._changed, on_step_down=self._deposed.set, stores=stores)
         self._served: dict[str, _Served] = {}
-        self._sightings = Sightings()
         self._counts = metrics.HubCounts()
-        self._look = asyncio.Event()
         self.listening = False
 
     async def start(self) -> None:
@@ -117,35 +110,13 @@ class HubService:
                 if self._server.counters["tasks_failed"]:
                     raise HubFailed("a task of the hub died; its error is in the log above") from None
 
-    async def look(self) -> None:
-        """Read each pool once more when a boot has become old enough to join; never returns."""
-        while True:
-            now = time.monotonic()
-            self._look.clear()
-            due = min((served.look_at for served in self._served.values()), default=math.inf)
-            try:
-                async with asyncio.timeout(max(0.0, due - now) if due < math.inf else None):
-                    await self._look.wait()
-                continue
-            except TimeoutError:
-                pass
-            for uid, served in list(self._served.items()):
-                if served.look_at <= time.monotonic():
-                    served.look_at = time.monotonic() + LOOK_SECONDS
-                    try:
-                        await self._authority.load(uid)
-                    except PoolGone:
-                        served.look_at = math.inf
-                    except AuthorityError as error:
-                        log.debug("pool not read", pool=served.config.name, error=str(error))
-
     async def close(self) -> None:
         self.listening = False
         await self._server.stop()
 
     # ---- pools ----
 
-    def ensure(self, pool: KVCachePool, keys: AcceptedKeys, weights_source: str) -> None:
+    def ensure(self, pool: KVCachePool, keys: AcceptedKeys) -> None:
         """Make the hub serve this pool with this configuration, and no namesake of it."""
         metadata, distributed = pool.metadata, pool.spec.distributed
         uid, key = metadata.uid, pool_key(metadata.namespace, metadata.name)
@@ -156,8 +127,6 @@ class HubService:
             name=f"{metadata.namespace}/{metadata.name}",
             client_public_keys=keys.public,
             lease_seconds=float(pool.spec.reset.lease_seconds),
-            join_after_seconds=float(pool.spec.reset.join_after_seconds),
-            weights_source="Model" if weights_source == "Model" else "Pushed",
             reclaim=pool.spec.reset.reclaim_policy if distributed is not None else "Retain",
             # Somebody else's store may hold what is not ours to remove.
             store_admin=distributed is not None and distributed.mooncake is not None,
@@ -167,7 +136,7 @@ class HubService:
             self._authority.register(uid, metadata.namespace, metadata.name)
             self._served[uid] = _Served(key, config, keys, Told(), time.monotonic())
             self._server.set_pool(config)
-            self._ask(uid, pool.spec.reset_epoch, pool.spec.weights_version, pool.spec.weights_ready)
+            self._server.request(uid, pool.spec.reset_epoch)
             return
         if len(keys.public) > len(served.keys.public):
             served.old_key_used_at = time.monotonic()
@@ -193,18 +162,7 @@ class HubService:
         # Only the target: our own publication may be seen here before its answer comes, and the hub times it by the answer.
         record = record_of(pool)
         self._server.observe(uid, PoolRecord(target=record.target, origin=record.origin))
-        spec = pool.get("spec") or {}
-        self._ask(uid, int(spec.get("resetEpoch") or 0), spec.get("weightsVersion"), spec.get("weightsReady"))
-
-    def read(self, pool: Json, began_at: float) -> None:
-        """A read that began then showed this state, and no older one would have done."""
-        uid = pool["metadata"]["uid"]
-        served = self._served.get(uid)
-        if served is None:
-            return
-        self._sightings.shown(uid, int((pool.get("spec") or {}).get("resetEpoch") or 0), began_at)
-        self.seen(pool)
-        self._plan_look(uid, served, self._server.snapshot(uid), LOOK_SECONDS)
+        self._server.request(uid, int((pool.get("spec") or {}).get("resetEpoch") or 0))
 
     def resetting(self, pool_uid: str) -> bool:
         """Whether an epoch that was asked for is not published yet."""
@@ -224,10 +182,11 @@ class HubService:
         served, snapshot = self._served.get(pool_uid), self.snapshot(pool_uid)
         if served is None or snapshot is None:
             return None
-        served.told.take(snapshot, time.time(), time.monotonic())
+        unix_seconds, now = time.time(), time.monotonic()
+        served.told.take(snapshot, unix_seconds, now)
         keys = key_view(snapshot, served.keys.generation, served.keys.in_secret)
         complete = self.incomplete_seconds(pool_uid) <= 0
-        return view_of(snapshot, served.told, served.config.weights_source, keys, complete=complete)
+        return view_of(snapshot, served.told, unix_seconds, now, keys, complete=complete)
 
     def incomplete_seconds(self, pool_uid: str) -> float:
         """How much longer an engine may live without having been heard from by this hub: a lease since it began to lead."""
@@ -235,6 +194,11 @@ class HubService:
         if served is None or served.told.led_since is None:
             return 0.0
         return served.told.led_since + served.config.lease_seconds - time.monotonic()
+
+    def overdue_seconds(self, pool_uid: str) -> float:
+        """How much longer engines may hold different weights before that is reported; 0.0: it is, or they do not."""
+        served = self._served.get(pool_uid)
+        return (served.told.overdue_in(time.monotonic()) or 0.0) if served is not None else 0.0
 
     def old_key_idle_seconds(self, pool_uid: str) -> float:
         """For how long no live boot has used the older of two keys; call it every few seconds while there are two."""
@@ -254,36 +218,9 @@ class HubService:
             served.told.take(snapshot, time.time(), time.monotonic())
             export(served.key.namespace, served.key.name, snapshot, served.told)
 
-    def _ask(self, uid: str, epoch: int, version: str | None, ready: str | None) -> None:
-        since = self._sightings.since(uid, epoch)
-        self._server.request(
-            uid,
-            epoch,
-            fresh=since is not None,
-            since=since,
-            weights_version=version or "",
-            weights_ready=not version or version == ready,
-        )
-
-    def _plan_look(self, uid: str, served: _Served, snapshot: PoolSnapshot, pause: float = 0.0) -> None:
-        """When to read the pool next, for those boots that were too young at the read before.
-
-        Their ages are discounted like the hub does it, for clocks that run at another rate.
-        """
-        now, config = time.monotonic(), served.config
-        read_at = self._sightings.at(uid)
-        due = math.inf
-        if config.weights_source == "Pushed":
-            ages = (engine.age_seconds + engine.silent_seconds for engine in snapshot.engines if engine.alive)
-            old_enough = (now - age / config.max_clock_rate + config.join_after_seconds for age in ages)
-            due = min((at for at in old_enough if read_at is None or at > read_at), default=math.inf)
-        served.look_at = max(due, now + pause)
-        self._look.set()
-
     def _remove(self, uid: str) -> None:
         self._server.remove_pool(uid)
         self._authority.unregister(uid)
-        self._sightings.forget(uid)
         del self._served[uid]
 
     def _changed(self, uid: str) -> None:
@@ -293,7 +230,6 @@ class HubService:
         snapshot, key, told = self._server.snapshot(uid), served.key, served.told
         before = told.epochs
         told.take(snapshot, time.time(), time.monotonic())
-        self._plan_look(uid, served, snapshot)
         now = time.monotonic()
         if before is not None and snapshot.published > before[1] and snapshot.reset_seconds is not None:
             metrics.RESET_SECONDS.labels(namespace=key.namespace, pool=key.name).observe(snapshot.reset_seconds)

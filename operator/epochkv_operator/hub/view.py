@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from epochkv_fence.messages import Mode
+from epochkv_fence.messages import CONTROL
 from epochkv_fence.pool import ENGINE_STATES, EngineView, PoolSnapshot
 from epochkv_operator import metrics
-from epochkv_operator.planning import HubEngine, HubView, KeysView, ReclaimView
+from epochkv_operator.planning import PUSH_SECONDS, HubEngine, HubView, KeysView, Outlier, ReclaimView, WeightsGroup
 
 
 @dataclass
@@ -20,6 +21,7 @@ class Told:
         base: keys and bytes that the hub had removed in all when its target was last raised.
         total: the same, now.
         led_since: when the hub was first seen leading in its term (monotonic); None: it does not lead.
+        differ_since: since when live engines of one fingerprint hold different weights (monotonic); None: they do not.
         reclaimed: highest epoch below which nothing is left, and when that was first seen (Unix seconds).
     """
 
@@ -29,6 +31,7 @@ class Told:
     reclaimed: int = 0
     reclaimed_at: float | None = None
     led_since: float | None = None
+    differ_since: float | None = None
 
     def take(self, snapshot: PoolSnapshot, unix_seconds: float, now: float = 0.0) -> None:
         """Take a newer snapshot in; `now` is monotonic."""
@@ -36,6 +39,10 @@ class Told:
             self.led_since = None
         elif self.led_since is None:
             self.led_since = now
+        if not snapshot.diverged:
+            self.differ_since = None
+        elif self.differ_since is None:
+            self.differ_since = now
         if self.epochs is not None and snapshot.target > self.epochs[0]:
             self.base = self.total
         self.epochs = (snapshot.target, snapshot.published)
@@ -43,9 +50,13 @@ class Told:
         if snapshot.reclaimed > self.reclaimed:
             self.reclaimed, self.reclaimed_at = snapshot.reclaimed, unix_seconds
 
+    def overdue_in(self, now: float) -> float | None:
+        """How much longer engines may hold different weights as in a push; 0.0: it is too long, None: they do not."""
+        return None if self.differ_since is None else max(0.0, self.differ_since + PUSH_SECONDS - now)
+
 
 def view_of(
-    snapshot: PoolSnapshot, told: Told, weights_source: str, keys: KeysView | None = None, *, complete: bool = True
+    snapshot: PoolSnapshot, told: Told, unix_seconds: float, now: float, keys: KeysView | None = None, *, complete: bool = True
 ) -> HubView | None:
     """The snapshot for planning; None while the hub does not lead this pool, when it knows nothing that counts."""
     if not snapshot.leading:
@@ -53,24 +64,23 @@ def view_of(
     counted = [engine for engine in snapshot.engines if engine.alive or not engine.converged]
     done = snapshot.published_at is not None and snapshot.published >= snapshot.target
     started = snapshot.started_at
-    pending = {engine.boot for engine in snapshot.weights_pending}
     return HubView(
         target=snapshot.target,
         published=snapshot.published,
-        asked=snapshot.asked,
         complete=complete,
-        engines=tuple(_engine(engine, engine.boot in pending) for engine in counted),
+        engines=tuple(_engine(engine) for engine in counted),
         laggards=tuple(_laggard(engine) for engine in snapshot.engines if not engine.converged),
         reset_epoch=snapshot.target if started is not None and (done or snapshot.target > snapshot.published) else None,
         reset_started=_moment(started),
         reset_completed=_moment(snapshot.published_at) if done else None,
         reset_milliseconds=round(snapshot.reset_seconds * 1e3) if done and snapshot.reset_seconds is not None else None,
         origin=snapshot.origin.source.value if snapshot.origin is not None else None,
-        weights_version=snapshot.weights_version,
-        listed=snapshot.origin is not None and bool(snapshot.origin.listed),
-        inherited=snapshot.origin is not None and snapshot.origin.inherited,
-        weights_source=weights_source,
-        held=snapshot.held,
+        weights=tuple(
+            WeightsGroup(group.weights.hex(), group.engines, datetime.fromtimestamp(unix_seconds - group.since_seconds, UTC), group.label)
+            for group in snapshot.weights
+        ),
+        outliers=tuple(_outliers(snapshot)),
+        overdue=told.overdue_in(now) == 0.0,
         reclaim=ReclaimView(
             epoch=told.reclaimed,
             keys=max(0, told.total[0] - told.base[0]),
@@ -96,23 +106,37 @@ def export(namespace: str, pool: str, snapshot: PoolSnapshot, told: Told) -> Non
     for state in ENGINE_STATES:
         metrics.POOL_ENGINES.labels(namespace=namespace, pool=pool, state=state).set(states.count(state))
     metrics.CARRIED_REQUESTS.labels(namespace=namespace, pool=pool).set(snapshot.carried)
-    metrics.WEIGHTS_PENDING.labels(namespace=namespace, pool=pool).set(len(snapshot.weights_pending))
+    metrics.WEIGHTS_DIVERGED.labels(namespace=namespace, pool=pool).set(len(snapshot.diverged))
     metrics.RECLAIMED_KEYS.labels(namespace=namespace, pool=pool).set(told.total[0])
     metrics.RECLAIMED_BYTES.labels(namespace=namespace, pool=pool).set(told.total[1])
 
 
-def _engine(engine: EngineView, pending: bool) -> HubEngine:
+def _engine(engine: EngineView) -> HubEngine:
     return HubEngine(
         engine=engine.engine,
         pod=engine.pod,
         rank=engine.rank,
         epoch=engine.epoch,
-        mode="Use" if engine.mode is Mode.USE else "Bypass",
         carried=engine.carried,
         boot=engine.boot.hex()[:8],
-        pending=pending,
-        private=engine.private,
+        fingerprint=engine.fingerprint,
+        weights=engine.weights.hex() if engine.weights is not None else None,
+        weights_note=CONTROL.sub(" ", engine.weights_note),
+        live=engine.alive,
     )
+
+
+def _outliers(snapshot: PoolSnapshot) -> Iterator[Outlier]:
+    apart = {engine.boot for engine in snapshot.diverged}
+    most = {
+        engine.fingerprint: engine.weights
+        for engine in snapshot.engines
+        if engine.alive and engine.weights is not None and engine.boot not in apart
+    }
+    for engine in snapshot.diverged:
+        wanted = most.get(engine.fingerprint)
+        if engine.weights is not None and wanted is not None:
+            yield Outlier(_engine(engine).display_name, engine.weights.hex(), wanted.hex())
 
 
 def _laggard(engine: EngineView) -> tuple[str, str]:

@@ -6,7 +6,6 @@
     plan_engine(engine, pool | None, observed, context) -> Plan
     pool_status(pool, observed, context, previous, now) -> Json      a whole status; conditions included
     engine_status(engine, pool | None, observed, previous, now) -> Json
-    pool_weights_source(engines) -> "Pushed" | "Model"               what the hub assumes for a pool
 
 `pool` and `engine` come from `epochkv_operator.api.parse_pool` / `parse_engine`. `Context` holds the operator's own settings,
 `Observed` live
@@ -16,16 +15,30 @@ the conditions say it. Plans are level-triggered: planning again on the result o
 """
 
 from epochkv_operator.planning.conditions import engine_conditions, pool_conditions
-from epochkv_operator.planning.connection import connection, connection_hash, pool_weights_source, transfer_config
-from epochkv_operator.planning.context import Condition, Context, HubEngine, HubView, KeysView, Observed, Problem, ReclaimView
+from epochkv_operator.planning.connection import connection, connection_hash, transfer_config
+from epochkv_operator.planning.context import (
+    Condition,
+    Context,
+    HubEngine,
+    HubView,
+    KeysView,
+    Observed,
+    Outlier,
+    Problem,
+    ReclaimView,
+    WeightsGroup,
+    timestamp,
+)
 from epochkv_operator.planning.engine import desired_engine
 from epochkv_operator.planning.epoch_conditions import epoch_ahead
 from epochkv_operator.planning.merge import InvalidTemplate
 from epochkv_operator.planning.plan import Plan, plan_engine, plan_pool
 from epochkv_operator.planning.pool import desired_pool
-from epochkv_operator.planning.status import engine_status, pool_status, timestamp
+from epochkv_operator.planning.status import engine_status, pool_status
+from epochkv_operator.planning.weights import PUSH_SECONDS
 
 __all__ = [
+    "PUSH_SECONDS",
     "Condition",
     "Context",
     "HubEngine",
@@ -33,9 +46,11 @@ __all__ = [
     "InvalidTemplate",
     "KeysView",
     "Observed",
+    "Outlier",
     "Plan",
     "Problem",
     "ReclaimView",
+    "WeightsGroup",
     "connection",
     "connection_hash",
     "desired_engine",
@@ -47,7 +62,6 @@ __all__ = [
     "plan_pool",
     "pool_conditions",
     "pool_status",
-    "pool_weights_source",
     "timestamp",
     "transfer_config",
 ]

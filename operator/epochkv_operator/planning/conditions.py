@@ -14,6 +14,7 @@ from epochkv_operator.planning import epoch_conditions as epochs
 from epochkv_operator.planning.context import Condition, HubEngine, Observed
 from epochkv_operator.planning.names import component_selector, engine_selector, master_name, store_name
 from epochkv_operator.planning.plan import living
+from epochkv_operator.planning.weights import weights_converged
 from epochkv_operator.planning.workload import Health, find, health, select
 
 
@@ -27,7 +28,7 @@ def pool_conditions(pool: KVCachePool, observed: Observed) -> list[Condition]:
         parts.append(_workload_condition("StoreAvailable", store_health(pool, observed)))
     hub = observed.hub
     parts.append(epochs.epoch_converged(pool, hub))
-    notes = (epochs.weights_converged(pool, hub), epochs.drained(hub), epochs.reclaimed(pool, hub), epochs.keys_rotated(pool, hub))
+    notes = (weights_converged(hub), epochs.drained(hub), epochs.reclaimed(pool, hub), epochs.keys_rotated(pool, hub))
     return [*_with_ready(parts, "the pool serves"), *(note for note in notes if note is not None)]
 
 
@@ -36,17 +37,13 @@ def engine_conditions(engine: InferenceEngine, pool: KVCachePool | None, observe
     parts: list[Condition] = []
     if observed.problem is not None:
         parts.append(Condition("Ready", "False", observed.problem.reason, observed.problem.message))
-    weights: Condition | None = None
     state = engine_health(engine, observed)
     parts.append(_workload_condition("Available", state))
     if engine.spec.pool_ref is not None:
         bound = living(pool)
         parts.append(_pool_bound(engine, bound))
         parts.append(_epoch_current(engine, bound, observed, state))
-        if bound is not None:
-            ranks = [rank for known in engine_ranks(engine, observed).values() for rank in known]
-            weights = epochs.weights_current(ranks, observed.hub)
-    return [*_with_ready(parts, "the engine serves"), *([weights] if weights is not None else [])]
+    return _with_ready(parts, "the engine serves")
 
 
 def master_health(pool: KVCachePool, observed: Observed) -> Health:
@@ -120,11 +117,7 @@ def _epoch_current(engine: InferenceEngine, pool: KVCachePool | None, observed: 
     current = [name for name, known in ranks.items() if at_target(known, target)]
     behind = sorted(set(ranks) - set(current))
     if len(current) >= state.wanted and not behind:
-        alone = observed.hub.alone([rank for known in ranks.values() for rank in known])
-        note = f"; without shared KV until the next one, because their caches alone were reset: {epochs.listed(alone)}" if alone else ""
-        advice = "; the pool's EpochConverged says what to do" if alone else ""
-        text = f"{len(current)} of {state.wanted} replicas are at epoch {target}{note}{advice}"
-        return Condition(kind, "True", epochs.LOCAL_RESET if alone else "Current", text)
+        return Condition(kind, "True", "Current", f"{len(current)} of {state.wanted} replicas are at epoch {target}")
     silent = [name for name in behind if not ranks[name]]
     text = f"{len(current)} of {state.wanted} replicas are at epoch {target}"
     if silent:

@@ -8,11 +8,9 @@ reset never changes a pod template.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Final
 
 from epochkv_operator.api import quantity
-from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool, Mooncake
 from epochkv_operator.planning.context import Context, Json
 from epochkv_operator.planning.names import CREDENTIALS_DIR, MASTER_RPC_PORT, TRANSFER_PORTS, digest, master_name
@@ -75,18 +73,15 @@ def uses_rdma(pool: KVCachePool) -> bool:
     return distributed is not None and distributed.mooncake is not None and distributed.mooncake.transport.protocol == "RDMA"
 
 
-def connection(pool: KVCachePool, context: Context, weights_source: str = "Pushed") -> Json:
+def connection(pool: KVCachePool, context: Context) -> Json:
     """The connector's configuration (`kv_connector_extra_config`) for one pool."""
     metadata = pool.metadata
     config: Json = {
         "pool": {"name": metadata.name, "namespace": metadata.namespace, "uid": metadata.uid},
         "hub": {"endpoint": context.hub_endpoint, "credentials_dir": CREDENTIALS_DIR},
-        "weights_source": weights_source,
         # Without an L2 nobody else can have saved a block, so the tracker may answer a miss by itself.
         "tracker": pool.spec.distributed is None,
     }
-    if pool.spec.reset.on_local_reset == "Propose":  # the connector's default is left out: a new field restarts no engine
-        config["on_local_reset"] = "propose"
     if pool.spec.local is not None:
         config["local"] = {"capacity_bytes": quantity.to_bytes(pool.spec.local.capacity)}
     distributed = pool.spec.distributed
@@ -120,12 +115,3 @@ def transfer_config(config: Json) -> str:
 def connection_hash(config: Json, context: Context) -> str:
     """Changes when an engine must restart to reach its pool: configuration or keys."""
     return digest([config, context.credentials_revision])
-
-
-def pool_weights_source(engines: Iterable[InferenceEngine]) -> str:
-    """What the hub assumes for a pool: `Model` only when every engine of it says so.
-
-    Without any engine of ours it is `Pushed`: engines that join from outside are those that trainers start.
-    """
-    sources = {engine.spec.weights_source for engine in engines}
-    return "Model" if sources == {"Model"} else "Pushed"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, Literal
+from datetime import UTC, datetime
+from typing import Any, Final, Literal
 
 Json = dict[str, Any]
+NO_HUB: Final = "no hub leads this pool at the moment; engines whose lease ends serve without shared KV"
+_SHOWN: Final = 4
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,18 @@ class HubEngine:
     rank: int
     epoch: int | None
     """Highest epoch heard of; None before the first grant."""
-    mode: Literal["Use", "Bypass"]
     carried: int = 0
     """Requests admitted under an older epoch."""
     boot: str = ""
     """Start of its boot's id, which tells engines of one name apart."""
-    pending: bool = False
-    """In bypass at the target, because nobody said that it has the weights."""
-    private: bool = False
-    """Its caches were reset alone: whatever its mode, it shares nothing before the next epoch."""
+    fingerprint: str = ""
+    """Engines of different fingerprints may hold different weights for ever."""
+    weights: str | None = None
+    """The weights it holds, 32 hex digits; None: not known."""
+    weights_note: str = ""
+    """Why they are not known."""
+    live: bool = True
+    """Heard from within a lease."""
 
     @property
     def display_name(self) -> str:
@@ -57,9 +62,31 @@ class HubEngine:
         return f"{base}/{self.rank}" if self.rank else base
 
     @property
-    def kept_apart(self) -> bool:
-        """It could share the epoch it is at, had its caches not been reset alone."""
-        return self.private and self.mode == "Use"
+    def known_weights(self) -> str | None:
+        """The weights it holds, if it lives and they are known."""
+        return self.weights if self.live else None
+
+
+@dataclass(frozen=True)
+class WeightsGroup:
+    """The live engines that hold the same weights."""
+
+    id: str
+    """32 hex digits."""
+    engines: int
+    since: datetime
+    """When the first of them was seen with these, as far as this hub knows."""
+    label: str = ""
+    """What a trainer called them."""
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """A live engine that does not hold what most engines of its fingerprint hold."""
+
+    name: str
+    holds: str
+    most_hold: str
 
 
 @dataclass(frozen=True)
@@ -70,7 +97,7 @@ class ReclaimView:
     """Nothing below it is left."""
     keys: int = 0
     bytes: int = 0
-    """Both for the latest reset, as far as this process knows."""
+    """Both since the latest reset, as far as this process knows."""
     completed: datetime | None = None
     wipe_failed: bool = False
 
@@ -96,8 +123,6 @@ class HubView:
     granting: bool = False
     laggards: Sequence[tuple[str, str]] = ()
     """`(name, reason)` of engines that publication waits for."""
-    asked: int = 0
-    """Highest epoch that anybody asked for, recorded or not."""
     reset_epoch: int | None = None
     """Epoch of the latest reset that this hub led; the four values below belong to it."""
     reset_started: datetime | None = None
@@ -105,30 +130,20 @@ class HubView:
     reset_milliseconds: int | None = None
     origin: str | None = None
     """Who asked for the target: `Spec`, `Trainer` or `Engine`; None: not known."""
-    weights_version: str = ""
-    """Of the target."""
-    listed: bool = False
-    """A trainer listed who has the weights of the target."""
-    inherited: bool = False
-    """The target has the weights of the epoch before."""
-    weights_source: str = "Pushed"
-    held: bool = False
-    """The target waits for `spec.weightsReady`."""
+    weights: Sequence[WeightsGroup] = ()
+    """The largest group first."""
+    outliers: Sequence[Outlier] = ()
+    overdue: bool = False
+    """There have been outliers for longer than a push takes."""
     reclaim: ReclaimView = ReclaimView()
     keys: KeysView | None = None
     complete: bool = True
     """Every live engine has had the time to be heard from. A hub that has just begun to lead knows nobody yet."""
 
     @property
-    def pending(self) -> list[str]:
-        """Engines in bypass for want of weights."""
-        return [engine.display_name for engine in self.engines if engine.pending]
-
-    def alone(self, engines: Sequence[HubEngine]) -> list[str]:
-        """Names of those that could share at the target, had their caches not been reset alone; none once the next is asked for."""
-        if self.asked > self.target:
-            return []
-        return [engine.display_name for engine in engines if engine.kept_apart and engine.epoch is not None and engine.epoch >= self.target]
+    def unknown(self) -> list[HubEngine]:
+        """Live engines whose weights are not known; they share nothing."""
+        return [engine for engine in self.engines if engine.live and engine.weights is None]
 
 
 @dataclass(frozen=True)
@@ -159,3 +174,15 @@ class Observed:
     hub: HubView | None = None
     problem: Problem | None = None
     """Problem of the plan (or of applying it), shown in conditions."""
+
+
+def listed(names: Iterable[str], shown: int = _SHOWN) -> str:
+    """The first few, and how many more there are."""
+    found = list(names)
+    more = f" and {len(found) - shown} more" if len(found) > shown else ""
+    return ", ".join(found[:shown]) + more
+
+
+def timestamp(moment: datetime, *, milliseconds: bool = False) -> str:
+    """RFC 3339 in UTC."""
+    return moment.astimezone(UTC).isoformat(timespec="milliseconds" if milliseconds else "seconds").replace("+00:00", "Z")

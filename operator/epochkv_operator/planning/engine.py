@@ -56,7 +56,7 @@ def desired_engine(engine: InferenceEngine, pool: KVCachePool | None, context: C
 def _deployment(engine: InferenceEngine, pool: KVCachePool | None, context: Context) -> Json:
     template: Json = {"metadata": {"labels": engine_labels(engine)}, "spec": _pod_spec(engine, pool, context)}
     if pool is not None:
-        config = wiring.connection(pool, context, engine.spec.weights_source)
+        config = wiring.connection(pool, context)
         template["metadata"]["annotations"] = {CONNECTION_ANNOTATION: wiring.connection_hash(config, context)}
     template = apply_template(template, engine.spec.template, "engine", "spec.template")
     _set_shutdown_timeout(template["spec"], engine.spec)
@@ -126,7 +126,7 @@ def _arguments(engine: InferenceEngine, pool: KVCachePool | None, context: Conte
         arguments.append("--enable-prompt-tokens-details")
     arguments += spec.args or ()
     if pool is not None:
-        config = wiring.connection(pool, context, spec.weights_source)
+        config = wiring.connection(pool, context)
         arguments += ["--kv-transfer-config", wiring.transfer_config(config)]
     return arguments
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
+from epochkv_operator.planning import weights
 from epochkv_operator.planning.conditions import (
     at_target,
     engine_conditions,
@@ -23,8 +24,7 @@ from epochkv_operator.planning.conditions import (
     store_health,
 )
 from epochkv_operator.planning.connection import master_address
-from epochkv_operator.planning.context import Condition, Context, HubEngine, HubView, Json, Observed
-from epochkv_operator.planning.epoch_conditions import LOCAL_RESET
+from epochkv_operator.planning.context import Condition, Context, HubEngine, HubView, Json, Observed, timestamp
 from epochkv_operator.planning.names import (
     ENGINE_LABEL,
     component_selector,
@@ -37,6 +37,7 @@ from epochkv_operator.planning.names import (
 _MAX_LAGGARDS = 16
 _MAX_EXTERNAL = 64
 _MAX_MESSAGE = 4096
+_HEARD = ("engines", "externalEngines", "weights", "weightsSummary")
 
 
 def pool_status(pool: KVCachePool, observed: Observed, context: Context, previous: Json, now: datetime) -> Json:
@@ -50,21 +51,23 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
     partial = _partial(observed.hub, (previous.get("engines") or {}).get("total", 0))
     found = conditions(pool_conditions(pool, observed), previous, pool.metadata.generation, now)
     status: Json = {
-        "conditions": _kept(found, previous, ("WeightsConverged", "Drained", *_alone_too(found, previous))) if partial else found,
+        "conditions": _kept(found, previous, ("WeightsConverged", "Drained")) if partial else found,
         "observedGeneration": pool.metadata.generation,
     }
     _add_epochs(status, observed.hub, previous)
     if observed.hub is not None:
         status["engines"] = _engines(observed.hub)
         status["externalEngines"] = _external(observed, pool.metadata.namespace)
+        status["weights"] = weights.groups(observed.hub, previous)
+        status["weightsSummary"] = weights.summary(observed.hub.engines, observed.hub)
         if partial:
-            status |= {key: previous[key] for key in ("engines", "externalEngines") if key in previous}
+            status |= {key: previous[key] for key in _HEARD if key in previous}
         if observed.hub.keys is not None:
             status["keys"] = {"generation": observed.hub.keys.generation, "accepted": observed.hub.keys.accepted}
         if pool.spec.distributed is not None:
             status["reclaim"] = _reclaim(pool, observed.hub, previous)
     else:
-        status |= {key: previous[key] for key in ("engines", "externalEngines", "keys", "reclaim") if key in previous}
+        status |= {key: previous[key] for key in (*_HEARD, "keys", "reclaim") if key in previous}
     reset = _reset(observed.hub, previous, now, partial=partial)
     if reset:
         status["reset"] = reset
@@ -87,7 +90,7 @@ def engine_status(engine: InferenceEngine, pool: KVCachePool | None, observed: O
     silent = pool is not None and any(not ranks for ranks in engine_ranks(engine, observed).values())
     partial = silent and _partial(observed.hub, 1 << 31)
     status: Json = {
-        "conditions": _kept(found, previous, ("EpochCurrent", "WeightsCurrent", *_ready_too(found))) if partial else found,
+        "conditions": _kept(found, previous, ("EpochCurrent", *_ready_too(found))) if partial else found,
         "observedGeneration": engine.metadata.generation,
         "replicas": state.replicas,
         "readyReplicas": state.ready,
@@ -101,8 +104,9 @@ def engine_status(engine: InferenceEngine, pool: KVCachePool | None, observed: O
         epochs = [rank.epoch for known in ranks.values() for rank in known if rank.epoch is not None]
         if epochs:
             status["epoch"] = min(epochs)
+        status["weights"] = weights.summary((rank for known in ranks.values() for rank in known), observed.hub)
         if partial:
-            status |= {key: previous[key] for key in ("epochReplicas", "epoch") if key in previous}
+            status |= {key: previous[key] for key in ("epochReplicas", "epoch", "weights") if key in previous}
     return status
 
 
@@ -151,27 +155,14 @@ def _ready_too(found: Sequence[Json]) -> tuple[str, ...]:
     return ("Ready",) if reasons["Ready"] == reasons.get("EpochCurrent") else ()
 
 
-def _alone_too(found: Sequence[Json], previous: Json) -> tuple[str, ...]:
-    """`EpochConverged`, while it says of engines that may not have been heard from yet that they were reset alone."""
-    now, before = ({c["type"]: c for c in some}.get("EpochConverged", {}) for some in (found, previous.get("conditions") or []))
-    return ("EpochConverged",) if before.get("reason") == LOCAL_RESET and now.get("status") == before["status"] else ()
-
-
-def timestamp(moment: datetime, *, milliseconds: bool = False) -> str:
-    """RFC 3339 in UTC."""
-    return moment.astimezone(UTC).isoformat(timespec="milliseconds" if milliseconds else "seconds").replace("+00:00", "Z")
-
-
 def _add_epochs(status: Json, hub: HubView | None, previous: Json) -> None:
     said = {"targetEpoch": hub.target, "epoch": hub.published} if hub is not None else {}
     for key in ("targetEpoch", "epoch"):
         values = [value for value in (previous.get(key), said.get(key)) if value is not None]
         if values:
             status[key] = max(values)
-    if previous.get("weightsVersion"):  # written with the epoch that it belongs to
-        status["weightsVersion"] = previous["weightsVersion"]
-    if previous.get("weightUpdate"):
-        status["weightUpdate"] = previous["weightUpdate"]
+    if previous.get("weightsLabels"):
+        status["weightsLabels"] = previous["weightsLabels"]
     granting = bool(previous.get("granting")) or (hub is not None and hub.granting)
     if granting:
         status["granting"] = True
@@ -183,7 +174,6 @@ def _engines(hub: HubView) -> Json:
     return {
         "total": total,
         "converged": converged,
-        "bypassed": sum(engine.mode == "Bypass" or engine.private for engine in hub.engines),
         "carriedRequests": sum(engine.carried for engine in hub.engines),
         "summary": f"{converged}/{total}",
     }
@@ -209,8 +199,9 @@ def _external(observed: Observed, namespace: str) -> list[Json]:
 def _external_entry(engine: HubEngine, shared_name: bool) -> Json:
     """Boots that report under one name are told apart by their ids; a process that was restarted is one of them for a lease."""
     suffix = f"#{engine.boot}" if shared_name and engine.boot else ""
-    mode = "Private" if engine.kept_apart else engine.mode
-    entry: Json = {"name": engine.display_name[: 253 - len(suffix)] + suffix, "mode": mode}
+    entry: Json = {"name": engine.display_name[: 253 - len(suffix)] + suffix}
+    if engine.known_weights is not None:
+        entry["weights"] = weights.short(engine.known_weights)
     if engine.epoch is not None:
         entry["epoch"] = engine.epoch
     return {**entry, "rank": engine.rank, "carried": engine.carried}
@@ -230,11 +221,13 @@ def _reclaim(pool: KVCachePool, hub: HubView, previous: Json) -> Json:
 
 
 def _with_the_past(hub: HubView | None, previous: Json) -> HubView | None:
-    """What an earlier hub found reclaimed is so: nobody writes below the published epoch any more but what the next sweep finds."""
+    """What an earlier hub found reclaimed is so: nobody writes below the published epoch any more but what the next sweep finds.
+    Engines that an earlier one found apart for too long are so, until they are not."""
     if hub is None:
         return None
     done = max(hub.reclaim.epoch, (previous.get("reclaim") or {}).get("epoch") or 0)
-    return replace(hub, reclaim=replace(hub.reclaim, epoch=min(done, hub.published)))
+    overdue = hub.overdue or weights.was_overdue(previous)
+    return replace(hub, overdue=overdue, reclaim=replace(hub.reclaim, epoch=min(done, hub.published)))
 
 
 def _reset(hub: HubView | None, previous: Json, now: datetime, *, partial: bool = False) -> Json:
@@ -250,12 +243,9 @@ def _reset(hub: HubView | None, previous: Json, now: datetime, *, partial: bool 
     durable = before if before.get("epoch") == hub.reset_epoch else {}
     started = timestamp(hub.reset_started, milliseconds=True)
     reset: dict[str, Any] = {"epoch": hub.reset_epoch, "startTime": durable.get("startTime", started)}
-    own = hub.target == hub.reset_epoch
-    known = {"origin": hub.origin, "weightsVersion": hub.weights_version, "listed": hub.listed, "inherited": hub.inherited} if own else {}
-    for key in ("origin", "weightsVersion", "listed", "inherited"):
-        value = durable.get(key) or known.get(key)
-        if value:
-            reset[key] = value
+    origin = durable.get("origin") or (hub.origin if hub.target == hub.reset_epoch else None)
+    if origin:
+        reset["origin"] = origin
     if hub.reset_completed is not None:
         reset["completionTime"] = durable.get("completionTime", timestamp(hub.reset_completed, milliseconds=True))
         if "completionTime" in durable:

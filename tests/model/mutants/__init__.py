@@ -10,8 +10,8 @@ from tests.model.mutants.agent import AGENT_MUTANTS
 from tests.model.mutants.hub import HUB_MUTANTS
 from tests.model.mutants.kind import Mutant
 from tests.model.mutants.outside import OUTSIDE_MUTANTS
+from tests.model.mutants.store import STORE_MUTANTS
 from tests.model.mutants.weights import WEIGHTS_MUTANTS
-from tests.model.mutants.wipe import WIPE_MUTANTS
 
 RARE = (
     "a new leader learns a longer lease late",
@@ -19,17 +19,12 @@ RARE = (
     "what an older term evaluated is published",
     "the read compares the holder, not the term",
     "a trainer is told a target without a leadership read",
-    "a trainer is told of a target that the leader may not know",
-    "a trainer joins an epoch that others asked for",
-    "marks for other weights count",
-    "an engine in use counts as drained",
-    "Use while a wipe may land",
-    "a wipe without a leadership read",
+    "an answer to an older sweep counts",
 )
 """Rules that stand behind others: taking one away shows only when several rare things meet, in one of many thousand schedules.
 Not among those that every test run has to catch; `python -m hack.simulate mutants --rare` looks for them."""
 
-ALL_MUTANTS: dict[str, Mutant] = {**AGENT_MUTANTS, **HUB_MUTANTS, **WEIGHTS_MUTANTS, **WIPE_MUTANTS, **OUTSIDE_MUTANTS}
+ALL_MUTANTS: dict[str, Mutant] = {**AGENT_MUTANTS, **HUB_MUTANTS, **STORE_MUTANTS, **WEIGHTS_MUTANTS, **OUTSIDE_MUTANTS}
 """Rule taken away -> the mutant."""
 MUTANTS = {name: mutant for name, mutant in ALL_MUTANTS.items() if name not in RARE}
 RARE_MUTANTS = {name: ALL_MUTANTS[name] for name in RARE}

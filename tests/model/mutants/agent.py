@@ -23,7 +23,7 @@ class _AnyBoot(Agent):
         reason = super()._refusal(grant, now)
         if reason != "other_boot":
             return reason
-        return super()._refusal(Grant(self.boot, grant.seq, grant.epoch, grant.mode, grant.lease_seconds), now)
+        return super()._refusal(Grant(self.boot, grant.seq, grant.epoch, grant.lease_seconds), now)
 
 
 class _AnyEpoch(Agent):
@@ -52,15 +52,9 @@ class _AcknowledgeBeforeAdoption(Agent):
     def _granted(self, grant: Grant, now: float) -> list[ag.Action]:
         actions = super()._granted(grant, now)
         if actions:
-            self._acknowledged = (grant.epoch, grant.mode)
+            self._acknowledged = grant.epoch
             return [*self._beat(now), *actions]
         return actions
-
-
-class _OldGrantsSetTheMode(Agent):
-    def _granted(self, grant: Grant, now: float) -> list[ag.Action]:
-        self._mode_seq = -1
-        return super()._granted(grant, now)
 
 
 class _FailedForGood(Agent):
@@ -75,11 +69,11 @@ class _ProposesOnce(Agent):
         return [action for action in super()._beat(now) if not (isinstance(action, ag.Send) and isinstance(action.message, Propose))]
 
 
-class _ProposalSaysNow(Agent):
-    """A proposal carries the newest moment, not that of the reset."""
+class _TellsLater(Agent):
+    """What has changed waits for the next heartbeat."""
 
-    def _proposals(self) -> list[ag.Action]:
-        return [] if self._proposal is None else [ag.Send(Propose(self.boot, self._proposal.epoch, self.moment))]
+    def step(self, event: ag.Event, now: float) -> list[ag.Action]:
+        return [] if isinstance(event, ag.Poked) else super().step(event, now)
 
 
 class _NoRetryWithoutLease(Agent):
@@ -121,16 +115,9 @@ AGENT_MUTANTS = {
         "3",
         {**DUEL, **CALM, "trouble": 1.0, "engines": 1, "steps": 1200, "pace": 0.2, "freezes": 1.0},
     ),
-    "an overtaken grant sets the mode": Mutant(
-        Rules(agent=_OldGrantsSetTheMode), "3", {"pushed": False, "policy": "RemoveAll", "disorder": 0.9, "restores": False, "idle": 0.0}
-    ),
-    "a failed adoption is never tried again": Mutant(Rules(agent=_FailedForGood), "3", {"pushed": False}),
-    "a proposal is sent once": Mutant(Rules(agent=_ProposesOnce), "3", {"pushed": False, "local": "propose"}),
-    "a proposal carries the newest moment": Mutant(
-        Rules(agent=_ProposalSaysNow),
-        "4",
-        {"pushed": True, "local": "propose", "orders": ("engines reset together",), "restores": False, "push_crashes": 0.3},
-    ),
-    "no heartbeats without a lease": Mutant(Rules(agent=_NoRetryWithoutLease), "3", {"pushed": False}),
-    "heartbeats twice as often": Mutant(Rules(agent=_BeatsTwiceAsOften), "7", {"pushed": False}),
+    "a failed adoption is never tried again": Mutant(Rules(agent=_FailedForGood), "3"),
+    "a proposal is sent once": Mutant(Rules(agent=_ProposesOnce), "3"),
+    "a change of weights waits for the next heartbeat": Mutant(Rules(agent=_TellsLater), "3"),
+    "no heartbeats without a lease": Mutant(Rules(agent=_NoRetryWithoutLease), "3"),
+    "heartbeats twice as often": Mutant(Rules(agent=_BeatsTwiceAsOften), "7"),
 }

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from epochkv_fence import hub_events as ev
-from epochkv_fence.asks import Ask
 from epochkv_fence.authority import PoolRecord, Term
 from epochkv_fence.boots import NEVER, BootRecord
 from epochkv_fence.hub import Hub
-from epochkv_fence.messages import Grant, Heartbeat, Moment, Nudge, Status
-from epochkv_fence.pool_state import Round
-from tests.model.mutants.kind import CALM, DUEL, Mutant
+from epochkv_fence.messages import Grant, Heartbeat, Nudge, Status
+from epochkv_fence.pool_state import Ask, Round
+from tests.model.mutants.kind import DUEL, Mutant
 from tests.model.parts import Rules
 
 
@@ -64,7 +63,7 @@ class _EpochBeforeRead(Hub):
 
     def _grant(self, record: BootRecord, seq: int, now: float) -> Grant:
         grant = super()._grant(record, seq, now)
-        return Grant(grant.boot, grant.seq, self._captured, grant.mode, grant.lease_seconds, grant.moment)
+        return Grant(grant.boot, grant.seq, self._captured, grant.lease_seconds)
 
 
 class _KeepsRounds(Hub):
@@ -124,9 +123,7 @@ class _NewLeaderForgetsTarget(Hub):
 class _ForgetAtOnce(Hub):
     def _forget(self, now: float) -> list[ev.Action]:
         for boot in [boot for boot, record in self._boots.items() if now > record.heard_at + 1.0]:
-            del self._boots[boot]
-            for table in (self._behind, self._reading, self._waiting):
-                table.pop(boot, None)
+            self._drop(boot, now)
         self._forget_at = now + 0.5
         return []
 
@@ -173,8 +170,8 @@ class _ForgetsDropped(Hub):
 class _EveryProposalCounts(Hub):
     """A proposal asks for one above the target, from whatever epoch it was made."""
 
-    def _propose(self, epoch: int, moment: Moment | None, now: float) -> list[ev.Action]:
-        return super()._propose(self.target + 1, moment, now)
+    def _propose(self, epoch: int, now: float) -> list[ev.Action]:
+        return super()._propose(self.target + 1, now)
 
 
 class _KeepsOldPublished(Hub):
@@ -216,18 +213,20 @@ class _RoundsWithoutPause(Hub):
     def _begin_round(self, number: int, now: float) -> list[ev.Action]:
         actions = super()._begin_round(number, now)
         if self.term is not None and self._round is None:
-            self._round = Round(number, self.term, now, {}, None, None)
+            self._round = Round(number, self.term, {}, 0, None)
         return actions
 
 
 class _AnswersWithoutRead(Hub):
-    """Tells a trainer its own target, whether it leads or not."""
+    """Tells a trainer its own target, whether it still leads or not."""
 
     def _question(self, peer: bytes, question: Status, now: float) -> list[ev.Action]:
-        return [ev.Send(peer, self._status(question, now))]
+        return super()._question(peer, question, now) if self.term is None else [ev.Send(peer, self._status(question, now))]
 
 
 QUICK = {**DUEL, "takeovers": 1.0}
+TWO = {**DUEL, "orders": ("client, reset", "spec, reset"), "takeovers": 0.3}
+"""Two who ask for epochs."""
 
 HUB_MUTANTS = {
     "no waiting after leadership": Mutant(Rules(hub=_NoLeadWait), "4", QUICK),
@@ -245,28 +244,25 @@ HUB_MUTANTS = {
     "a new leader keeps the target it remembers": Mutant(Rules(hub=_NewLeaderForgetsTarget), "4", QUICK),
     "boots forgotten while their grants live": Mutant(Rules(hub=_ForgetAtOnce), "4"),
     "heard epochs may fall": Mutant(Rules(hub=_HeardMayFall), "4", {"disorder": 0.9}),
-    "an engine above the record raises nothing": Mutant(Rules(hub=_NoHealing), "4", {"restores": True, "pushed": False}),
+    "an engine above the record raises nothing": Mutant(Rules(hub=_NoHealing), "4", {"restores": True}),
     "after a restore a hub believes its memory": Mutant(Rules(hub=_KeepsOldPublished), "4", {"restores": True}),
     "a failed Record is not tried again": Mutant(Rules(hub=_RecordsOnce), "4"),
     "a failed Publish is not tried again": Mutant(Rules(hub=_PublishesOnce), "4"),
     "a round without an answer never ends": Mutant(Rules(hub=_ForgetsDropped), "4"),
     "a proposal from an older epoch counts": Mutant(
-        Rules(hub=_EveryProposalCounts), "4", {"local": "propose", "orders": ("engines reset together",), "engines": 3, "pushed": False}
+        Rules(hub=_EveryProposalCounts), "4", {"orders": ("engines reset together",), "engines": 3}
     ),
     "a trainer is told a target without a leadership read": Mutant(
-        Rules(hub=_AnswersWithoutRead), "5", {**CALM, "pushed": True, "orders": ("client, reset after a push",), "idle": 0.0, "steps": 3000}
+        Rules(hub=_AnswersWithoutRead), "4", {**TWO, "trouble": 0.03, "freezes": 1.0, "wander": 0.2, "trainer_restarts": 0.1, "steps": 1200}
     ),
     "a trainer is told of a target that the leader may not know": Mutant(
         Rules(hub=_TellsAtOnce),
-        "5",
+        "4",
         {
             **DUEL,
-            "pushed": True,
-            "orders": ("client, fence first",),
-            "local": "private",
+            "orders": ("client, reset",),
             "trouble": 0.03,
             "trainer_restarts": 0.0,
-            "push_crashes": 0.0,
             "ambush": 0.0,
             "freezes": 0.2,
             "takeovers": 0.1,
@@ -274,6 +270,6 @@ HUB_MUTANTS = {
             "steps": 1200,
         },
     ),
-    "nudges that never end": Mutant(Rules(hub=_NudgesWithoutEnd), "7", {"pushed": False}),
-    "leadership reads for nobody": Mutant(Rules(hub=_RoundsWithoutPause), "7", {"pushed": False}),
+    "nudges that never end": Mutant(Rules(hub=_NudgesWithoutEnd), "7"),
+    "leadership reads for nobody": Mutant(Rules(hub=_RoundsWithoutPause), "7"),
 }

@@ -24,7 +24,7 @@ class Mutant:
 
 
 DUEL: dict[str, Any] = {
-    "pushed": False,
+    "pushes": 0.0,
     "policy": "Retain",
     "orders": ("spec, reset",),
     "idle": 0.0,

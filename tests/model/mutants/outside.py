@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tests.model.mutants.kind import CALM, DUEL, Mutant
+from tests.model.mutants.kind import DUEL, Mutant
 from tests.model.parts import Rules
 
-SERVING = {"pushed": False, "trouble": 0.1, "takeovers": 0.1}
-LONG = {**CALM, "pushed": True, "policy": "Retain", "push_crashes": 0.3, "idle": 0.0, "steps": 3000, "disorder": 0.1, "pace": 0.4}
-PUSHED = {"pushed": True, "restores": False, "trouble": 0.3}
+SERVING = {"trouble": 0.1, "takeovers": 0.1}
+ALONE = {"restores": False, "trouble": 0.3}
+LABELLING = {"orders": ("client, label",), "pushes": 1.0, "restores": False, "idle": 0.0, "trouble": 0.03, "freezes": 0.03}
 
 OUTSIDE_MUTANTS = {
     "grants without a leadership read": Mutant(Rules(verify_always=True), "4", {**DUEL, "watch": 1.0, "freezes": 1.0}),
@@ -24,26 +24,19 @@ OUTSIDE_MUTANTS = {
     ),
     "loads are never poisoned": Mutant(Rules(loads_never_poisoned=True), "3", {**SERVING, "busy_store": True}),
     "the lease is not checked after a load": Mutant(Rules(lease_unchecked_after_load=True), "3", {**SERVING, "busy_store": True}),
-    "saves under the names of old pins": Mutant(
-        Rules(saves_under_old_pins=True), "3", {**PUSHED, "orders": ("client, fence first", "client, push under pause")}
-    ),
-    "bypass reuses across weights": Mutant(Rules(bypass_shares=True), "3", {**PUSHED, "orders": ("client, fence first",)}),
-    "a local reset keeps a root that others used": Mutant(
-        Rules(local_reset_keeps_unused=True), "3", {**PUSHED, "orders": ("engines reset together",)}
+    "saves under the names of old pins": Mutant(Rules(saves_under_old_pins=True), "3", SERVING),
+    "an engine shares without a lease": Mutant(Rules(serves_without_lease=True), "3", SERVING),
+    "a local reset keeps the names of its epoch": Mutant(
+        Rules(local_reset_keeps_root=True), "3", {**ALONE, "orders": ("engines reset together", "one engine reset")}
     ),
     "a local reset without a lease waits for no epoch": Mutant(
-        Rules(local_reset_without_floor=True), "3", {**PUSHED, "orders": ("engines reset together",)}
+        Rules(local_reset_without_floor=True), "3", {**ALONE, "orders": ("engines reset together", "one engine reset", "spec, reset")}
     ),
-    "a trainer resumes before publication": Mutant(
-        Rules(trainer_resumes_unpublished=True), "5", {**PUSHED, "orders": ("client, push under pause",)}
+    "a trainer goes on before publication": Mutant(
+        Rules(trainer_resumes_unpublished=True), "4", {"orders": ("client, reset",), "restores": False}
     ),
-    "a trainer lists the boots after the push": Mutant(
-        Rules(trainer_lists_on_exit=True), "5", {**LONG, "orders": ("client, push under pause",)}
+    "a trainer asks above a target of before": Mutant(
+        Rules(trainer_remembers_target=True), "4", {"orders": ("client, reset", "spec, reset"), "restores": False}
     ),
-    "a trainer says that it asked just now": Mutant(Rules(trainer_says_now=True), "5", {**LONG, "orders": ("client, reset after a push",)}),
-    "a trainer joins an epoch that others asked for": Mutant(
-        Rules(trainer_takes_any_epoch=True),
-        "5",
-        {**LONG, "push_crashes": 0.0, "trainer_restarts": 0.5, "orders": ("client, reset after a push", "client, fence first")},
-    ),
+    "labels replace those on record": Mutant(Rules(labels_replace=True), "4", {**LABELLING, "takeovers": 1.0}),
 }

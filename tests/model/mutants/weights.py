@@ -1,286 +1,173 @@
-"""Rules of the gate (design page "fence", section 5): who has the weights of an epoch. Each taken away."""
+"""Rules of what a hub shows of weights (design page "weights"), each taken away."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
 
 from epochkv_fence import hub_events as ev
-from epochkv_fence.asks import Ask
-from epochkv_fence.authority import PoolRecord
-from epochkv_fence.boots import BootRecord, Gate
+from epochkv_fence.authority import PoolRecord, Term
+from epochkv_fence.holdings import Holdings, groups, with_divergence
 from epochkv_fence.hub import Hub
-from epochkv_fence.messages import Bump, Grant, Heartbeat, Mode, Moment
-from epochkv_fence.pool import PoolConfig
-from tests.model.mutants.kind import CALM, Mutant
+from epochkv_fence.messages import Heartbeat, Label, Labelled, Status
+from epochkv_fence.pool import EngineView, PoolSnapshot
+from tests.model.mutants.kind import Mutant
+from tests.model.mutants.outside import LABELLING
 from tests.model.parts import Rules
 
 
-class _EveryoneJoins(Hub):
-    def _mode(self, record: BootRecord, now: float) -> Mode:
-        return Mode.BYPASS if self._holds_loads(now) else Mode.USE
+class _LateBeatsCount(Hub):
+    """The heartbeat that came last says what an engine holds, not the one that was sent last."""
+
+    def _heartbeat(self, peer: bytes, beat: Heartbeat, now: float, key_index: int = 0) -> list[ev.Action]:
+        record = self._boots.get(beat.boot)
+        if record is not None:
+            record.seq = min(record.seq, beat.seq - 1)
+        return super()._heartbeat(peer, beat, now, key_index)
 
 
-class _AskedNow(Hub):
-    """An ask counts as made when it is found."""
+class _SaysNothing(Hub):
+    """Other weights are no change."""
 
-    def _asked(self, ask: Ask, now: float) -> list[ev.Action]:
-        if not ask.listed:
-            ask.at = now
-        return super()._asked(ask, now)
-
-
-class _ProposedNow(Hub):
-    """A proposal counts as made when it arrives."""
-
-    def _propose(self, epoch: int, moment: Moment | None, now: float) -> list[ev.Action]:
-        assert self._instance is not None
-        return super()._propose(epoch, Moment(self._instance, now), now)
+    def _heartbeat(self, peer: bytes, beat: Heartbeat, now: float, key_index: int = 0) -> list[ev.Action]:
+        record = self._boots.get(beat.boot)
+        before = record.newest.weights if record is not None else beat.weights
+        actions = super()._heartbeat(peer, beat, now, key_index)
+        return [action for action in actions if not isinstance(action, ev.Changed)] if before != beat.weights else actions
 
 
-class _BumpedNow(Hub):
-    """A trainer's ask counts as made when it arrives."""
-
-    def _bump(self, peer: bytes, bump: Bump, now: float) -> list[ev.Action]:
-        assert self._instance is not None
-        return super()._bump(peer, msgspec.structs.replace(bump, moment=Moment(self._instance, now), ago_seconds=0.0), now)
-
-
-class _AnyonesMoment(Hub):
-    """Reads a moment of another hub's clock as one of its own."""
-
-    def _bump(self, peer: bytes, bump: Bump, now: float) -> list[ev.Action]:
-        if bump.moment is not None and self._instance is not None:
-            bump = msgspec.structs.replace(bump, moment=Moment(self._instance, min(bump.moment.at, now)))
-        return super()._bump(peer, bump, now)
-
-
-class _ForgetsAgo(Hub):
-    """Does not count the time from the ask to the moment."""
-
-    def _bump(self, peer: bytes, bump: Bump, now: float) -> list[ev.Action]:
-        return super()._bump(peer, msgspec.structs.replace(bump, ago_seconds=0.0), now)
-
-
-def _with_gate(kind: Callable[[Gate], Gate]) -> type[Hub]:
-    class _Hub(Hub):
-        def _gate_of(self, ask: Ask | None, target: int) -> Gate:
-            return kind(super()._gate_of(ask, target))
-
-    return _Hub
-
-
-class _KeepsUse(Gate):
-    """Keeps `Use` although it was granted for another epoch."""
-
-    def mode(self, boot: BootRecord, target: int, config: PoolConfig) -> Mode:
-        return Mode.USE if boot.mode is Mode.USE else super().mode(boot, target, config)
-
-
-class _ForgetsUse(Gate):
-    """Takes away what was granted before, by another hub."""
-
-    def mode(self, boot: BootRecord, target: int, config: PoolConfig) -> Mode:
-        if boot.epoch != target or config.weights_source == "Model" or target == 0:
-            return super().mode(boot, target, config)
-        before, boot.mode = boot.mode, Mode.BYPASS
-        mode = super().mode(boot, target, config)
-        boot.mode = before
-        return mode
-
-
-class _NeverHeld(Gate):
-    """Does not wait for `weightsReady`."""
-
-    def mode(self, boot: BootRecord, target: int, config: PoolConfig) -> Mode:
-        self.held = False
-        return super().mode(boot, target, config)
-
-
-def _copy(kind: type[Gate]) -> Callable[[Gate], Gate]:
-    return lambda gate: kind(gate.asked_at, gate.marked, gate.held, gate.listed, gate.request)
-
-
-class _AgeAtGrant(Hub):
-    """Looks at how old a boot is when it is granted, not at how old it was when the epoch was asked for."""
-
-    def _grant(self, record: BootRecord, seq: int, now: float) -> Grant:
-        if self._gate.asked_at is not None:
-            self._gate.asked_at = now
-        return super()._grant(record, seq, now)
-
-
-class _BelievesAges(Hub):
-    """Takes an engine's clock for as fast as its own."""
+class _SinceTheLastBeat(Hub):
+    """Weights are held since they were told last."""
 
     def _heartbeat(self, peer: bytes, beat: Heartbeat, now: float, key_index: int = 0) -> list[ev.Action]:
         actions = super()._heartbeat(peer, beat, now, key_index)
         record = self._boots.get(beat.boot)
         if record is not None:
-            record.born = min(record.born, now - beat.boot_age_seconds)
+            record.weights_at = record.heard_at
         return actions
 
 
-class _ListLeavesAge(Hub):
-    """A list does not close the age rule."""
+class _Shows(Hub):
+    """Compares engines as `seen` by somebody who got something wrong."""
 
-    def _bump(self, peer: bytes, bump: Bump, now: float) -> list[ev.Action]:
-        listed = bump.boots is not None
-        actions = super()._bump(peer, bump, now)
-        if listed and self._ask is not None and self._ask.epoch == bump.epoch:
-            self._ask.listed, self._ask.at = False, now
+    def seen(self, engine: EngineView) -> EngineView:
+        return engine
+
+    def snapshot(self, now: float) -> PoolSnapshot:
+        shown = super().snapshot(now)
+        wrong = with_divergence([self.seen(engine) for engine in shown.engines], self._holdings, now)
+        engines = [
+            replace(engine, diverged_seconds=None if other.diverged_seconds is None else self._seconds(engine, now))
+            for engine, other in zip(shown.engines, wrong, strict=True)
+        ]
+        return replace(shown, engines=engines, diverged=[engine for engine in engines if engine.diverged_seconds is not None])
+
+    def _seconds(self, engine: EngineView, now: float) -> float:
+        return min(engine.weights_since, self._holdings.unequal_seconds(engine.fingerprint, now))
+
+
+class _OneFingerprint(_Shows):
+    """Engines that cannot share are compared."""
+
+    def seen(self, engine: EngineView) -> EngineView:
+        return replace(engine, fingerprint="", diverged_seconds=None)
+
+
+class _UnknownIsDifferent(_Shows):
+    """An engine that cannot say what it holds counts as holding something of its own."""
+
+    def seen(self, engine: EngineView) -> EngineView:
+        return replace(engine, weights=engine.weights or bytes(16), diverged_seconds=None)
+
+
+class _TheOldestLead(_Shows):
+    """Of as many engines those count that have held theirs for longest."""
+
+    def seen(self, engine: EngineView) -> EngineView:
+        return replace(engine, weights_since=-engine.weights_since, diverged_seconds=None)
+
+
+class _CountsTheSilent(Hub):
+    """Engines that are silent count."""
+
+    def snapshot(self, now: float) -> PoolSnapshot:
+        shown = super().snapshot(now)
+        return replace(shown, weights=groups([replace(engine, alive=True) for engine in shown.engines], shown.labels))
+
+
+class _Counting(Holdings):
+    def change(self, before: Heartbeat | None, after: Heartbeat | None, now: float) -> None:
+        if after is not None:
+            super().change(before, after, now)
+
+
+class _CountsTheForgotten(Hub):
+    """Engines that are forgotten go on holding what they held."""
+
+    def __init__(self, config: object) -> None:
+        super().__init__(config)  # type: ignore[arg-type]
+        self._holdings = _Counting()
+
+
+class _KnowsEverybody(Hub):
+    """A hub that has only begun to lead does not say that it may not know every engine."""
+
+    def _status(self, question: Status, now: float) -> Status:
+        return msgspec.structs.replace(super()._status(question, now), settling_seconds=0.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------- labels
+
+
+class _LabelsAtOnce(Hub):
+    """A label is answered before it is durable."""
+
+    def _label(self, peer: bytes, asked: Label) -> list[ev.Action]:
+        actions = super()._label(peer, asked)
+        return actions or [ev.Send(peer, Labelled(asked.request, asked.weights, asked.label))]
+
+
+class _ReadsNoLabels(Hub):
+    """A new leader takes no labels from the record."""
+
+    def _acquire(self, term: Term, record: PoolRecord, now: float) -> list[ev.Action]:
+        return super()._acquire(term, replace(record, labels={}), now)
+
+
+class _ObservesNoLabels(Hub):
+    """Labels that another hub wrote after this one began to lead are not taken from the record."""
+
+    def _observe(self, record: PoolRecord, now: float) -> list[ev.Action]:
+        return super()._observe(replace(record, labels={}), now)
+
+
+class _BelievesItsLabels(Hub):
+    """A new leader goes on with the labels that it remembers."""
+
+    def _acquire(self, term: Term, record: PoolRecord, now: float) -> list[ev.Action]:
+        remembered = self._labels.known
+        actions = super()._acquire(term, record, now)
+        self._labels.known = {**record.labels, **remembered}
         return actions
 
-    def _gate_of(self, ask: Ask | None, target: int) -> Gate:
-        gate = super()._gate_of(ask, target)
-        if ask is not None:
-            gate.asked_at, gate.listed = ask.at if ask.at is not None else ask.seen, False
-        return gate
 
-
-class _MarksForAnyEpoch(Hub):
-    """A list for one epoch marks boots for the next ones, too."""
-
-    def _gate_of(self, ask: Ask | None, target: int) -> Gate:
-        before = self._gate.marked
-        gate = super()._gate_of(ask, target)
-        gate.marked = gate.marked | before
-        return gate
-
-
-class _MarksOfAnyVersion(Hub):
-    """A list for other weights marks boots of the same epoch."""
-
-    def _same_weights(self, version: str) -> bool:
-        return True
-
-
-class _AnyoneReleases(Hub):
-    """Any repetition of an ask opens a gate that waits for its owner."""
-
-    def _asked(self, ask: Ask, now: float) -> list[ev.Action]:
-        ask.ready = True
-        return super()._asked(ask, now)
-
-
-class _ReadyAsksAnew(Hub):
-    """When the weights are ready, ages count from then on, not from the ask."""
-
-    def _release(self, ask: Ask, now: float) -> list[ev.Action]:
-        if ask.releases() and self.target == ask.epoch and self._gate.held:
-            self._gate.asked_at = now
-        return super()._release(ask, now)
-
-
-class _OpensAList(Hub):
-    """A later ask of the owner opens a gate that a trainer's list closed."""
-
-    def _release(self, ask: Ask, now: float) -> list[ev.Action]:
-        if self.target == ask.epoch and self._gate.listed:
-            self._gate.asked_at, self._gate.listed = now, False
-        return super()._release(ask, now)
-
-
-class _ListsAreForgotten(Hub):
-    """A mark for an epoch to come is lost."""
-
-    def _mark(self, bump: Bump, now: float) -> list[ev.Action]:
-        return []
-
-
-class _ForgetsTheDead(Hub):
-    """An update whose trainer died is over."""
-
-    def _failing_epoch(self, now: float) -> int | None:
-        updates = self._trainers.updates
-        if self.term is not None and now >= updates.expires_at() and updates._open is not None:
-            updates.end(updates._open.number)
-        return None
-
-
-class _AgeInTheMiddle(Hub):
-    """A plain reset in the middle of a push counts as one after it."""
-
-    def _pushed_meanwhile(self, ask: Ask | None) -> bool:
-        return False
-
-
-class _IgnoresTheNote(Hub):
-    """A new hub takes no update for open that nobody tells it of."""
-
-    def _lead_updates(self, record: PoolRecord, now: float) -> None:
-        super()._lead_updates(replace(record, update=None), now)
-
-
-class _ForgetsTheList(Hub):
-    """A plain reset goes by age as soon as somebody uses what a list named."""
-
-    def _goes_on(self, ask: Ask | None) -> bool:
-        return super()._goes_on(ask) and not self._heirs()
-
-    def _listed(self) -> bool:
-        return False
-
-
-PUSHED = {"pushed": True, "restores": False}
-RESTLESS = {**PUSHED, **CALM, "policy": "Retain", "push_crashes": 0.3, "idle": 0.0, "steps": 3000, "disorder": 0.1, "pace": 0.4}
-DYING = {
-    **RESTLESS,
-    "push_crashes": 0.0,
-    "trainer_restarts": 0.04,
-    "engines": 2,
-    "pace": 0.2,
-    "orders": ("client, push under pause",),
-}
-"""Trainers that die in the middle of a push."""
-CRASHING = {**RESTLESS, "push_crashes": 0.0, "trainer_restarts": 0.5}
-
+PUSHING = {"pushes": 3.0, "trouble": 0.3}
 
 WEIGHTS_MUTANTS = {
-    "every boot joins": Mutant(Rules(hub=_EveryoneJoins), "5", PUSHED),
-    "an ask counts as made when it is found": Mutant(Rules(hub=_AskedNow), "5", {**RESTLESS, "orders": ("spec, push under pause",)}),
-    "a proposal counts as made on arrival": Mutant(
-        Rules(hub=_ProposedNow), "5", {**RESTLESS, "orders": ("engines reset together",), "local": "propose"}
+    "late heartbeats say what an engine holds": Mutant(Rules(hub=_LateBeatsCount), "4", {**PUSHING, "disorder": 0.9}),
+    "other weights are no change": Mutant(Rules(hub=_SaysNothing), "4", PUSHING),
+    "weights are held since the last heartbeat": Mutant(Rules(hub=_SinceTheLastBeat), "4"),
+    "silent engines hold weights": Mutant(Rules(hub=_CountsTheSilent), "4", PUSHING),
+    "engines of different fingerprints diverge": Mutant(Rules(hub=_OneFingerprint), "4", {**PUSHING, "fingerprints": 2}),
+    "an engine that cannot say has diverged": Mutant(Rules(hub=_UnknownIsDifferent), "4", PUSHING),
+    "of as many engines the oldest count": Mutant(Rules(hub=_TheOldestLead), "4", PUSHING),
+    "forgotten engines diverge": Mutant(Rules(hub=_CountsTheForgotten), "4", {**PUSHING, "fingerprints": 1}),
+    "a new leader claims to know every engine": Mutant(
+        Rules(hub=_KnowsEverybody), "4", {"orders": ("client, weight update",), "restores": False, "takeovers": 1.0, "idle": 0.0}
     ),
-    "a trainer's ask counts as made on arrival": Mutant(
-        Rules(hub=_BumpedNow), "5", {**RESTLESS, "orders": ("client, reset after a push",)}
-    ),
-    "another hub's moment is read as ours": Mutant(
-        Rules(hub=_AnyonesMoment),
-        "5",
-        {**RESTLESS, "takeovers": 0.1, "trouble": 0.3, "engines": 4, "wander": 0.6, "orders": ("client, reset after a push",)},
-    ),
-    "the time from ask to moment is not counted": Mutant(
-        Rules(hub=_ForgetsAgo), "5", {**RESTLESS, "orders": ("client, reset after a push",)}
-    ),
-    "Use is kept over epochs": Mutant(Rules(hub=_with_gate(_copy(_KeepsUse))), "5", PUSHED),
-    "age taken when granted": Mutant(Rules(hub=_AgeAtGrant), "5", RESTLESS),
-    "an engine's clock is believed": Mutant(Rules(hub=_BelievesAges), "5", {**RESTLESS, "orders": ("spec, push under pause",)}),
-    "weightsReady is not waited for": Mutant(Rules(hub=_with_gate(_copy(_NeverHeld))), "5", {**PUSHED, "orders": ("spec, fence first",)}),
-    "ages count from weightsReady": Mutant(Rules(hub=_ReadyAsksAnew), "5", {**RESTLESS, "orders": ("spec, fence first",)}),
-    "any repetition releases a held epoch": Mutant(Rules(hub=_AnyoneReleases), "5", {**PUSHED, "orders": ("spec, fence first",)}),
-    "a list leaves the age rule open": Mutant(Rules(hub=_ListLeavesAge), "5", {**PUSHED, "orders": ("client, fence first",)}),
-    "the owner's ask opens a trainer's list": Mutant(
-        Rules(hub=_OpensAList), "5", {**PUSHED, "orders": ("client, fence first", "client, push under pause")}
-    ),
-    "marks hold for later epochs": Mutant(
-        Rules(hub=_MarksForAnyEpoch), "5", {**RESTLESS, "push_crashes": 0.1, "orders": ("client, push under pause", "client, fence first")}
-    ),
-    "marks for other weights count": Mutant(
-        Rules(hub=_MarksOfAnyVersion), "5", {**CRASHING, "orders": ("client, push under pause", "client, fence first")}
-    ),
-    "a plain reset after an update goes by age": Mutant(
-        Rules(hub=_ForgetsTheList), "5", {**RESTLESS, "orders": ("client, push under pause", "client, reset of listed weights")}
-    ),
-    "a list is not kept": Mutant(Rules(hub=_ListsAreForgotten), "5", {**PUSHED, "orders": ("client, push under pause",)}),
-    "a trainer that died is forgotten": Mutant(
-        Rules(hub=_ForgetsTheDead), "5", {**DYING, "trainer_restarts": 0.3, "engines": 3, "steps": 1200, "pace": 0.4}
-    ),
-    "a plain reset in the middle of a push opens by age": Mutant(Rules(hub=_AgeInTheMiddle), "5", DYING),
-    "a new hub ignores the note of an update": Mutant(Rules(hub=_IgnoresTheNote), "5", {**DYING, "takeovers": 0.1}),
-    "a new hub takes Use away": Mutant(
-        Rules(hub=_with_gate(_copy(_ForgetsUse))), "5", {**PUSHED, "takeovers": 1.0, "policy": "Retain", "reconfigures": False}
-    ),
+    "a label is answered before it is durable": Mutant(Rules(hub=_LabelsAtOnce), "4", LABELLING),
+    "a new leader reads no labels": Mutant(Rules(hub=_ReadsNoLabels), "4", {**LABELLING, "takeovers": 0.3}),
+    "labels that another hub wrote are not taken": Mutant(Rules(hub=_ObservesNoLabels), "4", {**LABELLING, "takeovers": 0.3}),
+    "a new leader believes the labels it remembers": Mutant(Rules(hub=_BelievesItsLabels), "4", {**LABELLING, "takeovers": 1.0}),
 }

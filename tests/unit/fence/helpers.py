@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from epochkv_fence import hub_events as ev
-from epochkv_fence.authority import Origin, PoolRecord, Term, UpdateNote
+from epochkv_fence.authority import PoolRecord, Term
 from epochkv_fence.hub import Hub
-from epochkv_fence.messages import Grant, Heartbeat, Message, Mode, Moment, Nudge, Source
+from epochkv_fence.messages import Grant, Heartbeat, Message, Nudge
 from epochkv_fence.pool import PoolConfig
 
 M = TypeVar("M", bound=Message)
@@ -19,11 +19,8 @@ def boot(number: int) -> bytes:
     return bytes([number]) * 16
 
 
-INSTANCE = b"hub-in-a"
-
-
 def config(**keys: Any) -> PoolConfig:
-    return PoolConfig("uid", "ns/pool", (), **{"lease_seconds": LEASE, "join_after_seconds": 60.0, **keys})
+    return PoolConfig("uid", "ns/pool", (), **{"lease_seconds": LEASE, **keys})
 
 
 class Driver:
@@ -31,7 +28,7 @@ class Driver:
     answers a wipe or a sweep by hand."""
 
     def __init__(self, **keys: Any) -> None:
-        self.hub = Hub(config(**keys), INSTANCE)
+        self.hub = Hub(config(**keys))
         self.now = 1000.0
         self.stores: list[ev.Wipe | ev.Sweep] = []
         self.sent: list[tuple[bytes, Message]] = []
@@ -52,8 +49,8 @@ class Driver:
                     self._write(action, ev.Published(epoch))
                 case ev.NoteGranting():
                     self._write(action, ev.Noted())
-                case ev.NoteUpdate(note):
-                    self._write(action, ev.UpdateNoted(note))
+                case ev.NoteLabels(labels):
+                    self._write(action, ev.LabelsNoted(labels))
                 case ev.Wipe() | ev.Sweep():
                     self.stores.append(action)
                 case ev.Changed():
@@ -65,26 +62,21 @@ class Driver:
         if not self.hold_writes:
             self.step(answer)
 
-    def lead(
-        self, target: int = 0, published: int = 0, granting: bool = False, term: Term = TERM, update: UpdateNote | None = None
-    ) -> None:
-        self.step(ev.Acquired(term, PoolRecord(target, published, granting, update=update)))
+    def lead(self, target: int = 0, published: int = 0, granting: bool = False, term: Term = TERM, **more: Any) -> None:
+        self.step(ev.Acquired(term, PoolRecord(target, published, granting, **more)))
 
-    def ask(self, epoch: int, fresh: bool = True, version: str = "", ready: bool = True) -> None:
-        self.step(ev.Asked(epoch, self.now if fresh else None, Origin(Source.SPEC, version), ready))
+    def ask(self, epoch: int) -> None:
+        self.step(ev.Asked(epoch))
 
     def hear(self, message: Message, peer: bytes = b"trainer") -> None:
         self.step(ev.Heard(peer, message))
 
-    def moment(self) -> Moment:
-        return Moment(INSTANCE, self.now)
-
-    def beat(self, number: int, epoch: int | None = None, mode: Mode = Mode.USE, age: float = 1000.0, **extra: Any) -> int:
+    def beat(self, number: int, epoch: int | None = None, age: float = 1000.0, **extra: Any) -> int:
         seq = extra.pop("seq", None)
         if seq is None:
             seq = self.seqs.get(boot(number), -1) + 1
             self.seqs[boot(number)] = seq
-        beat = Heartbeat(boot(number), seq, epoch, mode, boot_age_seconds=age, **extra)
+        beat = Heartbeat(boot(number), seq, epoch, boot_age_seconds=age, **extra)
         self.step(ev.Heard(b"peer%d" % number, beat))
         return seq
 

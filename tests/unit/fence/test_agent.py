@@ -22,29 +22,28 @@ from epochkv_fence.agent import (
     Started,
     Tick,
 )
-from epochkv_fence.messages import MAX_EPOCH, Grant, Leave, Mode, Moment, Nudge, Propose, Reclaim
+from epochkv_fence.messages import MAX_EPOCH, Grant, Leave, Nudge, Propose, Reclaim
 
 BOOT, OTHER = b"B" * 16, b"O" * 16
-HUB = b"hub-in-a"
 LEASE = 30.0
 
 
-def grant(seq: int, epoch: int, mode: Mode = Mode.USE, boot: bytes = BOOT, moment: Moment | None = None) -> Received:
-    return Received(Grant(boot, seq, epoch, mode, LEASE, moment))
+def grant(seq: int, epoch: int, boot: bytes = BOOT) -> Received:
+    return Received(Grant(boot, seq, epoch, LEASE))
 
 
 def started(at: float = 100.0) -> Agent:
     agent = Agent(BOOT)
-    assert agent.step(Started(), at) == [Beat(0, None, Mode.BYPASS)]
+    assert agent.step(Started(), at) == [Beat(0, None)]
     return agent
 
 
-def at_epoch(epoch: int, at: float = 100.0, mode: Mode = Mode.USE) -> Agent:
+def at_epoch(epoch: int, at: float = 100.0) -> Agent:
     """An agent whose heartbeat 0 was sent at `at`, granted, adopted and acknowledged (heartbeat 1) at once."""
     agent = started(at)
-    assert agent.step(grant(0, epoch, mode), at) == [Adopt(epoch, mode)]
-    assert agent.step(Adopted(epoch, mode), at) == [Settle()]
-    assert agent.step(Settled(), at) == [Beat(1, epoch, mode)]
+    assert agent.step(grant(0, epoch), at) == [Adopt(epoch)]
+    assert agent.step(Adopted(epoch), at) == [Settle()]
+    assert agent.step(Settled(), at) == [Beat(1, epoch)]
     return agent
 
 
@@ -65,8 +64,8 @@ def test_nothing_is_sent_or_taken_before_the_engine_can_adopt() -> None:
 def test_a_lease_counts_from_sending() -> None:
     agent = started(100.0)
     agent.step(grant(0, 1), 110.0)
-    agent.step(Adopted(1, Mode.USE), 111.0)
-    assert agent.view == (1, Mode.USE, 130.0)
+    agent.step(Adopted(1), 111.0)
+    assert agent.view == (1, 130.0)
     assert agent.state(129.9) is AgentState.USE
     assert agent.state(130.0) is AgentState.UNASSIGNED
 
@@ -74,19 +73,19 @@ def test_a_lease_counts_from_sending() -> None:
 def test_the_lease_moves_only_once_the_epoch_is_adopted() -> None:
     agent = at_epoch(1)  # lease until 130
     agent.step(Poked(), 120.0)
-    assert agent.step(grant(2, 2), 121.0) == [Adopt(2, Mode.USE)]
-    assert agent.view == (1, Mode.USE, 130.0)
-    agent.step(Adopted(2, Mode.USE), 122.0)
-    assert agent.view == (2, Mode.USE, 150.0)
+    assert agent.step(grant(2, 2), 121.0) == [Adopt(2)]
+    assert agent.view == (1, 130.0)
+    agent.step(Adopted(2), 122.0)
+    assert agent.view == (2, 150.0)
 
 
 def test_a_boot_that_has_left_has_no_lease_and_takes_nothing() -> None:
     agent = at_epoch(1)
     agent.step(Poked(), 101.0)
-    assert agent.step(grant(2, 2), 102.0) == [Adopt(2, Mode.USE)]
+    assert agent.step(grant(2, 2), 102.0) == [Adopt(2)]
     assert agent.step(Left(), 103.0) == [Send(Leave(BOOT))]
     assert agent.state(103.0) is AgentState.UNASSIGNED
-    for late in (Adopted(2, Mode.USE), grant(1, 1), Settled(), Poked(), Tick(), Proposed(9), Left()):
+    for late in (Adopted(2), grant(1, 1), Settled(), Poked(), Tick(), Proposed(9), Left()):
         assert agent.step(late, 104.0) == []
     assert agent.state(104.0) is AgentState.UNASSIGNED
     assert agent.deadline() == float("inf")
@@ -101,8 +100,8 @@ def test_an_adoption_that_fails_changes_nothing_and_is_tried_again() -> None:
     agent.step(Poked(), 101.0)
     agent.step(grant(2, 2), 101.0)
     agent.step(AdoptFailed(), 101.0)
-    assert agent.view == (1, Mode.USE, 130.0)
-    assert agent.step(grant(2, 2), 102.0) == [Adopt(2, Mode.USE)]
+    assert agent.view == (1, 130.0)
+    assert agent.step(grant(2, 2), 102.0) == [Adopt(2)]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +127,7 @@ def test_the_epoch_survives_lease_loss() -> None:
     assert agent.state(500.0) is AgentState.UNASSIGNED
     assert agent.step(grant(2, 2), 500.0) == []
     assert agent.step(grant(2, 3), 500.0) == []  # same epoch: nothing to adopt
-    assert agent.view == (3, Mode.USE, 530.0)
+    assert agent.view == (3, 530.0)
 
 
 def test_while_adopting_no_other_grant_is_taken() -> None:
@@ -138,22 +137,21 @@ def test_while_adopting_no_other_grant_is_taken() -> None:
     assert agent.refused == {"adopting": 1}
 
 
-def test_an_overtaken_grant_extends_but_does_not_change_the_mode() -> None:
-    agent = at_epoch(1, mode=Mode.BYPASS)  # heartbeats 0 and 1
+def test_a_grant_of_the_same_epoch_extends_the_lease_and_never_shortens_it() -> None:
+    agent = at_epoch(1)  # heartbeats 0 and 1
     agent.step(Poked(), 105.0)  # heartbeat 2
-    assert agent.step(grant(2, 1, Mode.USE), 106.0) == [Adopt(1, Mode.USE)]
-    agent.step(Adopted(1, Mode.USE), 106.0)
-    assert agent.step(grant(1, 1, Mode.BYPASS), 107.0) == []
-    assert agent.view == (1, Mode.USE, 135.0)
+    assert agent.step(grant(2, 1), 106.0) == []
+    assert agent.step(grant(1, 1), 107.0) == []
+    assert agent.view == (1, 135.0)
 
 
 def test_the_acknowledgement_waits_until_the_scheduler_is_outside() -> None:
     agent = at_epoch(1)
     agent.step(Poked(), 101.0)
     agent.step(grant(2, 2), 101.0)
-    assert agent.step(Adopted(2, Mode.USE), 101.0) == [Settle()]
-    assert agent.step(Poked(), 102.0) == [Beat(3, 1, Mode.USE)]  # still speaks of the old epoch
-    assert agent.step(Settled(), 103.0) == [Beat(4, 2, Mode.USE)]
+    assert agent.step(Adopted(2), 101.0) == [Settle()]
+    assert agent.step(Poked(), 102.0) == [Beat(3, 1)]  # still speaks of the old epoch
+    assert agent.step(Settled(), 103.0) == [Beat(4, 2)]
     assert agent.step(Settled(), 104.0) == []
 
 
@@ -181,7 +179,7 @@ def test_heartbeats_come_every_third_of_a_lease_and_faster_without_one() -> None
 
 def test_a_nudge_asks_for_a_heartbeat_and_a_flood_of_them_for_few() -> None:
     agent = at_epoch(1)
-    assert agent.step(Received(Nudge(BOOT)), 101.0) == [Beat(2, 1, Mode.USE)]
+    assert agent.step(Received(Nudge(BOOT)), 101.0) == [Beat(2, 1)]
     assert agent.step(Received(Nudge(OTHER)), 102.0) == []
     flood = [agent.step(Received(Nudge(BOOT)), 102.0 + i * 1e-5) for i in range(1000)]  # 10 ms
     assert sum(map(len, flood)) <= 3
@@ -191,7 +189,7 @@ def test_a_nudge_just_after_a_heartbeat_is_answered_a_moment_later() -> None:
     agent = at_epoch(1)
     assert agent.step(Received(Nudge(BOOT)), 100.001) == []
     assert agent.deadline() == pytest.approx(100.005)
-    assert agent.step(Tick(), 100.006) == [Beat(2, 1, Mode.USE)]
+    assert agent.step(Tick(), 100.006) == [Beat(2, 1)]
 
 
 def test_old_seqs_are_forgotten_and_then_refused() -> None:
@@ -200,40 +198,29 @@ def test_old_seqs_are_forgotten_and_then_refused() -> None:
         agent.step(Poked(), 101.0 + i * 0.01)
     agent.step(grant(0, 1), 105.0)
     assert agent.refused == {"unknown_seq": 1}
-    assert agent.step(grant(300, 1), 105.0) == [Adopt(1, Mode.USE)]
+    assert agent.step(grant(300, 1), 105.0) == [Adopt(1)]
 
 
 def test_a_proposal_is_repeated_until_its_epoch_is_reached() -> None:
     agent = at_epoch(4)
     proposal = Send(Propose(BOOT, 5))
     assert agent.step(Proposed(5), 101.0) == [proposal]
-    assert agent.step(Tick(), 110.0) == [Beat(2, 4, Mode.USE), proposal]
+    assert agent.step(Tick(), 110.0) == [Beat(2, 4), proposal]
     agent.step(grant(2, 5), 110.0)
-    agent.step(Adopted(5, Mode.USE), 110.0)
-    assert agent.step(Settled(), 110.0) == [Beat(3, 5, Mode.USE)]
+    agent.step(Adopted(5), 110.0)
+    assert agent.step(Settled(), 110.0) == [Beat(3, 5)]
 
 
-def test_a_proposal_keeps_the_moment_of_its_reset_however_often_it_is_repeated() -> None:
+def test_of_two_resets_the_higher_epoch_is_proposed() -> None:
     agent = at_epoch(4)
-    known = Moment(HUB, 7.0)
-    proposal = Send(Propose(BOOT, 5, known))
-    assert agent.step(Proposed(5, known), 101.0) == [proposal]
-    agent.step(Tick(), 110.0)
-    agent.step(grant(2, 4, moment=Moment(HUB, 9.0)), 110.0)
-    assert agent.moment == Moment(HUB, 9.0)
-    assert agent.step(Tick(), 120.0) == [Beat(3, 4, Mode.USE), proposal]
-
-
-def test_of_two_resets_the_newer_one_counts() -> None:
-    agent = at_epoch(4)
-    agent.step(Proposed(5, Moment(HUB, 7.0)), 101.0)
-    assert agent.step(Proposed(5, Moment(HUB, 8.0)), 102.0) == [Send(Propose(BOOT, 5, Moment(HUB, 8.0)))]
+    agent.step(Proposed(6), 101.0)
+    assert agent.step(Proposed(5), 102.0) == [Send(Propose(BOOT, 6))]
 
 
 def test_a_reset_of_an_epoch_that_was_left_meanwhile_proposes_nothing() -> None:
     agent = at_epoch(5)
     assert agent.step(Proposed(5), 101.0) == []
-    assert agent.step(Tick(), 110.0) == [Beat(2, 5, Mode.USE)]
+    assert agent.step(Tick(), 110.0) == [Beat(2, 5)]
 
 
 def test_beyond_the_last_epoch_nothing_is_proposed() -> None:
@@ -242,28 +229,8 @@ def test_beyond_the_last_epoch_nothing_is_proposed() -> None:
     assert agent.refused == {"no_epoch_left": 1}
 
 
-@pytest.mark.parametrize(
-    ("message", "remembered"),
-    [
-        (("seq", 1), True),
-        (("lower epoch", 1), True),  # dropped as a grant, and still a moment that has been
-        (("other boot", 1), False),
-        (("seq", 0), False),  # older than the one known
-        (("seq", 99), False),  # never sent
-    ],
-)
-def test_the_newest_moment_is_remembered(message: tuple[str, int], remembered: bool) -> None:
-    kind, seq = message
-    old, new = Moment(HUB, 5.0), Moment(HUB, 6.0)
-    agent = started()
-    agent.step(grant(0, 3, moment=old), 100.0)
-    agent.step(Adopted(3, Mode.USE), 100.0)
-    agent.step(Settled(), 100.0)
-    agent.step(grant(seq, 1 if kind == "lower epoch" else 3, boot=OTHER if kind == "other boot" else BOOT, moment=new), 101.0)
-    assert agent.moment == (new if remembered else old)
-
-
 def test_reclaim_is_for_the_boot_it_names() -> None:
     agent = at_epoch(4)
     assert agent.step(Received(Reclaim(BOOT, 4)), 101.0) == [RemoveOld(4)]
+    assert agent.step(Received(Reclaim(BOOT, 4, [b"w" * 16])), 101.0) == [RemoveOld(4, (b"w" * 16,))]
     assert agent.step(Received(Reclaim(OTHER, 4)), 101.0) == []

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from epochkv_fence.client import Pool
-from epochkv_fence.messages import Mode
 from tests.helpers_cli import inside
 from tests.helpers_fence import FakeEngine, eventually
-from tests.helpers_hub import CLI, Agents, HubProcess, bypassing, epochkv, free_port, interruptible, using
+from tests.helpers_hub import CLI, Agents, HubProcess, epochkv, free_port, interruptible, using
+from tests.helpers_pushes import NEW, OLD, OTHER, Running, engine_with, push
 
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
-    """One hub whose engines join by age at once."""
-    with HubProcess(tmp_path_factory.mktemp("cli") / "state", "--join-after-seconds", "0", "--lease-seconds", "2") as made:
+    with HubProcess(tmp_path_factory.mktemp("cli") / "state", "--lease-seconds", "2") as made:
         yield made
 
 
@@ -48,15 +49,13 @@ def test_reset_status_wait_engines(hub: HubProcess, agents: Agents) -> None:
     engine.num_carried = 2
     eventually(lambda: agent.view.epoch is not None)
     before = target(hub)
-    done = epochkv("reset", "--weights-version", "step-7", config=hub.folder)
+    done = epochkv("reset", config=hub.folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"epoch {before + 1} published in ")
     assert "2 running requests go on with what they held" in done.stdout
     shown = epochkv("status", "-o", "json", "--config", str(hub.folder / "connection.json"))
     status = json.loads(shown.stdout)
-    assert (status["name"], status["target"], status["published"], status["weights_version"], status["origin"]) == (
-        "policy", before + 1, before + 1, "step-7", "Trainer",
-    )  # fmt: skip
+    assert (status["name"], status["target"], status["published"], status["origin"]) == ("policy", before + 1, before + 1, "Trainer")
     table = epochkv("engines", config=hub.folder).stdout
     assert "rollout-a" in table
     (row,) = json.loads(epochkv("engines", "-o", "json", config=hub.folder).stdout)
@@ -134,12 +133,12 @@ def test_nobody_there_is_status_4(tmp_path: Path, hub: HubProcess) -> None:
     content = json.loads((hub.folder / "connection.json").read_text())
     content["hub"]["endpoint"] = f"tcp://127.0.0.1:{free_port()}"
     (tmp_path / "connection.json").write_text(json.dumps(content))
-    for arguments in (("reset",), ("status",), ("engines",), ("wait", "1"), ("update", "--version", "v", "--", "true")):
+    for arguments in (("reset",), ("status",), ("engines",), ("wait", "1"), ("weights",), ("update", "--version", "v", "--", "true")):
         done = epochkv(*arguments[:1], "--timeout", "0.5", *arguments[1:], config=tmp_path)
         assert done.returncode == 4, done.stderr
         assert done.stderr.startswith("epochkv: no answer from the hub at tcp://127.0.0.1:")
         assert "Traceback" not in done.stderr
-        assert ("keep them paused" in done.stderr) == (arguments[0] in ("reset", "update"))
+        assert ("engines go on with the KV they have" in done.stderr) == (arguments[0] in ("reset", "update"))
         assert ("COMMAND was not started, so nothing was pushed" in done.stderr) == (arguments[0] == "update")
 
 
@@ -153,9 +152,12 @@ def test_nobody_there_is_status_4(tmp_path: Path, hub: HubProcess) -> None:
         (("wait",), "EPOCH"),
         (("update", "--version", "v"), "COMMAND"),
         (("update", "--", "true"), "--version"),
-        (("update", "--version", "v", "--order", "x", "--", "true"), "use 'push_under_pause' or 'fence_first'"),
+        (("update", "--version", "v", "--order", "fence_first", "--", "true"), "--order: it is gone: weights name themselves, so no order"),
         (("update", "--version", "step-\udcff", "--", "touch", "/nowhere"), "no Unicode text"),
-        (("reset", "--weights-version", "step-\udcff"), "no Unicode text"),
+        (
+            ("reset", "--weights-version", "step-7"),
+            "--weights-version: it is gone: weights name themselves. Leave it out; `epochkv update`",
+        ),
         (("status", "--config", "/nowhere"), "/nowhere"),
         (("frobnicate",), "frobnicate"),
         (("hub", "--pool", "p", "--listen", "7700", "--state", "/nowhere/x"), "--listen is '7700'"),
@@ -166,6 +168,14 @@ def test_nobody_there_is_status_4(tmp_path: Path, hub: HubProcess) -> None:
         (("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--advertise", "h"), "--advertise"),
         (("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--metrics", "9090"), "0.0.0.0:9090"),
         (("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--lease-seconds", "0"), "--lease-seconds"),
+        (
+            ("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--weights-source", "Model"),
+            "--weights-source: it is gone: engines name KV by the weights that they hold, pushed or not. Leave it out",
+        ),
+        (
+            ("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--join-after-seconds", "0"),
+            "--join-after-seconds: it is gone: engines name KV by the weights that they hold, so no engine has to wait. Leave it out",
+        ),
     ],
 )
 def test_wrong_usage_is_status_2_and_named(
@@ -185,7 +195,7 @@ def test_without_a_configuration_it_says_what_to_give() -> None:
     assert "set EPOCHKV_CONFIG" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["hub", "reset", "status", "wait", "engines", "update", "keys rotate", "keys retire"])
+@pytest.mark.parametrize("command", ["hub", "reset", "status", "wait", "engines", "weights", "update", "keys rotate", "keys retire"])
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
     status, text, _ = inside(capsys, *command.split(), "--help")
     assert status == 0
@@ -193,7 +203,7 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str], command: str) -
 
 
 def test_an_engine_that_was_reset_alone_is_shown_with_the_remedy(tmp_path: Path) -> None:
-    with HubProcess(tmp_path / "state", "--join-after-seconds", "0") as hub:
+    with HubProcess(tmp_path / "state") as hub:
         agents = Agents(hub.folder)
         try:
             engine = FakeEngine()
@@ -201,34 +211,61 @@ def test_an_engine_that_was_reset_alone_is_shown_with_the_remedy(tmp_path: Path)
             eventually(lambda: using(agent, 0))
             engine.reset_at = 0
             agent.poke()
-            eventually(lambda: "1: 0 share, 0 in bypass, 1 private, 0 behind" in epochkv("status", config=hub.folder).stdout)
-            remedy = "cleared: caches reset alone; shared again after the next `epochkv reset`"
-            assert remedy in epochkv("status", config=hub.folder).stdout
-            assert [line.split()[:3] for line in epochkv("engines", config=hub.folder).stdout.splitlines()] == [
-                ["ENGINE", "STATE", "EPOCH"],
-                ["cleared", "private", "0"],
-            ]
+            eventually(lambda: "1: 0 share, 1 private, 0 of unknown weights, 0 behind" in epochkv("status", config=hub.folder).stdout)
+            remedy = "caches reset alone; shared again after the next `epochkv reset`"
+            assert f"cleared: {remedy}" in epochkv("status", config=hub.folder).stdout
+            head, row = epochkv("engines", config=hub.folder).stdout.splitlines()
+            assert head.split() == ["ENGINE", "STATE", "WEIGHTS", "EPOCH", "CARRIED", "AGE", "HEARD", "BOOT", "NOTE"]
+            assert row.split()[:4] == ["cleared", "private", engine.weights()[0].hex()[:8], "0"]  # type: ignore[union-attr]
+            assert row.endswith(remedy)
             assert json.loads(epochkv("engines", "-o", "json", config=hub.folder).stdout)[0]["state"] == "private"
             assert epochkv("reset", config=hub.folder).returncode == 0
             status = epochkv("status", config=hub.folder).stdout
-            assert "1: 1 share, 0 in bypass, 0 private, 0 behind" in status
+            assert "1: 1 share, 0 private, 0 of unknown weights, 0 behind" in status
             assert "caches reset alone" not in status
         finally:
             agents.stop()
 
 
-def test_an_engine_that_is_in_bypass_is_shown_so(tmp_path: Path) -> None:
-    with HubProcess(tmp_path / "state", "--join-after-seconds", "3600") as hub:
-        agents = Agents(hub.folder)
-        try:
-            agent, _ = agents.start("young", engine=FakeEngine())
-            eventually(lambda: using(agent, 0))
-            done = epochkv("reset", config=hub.folder)
-            assert "1 engine serves without reuse: nobody said that it has the weights of epoch 1; `epochkv update` does" in done.stdout
-            assert agent.view.mode is Mode.BYPASS
-            assert "1: 0 share, 1 in bypass, 0 private, 0 behind" in epochkv("status", config=hub.folder).stdout
-        finally:
-            agents.stop()
+def test_an_engine_of_unknown_weights_is_shown_with_its_note(hub: HubProcess, agents: Agents) -> None:
+    agent, _ = agents.start("sleeper", engine=engine_with("asleep"))
+    eventually(lambda: using(agent, target(hub)))
+    assert "1: 0 share, 0 private, 1 of unknown weights, 0 behind" in epochkv("status", config=hub.folder).stdout
+    _, row = epochkv("engines", config=hub.folder).stdout.splitlines()
+    assert row.split()[:3] == ["sleeper", "unknown", "-"]
+    assert row.split()[-1] == "asleep"
+
+
+# -------------------------------------------------------------------------------------------------------------- weights
+
+
+def test_weights_shows_who_holds_what(hub: HubProcess, agents: Agents) -> None:
+    running = [agents.start(f"rollout-{number}", engine=engine_with(NEW if number < 2 else OLD)) for number in range(3)]
+    agents.start("sleeper", engine=engine_with("asleep"))
+    with Pool.connect(hub.folder) as pool:
+        eventually(lambda: len(pool.engines()) == 4)
+        pool.wait_weights(["rollout-0", "rollout-1"], label="step-42")
+        lines = [line.split() for line in epochkv("weights", config=hub.folder).stdout.splitlines()]
+        assert [[*line[:3], *line[4:]] for line in lines] == [
+            ["WEIGHTS", "LABEL", "ENGINES", "NAMES"],
+            ["3f2a9c1e", "step-42", "2", "rollout-0,", "rollout-1"],
+            ["0a0a0a0a", "-", "1", "rollout-2"],
+            ["unknown", "-", "1", "sleeper:", "asleep"],
+        ]
+        for arguments in (("--json",), ("-o", "json")):
+            found = json.loads(epochkv("weights", *arguments, config=hub.folder).stdout)
+            assert found["equal"] is False
+            assert [(group["id"], group["label"], group["engines"]) for group in found["groups"]] == [
+                (NEW.hex(), "step-42", ["rollout-0", "rollout-1"]),
+                (OLD.hex(), "", ["rollout-2"]),
+            ]
+            assert found["unknown"] == [{"name": "sleeper", "note": "asleep"}]
+        agents.all.pop().stop()
+        push(running, OTHER)
+        eventually(lambda: pool.weights().ids == {OTHER.hex()})
+    assert json.loads(epochkv("weights", "--json", config=hub.folder).stdout)["equal"] is True
+    status = epochkv("status", config=hub.folder).stdout
+    assert "weights   77777777 3 engines" in status
 
 
 # --------------------------------------------------------------------------------------------------------------- update
@@ -236,8 +273,8 @@ def test_an_engine_that_is_in_bypass_is_shown_so(tmp_path: Path) -> None:
 
 @pytest.fixture
 def pushed(tmp_path: Path) -> Iterator[HubProcess]:
-    """A hub of a pool whose engines never join by age."""
-    with HubProcess(tmp_path / "state", "--join-after-seconds", "3600", "--lease-seconds", "5") as made:
+    """A hub of a new pool."""
+    with HubProcess(tmp_path / "state", "--lease-seconds", "5") as made:
         yield made
 
 
@@ -248,80 +285,106 @@ def pushed_agents(pushed: HubProcess) -> Iterator[Agents]:
     made.stop()
 
 
-def test_what_the_command_of_an_update_prints_is_no_part_of_the_json(pushed: HubProcess) -> None:
-    script = "import os; print('pushed through', os.environ['EPOCHKV_CONFIG'])"
-    relative = os.path.relpath(pushed.folder)
-    done = epochkv("update", "--version", "step-1", "-o", "json", "--", sys.executable, "-c", script, config=Path(relative))
+@contextlib.contextmanager
+def pushing_when(path: Path, engines: Sequence[Running], holds: bytes) -> Iterator[None]:
+    """While a command runs: engines get these weights as soon as it has made this file."""
+    thread = threading.Thread(target=lambda: (eventually(path.exists, 60, "the command runs"), push(engines, holds)))
+    thread.start()
+    yield
+    thread.join(60)
+
+
+def test_update_runs_the_command_and_waits_for_its_weights(pushed: HubProcess, pushed_agents: Agents, tmp_path: Path) -> None:
+    engines = [pushed_agents.start(engine=engine_with(OLD)) for _ in range(2)]
+    eventually(lambda: all(using(agent, 0) for agent, _ in engines))
+    script = "import os, sys; open(sys.argv[1], 'w').write(repr([os.environ.get(k) for k in sys.argv[2:]]))"
+    seen = tmp_path / "seen"
+    command = ("--", sys.executable, "-c", script, str(seen), "EPOCHKV_WEIGHTS_VERSION", "EPOCHKV_CONFIG")
+    with pushing_when(seen, engines, NEW):
+        done = epochkv("update", "--version", "step-1", "--config", str(pushed.folder), *command)
+    assert (done.returncode, done.stdout) == (0, "all 2 engines hold 3f2a9c1e (step-1)\n"), done.stderr
+    assert seen.read_text() == repr(["step-1", str(pushed.folder)])
+    seen.unlink()
+    with pushing_when(seen, engines, OLD):
+        done = epochkv("update", "--version", "step-2", "-o", "json", *command, config=pushed.folder)
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["equal"], found["groups"][0]["label"]) == (0, True, "step-2")
+    assert target(pushed) == 0
+
+
+def test_what_the_command_of_an_update_prints_is_no_part_of_the_json(pushed: HubProcess, pushed_agents: Agents) -> None:
+    engines = [pushed_agents.start(engine=engine_with(OLD))]
+    eventually(lambda: using(engines[0][0], 0))
+    relative, marker = os.path.relpath(pushed.folder), pushed.state.parent / "marker"
+    script = f"import os; print('pushed through', os.environ['EPOCHKV_CONFIG']); open({str(marker)!r}, 'w')"
+    with pushing_when(marker, engines, NEW):
+        done = epochkv("update", "--version", "step-1", "-o", "json", "--", sys.executable, "-c", script, config=Path(relative))
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["weights_version"] == "step-1"
+    assert json.loads(done.stdout)["groups"][0]["label"] == "step-1"
     assert f"pushed through {os.path.abspath(relative)}" in done.stderr
 
 
-def test_update_runs_the_command_and_names_those_that_were_there(pushed: HubProcess, pushed_agents: Agents, tmp_path: Path) -> None:
-    agent, _ = pushed_agents.start()
-    eventually(lambda: using(agent, 0))
-    script = "import os, sys; open(sys.argv[1], 'w').write(repr([os.environ.get(k) for k in sys.argv[2:]]))"
-    seen = tmp_path / "seen"
-    names = ("EPOCHKV_WEIGHTS_VERSION", "EPOCHKV_EPOCH", "EPOCHKV_CONFIG")
-    command = ("--", sys.executable, "-c", script, str(seen), *names)
-    done = epochkv("update", "--version", "step-1", "--config", str(pushed.folder), *command, EPOCHKV_EPOCH="99")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("epoch 1 published in ")
-    assert seen.read_text() == repr(["step-1", None, str(pushed.folder)])
-    assert using(agent, 1)
-    done = epochkv("update", "--version", "step-2", "--order", "fence_first", "-o", "json", *command, config=pushed.folder)
-    assert (done.returncode, json.loads(done.stdout)["epoch"]) == (0, 2)
-    assert seen.read_text() == repr(["step-2", "2", str(pushed.folder)])
-    assert using(agent, 2)
+def test_an_engine_that_missed_the_push_is_status_3_and_named(pushed: HubProcess, pushed_agents: Agents, tmp_path: Path) -> None:
+    engines = [pushed_agents.start(engine=engine_with(OLD)) for _ in range(2)]
+    eventually(lambda: all(using(agent, 0) for agent, _ in engines))
+    with pushing_when(tmp_path / "seen", engines[:1], NEW):
+        done = epochkv("update", "--version", "v", "--timeout", "3", "--", "touch", str(tmp_path / "seen"), config=pushed.folder)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.splitlines() == [
+        "epochkv: waiting for the new weights of engine-1",
+        "epochkv: not all engines of pool policy hold the same, new weights after 3 s: engine-1 does not. "
+        "Now 3f2a9c1e: engine-0; 0a0a0a0a: engine-1",
+    ]
+    push(engines[1:], NEW)
+    with Pool.connect(pushed.folder) as pool:
+        eventually(lambda: pool.weights().equal)
+    done = epochkv("update", "--version", "v", "--timeout", "1", "-o", "json", "--", "true", config=pushed.folder)
+    assert (done.returncode, json.loads(done.stdout)["equal"]) == (3, True)
+    assert done.stderr.endswith("after 1 s: the weights did not change. Now 3f2a9c1e: engine-0, engine-1\n")
 
 
-def test_a_command_that_fails_passes_its_status_and_nobody_shares(pushed: HubProcess, pushed_agents: Agents) -> None:
+def test_a_pool_without_engines_got_no_weights(pushed: HubProcess) -> None:
+    done = epochkv("update", "--version", "v", "--timeout", "0.5", "--", "true", config=pushed.folder)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr == "epochkv: not all engines of pool policy hold the same weights after 0.5 s: no engine is there\n"
+
+
+def test_a_command_that_fails_passes_its_status_and_nothing_is_waited_for(pushed: HubProcess, pushed_agents: Agents) -> None:
     agent, _ = pushed_agents.start()
     eventually(lambda: using(agent, 0))
     done = epochkv("update", "--version", "step-1", "--", "sh", "-c", "echo pushing; exit 7", config=pushed.folder)
-    assert done.returncode == 7
-    assert done.stdout == "pushing\n"
-    assert "the command ended with status 7" in done.stderr
-    assert "epoch 1: engines serve without reuse until the next weight update" in done.stderr
-    eventually(lambda: bypassing(agent, 1))
+    assert (done.returncode, done.stdout) == (7, "pushing\n")
+    assert done.stderr == "epochkv: the command ended with status 7; `epochkv weights` shows which engines hold what\n"
     done = epochkv("update", "--version", "step-1", "--", "sh", "-c", "kill -KILL $$", config=pushed.folder)
     assert done.returncode == 128 + 9
-    assert target(pushed) == 2
+    assert target(pushed) == 0
 
 
-def test_a_fence_that_is_late_on_entry_starts_no_command(pushed: HubProcess, pushed_agents: Agents, tmp_path: Path) -> None:
-    agent, engine = pushed_agents.start("stuck")
-    eventually(lambda: using(agent, 0))
-    engine.is_busy = True
-    command = ("--timeout", "1", "--order", "fence_first", "--", "touch", str(tmp_path / "pushed"))
-    done = epochkv("update", "--version", "step-1", *command, config=pushed.folder)
-    assert done.returncode == 3
+def test_a_hub_that_is_gone_after_the_command_is_status_4(tmp_path: Path) -> None:
+    hub = HubProcess(tmp_path / "state").start()
+    assert hub.child is not None
+    try:
+        command = ("--timeout", "3", "--", "kill", "-STOP", str(hub.child.pid))
+        done = epochkv("update", "--version", "step-1", *command, config=hub.folder)
+    finally:
+        hub.end()
+    assert done.returncode == 4
     first, second = done.stderr.splitlines()
-    assert first.startswith("epochkv: epoch 1 is recorded and not published after ")
-    assert second == "epochkv: COMMAND was not started, so nothing was pushed"
-    with interruptible():
-        arguments = ("update", "--version", "step-2", "--config", str(pushed.folder), "--timeout", "60", *command[2:])
-        child = subprocess.Popen([*CLI, *arguments], stderr=subprocess.PIPE, text=True)
-    eventually(lambda: target(pushed) == 2, what="asked for")
-    child.send_signal(signal.SIGINT)
-    assert child.communicate(timeout=30)[1] == "epochkv: interrupted; COMMAND was not started, so nothing was pushed\n"
-    assert child.returncode == 130
-    assert not (tmp_path / "pushed").exists()
+    assert first.startswith("epochkv: no answer from the hub at tcp://")
+    assert second == "epochkv: COMMAND ended well; `epochkv weights` shows which engines hold what"
 
 
-def test_a_reset_in_the_middle_of_an_update_warns(pushed: HubProcess, pushed_agents: Agents) -> None:
-    agent, _ = pushed_agents.start()
+def test_an_update_that_is_interrupted_after_its_command(pushed: HubProcess, pushed_agents: Agents) -> None:
+    agent, _ = pushed_agents.start("late")
     eventually(lambda: using(agent, 0))
-    with Pool.connect(pushed.folder) as pool, pool.weight_update("step-1"):
-        done = epochkv("reset", "--weights-version", "mine", "-o", "json", config=pushed.folder)
-        (line,) = done.stderr.splitlines()
-        assert line.startswith("epochkv: warning: a weight update to step-1 is open (process ")
-        assert line.endswith("): engines do not share until it has ended")
-        assert (done.returncode, json.loads(done.stdout)["epoch"]) == (0, 1)
-        assert bypassing(agent, 1)
-        assert epochkv("reset", "--epoch", "1", config=pushed.folder).stderr == ""  # it changes nothing
-    eventually(lambda: using(agent, 2))
-    assert epochkv("reset", config=pushed.folder).stderr == ""
+    with interruptible():
+        arguments = ("update", "--version", "v", "--config", str(pushed.folder), "--", "true")
+        child = subprocess.Popen([*CLI, *arguments], stderr=subprocess.PIPE, text=True)
+    assert child.stderr is not None
+    assert child.stderr.readline() == "epochkv: waiting for the new weights of late\n"
+    child.send_signal(signal.SIGINT)
+    said = "epochkv: interrupted; COMMAND ended well; `epochkv weights` shows which engines hold what\n"
+    assert (child.communicate(timeout=30)[1], child.returncode) == (said, 130)
 
 
 def test_a_command_that_is_none_changes_nothing(pushed: HubProcess, tmp_path: Path) -> None:
@@ -332,6 +395,7 @@ def test_a_command_that_is_none_changes_nothing(pushed: HubProcess, tmp_path: Pa
     broken.write_bytes(b"\x00\x01not a program")
     broken.chmod(0o755)
     assert epochkv("update", "--version", "v", "--", str(broken), config=pushed.folder).returncode == 126
+    assert target(pushed) == 0
 
 
 def test_signals_reach_the_whole_process_group_of_the_command(pushed: HubProcess, tmp_path: Path) -> None:
@@ -346,8 +410,7 @@ def test_signals_reach_the_whole_process_group_of_the_command(pushed: HubProcess
     _, errors = child.communicate(timeout=60)
     assert child.returncode == 128 + 15
     eventually(lambda: not alive(shell) and not alive(sleeper), what="shell and grandchild are gone")
-    assert "engines serve without reuse" in errors
-    assert target(pushed) == 1
+    assert errors == "epochkv: the command ended with status 143; `epochkv weights` shows which engines hold what\n"
 
 
 def alive(pid: int) -> bool:
@@ -360,9 +423,10 @@ def alive(pid: int) -> bool:
 def test_the_command_has_the_terminal(pushed: HubProcess) -> None:
     """A command in a process group of its own that reads from a terminal would be stopped, and hang for ever."""
     script = "read line; echo got:$line"
+    update = ("update", "--version", "v", "--timeout", "3", "--config", str(pushed.folder), "--", "sh", "-c", script)
     pid, master = pty.fork()
     if pid == 0:
-        os.execv(sys.executable, [*CLI, "update", "--version", "v", "--config", str(pushed.folder), "--", "sh", "-c", script])
+        os.execv(sys.executable, [*CLI, *update])
     text = b""
     sent = False
     deadline = time.monotonic() + 60
@@ -375,10 +439,10 @@ def test_the_command_has_the_terminal(pushed: HubProcess) -> None:
                 text += os.read(master, 4096)
             except OSError:
                 break
-            if b"published in" in text:
+            if b"no engine is there" in text:
                 break
         _, status = os.waitpid(pid, 0)
     finally:
         os.close(master)
     assert b"got:hello" in text
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert os.waitstatus_to_exitcode(status) == 3

@@ -16,14 +16,16 @@ from pathlib import Path
 
 import pytest
 
+from epochkv_fence.client import Pool
 from tests.helpers_fence import eventually
 from tests.helpers_hub import Agents, HubProcess, epochkv, free_port, using
+from tests.helpers_pushes import NEW, OLD, engine_with, push
 
 # ------------------------------------------------------------------------------------------------------------------ hub
 
 
 def test_a_hub_writes_what_clients_need_for_this_user_alone(tmp_path: Path) -> None:
-    with HubProcess(tmp_path / "state", "--weights-source", "Model") as hub:
+    with HubProcess(tmp_path / "state") as hub:
         names = sorted(path.name for path in hub.folder.iterdir())
         assert names == ["client.key", "client.pub", "connection.json", "hub.pub", "root.secret"]
         for path in (*hub.folder.iterdir(), hub.state / "keys.json", hub.state / "state.db"):
@@ -31,7 +33,7 @@ def test_a_hub_writes_what_clients_need_for_this_user_alone(tmp_path: Path) -> N
         assert stat.S_IMODE(hub.folder.stat().st_mode) == stat.S_IMODE(hub.state.stat().st_mode) == 0o700
         content = json.loads((hub.folder / "connection.json").read_text())
         assert content["hub"] == {"endpoint": f"tcp://127.0.0.1:{hub.port}", "credentials_dir": "."}
-        assert (content["pool"]["name"], content["weights_source"]) == ("policy", "Model")
+        assert (sorted(content), content["pool"]["name"]) == (["hub", "pool"], "policy")
         assert f"export EPOCHKV_CONFIG={hub.folder / 'connection.json'}" in hub.text()
         copy = tmp_path / "elsewhere"
         subprocess.run(["cp", "-r", str(hub.folder), str(copy)], check=True)
@@ -39,7 +41,7 @@ def test_a_hub_writes_what_clients_need_for_this_user_alone(tmp_path: Path) -> N
 
 
 def test_started_again_it_continues_the_pool_and_keeps_what_was_added_to_the_file(tmp_path: Path) -> None:
-    hub = HubProcess(tmp_path / "state", "--lease-seconds", "1", "--join-after-seconds", "0").start()
+    hub = HubProcess(tmp_path / "state", "--lease-seconds", "1").start()
     agents = Agents(hub.folder)
     try:
         agent, _ = agents.start()
@@ -47,13 +49,14 @@ def test_started_again_it_continues_the_pool_and_keeps_what_was_added_to_the_fil
         assert epochkv("reset", config=hub.folder).returncode == 0
         path = hub.folder / "connection.json"
         content = json.loads(path.read_text())
-        path.write_text(json.dumps({**content, "local": {"capacity_bytes": 1 << 30}}))
+        path.write_text(json.dumps({**content, "weights_source": "Pushed", "local": {"capacity_bytes": 1 << 30}}))
         secret = (hub.folder / "root.secret").read_text()
         assert hub.end() == 0
         assert "told to end" in hub.text()
         hub.start()
         again = json.loads(path.read_text())
         assert again == {**content, "local": {"capacity_bytes": 1 << 30}}
+        assert f"{path}: the key weights_source is gone: weights name themselves, pushed or not; it is removed." in hub.text()
         assert (hub.folder / "root.secret").read_text() == secret
         eventually(lambda: using(agent, 1), 30, "the engine goes on")
         assert "leading: epoch 1, published 1" in hub.text()
@@ -70,12 +73,18 @@ def test_started_again_it_continues_the_pool_and_keeps_what_was_added_to_the_fil
 
 
 def test_a_log_worth_reading(tmp_path: Path) -> None:
-    with HubProcess(tmp_path / "state", "--lease-seconds", "2", "--join-after-seconds", "3600", "--log-format", "json") as hub:
+    with HubProcess(tmp_path / "state", "--lease-seconds", "2", "--log-format", "json") as hub:
         agents = Agents(hub.folder)
         try:
-            agent, engine = agents.start("rollout-a")
+            agent, engine = agents.start("rollout-a", engine=engine_with(OLD))
             eventually(lambda: using(agent, 0))
-            assert epochkv("reset", "--weights-version", "v1", config=hub.folder).returncode == 0
+            assert epochkv("reset", config=hub.folder).returncode == 0
+            eventually(lambda: "epoch 1 published" in hub.text())
+            push([(agent, engine)], NEW)
+            with Pool.connect(hub.folder) as pool:
+                pool.wait_weights(other_than=[OLD.hex()], label="step-1")
+            push([(agent, engine)], "asleep")
+            eventually(lambda: "asleep" in hub.text())
             engine.is_busy = True
             assert epochkv("reset", config=hub.folder).returncode == 0
             agent.stop()
@@ -88,9 +97,12 @@ def test_a_log_worth_reading(tmp_path: Path) -> None:
         for wanted in (
             "leading: epoch 0, published 0",
             "engine rollout-a joined",
-            "epoch 1 recorded, asked for by trainer, weights v1; ",
+            "engine rollout-a holds weights 0a0a0a0a",
+            "epoch 1 recorded, asked for by trainer; ",
             "epoch 1 published after ",
-            "1 engine serves without reuse, as nobody said that it has the weights of epoch 1: rollout-a",
+            "engine rollout-a holds weights 3f2a9c1e",
+            "weights 3f2a9c1e are called step-1",
+            "the weights of engine rollout-a are unknown: asleep",
             "not acknowledged, fenced by its lease: rollout-a",
             "engine rollout-a is gone",
         ):
@@ -189,7 +201,7 @@ def test_a_hub_whose_state_is_removed_ends_with_status_6(tmp_path: Path) -> None
 
 def test_metrics_and_health(tmp_path: Path) -> None:
     port = free_port()
-    with HubProcess(tmp_path / "state", "--metrics", f"127.0.0.1:{port}", "--join-after-seconds", "0") as hub:
+    with HubProcess(tmp_path / "state", "--metrics", f"127.0.0.1:{port}") as hub:
         agents = Agents(hub.folder)
         try:
             agent, _ = agents.start()
@@ -211,6 +223,7 @@ def test_metrics_and_health(tmp_path: Path) -> None:
                 'epochkv_pool_target_epoch{namespace="",pool="policy"} 1',
                 'epochkv_pool_published_epoch{namespace="",pool="policy"} 1',
                 'epochkv_hub_leading{namespace="",pool="policy"} 1',
+                'epochkv_pool_weights_diverged_engines{namespace="",pool="policy"} 0',
             ):
                 assert line in text.splitlines()
             assert 'epochkv_pool_engines{namespace="",pool="policy",state="' in text
@@ -231,7 +244,7 @@ def test_metrics_and_health(tmp_path: Path) -> None:
 
 
 def test_keys_are_rotated_under_a_running_hub(tmp_path: Path) -> None:
-    with HubProcess(tmp_path / "state", "--lease-seconds", "1", "--join-after-seconds", "0") as hub:
+    with HubProcess(tmp_path / "state", "--lease-seconds", "1") as hub:
         old = tmp_path / "old"
         subprocess.run(["cp", "-r", str(hub.folder), str(old)], check=True)
         agents, fixed = Agents(hub.folder), Agents(old)

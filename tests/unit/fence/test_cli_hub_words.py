@@ -157,7 +157,7 @@ def test_an_ipv6_address_needs_brackets(listen: str) -> None:
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists() or not Path("/proc/net/if_inet6").read_text(), reason="no IPv6 here")
 def test_ipv6_from_the_engine_to_the_metrics(tmp_path: Path) -> None:
     with closing(LoopThread()) as loop:
-        hub = FileHub(HubOptions("policy", "tcp://[::1]:0", tmp_path / "state", metrics="[::1]:0", join_after_seconds=0.0))
+        hub = FileHub(HubOptions("policy", "tcp://[::1]:0", tmp_path / "state", metrics="[::1]:0"))
         loop.run(hub.start())
         agents = Agents(hub.connection_file.parent)
         try:

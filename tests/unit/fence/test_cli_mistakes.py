@@ -23,7 +23,7 @@ from tests.helpers_hub import CLI, HubWorld, hub_world, interruptible
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[HubWorld]:
-    with hub_world(tmp_path / "state", join_after_seconds=0.0) as made:
+    with hub_world(tmp_path / "state") as made:
         yield made
 
 
@@ -89,7 +89,7 @@ def test_a_key_that_does_not_fit_is_told_in_whole_sentences(
         "client": "it refuses our key, which is of no pool that this hub serves, or was retired",
         "hub": "no CURVE handshake: hub.pub is not the key of that hub, what listens there is no hub, or it hangs",
     }
-    why = "Nothing was asked of the pool: engines may still use the old KV, keep them paused"
+    why = "Nothing was asked of the pool: engines go on with the KV they have"
     assert errors.startswith("epochkv: no answer from the hub at tcp://127.0.0.1:")
     assert errors.endswith(f": {said[whose]}. {why}\n")
 

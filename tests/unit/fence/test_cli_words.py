@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import threading
 from collections.abc import Iterator
@@ -12,16 +11,27 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_fence.cli.render import Output, Progress, show_reset, show_status, show_wait
-from epochkv_fence.client import ArgumentError, AsyncPool, OpenUpdate, Pool, PoolStatus, Reset, ResetTimeout, Standing, UpdateInProgress
-from epochkv_fence.versions import FAILED, failed_version
+from epochkv_fence.cli.render import Output, Progress, WeightsProgress, show_reset, show_status, show_wait, show_weights, shown_weights
+from epochkv_fence.client import (
+    ArgumentError,
+    AsyncPool,
+    Engine,
+    PoolStatus,
+    Reset,
+    ResetTimeout,
+    Standing,
+    UnknownWeights,
+    WeightsGroup,
+    WeightsReport,
+    WeightsStanding,
+)
 from tests.helpers_cli import inside
-from tests.helpers_hub import HubWorld, epochkv, hub_world
+from tests.helpers_hub import HubWorld, hub_world
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[HubWorld]:
-    with hub_world(tmp_path / "state", join_after_seconds=0.0) as made:
+    with hub_world(tmp_path / "state") as made:
         yield made
 
 
@@ -37,13 +47,6 @@ def test_version_and_short_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert text.lstrip().startswith(f"Usage: epochkv {command}".rstrip())
 
 
-def test_help_says_what_a_version_of_weights_means(capsys: pytest.CaptureFixture[str]) -> None:
-    text = " ".join(inside(capsys, "reset", "-h")[1].split())
-    assert "It says that they have been pushed: engines older than joinAfterSeconds share." in text
-    assert "While a weight update is open it is a label only, and lets nobody share." in text
-    assert "While a weight update is open it is a label only." in " ".join((Pool.reset.__doc__ or "").split())
-
-
 @pytest.mark.parametrize(
     ("arguments", "parameter", "option"),
     [
@@ -51,9 +54,7 @@ def test_help_says_what_a_version_of_weights_means(capsys: pytest.CaptureFixture
         (("wait", "1", "--timeout", "-3"), "timeout_s is -3.0", "--timeout is -3.0"),
         (("status", "--timeout", "nan"), "timeout_s is nan", "--timeout is nan"),
         (("reset", "--on-failure", "pray"), "on_failure is", "--on-failure is 'pray'"),
-        (("reset", "--weights-version", ""), "weights_version has", "--weights-version has 0 characters"),
-        (("update", "--version", "", "--", "true"), " version has", "--version has 0 characters"),
-        (("update", "--version", "v", "--order", "x", "--", "true"), " order is", "--order is 'x'"),
+        (("update", "--version", "", "--", "true"), "label has", "--version has 0 characters"),
         (("reset", "--epoch", str(2**53)), " epoch is", f"--epoch is {2**53}"),
     ],
 )
@@ -70,14 +71,13 @@ def test_python_names_parameters_as_they_were_given(world: HubWorld) -> None:
     pool = world.connect()
     for arguments, parameter in (
         ({"timeout_s": 0}, "timeout_s"),
-        ({"weights_version": "a\nb"}, "weights_version"),
         ({"epoch": -1}, "epoch"),
         ({"on_failure": "x"}, "on_failure"),
     ):
         with pytest.raises(ArgumentError, match=f"^{parameter} is ") as caught:
             pool.reset(**arguments)  # type: ignore[arg-type]
         assert caught.value.parameter == parameter
-    with pytest.raises(ArgumentError, match=r"^version is 'a"):
+    with pytest.raises(ArgumentError, match=r"^label is 'a"):
         with pool.weight_update("a\nb"):
             raise AssertionError("must not begin")
     assert world.snapshot().target == 0
@@ -86,12 +86,11 @@ def test_python_names_parameters_as_they_were_given(world: HubWorld) -> None:
 @pytest.mark.parametrize(
     ("parameter", "value", "calls"),
     [
-        ("timeout_s", "5", "status engines reset wait weight_update"),
+        ("timeout_s", "5", "status engines weights reset wait weight_update wait_weights"),
         ("timeout_s", None, "reset wait"),
         ("timeout_s", True, "reset wait"),
-        ("on_failure", 1, "reset weight_update"),
-        ("order", None, "weight_update"),
-        ("progress", 5, "reset wait weight_update"),
+        ("on_failure", 1, "reset"),
+        ("progress", 5, "reset wait weight_update wait_weights"),
     ],
 )
 def test_a_wrong_type_is_a_type_error_also(world: HubWorld, parameter: str, value: object, calls: str) -> None:
@@ -126,76 +125,46 @@ def test_a_wrong_type_is_a_type_error_also(world: HubWorld, parameter: str, valu
     assert world.snapshot().target == 0
 
 
-def test_another_trainers_update_has_a_status_of_its_own(world: HubWorld, tmp_path: Path) -> None:
-    pool = world.connect()
-    with pool.weight_update("step-1"):
-        done = epochkv("update", "--version", "step-2", "--", "touch", str(tmp_path / "pushed"), config=world.folder)
-    assert done.returncode == 75
-    assert "has had an update to 'step-1' open since" in done.stderr
-    assert not (tmp_path / "pushed").exists()
-    assert epochkv("update", "--version", "step-2", "--", "true", config=world.folder).returncode == 0
-
-
-def test_an_update_that_is_refused_on_entry_has_pushed_nothing(world: HubWorld) -> None:
-    one, other = world.connect(), world.connect()
-    with one.weight_update("step-1"):
-        with pytest.raises(UpdateInProgress) as caught:
-            with other.weight_update("step-2"):
-                raise AssertionError("must not begin")
-    assert caught.value.pushed is False
-
-
 # ------------------------------------------------------------------------------------------------------------------ status
 
 
-def test_status_shows_the_update_that_is_open(world: HubWorld, capsys: pytest.CaptureFixture[str]) -> None:
-    pool = world.connect()
-    assert pool.status().update is None
-    with pool.weight_update("step-42"):
-        found = pool.status().update
-        assert found is not None
-        assert found.version == "step-42"
-        assert re.fullmatch(r"process \d+ on .+", found.holder)
-        assert 0 <= found.since_seconds < 60
-        assert 0 < found.left_seconds <= 33
-        _, text, _ = inside(capsys, "status", "--config", str(world.folder), "-o", "json")
-        shown = json.loads(text)["update"]
-        assert set(shown) == {"holder", "version", "since_seconds", "left_seconds"}
-        assert (shown["holder"], shown["version"]) == (found.holder, "step-42")
-        _, text, _ = inside(capsys, "status", "--config", str(world.folder))
-        assert re.search(r"^update +to step-42, open for \d+s by process \d+ on \S+; ends in \d+s unless that trainer goes on", text, re.M)
-    assert pool.status().update is None
-
-
 def status(**changes: object) -> PoolStatus:
-    return replace(PoolStatus("policy", "u-1", 3, 3, "v", "Trainer", 30.0, ()), **changes)  # type: ignore[arg-type]
+    return replace(PoolStatus("policy", "u-1", 3, 3, "Trainer", 30.0, ()), **changes)  # type: ignore[arg-type]
 
 
-def test_a_long_update_fits_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    show_status(status(update=OpenUpdate("process 7 on node", "step-42", 3723.0, 21.5)), Output.TABLE)
-    assert "to step-42, open for 1h02m by process 7 on node; ends in 21s unless that trainer goes on" in capsys.readouterr().out
-    show_status(status(), Output.TABLE)
-    assert re.search(r"^update +- *$", capsys.readouterr().out, re.M)
+ENGINE = Engine("e1" * 16, "a", "a", "", 0, 3, "use", 0, 9.0, 0.0, "fp", "0a" * 16, "", 7.0)
+
+
+def test_status_counts_engines_by_what_they_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    other, sleeper = replace(ENGINE, name="b", weights="3f" * 16), replace(ENGINE, name="c", state="unknown", weights="", weights_note="?")
+    show_status(status(engines=(ENGINE, replace(ENGINE, name="d"), other, sleeper), labels={"3f" * 16: "step-42"}), Output.TABLE)
+    text = capsys.readouterr().out
+    assert re.search(r"^weights +0a0a0a0a 2 engines; 3f3f3f3f \(step-42\) 1 engine; unknown 1 engine *$", text, re.M)
+    assert re.search(r"^engines +4: 3 share, 0 private, 1 of unknown weights, 0 behind *$", text, re.M)
+    assert "hub  " not in text
+    show_status(status(settling_seconds=12.3), Output.TABLE)
+    text = capsys.readouterr().out
+    assert re.search(r"^weights +- *$", text, re.M)
+    assert re.search(r"^hub +has only begun to lead; it may not know every engine for another 12 s *$", text, re.M)
+
+
+def test_weights_of_two_fingerprints_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    narrow, wide = WeightsGroup("0a" * 16, "", ("a", "b"), 192.0, "1111111122"), WeightsGroup("3f" * 16, "step-42", ("c",), 4.0, "2222")
+    report = WeightsReport((narrow, wide), (UnknownWeights("d", ""),))
+    show_weights(report, Output.TABLE)
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["WEIGHTS", "LABEL", "ENGINES", "SINCE", "FINGERPRINT", "NAMES"],
+        ["0a0a0a0a", "-", "2", "3m12s", "11111111", "a,", "b"],
+        ["3f3f3f3f", "step-42", "1", "4s", "2222", "c"],
+        ["unknown", "-", "1", "-", "-", "d"],
+    ]
+    assert shown_weights(report) == "all 2 engines hold 0a0a0a0a\nthe only engine holds 3f3f3f3f (step-42)"
+    assert (report.equal, replace(report, unknown=()).equal) == (False, True)
+    show_weights(WeightsReport((wide,)), Output.TABLE)
+    assert "FINGERPRINT" not in capsys.readouterr().out
 
 
 # -------------------------------------------------------------------------------------------------------------- arguments
-
-
-def test_names_that_status_gives_to_failed_pushes_are_refused(world: HubWorld) -> None:
-    assert failed_version("v", "1").startswith(FAILED)
-    pool = world.connect()
-    with pytest.raises(ArgumentError, match="weights_version is 'failed: step-1', and 'failed: ' is how status shows weights whose push"):
-        pool.reset(weights_version="failed: step-1")
-    with pytest.raises(ArgumentError, match="give another name"):
-        with pool.weight_update("failed: step-1"):
-            raise AssertionError("must not begin")
-    done = epochkv("update", "--version", "failed: x", "--", "true", config=world.folder)
-    assert (done.returncode, done.stderr.startswith("epochkv: --version is 'failed: x'")) == (2, True)
-    assert world.snapshot().target == 0
-    with pytest.raises(RuntimeError):
-        with pool.weight_update("step-1"):
-            raise RuntimeError("the push failed")
-    assert pool.status().weights_version.startswith("failed: step-1 ")
 
 
 def test_an_epoch_that_can_only_be_a_slip_is_refused_unless_forced(world: HubWorld, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,9 +201,9 @@ def test_waiting_for_what_nobody_asked_for(world: HubWorld) -> None:
         pool.wait(7, timeout_s=0.3, progress=told.append)
     assert "Waiting asks for nothing; a reset does" in str(caught.value)
     assert told
-    text = Progress(quiet=True, asks=False)._text(told[0])
+    text = Progress(asks=False).text(told[0])
     assert text == "epoch 7: waiting for somebody to ask for it"
-    assert Progress(quiet=True)._text(told[0]) == "epoch 7: waiting for a hub to record it"
+    assert Progress().text(told[0]) == "epoch 7: waiting for a hub to record it"
 
 
 def test_waiting_names_those_that_are_late(world: HubWorld) -> None:
@@ -253,12 +222,12 @@ def test_waiting_names_those_that_are_late(world: HubWorld) -> None:
 
     assert pool.wait(1, timeout_s=25, progress=tell).published
     assert named.is_set()
-    texts = [Progress(quiet=True, asks=False)._text(standing) for standing in told]
+    texts = [Progress(asks=False).text(standing) for standing in told]
     assert texts[0] == "epoch 1: waiting for the proof"
     assert "epoch 1: waiting for engine-0" in texts
 
 
-RESET = Reset(7, True, 1.5, 2, (), 0, False, 0)
+RESET = Reset(7, True, 1.5, 2, (), 0, False)
 
 
 @pytest.mark.parametrize(
@@ -269,8 +238,6 @@ RESET = Reset(7, True, 1.5, 2, (), 0, False, 0)
         (replace(RESET, engines=0), "no engine is there that could use an older one"),
         (replace(RESET, carried=1), "1 running request goes on with what it held"),
         (replace(RESET, carried=2), "2 running requests go on with what they held"),
-        (replace(RESET, bypassed=1), "1 engine serves without reuse: nobody said that it has the weights of epoch 7"),
-        (replace(RESET, bypassed=2), "2 engines serve without reuse: nobody said that they have the weights of epoch 7"),
     ],
 )
 def test_numbers_read_as_people_say_them(capsys: pytest.CaptureFixture[str], reset: Reset, said: str) -> None:
@@ -287,15 +254,16 @@ def test_progress_is_silent_at_first(capsys: pytest.CaptureFixture[str], monkeyp
     """Also when it was made long ago, before the command of an update."""
     now = [100.0]
     monkeypatch.setattr("epochkv_fence.cli.render.time.monotonic", lambda: now[0])
-    progress = Progress(quiet=False)
+    progress = Progress()
     for now[0], said in ((200.0, ""), (201.9, ""), (202.0, "epochkv: epoch 1: waiting for 1 of 4 engines\n"), (203.0, "")):
-        progress(Standing(1, True, False, 4, 1, 0))
+        progress(Standing(1, True, False, 4, 1))
         assert capsys.readouterr().err == said
 
 
 def test_progress_counts_engines() -> None:
-    progress = Progress(quiet=True)
-    assert progress._text(Standing(1, True, False, 1, 1, 0)) == "epoch 1: waiting for 1 of 1 engine"
-    assert progress._text(Standing(1, True, False, 4, 3, 0)) == "epoch 1: waiting for 3 of 4 engines"
-    assert progress._text(Standing(1, True, True, 4, 0, 1)) == "epoch 1 published; waiting for 1 engine to share it"
-    assert progress._text(Standing(1, True, True, 4, 0, 2)) == "epoch 1 published; waiting for 2 engines to share it"
+    assert Progress().text(Standing(1, True, False, 1, 1)) == "epoch 1: waiting for 1 of 1 engine"
+    assert Progress().text(Standing(1, True, False, 4, 3)) == "epoch 1: waiting for 3 of 4 engines"
+    names = tuple(f"engine-{number}" for number in range(12))
+    text = WeightsProgress.text(WeightsStanding(WeightsReport(()), names))
+    assert text == f"waiting for the new weights of {', '.join(names[:10])} and 2 more"
+    assert WeightsProgress.text(WeightsStanding(WeightsReport(()), ())) == "waiting for the new weights of the engines"

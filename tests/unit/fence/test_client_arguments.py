@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ EPOCHS = "give an integer from 0 to 9007199254740991"
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[HubWorld]:
-    with hub_world(tmp_path / "state", join_after_seconds=0.0) as made:
+    with hub_world(tmp_path / "state") as made:
         yield made
 
 
@@ -87,11 +88,66 @@ class Teller:
 @pytest.mark.parametrize(
     "progress", [tell, functools.partial(tell), Teller(), Teller().tell], ids=["function", "partial", "call", "method"]
 )
-@pytest.mark.parametrize(("call", "first"), [("reset", ()), ("wait", (1,)), ("weight_update", ("step-1",))])
+@pytest.mark.parametrize(("call", "first"), [("reset", ()), ("wait", (1,)), ("weight_update", ("step-1",)), ("wait_weights", ())])
 def test_a_progress_that_nobody_would_await(world: HubWorld, call: str, first: tuple[object, ...], progress: object) -> None:
+    standing = "Standing" if call in ("reset", "wait") else "WeightsStanding"
     for error in refusals(world, call, *first, progress=progress):
         assert isinstance(error, TypeError)
         assert (error.parameter, error.problem) == (
             "progress",
-            f"is {progress!r}, and nobody would await it; give a plain function that takes a Standing",
+            f"is {progress!r}, and nobody would await it; give a plain function that takes a {standing}",
         )
+
+
+@pytest.mark.parametrize(
+    ("call", "keys", "problem"),
+    [
+        ("reset", {"weights_version": "step-1"}, "is gone: weights name themselves. Leave it out; weight_update(label) or wait_weights("),
+        ("weight_update", {"order": "fence_first"}, "is gone: weights name themselves, so no order of push and reset is wrong, and"),
+        ("weight_update", {"version": "step-1"}, "is now called label"),
+        ("weight_update", {"on_failure": "crash"}, "is gone: WeightsDiverged is raised"),
+    ],
+)
+def test_an_argument_of_before_says_what_replaced_it(world: HubWorld, call: str, keys: dict[str, object], problem: str) -> None:
+    for error in refusals(world, call, **keys):
+        assert isinstance(error, TypeError)
+        assert error.parameter in keys
+        assert error.problem.startswith(problem)
+
+
+@pytest.mark.parametrize("call", ["reset", "weight_update"])
+def test_an_argument_that_never_was_is_told_as_python_tells_it(world: HubWorld, call: str) -> None:
+    made: Any = getattr(world.connect(), call)
+    with pytest.raises(TypeError, match=rf"^{call}\(\) got an unexpected keyword argument 'ordre'$"), ExitStack() as stack:
+        stack.enter_context(made(ordre="x"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "text"),
+    [
+        ({"engines": "engine-0"}, TypeError, "engines is 'engine-0'; give names of engines, or None for all"),
+        ({"engines": [b"engine-0"]}, TypeError, "engines is [b'engine-0']; give names"),
+        ({"engines": 7}, TypeError, "engines is 7; give names"),
+        ({"engines": []}, ValueError, "engines is empty; give names"),
+        ({"other_than": "0a" * 16}, TypeError, f"other_than is {'0a' * 16!r}; give digests of weights"),
+        ({"other_than": ["0A" * 16]}, ValueError, f"other_than has {'0A' * 16!r}; give digests of 32 hex digits"),
+        ({"other_than": ["3f2a9c1e"]}, ValueError, "other_than has '3f2a9c1e'; give digests of 32 hex digits"),
+        ({"other_than": None}, TypeError, "other_than is None; give digests"),
+        ({"label": ""}, ValueError, "label has 0 characters; give 1 to 253"),
+        ({"label": "x" * 254}, ValueError, "label has 254 characters"),
+        ({"label": 7}, TypeError, "label is 7; give text"),
+        ({"label": "step-\udcff"}, ValueError, "label is 'step-\\udcff', which is no Unicode text"),
+        ({"label": "step-42\n"}, ValueError, "label is 'step-42\\n'; give one line without control characters, such as step-42"),
+        ({"label": "step-\u202842"}, ValueError, "label is 'step-\\u202842'; give one line"),
+        ({"timeout_s": "5"}, TypeError, "timeout_s is '5'; give seconds"),
+        ({"timeout_s": -1}, ValueError, "timeout_s is -1; give seconds"),
+        ({"progress": 5}, TypeError, "progress is 5; give a function that takes a WeightsStanding, or None"),
+    ],
+)
+def test_a_wait_for_weights_that_cannot_be_meant(world: HubWorld, keys: dict[str, object], kind: type[Exception], text: str) -> None:
+    calls = ("wait_weights", "weight_update") if "other_than" not in keys else ("wait_weights",)
+    for call in calls:
+        for error in refusals(world, call, **keys):
+            assert isinstance(error, kind)
+            assert error.parameter in keys
+            assert str(error).startswith(text)

@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 import zmq
 
-from epochkv_fence.client import HubUnreachable, Pool, ResetNotRecorded
-from epochkv_fence.client.calls import BOOTS_PER_MESSAGE
+from epochkv_fence.client import HubUnreachable, Pool, ResetNotRecorded, WeightsDiverged
 from epochkv_fence.connection import Connection
 from epochkv_fence.messages import (
     Bump,
     BumpStatus,
+    EngineStatus,
     Error,
     Grant,
     Heartbeat,
-    Mode,
-    Moment,
+    Label,
+    Labelled,
     Refusal,
     Status,
     WireError,
@@ -34,13 +34,14 @@ from epochkv_fence.messages import (
 from epochkv_fence.transport import generate_keypair
 from tests.helpers_fence import FenceWorld, eventually
 from tests.helpers_hub import HubWorld, Switch, hub_world
+from tests.helpers_pushes import NEW, OLD, OTHER
 
-MOMENT = Moment(b"12345678", 1.0)
+Question = Status | Bump | Label
 Say = Callable[[list[bytes]], None]
 
 
 @contextmanager
-def false_hub(answer: Callable[[Status | Bump, Say], None]) -> Iterator[Connection]:
+def false_hub(answer: Callable[[Question, Say], None]) -> Iterator[Connection]:
     """A ROUTER with CURVE that any key may reach; `answer` gets each question and a way to send frames back."""
     hub, client = generate_keypair(), generate_keypair()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -56,7 +57,7 @@ def false_hub(answer: Callable[[Status | Bump, Say], None]) -> Iterator[Connecti
                 continue
             peer, *frames = router.recv_multipart()
             message = decode(frames)
-            assert isinstance(message, (Status, Bump))
+            assert isinstance(message, Question)
             answer(message, lambda frames, peer=peer: router.send_multipart([peer, *frames]))  # type: ignore[misc]
         router.close(linger=0)
 
@@ -75,54 +76,66 @@ def false_hub(answer: Callable[[Status | Bump, Say], None]) -> Iterator[Connecti
         context.destroy(linger=0)
 
 
-def honest(message: Status | Bump, say: Say) -> None:
-    """What a hub of an empty pool says that publishes at once."""
-    if isinstance(message, Status):
-        say(encode(Status(message.request, message.first, 0, 0, moment=MOMENT, pool="u", update=message.update)))
-    else:
-        say(encode(BumpStatus(message.request, message.epoch, message.epoch, message.epoch, weights_version=message.weights_version)))
+def honest(message: Question, say: Say) -> None:
+    """What a hub says that publishes at once, of a pool with one engine."""
+    match message:
+        case Status(request, after=after):
+            engines = [EngineStatus(b"e" * 16, "a", "", 0, 0, 0, weights=NEW)] if after is None else []
+            say(encode(Status(request, total=1, engines=engines, lease_seconds=30.0, pool="u", after=after)))
+        case Bump(request, epoch):
+            say(encode(BumpStatus(request, epoch, epoch, epoch)))
+        case Label(request, weights, label):
+            say(encode(Labelled(request, weights, label)))
 
 
 def test_a_hub_that_is_honest_suffices() -> None:
     with false_hub(honest) as connection, Pool.connect(connection, 20) as pool:
-        assert pool.reset(weights_version="v").published
+        assert pool.reset().published
+        assert [group.label for group in pool.wait_weights(label="step-1").groups] == ["step-1"]
 
 
 GARBAGE: list[list[bytes]] = [
     [b""],
-    [b"\x01"],
-    [b"\x01", b""],
-    [b"\x01", b"\xff" * 1000],
-    [b"\x02", b"\x80"],
-    [b"\x01", b"\x81\xa4type\xa5Other"],
-    [b"\x01", b"\x81\xa4type\xaaBumpStatus"],
-    [b"\x01", b"x" * 70_000],
+    [b"\x02"],
+    [b"\x02", b""],
+    [b"\x02", b"\xff" * 1000],
+    [b"\x01", b"\x80"],
+    [b"\x02", b"\x81\xa4type\xa5Other"],
+    [b"\x02", b"\x81\xa4type\xaaBumpStatus"],
+    [b"\x02", b"x" * 70_000],
     [b"a", b"b", b"c"],
-    encode(Grant(b"b" * 16, 1, 5, Mode.USE, 30.0)),
+    encode(Grant(b"b" * 16, 1, 5, 30.0)),
     encode(Heartbeat(b"b" * 16, 1)),
     encode(Error(Refusal.LIMIT, "slow down")),
-    encode(Status(424242, 0, 99, 99, moment=MOMENT)),
+    encode(Status(424242, 0, 99, 99, lease_seconds=30.0)),
     encode(BumpStatus(424242, 1, 99, 99)),
+    encode(Labelled(424242, NEW, "step-1")),
 ]
 
 
 def test_garbage_strangers_and_duplicates_between_true_answers_change_nothing() -> None:
-    def answer(message: Status | Bump, say: Say) -> None:
+    def answer(message: Question, say: Say) -> None:
         for frames in GARBAGE:
             say(frames)
-        if isinstance(message, Bump):  # about another epoch, or the wrong kind, under the right request
-            say(encode(BumpStatus(message.request, message.epoch + 7, 99, 99, weights_version="v")))
-            say(encode(Status(message.request, 0, 99, 99, moment=MOMENT)))
-        else:
-            say(encode(BumpStatus(message.request, 1, 99, 99)))
-            say(encode(Status(message.request, message.first + 1, 99, 99, moment=MOMENT)))  # another page
-            say(encode(Status(message.request, message.first, 99, 99)))  # of a hub that does not say when
+        request = message.request  # of the wrong kind, about another epoch, page, weights or label, and no hub's answer at all
+        if not isinstance(message, Status):
+            say(encode(Status(request, 0, 99, 99, lease_seconds=30.0)))
+        if not isinstance(message, Bump):
+            say(encode(BumpStatus(request, 1, 99, 99)))
+        if not isinstance(message, Label):
+            say(encode(Labelled(request, NEW, "step-1")))
+        say(encode(BumpStatus(request, 8, 99, 99)))
+        say(encode(Status(request, 0, 99, 99, lease_seconds=30.0, after=b"z" * 16)))
+        say(encode(Status(request, 0, 99, 99)))
+        say(encode(Labelled(request, OTHER, "step-1")))
+        say(encode(Labelled(request, NEW, "step-2")))
         for _ in range(3):
             honest(message, say)
 
     with false_hub(answer) as connection, Pool.connect(connection, 20) as pool:
-        reset = pool.reset(weights_version="v")
+        reset = pool.reset()
         assert (reset.epoch, reset.published) == (1, True)
+        assert [(group.id, group.label) for group in pool.wait_weights(label="step-1").groups] == [(NEW.hex(), "step-1")]
         counters = pool._calls.session.counters
         assert counters["wire_errors"] >= 8
         assert counters["late"] >= 1
@@ -130,7 +143,7 @@ def test_garbage_strangers_and_duplicates_between_true_answers_change_nothing() 
 
 
 def test_a_hub_that_answers_garbage_only_is_no_hub() -> None:
-    def answer(message: Status | Bump, say: Say) -> None:
+    def answer(message: Question, say: Say) -> None:
         for frames in GARBAGE:
             say(frames)
 
@@ -142,7 +155,7 @@ def test_a_hub_that_answers_garbage_only_is_no_hub() -> None:
 def test_a_hub_that_falls_silent_after_the_first_answer() -> None:
     asked: list[Bump] = []
 
-    def answer(message: Status | Bump, say: Say) -> None:
+    def answer(message: Question, say: Say) -> None:
         if isinstance(message, Bump):
             asked.append(message)
         else:
@@ -153,8 +166,35 @@ def test_a_hub_that_falls_silent_after_the_first_answer() -> None:
             pool.reset(timeout_s=1.5)
         assert len(asked) >= 3  # it was repeated
         assert len({bump.request for bump in asked}) == 1
-        assert {bump.moment for bump in asked} == {MOMENT}
-        assert all(bump.ago_seconds == asked[0].ago_seconds for bump in asked)
+
+
+def test_a_label_that_nobody_notes() -> None:
+    asked: list[Label] = []
+
+    def answer(message: Question, say: Say) -> None:
+        if isinstance(message, Label):
+            asked.append(message)
+        else:
+            honest(message, say)
+
+    said = r"no answer from the hub at .*\. all engines hold weights 3f2a9c1e, and that they are called 'step-1' is not known to be noted$"
+    with false_hub(answer) as connection, Pool.connect(connection, 20) as pool:
+        with pytest.raises(HubUnreachable, match=said):
+            pool.wait_weights(label="step-1", timeout_s=0.5)
+        assert len(asked) >= 3  # it was repeated
+        assert {(label.weights, label.label) for label in asked} == {(NEW, "step-1")}
+        assert len({label.request for label in asked}) == 1
+
+
+def test_a_hub_that_never_settles_proves_nothing() -> None:
+    def answer(message: Question, say: Say) -> None:
+        if isinstance(message, Status):
+            engines = [EngineStatus(b"e" * 16, "a", "", 0, 0, 0, weights=NEW)]
+            say(encode(Status(message.request, total=1, engines=engines, lease_seconds=30.0, settling_seconds=20.0)))
+
+    with false_hub(answer) as connection, Pool.connect(connection, 20) as pool:
+        with pytest.raises(WeightsDiverged, match=r"the hub has only begun to lead, and may not know every engine for another 20 s$"):
+            pool.wait_weights(timeout_s=0.5)
 
 
 def test_what_is_not_the_protocol_at_all() -> None:
@@ -186,29 +226,6 @@ def test_what_is_not_the_protocol_at_all() -> None:
         listener.close()
 
 
-def test_a_later_moment_of_another_hub_is_given_back_with_the_time_that_passed() -> None:
-    other = Moment(b"87654321", 77.0)
-    asked: list[Bump] = []
-
-    def answer(message: Status | Bump, say: Say) -> None:
-        if isinstance(message, Status):
-            honest(message, say)
-            return
-        asked.append(message)
-        if len(asked) < 6:  # another process took over: it knows the ask, and not when it was made
-            time.sleep(0.02)
-            say(encode(BumpStatus(message.request, message.epoch, message.epoch, 0, moment=other, weights_version="v")))
-        else:
-            honest(message, say)
-
-    with false_hub(answer) as connection, Pool.connect(connection, 20) as pool:
-        assert pool.reset(weights_version="v").published
-    assert asked[0].moment == MOMENT
-    assert asked[-1].moment == other
-    assert asked[-1].ago_seconds > asked[0].ago_seconds
-    assert {bump.ago_seconds for bump in asked if bump.moment == other} == {asked[-1].ago_seconds}
-
-
 # --------------------------------------------------------------------------------------------- a hub that was deposed
 
 
@@ -225,8 +242,8 @@ def client_of(world: FenceWorld, folder: Path, endpoint: str) -> Path:
 def test_a_hub_deposed_in_its_sleep_cannot_answer_for_the_pool(tmp_path: Path) -> None:
     """While one hub sleeps another one raises the pool. The sleeper, awake, still thinks that epoch 1 would be new; if the
     client believed it, its reset would be a no-op that looks done."""
-    old = FenceWorld(lease_seconds=1.0, join_after_seconds=0.0)
-    new = FenceWorld(lease_seconds=1.0, join_after_seconds=0.0)
+    old = FenceWorld(lease_seconds=1.0)
+    new = FenceWorld(lease_seconds=1.0)
     new.authority, new.hub_pair, new.pool_pair, new.config = old.authority, old.hub_pair, old.pool_pair, old.config
     switch = None
     try:
@@ -241,7 +258,7 @@ def test_a_hub_deposed_in_its_sleep_cannot_answer_for_the_pool(tmp_path: Path) -
             new.request(second, 3)
             eventually(lambda: new.published() == 3, what="the other hub raises the pool")
             results: list[object] = []
-            thread = threading.Thread(target=lambda: results.append(pool.reset(weights_version="v", timeout_s=60)))
+            thread = threading.Thread(target=lambda: results.append(pool.reset(timeout_s=60)))
             thread.start()
             sent = pool._calls.session.counters["sent"]
             eventually(lambda: pool._calls.session.counters["sent"] > sent, what="it asks the sleeper")
@@ -260,8 +277,8 @@ def test_a_hub_deposed_in_its_sleep_cannot_answer_for_the_pool(tmp_path: Path) -
 
 
 def test_another_hub_takes_over_in_the_middle_of_a_reset(tmp_path: Path) -> None:
-    old = FenceWorld(lease_seconds=1.0, join_after_seconds=0.0)
-    new = FenceWorld(lease_seconds=1.0, join_after_seconds=0.0)
+    old = FenceWorld(lease_seconds=1.0)
+    new = FenceWorld(lease_seconds=1.0)
     new.authority, new.hub_pair, new.pool_pair, new.config = old.authority, old.hub_pair, old.pool_pair, old.config
     first = old.hub()
     old.lead(first)
@@ -272,7 +289,7 @@ def test_another_hub_takes_over_in_the_middle_of_a_reset(tmp_path: Path) -> None
         engine.is_busy = True
         with Pool.connect(client_of(old, tmp_path / "client", switch.endpoint), 20) as pool:
             results: list[object] = []
-            thread = threading.Thread(target=lambda: results.append(pool.reset(weights_version="v", timeout_s=60)))
+            thread = threading.Thread(target=lambda: results.append(pool.reset(timeout_s=60)))
             thread.start()
             eventually(lambda: old.authority.records[old.config.uid].target == 1, what="recorded by the first hub")
             thaw = old.thread.freeze()
@@ -299,7 +316,7 @@ def test_another_hub_takes_over_in_the_middle_of_a_reset(tmp_path: Path) -> None
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[HubWorld]:
-    with hub_world(tmp_path / "state", join_after_seconds=3600.0) as made:
+    with hub_world(tmp_path / "state") as made:
         yield made
 
 
@@ -309,9 +326,10 @@ class Crowd:
     def __init__(self, folder: Path, num_boots: int) -> None:
         connection = Connection.load(folder, {})
         keys = connection.client_keys()
-        self.boots = [secrets.token_bytes(16) for _ in range(num_boots)]
-        self.state: dict[bytes, tuple[int | None, Mode]] = dict.fromkeys(self.boots, (None, Mode.BYPASS))
-        self._seqs = dict.fromkeys(self.boots, 0)
+        self.epochs: dict[bytes, int | None] = {secrets.token_bytes(16): None for _ in range(num_boots)}
+        self.weights = dict.fromkeys(self.epochs, OLD)
+        self._beat_at = 0.0
+        self._seqs = dict.fromkeys(self.epochs, 0)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.sndhwm = self._dealer.rcvhwm = 100_000
@@ -321,29 +339,34 @@ class Crowd:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
+    def push(self, weights: bytes, leave_out: int = 0) -> list[str]:
+        """To all but some, whose names are returned."""
+        boots = list(self.weights)
+        for boot in boots[leave_out:]:
+            self.weights[boot] = weights
+        self._beat_at = 0.0
+        return sorted(name_of(boot) for boot in boots[:leave_out])
+
     def _beat(self, boot: bytes) -> None:
         self._seqs[boot] += 1
-        epoch, mode = self.state[boot]
-        self._dealer.send_multipart(encode(Heartbeat(boot, self._seqs[boot], epoch, mode, engine=f"e-{boot.hex()[:6]}")))
+        beat = Heartbeat(boot, self._seqs[boot], self.epochs[boot], engine=name_of(boot), fingerprint="fp", weights=self.weights[boot])
+        self._dealer.send_multipart(encode(beat))
 
     def _run(self) -> None:
-        beat_at = 0.0
         while not self._stopping.is_set():
-            if time.monotonic() >= beat_at:
-                for boot in self.boots:
+            if time.monotonic() >= self._beat_at:
+                self._beat_at = time.monotonic() + 8.0
+                for boot in self.epochs:
                     self._beat(boot)
-                beat_at = time.monotonic() + 8.0
             while self._dealer.poll(20):
                 try:
                     message = decode(self._dealer.recv_multipart())
                 except WireError:
                     continue
-                if isinstance(message, Grant) and self.state[message.boot] != (message.epoch, message.mode):
-                    self.state[message.boot] = (message.epoch, message.mode)
+                if isinstance(message, Grant) and self.epochs[message.boot] != message.epoch:
+                    self.epochs[message.boot] = message.epoch
                     self._beat(message.boot)
-                elif isinstance(message, Grant):
-                    continue
-                elif hasattr(message, "boot"):
+                elif not isinstance(message, Grant) and hasattr(message, "boot"):
                     self._beat(message.boot)
         self._dealer.close(linger=0)
 
@@ -353,34 +376,28 @@ class Crowd:
         self._context.destroy(linger=0)
 
 
+def name_of(boot: bytes) -> str:
+    return f"e-{boot.hex()[:6]}"
+
+
 def test_a_pool_with_more_engines_than_fit_into_a_message(world: HubWorld) -> None:
     crowd = Crowd(world.folder, 200)
     try:
-        eventually(lambda: all(epoch == 0 for epoch, _ in crowd.state.values()), 60, "everyone is granted")
+        eventually(lambda: all(epoch == 0 for epoch in crowd.epochs.values()), 60, "everyone is granted")
         pool = world.connect()
         eventually(lambda: len(pool.engines()) == 200, 60)
-        assert {engine.boot for engine in pool.engines()} == {boot.hex() for boot in crowd.boots}
-        with pool.weight_update("step-1", timeout_s=120) as update:
-            assert set(update.boots) == set(crowd.boots)
-        assert update.reset is not None
-        assert (update.reset.published, update.reset.engines) == (True, 200)
-        assert set(crowd.state.values()) == {(1, Mode.USE)}
+        assert {engine.boot for engine in pool.engines()} == {boot.hex() for boot in crowd.epochs}
+        with pool.weight_update("step-1", timeout_s=60) as update:
+            crowd.push(NEW)
+        assert update.report is not None
+        (group,) = update.report.groups
+        assert (group.id, group.label, len(group.engines)) == (NEW.hex(), "step-1", 200)
+        with pytest.raises(WeightsDiverged) as caught, pool.weight_update("step-2", timeout_s=3.0):
+            missed = crowd.push(OTHER, leave_out=12)
+        assert list(caught.value.engines) == missed
+        assert f"{missed[9]} and 2 more do not. Now 77777777: " in str(caught.value)
+        reset = pool.reset(timeout_s=60)
+        assert (reset.published, reset.engines) == (True, 200)
+        assert set(crowd.epochs.values()) == {1}
     finally:
         crowd.close()
-
-
-def test_a_list_of_boots_that_needs_several_messages_is_sent_whole() -> None:
-    boots = [number.to_bytes(16, "big") for number in range(2 * BOOTS_PER_MESSAGE + 1)]
-    asked: list[Bump] = []
-
-    def answer(message: Status | Bump, say: Say) -> None:
-        if isinstance(message, Bump):
-            asked.append(message)
-        honest(message, say)
-
-    with false_hub(answer) as connection, Pool.connect(connection, 20) as pool:
-        with pool.weight_update("v") as update:
-            update.boots = tuple(boots)
-    named = [boot for bump in asked for boot in bump.boots or []]
-    assert set(named) == set(boots)
-    assert max(len(bump.boots or []) for bump in asked) <= BOOTS_PER_MESSAGE

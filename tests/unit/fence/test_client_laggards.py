@@ -13,17 +13,17 @@ import pytest
 from epochkv_fence.cli.render import Output, show_reset, show_wait
 from epochkv_fence.client import Reset, ResetTimeout
 from epochkv_fence.client.laggards import Laggards
-from epochkv_fence.messages import EngineStatus, Mode, Moment, Status
+from epochkv_fence.messages import EngineStatus, Status
 from tests.helpers_fence import eventually
 from tests.helpers_hub import HubWorld, Switch, epochkv, hub_world, using
 
-LEASE = 2.0
+LEASE = 4.0
 
 
 @contextmanager
 def cut_off(tmp_path: Path) -> Iterator[HubWorld]:
     """Two engines that share; the way of one of them to the hub is cut, and a reset has to wait for its lease."""
-    with hub_world(tmp_path / "state", lease_seconds=LEASE, join_after_seconds=0.0) as world:
+    with hub_world(tmp_path / "state", lease_seconds=LEASE) as world:
         assert world.hub is not None
         switch = Switch(int(world.hub.server.endpoint.rpartition(":")[2]))
         try:
@@ -54,7 +54,7 @@ def test_waiting_names_it_too(tmp_path: Path) -> None:
 
 
 def test_of_an_epoch_that_nobody_asked_for_nobody_is_late(tmp_path: Path) -> None:
-    with hub_world(tmp_path / "state", join_after_seconds=0.0) as world:
+    with hub_world(tmp_path / "state") as world:
         world.serving(2)
         with pytest.raises(ResetTimeout, match="nobody has asked for it") as caught:
             world.connect().wait(7, timeout_s=1.0)
@@ -72,7 +72,7 @@ def test_the_command_says_that_its_lease_fenced_it(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_says_goodbye_while_it_is_waited_for_was_not_fenced(tmp_path: Path) -> None:
-    with hub_world(tmp_path / "state", lease_seconds=30.0, join_after_seconds=0.0) as world:
+    with hub_world(tmp_path / "state", lease_seconds=30.0) as world:
         (agent, engine), _ = world.serving(2)
         engine.is_busy = True
         pool = world.connect()
@@ -88,39 +88,39 @@ def test_an_engine_that_says_goodbye_while_it_is_waited_for_was_not_fenced(tmp_p
         assert (results[0].published, results[0].laggards) == (True, ())
 
 
-def page(hub: bytes, *engines: EngineStatus, published: int = 0) -> tuple[Status, list[EngineStatus]]:
-    status = Status(1, 0, 1, published, lease_seconds=10.0, moment=Moment(hub, 1.0), engines=list(engines), total=len(engines))
+def page(*engines: EngineStatus, published: int = 0, settling: float = 0.0) -> tuple[Status, list[EngineStatus]]:
+    status = Status(1, 0, 1, published, lease_seconds=10.0, settling_seconds=settling, engines=list(engines), total=len(engines))
     return status, list(engines)
 
 
 def engine(number: int, epoch: int | None, silent_seconds: float = 0.1) -> EngineStatus:
-    return EngineStatus(bytes([number]) * 16, f"e{number}", "", 0, epoch, Mode.USE, 0, silent_seconds=silent_seconds)
+    return EngineStatus(bytes([number]) * 16, f"e{number}", "", 0, epoch, 0, silent_seconds=silent_seconds)
 
 
 def test_whom_a_new_hub_has_not_heard_has_not_left() -> None:
     late = Laggards()
-    assert late.look(*page(b"hub-one!", engine(1, 0), engine(2, 0), engine(3, 0)), 1) == ("e1", "e2", "e3")
-    assert late.look(*page(b"hub-one!", engine(1, 0), engine(2, 0)), 1) == ("e1", "e2")
+    assert late.look(*page(engine(1, 0), engine(2, 0), engine(3, 0)), 1) == ("e1", "e2", "e3")
+    assert late.look(*page(engine(1, 0), engine(2, 0)), 1) == ("e1", "e2")
     assert late.names == ("e1", "e2")  # e3 was heard within its lease: it left
-    assert late.look(*page(b"hub-two!"), 1) == ()
+    assert late.look(*page(settling=11.0), 1) == ()
     assert late.names == ("e1", "e2")
-    late.look(*page(b"hub-two!", engine(2, 1), published=1), 1)
+    late.look(*page(engine(2, 1), published=1, settling=1.0), 1)
     assert late.names == ("e1",)
 
 
 def test_who_joins_when_it_is_published_is_not_late() -> None:
     late = Laggards()
-    late.look(*page(b"hub-one!", engine(1, None), engine(2, 0, silent_seconds=9.5)), 1)
-    late.look(*page(b"hub-one!", engine(1, None), engine(3, None), published=1), 1)
+    late.look(*page(engine(1, None), engine(2, 0, silent_seconds=9.5)), 1)
+    late.look(*page(engine(1, None), engine(3, None), published=1), 1)
     assert late.names == ("e1", "e2")
 
 
 @pytest.mark.parametrize(
     ("reset", "said"),
     [
-        (Reset(7, True, 1.5, 2, ("a",), 0, False, 0), "fenced by its lease: a\n"),
-        (Reset(7, True, 1.5, 2, ("a", "b"), 0, False, 0), "fenced by their leases: a, b\n"),
-        (Reset(7, False, 1.5, 2, ("a", "b"), 0, False, 0), "not acknowledged by: a, b\n"),
+        (Reset(7, True, 1.5, 2, ("a",), 0, False), "fenced by its lease: a\n"),
+        (Reset(7, True, 1.5, 2, ("a", "b"), 0, False), "fenced by their leases: a, b\n"),
+        (Reset(7, False, 1.5, 2, ("a", "b"), 0, False), "not acknowledged by: a, b\n"),
     ],
 )
 def test_the_table_says_which(capsys: pytest.CaptureFixture[str], reset: Reset, said: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from epochkv_connector.config import ConnectorConfig
 from epochkv_fence.connection import (
     CLIENT_PUBLIC_ENV,
     CLIENT_SECRET_ENV,
+    GONE_KEYS,
     HUB_PUBLIC_ENV,
     KNOWN_KEYS,
     ROOT_SECRET_ENV,
@@ -69,7 +71,7 @@ def test_the_environment_alone_is_enough(folder: Path) -> None:
 
 
 def test_a_mapping_and_the_connectors_other_keys_are_fine() -> None:
-    content = {**CONTENT, "local": {"capacity_bytes": 1 << 30}, "weights_source": "Model"}
+    content = {**CONTENT, "local": {"capacity_bytes": 1 << 30}, "tracker": True}
     assert Connection.load(content, {}).hub.endpoint == "tcp://hub.example:7700"
 
 
@@ -217,21 +219,30 @@ def test_a_folder_of_keys_that_is_not_there_is_named_with_its_field(folder: Path
 def test_a_key_that_nobody_knows_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = folder / "connection.json"
     content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "weight_source": "Model", "local": {"capacity_bytes": 1}, "frobnicate": 1}))
+    path.write_text(json.dumps({**content, "trackr": True, "local": {"capacity_bytes": 1}, "frobnicate": 1}))
     Connection.load(folder, {})
     first, second = caplog.messages
-    assert first == (
-        f"{path}: the key 'weight_source' is unknown: it changes nothing here, and engines refuse it; did you mean weights_source?"
-    )
+    assert first == (f"{path}: the key 'trackr' is unknown: it changes nothing here, and engines refuse it; did you mean tracker?")
     assert "'frobnicate' is unknown" in second
-    assert "known keys: pool, hub, weights_source, " in second
+    assert "known keys: pool, hub, local, " in second
     done = epochkv("status", "--timeout", "0.2", config=folder)
-    assert done.stderr.startswith(f"epochkv: {path}: the key 'weight_source' is unknown")
-    assert done.stderr.count("weight_source") == 1
+    assert done.stderr.startswith(f"epochkv: {path}: the key 'trackr' is unknown")
+    assert done.stderr.count("trackr") == 1
+
+
+@pytest.mark.parametrize("key", sorted(GONE_KEYS))
+def test_a_key_of_before_says_what_replaced_it(folder: Path, key: str) -> None:
+    path = folder / "connection.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: "Model"}))
+    said = f"{path}: the key {key} is gone: {GONE_KEYS[key]}; remove it, see docs/trainers.md"
+    with pytest.raises(ConfigurationError, match=f"^{re.escape(said)}$"):
+        Connection.load(folder, {})
+    done = epochkv("status", "--timeout", "0.2", config=folder)
+    assert (done.returncode, done.stderr) == (2, f"epochkv: {said}\n")
 
 
 def test_the_keys_that_are_known_are_those_of_the_connector() -> None:
-    assert ConnectorConfig.__struct_fields__ == KNOWN_KEYS
+    assert tuple(key for key in ConnectorConfig.__struct_fields__ if key not in GONE_KEYS) == KNOWN_KEYS
 
 
 JSON = st.recursive(

@@ -37,7 +37,7 @@ async def main():
     print("term", term.transitions, flush=True)
     while True:
         epoch += 1
-        await authority.record(uid, epoch, Origin(Source.TRAINER, f"v{epoch}"))
+        await authority.record(uid, epoch, Origin(list(Source)[epoch % 3]))
         print("target", epoch, flush=True)
         await authority.publish(uid, epoch)
         print("published", epoch, flush=True)
@@ -132,7 +132,7 @@ def test_kill_9_at_any_point_loses_nothing_that_was_acknowledged(tmp_path: Path)
         kills_in_writes += record.target > said["target"] or record.published < record.target
         assert said["target"] <= record.target <= said["target"] + 1
         assert said["published"] <= record.published <= record.target
-        assert record.origin == (Origin(Source.TRAINER, f"v{record.target}") if record.target else None)
+        assert record.origin == (Origin(list(Source)[record.target % 3]) if record.target else None)
         assert term.transitions > terms[-1]
         terms.append(term.transitions)
         said = {"target": record.target, "published": record.published}
@@ -268,29 +268,52 @@ def test_a_damaged_page_is_found_when_the_state_is_opened(tmp_path: Path) -> Non
     refused(tmp_path, "is damaged")
 
 
-FROM_2_TO_3 = ("ALTER TABLE pools DROP COLUMN listed", "ALTER TABLE pools DROP COLUMN inherited")
-FROM_1_TO_2 = ("DROP TABLE updates",)
+TO_3 = (
+    "DROP TABLE labels",
+    "CREATE TABLE updates (uid TEXT PRIMARY KEY REFERENCES pools, serial INTEGER)",
+    "CREATE TRIGGER updates_never_go BEFORE DELETE ON updates BEGIN SELECT RAISE(ABORT, 'never'); END",
+    "INSERT INTO updates SELECT uid, 1 FROM pools",
+    "ALTER TABLE pools ADD COLUMN weights_version TEXT NOT NULL DEFAULT 'step-7'",
+    "ALTER TABLE pools ADD COLUMN listed INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE pools ADD COLUMN inherited INTEGER NOT NULL DEFAULT 0",
+)
+TO_2 = ("ALTER TABLE pools DROP COLUMN listed", "ALTER TABLE pools DROP COLUMN inherited")
+TO_1 = ("DROP TABLE updates",)
 
 
-@pytest.mark.parametrize(("version", "less"), [(2, FROM_2_TO_3), (1, FROM_2_TO_3 + FROM_1_TO_2)])
-def test_a_state_of_a_version_before_is_taken_over(tmp_path: Path, version: int, less: tuple[str, ...]) -> None:
-    before = record_of(tmp_path)
+@pytest.mark.parametrize(("version", "older"), [(3, TO_3), (2, TO_3 + TO_2), (1, TO_3 + TO_2 + TO_1)])
+def test_a_state_of_a_version_before_is_taken_over(tmp_path: Path, version: int, older: tuple[str, ...]) -> None:
+    async def use() -> PoolRecord:
+        authority, uid = await opened(tmp_path)
+        await authority.record(uid, 7, Origin(Source.TRAINER))
+        await authority.publish(uid, 6)
+        await authority.note_granting(uid)
+        found = await authority.load(uid)
+        await authority.close()
+        return found
+
+    before = asyncio.run(use())
     connection = sqlite3.connect(tmp_path / "state.db")
-    for statement in (*less, f"PRAGMA user_version = {version}"):
+    for statement in (*older, f"PRAGMA user_version = {version}"):
         connection.execute(statement)
+    connection.commit()
     connection.close()
-    assert record_of(tmp_path)[0] == before[0]
+    assert record_of(tmp_path)[0] == before == PoolRecord(7, 6, True, Origin(Source.TRAINER))
     connection = sqlite3.connect(tmp_path / "state.db")
-    assert connection.execute("PRAGMA user_version").fetchone() == (3,)
+    assert connection.execute("PRAGMA user_version").fetchone() == (4,)
+    columns = {row[1] for row in connection.execute("PRAGMA table_info(pools)")}
+    assert columns == {"uid", "name", "target", "published", "granting", "source", "lease_seconds"}
+    tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
+    assert tables == {"leadership", "pools", "labels"}
     connection.close()
 
 
 def test_a_newer_state_is_refused(tmp_path: Path) -> None:
     record_of(tmp_path)
     connection = sqlite3.connect(tmp_path / "state.db")
-    connection.execute("PRAGMA user_version = 4")
+    connection.execute("PRAGMA user_version = 5")
     connection.close()
-    refused(tmp_path, r"was written by a newer EpochKV \(state version 4, this one reads 3\)")
+    refused(tmp_path, r"was written by a newer EpochKV \(state version 5, this one reads 4\)")
 
 
 def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:

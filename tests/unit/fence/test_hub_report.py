@@ -12,12 +12,17 @@ from epochkv_fence.authority import Origin
 from epochkv_fence.cli.file_hub import HubError, advertised, split_listen
 from epochkv_fence.cli.metrics import exposition
 from epochkv_fence.cli.report import compare
-from epochkv_fence.messages import Mode, Source
+from epochkv_fence.messages import Source
 from epochkv_fence.pool import EngineView, PoolSnapshot
 
+W, V = b"w" * 16, b"v" * 16
 
-def engine(number: int, epoch: int | None = 0, mode: Mode = Mode.USE, alive: bool = True, converged: bool = True) -> EngineView:
-    return EngineView(number.to_bytes(16, "big"), "rollout", f"rollout-{number}", 0, epoch, mode, converged, alive, 0, 9.0, 0.0, "fp")
+
+def engine(
+    number: int, epoch: int | None = 0, alive: bool = True, converged: bool = True, weights: bytes | None = W, **extra: object
+) -> EngineView:
+    made = EngineView(number.to_bytes(16, "big"), "rollout", f"rollout-{number}", 0, epoch, converged, alive, 0, 9.0, 0.0, "fp")
+    return replace(made, weights=weights, **extra)  # type: ignore[arg-type]
 
 
 def pool(*engines: EngineView, leading: bool = True, target: int = 0, published: int = 0, **extra: object) -> PoolSnapshot:
@@ -45,25 +50,25 @@ def test_leading_and_not() -> None:
 
 def test_what_the_record_held_when_a_hub_begins_to_lead_is_no_new_reset() -> None:
     before = pool(leading=False)
-    for now in (pool(target=4, published=4), pool(target=4, published=3, origin=Origin(Source.TRAINER, "v1"), weights_version="v1")):
+    for now in (pool(target=4, published=4), pool(target=4, published=3, origin=Origin(Source.TRAINER))):
         assert texts(before, now) == [f"leading: epoch 4, published {now.published}"]
     assert texts(pool(target=4, published=3), pool(target=4, published=4)) == ["epoch 4 published: no engine uses an older one"]
 
 
 def test_engines_come_and_go_one_line_each_until_there_are_many() -> None:
-    assert texts(pool(), pool(engine(1))) == ["engine rollout-1 joined"]
+    assert texts(pool(), pool(engine(1, weights=None))) == ["engine rollout-1 joined"]
     assert texts(pool(engine(1)), pool(engine(1, alive=False))) == ["engine rollout-1 is silent: its lease is over"]
     assert texts(pool(engine(1, alive=False)), pool(engine(1))) == ["engine rollout-1 is heard again"]
     assert texts(pool(engine(1, alive=False)), pool()) == ["engine rollout-1 is gone"]
-    crowd = [engine(number) for number in range(11)]
+    crowd = [engine(number, weights=None) for number in range(11)]
     assert texts(pool(), pool(*crowd)) == ["11 engines joined"]
     assert len(texts(pool(), pool(*crowd[:10]))) == 10
 
 
 def test_a_reset_from_its_ask_to_its_end() -> None:
     behind = engine(1, converged=False)
-    asked = pool(behind, target=1, origin=Origin(Source.TRAINER, "v1"), weights_version="v1")
-    assert texts(pool(engine(1)), asked) == ["epoch 1 recorded, asked for by trainer, weights v1; 1 of 1 engine to go"]
+    asked = pool(behind, target=1, origin=Origin(Source.TRAINER))
+    assert texts(pool(engine(1)), asked) == ["epoch 1 recorded, asked for by trainer; 1 of 1 engine to go"]
     done = pool(engine(1, 1), target=1, published=1, reset_seconds=0.0213, carried=2)
     assert texts(asked, done) == ["epoch 1 published after 0.021 s: no engine uses an older one; 2 running requests keep what they held"]
     (line,) = compare(asked, replace(asked, published=1))
@@ -78,25 +83,39 @@ def test_the_next_epoch_asked_for_at_once_makes_nobody_late() -> None:
     assert texts(before, now) == ["epoch 3 recorded, asked for; 1 of 1 engine to go", "epoch 2 published: no engine uses an older one"]
 
 
-def test_weights_that_nobody_vouches_for() -> None:
-    waiting = engine(1, 1, Mode.BYPASS)
-    settled = pool(waiting, target=1, published=1, weights_pending=[waiting])
-    assert texts(pool(waiting, target=1), settled)[-1] == (
-        "1 engine serves without reuse, as nobody said that it has the weights of epoch 1: rollout-1; "
-        "it shares after the next weight update"
-    )
-    assert texts(settled, pool(engine(1, 1), target=1, published=1)) == ["the only engine shares epoch 1"]
+def test_who_holds_which_weights_is_told_when_it_changes() -> None:
+    held, labels = W.hex()[:8], {V: "step-2"}
+    assert texts(pool(engine(1)), pool(engine(1, weights=V), labels=labels))[0] == f"engine rollout-1 holds weights {V.hex()[:8]} (step-2)"
+    before = pool(engine(1, weights=V), engine(2, weights=V))
+    assert texts(before, pool(engine(1), engine(2))) == [f"2 engines hold weights {held}: rollout-1, rollout-2"]
+    unknown = engine(1, weights=None, weights_note="asleep")
+    assert texts(pool(engine(1)), pool(unknown)) == ["the weights of engine rollout-1 are unknown: asleep"]
+    assert texts(pool(unknown), pool(unknown)) == []
+    assert texts(pool(), pool(labels={W: "step-1"})) == [f"weights {held} are called step-1"]
+    assert texts(pool(leading=False), pool(labels={W: "step-1"})) == ["leading: epoch 0, published 0"]
+
+
+def test_engines_that_differ_are_told_of_when_a_push_would_be_over() -> None:
+    def apart(seconds: float) -> PoolSnapshot:
+        out = engine(2, weights=V, diverged_seconds=seconds)
+        return pool(engine(1), out, diverged=[out])
+
+    assert texts(apart(0.0), apart(59.0)) == []
+    (line,) = compare(apart(59.0), apart(61.0))
+    assert (line.level, line.text) == (logging.WARNING, "1 engine holds other weights than most for more than 60 s: rollout-2")
+    assert texts(apart(61.0), apart(99.0)) == []
+    assert texts(apart(99.0), pool(engine(1), engine(2)))[-1] == "the engines of each fingerprint hold the same weights again"
 
 
 def test_memory_given_back() -> None:
     before = pool(target=2, published=2)
     assert texts(before, replace(before, reclaimed=2, reclaimed_keys=40)) == ["the store holds no keys below epoch 2; 40 removed so far"]
     assert texts(before, replace(before, reclaimed=2)) == []
-    assert "could not be emptied in time" in texts(before, replace(before, wipe_failed=True))[0]
+    assert "could not be emptied" in texts(before, replace(before, wipe_failed=True))[0]
 
 
 def test_metrics_are_prometheus_text() -> None:
-    engines = engine(1), engine(2, mode=Mode.BYPASS), engine(3, converged=False), engine(4, alive=False), replace(engine(5), private=True)
+    engines = engine(1), engine(2, weights=None), engine(3, converged=False), engine(4, alive=False), replace(engine(5), private=True)
     snapshot = pool(*engines, target=7, published=6, reset_seconds=0.25, reclaimed_keys=12)
     lines = exposition('po"l\\\n', snapshot, {"received": 5}).splitlines()
     labels = 'namespace="",pool="po\\"l\\\\\\n"'
@@ -105,7 +124,7 @@ def test_metrics_are_prometheus_text() -> None:
         f"epochkv_pool_published_epoch{{{labels}}} 6",
         f"epochkv_pool_last_reset_seconds{{{labels}}} 0.25",
         f'epochkv_pool_engines{{{labels},state="use"}} 1',
-        f'epochkv_pool_engines{{{labels},state="bypass"}} 1',
+        f'epochkv_pool_engines{{{labels},state="unknown"}} 1',
         f'epochkv_pool_engines{{{labels},state="private"}} 1',
         f'epochkv_pool_engines{{{labels},state="behind"}} 1',
         f'epochkv_pool_engines{{{labels},state="silent"}} 1',

@@ -32,7 +32,7 @@ def test_keys_are_made_once_and_belong_to_one_pool(tmp_path: Path) -> None:
     keys = ensure_keys(tmp_path, "uid-1")
     assert ensure_keys(tmp_path, "uid-1") == keys == read_keys(tmp_path)
     assert len({keys.client.public, keys.hub.public}) == 2
-    write_client(tmp_path, keys, "policy", "tcp://h:1", "Pushed")
+    write_client(tmp_path, keys, "policy", "tcp://h:1")
     folder_fits(tmp_path, keys)
     with pytest.raises(StateError, match=r"belongs to pool uid uid-1, whose record is gone"):
         ensure_keys(tmp_path, "uid-2")
@@ -40,7 +40,7 @@ def test_keys_are_made_once_and_belong_to_one_pool(tmp_path: Path) -> None:
 
 def test_a_rotation_keeps_the_key_before_and_everything_else(tmp_path: Path) -> None:
     first = ensure_keys(tmp_path, "uid-1")
-    write_client(tmp_path, first, "policy", "tcp://h:1", "Pushed")
+    write_client(tmp_path, first, "policy", "tcp://h:1")
     second = rotate_keys(tmp_path, 100.0)
     assert second.accepted == (second.client.public, first.client.public)
     assert (second.hub, second.root_secret, second.pool_uid) == (first.hub, first.root_secret, first.pool_uid)
@@ -106,7 +106,7 @@ while True:
 
 def test_a_kill_in_the_middle_of_a_rotation_is_repaired_at_the_next_start(tmp_path: Path) -> None:
     rng = random.Random(11)
-    write_client(tmp_path, ensure_keys(tmp_path, "uid-1"), "policy", "tcp://h:1", "Pushed")
+    write_client(tmp_path, ensure_keys(tmp_path, "uid-1"), "policy", "tcp://h:1")
     torn, seen = 0, set()
     for _ in range(15):
         child = subprocess.Popen([sys.executable, "-c", ROTATOR, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -119,14 +119,14 @@ def test_a_kill_in_the_middle_of_a_rotation_is_repaired_at_the_next_start(tmp_pa
         seen.add(keys.client.public)
         texts = [(tmp_path / "client" / name).read_text().strip() for name in ("client.pub", "client.key")]
         torn += texts != [keys.client.public, keys.client.secret]
-        write_client(tmp_path, keys, "policy", "tcp://h:1", "Pushed")
+        write_client(tmp_path, keys, "policy", "tcp://h:1")
         folder_fits(tmp_path, keys)
     assert torn > 0  # at least one kill came between the truth and the folder that is made from it
     assert len(seen) > 1
 
 
 def test_a_key_whose_grace_is_over_goes_although_it_is_used(tmp_path: Path) -> None:
-    with hub_world(tmp_path / "state", join_after_seconds=0.0) as world:
+    with hub_world(tmp_path / "state") as world:
         ((agent, _),) = world.serving(1)
         pool = world.connect()
         rotate_keys(world.options.state, 0.0)
@@ -148,7 +148,7 @@ state.rotate_keys(Path(sys.argv[1]), float(sys.argv[2]))
 
 
 def test_a_running_hub_repairs_what_a_killed_rotation_left_before_it_retires_a_key(tmp_path: Path) -> None:
-    with hub_world(tmp_path / "state", join_after_seconds=0.0) as world:
+    with hub_world(tmp_path / "state") as world:
         hub, state = world.hub, world.options.state
         assert hub is not None
         old = (world.folder / "client.pub").read_text().strip()
@@ -182,8 +182,8 @@ def test_a_key_that_was_not_judged_is_not_retired(tmp_path: Path) -> None:
 
 
 def test_a_trainers_key_stays_although_no_engine_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with hub_world(tmp_path / "state", lease_seconds=0.5, join_after_seconds=0.0) as world:
-        world.serving(1)
+    with hub_world(tmp_path / "state", lease_seconds=0.5) as world:
+        ((agent, engine),) = world.serving(1)
         hub, state = world.hub, world.options.state
         assert hub is not None
         content = json.loads((world.folder / "connection.json").read_text())
@@ -200,8 +200,10 @@ def test_a_trainers_key_stays_although_no_engine_uses_it(tmp_path: Path, monkeyp
                 enough = previous.rotated_at + 2 * hub._config.hold_seconds + 3.0
                 eventually(lambda: time.time() > enough, 60, "what engines need is over")
                 assert previous.public in hub.accepted_keys
-            assert update.reset is not None
-            assert update.reset.published
+                engine.holds = b"w" * 16
+                agent.poke()
+            assert update.report is not None
+            assert [group.label for group in update.report.groups] == ["v1"]
         monkeypatch.setattr("epochkv_fence.cli.state.KEEP_SECONDS", 1.0)
         eventually(lambda: len(hub.accepted_keys) == 1, what="no engine uses it, and trainers have had their time")
 
@@ -232,10 +234,10 @@ def test_keys_that_somebody_holds_are_not_waited_for_for_ever(tmp_path: Path) ->
 def test_a_connection_file_that_is_none_is_kept_aside(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
     keys = ensure_keys(tmp_path, "uid-1")
     for number in range(2):
-        path = write_client(tmp_path, keys, "policy", "tcp://h:1", "Pushed")
+        path = write_client(tmp_path, keys, "policy", "tcp://h:1")
         assert not caplog.records
         path.write_bytes(content + b"\n" * number)
-        write_client(tmp_path, keys, "policy", "tcp://h:1", "Pushed")
+        write_client(tmp_path, keys, "policy", "tcp://h:1")
         folder_fits(tmp_path, keys)
         aside = path.with_name("connection.json.bad" + (".1" if number else ""))
         assert aside.read_bytes() == content + b"\n" * number

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from epochkv_fence.messages import (
+    MAX_KEPT,
     MAX_MESSAGE_BYTES,
     TAGS,
     Bump,
@@ -16,12 +17,11 @@ from epochkv_fence.messages import (
     Error,
     Grant,
     Heartbeat,
+    Label,
+    Labelled,
     Leave,
     Message,
-    Mode,
-    Moment,
     Nudge,
-    OpenUpdate,
     Propose,
     Reclaim,
     Reclaimed,
@@ -36,32 +36,29 @@ from epochkv_fence.pool import PoolConfig
 from epochkv_fence.transport.keys import ClientKeys, CredentialsError, HubKeys, KeyPair, generate_keypair
 
 BOOT = bytes(range(16))
-MOMENT = Moment(b"hub-in-a", -12.5)  # a monotonic clock may start anywhere
+WEIGHTS = bytes(range(16, 32))
 MESSAGES: list[Message] = [
-    Heartbeat(BOOT, 7, 3, Mode.USE, 2, 12.5, "rollout", "rollout-0", 1, "abc", {"hits": 0.5}),
+    Heartbeat(BOOT, 7, 3, 2, 12.5, "rollout", "rollout-0", 1, "abc", {"hits": 0.5}, True, WEIGHTS),
     Heartbeat(BOOT, 0),
-    Heartbeat(BOOT, 0, loading=3),
-    Heartbeat(BOOT, 0, private=True),
-    Grant(BOOT, 7, 3, Mode.USE, 30.0, MOMENT),
-    Propose(BOOT, 4, MOMENT),
-    Bump(2**63 - 1, 4, [], "step-12", MOMENT, 0.25, BOOT),
-    BumpStatus(1, 4, 4, 3, 2, 1, 0, MOMENT, "step-12", 30.0, 2, 1),
-    Status(
-        *(1, 0, 4, 3, 1, [EngineStatus(BOOT, "rollout", "rollout-0", 0, 3, Mode.USE, 0, 2, 12.5, 0.25, "abc")]),
-        *(MOMENT, "step-12", 30.0, Source.TRAINER, "uid-1", BOOT, OpenUpdate(BOOT, "trainer", "step-12", 3.5, 29.5, True)),
-    ),
-    Reclaimed(BOOT, 4, 12, 3000),
-    Grant(BOOT, 7, 3, Mode.BYPASS, 30.0),
+    Heartbeat(BOOT, 0, weights_note="rank 1: no digest"),
+    Grant(BOOT, 7, 3, 30.0),
     Nudge(BOOT),
     Propose(BOOT, 4),
-    Bump(1, 4, [BOOT]),
-    Bump(1, 4),
-    BumpStatus(1, 4, 4, 3, 2, 1, 0),
+    Bump(2**63 - 1, 4),
+    BumpStatus(1, 4, 4, 3, 2, 1, 0, 30.0),
+    BumpStatus(1, 4, 4, 3),
+    Status(
+        *(1, 0, 4, 3, 1, [EngineStatus(BOOT, "rollout", "rollout-0", 0, 3, 0, 12.5, 0.25, "abc", True, WEIGHTS, "", 7.5)]),
+        *(30.0, Source.TRAINER, "uid-1", BOOT, {WEIGHTS.hex(): "step-12"}),
+    ),
     Status(1),
-    Status(1, 0, 4, 3, 1, [EngineStatus(BOOT, "rollout", "rollout-0", 0, 3, Mode.USE, 0)]),
-    Status(1, 0, 4, 3, 1, [EngineStatus(BOOT, "rollout", "rollout-0", 0, 3, Mode.USE, 0, private=True)]),
+    Status(1, 0, 4, 3, 1, [EngineStatus(BOOT, "rollout", "rollout-0", 0, None, 0, weights_note="asleep")]),
+    Label(1, WEIGHTS, "step-12"),
+    Labelled(1, WEIGHTS, "step-12"),
     Reclaim(BOOT, 4),
-    Reclaimed(BOOT, 4, 12),
+    Reclaim(BOOT, 4, [WEIGHTS, BOOT]),
+    Reclaimed(BOOT, 4, 12, 3000),
+    Reclaimed(BOOT, 4, 0),
     Leave(BOOT),
     Error(Refusal.TAG, "what"),
 ]
@@ -78,31 +75,26 @@ def test_every_type_is_covered() -> None:
 
 def test_the_bytes_on_the_wire_do_not_change_by_accident() -> None:
     version, payload = encode(Nudge(BOOT))
-    assert version == b"\x01"
+    assert version == b"\x02"
     assert msgspec.msgpack.decode(payload) == {"type": "Nudge", "boot": BOOT}
 
 
 def test_a_field_of_a_newer_peer_is_ignored() -> None:
     payload = msgspec.msgpack.encode({"type": "Nudge", "boot": BOOT, "why": "new"})
-    assert decode([b"\x01", payload]) == Nudge(BOOT)
+    assert decode([b"\x02", payload]) == Nudge(BOOT)
 
 
-def test_a_list_of_3000_boots_fits() -> None:
-    assert sum(map(len, encode(Bump(1, 1, [BOOT] * 3000)))) <= MAX_MESSAGE_BYTES
+def test_as_many_weights_as_may_be_kept_fit() -> None:
+    assert sum(map(len, encode(Reclaim(BOOT, 1, [WEIGHTS] * MAX_KEPT)))) <= MAX_MESSAGE_BYTES
 
 
-def test_what_an_older_peer_sends_is_taken() -> None:
-    assert decode([b"\x01", of("Propose", boot=BOOT, epoch=4)]) == Propose(BOOT, 4, None)
-    assert decode([b"\x01", of("Bump", request=1, epoch=4)]) == Bump(1, 4, None, "", None, 0.0)
-
-
-@pytest.mark.parametrize("field", ["carried", "loading"])
-def test_what_one_engine_counts_leaves_room_for_the_sum_of_many(field: str) -> None:
+def test_what_one_engine_counts_leaves_room_for_the_sum_of_many() -> None:
     most = 2**31 - 1
-    beat = decode([b"\x01", of("Heartbeat", boot=BOOT, seq=0, **{field: most})])
-    assert getattr(beat, field) == most
-    with pytest.raises(WireError, match=field):
-        decode([b"\x01", of("Heartbeat", boot=BOOT, seq=0, **{field: most + 1})])
+    beat = decode([b"\x02", of("Heartbeat", boot=BOOT, seq=0, carried=most)])
+    assert isinstance(beat, Heartbeat)
+    assert beat.carried == most
+    with pytest.raises(WireError, match="carried"):
+        decode([b"\x02", of("Heartbeat", boot=BOOT, seq=0, carried=most + 1)])
 
 
 def of(tag: str, **fields: object) -> bytes:
@@ -113,30 +105,31 @@ def of(tag: str, **fields: object) -> bytes:
     ("frames", "code", "named"),
     [
         ([], Refusal.FRAMES, "0 frames"),
-        ([b"\x01"], Refusal.FRAMES, "1 frames"),
-        ([b"\x01", b"", b""], Refusal.FRAMES, "3 frames"),
-        ([b"\x02", encode(Nudge(BOOT))[1]], Refusal.VERSION, "tag 'Nudge' has version 2; this side speaks version 1"),
+        ([b"\x02"], Refusal.FRAMES, "1 frames"),
+        ([b"\x02", b"", b""], Refusal.FRAMES, "3 frames"),
+        ([b"\x01", encode(Nudge(BOOT))[1]], Refusal.VERSION, "tag 'Nudge' has version 1; this side speaks version 2"),
         ([b"", encode(Nudge(BOOT))[1]], Refusal.VERSION, "(empty)"),
-        ([b"\x01", msgspec.msgpack.encode({"type": "Wipe"})], Refusal.TAG, "unknown tag 'Wipe' in version 1"),
-        ([b"\x01", b""], Refusal.MALFORMED, "version 1"),
-        ([b"\x01", b"\xc1\xff"], Refusal.MALFORMED, "tag (none)"),
-        ([b"\x01", encode(Nudge(BOOT))[1][:-1]], Refusal.MALFORMED, "version 1"),
-        ([b"\x01", msgspec.msgpack.encode({"type": "Nudge", "boot": b"short"})], Refusal.MALFORMED, "tag 'Nudge'"),
-        ([b"\x01", msgspec.msgpack.encode({"type": "Propose", "boot": BOOT, "epoch": -1})], Refusal.MALFORMED, "epoch"),
-        ([b"\x01", msgspec.msgpack.encode({"type": "Propose", "boot": BOOT})], Refusal.MALFORMED, "epoch"),
-        ([b"\x01", of("Heartbeat", boot=BOOT, seq=0, stats={f"s{n}": 0.0 for n in range(65)})], Refusal.MALFORMED, "stats"),
-        ([b"\x01", of("Heartbeat", boot=BOOT, seq=0, stats={"s" * 65: 0.0})], Refusal.MALFORMED, "stats"),
-        ([b"\x01", of("Heartbeat", boot=BOOT, seq=0, boot_age_seconds=float("nan"))], Refusal.MALFORMED, "boot_age_seconds"),
-        ([b"\x01", of("Heartbeat", boot=BOOT, seq=0, loading=-1)], Refusal.MALFORMED, "loading"),
-        ([b"\x01", of("Bump", request=1, epoch=1, ago_seconds=float("nan"))], Refusal.MALFORMED, "ago_seconds"),
-        ([b"\x01", of("Bump", request=1, epoch=1, ago_seconds=-1.0)], Refusal.MALFORMED, "ago_seconds"),
-        ([b"\x01", of("Bump", request=1, epoch=1, weights_version="v" * 254)], Refusal.MALFORMED, "weights_version"),
-        ([b"\x01", of("Bump", request=1, epoch=1, weights_version="v\n")], Refusal.MALFORMED, r"weights_version is 'v\n'; give one line"),
-        ([b"\x01", of("Propose", boot=BOOT, epoch=1, moment=[b"short", 1.0])], Refusal.MALFORMED, "moment"),
-        ([b"\x01", of("Propose", boot=BOOT, epoch=1, moment=[b"8" * 8, float("nan")])], Refusal.MALFORMED, "moment"),
-        ([b"\x01", of("Propose", boot=BOOT, epoch=1, moment=[b"8" * 8, float("inf")])], Refusal.MALFORMED, "moment"),
-        ([b"\x01", b"\x93" * 40_000], Refusal.MALFORMED, "version 1"),
-        ([b"\x01", b"x" * (MAX_MESSAGE_BYTES + 1)], Refusal.SIZE, "at most 65536"),
+        ([b"\x02", msgspec.msgpack.encode({"type": "Wipe"})], Refusal.TAG, "unknown tag 'Wipe' in version 2"),
+        ([b"\x02", b""], Refusal.MALFORMED, "version 2"),
+        ([b"\x02", b"\xc1\xff"], Refusal.MALFORMED, "tag (none)"),
+        ([b"\x02", encode(Nudge(BOOT))[1][:-1]], Refusal.MALFORMED, "version 2"),
+        ([b"\x02", msgspec.msgpack.encode({"type": "Nudge", "boot": b"short"})], Refusal.MALFORMED, "tag 'Nudge'"),
+        ([b"\x02", msgspec.msgpack.encode({"type": "Propose", "boot": BOOT, "epoch": -1})], Refusal.MALFORMED, "epoch"),
+        ([b"\x02", msgspec.msgpack.encode({"type": "Propose", "boot": BOOT})], Refusal.MALFORMED, "epoch"),
+        ([b"\x02", of("Heartbeat", boot=BOOT, seq=0, stats={f"s{n}": 0.0 for n in range(65)})], Refusal.MALFORMED, "stats"),
+        ([b"\x02", of("Heartbeat", boot=BOOT, seq=0, stats={"s" * 65: 0.0})], Refusal.MALFORMED, "stats"),
+        ([b"\x02", of("Heartbeat", boot=BOOT, seq=0, boot_age_seconds=float("nan"))], Refusal.MALFORMED, "boot_age_seconds"),
+        ([b"\x02", of("Heartbeat", boot=BOOT, seq=0, weights=b"short")], Refusal.MALFORMED, "weights"),
+        ([b"\x02", of("Heartbeat", boot=BOOT, seq=0, weights_note="n" * 1025)], Refusal.MALFORMED, "weights_note"),
+        ([b"\x02", of("Label", request=1, weights=WEIGHTS, label="v" * 254)], Refusal.MALFORMED, "label"),
+        ([b"\x02", of("Label", request=1, weights=WEIGHTS, label="")], Refusal.MALFORMED, "label"),
+        ([b"\x02", of("Label", request=1, weights=WEIGHTS, label="v\n")], Refusal.MALFORMED, r"label is 'v\n'; give one line"),
+        ([b"\x02", of("Label", request=1, weights=b"w" * 17, label="v")], Refusal.MALFORMED, "weights"),
+        ([b"\x02", of("Reclaim", boot=BOOT, below=1, keep=[WEIGHTS] * (MAX_KEPT + 1))], Refusal.MALFORMED, "keep"),
+        ([b"\x02", of("Status", request=1, labels={f"{n:032x}": "v" for n in range(17)})], Refusal.MALFORMED, "labels"),
+        ([b"\x02", of("Status", request=1, labels={"short": "v"})], Refusal.MALFORMED, "labels"),
+        ([b"\x02", b"\x93" * 40_000], Refusal.MALFORMED, "version 2"),
+        ([b"\x02", b"x" * (MAX_MESSAGE_BYTES + 1)], Refusal.SIZE, "at most 65536"),
     ],
 )
 def test_refused(frames: list[bytes], code: Refusal, named: str) -> None:
@@ -156,8 +149,7 @@ def test_what_the_other_side_would_refuse_is_not_sent() -> None:
     [
         ({"uid": ""}, "uid is empty"),
         ({"lease_seconds": 0.0}, "lease_seconds is 0.0"),
-        ({"join_after_seconds": -1.0}, "join_after_seconds is -1.0"),
-        ({"weights_source": "Elsewhere"}, "'Pushed' or 'Model'"),
+        ({"weights_grace_seconds": -1.0}, "weights_grace_seconds is -1.0"),
         ({"reclaim": "Wipe"}, "use one of Delete, RemoveAll, Retain"),
     ],
 )

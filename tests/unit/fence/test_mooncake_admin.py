@@ -53,8 +53,8 @@ def answer(sock: socket.socket, body: bytes, status: str = "200 OK") -> None:
     sock.sendall(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
 
 
-def remove_all(*urls: str, seconds: float = 5.0, force: bool = True) -> Removed:
-    return asyncio.run(MooncakeAdmin(lambda uid: list(urls), seconds).remove_all("u-1", force=force))
+def remove_all(*urls: str, seconds: float = 5.0) -> Removed:
+    return asyncio.run(MooncakeAdmin(lambda uid: list(urls), seconds).remove_all("u-1"))
 
 
 def working(keys: int = 3, before: int = 5000, after: int = 1000) -> tuple[Handler, list[str]]:
@@ -72,15 +72,11 @@ def working(keys: int = 3, before: int = 5000, after: int = 1000) -> tuple[Handl
     return handle, asked
 
 
-def test_keys_and_bytes_are_told_and_force_is_passed_on() -> None:
+def test_keys_and_bytes_are_told_and_what_is_read_stays() -> None:
     handle, asked = working()
     with server(handle) as url:
         assert remove_all(url) == Removed(3, 4000)
-        assert remove_all(url, force=False) == Removed(3, 0)
-    assert [line for line in asked if "remove_all" in line] == [
-        "POST /api/v1/remove_all?force=true HTTP/1.1",
-        "POST /api/v1/remove_all?force=false HTTP/1.1",
-    ]
+    assert [line for line in asked if "remove_all" in line] == ["POST /api/v1/remove_all?force=false HTTP/1.1"]
 
 
 def test_a_store_that_grew_meanwhile_gave_nothing_back() -> None:
@@ -199,25 +195,24 @@ def test_a_master_that_hangs_or_drips_costs_the_deadline_and_leaves_no_thread() 
         release.set()
 
 
-def test_nothing_is_removed_from_the_time_on_at_which_engines_may_read_again() -> None:
+def test_nothing_is_removed_after_the_deadline() -> None:
     handle, asked = working()
     answered = threading.Event()
-    before = time.monotonic() + 0.2
+    until = time.monotonic() + 0.2
 
     def slow(sock: socket.socket, line: str) -> None:
-        while time.monotonic() < before:
+        while time.monotonic() < until:
             time.sleep(0.01)
         handle(sock, line)
         answered.set()
 
     with server(slow) as url:
-        admin = MooncakeAdmin(lambda uid: [url])
         with pytest.raises(StoreAdminError):
-            asyncio.run(admin.remove_all("u-1", force=True, before=before))
+            remove_all(url, seconds=0.1)
         assert answered.wait(20)
         eventually(lambda: threads() == 0, what="the thread ends")
         with pytest.raises(StoreAdminError, match="too late"):
-            _Call(url, True, before)._remove_all()  # as the thread of a process that slept would go on
+            _Call(url, until)._remove_all()  # as the thread of a process that slept would go on
     assert [line for line in asked if "remove_all" in line] == []
 
 
@@ -236,10 +231,10 @@ def test_a_slow_look_up_of_the_name_does_not_make_a_removal_late(monkeypatch: py
 
     with server(handle) as url:
         monkeypatch.setattr("epochkv_fence.mooncake_admin.socket.getaddrinfo", slow)
-        admin = MooncakeAdmin(lambda uid: [url.replace("127.0.0.1", "master.example")])
+        admin = MooncakeAdmin(lambda uid: [url.replace("127.0.0.1", "master.example")], before - time.monotonic())
         started = time.monotonic()
         with pytest.raises(StoreAdminError, match=r"no answer within [\d.]+ s") as told:
-            asyncio.run(admin.remove_all("u-1", force=True, before=before))
+            asyncio.run(admin.remove_all("u-1"))
         assert "within 10 s" not in str(told.value)
         assert time.monotonic() - started < 20
         eventually(lambda: threads() == 0, what="the thread ends")
@@ -258,7 +253,7 @@ def test_a_call_that_is_given_up_while_its_connection_is_made_ends() -> None:
                 filler.setblocking(False)
                 filler.connect_ex(address)
                 fillers.append(filler)
-            call = _Call(f"http://127.0.0.1:{address[1]}", True, time.monotonic() + 3600.0)
+            call = _Call(f"http://127.0.0.1:{address[1]}", time.monotonic() + 3600.0)
             future = call.start()
             eventually(lambda: call._sock is not None, what="it dials")
             with pytest.raises(TimeoutError):

@@ -10,9 +10,24 @@ import pytest
 from epochkv_fence import hub_events as ev
 from epochkv_fence.authority import Origin, PoolRecord, Term
 from epochkv_fence.client import Engine
-from epochkv_fence.messages import Bump, BumpStatus, EngineStatus, Error, Grant, Heartbeat, Mode, Moment, Refusal, Source, Status, encode
+from epochkv_fence.messages import (
+    MAX_LABELS,
+    Bump,
+    BumpStatus,
+    EngineStatus,
+    Error,
+    Grant,
+    Heartbeat,
+    Label,
+    Refusal,
+    Source,
+    Status,
+    encode,
+)
 from epochkv_fence.trainers import MAX_QUESTIONS
-from tests.unit.fence.helpers import HOLD, INSTANCE, LEASE, Driver, boot
+from tests.unit.fence.helpers import HOLD, LEASE, Driver, boot
+
+W = b"w" * 16
 
 
 def pool(**keys: object) -> Driver:
@@ -35,17 +50,21 @@ def pages(hub: Driver) -> list[Status]:
 
 def test_a_status_tells_all_about_the_pool() -> None:
     hub = pool()
-    hub.beat(1, epoch=0, age=100.0, engine="e", pod="p", rank=2, fingerprint="f", loading=4, carried=3)
+    hub.beat(1, epoch=0, age=100.0, engine="e", pod="p", rank=2, fingerprint="f", carried=3, weights=b"w" * 16)
     hub.now += 2.0
-    hub.hear(Bump(1, 5, weights_version="v5"))
+    hub.beat(2, epoch=0, weights_note="asleep")
+    hub.hear(Label(7, b"w" * 16, "step-5"))
+    hub.hear(Bump(1, 5))
     (page,) = pages(hub)
-    assert (page.request, page.first, page.target, page.published, page.total) == (1, 0, 5, 0, 1)
-    assert page.moment == Moment(INSTANCE, hub.now)
-    assert (page.weights_version, page.origin, page.lease_seconds, page.pool) == ("v5", Source.TRAINER, LEASE, "uid")
-    (engine,) = page.engines
+    assert (page.request, page.first, page.target, page.published, page.total) == (1, 0, 5, 0, 2)
+    assert (page.origin, page.lease_seconds, page.pool) == (Source.TRAINER, LEASE, "uid")
+    assert page.labels == {(b"w" * 16).hex(): "step-5"}
+    engine, other = page.engines
     assert (engine.boot, engine.engine, engine.pod, engine.rank, engine.fingerprint) == (boot(1), "e", "p", 2, "f")
-    assert (engine.epoch, engine.mode, engine.carried, engine.loading) == (0, Mode.USE, 3, 4)
+    assert (engine.epoch, engine.carried) == (0, 3)
     assert (engine.age_seconds, engine.silent_seconds) == (100.0, 2.0)
+    assert (engine.weights, engine.weights_note, engine.since_seconds) == (b"w" * 16, "", 2.0)
+    assert (other.weights, other.weights_note, other.since_seconds) == (None, "asleep", 0.0)
 
 
 def test_a_hub_that_does_not_lead_tells_nothing_about_epochs() -> None:
@@ -96,13 +115,16 @@ def test_a_flood_of_questions_costs_few_reads_and_little_memory() -> None:
     assert hub.of(Status)[-1].request == 999
 
 
-def test_pages_fit_into_messages_whatever_names_engines_have() -> None:
+@pytest.mark.parametrize("width", [60, 253])
+def test_pages_fit_into_messages_whatever_names_engines_have(width: int) -> None:
     hub = pool()
-    wide = "\U0001f600" * 253  # four bytes each
+    wide = "\U0001f600" * width  # four bytes each
     for number in range(100):
-        hub.beat(number, engine=wide, pod=wide, fingerprint=wide)
+        hub.beat(number, engine=wide, pod=wide, fingerprint=wide, weights_note=wide * (4 if width == 253 else 0), weights=boot(number))
+        hub.hear(Label(number, boot(number), "\U0001f600" * 253))
     found = pages(hub)
-    assert len(found) > 2
+    assert len(found) >= 2
+    assert [len(page.labels) for page in found[:2]] == [MAX_LABELS, 0]
     for page in found:
         encode(page)
     assert [engine.boot for page in found for engine in page.engines] == [boot(number) for number in range(100)]
@@ -135,40 +157,31 @@ def test_no_boot_that_stays_is_missed_while_others_come_and_go() -> None:
         assert {boot(number) for number in stayed} <= set(seen)
 
 
-def test_a_bump_is_told_how_many_boots_wait_for_its_weights() -> None:
+def test_a_bump_is_told_how_many_boots_are_behind() -> None:
     hub = pool()
     for number in (1, 2, 3, 4):
-        hub.beat(number, age=1.0)
-    hub.hear(Bump(1, 1, [boot(1), boot(2), boot(9)], weights_version="v1"))
+        hub.beat(number)
+    hub.hear(Bump(1, 1))
     hub.round()
-    hub.beat(1, epoch=1, mode=Mode.USE, age=1.0)
-    hub.beat(2, epoch=1, mode=Mode.BYPASS, age=1.0)
-    hub.beat(3, epoch=1, mode=Mode.BYPASS, age=1.0)
-    hub.hear(Bump(1, 1, [boot(1), boot(2), boot(9)], weights_version="v1"))
+    for number in (1, 2, 3):
+        hub.beat(number, epoch=1)
+    hub.hear(Bump(1, 1))
     answer = hub.of(BumpStatus)[-1]
-    assert (answer.engines, answer.laggards) == (4, 1)
-    assert answer.pending == 1  # boot 2; boot 9 is not there
-    assert answer.bypassed == 2
-    assert (answer.weights_version, answer.lease_seconds) == ("v1", LEASE)
-    hub.now += LEASE + 1.0  # marked boots die
-    hub.beat(3, epoch=1, mode=Mode.BYPASS, age=1.0)
-    hub.hear(Bump(1, 1, [boot(1), boot(2), boot(9)], weights_version="v1"))
-    answer = hub.of(BumpStatus)[-1]
-    assert (answer.pending, answer.bypassed) == (0, 1)
+    assert (answer.engines, answer.laggards, answer.lease_seconds) == (4, 1, LEASE)
 
 
 def test_everyone_who_waits_is_told_of_the_publication_once() -> None:
     hub = pool()
     hub.hold_writes = True
     for request, epoch in ((1, 1), (2, 2), (3, 2), (4, 9)):
-        hub.hear(Bump(request, epoch, [boot(1)]), b"t%d" % request)
+        hub.hear(Bump(request, epoch), b"t%d" % request)
     hub.step(ev.Recorded(1))
     hub.step(ev.Observed(PoolRecord(target=2)))
-    hub.beat(1, epoch=2, mode=Mode.BYPASS)
+    hub.beat(1, epoch=2)
     before = len(hub.sent)
     hub.step(ev.Published(2))
-    told = [(peer, m.request, m.epoch, m.published, m.pending) for peer, m in hub.sent[before:] if isinstance(m, BumpStatus)]
-    assert told == [(b"t1", 1, 1, 2, 0), (b"t2", 2, 2, 2, 1), (b"t3", 3, 2, 2, 1)]
+    told = [(peer, m.request, m.epoch, m.published) for peer, m in hub.sent[before:] if isinstance(m, BumpStatus)]
+    assert told == [(b"t1", 1, 1, 2), (b"t2", 2, 2, 2), (b"t3", 3, 2, 2)]
     before = len(hub.sent)
     hub.step(ev.Published(2))
     assert hub.sent[before:] == []
@@ -176,11 +189,11 @@ def test_everyone_who_waits_is_told_of_the_publication_once() -> None:
 
 def test_the_snapshot_shows_what_engines_said() -> None:
     hub = pool()
-    beat = Heartbeat(boot(1), 0, 0, Mode.USE, loading=5)
+    beat = Heartbeat(boot(1), 0, 0, carried=5)
     hub.step(ev.Heard(b"p", beat, key_index=1))
     (view,) = hub.hub.snapshot(hub.now).engines
-    assert (view.loading, view.key_index, view.mode) == (5, 1, Mode.USE)
-    actions = hub.step(ev.Heard(b"p", Heartbeat(boot(1), 1, 0, Mode.USE, loading=5), key_index=0))
+    assert (view.carried, view.key_index, view.state) == (5, 1, "unknown")
+    actions = hub.step(ev.Heard(b"p", Heartbeat(boot(1), 1, 0, carried=5), key_index=0))
     assert ev.Changed() in actions  # its owner waits for this to drop the old key
     (view,) = hub.hub.snapshot(hub.now).engines
     assert view.key_index == 0
@@ -196,13 +209,13 @@ def test_other_keys_move_what_engines_use_among_them() -> None:
         return view.key_index
 
     hub.step(ev.Configured(dataclasses.replace(hub.hub.config, client_public_keys=("old",))))
-    hub.step(ev.Heard(b"p", Heartbeat(boot(1), 0, 0, Mode.USE), key_index=0))
+    hub.step(ev.Heard(b"p", Heartbeat(boot(1), 0, 0), key_index=0))
     assert accept("new", "old") == 1
     assert accept("newer", "new", "old") == 2
     assert accept("new", "old") == 1
     assert accept("new") == 1  # it has none of them
     assert accept("newest", "new") == 2
-    hub.step(ev.Heard(b"p", Heartbeat(boot(1), 1, 0, Mode.USE), key_index=0))
+    hub.step(ev.Heard(b"p", Heartbeat(boot(1), 1, 0), key_index=0))
     assert accept("newest") == 0
 
 
@@ -210,25 +223,22 @@ def test_an_engine_that_was_reset_alone_is_shown_so_and_decides_nothing() -> Non
     """Two pools, one with an engine that says so: the same grants, the same writes, the same publication."""
     plain, marked = pool(), pool()
     for hub, private in ((plain, False), (marked, True)):
-        hub.beat(1, epoch=0)
+        hub.beat(1, epoch=0, weights=W)
         assert not hub.hub.snapshot(hub.now).engines[0].private
-        hub.beat(2, epoch=0)
-        actions = hub.step(ev.Heard(b"peer1", Heartbeat(boot(1), 1, 0, Mode.USE, boot_age_seconds=1000.0, private=private)))
+        hub.beat(2, epoch=0, weights=W)
+        actions = hub.step(ev.Heard(b"peer1", Heartbeat(boot(1), 1, 0, boot_age_seconds=1000.0, private=private, weights=W)))
         assert (ev.Changed() in actions) == private
         (page,) = pages(hub)
-        assert [(engine.boot, engine.mode, engine.private) for engine in page.engines] == [
-            (boot(1), Mode.USE, private),
-            (boot(2), Mode.USE, False),
-        ]
+        assert [(engine.boot, engine.private) for engine in page.engines] == [(boot(1), private), (boot(2), False)]
         views = {view.boot: view for view in hub.hub.snapshot(hub.now).engines}
         assert (views[boot(1)].state, views[boot(2)].state) == ("private" if private else "use", "use")
         hub.beat(1, epoch=0, seq=0)  # an older one, late
         assert {view.private for view in hub.hub.snapshot(hub.now).engines} == {private, False}
         hub.hear(Bump(1, 1))
-        hub.beat(1, epoch=0, seq=2, private=private)
+        hub.beat(1, epoch=0, seq=2, private=private, weights=W)
         assert {view.state for view in hub.hub.snapshot(hub.now).engines} == {"behind"}
-        hub.beat(1, epoch=1, seq=3)
-        hub.beat(2, epoch=1)
+        hub.beat(1, epoch=1, seq=3, weights=W)
+        hub.beat(2, epoch=1, weights=W)
         hub.round()
         assert {view.state for view in hub.hub.snapshot(hub.now).engines} == {"use"}
     assert plain.of(Grant) == marked.of(Grant) != []
@@ -237,16 +247,16 @@ def test_an_engine_that_was_reset_alone_is_shown_so_and_decides_nothing() -> Non
 
 
 @pytest.mark.parametrize(
-    ("epoch", "mode", "state"),
-    [(2, Mode.USE, "private"), (2, Mode.BYPASS, "bypass"), (1, Mode.USE, "behind"), (None, Mode.BYPASS, "behind")],
+    ("epoch", "weights", "private", "state"),
+    [(2, W, False, "use"), (2, W, True, "private"), (2, None, True, "unknown"), (2, None, False, "unknown"), (1, W, True, "behind")],
 )
-def test_the_state_of_an_engine_that_was_reset_alone(epoch: int | None, mode: Mode, state: str) -> None:
+def test_the_state_of_an_engine(epoch: int, weights: bytes | None, private: bool, state: str) -> None:
     """What keeps it from sharing first is what is told: an epoch, then weights, then its own reset."""
-    status = EngineStatus(boot(1), "e", "p", 0, epoch, mode, 0, private=True)
+    status = EngineStatus(boot(1), "e", "p", 0, epoch, 0, private=private, weights=weights)
     assert Engine.of(status, 2).state == state
     hub = Driver()
     hub.step(ev.Acquired(Term("h", 1), PoolRecord(2, 2, True)))
-    hub.beat(1, epoch=epoch, mode=mode, private=True)
+    hub.beat(1, epoch=epoch, weights=weights, private=private)
     assert [view.state for view in hub.hub.snapshot(hub.now).engines] == [state]
     hub.now += LEASE
     assert [view.state for view in hub.hub.snapshot(hub.now).engines] == ["silent"]
@@ -254,7 +264,7 @@ def test_the_state_of_an_engine_that_was_reset_alone(epoch: int | None, mode: Mo
 
 def test_the_snapshot_of_a_new_leader_names_where_the_target_came_from() -> None:
     hub = Driver(reclaim="Retain")
-    hub.step(ev.Acquired(Term("h", 1), PoolRecord(3, 3, True, Origin(Source.TRAINER, "v3"))))
+    hub.step(ev.Acquired(Term("h", 1), PoolRecord(3, 3, True, Origin(Source.TRAINER), {W: "step-3"})))
     snapshot = hub.hub.snapshot(hub.now)
-    assert (snapshot.weights_version, snapshot.origin, snapshot.reclaim_policy) == ("v3", Origin(Source.TRAINER, "v3"), "Retain")
-    assert (snapshot.held, snapshot.weights_pending, snapshot.wipe_failed) == (False, [], False)
+    assert (snapshot.origin, snapshot.labels, snapshot.reclaim_policy) == (Origin(Source.TRAINER), {W: "step-3"}, "Retain")
+    assert (snapshot.weights, snapshot.diverged, snapshot.wipe_failed) == ([], [], False)

@@ -9,16 +9,16 @@ from collections.abc import Iterator
 import pytest
 
 from epochkv_fence.authority import Origin, PoolRecord, Term
-from epochkv_fence.messages import Mode, Source
+from epochkv_fence.messages import Source
 from epochkv_fence.transport import AgentThread, ClientKeys, HubServer, UnknownPool, generate_keypair
-from tests.helpers_fence import POOL, FakeEngine, FenceWorld, eventually
+from tests.helpers_fence import POOL, WEIGHTS, FakeEngine, FenceWorld, eventually
 
 Agents = list[tuple[AgentThread, FakeEngine]]
 
 
 @pytest.fixture
 def world() -> Iterator[FenceWorld]:
-    made = FenceWorld(join_after_seconds=0.0)
+    made = FenceWorld()
     yield made
     made.close()
 
@@ -33,7 +33,7 @@ def serving(world: FenceWorld, num_agents: int = 2) -> tuple[HubServer, Agents]:
 
 def using(agent: AgentThread, epoch: int) -> bool:
     view = agent.view
-    return view.epoch == epoch and view.mode is Mode.USE and time.monotonic() < view.lease_until
+    return view.epoch == epoch and time.monotonic() < view.lease_until
 
 
 def test_an_epoch_is_asked_for_and_published_by_agreement(world: FenceWorld) -> None:
@@ -44,7 +44,7 @@ def test_an_epoch_is_asked_for_and_published_by_agreement(world: FenceWorld) -> 
     eventually(lambda: world.published() == 1, what="published")
     assert world.authority.published[0][0] - started < world.config.lease_seconds  # not by waiting for leases
     for agent, engine in agents:
-        assert engine.adopted == [(0, Mode.USE), (1, Mode.USE)]
+        assert engine.adopted == [0, 1]
         assert using(agent, 1)
     snapshot = world.thread.call(lambda: hub.snapshot(POOL))
     assert (snapshot.target, snapshot.published, snapshot.converged, snapshot.carried) == (1, 1, True, 3)
@@ -59,7 +59,7 @@ def test_older_keys_are_removed_after_publication(world: FenceWorld) -> None:
     engine = agents[0][1]
     world.request(hub, 1)
     eventually(lambda: world.thread.call(lambda: hub.snapshot(POOL)).reclaimed == 1)
-    assert engine.reclaims == [1]
+    assert engine.reclaims == [(1, ())]
 
 
 def test_a_restarted_agent_is_a_new_boot_and_joins(world: FenceWorld) -> None:
@@ -67,7 +67,7 @@ def test_a_restarted_agent_is_a_new_boot_and_joins(world: FenceWorld) -> None:
     assert agents[0][0].stop()
     agent, engine = world.agent(hub.endpoint)
     eventually(lambda: agent.view.epoch == 0)
-    assert engine.adopted == [(0, Mode.USE)]
+    assert engine.adopted == [0]
     assert not using(agents[0][0], 0)
 
 
@@ -110,7 +110,7 @@ def test_a_restarted_hub_takes_nobodys_lease_and_goes_on(world: FenceWorld) -> N
     second = world.hub(hub.endpoint)
     world.lead(second)
     eventually(lambda: all(agent.view.lease_until > old for (agent, _), old in zip(agents, before, strict=True)))
-    assert all(engine.adopted[-1] == (1, Mode.USE) for _, engine in agents)  # nobody lost `Use`
+    assert all(engine.adopted[-1] == 1 for _, engine in agents)  # nobody had to adopt anything
     world.request(second, 2)
     eventually(lambda: all(agent.view.epoch == 2 for agent, _ in agents))
     snapshot = world.thread.call(lambda: second.snapshot(POOL))
@@ -130,8 +130,8 @@ def test_a_hub_that_lost_leadership_in_its_sleep_grants_and_publishes_nothing(wo
 
 
 def test_a_hub_frozen_through_a_reset_grants_nothing_when_it_thaws() -> None:
-    world = FenceWorld(lease_seconds=1.0, join_after_seconds=0.0)
-    second = FenceWorld(lease_seconds=1.0, join_after_seconds=0.0)
+    world = FenceWorld(lease_seconds=1.0)
+    second = FenceWorld(lease_seconds=1.0)
     second.authority = world.authority
     try:
         hub, agents = serving(world, 1)
@@ -142,7 +142,7 @@ def test_a_hub_frozen_through_a_reset_grants_nothing_when_it_thaws() -> None:
         second.lead(successor)
         second.request(successor, 1)
         eventually(lambda: world.published() == 1, what="the successor publishes after lease and margin")
-        assert time.monotonic() >= agent.view.lease_until  # the engine of the frozen hub is in bypass by then
+        assert time.monotonic() >= agent.view.lease_until  # the engine of the frozen hub shares nothing by then
         before, received = agent.view, hub.counters["received"]
         thaw.set()
         eventually(lambda: not hub.leading, what="the old hub steps down")
@@ -192,7 +192,7 @@ def test_asked_before_it_leads(world: FenceWorld) -> None:
 
 
 def test_an_engine_that_never_acknowledges_is_waited_for_no_longer_than_lease_and_margin() -> None:
-    world = FenceWorld(lease_seconds=1.0, join_after_seconds=0.0)
+    world = FenceWorld(lease_seconds=1.0)
     try:
         hub, agents = serving(world)
         (_, stuck), (well, _) = agents
@@ -210,7 +210,7 @@ def test_an_engine_that_never_acknowledges_is_waited_for_no_longer_than_lease_an
 
 
 def test_without_a_hub_the_lease_runs_out(world: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
-    short = FenceWorld(lease_seconds=0.5, join_after_seconds=0.0)
+    short = FenceWorld(lease_seconds=0.5)
     try:
         hub, agents = serving(short, 1)
         with caplog.at_level(logging.DEBUG):
@@ -239,7 +239,7 @@ def test_the_acknowledgement_waits_for_the_scheduler(world: FenceWorld) -> None:
     agent, engine = agents[0]
     engine.is_busy = True
     world.request(hub, 1)
-    eventually(lambda: engine.adopted[-1] == (1, Mode.USE))
+    eventually(lambda: engine.adopted[-1] == 1)
     received = hub.counters["received"]
     agent.poke()
     eventually(lambda: hub.counters["received"] > received)
@@ -248,12 +248,12 @@ def test_the_acknowledgement_waits_for_the_scheduler(world: FenceWorld) -> None:
     eventually(lambda: world.published() == 1)
 
 
-def test_an_engine_that_cannot_adopt_stays_in_bypass_and_says_so_once(world: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_cannot_adopt_shares_nothing_and_says_so_once(world: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
     hub = world.hub()
     world.lead(hub)
 
     class Broken(FakeEngine):
-        def adopt(self, epoch: int, mode: Mode) -> None:
+        def adopt(self, epoch: int) -> None:
             raise RuntimeError("no root here")
 
     agent, _ = world.agent(hub.endpoint, engine=Broken())
@@ -289,7 +289,7 @@ def test_an_endpoint_that_is_none_is_logged_and_never_raised(caplog: pytest.LogC
     try:
         agent, _ = world.agent("nonsense://x")
         eventually(lambda: "the agent's session failed" in caplog.text)
-        assert agent.view == (None, Mode.BYPASS, 0.0)
+        assert agent.view == (None, 0.0)
         assert agent.stop()
     finally:
         world.close()
@@ -334,8 +334,8 @@ def test_two_pools_share_a_hub_and_not_a_key(world: FenceWorld) -> None:
     eventually(lambda: using(agent, 0))
     world.thread.call(lambda: hub.request("pool-uid-2", 1))
     eventually(lambda: world.authority.records["pool-uid-2"].published == 1)
-    assert engine.adopted[-1] == (1, Mode.USE)
-    assert agents[0][1].adopted == [(0, Mode.USE)]
+    assert engine.adopted[-1] == 1
+    assert agents[0][1].adopted == [0]
 
 
 def test_stopping_is_quick_even_when_the_authority_hangs(world: FenceWorld) -> None:
@@ -353,3 +353,39 @@ def test_a_port_in_use_is_an_error_that_names_it(world: FenceWorld) -> None:
     hub = world.hub()
     with pytest.raises(OSError, match="hub cannot listen on"):
         world.hub(hub.endpoint)
+
+
+def test_an_engine_says_at_once_that_its_weights_have_changed(world: FenceWorld) -> None:
+    hub, agents = serving(world)
+    (agent, engine), _ = agents
+
+    def groups() -> list[tuple[bytes, int]]:
+        return [(group.weights, group.engines) for group in world.thread.call(lambda: hub.snapshot(POOL)).weights]
+
+    assert groups() == [(WEIGHTS, 2)]
+    engine.holds = b"w" * 16
+    agent.poke()
+    eventually(lambda: groups() == [(b"w" * 16, 1), (WEIGHTS, 1)], what="the newest first, of as many")
+    assert [view.pod for view in world.thread.call(lambda: hub.snapshot(POOL)).diverged] == ["rollout-1"]
+    engine.holds = "rank 1: no digest"
+    agent.poke()
+    eventually(lambda: groups() == [(WEIGHTS, 1)])
+    (view,) = [view for view in world.thread.call(lambda: hub.snapshot(POOL)).engines if view.state == "unknown"]
+    assert (view.pod, view.weights_note) == ("rollout-0", "rank 1: no digest")
+
+
+@pytest.mark.parametrize("broken", ["raises", "short"])
+def test_an_engine_whose_digest_is_none_keeps_its_lease(world: FenceWorld, broken: str) -> None:
+    class Broken(FakeEngine):
+        def weights(self) -> tuple[bytes | None, str]:
+            if broken == "raises":
+                raise RuntimeError("no digest here")
+            return b"short", ""
+
+    hub = world.hub()
+    world.lead(hub)
+    agent, _ = world.agent(hub.endpoint, engine=Broken())
+    eventually(lambda: using(agent, 0))
+    (view,) = world.thread.call(lambda: hub.snapshot(POOL)).engines
+    assert (view.weights, view.state) == (None, "unknown")
+    assert view.weights_note == ("the engine cannot say what it holds" if broken == "raises" else "a digest of 5 bytes, not 16")

@@ -25,7 +25,7 @@ LEASE = 3.0
 
 @pytest.fixture
 def world() -> Iterator[FenceWorld]:
-    made = FenceWorld(lease_seconds=LEASE, join_after_seconds=0.0)
+    made = FenceWorld(lease_seconds=LEASE)
     yield made
     made.close()
 
@@ -93,7 +93,7 @@ class Answers:
         broken: list[Any] = [2**64, -(2**64), object(), "\ud800"]
         for value in broken:
             self.router.send(peer, BumpStatus(1, 1, value, 1))
-        self.router.send(peer, Grant(message.boot, message.seq, 7, message.mode, 30.0))
+        self.router.send(peer, Grant(message.boot, message.seq, 7, 30.0))
 
     def burst_done(self) -> None:
         pass

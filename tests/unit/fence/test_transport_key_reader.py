@@ -59,7 +59,7 @@ def test_a_file_system_that_hangs_costs_no_lease_and_stopping_does_not_wait_for_
     files: HangingFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(KeyReader.__init__, "__defaults__", (0.5,))
-    world = FenceWorld(lease_seconds=LEASE, join_after_seconds=0.0)
+    world = FenceWorld(lease_seconds=LEASE)
     try:
         hub = world.hub()
         world.lead(hub)
@@ -85,7 +85,7 @@ def test_a_file_system_that_hangs_costs_no_lease_and_stopping_does_not_wait_for_
 
 
 def test_new_keys_are_taken_when_the_file_system_is_back(files: HangingFiles) -> None:
-    world = FenceWorld(lease_seconds=LEASE, join_after_seconds=0.0)
+    world = FenceWorld(lease_seconds=LEASE)
     try:
         hub = world.hub()
         world.lead(hub)

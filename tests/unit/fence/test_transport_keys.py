@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_fence.messages import Mode
 from epochkv_fence.transport import AgentThread, ClientKeys, CredentialsError, HubServer, KeyPair, generate_keypair
 from tests.helpers_fence import POOL, FakeEngine, FenceWorld, eventually
 from tests.security.wire import heartbeat, raw
@@ -19,7 +18,7 @@ LEASE = 3.0
 
 @pytest.fixture
 def world() -> Iterator[FenceWorld]:
-    made = FenceWorld(lease_seconds=LEASE, join_after_seconds=0.0)
+    made = FenceWorld(lease_seconds=LEASE)
     yield made
     made.close()
 
@@ -55,7 +54,7 @@ class Watch:
             for agent in self._agents:
                 view = agent.view
                 self.looks += 1
-                self.gaps += view.mode is not Mode.USE or time.monotonic() >= view.lease_until
+                self.gaps += view.epoch is None or time.monotonic() >= view.lease_until
 
     def close(self) -> None:
         self._stop.set()
@@ -77,7 +76,7 @@ def serving(world: FenceWorld, num_agents: int = 4) -> tuple[HubServer, Vault, l
     world.lead(hub)
     vault = Vault(world.client_keys)
     made = [world.agent(hub.endpoint, credentials=vault) for _ in range(num_agents)]
-    eventually(lambda: all(agent.view.mode is Mode.USE for agent, _ in made), what="everyone may use the pool")
+    eventually(lambda: all(time.monotonic() < agent.view.lease_until for agent, _ in made), what="everyone may use the pool")
     return hub, vault, [agent for agent, _ in made], [engine for _, engine in made]
 
 
@@ -112,7 +111,7 @@ def test_a_key_is_replaced_under_load_and_no_lease_ends(world: FenceWorld, first
         watch.close()
     assert watch.looks > 100
     assert watch.gaps == 0
-    assert all([mode for _, mode in engine.adopted] == [Mode.USE] * 3 for engine in engines)
+    assert all(len(engine.adopted) == 3 for engine in engines)
 
 
 def test_a_key_that_was_dropped_too_early_costs_a_rejoin_and_nothing_else(world: FenceWorld) -> None:
@@ -123,11 +122,11 @@ def test_a_key_that_was_dropped_too_early_costs_a_rejoin_and_nothing_else(world:
     eventually(lambda: hub.counters["refused_pool"] >= 1, what="its open connection speaks for no pool any more")
     reads = vault.num_reads
     eventually(lambda: vault.num_reads > reads, what="it looks for new keys at once")
-    eventually(lambda: time.monotonic() >= agents[0].view.lease_until, what="bypass")
+    eventually(lambda: time.monotonic() >= agents[0].view.lease_until, what="it shares nothing")
     vault.keys = ClientKeys(world.hub_pair.public, *new)
     eventually(lambda: time.monotonic() < agents[0].view.lease_until, what="it is back")
     assert agents[0].view.epoch == 0
-    assert engines[0].adopted == [(0, Mode.USE)]
+    assert engines[0].adopted == [0]
 
 
 def test_credentials_that_cannot_be_read_change_nothing(world: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from epochkv_fence import hub_events as ev
 from epochkv_fence.authority import PoolRecord, Term
 from epochkv_fence.hub import NUDGE_SECONDS, NUDGES_PER_SECOND, Hub
-from epochkv_fence.messages import Grant, Heartbeat, Mode, Nudge
+from epochkv_fence.messages import Grant, Heartbeat, Nudge
 from epochkv_fence.pool import PoolConfig
 
 
@@ -14,7 +14,7 @@ def boot(number: int) -> bytes:
 
 
 def leading() -> Hub:
-    hub = Hub(PoolConfig("u", "p", (), lease_seconds=30.0, weights_source="Model", reclaim="Retain"), b"hubhubhu")
+    hub = Hub(PoolConfig("u", "p", (), lease_seconds=30.0, reclaim="Retain"))
     hub.step(ev.Acquired(Term("h", 1), PoolRecord(0, 0, True)), 100.0)
     return hub
 
@@ -31,12 +31,12 @@ def test_a_boot_without_a_lease_is_answered_within_50_ms_and_one_with_a_lease_wi
     hub.step(ev.Heard(b"1", Heartbeat(boot(1), 0)), 101.0)
     assert hub.round_at(101.0) == 101.0
     assert grant(hub, 1, 101.0) == [boot(1)]
-    hub.step(ev.Heard(b"1", Heartbeat(boot(1), 1, 0, Mode.USE)), 101.01)
+    hub.step(ev.Heard(b"1", Heartbeat(boot(1), 1, 0)), 101.01)
     assert hub.round_at(101.01) == 102.0
     hub.step(ev.Heard(b"2", Heartbeat(boot(2), 0)), 101.02)
     assert hub.round_at(101.02) == 101.05
     assert sorted(grant(hub, 2, 101.05)) == [boot(1), boot(2)]
-    hub.step(ev.Heard(b"2", Heartbeat(boot(2), 1, 0, Mode.USE)), 101.06)
+    hub.step(ev.Heard(b"2", Heartbeat(boot(2), 1, 0)), 101.06)
     assert hub.round_at(101.06) == 102.05
 
 
@@ -46,7 +46,7 @@ def test_a_boot_whose_lease_has_run_out_is_answered_as_one_that_never_had_one() 
     grant(hub, 1, 101.0)
     hub.step(ev.Heard(b"2", Heartbeat(boot(2), 0)), 133.99)
     grant(hub, 2, 133.99)
-    hub.step(ev.Heard(b"1", Heartbeat(boot(1), 1, 0, Mode.USE)), 134.0)  # 33 s are lease and margin
+    hub.step(ev.Heard(b"1", Heartbeat(boot(1), 1, 0)), 134.0)  # 33 s are lease and margin
     assert hub.round_at(134.0) == 133.99 + 0.05
 
 
@@ -55,7 +55,7 @@ def test_thousands_of_boots_that_are_behind_are_nudged_no_faster_than_they_can_a
     for number in range(5000):
         hub.step(ev.Heard(b"%d" % number, Heartbeat(boot(number), 0)), 101.0)
     assert len(grant(hub, 1, 101.0)) == 5000
-    hub.step(ev.Asked(1, 101.0), 101.0)
+    hub.step(ev.Asked(1), 101.0)
     nudges = [action for action in hub.step(ev.Recorded(1), 101.0) if isinstance(action, ev.Send) and isinstance(action.message, Nudge)]
     assert len(nudges) == 5000
     again = next(now for now in (101.0 + step * 0.01 for step in range(1000)) if hub.tick_at() <= now and hub.step(ev.Tick(), now))

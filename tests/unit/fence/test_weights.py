@@ -1,240 +1,378 @@
-"""Who may use an epoch: the table of the design page "fence", section 5, line by line."""
+"""Which weights engines hold: what people are shown, and which keys are removed. L = 30 s, margin 3 s."""
 
 from __future__ import annotations
+
+import random
 
 import pytest
 
 from epochkv_fence import hub_events as ev
-from epochkv_fence.authority import Origin, PoolRecord
-from epochkv_fence.messages import Bump, BumpStatus, Mode, Source
-from tests.unit.fence.helpers import HOLD, TERM, Driver, boot
+from epochkv_fence.authority import PoolRecord, Term
+from epochkv_fence.holdings import MAX_WEIGHTS
+from epochkv_fence.messages import Leave, Reclaim, Reclaimed
+from epochkv_fence.pool import EngineView
+from tests.unit.fence.helpers import HOLD, LEASE, Driver, boot, config
+
+GRACE = 600.0
+A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 
 
-def pool(**config: object) -> Driver:
-    hub = Driver(**config)
+def pool(**keys: object) -> Driver:
+    hub = Driver(**keys)
     hub.lead(granting=True)
     return hub
 
 
-def modes(hub: Driver) -> dict[int, Mode]:
-    return {grant.boot[0]: grant.mode for grant in hub.round()}
+def groups(hub: Driver) -> list[tuple[bytes, int, float, int]]:
+    return [(group.weights, group.engines, group.since_seconds, group.fingerprints) for group in hub.hub.snapshot(hub.now).weights]
 
 
-def test_weights_that_are_never_pushed_are_always_there() -> None:
-    hub = pool(weights_source="Model")
-    hub.ask(3)
-    hub.beat(1, age=0.1)
-    assert modes(hub) == {1: Mode.USE}
+def diverged(hub: Driver) -> dict[int, float]:
+    """Boot number to seconds."""
+    found: dict[int, float] = {}
+    for view in hub.hub.snapshot(hub.now).diverged:
+        assert view.diverged_seconds is not None
+        found[view.boot[0]] = view.diverged_seconds
+    return found
 
 
-def test_everyone_has_the_base_weights() -> None:
+def views(hub: Driver) -> dict[int, EngineView]:
+    return {view.boot[0]: view for view in hub.hub.snapshot(hub.now).engines}
+
+
+# ------------------------------------------------------------------------------------------------------------ what is shown
+
+
+def test_how_long_an_engine_has_held_its_weights() -> None:
     hub = pool()
-    hub.beat(1, age=0.1)
-    assert modes(hub) == {1: Mode.USE}
+    hub.beat(1, weights=A)
+    hub.now += 5.0
+    hub.beat(1, weights=A)
+    assert views(hub)[1].weights_since == 5.0
+    hub.now += 5.0
+    hub.beat(1, weights=B)
+    hub.beat(1, weights=A, seq=0)  # an older one, late
+    hub.now += 1.0
+    assert (views(hub)[1].weights, views(hub)[1].weights_since) == (B, 1.0)
 
 
-def test_only_boots_old_enough_when_it_was_asked_for_join() -> None:
+def test_live_engines_are_grouped_most_first_and_of_as_many_the_newest() -> None:
     hub = pool()
-    hub.beat(1, age=70.0)
-    hub.beat(2, age=50.0)
-    hub.ask(1)
-    hub.now += 1000.0  # getting older later does not help
-    hub.beat(1, age=1070.0)
-    hub.beat(2, age=1050.0)
-    hub.beat(3, age=900.0)  # first heard of later; started after the ask
-    hub.beat(4, age=1200.0)  # first heard of later; 200 s old at the ask, by a clock that may be 10 % fast: 90 s
-    assert modes(hub) == {1: Mode.USE, 2: Mode.BYPASS, 3: Mode.BYPASS, 4: Mode.USE}
+    for number, weights, fingerprint in ((1, A, "f"), (2, B, "f"), (3, B, "g"), (4, C, "f"), (5, None, "f")):
+        hub.beat(number, weights=weights, fingerprint=fingerprint)
+        hub.now += 1.0
+    assert groups(hub) == [(B, 2, 4.0, 2), (C, 1, 2.0, 1), (A, 1, 5.0, 1)]
+    hub.now += LEASE - 3.5  # 1 and 2 have fallen silent
+    assert [(group[0], group[1]) for group in groups(hub)] == [(C, 1), (B, 1)]
 
 
-def test_a_fast_clock_does_not_let_a_young_boot_join() -> None:
+def test_who_differs_from_most_of_its_fingerprint_and_since_when() -> None:
     hub = pool()
-    hub.ask(1)
-    asked = hub.now
-    hub.now = asked + 990.0
-    hub.beat(1, age=1.09 * (990.0 - 5.0))  # started 5 s after the ask, its clock runs 9 % fast
-    assert modes(hub) == {1: Mode.BYPASS}
-
-
-def test_a_late_heartbeat_makes_a_boot_younger_never_older() -> None:
-    hub = pool()
-    hub.beat(1, age=200.0)
-    hub.beat(1, age=1.0, seq=0)  # its first heartbeat, hours late
-    hub.ask(1)
-    hub.beat(1, age=201.0)
-    assert modes(hub) == {1: Mode.USE}
-
-
-def test_an_ask_of_unknown_age_lets_nobody_join() -> None:
-    hub = pool()
-    hub.beat(1, age=10_000.0)
-    hub.ask(1, fresh=False)
-    assert modes(hub) == {1: Mode.BYPASS}
-
-
-def test_a_target_found_recorded_lets_nobody_join_but_those_who_have_it() -> None:
-    hub = Driver()
-    hub.lead(target=4, published=4, granting=True)
-    hub.ask(4)
-    hub.beat(1, age=10_000.0)
-    hub.beat(2, age=10.0, epoch=4, mode=Mode.USE)
-    hub.beat(3, age=10_000.0, epoch=3, mode=Mode.USE)
-    hub.beat(4, age=10_000.0, epoch=4, mode=Mode.BYPASS)
-    assert modes(hub) == {1: Mode.BYPASS, 2: Mode.USE, 3: Mode.BYPASS, 4: Mode.BYPASS}
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_the_own_record_seen_before_its_answer_or_after_its_failure_counts_as_own(late: bool) -> None:
-    hub = pool()
-    hub.beat(1, age=100.0)
-    hub.hold_writes = True
-    hub.ask(1)
-    if late:
-        hub.step(ev.RecordFailed(1))
-    hub.step(ev.Observed(PoolRecord(target=1)))
-    assert modes(hub) == {1: Mode.USE}
-
-
-def test_use_is_kept_within_its_epoch_only() -> None:
-    hub = pool()
-    hub.beat(1, age=5.0, epoch=0, mode=Mode.USE)
-    hub.ask(1)
-    hub.beat(1, age=6.0, epoch=0, mode=Mode.USE)
-    assert modes(hub) == {1: Mode.BYPASS}
-
-
-def test_with_a_list_exactly_those_boots_join() -> None:
-    hub = pool()
-    hub.beat(1, age=1.0)
-    hub.beat(2, age=10_000.0)
-    hub.step(ev.Heard(b"t", Bump(1, 1, [boot(1)])))
-    assert modes(hub) == {1: Mode.USE, 2: Mode.BYPASS}
-
-
-def test_a_list_that_was_lost_with_a_hub_is_taken_from_the_repetition() -> None:
-    hub = Driver()
-    hub.lead(target=1, published=1, granting=True)
-    hub.beat(1, age=10_000.0)
-    assert modes(hub) == {1: Mode.BYPASS}
-    hub.step(ev.Heard(b"t", Bump(1, 1, [boot(1)])))
-    hub.beat(1, age=10_000.0)
-    assert modes(hub) == {1: Mode.USE}
-
-
-def test_an_empty_list_says_that_nobody_has_the_weights_yet() -> None:
-    hub = pool()
+    for number in (1, 2, 3, 4):
+        hub.beat(number, weights=A, fingerprint="f")
+    hub.beat(5, weights=C, fingerprint="g")  # another model
+    hub.beat(6, weights=None, fingerprint="f")
+    hub.now += 10.0
+    assert diverged(hub) == {}
     for number in (1, 2):
-        hub.beat(number, age=10_000.0)
-    hub.hear(Bump(1, 1, [], weights_version="v1"))
-    assert modes(hub) == {1: Mode.BYPASS, 2: Mode.BYPASS}
-    hub.hear(Bump(1, 1, [boot(1)], weights_version="v1"))
-    for number in (1, 2):
-        hub.beat(number, age=10_000.0, epoch=1, mode=Mode.BYPASS)
-    assert modes(hub) == {1: Mode.USE, 2: Mode.BYPASS}
+        hub.beat(number, weights=B, fingerprint="f")
+        hub.now += 1.0
+    assert diverged(hub) == {3: 2.0, 4: 2.0}  # of as many the newest are taken for most
+    hub.beat(3, weights=B, fingerprint="f")
+    hub.now += 2.0
+    assert diverged(hub) == {4: 4.0}
+    assert views(hub)[6].diverged_seconds is None
+    hub.beat(4, weights=B, fingerprint="f")
+    assert diverged(hub) == {}
+    hub.beat(4, weights=A, fingerprint="f")
+    assert diverged(hub) == {4: 0.0}
 
 
-@pytest.mark.parametrize("first", ["spec", "list"])
-def test_an_empty_list_closes_an_epoch_that_somebody_else_asked_for(first: str) -> None:
+def test_an_engine_that_misses_push_after_push_has_diverged_since_the_first() -> None:
     hub = pool()
-    hub.hold_writes = True
-    hub.beat(1, age=10_000.0)
-    if first == "spec":
-        hub.ask(1)
-        hub.hear(Bump(1, 1, []))
+    for number in (1, 2, 3):
+        hub.beat(number, weights=A)
+    began = hub.now
+    for step in range(20):
+        for number in (1, 2):
+            hub.beat(number, weights=bytes([step]) * 16)
+        hub.beat(3, weights=A)
+        hub.now += 5.0
+    assert diverged(hub) == {3: hub.now - began}
+
+
+def test_engines_that_change_and_go_on_differing_have_differed_all_the_time() -> None:
+    hub = pool()
+    hub.beat(1, weights=A)
+    hub.beat(2, weights=B)
+    hub.now += 10.0
+    hub.beat(1, weights=C)
+    hub.beat(3, weights=C)
+    assert diverged(hub) == {2: 10.0}
+    hub.now += 5.0
+    assert diverged(hub) == {2: 15.0}
+
+
+def test_pushes_that_arrive_one_engine_after_the_other_diverge_no_longer_than_they_take() -> None:
+    hub = pool()
+    for step in range(20):
+        for number in (1, 2, 3):
+            hub.beat(number, weights=bytes([step]) * 16)
+            hub.now += 1.0
+            assert all(seconds <= 3.0 for seconds in diverged(hub).values())
+        hub.now += 5.0
+        assert diverged(hub) == {}
+
+
+@pytest.mark.parametrize("how", ["leaves", "dies", "forgets"])
+def test_an_engine_that_is_gone_or_does_not_know_differs_from_nobody(how: str) -> None:
+    hub = pool()
+    for number, weights in ((1, A), (2, A), (3, B)):
+        hub.beat(number, weights=weights)
+    assert set(diverged(hub)) == {3}
+    if how == "leaves":
+        hub.hear(Leave(boot(3)))
+    elif how == "dies":
+        hub.now += 2 * HOLD
+        hub.step(ev.Tick())
+        for number in (1, 2):
+            hub.beat(number, weights=A)
     else:
-        hub.hear(Bump(1, 1, []))
-        hub.ask(1)
-    hub.step(ev.Recorded(1))
-    assert modes(hub) == {1: Mode.BYPASS}
+        hub.beat(3, weights=None, weights_note="rank 1: no digest")
+    assert diverged(hub) == {}
+    hub.now += 10.0
+    hub.beat(4, weights=B)
+    assert diverged(hub) == {4: 0.0}, "the time that the other one differed does not count"
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-def test_of_two_trainers_that_push_different_weights_for_one_epoch_only_one_is_believed(recorded: bool) -> None:
+def test_shown_is_what_was_said_whatever_the_order() -> None:
+    """Against the plain definition, in random histories."""
+    rng = random.Random(7)
+    for _ in range(40):
+        hub = pool()
+        held: dict[int, tuple[bytes | None, str]] = {}
+        for _ in range(40):
+            number = rng.randrange(6)
+            held[number] = (rng.choice((A, A, A, B, C, None)), f"f{number % 2}")
+            hub.beat(number, weights=held[number][0], fingerprint=held[number][1])
+            hub.now += rng.random() * 0.1
+            snapshot = hub.hub.snapshot(hub.now)
+            known = [weights for weights, _ in held.values() if weights is not None]
+            assert {group.weights: group.engines for group in snapshot.weights} == {weights: known.count(weights) for weights in known}
+            assert [group.engines for group in snapshot.weights] == sorted((group.engines for group in snapshot.weights), reverse=True)
+            out = {view.boot[0] for view in snapshot.diverged}
+            for fingerprint in ("f0", "f1"):
+                members = {number: weights for number, (weights, of) in held.items() if of == fingerprint and weights is not None}
+                inside = {members[number] for number in members if number not in out}
+                assert len(inside) == (1 if members else 0)
+                (common,) = inside or {b""}
+                counts = [list(members.values()).count(weights) for weights in set(members.values())]
+                assert not members or list(members.values()).count(common) == max(counts)
+
+
+# --------------------------------------------------------------------------------------------------- keys of old weights
+
+
+def serving(**keys: object) -> Driver:
+    """A hub that leads for longer than the grace period, with boots 1 and 2 that hold A and nothing left to remove."""
+    hub = pool(**keys)
+    pass_time(hub, GRACE, {1: A, 2: A})
+    settle(hub)
+    return hub
+
+
+def pass_time(hub: Driver, seconds: float, held: dict[int, bytes | None], epoch: int = 0) -> None:
+    end = hub.now + seconds
+    while hub.now < end:
+        hub.now = min(end, hub.now + 10.0)
+        for number, weights in held.items():
+            hub.beat(number, epoch=epoch, weights=weights)
+        hub.step(ev.Tick())
+
+
+def requests(hub: Driver) -> list[tuple[int, list[bytes]]]:
+    return [(request.below, request.keep) for request in hub.of(Reclaim)]
+
+
+def settle(hub: Driver) -> None:
+    """Whoever is asked finds nothing, and the list of requests is emptied."""
+    for request in hub.of(Reclaim):
+        hub.hear(Reclaimed(request.boot, request.below, 0))
+    hub.sent.clear()
+
+
+def test_what_an_older_hub_has_left_is_removed_a_grace_period_after_it() -> None:
     hub = pool()
-    hub.hold_writes = True
-    for number in (1, 2):
-        hub.beat(number, age=10_000.0)
-    hub.hear(Bump(1, 1, [boot(1)], weights_version="a"), b"ta")
-    if recorded:
-        hub.step(ev.Recorded(1))
-    hub.hear(Bump(2, 1, [boot(2)], weights_version="b"), b"tb")
-    if not recorded:
-        hub.step(ev.Recorded(1))
-    assert modes(hub) == {1: Mode.USE, 2: Mode.BYPASS}
-    hub.hear(Bump(2, 1, [boot(2)], weights_version="b"), b"tb")
-    assert hub.of(BumpStatus)[-1].weights_version == "a"  # so the other one knows
+    pass_time(hub, GRACE - 10.0, {1: A, 2: B})
+    assert requests(hub) == []
+    pass_time(hub, 10.0, {1: A, 2: B})
+    assert requests(hub) == [(0, [A, B])]
 
 
-def test_a_list_for_weights_that_the_recorded_target_did_not_come_with_marks_nobody() -> None:
-    hub = Driver()
-    hub.hear(Bump(1, 1, [boot(1)], weights_version="mine"))
-    hub.step(ev.Acquired(TERM, PoolRecord(1, 1, True, Origin(Source.TRAINER, "theirs"))))
-    hub.beat(1, age=10_000.0)
-    assert modes(hub) == {1: Mode.BYPASS}
-    hub.hear(Bump(1, 1, [boot(1)], weights_version="theirs"))
-    hub.beat(1, age=10_000.0)
-    assert modes(hub) == {1: Mode.USE}
-
-
-def test_marked_boots_are_told_at_once_and_answered_without_a_pause() -> None:
+def test_an_epoch_that_is_published_meanwhile_is_no_reason_to_remove_them_sooner() -> None:
     hub = pool()
-    for number in (1, 2):
-        hub.beat(number, age=1.0)
-    hub.hear(Bump(1, 1, []))
+    pass_time(hub, HOLD + 1.0, {1: A, 2: B})
+    hub.ask(1)
+    pass_time(hub, 1.0, {1: A, 2: B}, epoch=1)
     hub.round()
-    for number in (1, 2):
-        hub.beat(number, age=1.0, epoch=1, mode=Mode.BYPASS)
-    hub.now += HOLD
-    for number in (1, 2):
-        hub.beat(number, age=1.0, epoch=1, mode=Mode.BYPASS)
+    for _ in range(4):
+        pass_time(hub, 10.0, {1: A, 2: B}, epoch=1)
+        for request in hub.of(Reclaim):
+            hub.hear(Reclaimed(request.boot, request.below, 0))
+    assert requests(hub) == [(1, [])] * 2
+    pass_time(hub, GRACE, {1: A, 2: B}, epoch=1)
+    assert requests(hub)[2] == (1, [A, B])
+
+
+def test_weights_that_nobody_reports_any_more_are_removed_after_a_grace_period_until_nothing_is_left() -> None:
+    hub = serving()
+    pass_time(hub, 5 * GRACE, {1: A, 2: A})
+    assert requests(hub) == []  # steady: nobody is asked anything
+    pass_time(hub, GRACE - 10.0, {1: B, 2: B})
+    assert requests(hub) == []
+    pass_time(hub, 20.0, {1: B, 2: B})
+    assert requests(hub)[0] == (0, [B])
+    first = hub.of(Reclaim)[0]
+    hub.hear(Reclaimed(first.boot, 0, 7, 700))
+    asked = len(requests(hub))
+    pass_time(hub, 20.0, {1: B, 2: B})
+    assert len(requests(hub)) > asked  # again: something was there
+    settle(hub)
+    pass_time(hub, 5 * GRACE, {1: B, 2: B})
+    assert requests(hub) == []
+    assert hub.hub.snapshot(hub.now).reclaimed_keys == 7
+
+
+def test_an_engine_that_fell_silent_keeps_its_keys_for_a_grace_period() -> None:
+    hub = serving()
+    pass_time(hub, 10.0, {1: A, 3: C})
+    pass_time(hub, 10.0, {1: A})  # 3 is gone, and is forgotten after a lease
+    pass_time(hub, GRACE - 30.0, {1: B})
+    assert requests(hub) == []
+    pass_time(hub, 40.0, {1: B})
+    assert requests(hub)[-1] == (0, [B])
+
+
+def test_weights_that_come_back_within_the_grace_period_keep_their_keys() -> None:
+    hub = serving()
+    for _ in range(6):
+        pass_time(hub, GRACE / 2, {1: B, 2: B})
+        pass_time(hub, GRACE / 2, {1: A, 2: A})
+    assert requests(hub) == []
+
+
+def test_nothing_is_removed_while_a_live_engine_does_not_know_what_it_holds() -> None:
+    hub = serving()
+    pass_time(hub, 3 * GRACE, {1: B, 2: None})
+    assert requests(hub) == []
+    pass_time(hub, 20.0, {1: B, 2: B})
+    assert requests(hub)[0] == (0, [B])
+
+
+@pytest.mark.parametrize("how", ["leaves", "falls silent"])
+def test_an_engine_that_does_not_know_and_is_gone_holds_nothing_up(how: str) -> None:
+    hub = serving()
+    pass_time(hub, 3 * GRACE, {1: B, 2: None})
+    if how == "leaves":
+        hub.hear(Leave(boot(2)))
+    pass_time(hub, 2 * HOLD, {1: B})
+    assert requests(hub)[-1] == (0, [B])
+
+
+def test_a_new_leader_waits_a_grace_period_of_its_own() -> None:
+    hub = serving()
+    hub.step(ev.SteppedDown())
+    hub.now += 1.0
+    hub.lead(granting=True, term=Term("hub-a", 2))
+    pass_time(hub, GRACE - 10.0, {1: B, 2: B})
+    assert requests(hub) == []
+    pass_time(hub, 20.0, {1: B, 2: B})
+    assert requests(hub)[-1] == (0, [B])
+
+
+def test_a_pool_whose_engines_are_all_gone_keeps_its_keys() -> None:
+    hub = serving(store_admin=True)
+    pass_time(hub, 5 * GRACE, {})
+    assert requests(hub) == []
+    assert hub.stores == []
+    assert hub.hub.tick_at() == float("inf")
+    pass_time(hub, 20.0, {1: B})
+    assert requests(hub)[0] == (0, [B])
+
+
+def test_the_grace_period_is_never_shorter_than_a_lease_with_its_margin() -> None:
+    assert config(weights_grace_seconds=0.0).grace_seconds == HOLD
+    assert config(weights_grace_seconds=100.0).grace_seconds == 100.0
+
+
+def test_old_epochs_and_old_weights_are_removed_together() -> None:
+    hub = serving()
+    pass_time(hub, GRACE + 10.0, {1: B, 2: B})
+    settle(hub)
+    pass_time(hub, GRACE - 5.0, {1: C, 2: C})
+    hub.ask(1)
+    hub.beat(1, epoch=1, weights=C)
+    hub.beat(2, epoch=1, weights=C)
     hub.round()
-    assert hub.published == [1]
-    before = len(hub.nudged())
-    hub.hear(Bump(1, 1, [boot(2)]))
-    assert hub.nudged()[before:] == [boot(2)]
-    hub.beat(2, age=1.0, epoch=1, mode=Mode.BYPASS)
-    assert hub.hub.round_at(hub.now) == hub.now
-    assert modes(hub)[2] is Mode.USE
+    hub.step(ev.Tick())
+    assert requests(hub) == [(1, [])]  # of the weights it is too early
+    pass_time(hub, 20.0, {1: C, 2: C}, epoch=1)
+    assert requests(hub)[-1] == (1, [C])
 
 
-def test_lists_for_more_epochs_than_are_kept_leave_their_epochs_closed() -> None:
-    hub = pool()
-    hub.hold_writes = True
-    hub.ask(100)
-    for epoch in range(101, 121):
-        hub.hear(Bump(1, epoch, [boot(1)]))
-    hub.step(ev.Observed(PoolRecord(target=119)))
-    hub.beat(1, age=10_000.0)
-    assert modes(hub) == {1: Mode.BYPASS}
+def test_an_answer_to_an_older_request_says_nothing_about_the_weights_since() -> None:
+    hub = serving()
+    hub.hear(Leave(boot(2)))  # so that one engine is asked again and again
+    pass_time(hub, GRACE / 2, {1: B})
+    pass_time(hub, GRACE / 2 + 10.0, {1: C})
+    first = hub.of(Reclaim)[0]
+    assert requests(hub)[0] == (0, [B, C])
+    pass_time(hub, GRACE / 2, {1: C})
+    assert requests(hub)[-1] == (0, [C])
+    hub.hear(Reclaimed(first.boot, 0, 0))
+    asked = len(requests(hub))
+    pass_time(hub, 30.0, {1: C})
+    assert len(requests(hub)) > asked
 
 
-def test_a_list_for_an_older_epoch_marks_nobody() -> None:
+def test_a_pause_lies_between_two_requests_however_often_engines_change() -> None:
+    hub = serving()
+    pass_time(hub, GRACE + 10.0, {1: B, 2: B})
+    asked = len(requests(hub))
+    assert asked
+    for number in range(200):
+        hub.now += 0.04
+        hub.beat(1, epoch=0, weights=B, carried=number)
+        hub.step(ev.Tick())
+    assert len(requests(hub)) == asked
+
+
+def test_retain_removes_no_weights_either() -> None:
+    hub = pool(reclaim="Retain")
+    pass_time(hub, 2 * GRACE, {1: A})
+    pass_time(hub, 2 * GRACE, {1: B})
+    assert requests(hub) == []
+    hub.step(ev.Configured(config(reclaim="Delete")))
+    pass_time(hub, 10.0, {1: B})
+    assert requests(hub) == [(0, [B])]
+
+
+def test_more_weights_than_can_be_remembered_are_all_kept() -> None:
+    hub = serving()
+    for number in range(MAX_WEIGHTS + 10):
+        hub.beat(1, epoch=0, weights=number.to_bytes(16, "big"))
+    pass_time(hub, GRACE - 10.0, {1: A, 2: A})
+    assert requests(hub) == []
+    pass_time(hub, 20.0, {1: A, 2: A})
+    assert requests(hub)[-1] == (0, [A])
+
+
+def test_a_hub_that_does_not_lead_asks_nobody() -> None:
     hub = Driver()
-    hub.lead(target=2, granting=True)
-    hub.step(ev.Heard(b"t", Bump(1, 1, [boot(1)])))
-    hub.beat(1, age=10_000.0)
-    assert modes(hub) == {1: Mode.BYPASS}
-
-
-def test_a_bump_without_a_list_goes_by_age() -> None:
-    hub = pool()
-    hub.beat(1, age=100.0)
-    hub.beat(2, age=10.0)
-    hub.hear(Bump(1, 1, moment=hub.moment()))
-    assert modes(hub) == {1: Mode.USE, 2: Mode.BYPASS}
-
-
-@pytest.mark.parametrize("epoch", [1, 5])
-def test_a_client_that_makes_boots_up_fills_no_memory(epoch: int) -> None:
-    """At the target, and for an epoch to come; the hub serves other pools, too."""
-    hub = Driver()
-    hub.lead(target=1)
-    hub.hold_writes = True  # the epoch to come stays to come
-    for start in range(0, 60_000, 3000):
-        hub.step(ev.Heard(b"t", Bump(1, epoch, [number.to_bytes(16, "big") for number in range(start, start + 3000)])))
-    if epoch == hub.hub.target:
-        marked = hub.hub._gate.marked
-    else:
-        marks = hub.hub._trainers.marked(epoch)
-        assert marks is not None
-        marked = marks.boots
-    assert len(marked) == 20_000
+    pass_time(hub, 2 * GRACE, {1: A})
+    pass_time(hub, 2 * GRACE, {1: B})
+    assert hub.sent == []
+    hub.step(ev.Acquired(Term("h", 1), PoolRecord(0, 0, True)))
+    hub.step(ev.SteppedDown())
+    pass_time(hub, 2 * GRACE, {1: B})
+    assert requests(hub) == []

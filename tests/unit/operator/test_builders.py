@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from epochkv_connector.config import ConnectorConfig
-from epochkv_operator.planning import Context, InvalidTemplate, connection, desired_engine, desired_pool, pool_weights_source
+from epochkv_operator.planning import Context, InvalidTemplate, connection, desired_engine, desired_pool
 from tests.helpers_planning import CONTEXT, ENGINE_SPECS, POOL_SPECS, containers, engine, one, pool, variables
 
 Json = dict[str, Any]
@@ -67,12 +67,11 @@ def test_a_pool_without_mooncake_runs_nothing(spec: str) -> None:
     assert [obj["kind"] for obj in desired_pool(pool(spec), CONTEXT)] == ["ConfigMap"]
 
 
-@pytest.mark.parametrize("weights", ["Model", "Pushed"])
 @pytest.mark.parametrize("spec", POOL_SPECS)
-def test_the_connector_reads_what_is_rendered(spec: str, weights: str) -> None:
+def test_the_connector_reads_what_is_rendered(spec: str) -> None:
     """Parsed with the connector's own parser, which refuses unknown keys."""
     wanted = pool(spec)
-    deployment = one(desired_engine(engine({**ENGINE_SPECS["minimal"], "weightsSource": weights}), wanted, CONTEXT), "Deployment")
+    deployment = one(desired_engine(engine("minimal"), wanted, CONTEXT), "Deployment")
     args = containers(deployment)[0]["args"]
     transfer = json.loads(args[args.index("--kv-transfer-config") + 1])
     assert transfer.keys() == {
@@ -88,7 +87,6 @@ def test_the_connector_reads_what_is_rendered(spec: str, weights: str) -> None:
     assert (config.pool.name, config.pool.namespace, config.pool.uid) == ("policy", "rl", wanted.metadata.uid)
     assert config.hub is not None
     assert (config.hub.endpoint, config.hub.credentials_dir) == (CONTEXT.hub_endpoint, "/etc/epochkv/fence")
-    assert config.weights_source == weights
     assert config.tracker is (spec == "l1")
     assert (config.local.capacity_bytes if config.local else None) == {"l1": 2147483648, "l1-l2": 1073741824}.get(spec)
     addresses = {
@@ -105,22 +103,8 @@ def test_the_connector_reads_what_is_rendered(spec: str, weights: str) -> None:
 
 def test_trainers_find_the_same_connection_in_the_config_map() -> None:
     data = one(desired_pool(pool(), CONTEXT), "ConfigMap")["data"]
-    assert json.loads(data["connection.json"]) == connection(pool(), CONTEXT, "Pushed")
-    assert ConnectorConfig.parse(json.loads(data["connection.json"]), environ={}).weights_source == "Pushed"
-
-
-@pytest.mark.parametrize(("word", "means"), [(None, "private"), ("Private", "private"), ("Propose", "propose")])
-def test_what_engines_do_after_a_local_reset_reaches_their_connector(word: str | None, means: str) -> None:
-    """Of engines that we start, and of those that read the ConfigMap; nothing changes for pools that do not ask for it."""
-    wanted = pool({**POOL_SPECS["l1-l2"], "reset": {"onLocalReset": word} if word else {}})
-    args = containers(one(desired_engine(engine("minimal"), wanted, CONTEXT), "Deployment"))[0]["args"]
-    transfer = json.loads(args[args.index("--kv-transfer-config") + 1])
-    for config in (
-        transfer["kv_connector_extra_config"],
-        json.loads(one(desired_pool(wanted, CONTEXT), "ConfigMap")["data"]["connection.json"]),
-    ):
-        assert ConnectorConfig.parse(config, environ={}).on_local_reset == means
-        assert ("on_local_reset" in config) is (word == "Propose")
+    assert json.loads(data["connection.json"]) == connection(pool(), CONTEXT)
+    assert ConnectorConfig.parse(json.loads(data["connection.json"]), environ={}).pool.name == "policy"
 
 
 @pytest.mark.parametrize("spec", POOL_SPECS)
@@ -420,8 +404,10 @@ def test_network_policies_close_mooncake() -> None:
     assert pod_labels["epochkv.io/pool"] == "policy"
 
 
-def test_what_the_hub_assumes_about_weights() -> None:
-    model, pushed = engine({**ENGINE_SPECS["minimal"], "weightsSource": "Model"}), engine("full")
-    assert pool_weights_source([]) == "Pushed"  # engines from outside are a trainer's
-    assert pool_weights_source([model, model]) == "Model"
-    assert pool_weights_source([model, pushed]) == "Pushed"
+def test_fields_of_an_earlier_version_change_nothing() -> None:
+    """Objects that were stored with them still have them; no engine restarts for one and nothing of it reaches a connector."""
+    reset = {"joinAfterSeconds": 5, "onLocalReset": "Propose"}
+    old_pool = pool({**POOL_SPECS["l1-l2"], "weightsVersion": "a", "weightsReady": "a", "reset": reset})
+    old_engine = engine({**ENGINE_SPECS["minimal"], "weightsSource": "Model"})
+    assert desired_pool(old_pool, CONTEXT) == desired_pool(pool("l1-l2"), CONTEXT)
+    assert desired_engine(old_engine, old_pool, CONTEXT) == desired_engine(engine("minimal"), pool("l1-l2"), CONTEXT)

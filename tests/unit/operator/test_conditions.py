@@ -70,8 +70,8 @@ def waiting(container: str, reason: str, message: str = "", **extra: Any) -> Jso
     return {"containerStatuses": [state]}
 
 
-def rank(name: str, epoch: int | None = 7, mode: Any = "Use", **extra: Any) -> HubEngine:
-    return HubEngine(engine="rollout", pod=name, rank=extra.pop("rank", 0), epoch=epoch, mode=mode, **extra)
+def rank(name: str, epoch: int | None = 7, **extra: Any) -> HubEngine:
+    return HubEngine(engine="rollout", pod=name, rank=extra.pop("rank", 0), epoch=epoch, weights=extra.pop("weights", "a" * 32), **extra)
 
 
 def by_type(conditions: Any) -> Json:
@@ -188,7 +188,7 @@ def test_children_of_a_namesake_do_not_count() -> None:
 @pytest.mark.parametrize(
     ("hub", "status", "reason", "says"),
     [
-        (None, "Unknown", "HubUnavailable", "bypass"),
+        (None, "Unknown", "HubUnavailable", "serve without shared KV"),
         (HubView(6, 6), "False", "Recording", "epoch 7 is asked for, 6 is recorded"),
         (HubView(7, 6), "False", "WaitingForEngines", "7 is recorded, 6 is published"),
         (HubView(7, 6, laggards=[("a", "LeaseRunning")]), "False", "WaitingForEngines", "waiting for a (LeaseRunning)"),
@@ -201,7 +201,6 @@ def test_children_of_a_namesake_do_not_count() -> None:
         (HubView(9, 9, origin="Trainer"), "True", "EpochAhead", "no engine uses an epoch below 9, which a trainer asked for"),
         (HubView(7, 7, origin="Trainer"), "True", "EpochAhead", "spec.resetEpoch 7 resets nothing: that epoch was out already; to reset"),
         (HubView(7, 7, origin="Engine"), "True", "EpochAhead", "set 8 or higher"),
-        (HubView(7, 7, [rank("p", mode="Bypass")]), "True", "Published", "below 7"),
     ],
 )
 def test_epoch_converged(hub: HubView | None, status: str, reason: str, says: str) -> None:
@@ -211,89 +210,12 @@ def test_epoch_converged(hub: HubView | None, status: str, reason: str, says: st
     assert says in message(conditions, "EpochConverged")
 
 
-ALONE = [rank("p0"), rank("p1", private=True)]
-KEPT_APART = (
-    "the caches of these engines alone were reset, and they serve correctly, without shared KV, until the next epoch: p1. To have them "
-    'share again: kubectl patch kvp policy -n rl --type=merge -p \'{"spec":{"resetEpoch":%d}}\'; with '
-    "spec.reset.onLocalReset: Propose they ask for that themselves"
-)
-
-
-@pytest.mark.parametrize(
-    ("hub", "status", "reason", "says"),
-    [
-        (HubView(7, 7, ALONE), "True", "LocalReset", "no engine uses an epoch below 7; " + KEPT_APART % 8),
-        (
-            HubView(9, 9, [rank("p0", 9), rank("p1", 9, private=True)], origin="Trainer"),
-            "True",
-            "LocalReset",
-            "no engine uses an epoch below 9, which a trainer asked for; spec.resetEpoch 7 resets nothing: it is below; "
-            "to reset, set 10 or higher; " + KEPT_APART % 10,
-        ),
-        (HubView(7, 7, ALONE, asked=8), "True", "Published", "no engine uses an epoch below 7"),  # the remedy is under way
-        (HubView(8, 7, ALONE), "False", "WaitingForEngines", "epoch 8 is recorded, 7 is published"),
-        # Without its weights it would not share either; WeightsConverged tells.
-        (HubView(7, 7, [rank("p1", mode="Bypass", pending=True, private=True)]), "True", "Published", "no engine uses an epoch below 7"),
-        (HubView(7, 7, [rank("p1", 6, private=True)]), "True", "Published", "no engine uses an epoch below 7"),  # dead, not forgotten yet
-    ],
-)
-def test_engines_that_were_reset_alone_are_named_with_the_remedy(hub: HubView, status: str, reason: str, says: str) -> None:
-    conditions = pool_conditions(POLICY, Observed(pool_children(), (), hub))
-    assert by_type(conditions)["EpochConverged"] == (status, reason)
-    assert message(conditions, "EpochConverged") == says
-    assert by_type(conditions)["Ready"][0] == status  # they serve
-
-
-def test_engines_that_ask_for_the_next_epoch_themselves_are_not_told_to() -> None:
-    asking = pool({"resetEpoch": 7, "local": {"capacity": "1Gi"}, "reset": {"onLocalReset": "Propose"}})
-    says = message(pool_conditions(asking, Observed(pool_children(), (), HubView(7, 7, ALONE))), "EpochConverged")
-    assert says.endswith('{"spec":{"resetEpoch":8}}\'')
-
-
-def test_the_engine_object_tells_that_its_pods_were_reset_alone() -> None:
-    for ranks, reason, says in (
-        (
-            ALONE,
-            "LocalReset",
-            "2 of 2 replicas are at epoch 7; without shared KV until the next one, because their caches alone were reset: p1; "
-            "the pool's EpochConverged says what to do",
-        ),
-        ([rank("p0"), rank("p1"), rank("elsewhere", private=True)], "Current", "2 of 2 replicas are at epoch 7"),
-    ):
-        conditions = engine_conditions(ROLLOUT, POLICY, Observed(engine_children(ready(2)), PODS, HubView(7, 7, ranks)))
-        assert by_type(conditions)["EpochCurrent"] == ("True", reason)
-        assert message(conditions, "EpochCurrent") == says
-        assert by_type(conditions)["Ready"] == ("True", "Ready")
-
-
-def test_engines_that_were_reset_alone_count_as_bypassed() -> None:
-    ranks = [*ALONE, HubEngine("ray", "", 0, 7, "Use", private=True), HubEngine("young", "", 0, 7, "Bypass", private=True)]
-    status = pool_status(POLICY, Observed(pool_children(), PODS, HubView(7, 7, ranks)), CONTEXT, {}, NOW)
-    assert status["engines"] == {"total": 4, "converged": 4, "bypassed": 3, "carriedRequests": 0, "summary": "4/4"}
-    assert [(entry["name"], entry["mode"]) for entry in status["externalEngines"]] == [("ray", "Private"), ("young", "Bypass")]
-
-
-def test_a_new_hub_that_has_not_heard_from_everybody_does_not_take_a_local_reset_back() -> None:
-    full = pool_status(POLICY, Observed(pool_children(), PODS, HubView(7, 7, ALONE)), CONTEXT, {}, NOW)
-    told = next(condition for condition in full["conditions"] if condition["type"] == "EpochConverged")
-
-    def after(hub: HubView) -> Json:
-        status = pool_status(POLICY, Observed(pool_children(), PODS, hub), CONTEXT, full, NOW)
-        return next(condition for condition in status["conditions"] if condition["type"] == "EpochConverged")
-
-    assert after(HubView(7, 7, ALONE[:1], complete=False)) == told
-    assert after(HubView(7, 7, ALONE[:1]))["reason"] == "Published"
-    assert after(HubView(8, 7, ALONE[:1], complete=False))["reason"] == "WaitingForEngines"
-
-
 def test_conditions_that_do_not_apply_are_absent() -> None:
     hub = HubView(0, 0)
     for spec in ("l1", "external"):
         found = set(by_type(pool_conditions(pool(spec), Observed(hub=hub))))
         assert found - {"Reclaimed"} == {"Ready", "EpochConverged", "WeightsConverged", "Drained"}
         assert ("Reclaimed" in found) == (spec == "external")
-    source = replace(hub, weights_source="Model")
-    assert "WeightsConverged" not in by_type(pool_conditions(pool("l1"), Observed(hub=source)))
     alone = engine("no-pool")
     children = [workload(desired_engine(alone, None, CONTEXT), "Deployment", "rollout", **ready(1))]
     assert by_type(engine_conditions(alone, None, Observed(children))) == {
@@ -325,7 +247,6 @@ PODS = [engine_pod("p0"), engine_pod("p1")]
     [
         (None, PODS, "Unknown", "HubUnavailable"),
         (HubView(7, 7, [rank("p0"), rank("p1")]), PODS, "True", "Current"),
-        (HubView(7, 7, [rank("p0"), rank("p1", mode="Bypass")]), PODS, "True", "Current"),
         (HubView(7, 6, [rank("p0"), rank("p1", 6)]), PODS, "False", "Advancing"),
         (HubView(7, 6, [rank("p0"), rank("p1", None)]), PODS, "False", "Advancing"),
         (HubView(7, 6, [rank("p0"), rank("p1"), rank("p1", 6, rank=1)]), PODS, "False", "Advancing"),
@@ -353,62 +274,6 @@ def test_pool_not_found(going: bool) -> None:
     }
     assert "KVCachePool rl/policy does not exist" in message(conditions, "PoolBound")
     assert "create the pool" in message(conditions, "PoolBound")
-
-
-PENDING = [rank("p0"), rank("p1", mode="Bypass", pending=True)]
-
-
-@pytest.mark.parametrize(
-    ("hub", "status", "reason", "says"),
-    [
-        (None, "Unknown", "HubUnavailable", "bypass"),
-        (CONVERGED, "True", "Converged", "no engine waits for the weights of epoch 7"),
-        (HubView(7, 7, PENDING[:1], weights_version="step-3"), "True", "Converged", "weights of epoch 7 (step-3)"),
-        (HubView(7, 7, [rank("p1", mode="Bypass")]), "True", "Converged", "no engine waits"),  # a local reset, say: not the weights
-        (HubView(7, 7, PENDING), "False", "WeightsPending", "weights of epoch 7: p1 (started after the push"),
-        (
-            HubView(7, 7, PENDING, origin="Spec"),
-            "False",
-            "WeightsPending",
-            'kubectl patch kvp policy -n rl --type=merge -p \'{"spec":{"resetEpoch":8}}\'',
-        ),
-        (HubView(7, 7, PENDING, origin="Trainer"), "False", "WeightsPending", "until the trainer's update ends, or until the next one"),
-        (
-            HubView(7, 7, PENDING, origin="Spec", listed=True),
-            "False",
-            "WeightsPending",
-            'give them a new name, then kubectl patch kvp policy -n rl --type=merge -p \'{"spec":{"resetEpoch":8,"weightsVersion":"NAME",'
-            '"weightsReady":"NAME"}}\'',
-        ),
-        (
-            HubView(7, 7, PENDING, held=True, weights_version="step-3"),
-            "False",
-            "WeightsPending",
-            "epoch 7 waits for its weights (step-3), and every engine serves in bypass: push them, then kubectl patch kvp policy -n rl"
-            ' --type=merge -p \'{"spec":{"weightsReady":"step-3"}}\'',
-        ),
-    ],
-)
-def test_weights_converged(hub: HubView | None, status: str, reason: str, says: str) -> None:
-    conditions = pool_conditions(POLICY, Observed(pool_children(), (), hub))
-    assert by_type(conditions)["WeightsConverged"] == (status, reason)
-    assert says in message(conditions, "WeightsConverged")
-    if hub is not None:  # they serve
-        assert by_type(conditions)["Ready"] == ("True", "Ready")
-
-
-def test_weights_current_names_the_pods_of_this_engine() -> None:
-    elsewhere = HubEngine("other", "other-0", 0, 7, "Bypass", pending=True)
-    for hub, expected in (
-        (HubView(7, 7, [rank("p0"), rank("p1"), elsewhere]), ("True", "Current")),
-        (HubView(7, 7, [*PENDING, elsewhere]), ("False", "WeightsPending")),
-    ):
-        conditions = engine_conditions(ROLLOUT, POLICY, Observed(engine_children(ready(2)), PODS, hub))
-        assert by_type(conditions)["WeightsCurrent"] == expected
-        assert "other-0" not in message(conditions, "WeightsCurrent")
-        assert by_type(conditions)["Ready"] == ("True", "Ready")
-    conditions = engine_conditions(ROLLOUT, POLICY, Observed(engine_children(ready(2)), PODS, HubView(7, 7, weights_source="Model")))
-    assert "WeightsCurrent" not in by_type(conditions)
 
 
 def test_drained() -> None:
@@ -470,11 +335,10 @@ def test_keys_rotated(keys: KeysView | None, expected: Any, says: str) -> None:
 
 def test_reset_of_a_status_that_knows_more_is_left_alone() -> None:
     """The authority writes target and origin first; a view from before must not put the older reset back."""
-    reset = {"epoch": 8, "origin": "Trainer", "weightsVersion": "b", "listed": True}
-    before = {"targetEpoch": 8, "epoch": 7, "weightsVersion": "a", "reset": reset}
+    before = {"targetEpoch": 8, "epoch": 7, "weightsLabels": [{"id": "a" * 32, "label": "a"}], "reset": {"epoch": 8, "origin": "Trainer"}}
     stale = HubView(7, 7, reset_epoch=7, reset_started=NOW, reset_completed=NOW, origin="Spec")
     status = pool_status(POLICY, Observed(pool_children(), (), stale), CONTEXT, before, NOW)
-    assert (status["reset"], status["targetEpoch"], status["weightsVersion"]) == (before["reset"], 8, "a")
+    assert (status["reset"], status["targetEpoch"], status["weightsLabels"]) == (before["reset"], 8, before["weightsLabels"])
     newer = HubView(
         8, 8, reset_epoch=8, reset_started=NOW, reset_completed=NOW, reset_milliseconds=9
     )  # a hub that does not know the origin
@@ -482,8 +346,6 @@ def test_reset_of_a_status_that_knows_more_is_left_alone() -> None:
     assert status["reset"] == {
         "epoch": 8,
         "origin": "Trainer",
-        "weightsVersion": "b",
-        "listed": True,
         "startTime": "2026-03-01T12:00:00.123Z",
         "completionTime": "2026-03-01T12:00:00.123Z",
         "durationMilliseconds": 9,
@@ -491,8 +353,8 @@ def test_reset_of_a_status_that_knows_more_is_left_alone() -> None:
 
 
 def test_external_engines_of_one_name_are_told_apart() -> None:
-    ranks = [HubEngine("ray", "", number, 7, "Use", boot=f"{number:08x}") for number in range(2)]
-    twins = [HubEngine("sim", "", 0, epoch, "Use", boot=boot) for epoch, boot in ((7, "aaaaaaaa"), (6, "bbbbbbbb"))]
+    ranks = [HubEngine("ray", "", number, 7, boot=f"{number:08x}") for number in range(2)]
+    twins = [HubEngine("sim", "", 0, epoch, boot=boot) for epoch, boot in ((7, "aaaaaaaa"), (6, "bbbbbbbb"))]
     status = pool_status(POLICY, Observed(pool_children(), (), HubView(7, 6, [*ranks, *twins])), CONTEXT, {}, NOW)
     assert [(engine["name"], engine["epoch"]) for engine in status["externalEngines"]] == [
         ("ray", 7),
@@ -556,8 +418,8 @@ def test_pool_status_in_full() -> None:
         engines=[
             rank("p0", 8, carried=2),
             rank("p1", 7),
-            HubEngine("trainer-a", "ray-1", 3, None, "Bypass", 1),
-            HubEngine("trainer-b", "", 0, 8, "Use"),
+            HubEngine("trainer-a", "ray-1", 3, None, 1),
+            HubEngine("trainer-b", "", 0, 8, weights="b" * 32),
         ],
         granting=True,
         laggards=[("p1", "Behind"), ("ray-1/3", "NotAssigned")],
@@ -566,10 +428,10 @@ def test_pool_status_in_full() -> None:
     )
     status = pool_status(POLICY, Observed(pool_children(), PODS, hub), CONTEXT, {"targetEpoch": 7, "epoch": 7}, NOW)
     assert (status["targetEpoch"], status["epoch"], status["granting"]) == (8, 7, True)
-    assert status["engines"] == {"total": 4, "converged": 2, "bypassed": 1, "carriedRequests": 3, "summary": "2/4"}
+    assert status["engines"] == {"total": 4, "converged": 2, "carriedRequests": 3, "summary": "2/4"}
     assert status["externalEngines"] == [
-        {"name": "ray-1/3", "mode": "Bypass", "rank": 3, "carried": 1},
-        {"name": "trainer-b", "mode": "Use", "epoch": 8, "rank": 0, "carried": 0},
+        {"name": "ray-1/3", "rank": 3, "carried": 1},
+        {"name": "trainer-b", "weights": "bbbbbbbb", "epoch": 8, "rank": 0, "carried": 0},
     ]
     assert status["reset"] == {
         "epoch": 8,
@@ -611,13 +473,13 @@ def test_a_hub_that_knows_less_takes_nothing_away() -> None:
 
 def test_a_hub_that_has_just_begun_to_lead_reports_nobody_as_gone() -> None:
     """An operator that restarts would otherwise say that all engines left, and a moment later that they came."""
-    pending = [rank("p0", carried=3), HubEngine("ray", "", 0, 7, "Bypass", pending=True)]
-    before = pool_status(POLICY, Observed(pool_children(), PODS, HubView(7, 7, pending)), CONTEXT, {}, NOW)
+    some = [rank("p0", carried=3), HubEngine("ray", "", 0, 7)]
+    before = pool_status(POLICY, Observed(pool_children(), PODS, HubView(7, 7, some)), CONTEXT, {}, NOW)
     later = NOW + timedelta(seconds=5)
-    for known in ([], pending[:1]):
+    for known in ([], some[:1]):
         young = HubView(7, 7, known, complete=False)
         assert pool_status(POLICY, Observed(pool_children(), PODS, young), CONTEXT, before, later) == before
-    told = pool_status(POLICY, Observed(pool_children(), PODS, HubView(7, 7, pending, complete=False)), CONTEXT, before, later)
+    told = pool_status(POLICY, Observed(pool_children(), PODS, HubView(7, 7, some, complete=False)), CONTEXT, before, later)
     assert told == before
     gone = pool_status(POLICY, Observed(pool_children(), PODS, HubView(7, 7)), CONTEXT, before, later)
     assert gone["engines"]["total"] == 0
@@ -666,7 +528,7 @@ def test_times_of_a_reset_are_written_once() -> None:
 
 
 def test_limits_of_lists_and_messages() -> None:
-    crowd = [HubEngine(f"e{n:03}", "", 0, 7, "Use") for n in range(100)]
+    crowd = [HubEngine(f"e{n:03}", "", 0, 7) for n in range(100)]
     hub = HubView(7, 6, crowd, laggards=[(f"e{n:03}", "Slow" * 40) for n in range(40)], reset_epoch=7, reset_started=NOW)
     trouble = Problem("InvalidTemplate", "x" * 9999)
     status = pool_status(POLICY, Observed(pool_children(), (), hub, trouble), CONTEXT, {}, NOW)

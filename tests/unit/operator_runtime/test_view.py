@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from epochkv_fence.authority import Origin
-from epochkv_fence.messages import Mode, Source
-from epochkv_fence.pool import EngineView, PoolSnapshot
+from epochkv_fence.messages import Source
+from epochkv_fence.pool import EngineView, PoolSnapshot, WeightsView
 from epochkv_operator.hub.view import Told, export, key_view, view_of
 from epochkv_operator.metrics import REGISTRY, forget_pool
 
+A, B = b"a" * 16, b"b" * 16
 EMPTY = PoolSnapshot("u", True, 0, 0, 0, [], [], 0, None, None, None, 0)
 
 
 def engine(name: str, epoch: int | None = 1, **changes: object) -> EngineView:
-    view = EngineView(name.encode().ljust(16), name, "", 0, epoch, Mode.USE, True, True, 0, 9.0, 0.0, "")
+    view = EngineView(name.encode().ljust(16), name, "", 0, epoch, True, True, 0, 9.0, 0.0, "", weights=A)
     return replace(view, **changes)  # type: ignore[arg-type]
 
 
@@ -24,59 +25,70 @@ def test_what_was_removed_is_counted_per_reset() -> None:
         told.take(
             replace(EMPTY, target=target, published=published, reclaimed_keys=keys, reclaimed_bytes=num_bytes, reclaimed=reclaimed), 1e9
         )
-    view = view_of(replace(EMPTY, target=1, published=1), told, "Pushed")
+    view = view_of(replace(EMPTY, target=1, published=1), told, 1e9, 0.0)
     assert view is not None
     assert (view.reclaim.epoch, view.reclaim.keys, view.reclaim.bytes) == (1, 7, 700)
     assert view.reclaim.completed is not None
     assert view.reclaim.completed.timestamp() == 1e9
     told.take(replace(EMPTY, target=2, published=1, reclaimed_keys=7, reclaimed_bytes=700, reclaimed=1), 2e9)
     told.take(replace(EMPTY, target=2, published=2, reclaimed_keys=9, reclaimed_bytes=800, reclaimed=2), 3e9)
-    view = view_of(replace(EMPTY, target=2, published=2), told, "Pushed")
+    view = view_of(replace(EMPTY, target=2, published=2), told, 1e9, 0.0)
     assert view is not None
     assert (view.reclaim.epoch, view.reclaim.keys, view.reclaim.bytes) == (2, 2, 100)
 
 
-def test_origin_weights_and_pending_engines() -> None:
-    young = engine("young", mode=Mode.BYPASS)
+def test_origin_weights_and_outliers() -> None:
+    late, asleep = engine("late", weights=B), engine("asleep", weights=None, weights_note="asleep\nsince noon")
+    gone = engine("gone", weights=B, alive=False, converged=False)
     snapshot = replace(
         EMPTY,
         target=1,
         published=1,
-        engines=[engine("old"), young],
-        weights_pending=[young],
-        origin=Origin(Source.TRAINER, "step-3"),
-        weights_version="step-3",
-        held=True,
+        engines=[engine("first"), late, asleep, gone],
+        weights=[WeightsView(A, "step-3", 1, 30.0, 1), WeightsView(B, "", 1, 90.0, 1)],
+        diverged=[late],
+        origin=Origin(Source.TRAINER),
     )
-    view = view_of(snapshot, Told(), "Pushed")
+    view = view_of(snapshot, Told(), 1e9, 0.0)
     assert view is not None
-    assert (view.origin, view.weights_version, view.held, view.pending) == ("Trainer", "step-3", True, ["young"])
-    assert [item.pending for item in view.engines] == [False, True]
-    assert view_of(replace(snapshot, leading=False), Told(), "Pushed") is None
+    assert view.origin == "Trainer"
+    groups = [(group.id, group.label, group.engines, group.since.timestamp()) for group in view.weights]
+    assert groups == [(A.hex(), "step-3", 1, 1e9 - 30), (B.hex(), "", 1, 1e9 - 90)]
+    assert [(outlier.name, outlier.holds, outlier.most_hold) for outlier in view.outliers] == [("late", B.hex(), A.hex())]
+    assert [(item.display_name, item.weights_note) for item in view.unknown] == [("asleep", "asleep since noon")], "a condition is one line"
+    assert [item.live for item in view.engines] == [True, True, True, False]
+    assert view_of(replace(snapshot, leading=False), Told(), 1e9, 0.0) is None
 
 
-def test_engines_that_were_reset_alone() -> None:
-    engines = [engine("fine"), engine("alone", private=True), engine("young", mode=Mode.BYPASS, private=True)]
-    snapshot = replace(EMPTY, target=1, published=1, asked=1, engines=engines)
-    view = view_of(snapshot, Told(), "Pushed")
-    assert view is not None
-    assert [item.private for item in view.engines] == [False, True, True]
-    assert view.alone(view.engines) == ["alone"]
-    raising = view_of(replace(snapshot, asked=2), Told(), "Pushed")
-    assert raising is not None
-    assert raising.alone(raising.engines) == [], "the remedy is under way"
-    export("rl", "gauges", snapshot, Told())
+def test_how_long_engines_differ_is_counted_over_whoever_differs() -> None:
+    """An engine whose weights change all the time is found, and a push that comes through begins the minute anew."""
+    told, differ = Told(), replace(EMPTY, diverged=[engine("late", weights=B)])
+
+    def overdue(snapshot: PoolSnapshot, now: float) -> bool:
+        told.take(snapshot, 1e9, now)
+        view = view_of(snapshot, told, 1e9, now)
+        assert view is not None
+        return view.overdue
+
+    assert [overdue(differ, now) for now in (100.0, 159.9, 160.0)] == [False, False, True]
+    assert overdue(replace(EMPTY, diverged=[engine("other", weights=A)]), 161.0)
+    assert not overdue(EMPTY, 162.0)
+    assert told.overdue_in(162.0) is None
+    assert not overdue(differ, 163.0)
+    assert told.overdue_in(200.0) == 23.0
+
+
+def test_engines_by_state_and_those_that_differ_are_counted() -> None:
+    late = engine("late", weights=B)
+    engines = [engine("fine"), late, engine("alone", private=True), engine("asleep", weights=None), engine("slow", converged=False)]
+    export("rl", "gauges", replace(EMPTY, target=1, published=1, engines=engines, diverged=[late]), Told())
 
     def gauge(state: str) -> float | None:
         return REGISTRY.get_sample_value("epochkv_pool_engines", {"namespace": "rl", "pool": "gauges", "state": state})
 
-    assert {state: gauge(state) for state in ("use", "bypass", "private", "behind", "silent")} == {
-        "use": 1.0,
-        "bypass": 1.0,
-        "private": 1.0,
-        "behind": 0.0,
-        "silent": 0.0,
-    }
+    expected = {"use": 2.0, "private": 1.0, "unknown": 1.0, "behind": 1.0, "silent": 0.0}
+    assert {state: gauge(state) for state in expected} == expected
+    assert REGISTRY.get_sample_value("epochkv_pool_weights_diverged_engines", {"namespace": "rl", "pool": "gauges"}) == 1.0
     forget_pool("rl", "gauges")
     assert gauge("private") is None
 

@@ -1,0 +1,201 @@
+"""What a hub was told of weights, kept apart from the hub: what it shows and what it has removed is compared with this.
+
+One `Told` per hub process. It takes the heartbeats that reach this process, as they reach it, and knows nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from epochkv_fence.messages import MAX_LABELS, Heartbeat, Reclaim, Status
+
+if TYPE_CHECKING:
+    from epochkv_fence.hub import Hub
+    from epochkv_fence.pool import PoolSnapshot
+
+LITTLE = 1e-6
+
+
+@dataclass(slots=True)
+class Boot:
+    """What one boot said last, by the numbers of its heartbeats; times are on the hub's clock.
+
+    Attributes:
+        heard_at: of any heartbeat, also one that came late.
+        since: for how long it says so.
+    """
+
+    seq: int
+    weights: bytes | None
+    note: str
+    fingerprint: str
+    heard_at: float
+    since: float
+
+
+@dataclass(slots=True)
+class Told:
+    """To one hub process.
+
+    Attributes:
+        boots: those that it remembers.
+        reported: when weights were last reported, by a heartbeat that was a boot's newest when it came.
+        led_at: when it acquired leadership last.
+        unequal: since when remembered boots of a fingerprint hold different weights.
+        news: somebody holds others, or has left.
+    """
+
+    boots: dict[bytes, Boot] = field(default_factory=dict)
+    departed: set[bytes] = field(default_factory=set)
+    reported: dict[bytes, float] = field(default_factory=dict)
+    led_at: float = float("inf")
+    unequal: dict[str, float] = field(default_factory=dict)
+    news: bool = False
+
+    def hear(self, beat: Heartbeat, known: bool, now: float) -> bool:
+        """A heartbeat comes; `known`: the hub remembers its boot. Returns whether what it says of weights is new."""
+        if beat.boot in self.departed:
+            return False
+        boot = self.boots.get(beat.boot) if known else None
+        if boot is None:
+            boot = self.boots[beat.boot] = Boot(-1, None, "", "", now, now)
+        boot.heard_at = now
+        if beat.seq <= boot.seq:
+            return False
+        new = boot.seq < 0 or (boot.weights, boot.note) != (beat.weights, beat.weights_note)
+        if boot.seq < 0 or boot.weights != beat.weights:
+            boot.since = now
+        boot.seq, boot.weights, boot.note, boot.fingerprint = beat.seq, beat.weights, beat.weights_note, beat.fingerprint
+        if beat.weights is not None:
+            self.reported[beat.weights] = now
+        self.news = self.news or new
+        return new
+
+    def leave(self, boot: bytes) -> None:
+        """It has left for good."""
+        self.departed.add(boot)
+        self.boots.pop(boot, None)
+        self.news = True
+
+    def compare(self, hub: Hub, now: float) -> None:
+        """After a step: boots that the hub has forgotten count no more."""
+        if not self.news and len(self.boots) == hub.num_boots:
+            return
+        self.news = False
+        self.boots = {name: boot for name, boot in self.boots.items() if name in hub._boots}
+        held: dict[str, set[bytes]] = {}
+        for boot in self.boots.values():
+            if boot.weights is not None:
+                held.setdefault(boot.fingerprint, set()).add(boot.weights)
+        self.unequal = {fingerprint: self.unequal.get(fingerprint, now) for fingerprint, weights in held.items() if len(weights) > 1}
+
+    def live(self, hub: Hub, now: float) -> dict[bytes, Boot]:
+        """Heard from within the last lease, and remembered."""
+        lease = hub.config.lease_seconds
+        return {name: boot for name, boot in self.boots.items() if now < boot.heard_at + lease}
+
+    # ------------------------------------------------------------------ what a hub may have removed
+
+    def wrong_sweep(self, hub: Hub, order: Reclaim, now: float) -> str:
+        """Why these keys may not be removed; empty: they may."""
+        if hub.config.reclaim == "Retain":
+            return "the pool's policy is Retain"
+        if not order.keep:
+            return ""
+        grace = hub.config.grace_seconds
+        if now < self.led_at + grace:
+            return f"it leads for {now - self.led_at:.2f} s, less than the {grace:g} s for which weights are kept"
+        silent = [name for name, boot in self.live(hub, now).items() if boot.weights is None]
+        if silent:
+            return f"boot {silent[0].hex()[-4:]} cannot say which weights it holds"
+        for weights, at in self.reported.items():
+            if now < at + grace and weights not in order.keep:
+                return f"weights {weights.hex()[-4:]} were reported {now - at:.2f} s ago"
+        return ""
+
+    # ------------------------------------------------------------------ what a hub shows
+
+    def wrong_view(self, hub: Hub, shown: PoolSnapshot, now: float) -> str:
+        """Where what a hub shows of weights is not what it was told; empty: nowhere."""
+        live = self.live(hub, now)
+        if {view.boot for view in shown.engines if view.alive} != set(live):
+            return "other boots are alive"
+        for view in shown.engines:
+            boot = self.boots[view.boot]
+            if (view.weights, view.weights_note) != (boot.weights, boot.note):
+                return f"boot {view.boot.hex()[-4:]} said {boot.weights!r} {boot.note!r}, shown is {view.weights!r} {view.weights_note!r}"
+            if abs(view.weights_since - (now - boot.since)) > LITTLE:
+                return f"boot {view.boot.hex()[-4:]} says so for {now - boot.since:.2f} s, shown are {view.weights_since:.2f} s"
+        return self._wrong_groups(live, shown, now) or self._wrong_diverged(live, shown, now) or self._wrong_labels(shown)
+
+    @staticmethod
+    def _wrong_groups(live: dict[bytes, Boot], shown: PoolSnapshot, now: float) -> str:
+        groups: dict[bytes, list[Boot]] = {}
+        for boot in live.values():
+            if boot.weights is not None:
+                groups.setdefault(boot.weights, []).append(boot)
+        told = {
+            weights: (len(boots), len({boot.fingerprint for boot in boots}), now - min(boot.since for boot in boots))
+            for weights, boots in groups.items()
+        }
+        views = {view.weights: (view.engines, view.fingerprints, view.since_seconds) for view in shown.weights}
+        if set(told) != set(views) or len(views) != len(shown.weights):
+            return f"weights {told} were told, shown are {views}"
+        for weights, (engines, fingerprints, since) in told.items():
+            if views[weights][:2] != (engines, fingerprints) or abs(views[weights][2] - since) > LITTLE:
+                return f"weights {told} were told, shown are {views}"
+        order = [(-view.engines, view.since_seconds) for view in shown.weights]
+        return "" if order == sorted(order) else f"weights are shown in the order {order}"
+
+    def _wrong_diverged(self, live: dict[bytes, Boot], shown: PoolSnapshot, now: float) -> str:
+        wrong = {view.boot: view for view in shown.diverged}
+        for fingerprint in {boot.fingerprint for boot in live.values()}:
+            held = {name: boot for name, boot in live.items() if boot.fingerprint == fingerprint and boot.weights is not None}
+            counts = Counter(boot.weights for boot in held.values())
+            others = {name for name in held if name not in wrong}
+            agreed = {held[name].weights for name in others}
+            if len(agreed) != min(1, len(held)) or {name for name in held if held[name].weights not in agreed} != set(held) - others:
+                return f"of {dict(counts)} these are shown as diverged: {[name.hex()[-4:] for name in wrong]}"
+            if not agreed:
+                continue
+            most = next(iter(agreed))
+            if counts[most] < max(counts.values()):
+                return f"of {dict(counts)} {most!r} counts as what most hold"
+            newest = {weights: min(boot.since for boot in held.values() if boot.weights == weights) for weights in counts}
+            older = [weights for weights in counts if counts[weights] == counts[most] and newest[weights] > newest[most]]
+            if older:
+                return f"of {dict(counts)} {most!r} counts as what most hold, and {older} are newer"
+        if not set(wrong) <= {name for name, boot in live.items() if boot.weights is not None}:
+            return "a boot that is silent or cannot say what it holds is shown as diverged"
+        for view in shown.engines:
+            seconds = view.diverged_seconds
+            told = min(view.weights_since, now - self.unequal.get(view.fingerprint, now)) if view.boot in wrong else None
+            if (told is None) != (seconds is None) or abs((told or 0.0) - (seconds or 0.0)) > LITTLE:
+                return f"boot {view.boot.hex()[-4:]} has diverged for {told} s, shown are {seconds} s"
+        return ""
+
+    @staticmethod
+    def _wrong_labels(shown: PoolSnapshot) -> str:
+        if len(shown.labels) > MAX_LABELS:
+            return f"{len(shown.labels)} labels are remembered"
+        wrong = [view for view in shown.weights if view.label != shown.labels.get(view.weights, "")]
+        return f"{wrong[0]} is not called so in {shown.labels}" if wrong else ""
+
+    def wrong_status(self, hub: Hub, page: Status, now: float) -> str:
+        """The same of an answer to a trainer."""
+        live = self.live(hub, now)
+        if page.total != len(live):
+            return f"{page.total} boots of {len(live)} are told"
+        for engine in page.engines:
+            boot = live.get(engine.boot)
+            if boot is None or (engine.weights, engine.weights_note) != (boot.weights, boot.note):
+                return f"boot {engine.boot.hex()[-4:]} is told with {engine.weights!r} {engine.weights_note!r}"
+        if (
+            page.first == 0
+            and page.after is None
+            and page.labels != {weights.hex(): label for weights, label in hub.snapshot(now).labels.items()}
+        ):
+            return f"labels are told as {page.labels}"
+        return ""
