@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 
-from epochkv_fence.messages import Mode
 from epochkv_fence.transport import AgentThread, ClientKeys, EngineIdentity
 
 LOOK_SECONDS = 0.002
@@ -24,7 +23,7 @@ class Hooks:
     def ready(self) -> bool:
         return True
 
-    def adopt(self, epoch: int, mode: Mode) -> None:
+    def adopt(self, epoch: int) -> None:
         return None
 
     def busy(self) -> bool:
@@ -33,13 +32,16 @@ class Hooks:
     def carried(self) -> int:
         return 0
 
-    def loading(self) -> int:
-        return 0
+    def private(self) -> bool:
+        return False
+
+    def weights(self) -> tuple[bytes | None, str]:
+        return b"w" * 16, ""
 
     def stats(self) -> dict[str, float]:
         return {"hit_tokens": 1.0}
 
-    def reclaim(self, below: int) -> int:
+    def reclaim(self, below: int, keep: tuple[bytes, ...]) -> int:
         return 0
 
 

@@ -40,7 +40,6 @@ async def serve(settings: dict[str, object]) -> None:
             "bench",
             (str(settings["client_public"]),),
             lease_seconds=float(str(settings["lease_seconds"])),
-            weights_source="Model",
             reclaim="Retain",
         )
     )

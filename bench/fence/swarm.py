@@ -70,10 +70,10 @@ class Engine:
     def step(self, event: ag.Event) -> None:
         for action in self.agent.step(event, time.monotonic()):
             match action:
-                case ag.Beat(seq, epoch, mode):
-                    self._beat(seq, epoch, mode)
-                case ag.Adopt(epoch, mode):
-                    self.step(ag.Adopted(epoch, mode))
+                case ag.Beat(seq, epoch):
+                    self._beat(seq, epoch)
+                case ag.Adopt(epoch):
+                    self.step(ag.Adopted(epoch))
                 case ag.Settle():
                     self.step(ag.Settled())
         if self.agent.lease_until != self._lease:
@@ -81,9 +81,10 @@ class Engine:
                 self.longest_gap = max(self.longest_gap, time.monotonic() - self._lease)
             self._lease = self.agent.lease_until
 
-    def _beat(self, seq: int, epoch: int | None, mode: ag.Mode) -> None:
+    def _beat(self, seq: int, epoch: int | None) -> None:
         stats = {"hit_tokens": 1000.0 + seq, "queried_tokens": 2000.0, "l1_bytes": 1e9, "saved_blocks": 17.0}
-        beat = Heartbeat(self.agent.boot, seq, epoch, mode, 0, time.monotonic() - self.born, "bench", self.name, 0, "f" * 64, stats, 0)
+        age = time.monotonic() - self.born
+        beat = Heartbeat(self.agent.boot, seq, epoch, 0, age, "bench", self.name, 0, "f" * 64, stats, weights=b"w" * 16)
         with contextlib.suppress(zmq.Again):  # no connection: the next heartbeat says it all
             self.socket.send_multipart(encode(beat), zmq.NOBLOCK)
 

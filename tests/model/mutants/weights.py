@@ -11,7 +11,7 @@ from epochkv_fence.authority import PoolRecord, Term
 from epochkv_fence.holdings import Holdings, groups, with_divergence
 from epochkv_fence.hub import Hub
 from epochkv_fence.messages import Heartbeat, Label, Labelled, Status
-from epochkv_fence.pool import EngineView, PoolSnapshot
+from epochkv_fence.pool import EngineView, PoolConfig, PoolSnapshot
 from tests.model.mutants.kind import Mutant
 from tests.model.mutants.outside import LABELLING
 from tests.model.parts import Rules
@@ -105,9 +105,25 @@ class _Counting(Holdings):
 class _CountsTheForgotten(Hub):
     """Engines that are forgotten go on holding what they held."""
 
-    def __init__(self, config: object) -> None:
-        super().__init__(config)  # type: ignore[arg-type]
+    def __init__(self, config: PoolConfig) -> None:
+        super().__init__(config)
         self._holdings = _Counting()
+
+
+class _Agreeing(Holdings):
+    def change(self, before: Heartbeat | None, after: Heartbeat | None, now: float) -> None:
+        if before is not None and after is not None and before.weights != after.weights:
+            super().change(before, None, now)
+            before = None
+        super().change(before, after, now)
+
+
+class _AgreesInBetween(Hub):
+    """While one of two engines takes other weights, they differ in nothing."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        super().__init__(config)
+        self._holdings = _Agreeing()
 
 
 class _KnowsEverybody(Hub):
@@ -163,6 +179,7 @@ WEIGHTS_MUTANTS = {
     "an engine that cannot say has diverged": Mutant(Rules(hub=_UnknownIsDifferent), "4", PUSHING),
     "of as many engines the oldest count": Mutant(Rules(hub=_TheOldestLead), "4", PUSHING),
     "forgotten engines diverge": Mutant(Rules(hub=_CountsTheForgotten), "4", {**PUSHING, "fingerprints": 1}),
+    "engines that change agree in between": Mutant(Rules(hub=_AgreesInBetween), "4", {**PUSHING, "fingerprints": 1, "engines": 2}),
     "a new leader claims to know every engine": Mutant(
         Rules(hub=_KnowsEverybody), "4", {"orders": ("client, weight update",), "restores": False, "takeovers": 1.0, "idle": 0.0}
     ),

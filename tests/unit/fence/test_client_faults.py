@@ -174,6 +174,9 @@ def test_a_label_that_nobody_notes() -> None:
     def answer(message: Question, say: Say) -> None:
         if isinstance(message, Label):
             asked.append(message)
+            for answer in (Labelled(message.request, OTHER, "step-1"), Labelled(message.request, NEW, "step-2")):
+                say(encode(answer))
+            say(encode(BumpStatus(message.request, 1, 99, 99)))
         else:
             honest(message, say)
 

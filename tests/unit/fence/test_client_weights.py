@@ -16,6 +16,7 @@ import pytest
 
 from epochkv_fence.client import (
     AsyncPool,
+    Engine,
     HubUnreachable,
     Pool,
     PoolClosed,
@@ -24,6 +25,7 @@ from epochkv_fence.client import (
     WeightsReport,
     WeightsStanding,
 )
+from epochkv_fence.client.weights import outliers, report
 from epochkv_fence.messages import MAX_LABELS
 from epochkv_fence.transport import EngineIdentity
 from tests.helpers_fence import eventually
@@ -103,6 +105,19 @@ def test_a_wait_without_a_label_and_without_a_push(world: HubWorld) -> None:
     holding(world)
     assert groups(pool.wait_weights()) == [(OLD.hex(), "", EVERYBODY)]
     assert pool.status().labels == {}
+
+
+def test_what_a_push_that_has_returned_left_on_its_way_is_waited_for(world: HubWorld) -> None:
+    engines, pool = holding(world), world.connect()
+
+    def arrives(standing: WeightsStanding) -> None:
+        if engines[0][1].holds == OLD:
+            assert standing.waits_for == ()
+            push(engines, NEW)
+            eventually(lambda: {view.weights for view in world.snapshot().engines} == {NEW})
+
+    report = pool.wait_weights(label="step-1", timeout_s=30, progress=arrives)
+    assert groups(report) == [(NEW.hex(), "step-1", EVERYBODY)]
 
 
 def test_weights_of_before_come_back_under_their_name(world: HubWorld) -> None:
@@ -222,6 +237,19 @@ def test_a_pool_without_engines_proves_nothing(world: HubWorld) -> None:
     assert pool.status().labels == {}
     report = pool.wait_weights(timeout_s=30, progress=lambda _: world.agents.all or world.agents.start("late", engine=engine_with(NEW)))
     assert groups(report) == [(NEW.hex(), "", ("late",))]
+
+
+def engine(name: str, weights: bytes, since_s: float) -> Engine:
+    return Engine(name, name, name, "", 0, 0, "use", 0, 9.0, 0.0, "fp", weights.hex(), "", since_s)
+
+
+def test_of_weights_that_are_held_as_often_those_count_that_came_last() -> None:
+    engines = [engine("a", OLD, 60.0), engine("b", NEW, 3.0)]
+    assert [late.name for late in outliers(engines, ())] == ["a"]
+    assert [group.engines for group in report(engines, {}).groups] == [("b",), ("a",)]
+    engines.append(engine("c", OLD, 60.0))
+    assert [late.name for late in outliers(engines, ())] == ["b"], "most count, however old"
+    assert [late.name for late in outliers(engines, {OLD.hex()})] == ["a", "c"], "unless they had to go"
 
 
 # --------------------------------------------------------------------------------------------------- engines come and go

@@ -144,6 +144,14 @@ def test_labels_on_record_are_known_to_the_next_hub_and_to_one_that_sees_them_la
     assert hub.step(ev.Observed(PoolRecord(labels={B: "b", A: "one"}))) == []
 
 
+def test_a_hub_that_leads_again_believes_the_record_and_not_what_it_remembers() -> None:
+    hub = Driver()
+    hub.step(ev.Acquired(Term("h", 1), PoolRecord(labels={A: "old", B: "gone"})))
+    hub.step(ev.SteppedDown())
+    hub.step(ev.Acquired(Term("h", 3), PoolRecord(labels={A: "new"})))
+    assert labels(hub) == {A: "new"}
+
+
 def test_what_waits_is_bounded() -> None:
     hub = pool()
     hub.hold_writes = True
