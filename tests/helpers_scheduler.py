@@ -35,7 +35,6 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from epochkv_fence.messages import Mode
 from tests.helpers_scheduler_worker import Cell, Content, EngineCore, FakeExecutor, FakeWorker, Prefixes, SharedStore
 
 BLOCK = 16
@@ -96,7 +95,6 @@ class Rig:
         l1_bytes: int | None = 1 << 20,
         store: SharedStore | None = None,
         hub: bool = True,
-        weights_source: str = "Pushed",
         num_ranks: int = 1,
         groups: Sequence[str] = ("full",),
         max_batched_tokens: int = 8192,
@@ -127,7 +125,6 @@ class Rig:
         self._next_id = 0
         config: dict[str, Any] = {
             "pool": {"name": "policy", "namespace": "default", "uid": pool_uid},
-            "weights_source": weights_source,
             "lookup_wait_ms": 50.0,
             "lookup_deadline_ms": 200.0,
             **(extra or {}),
@@ -264,11 +261,11 @@ class Rig:
         """Our bookkeeping."""
         return self.connector.side.half
 
-    def adopt(self, epoch: int, weights: str | None = None, mode: Mode = Mode.USE) -> None:
+    def adopt(self, epoch: int, weights: str | None = None) -> None:
         """What the agent thread does for an accepted grant; with `weights`, the engine has them from now on."""
         if weights is not None:
             self.weights = weights
-        self.fence.adopt(epoch, mode)
+        self.fence.adopt(epoch)
 
     def request(
         self,
@@ -458,7 +455,6 @@ def global_root() -> bytes:
 __all__ = [
     "BLOCK",
     "FakeWorker",
-    "Mode",
     "RequestStatus",
     "Rig",
     "SharedStore",

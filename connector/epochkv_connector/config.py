@@ -22,6 +22,7 @@ from epochkv_fence.connection import (
     check_endpoint,
     check_pool,
     read_document,
+    refuse_gone,
 )
 
 __all__ = ["CONFIG_ENV", "ConfigError", "ConnectorConfig", "DistributedTier", "HubRef", "LocalTier", "PoolRef"]
@@ -51,15 +52,13 @@ class DistributedTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything the connector can be told. Absent tiers are off; without `hub` the root stays private."""
+    """Everything the connector can be told. Absent tiers are off; without `hub` this engine is a pool of its own."""
 
     pool: PoolRef
     hub: HubRef | None = None
-    weights_source: Literal["Pushed", "Model"] = "Pushed"
     local: LocalTier | None = None
     distributed: DistributedTier | None = None
     tracker: bool = False
-    on_local_reset: Literal["private", "propose"] = "private"
     lookup_wait_ms: float = 1.0
     lookup_deadline_ms: float = 500.0
     min_load_tokens: int = 0
@@ -68,7 +67,6 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tracker_capacity: int = 100_000
     staging_slots: int = 64
     allow_untested_vllm: bool = False
-    encoder: Literal["Frozen", "Pushed"] = "Pushed"
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> ConnectorConfig:
@@ -81,6 +79,11 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         variables = os.environ if environ is None else environ
         document, origin = _document(inline.pop("config_file", None), variables)
         merged = {**document, **inline}
+        try:
+            refuse_gone(inline, EXTRA)
+            refuse_gone(document, origin)
+        except ConfigurationError as error:
+            raise ConfigError(str(error)) from None
         found = schema.problem(merged, SCHEMA)
         if found is not None:
             key, sentence = found
@@ -91,11 +94,6 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"{EXTRA}: {error}; known keys: {', '.join(SCHEMA.keys)}") from error
         config.check()
         return config
-
-    @property
-    def weights_pushed(self) -> bool:
-        """Whether weights may be pushed into this engine while it runs."""
-        return self.weights_source == "Pushed"
 
     def check(self) -> None:
         """Raise `ConfigError` for values that exclude each other, and for a pool that cannot be one."""
@@ -188,12 +186,7 @@ SCHEMA: Final = schema.Table(
                 ),
             },
             "leave hub out for an engine that shares nothing",
-            does="The way to the fence. Without it nothing is shared, and with `weights_source: Pushed` nothing is reused at all.",
-        ),
-        "weights_source": schema.choice(
-            "Pushed",
-            "Model",
-            does="`Pushed`: weights are pushed into running engines. `Model`: they never change under one. As the pool's hub has it.",
+            does="The way to the fence. Without it nothing is shared: this engine is a pool of its own.",
         ),
         "local": schema.Table(
             {
@@ -236,12 +229,6 @@ SCHEMA: Final = schema.Table(
             does="For pools without an L2: a block counts as absent, without a search, unless every rank has confirmed that it saved it. "
             "Refused with an L2, where another engine may have saved it."
         ),
-        "on_local_reset": schema.choice(
-            "private",
-            "propose",
-            does="After vLLM's own reset (`/reset_prefix_cache?reset_external=true`, `/sleep`): `private` shares nothing until the "
-            "pool's next epoch, `propose` also asks the hub for that epoch.",
-        ),
         "lookup_wait_ms": schema.number(
             0, 60_000, "milliseconds", does="How long one scheduler step waits for answers of L2, all its requests together."
         ),
@@ -268,12 +255,6 @@ SCHEMA: Final = schema.Table(
             "With an L1 its own memory serves for that, and this key for nothing.",
         ),
         "allow_untested_vllm": schema.flag(does="Start with a vLLM whose version was not tested, at your own risk."),
-        "encoder": schema.choice(
-            "Frozen",
-            "Pushed",
-            does="Of a multimodal model with pushed weights: `Pushed`, a push may change its encoder, so the engine serves in bypass; "
-            "`Frozen`, it never does.",
-        ),
     }
 )
 """What every key may hold; its keys are `config_file` and those of `ConnectorConfig` and of the structures in it."""

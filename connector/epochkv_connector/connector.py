@@ -33,7 +33,6 @@ from epochkv_connector.stats import EpochKVPromMetrics, EpochKVStats
 from epochkv_connector.telemetry import Reporter
 from epochkv_connector.wire import StepMetadata, WorkerReport
 from epochkv_connector.working import Half, RefusingHalf, WorkerSide
-from epochkv_fence.messages import Mode
 
 logger = logging.getLogger("vllm.epochkv")
 
@@ -104,7 +103,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         compat.check_siblings(compat.sibling_names())
         parallel = self._vllm_config.parallel_config
         compat.check_launcher(parallel.distributed_executor_backend, int(parallel.world_size))
-        self._refuse_foreign_encoders(config)
+        self._refuse_foreign_encoders()
         check_devices(config)
         if config.local is not None:
             share = config.local.capacity_bytes // compat.num_machines(self._vllm_config)
@@ -127,11 +126,11 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         layout = "3d" if getattr(adapter, "is_3d_lora_weight", False) else ""
         return self._adapters.version(adapter.lora_int_id, adapter.lora_path, layout)
 
-    def _refuse_foreign_encoders(self, config: ConnectorConfig) -> None:
-        if config.weights_pushed and self._vllm_config.ec_transfer_config is not None:
+    def _refuse_foreign_encoders(self) -> None:
+        if self._vllm_config.ec_transfer_config is not None:
             raise compat.UnsupportedEngine(
-                "ec_transfer_config is set and weights are pushed: encoder outputs of other engines are keyed by content "
-                "only and would survive an update; remove ec_transfer_config, or set weights_source to Model"
+                "ec_transfer_config is set: encoder outputs of other engines are keyed by content only, whatever weights made them, and "
+                "KV that is computed from them would be under a wrong name; remove ec_transfer_config"
             )
 
     def _build_scheduler_side(self) -> None:
@@ -157,7 +156,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             )
         fence = Fence(
             PoolIdentity(config.pool.uid, digest, credentials.secret, l2_allowed=not random_seed),
-            self._policy(credentials),
+            self._policy(credentials, core),
             root_port,
             self._hashing,
             lease_until=self._link.lease_until,
@@ -180,23 +179,18 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._tiers.half if self._tiers is not None else None,
             loads_off=loads_off,
             saves_off=saves_off,
-            propose=self._link.propose if config.on_local_reset == "propose" else None,
+            propose=self._link.propose,
             poke=self._link.poke,
             local_worker=self._find_local_worker,
             on_error=self._guard.note,
         )
         self._watch_weights(ranks, core, scheduler, self._side)
-        hooks = FenceHooks(fence, self._gauges, self._reclaim, self._loading)
+        hooks = FenceHooks(fence, self._gauges, self._reclaim, self._told)
         self._link.start(hooks, digest, int(vllm_config.parallel_config.data_parallel_rank or 0))
         if fence.policy.forced_bypass is not None:
             logger.warning("EpochKV serves without caches: %s", fence.policy.forced_bypass)
         elif config.hub is None:
-            logger.info(
-                "EpochKV: no hub is configured; %s",
-                "the root stays private to this engine"
-                if fence.policy.use_private
-                else "weights may be pushed and nobody would say when, so nothing is reused (weights_source is Pushed)",
-            )
+            logger.info("EpochKV: no hub is configured; this engine is a pool of its own, and its root private")
 
     def _watch_weights(self, ranks: EngineRanks | NoRanks, core: Any | None, scheduler: Any | None, side: SchedulerSide) -> None:
         """Names are made of the weights that the ranks hold, from the first on."""
@@ -212,24 +206,11 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         if side.fence.policy.forced_bypass is None:
             watch.before_schedule()
 
-    def _policy(self, credentials: Credentials) -> FencePolicy:
-        config = self._epochkv_config
-        pushed = config.weights_pushed
-        forced = None
-        if pushed and config.encoder != "Frozen" and compat.is_multimodal(self._vllm_config):
-            forced = (
-                "this model has an encoder whose outputs are cached by content and weights are pushed; "
-                "set encoder to Frozen if updates never touch it"
-            )
-        core, _ = compat.builders()
-        forced = forced or compat.why_no_weights(self._vllm_config, getattr(core, "model_executor", None))
+    def _policy(self, credentials: Credentials, core: Any | None) -> FencePolicy:
         return FencePolicy(
-            weights_pushed=pushed,
             has_hub=credentials.problem is None,
-            use_private=config.hub is None and not pushed,
-            forced_bypass=forced,
-            proposes=config.on_local_reset == "propose",
-            others_save=config.distributed is not None,
+            use_private=self._epochkv_config.hub is None,
+            forced_bypass=compat.why_no_weights(self._vllm_config, getattr(core, "model_executor", None)),
         )
 
     def _why_no_loads(self) -> str | None:
@@ -249,25 +230,25 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         return why_no_tiers(self._vllm_config)
 
     def _build_tiers(self) -> tiers.SchedulerTiers | None:
-        return tiers.build_scheduler_tiers(self._epochkv_config, self._vllm_config, self._kv_cache_config, self._link.poke)
+        return tiers.build_scheduler_tiers(self._epochkv_config, self._vllm_config, self._kv_cache_config)
 
     def _find_local_worker(self) -> WorkerSide | None:
         connector = _local_workers.get(str(self._kv_transfer_config.engine_id))
         return connector._worker if connector is not None else None
 
-    def _loading(self) -> int | None:
-        """Reads from the store that may still deliver bytes; in bypass ranks in other processes are asked, too."""
-        reads = self.side.loading()
-        if not reads or self._tiers is None or self._find_local_worker() is not None:
-            return reads
-        return self._tiers.num_reads() if self.side.fence.snapshot.mode is Mode.BYPASS else reads
+    def _told(self) -> tuple[bytes | None, str]:
+        """What heartbeats say of the weights. Any thread."""
+        policy, watch = self.side.fence.policy, self.side.watch
+        if policy.forced_bypass is not None or watch is None:
+            return None, policy.forced_bypass or ""
+        return watch.told
 
-    def _reclaim(self, below: int) -> tuple[int, int]:
+    def _reclaim(self, below: int, keep: tuple[bytes, ...]) -> tuple[int, int]:
         if self._tiers is None:
             if self._epochkv_config.distributed is not None:  # 0 would say that nothing is left
                 raise RuntimeError("this engine has no store client: its tiers could not be built")
             return 0, 0
-        return self._tiers.reclaim(self._epochkv_config.pool.uid, self._fingerprint, below)
+        return self._tiers.reclaim(self._epochkv_config.pool.uid, self._fingerprint, below, keep)
 
     # ------------------------------------------------------------------ properties vLLM asks for
 

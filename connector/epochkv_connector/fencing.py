@@ -4,9 +4,9 @@ Two threads meet here. The agent thread adopts epochs; the scheduler thread pins
 the pin* is one operation under the adoption lock: without it 5 of 57 names were wrong under fast adoption, with it 0 of
 824 (`fence.md` section 3). Everything that vLLM could change under us is behind `compat`.
 
-What holds now follows from six facts, and is computed from them afresh, never patched: which weights the ranks hold, what the
-hub granted, whether the lease lives, whether somebody reset this engine's caches alone, whether vLLM's global was overwritten,
-and whether weights are pushed.
+What holds now follows from five facts, and is computed from them afresh, never patched: which weights the ranks hold, which
+epoch the hub granted, whether the lease lives, whether somebody reset this engine's caches alone, and whether vLLM's global was
+overwritten.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from epochkv_connector.identity import ROOT_BYTES, Pin, Snapshot, adapter_root, 
 from epochkv_connector.naming.strand import StrandedHasher, strand, unstrand
 from epochkv_connector.pinning import PIN_ATTRIBUTE, FencedHasher, HashPort, RootPort, brings_kv
 from epochkv_connector.standing import Herald, Standing, Why
-from epochkv_fence.messages import Mode
 
 REHASH_BUDGET_SECONDS = 0.005
 """Re-hashing allowed per scheduler step; 100,000 tokens of 16-token blocks take about 11 ms."""
@@ -63,27 +62,14 @@ class FencePolicy:
     """Static facts of the engine.
 
     Attributes:
-        weights_pushed: bypassed requests get a random root each instead of one private root.
         has_hub: a hub is configured and can be spoken to in principle; without one the root stays private.
-        use_private: tiers may be used under the private root (no hub and weights never pushed).
+        use_private: no hub is configured, so this engine is a pool of its own: tiers may be used under its private root.
         forced_bypass: why this engine may never use a shared root, or None.
-        proposes: after a local reset the pool is asked for its next epoch.
-        others_save: other engines save where this one loads (there is an L2).
     """
 
-    weights_pushed: bool
     has_hub: bool
     use_private: bool = False
     forced_bypass: str | None = None
-    proposes: bool = False
-    others_save: bool = True
-
-    @property
-    def leaves_unused(self) -> bool:
-        """A local reset also leaves a shared root that this engine never used: others may have saved under it, with the
-        weights from before. Not with `proposes`, whose frameworks reset every engine: the first one's proposal may have
-        brought the others to their next epoch before their turn."""
-        return self.weights_pushed and self.others_save and not self.proposes
 
 
 class Fence:
@@ -115,9 +101,8 @@ class Fence:
         self._weights: bytes | None = None
         self._forbidden = policy.forced_bypass is not None
         self._ended: set[tuple[int, bytes]] = set()  # (epoch, weights): blocks under these names may be wrong here
-        self._granted: tuple[int, Mode] | None = None
+        self._granted: int | None = None
         self._reset_at_epoch: int | None = None  # local reset: private until the pool's epoch exceeds this one
-        self._reset_unseen = False  # local reset without a lease: private until an epoch after the next one granted
         self._distrusted = False
         self._bound = False
         self._settled = False  # in use, and nothing but lease and global can have changed since that was found out
@@ -135,11 +120,10 @@ class Fence:
         self._adapter_secret = random_bytes(ROOT_BYTES)
         self.counters: Counter[str] = Counter()
         self._fenced_hasher: FencedHasher | None = None
-        self._herald = Herald(proposes=policy.proposes)
-        self._swapped_at = clock()
+        self._herald = Herald()
         self._state: tuple[str, int, bytes | None] | None = None
         self._standing = Standing(Why.UNASSIGNED)
-        self._snapshot = Snapshot(-1, Mode.BYPASS, random_bytes(ROOT_BYTES), None, False, 0, policy.weights_pushed)
+        self._snapshot = Snapshot(-1, False, random_bytes(ROOT_BYTES), None, False)
         self._refresh()
 
     # ------------------------------------------------------------------ what holds now
@@ -168,12 +152,7 @@ class Fence:
     def waiting_after_reset(self) -> bool:
         """This engine's caches were reset alone; it waits for the pool's next epoch. Any thread."""
         granted = self._granted
-        return self._reset_at_epoch is not None and (granted is None or granted[0] <= self._reset_at_epoch)
-
-    def bypass_seconds(self) -> float:
-        """For how long nothing was loaded or saved; 0 in use. Any thread."""
-        with self._lock:
-            return self._clock() - self._swapped_at if self._snapshot.mode is Mode.BYPASS else 0.0
+        return self._reset_at_epoch is not None and (granted is None or granted <= self._reset_at_epoch)
 
     def current(self) -> Snapshot:
         """Refresh from lease and global, and return what holds now. Any thread."""
@@ -198,7 +177,7 @@ class Fence:
 
     def _derive(self) -> tuple[str, int, bytes | None]:
         """(kind, epoch, weights): everything a snapshot depends on. A private kind with a new epoch means a new private root."""
-        self._standing = Standing(self._why(), self._granted[0] if self._granted else -1)
+        self._standing = Standing(self._why(), -1 if self._granted is None else self._granted)
         if self._standing.why is Why.IN_USE:
             return "shared", self._standing.epoch, self._weights
         private = self._standing.why is Why.NO_HUB and self._policy.use_private
@@ -212,16 +191,14 @@ class Fence:
             (self._weights is None, Why.NO_WEIGHTS),
             (not self._policy.has_hub or self._identity.secret is None, Why.NO_HUB),
             (granted is None, Why.UNASSIGNED),
-            (granted is not None and granted[1] is not Mode.USE, Why.GRANTED_BYPASS),
             (self.waiting_after_reset, Why.LOCAL_RESET),
-            (granted is not None and (granted[0], self._weights) in self._ended, Why.WEIGHTS_ENDED),
+            ((granted, self._weights) in self._ended, Why.WEIGHTS_ENDED),
             (self._clock() >= self._lease_until(), Why.NO_LEASE),
         )
         return next((why for holds, why in reasons if holds), Why.IN_USE)
 
     def _swap(self, state: tuple[str, int, bytes | None]) -> None:
         kind, epoch, weights = state
-        self._swapped_at = self._clock()
         generation = self._last_generation = self._last_generation + 1
         if kind == "shared":
             known = self._identity
@@ -232,11 +209,9 @@ class Fence:
             if self._shared_generation is None or self._shared_generation[0] != epoch:
                 self._shared_generation = (epoch, generation)
             # Back from a lost lease: requests pinned to this very root before are current again. Not if weights changed meanwhile.
-            fresh = Snapshot(epoch, Mode.USE, root, space, True, self._shared_generation[1], False, weights)
+            fresh = Snapshot(epoch, True, root, space, True, self._shared_generation[1], weights)
         else:
-            mode = Mode.USE if kind == "private" else Mode.BYPASS
-            alone = mode is Mode.BYPASS and (self._policy.weights_pushed or weights is None or self._forbidden)
-            fresh = Snapshot(epoch, mode, self._random(ROOT_BYTES), None, False, generation, alone, weights)
+            fresh = Snapshot(epoch, kind == "private", self._random(ROOT_BYTES), None, False, generation, weights)
         if self._bound and not self._distrusted:
             self._roots.bind(fresh.root)
         self._snapshot, self._state = fresh, state
@@ -264,7 +239,7 @@ class Fence:
         """Blocks that this engine has named after these weights in this epoch may have been computed with others. Returns whether
         others may have been told of such names."""
         with self._lock:
-            epoch = self._granted[0] if self._granted is not None else -1
+            epoch = -1 if self._granted is None else self._granted
             self._ended = {ended for ended in self._ended if ended[0] >= epoch} | {(epoch, weights)}
             self._settled = False
             self._refresh()
@@ -290,18 +265,16 @@ class Fence:
         """vLLM has set its own global: epochs may be adopted. Agent thread."""
         return self._roots.ready()
 
-    def adopt(self, epoch: int, mode: Mode) -> None:
+    def adopt(self, epoch: int) -> None:
         """Rebind the root and swap the snapshot. Agent thread; the acknowledgement is sent after this returns.
 
         An epoch below the one adopted is ignored: it cannot come from a correct agent.
         """
         with self._lock:
-            if self._granted is not None and epoch < self._granted[0]:
+            if self._granted is not None and epoch < self._granted:
                 self.counters["lower_epoch_refused"] += 1
                 return
-            self._granted, self._settled = (epoch, mode), False
-            if self._reset_unseen:
-                self._reset_unseen, self._reset_at_epoch = False, epoch
+            self._granted, self._settled = epoch, False
             self.counters["adoptions"] += 1
             self._refresh()
 
@@ -374,7 +347,7 @@ class Fence:
         snapshot, adapter = self._snapshot, getattr(request, "lora_request", None)
         if adapter is not None:
             self._adapters.asked(adapter)
-        if snapshot.fresh_pins or not self._may_share(request):
+        if not snapshot.in_use or not self._may_share(request):
             return self._lone_pin(adapter)
         return Pin(snapshot.root, snapshot.generation) if adapter is None else self._adapter_pin(adapter, snapshot)
 
@@ -555,21 +528,19 @@ class Fence:
     def reset(self) -> bool:
         """Somebody called vLLM's own reset. Returns whether a root that names something was given up.
 
-        A shared root that was used, or that others may have used (`FencePolicy.leaves_unused`), is left at once, until the
-        pool's next epoch, also when the lease is lost at this moment: it may come back. Then it may come back with an epoch
-        from before the reset, which is left, too. A private root that was used is replaced; one under which nothing was
-        admitted names nothing yet and is kept.
+        A shared root that this engine used is left at once, until the pool's next epoch, also when the lease is lost at this
+        moment: it may come back. A private root that was used is replaced; one under which nothing was admitted names nothing yet
+        and is kept: of engines that are reset together, the first one's proposal may have brought the others to their next epoch
+        before their turn.
         """
         with self._lock:
             self._refresh()
             self._settled = False
-            epoch, mode = self._granted or (-1, Mode.BYPASS)
+            epoch = -1 if self._granted is None else self._granted
             rotated = self._admitted_since_swap
-            if epoch >= 0 and (self._used_epoch == epoch or (mode is Mode.USE and self._policy.leaves_unused)):
+            if epoch >= 0 and self._used_epoch == epoch:
                 self._reset_at_epoch = epoch
                 rotated = True
-            if self._policy.has_hub and self._policy.leaves_unused and self._clock() >= self._lease_until():
-                self._reset_unseen = True
             if not rotated:
                 self.counters["resets_kept"] += 1
                 return False
@@ -583,4 +554,4 @@ class Fence:
     def proposal(self) -> int | None:
         """The epoch to propose after a local reset, or None when there is none to exceed."""
         granted = self._granted
-        return None if granted is None else granted[0] + 1
+        return None if granted is None else granted + 1

@@ -16,8 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from epochkv_fence.messages import Mode
-
 ROOT_BYTES = 32
 CODEC_VERSION = 2
 """Bump when the bytes of an L2 object or the order of layers inside it change."""
@@ -33,22 +31,20 @@ class Snapshot:
 
     Attributes:
         epoch: highest epoch adopted in this boot; -1 before the first.
-        mode: `BYPASS`: no load and no save.
+        in_use: False (bypass): no load, no save, and every request gets a random root of its own.
         root: first parent of the block hashes of requests pinned under this snapshot.
         namespace: prefix of L2 keys; None: nothing may leave this engine (private root, or L2 refused).
         shared: True when other engines of the pool use the same root.
         generation: new with every root; a pin is current iff its generation is this one.
-        fresh_pins: every request gets a random root of its own (bypass while weights may be pushed).
         weights: digest of the weights that names are made of; None: unknown.
     """
 
     epoch: int
-    mode: Mode
+    in_use: bool
     root: bytes
     namespace: str | None
     shared: bool
     generation: int = 0
-    fresh_pins: bool = False
     weights: bytes | None = None
 
 

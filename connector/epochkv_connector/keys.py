@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 KEY_DIGEST_BYTES = 16
 
 _NAMESPACE = re.compile(r"(?P<uid>[0-9a-z]{1,8})/(?P<fingerprint>[0-9a-f]{16})/e(?P<epoch>0|[1-9][0-9]*)/w(?P<weights>[0-9a-f]{16})")
 _KEY = re.compile(_NAMESPACE.pattern + r"/g(?P<group>0|[1-9][0-9]*)/r(?P<shard>0|[1-9][0-9]*)/(?P<hash>(?:[0-9a-f]{2})+)")
+_HEX16 = "[0-9a-f]{16}"
 _ECMASCRIPT_SPECIAL = re.compile(r"([\^$\\.*+?()\[\]{}|/])")
 
 
@@ -95,8 +97,6 @@ def older_pattern(pool: str, epoch: int, fingerprint: str | None = None, group: 
     Raises:
         KeyCodecError: there is no epoch below 0, or `pool` or `fingerprint` is not that part of a namespace.
     """
-    if fingerprint is not None and not re.fullmatch(r"[0-9a-f]{16,}", fingerprint):
-        raise KeyCodecError(f"{fingerprint!r} is not a fingerprint; expected at least 16 hex digits")
     if epoch <= 0 or not re.fullmatch(r"[0-9a-z]{1,8}", pool):
         raise KeyCodecError(f"no keys of pool {pool!r} are older than epoch {epoch}; expected [0-9a-z]{{1,8}} and an epoch above 0")
     digits = str(epoch)
@@ -106,10 +106,37 @@ def older_pattern(pool: str, epoch: int, fingerprint: str | None = None, group: 
         lowest = 1 if place == 0 and len(digits) > 1 else 0
         if int(digit) > lowest:
             below.append(f"{digits[:place]}[{lowest}-{int(digit) - 1}][0-9]{{{len(digits) - place - 1}}}")
-    layout = "[0-9a-f]{16}"
-    if fingerprint is not None:
-        layout = rf"(?!{fingerprint[:16]}\/){layout}" if others else fingerprint[:16]
-    return rf"^{pool}\/{layout}\/e({'|'.join(below)})\/" + ("" if group is None else rf"w[0-9a-f]{{16}}\/g{group}\/")
+    return rf"^{pool}\/{_layout(fingerprint, others)}\/e({'|'.join(below)})\/" + _group(rf"w{_HEX16}\/", group)
+
+
+def other_weights_pattern(
+    pool: str, keep: Sequence[bytes], fingerprint: str | None = None, group: int | None = None, *, others: bool = False
+) -> str:
+    """Regular expression (as `prefix_pattern`) that matches the keys of this pool, of any epoch, whose weights are not in `keep`.
+
+    Args:
+        keep: digests of weights, at least 8 bytes each; at least one of them.
+        pool, fingerprint, group, others: as of `older_pattern`.
+
+    Raises:
+        KeyCodecError: `keep` is empty, or something is not that part of a namespace.
+    """
+    if not keep or any(len(weights) < 8 for weights in keep) or not re.fullmatch(r"[0-9a-z]{1,8}", pool):
+        raise KeyCodecError(f"weights to keep of pool {pool!r} are {list(keep)!r}; expected at least one digest of at least 8 bytes")
+    kept = "|".join(sorted({weights.hex()[:16] for weights in keep}))
+    return rf"^{pool}\/{_layout(fingerprint, others)}\/e[0-9]+\/w(?!({kept})\/)" + _group(rf"{_HEX16}\/", group)
+
+
+def _layout(fingerprint: str | None, others: bool) -> str:
+    if fingerprint is None:
+        return _HEX16
+    if not re.fullmatch(r"[0-9a-f]{16,}", fingerprint):
+        raise KeyCodecError(f"{fingerprint!r} is not a fingerprint; expected at least 16 hex digits")
+    return rf"(?!{fingerprint[:16]}\/){_HEX16}" if others else fingerprint[:16]
+
+
+def _group(weights: str, group: int | None) -> str:
+    return weights + ("" if group is None else rf"g{group}\/")
 
 
 def replica_owner(block_hash: bytes, replicas: int) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.fencing import Fence
 from epochkv_fence.connection import check_endpoint, read_client_keys, read_root_secret
-from epochkv_fence.messages import BOOT_BYTES, Mode
+from epochkv_fence.messages import BOOT_BYTES, WEIGHTS_BYTES
 
 logger = logging.getLogger("vllm.epochkv.link")
 
@@ -52,21 +52,21 @@ class FenceHooks:
         self,
         fence: Fence,
         stats: Callable[[], dict[str, float]],
-        reclaim: Callable[[int], tuple[int, int]],
-        loading: Callable[[], int | None],
+        reclaim: Callable[[int, tuple[bytes, ...]], tuple[int, int]],
+        weights: Callable[[], tuple[bytes | None, str]],
     ) -> None:
         self._fence = fence
         self._stats = stats
         self._reclaim = reclaim
-        self._loading = loading
+        self._weights = weights
 
     def ready(self) -> bool:
         """vLLM has set its own global; epochs may be adopted."""
         return self._fence.ready()
 
-    def adopt(self, epoch: int, mode: Mode) -> None:
+    def adopt(self, epoch: int) -> None:
         """Bind the epoch's root; returns when it is bound."""
-        self._fence.adopt(epoch, mode)
+        self._fence.adopt(epoch)
 
     def busy(self) -> bool:
         """The scheduler is inside `schedule()`: hold the acknowledgement."""
@@ -76,21 +76,23 @@ class FenceHooks:
         """Requests that go on under an older root."""
         return self._fence.carried()
 
-    def loading(self) -> int | None:
-        """Reads from the store that may still deliver bytes; None: not known."""
-        return self._loading()
-
     def private(self) -> bool:
         """The caches of this engine alone were reset: it shares nothing before the pool's next epoch."""
         return self._fence.waiting_after_reset
+
+    def weights(self) -> tuple[bytes | None, str]:
+        """What names are made of, as the hub knows it, or why nobody can say."""
+        value, note = self._weights()
+        return (None if value is None else value[:WEIGHTS_BYTES]), note
 
     def stats(self) -> dict[str, float]:
         """Numbers for status and metrics."""
         return self._stats()
 
-    def reclaim(self, below: int) -> tuple[int, int]:
-        """Remove L2 keys of epochs below `below`; how many went, and their bytes as far as known. On a thread of its own."""
-        return self._reclaim(below)
+    def reclaim(self, below: int, keep: tuple[bytes, ...]) -> tuple[int, int]:
+        """Remove L2 keys of epochs below `below`, and of weights that are not in `keep` if there are any; how many went, and their
+        bytes as far as known. On a thread of its own."""
+        return self._reclaim(below, keep)
 
 
 class HubLink:

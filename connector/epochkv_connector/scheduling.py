@@ -20,12 +20,9 @@ from epochkv_connector.records import Source
 from epochkv_connector.scheduler.core import SchedulerHalf
 from epochkv_connector.scheduler.views import Commit, RequestView, ScheduledRequestView
 from epochkv_connector.wire import StepMetadata, WorkerReport
-from epochkv_fence.messages import Mode
 
 IDLE_DRAIN_SECONDS = 0.05
 """How long an in-process engine, which never steps after its last request, may wait for device-to-host copies."""
-DRAIN_SECONDS = 15.0
-"""How long an idle engine in bypass goes on stepping for the end of its reads; a hub waits for it about as long."""
 
 
 class LocalWorker(Protocol):
@@ -33,9 +30,6 @@ class LocalWorker(Protocol):
 
     def drain(self, timeout: float) -> WorkerReport:
         """Wait for device-to-host copies, at most `timeout` seconds; acknowledgements that are ready."""
-
-    def reads_over(self) -> set[int]:
-        """Loads that deliver nothing any more and whose end may wait for a step to be told. Any thread."""
 
 
 class SchedulerSide:
@@ -48,7 +42,7 @@ class SchedulerSide:
         half: bookkeeping of the tiers; None when no tier is configured (the fence still works).
         loads_off: why loads are never answered, or None.
         propose: asks the hub for an epoch after a local reset; None: do not ask.
-        poke: has the hub told at once, of the end of the last read from the store in bypass and of a local reset.
+        poke: has the hub told at once, of a change of weights and of a local reset.
         local_worker: finds the worker half when it lives in this process.
         on_error: told of errors that were dealt with here.
     """
@@ -189,7 +183,7 @@ class SchedulerSide:
             self.half is not None
             and not self._broken
             and self._loads_off is None
-            and snapshot.mode is Mode.USE
+            and snapshot.in_use
             and pin is not None
             and pin.saveable
             and self.fence.is_current(pin)
@@ -308,7 +302,7 @@ class SchedulerSide:
                 return self.emergency_meta()
             if self.half is None:
                 return StepMetadata(newest_epoch=snapshot.epoch)
-            if snapshot.mode is Mode.USE and scheduled and self._saves_off is None:
+            if snapshot.in_use and scheduled and self._saves_off is None:
                 views = list(self._views(self.half, scheduler_output, snapshot))
                 if views:
                     self.half.collect_saves(views, snapshot)
@@ -368,7 +362,6 @@ class SchedulerSide:
 
     def update_connector_output(self, output: Any) -> None:
         """Results of a step: hold back the success of poisoned loads, record the others, count acknowledgements."""
-        reading = self._is_draining()
         self.fence.enter_report()
         try:
             self._apply()
@@ -384,8 +377,6 @@ class SchedulerSide:
                     self.watch.late(number)
             self._count_acks(self.half, output.kv_connector_worker_meta)
         self._drain_when_idle()
-        if reading and self.loading() == 0:
-            self._poke()
 
     def _distrust_loads(self, output: Any) -> None:
         """The bookkeeping has failed: take every success back, as if it was poisoned, and use the tiers no more."""
@@ -471,32 +462,11 @@ class SchedulerSide:
 
     @property
     def has_pending_work(self) -> bool:
-        """Keep a multiprocess engine stepping: a save holds GPU blocks, a poisoned load is not finally reported, or somebody
-        waits for the reads to end. The last only for a while: a pause waits for this, and a hung store may take half a minute.
-        """
+        """Keep a multiprocess engine stepping: a save holds GPU blocks, ranks wait for word, or a poisoned load is not finally
+        reported. All have deadlines."""
         if self._poisoned or self._reissued or self._doomed:
             return True
-        if self.half is None:
-            return False
-        return (
-            self.half.holds_gpu_blocks() or self.half.owes_word() or (self._is_draining() and self.fence.bypass_seconds() < DRAIN_SECONDS)
-        )
-
-    def _is_draining(self) -> bool:
-        return self.half is not None and self.fence.snapshot.mode is Mode.BYPASS and self.half.num_reads() > 0
-
-    def loading(self) -> int | None:
-        """Reads from the store that may still deliver bytes to a slot or a request, on any worker rank. Any thread.
-
-        None: not known, as the bookkeeping has failed. In bypass no read begins but those accepted before, which count: the
-        step they were accepted in is acknowledged when it is over.
-        """
-        if self.half is None:
-            return 0
-        if self._broken:
-            return None
-        worker = self._local_worker()
-        return self.half.num_reads(worker.reads_over() if worker is not None else frozenset())
+        return self.half is not None and (self.half.holds_gpu_blocks() or self.half.owes_word())
 
     # ------------------------------------------------------------------ reset
 

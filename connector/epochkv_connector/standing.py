@@ -21,7 +21,6 @@ class Why(enum.Enum):
     NO_WEIGHTS = "weights unknown"  # said by `naming.watch`
     NO_HUB = "no hub"  # said at start
     UNASSIGNED = "unassigned"  # no grant yet
-    GRANTED_BYPASS = "granted bypass"
     LOCAL_RESET = "local reset"
     WEIGHTS_ENDED = "weights ended"
     NO_LEASE = "no lease"
@@ -37,14 +36,9 @@ class Standing:
 
 
 class Herald:
-    """Logs each change of standing once.
+    """Logs each change of standing once."""
 
-    Args:
-        proposes: after a local reset the pool is asked for its next epoch.
-    """
-
-    def __init__(self, *, proposes: bool) -> None:
-        self._proposes = proposes
+    def __init__(self) -> None:
         self._told = Standing(Why.UNASSIGNED)
 
     def tell(self, standing: Standing) -> None:
@@ -63,16 +57,13 @@ class Herald:
         epoch = now.epoch
         match now.why:
             case Why.IN_USE:
-                back = ", back from bypass" if before.why in (Why.GRANTED_BYPASS, Why.LOCAL_RESET, Why.NO_LEASE, Why.WEIGHTS_ENDED) else ""
+                back = ", back from bypass" if before.why in (Why.LOCAL_RESET, Why.NO_LEASE, Why.WEIGHTS_ENDED) else ""
                 return logging.INFO, f"epoch {epoch} in use{back}"
-            case Why.GRANTED_BYPASS:
-                return logging.INFO, (
-                    f"epoch {epoch} in bypass: the hub does not let this engine use it now (its weights are not known to be here, "
-                    "which the next update with it mends, or the store is being emptied); requests are computed in full"
-                )
             case Why.LOCAL_RESET:
-                remedy = f"the pool is asked for epoch {epoch + 1}" if self._proposes else "raise the pool's epoch to share again"
-                return logging.INFO, f"the caches of this engine alone were reset: bypass until the pool is above epoch {epoch}; {remedy}"
+                return (
+                    logging.INFO,
+                    f"the caches of this engine were reset: bypass until the pool's next epoch, {epoch + 1}, which is asked for",
+                )
             case Why.WEIGHTS_ENDED:
                 return logging.WARNING, (
                     f"blocks of epoch {epoch} were computed with other weights than they are named after: bypass with these weights "

@@ -82,7 +82,7 @@ class Reporter:
         gauges: dict[str, float] = {
             "epoch": float(snapshot.epoch),
             "root_shared": float(snapshot.shared),
-            "bypass": float(snapshot.mode.value == "Bypass"),
+            "bypass": float(not snapshot.in_use),
             "broken": float(broken),
             "weights_known": float(fence.weights is not None),
             "carried": float(fence.carried()),

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from epochkv_connector import compat
-from epochkv_connector.admin import AdminServer, RankWatch, engine_folder, rank_socket
 from epochkv_connector.compat_kv import describe_layers, describe_platform
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.identity import pool_prefix
-from epochkv_connector.keys import object_key
+from epochkv_connector.keys import object_key, older_pattern, other_weights_pattern
 from epochkv_connector.memory import check_fits
-from epochkv_connector.ranks import RankHandlers, open_channel
 from epochkv_connector.scheduler.core import SchedulerHalf
 from epochkv_connector.scheduler.index import slot_count
 from epochkv_connector.scheduler.views import KeysOf, LookupClient
@@ -40,16 +38,7 @@ class LookupStore(LookupClient, Protocol):
     """`store.StoreClient` as the scheduler half uses it."""
 
     def close(self, timeout: float = 5.0) -> bool: ...
-    def remove_below(
-        self,
-        pool: str,
-        epoch: int,
-        timeout: float = 10.0,
-        *,
-        fingerprint: str | None = None,
-        group: int | None = None,
-        others: bool = False,
-    ) -> int: ...
+    def remove_matching(self, pattern: str, timeout: float = 10.0) -> int: ...
     def stats(self) -> dict[str, float]: ...
 
 
@@ -59,22 +48,15 @@ class SchedulerTiers:
 
     Attributes:
         object_bytes: size of an L2 object of this engine, by KV cache group.
-        admin: this process's place on the admin channel; None: it could not be opened.
-        watch: what ranks in other processes say of their reads.
     """
 
     half: SchedulerHalf
     store: LookupStore | None
     object_bytes: tuple[int, ...] = ()
-    admin: AdminServer | None = None
-    watch: RankWatch | None = None
 
-    def num_reads(self) -> int:
-        """Reads from the store that may still deliver bytes, as the ranks themselves say. Never waits; any thread."""
-        return self.half.num_reads(by_rank=self.watch.reads_over() if self.watch is not None else ())
-
-    def reclaim(self, pool_uid: str, fingerprint: str, below: int) -> tuple[int, int]:
-        """Remove the pool's L2 keys of the epochs below `below`, of every layout. Blocks: not for the scheduler thread.
+    def reclaim(self, pool_uid: str, fingerprint: str, below: int, keep: Sequence[bytes] = ()) -> tuple[int, int]:
+        """Remove the pool's L2 keys of the epochs below `below`, and unless `keep` is empty those of all weights that are not in it,
+        of every layout. Blocks: not for the scheduler thread.
 
         Keys that the store leases to a reader stay, and puts under way land later: ask again after the store's lease time.
 
@@ -87,24 +69,23 @@ class SchedulerTiers:
         if self.store is None:
             return 0, 0
         pool, keys, num_bytes = pool_prefix(pool_uid), 0, 0
-        for group, size in enumerate(self.object_bytes):
-            removed = self.store.remove_below(pool, below, fingerprint=fingerprint, group=group)
-            keys, num_bytes = keys + removed, num_bytes + removed * size
-        # Not simply the rest: an own key that lands between these calls would go uncounted.
-        return keys + self.store.remove_below(pool, below, fingerprint=fingerprint, others=True), num_bytes
+        old = [partial(older_pattern, pool, below)] if below > 0 else []
+        for pattern in [*old, *([partial(other_weights_pattern, pool, keep)] if keep else [])]:
+            for group, size in enumerate(self.object_bytes):
+                removed = self.store.remove_matching(pattern(fingerprint=fingerprint, group=group))
+                keys, num_bytes = keys + removed, num_bytes + removed * size
+            # Not simply the rest: an own key that lands between these calls would go uncounted.
+            keys += self.store.remove_matching(pattern(fingerprint=fingerprint, others=True))
+        return keys, num_bytes
 
     def close(self) -> None:
-        """Leave the admin channel and close the lookup client."""
-        if self.admin is not None:
-            self.admin.stop()
+        """Close the lookup client."""
         if self.store is not None:
             self.store.close(CLOSE_SECONDS)
 
 
-def build_scheduler_tiers(
-    config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any, on_news: Callable[[], None] = lambda: None
-) -> SchedulerTiers | None:
-    """None when no tier is configured: the fence works alone. `on_news`: a rank says that a read is over, before any step."""
+def build_scheduler_tiers(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any) -> SchedulerTiers | None:
+    """None when no tier is configured: the fence works alone."""
     if config.local is None and config.distributed is None:
         return None
     layout = compat.cache_layout(vllm_config, kv_cache_config)
@@ -119,10 +100,7 @@ def build_scheduler_tiers(
         keys_of=make_keys_of(compat.num_kv_shards(vllm_config, kv_cache_config)) if store is not None else None,
     )
     sizes = tuple(object_bytes(compat.group_payload_bytes(group)) for group in kv_cache_config.kv_cache_groups)
-    folder = engine_folder(str(vllm_config.kv_transfer_config.engine_id))
-    admin = open_channel(folder / "scheduler", {"STATUS": lambda argument, seconds: {"pid": os.getpid(), "stats": half.stats()}})
-    ranks = [rank_socket(folder, rank) for rank in range(compat.num_worker_ranks(vllm_config))]
-    return SchedulerTiers(half, store, sizes, admin, RankWatch(ranks, on_news))
+    return SchedulerTiers(half, store, sizes)
 
 
 def make_keys_of(num_shards: int) -> KeysOf:
@@ -172,12 +150,10 @@ def build_worker(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any
 
     groups = _group_specs(kv_cache_config)
     own_layout = layout_of_rank(vllm_config, kv_cache_config, kv_caches)
-    clients: list[StoreClient] = []
 
     def open_store(region: HostRegion) -> StoreClient:
         assert settings is not None
         client = StoreClient(settings, [(region.address, region.num_bytes)], layout=own_layout)
-        clients.append(client)
         client.start()
         return client
 
@@ -202,10 +178,5 @@ def build_worker(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any
             layout.slot_bytes,
             stride / max(1, layout.slot_bytes),
         )
-    handlers = RankHandlers(half, clients[0] if clients else None, pool_prefix(config.pool.uid)).table()
-    engine_id = str(vllm_config.kv_transfer_config.engine_id)
-    sleeping.register(engine_id, half)
-    admin = open_channel(rank_socket(engine_folder(engine_id), rank), handlers)
-    if admin is not None:
-        half.end_with(admin.stop)
+    sleeping.register(str(vllm_config.kv_transfer_config.engine_id), half)
     return half

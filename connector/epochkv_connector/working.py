@@ -34,7 +34,6 @@ class Half(Protocol):
     def results(self, wait_seconds: float = 0.0) -> Report: ...
     def wait_copied(self, timeout: float) -> bool: ...
     def open_jobs(self) -> set[int]: ...
-    def reads_over(self) -> set[int]: ...
     def stats(self) -> dict[str, float]: ...
     def shutdown(self, timeout: float = 5.0) -> bool: ...
 
@@ -77,10 +76,6 @@ class RefusingHalf:
 
     def open_jobs(self) -> set[int]:
         """Everything is answered at once."""
-        return set()
-
-    def reads_over(self) -> set[int]:
-        """Nothing is read; what waits to be told was never begun."""
         return set()
 
     def stats(self) -> dict[str, float]:
@@ -250,13 +245,6 @@ class WorkerSide:
         finished, failed = self._kept.finished_recving, self._kept.failed_recving
         self._kept = Report(set(), set(), self._kept.acks)
         return finished, failed
-
-    def reads_over(self) -> set[int]:
-        """Loads that deliver nothing any more and whose end may wait for a step to be told. Any thread."""
-        try:
-            return self.half.reads_over()
-        except Exception:  # not known to be over
-            return set()
 
     def acks(self) -> WorkerReport:
         """Acknowledgements, each once."""

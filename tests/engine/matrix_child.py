@@ -30,7 +30,6 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker import cpu_model_runner, cpu_worker  # noqa: F401  for their imports, before the fork
 
 from epochkv_connector.connector import EpochKVConnector
-from epochkv_fence.messages import Mode
 from tests.engine.matrix_engine import Output, Request, Start
 from tests.engine.server_nursery import fork_cores
 
@@ -141,7 +140,7 @@ class Served:
         if not isinstance(connector, EpochKVConnector) or not connector._epochkv_config.hub:
             return
         deadline = time.monotonic() + JOIN_SECONDS
-        while connector.side.fence.current().mode is not Mode.USE:
+        while connector.side.fence.current().in_use is False:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not in use of the pool's epoch after {JOIN_SECONDS} s")
             time.sleep(0.02)

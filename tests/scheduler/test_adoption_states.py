@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from tests.helpers_scheduler import BLOCK, Mode, RequestStatus, SharedStore, prompt
+from tests.helpers_scheduler import BLOCK, RequestStatus, SharedStore, prompt
 from tests.scheduler.test_loads import LENGTH, begin_load, filled, release
 
 MakeRig = Callable[..., Any]
@@ -64,8 +64,7 @@ def test_a_load_under_way_across_a_keep_pause_and_an_adoption(make_rig: MakeRig)
     rig.check_clean()
 
 
-@pytest.mark.parametrize("mode", [Mode.USE, Mode.BYPASS])
-def test_an_adoption_between_vllms_own_lookup_and_our_answer(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, mode: Mode) -> None:
+def test_an_adoption_between_vllms_own_lookup_and_our_answer(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM has found the prompt in its own cache, by the old names: it must drop that."""
     rig = make_rig()
     rig.adopt(0)
@@ -78,7 +77,7 @@ def test_an_adoption_between_vllms_own_lookup_and_our_answer(make_rig: MakeRig, 
         hit = find(*args)
         found.append(hit[1])
         if len(found) == 1:
-            rig.adopt(1, weights="w1", mode=mode)
+            rig.adopt(1, weights="w1")
         return hit
 
     monkeypatch.setattr(rig.scheduler, "_get_local_prefix_cache_hit", overtaken)
@@ -102,7 +101,7 @@ def test_an_adoption_between_our_answer_and_the_admission_of_a_local_hit(make_ri
     def overtaken(*args: Any, **kwargs: Any) -> Any:
         if not inside:
             inside.append(rig.fence.busy())
-            rig.fence.adopt(1, Mode.USE)  # the push waits for the acknowledgement, and that for the end of the step
+            rig.fence.adopt(1)  # the push waits for the acknowledgement, and that for the end of the step
         return allocate(*args, **kwargs)
 
     monkeypatch.setattr(rig.scheduler.kv_cache_manager, "allocate_slots", overtaken)
@@ -157,27 +156,27 @@ def multimodal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("epochkv_connector.compat.is_multimodal", lambda config: True)
 
 
-@pytest.mark.parametrize(
-    ("settings", "reuses"),
-    [
-        pytest.param({}, False, id="pushed weights, live encoder"),
-        pytest.param({"extra": {"encoder": "Frozen"}}, True, id="frozen encoder"),
-        pytest.param({"weights_source": "Model"}, True, id="weights never change"),
-    ],
-)
-def test_a_multimodal_engine_shares_only_what_its_encoder_cannot_spoil(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], reuses: bool
+def test_a_multimodal_engine_shares_until_its_encoders_outputs_are_of_other_weights(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Encoder outputs are cached by content: with a live encoder and pushed weights KV could be made from old ones."""
+    """Encoder outputs are cached by content: KV could be made from old ones. They go as soon as nobody refers to them."""
     multimodal(monkeypatch)
     store = SharedStore()
-    rig = make_rig(store=store, **settings)
+    rig = make_rig(store=store)
     rig.adopt(0)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
-    assert rig.cached[rig.serve(tokens)] == (8 * BLOCK if reuses else 0)
-    assert bool(store.objects) is reuses
-    assert rig.fence.snapshot.shared is reuses
+    assert rig.cached[rig.serve(tokens)] == 8 * BLOCK
+    in_use = [True]
+    monkeypatch.setattr("epochkv_connector.compat.encoder_outputs_in_use", lambda scheduler: in_use[0])
+    rig.weights = "w1"
+    rig.serve(tokens)
+    assert rig.cached[rig.serve(tokens)] == 0
+    assert rig.fence.snapshot.shared is False
+    in_use[0] = False
+    rig.serve(tokens)
+    assert rig.cached[rig.serve(tokens)] == 8 * BLOCK
+    assert rig.fence.snapshot.shared is True
     rig.check_clean()
 
 
@@ -198,7 +197,7 @@ def test_a_skipping_request_that_is_preempted_across_an_adoption(make_rig: MakeR
 
 def test_kv_of_another_engine_without_a_tag_is_private_under_a_private_root_too(make_rig: MakeRig) -> None:
     """No root is shared, so we have no tag; a producer that shows none must not pass for one of ours."""
-    rig = make_rig(hub=False, weights_source="Model")
+    rig = make_rig(hub=False)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens, params={"do_remote_prefill": True, "remote_engine_id": "x"})
     assert rig.fence.counters["foreign_kv_requests"] == 1

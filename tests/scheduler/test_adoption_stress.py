@@ -25,7 +25,7 @@ from vllm.v1.request import Request
 
 from epochkv_connector.compat import holds_blocks
 from epochkv_connector.keys import parse_key
-from tests.helpers_scheduler import BLOCK, Mode, Rig, SharedStore, prompt
+from tests.helpers_scheduler import BLOCK, Rig, SharedStore, prompt
 from tests.helpers_scheduler_worker import Cell, Content
 
 MakeRig = Callable[..., Any]
@@ -128,9 +128,9 @@ class Agent:
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
 
-    def adopt(self, mode: Mode) -> None:
+    def adopt(self) -> None:
         inside = self.rig.inside_step
-        self.rig.fence.adopt(self.epoch, mode)
+        self.rig.fence.adopt(self.epoch)
         snapshot = self.rig.fence.snapshot
         if snapshot.shared:
             self.rig.roots[self.epoch] = snapshot.root.hex()
@@ -142,7 +142,7 @@ class Agent:
             self._wait()
             for _ in range(self.source.choice([1, 1, 1, 2, 5])):
                 self.epoch += 1
-                self.adopt(self.source.choice([Mode.USE] * 7 + [Mode.BYPASS]))
+                self.adopt()
 
     def _wait(self) -> None:
         """A few steps, perhaps until a load is under way, and then perhaps the inside of a step."""
@@ -201,7 +201,7 @@ def test_every_name_is_right_under_fast_adoption(make_rig: MakeRig, many_switche
         kind=PinnedRig, store=store, num_blocks=24, l1_bytes=60 * 2304, max_batched_tokens=64, max_num_seqs=6, extra={"lookup_wait_ms": 5.0}
     )
     agent, ready, count = Agent(rig, source), queue.Queue[Request](maxsize=3), Counter[str]()
-    agent.adopt(Mode.USE)
+    agent.adopt()
     maker = threading.Thread(target=requests, args=(rig, random.Random(6), ready, agent.stop), daemon=True)
     preempt = rig.scheduler._preempt_request
 

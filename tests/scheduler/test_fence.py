@@ -12,7 +12,7 @@ from vllm.config import KVTransferConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
-from tests.helpers_scheduler import BLOCK, Mode, RequestStatus, SharedStore, global_root, prompt
+from tests.helpers_scheduler import BLOCK, RequestStatus, SharedStore, global_root, prompt
 
 MakeRig = Callable[..., Any]
 LENGTH = 8 * BLOCK + 3
@@ -89,33 +89,9 @@ def test_unassigned_with_pushed_weights_reuses_nothing(make_rig: MakeRig) -> Non
     rig.check_clean()
 
 
-def test_granted_bypass_with_pushed_weights_reuses_nothing_until_use(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    rig.adopt(1, mode=Mode.BYPASS)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
-    bypassed = rig.serve(tokens)
-    assert rig.cached[bypassed] == 0
-    rig.adopt(1, mode=Mode.USE)
-    rig.serve(tokens)
-    used = rig.serve(tokens)
-    assert rig.cached[used] == 8 * BLOCK
-    rig.check_clean()
-
-
-def test_bypass_with_fixed_weights_keeps_one_private_root(make_rig: MakeRig) -> None:
-    rig = make_rig(weights_source="Model")
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
-    again = rig.serve(tokens)
-    assert rig.cached[again] == 8 * BLOCK  # vLLM's own prefix cache
-    assert rig.half.stats()["slots_indexed"] == 0  # but no tier
-    rig.check_clean()
-
-
-def test_no_hub_and_fixed_weights_use_l1_under_a_private_root(make_rig: MakeRig) -> None:
+def test_without_a_hub_an_engine_uses_l1_under_a_private_root(make_rig: MakeRig) -> None:
     store = SharedStore()
-    rig = make_rig(hub=False, weights_source="Model", num_blocks=12, store=store)
+    rig = make_rig(hub=False, num_blocks=12, store=store)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
     push_out(rig)
@@ -125,16 +101,6 @@ def test_no_hub_and_fixed_weights_use_l1_under_a_private_root(make_rig: MakeRig)
     rig.check_clean()
 
 
-def test_no_hub_and_pushed_weights_reuse_nothing(make_rig: MakeRig) -> None:
-    rig = make_rig(hub=False)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
-    again = rig.serve(tokens)
-    assert rig.cached[again] == 0
-    rig.check_clean()
-
-
-@pytest.mark.parametrize("broken", ["secret", "key", "absent"])
 def test_a_broken_hub_configuration_is_bypass_said_once(
     make_rig: MakeRig, tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from epochkv_connector.link import FenceHooks
-from tests.helpers_scheduler import BLOCK, Mode, RequestStatus, SharedStore, global_root, prompt
+from tests.helpers_scheduler import BLOCK, RequestStatus, SharedStore, global_root, prompt
 from tests.scheduler.test_fence import LENGTH, push_out
 
 MakeRig = Callable[..., Any]
@@ -48,27 +48,9 @@ def test_a_local_reset_goes_private_until_the_next_epoch(make_rig: MakeRig) -> N
     rig.check_clean()
 
 
-def test_a_local_reset_leaves_an_epoch_that_only_others_have_used(make_rig: MakeRig) -> None:
-    """Others saved under it with the old weights; this engine, idle so far, is about to get new ones."""
+def test_an_epoch_that_this_engine_has_not_used_is_kept(make_rig: MakeRig) -> None:
+    """Of engines that are reset together the first one's proposal may have brought it before the turn of the others."""
     rig = make_rig(store=SharedStore())
-    rig.adopt(1)
-    assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-    assert rig.connector._gauges()["waiting_after_reset"] == 1.0
-    assert rig.fence.snapshot.shared is False
-    rig.adopt(2, weights="w1")
-    assert rig.fence.snapshot.shared is True
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({"store": None}, id="nobody else saves"),
-        pytest.param({"weights_source": "Model"}, id="weights never change"),
-        pytest.param({"extra": {"on_local_reset": "propose"}}, id="every engine is reset"),
-    ],
-)
-def test_where_no_old_weights_can_be_behind_it_an_unused_epoch_is_kept(make_rig: MakeRig, settings: dict[str, Any]) -> None:
-    rig = make_rig(**{"store": SharedStore(), **settings})
     rig.adopt(1)
     root = global_root()
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
@@ -76,38 +58,20 @@ def test_where_no_old_weights_can_be_behind_it_an_unused_epoch_is_kept(make_rig:
     assert rig.fence.snapshot.shared is True
 
 
-def test_a_local_reset_without_a_lease_leaves_the_epoch_granted_next(make_rig: MakeRig) -> None:
-    """That one may have been raised, and used by others, before the weights came that this reset is about."""
-    rig = make_rig(store=SharedStore())
-    rig.adopt(1)
-    rig.lease_until = 0.0
-    rig.scheduler.reset_prefix_cache(reset_connector=True)
-    rig.lease_until = float("inf")
-    assert rig.fence.current().shared is False
-    rig.adopt(2, weights="w1")
-    assert rig.fence.snapshot.shared is False
-    rig.adopt(3)
-    assert rig.fence.snapshot.shared is True
-
-
-@pytest.mark.parametrize(("on_local_reset", "calls"), [("private", ["poke True"]), ("propose", ["propose 1", "poke True"])])
-def test_the_hub_is_told_at_once_of_a_local_reset(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, on_local_reset: str, calls: list[str]
-) -> None:
-    """After the proposal, if there is one: whoever hears of the reset knows by then that somebody asked for its end."""
+def test_the_hub_is_told_at_once_of_a_local_reset(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the proposal: whoever hears of the reset knows by then that somebody asked for its end."""
     told: list[str] = []
     monkeypatch.setattr("epochkv_connector.link.HubLink.poke", lambda self: told.append(f"poke {hooks.private()}"))
     monkeypatch.setattr("epochkv_connector.link.HubLink.propose", lambda self, epoch: told.append(f"propose {epoch}"))
-    rig = make_rig(extra={"on_local_reset": on_local_reset})
-    hooks = FenceHooks(rig.fence, dict, lambda below: (0, 0), lambda: 0)
+    rig = make_rig()
+    hooks = FenceHooks(rig.fence, dict, lambda below, keep: (0, 0), lambda: (None, ""))
     rig.adopt(0)
     assert not hooks.private()
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
     assert (told, hooks.private()) == ([], False), "nothing was admitted: the root is kept"
     rig.serve(prompt(1, LENGTH))
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-    assert (told, hooks.private()) == (calls, True)
-    rig.adopt(0, mode=Mode.BYPASS)
+    assert (told, hooks.private()) == (["propose 1", "poke True"], True)
     rig.adopt(0)
     assert hooks.private(), "the same epoch granted again changes nothing"
     rig.adopt(1)
@@ -222,21 +186,6 @@ def test_a_local_reset_poisons_a_load_under_way(make_rig: MakeRig) -> None:
     rig.check_clean()
 
 
-def test_a_reset_in_bypass_does_not_keep_the_engine_out_of_the_same_epoch(make_rig: MakeRig) -> None:
-    """Fence first: the epoch is raised, weights are pushed while in bypass, frameworks reset, then the hub says Use."""
-    rig = make_rig()
-    rig.adopt(0)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
-    rig.adopt(1, mode=Mode.BYPASS)
-    rig.serve(tokens)
-    rig.scheduler.reset_prefix_cache(reset_connector=True)
-    rig.adopt(1, weights="w1", mode=Mode.USE)
-    assert rig.cached[rig.serve(tokens)] == 0
-    assert rig.cached[rig.serve(tokens)] == 8 * BLOCK
-    rig.check_clean()
-
-
 def test_a_reset_while_the_lease_is_lost_is_remembered(make_rig: MakeRig) -> None:
     """The lease may return; the shared root named KV of weights that the caller is about to replace."""
     rig = make_rig()
@@ -254,7 +203,7 @@ def test_a_reset_while_the_lease_is_lost_is_remembered(make_rig: MakeRig) -> Non
 
 
 def test_a_reset_without_a_hub_replaces_the_private_root(make_rig: MakeRig) -> None:
-    rig = make_rig(hub=False, weights_source="Model", num_blocks=12)
+    rig = make_rig(hub=False, num_blocks=12)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
     root = global_root()
@@ -265,8 +214,8 @@ def test_a_reset_without_a_hub_replaces_the_private_root(make_rig: MakeRig) -> N
     rig.check_clean()
 
 
-def test_on_local_reset_propose_asks_for_the_next_epoch(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = make_rig(extra={"on_local_reset": "propose"})
+def test_a_local_reset_asks_for_the_next_epoch(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig()
     asked: list[int] = []
     monkeypatch.setattr(rig.side, "_propose", asked.append)
     rig.adopt(4)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers_scheduler import BLOCK, Mode, SharedStore, prompt
+from tests.helpers_scheduler import BLOCK, SharedStore, prompt
 
 MakeRig = Callable[..., Any]
 TOKENS = prompt(1, 4 * BLOCK)
@@ -43,12 +43,8 @@ def test_a_life_in_one_line_for_each_change(make_rig: MakeRig, caplog: pytest.Lo
         rig.adopt(3)
         rig.serve(TOKENS)
     assert lines.new() == []
-    rig.adopt(4, mode=Mode.BYPASS)
-    lines.one("INFO", "epoch 4 in bypass", "weights")
-    rig.serve(TOKENS)
-    assert lines.new() == []
     rig.adopt(4)
-    lines.one("INFO", "epoch 4 in use, back from bypass")
+    lines.one("INFO", "epoch 4 in use")
     rig.lease_until = 0.0
     rig.connector._gauges()  # as a heartbeat does, without any request
     lines.one("WARNING", "lease on epoch 4 is over")
@@ -83,14 +79,13 @@ def test_an_adoption_whose_lease_is_yet_to_begin_is_no_loss(make_rig: MakeRig, c
     lines.one("INFO", "epoch 4 in use, back from bypass")
 
 
-@pytest.mark.parametrize(("on_local_reset", "remedy"), [("private", "raise the pool's epoch"), ("propose", "asked for epoch 3")])
-def test_a_local_reset_says_what_ends_it(make_rig: MakeRig, caplog: pytest.LogCaptureFixture, on_local_reset: str, remedy: str) -> None:
-    rig, lines = make_rig(extra={"on_local_reset": on_local_reset}), Lines(caplog)
+def test_a_local_reset_says_what_ends_it(make_rig: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
+    rig, lines = make_rig(), Lines(caplog)
     rig.adopt(2)
     rig.serve(TOKENS)
     lines.new()
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-    lines.one("INFO", "this engine alone were reset", "above epoch 2", remedy)
+    lines.one("INFO", "caches of this engine were reset", "next epoch, 3, which is asked for")
     assert rig.connector._gauges()["waiting_after_reset"] == 1.0
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
     rig.serve(TOKENS)

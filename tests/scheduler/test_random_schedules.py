@@ -15,7 +15,7 @@ import pytest
 from vllm.v1.core.sched.interface import PauseState
 
 from epochkv_connector.records import Source
-from tests.helpers_scheduler import BLOCK, Mode, RequestStatus, SharedStore, prompt
+from tests.helpers_scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 MakeRig = Callable[..., Any]
 SEEDS = [*range(int(os.environ.get("EPOCHKV_SEEDS", "16"))), int(os.environ.get("EPOCHKV_SEED", random.SystemRandom().randrange(10**6)))]
@@ -59,12 +59,11 @@ class Chaos:
         self.check_reads()
 
     def check_reads(self) -> None:
-        """What a rank still has to read is never denied; in bypass, once nothing is read, nothing begins to be."""
+        """In bypass, once nothing is read, nothing begins to be."""
         held = [job for worker in self.rig.workers for job in worker.loads if any(m.source is Source.STORE for m in job.moves)]
         if held:
             self.num_held += 1
-            assert self.rig.side.loading() > 0, f"ranks hold {held}"
-        if self.rig.fence.current().mode is Mode.USE or self.rig.side.loading():
+        if self.rig.fence.current().in_use or self.rig.half.stats()["reads_open"]:
             self.fetched_in_bypass = None
         elif self.store is not None:
             fetched = len(self.store.fetched)
@@ -90,15 +89,15 @@ class Chaos:
         self.rig.adopt(self.epoch, weights=f"w{self.epoch}")
 
     def _bypass(self) -> None:
-        """Fence first: raised, served in bypass, pushed, used. Weights change twice under one epoch."""
-        self.epoch += 1
-        self.rig.adopt(self.epoch, mode=Mode.BYPASS)
+        """The lease is lost and comes back under the same epoch, and weights change meanwhile."""
+        self.rig.lease_until = 0.0
         for _ in range(self.source.randrange(8)):
             self._add()
             self._step()
             self.check_reads()
         self.fetched_in_bypass = None
-        self.rig.adopt(self.epoch, weights=f"w{self.epoch}", mode=Mode.USE)
+        self.rig.weights += "+"
+        self.rig.lease_until = float("inf")
 
     def _lease(self) -> None:
         """While the lease is lost the pool moves on and weights change; the next grant carries a higher epoch."""
@@ -201,7 +200,6 @@ def test_random_schedules(make_rig: MakeRig, tiers: str, seed: int) -> None:
     for name, value in (*rig.half.stats().items(), *rig.side.counters.items()):
         reached[name] = reached.get(name, 0) + value
     rig.check_clean()
-    assert rig.side.loading() == 0
     reached["held_reads"] = reached.get("held_reads", 0) + chaos.num_held
     assert chaos.happened["adopt"] > 0
     assert len(rig.finished) > 5

@@ -7,7 +7,7 @@ import secrets
 import pytest
 
 from epochkv_connector.identity import pool_prefix
-from epochkv_connector.keys import object_key
+from epochkv_connector.keys import object_key, older_pattern, other_weights_pattern
 from epochkv_connector.store import Outcome, StoreClient
 from epochkv_connector.tiers import SchedulerTiers
 from tests.helpers_store import END_BYTES, Cluster, Memory, RawClient, pattern
@@ -90,30 +90,33 @@ def test_removal_takes_the_prefix_and_nothing_that_only_looks_like_it(shared: Cl
     pool = secrets.token_hex(4)
     fingerprint, other = secrets.token_hex(8), secrets.token_hex(8)
 
-    def key(epoch: int, fp: str = fingerprint, owner: str = pool) -> str:
-        return object_key(f"{owner}/{fp}/e{epoch}", 0, 0, b"x")
+    weights, gone = secrets.token_bytes(16), secrets.token_bytes(16)
+
+    def key(epoch: int, fp: str = fingerprint, owner: str = pool, held: bytes = weights) -> str:
+        return object_key(f"{owner}/{fp}/e{epoch}/w{held.hex()[:16]}", 0, 0, b"x")
 
     keep = [key(30), key(13), key(3, owner="f" * 8), "prefix/" + key(3)]
-    for name in [key(3), key(3, other), *keep]:
+    old = [key(13, held=gone), key(30, other, held=gone)]
+    for name in [key(3), key(3, other), *old, *keep]:
         assert put(client, memory, [name]) == [Outcome.OK]
 
     assert client.remove_by_prefix(f"{pool}/{fingerprint}/e3/") == 1
-    assert client.remove_below(pool, 4) == 1  # the other fingerprint's
-    assert client.remove_below(pool, 0) == 0
+    assert client.remove_matching(older_pattern(pool, 4)) == 1  # the other fingerprint's
+    assert client.remove_matching(other_weights_pattern(pool, [weights, secrets.token_bytes(16)])) == 2
     left = set(shared.keys())
     assert set(keep) <= left
-    assert left.isdisjoint({key(3), key(3, other)})
+    assert left.isdisjoint({key(3), key(3, other), *old})
 
 
 def test_a_reclaim_counts_keys_of_all_layouts_and_bytes_of_its_own(shared: Cluster, connect: ConnectTo) -> None:
     memory = Memory(1, 10)
     client = connect(shared.address, memory)
     own, other, uid = secrets.token_hex(8), secrets.token_hex(8), secrets.token_hex(8)
-    pool = pool_prefix(uid)
+    pool, kept = pool_prefix(uid), secrets.token_hex(8)
     blocks = [(group, bytes([block])) for group in (0, 1) for block in range(2 + group)]
-    old = {object_key(f"{pool}/{own}/e{epoch}", group, 0, block) for epoch in (1, 9) for group, block in blocks}
-    foreign = {object_key(f"{pool}/{other}/e{epoch}", 0, 0, b"x") for epoch in (0, 9)}
-    current = {object_key(f"{pool}/{fp}/e10", 0, 0, b"x") for fp in (own, other)}
+    old = {object_key(f"{pool}/{own}/e{epoch}/w{kept}", group, 0, block) for epoch in (1, 9) for group, block in blocks}
+    foreign = {object_key(f"{pool}/{other}/e{epoch}/w{kept}", 0, 0, b"x") for epoch in (0, 9)}
+    current = {object_key(f"{pool}/{fp}/e10/w{kept}", 0, 0, b"x") for fp in (own, other)}
     for name in sorted(old | foreign | current):
         assert put(client, memory, [name]) == [Outcome.OK]
     tiers = SchedulerTiers(half=None, store=client, object_bytes=(1000, 3))  # type: ignore[arg-type]  # the half reclaims nothing

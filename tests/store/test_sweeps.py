@@ -37,7 +37,7 @@ def pool(tmp_path: Path, store: Cluster) -> Iterator[Pool]:
 
 
 def names(epoch: int, count: int) -> list[str]:
-    namespace = f"{secrets.token_hex(4)}/{secrets.token_hex(8)}/e{epoch}"
+    namespace = f"{secrets.token_hex(4)}/{secrets.token_hex(8)}/e{epoch}/w{secrets.token_hex(8)}"
     return [object_key(namespace, 0, 0, bytes([number])) for number in range(count)]
 
 

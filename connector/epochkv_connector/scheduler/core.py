@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -450,18 +450,6 @@ class SchedulerHalf:
         """Requests whose load some rank has not reported (including hits accepted in this step)."""
         return self._ledger.loading() | set(self._load_drafts)
 
-    def num_reads(self, over: Set[int] = frozenset(), by_rank: Sequence[Set[int]] = ()) -> int:
-        """Loads that may still get bytes from L2: accepted, sent, or not let go of by some rank. Any thread.
-
-        Args:
-            over: jobs that the only rank has finished, as it says itself; its acknowledgement may wait for a step.
-            by_rank: the same of every rank.
-        """
-        drafts = list(self._load_drafts.values())  # first: a draft that becomes a job meanwhile is counted twice, never missed
-        accepted = sum(1 for draft in drafts if draft.num_fetched)
-        ended = over if self._ledger.num_ranks == 1 else frozenset()
-        return accepted + len(self._ledger.reads(by_rank) - ended)
-
     def leak_report(self) -> dict[str, int]:
         """Everything that must be 0 when no request lives and every job is acknowledged."""
         return {
@@ -497,7 +485,7 @@ class SchedulerHalf:
             "evictions": self._index.evictions,
             "saves_deferred": self._saves.num_deferred,
             "jobs_open": len(self._ledger),
-            "reads_open": self.num_reads(),
+            "reads_open": self._ledger.num_reads,
             "jobs_overdue": self._ledger.num_overdue(self._clock()),
             "acks_ignored": self._ledger.ignored_acks,
             "plans_open": self._planner.num_plans,

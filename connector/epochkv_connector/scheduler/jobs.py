@@ -8,7 +8,7 @@ Saves are aggregated over ranks by intersection (a block is saved if every rank 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -133,22 +133,10 @@ class Ledger:
         """Whether a load of this request is under way."""
         return request_id in self._loading
 
-    def reads(self, over: Sequence[Set[int]] = ()) -> set[int]:
-        """Loads that fetch from L2 and that some rank has not reported, or whose slots it may still write to. Any thread.
-
-        Args:
-            over: by rank, jobs that are over there, as the rank says itself; its acknowledgement may wait for a step.
-        """
-        said = dict(enumerate(over))
-        return {
-            job_id
-            for job_id, entry in list(self._jobs.items())
-            if entry.reads and not all(self._is_over(entry, rank) or job_id in said.get(rank, ()) for rank in range(self.num_ranks))
-        }
-
-    @staticmethod
-    def _is_over(entry: _Open, rank: int) -> bool:
-        return rank in entry.acked.get(Phase.LOADED, ()) and rank not in entry.busy
+    @property
+    def num_reads(self) -> int:
+        """Loads that fetch from L2 and that some rank has not reported, or whose slots it may still write to. Any thread."""
+        return sum(entry.reads and (Phase.LOADED not in entry.done or bool(entry.busy)) for entry in list(self._jobs.values()))
 
     def num_overdue(self, now: float) -> int:
         """Jobs that a rank should have acknowledged as dropped by now (a rank that hangs, or lost metadata)."""

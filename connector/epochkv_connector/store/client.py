@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
-from epochkv_connector.keys import key_digest, older_pattern, prefix_pattern
+from epochkv_connector.keys import key_digest, prefix_pattern
 from epochkv_connector.store import envelope
 from epochkv_connector.store.connection import Connection, outcome_of
 from epochkv_connector.store.counters import Counters, Notices
@@ -162,22 +162,9 @@ class StoreClient:
         """
         return self._remove(prefix_pattern(prefix), timeout)
 
-    def remove_below(
-        self,
-        pool: str,
-        epoch: int,
-        timeout: float = 10.0,
-        *,
-        fingerprint: str | None = None,
-        group: int | None = None,
-        others: bool = False,
-    ) -> int:
-        """Remove the objects of this pool (first part of a namespace) that are named under an epoch below `epoch`.
-
-        As `remove_by_prefix`; 0 for epoch 0. With `fingerprint` and `group`: of these only; with `others`: of every other
-        fingerprint.
-        """
-        return self._remove(older_pattern(pool, epoch, fingerprint, group, others=others), timeout) if epoch > 0 else 0
+    def remove_matching(self, pattern: str, timeout: float = 10.0) -> int:
+        """Remove the objects whose keys match (`keys.older_pattern`, `keys.other_weights_pattern`). As `remove_by_prefix`."""
+        return self._remove(pattern, timeout)
 
     def _remove(self, pattern: str, timeout: float) -> int:
         answer: Future[int] = Future()

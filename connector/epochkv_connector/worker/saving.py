@@ -219,20 +219,6 @@ class Saves:
             self.storing.pop(save.job.job_id, None)
             self._rank.changed.notify_all()
 
-    def old_puts(self, below: int) -> list[Save]:
-        """Saves of epochs below `below` that the store may still be working on. Any thread."""
-        with self._rank.changed:
-            return [save for save in self.storing.values() if save.epoch < below]
-
-    def cancel_puts(self, below: int) -> None:
-        """Let no store call begin for saves of epochs below `below`, now or later. Any thread."""
-        with self._rank.changed:
-            self._rank.newest_epoch = max(self._rank.newest_epoch, below)
-            tickets = [save.ticket for save in self.old_puts(below)]
-        for ticket in tickets:
-            assert ticket is not None
-            ticket.cancel()
-
     def _acknowledge(self, save: Save, phase: Phase, *, failed: bool) -> None:
         with self._rank.changed:
             self.puts.pop(save.job.job_id, None)

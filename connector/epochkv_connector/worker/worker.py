@@ -53,8 +53,7 @@ class Step(Protocol):
 
 
 class WorkerHalf:
-    """One rank's half. Not thread-safe for its callers: the model-runner thread owns it, but for `stats`, `reads_over`,
-    `status` and `drain`, which any thread may call.
+    """One rank's half. Not thread-safe for its callers: the model-runner thread owns it, but for `stats`, which any thread may call.
 
     Attributes:
         layout: how its KV tensors lie (`layout.layout_digest`).
@@ -91,7 +90,6 @@ class WorkerHalf:
         # Guarded by Rank.changed:
         self._unreleased: list[Load | Save] = []
         self._poisoned: list[str] = []
-        self._end_with: Callable[[], object] = lambda: None
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -128,10 +126,6 @@ class WorkerHalf:
             self._rank.store = self._open_store(staging.region)
         return staging.region.stride
 
-    def end_with(self, stop: Callable[[], object]) -> None:
-        """Have `stop` called when this half shuts down."""
-        self._end_with = stop
-
     @property
     def region(self) -> HostRegion:
         """The host region; after `register`."""
@@ -155,7 +149,6 @@ class WorkerHalf:
             return True
         rank.stopped = True
         deadline = time.monotonic() + timeout
-        self._end_with()
         for load in list(self._loads.open.values()):
             self._loads.fail(load, "shutdown", "the engine shuts down")
         self._saves.drop_unsubmitted("shutdown")
@@ -270,12 +263,6 @@ class WorkerHalf:
             ended = [load.job.job_id for load in self._loads.over] + [save.job.job_id for save, _, _ in self._saves.acks]
             return {*self._loads.open, *self._saves.copies, *self._saves.puts, *ended}
 
-    def reads_over(self) -> set[int]:
-        """Loads that deliver nothing any more and whose end no `results` has told yet. Any thread."""
-        with self._rank.changed:
-            ended = [*self._loads.over, *(task for task in self._unreleased if isinstance(task, Load))]
-            return {load.job.job_id for load in ended if not is_open(load.ticket)}
-
     def wait_copied(self, timeout: float) -> bool:
         """Wait until no save holds GPU blocks; then `results` has every COPIED. False after `timeout` seconds."""
         return self._saves.wait_copied(timeout)
@@ -298,33 +285,4 @@ class WorkerHalf:
 
         with self._rank.changed:
             self._rank.changed.wait_for(lambda: not left(), remaining(deadline))
-            return left()
-
-    def status(self) -> dict[str, Any]:
-        """What a person, or the scheduler half, may ask between steps (JSON). Any thread."""
-        return {
-            "rank": self.rank,
-            "open_jobs": len(self.open_jobs()),
-            "reads_over": sorted(self.reads_over()),
-            "stats": self.stats(),
-        }
-
-    def drain(self, below: int | None, timeout: float) -> int:
-        """Wait until the store works on nothing of this rank, or on no save of an epoch below `below`. Any thread.
-
-        Args:
-            below: saves of older epochs are given up; None: nothing is.
-
-        Returns:
-            What is still under way after `timeout` seconds: saves, or slots without `below`; 0: nothing.
-        """
-        saves, rank = self._saves, self._rank
-        if below is not None:
-            saves.cancel_puts(below)
-
-        def left() -> int:
-            return rank.num_held if below is None else len(saves.old_puts(below))
-
-        with rank.changed:
-            rank.changed.wait_for(lambda: not left(), timeout)
             return left()
