@@ -145,6 +145,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             propose=self._link.propose if config.on_local_reset == "propose" else None,
             poke=self._link.poke,
             local_worker=self._find_local_worker,
+            tokens_per_step=compat.tokens_per_step(vllm_config),
             on_error=self._guard.note,
         )
         hooks = FenceHooks(fence, self._gauges, self._reclaim, self._loading)
