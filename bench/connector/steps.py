@@ -33,12 +33,12 @@ def engine(folder: Path, running: int, windows: int, *, connector: bool) -> Rig:
         folder,
         num_blocks=num_blocks,
         l1_bytes=2 * num_blocks * 4096,
-        hub=False,
-        weights_source="Model",
         max_batched_tokens=max(8192, running * 2 * BLOCK),
         max_num_seqs=running,
         connector=connector,
     )
+    if connector:
+        rig.adopt(1)
     for index in range(running):
         rig.add(prompt(index, BLOCK + 1), max_tokens=NEVER_ENDS)
     return rig

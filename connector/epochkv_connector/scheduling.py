@@ -316,7 +316,7 @@ class SchedulerSide:
                 self._events.offer({request.request_id: request}, half.collect_saves((view,), snapshot))
         except Exception as error:
             self._broken = True
-            self._on_error("save_last_blocks", error)
+            self._on_error("request_finished", error)
 
     def update_connector_output(self, output: Any) -> None:
         """Results of a step: hold back the success of poisoned loads, record the others, count acknowledgements."""

@@ -199,7 +199,7 @@ def test_an_error_at_the_end_of_a_request_costs_its_last_block_and_nothing_else(
 
     monkeypatch.setattr(rig.side._offers, "at_end", broken)
     assert rig.serve(prompt(1, BLOCK + 3), max_tokens=BLOCK - 2) in rig.finished
-    assert rig.connector._guard.errors == {"save_last_blocks": 1}
+    assert rig.connector._guard.errors == {"request_finished": 1}
     assert rig.side.broken
     assert rig.leaks() == {}
     assert rig.block_pool.get_num_free_blocks() == rig.free_at_start
