@@ -96,11 +96,13 @@ def join(core: Any, scheduler: Any, watch: Watch, guarded: Callable[[Callable[[]
             late = sum(call(rank.settle_for_sleep))
             if late:
                 raise RuntimeError(f"EpochKV: {late} copies of KV blocks still run, so their memory cannot be unmapped; sleep later")
+        failed = True
         try:
-            return call(method, *args, **kwargs)
-        except BaseException:
-            guarded(watch.failed)
-            raise
+            answer = call(method, *args, **kwargs)
+            failed = False
+            return answer
+        finally:
+            guarded(lambda: watch.called(idle=not scheduler.has_requests(), failed=failed))
 
     executor.collective_rpc = collective_rpc
     schedule = scheduler.schedule
