@@ -88,6 +88,10 @@ class FakeExecutor:
             self.write(weights)
         return [True] * len(self.ranks)
 
+    def reset_encoder_cache(self) -> None:
+        """As vLLM's."""
+        self.collective_rpc("reset_encoder_cache")
+
     def _answer(self, index: int, number: int) -> dict[str, Any]:
         held = self.ranks[index]
         self.asked[index] = (number, held)

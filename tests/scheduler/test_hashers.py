@@ -37,7 +37,7 @@ def test_a_short_prompt_gives_its_first_hash_to_us_and_the_next_to_vllm(make_rig
     rig.step()
     assert isinstance(request._block_hasher, FencedHasher)
     assert plain_hasher(request) is rig.hasher
-    rig.adopt(1, weights="w1")
+    rig.adopt(1)
     while not request.block_hashes:
         rig.step()
     assert request.block_hashes[0] == first_name(rig, request, root) != first_name(rig, request, global_root())

@@ -26,9 +26,6 @@ def test_the_smallest_configuration_has_no_tier_and_no_hub() -> None:
 
 WRONG: list[tuple[dict[str, Any], str, str, str]] = [
     # what is given, the key in the message, the value in the message, what is allowed
-    ({"weights_source": "Model"}, "weights_source", "is gone", "weights name themselves"),
-    ({"on_local_reset": "propose"}, "on_local_reset", "is gone", "always asks for the pool's next epoch"),
-    ({"encoder": "Frozen"}, "encoder", "is gone", "remove it"),
     ({"verify": "half"}, "verify", "'half'", '"full" or "header"'),
     ({"verify": 1}, "verify", "1", '"full" or "header"'),
     ({"local": 64}, "local", "64", "capacity_bytes"),
@@ -94,6 +91,16 @@ def test_a_wrong_value_is_one_line_with_key_value_and_what_is_allowed(extra: dic
     assert allowed in words
     assert "\n" not in words
     assert len(words) < 500
+
+
+@pytest.mark.parametrize("key", ["weights_source", "on_local_reset", "encoder"])
+def test_a_key_of_before_is_refused_with_what_replaced_it(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^kv_connector_extra_config: the key {key} is gone: .*; remove it, see docs/trainers.md"):
+        ConnectorConfig.parse({**POOL, key: "x"}, {})
+    path = tmp_path / "epochkv.json"
+    path.write_text(json.dumps({**POOL, key: "x"}))
+    with pytest.raises(ConfigError, match=f"{path.name}.* the key {key} is gone"):
+        ConnectorConfig.parse({}, {"EPOCHKV_CONFIG": str(path)})
 
 
 @pytest.mark.parametrize(
