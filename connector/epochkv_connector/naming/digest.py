@@ -45,19 +45,25 @@ class Digested:
     num_bytes: int
 
 
-def stored(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensor itself, or the tensors that a wrapper keeps its bytes in (torchao, GGUF's partitions)."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     partitions = getattr(tensor, "partitions", None)
     if isinstance(partitions, dict):
         for index, part in partitions.items():
-            yield from stored(f"{name}.{index}", part)
+            yield from parts(f"{name}.{index}", part)
     elif is_traceable_wrapper_subclass(tensor):
         for attribute in tensor.__tensor_flatten__()[0]:
-            yield from stored(f"{name}.{attribute}", getattr(tensor, attribute))
+            yield from parts(f"{name}.{attribute}", getattr(tensor, attribute))
     else:
-        yield name, tensor.detach()
+        yield name, tensor
+
+
+def stored(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """`parts` to be read: no gradient follows them."""
+    for part, inner in parts(name, tensor):
+        yield part, inner.detach()
 
 
 def in_storage_order(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:

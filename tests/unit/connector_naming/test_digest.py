@@ -4,7 +4,7 @@ which is run on the host's tensors here."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ def many(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Te
 
 
 @pytest.fixture(params=["host", "device"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
     """Slabs are small, so that small tensors go through every level."""
     if request.param == "device":
         monkeypatch.setattr(naming, "_Host", lambda: naming._Device(torch.device("cpu")))
@@ -35,7 +35,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr(naming, "HOST_SLAB_BYTES", 1 << 18)
     monkeypatch.setattr(naming, "SMALL_BYTES", 16 << 10)
     monkeypatch.setattr(naming, "LAST_BYTES", 4 << 10)
-    yield request.param
+    return str(request.param)
 
 
 def value(*tensors: torch.Tensor, extra: Any = ()) -> bytes:
@@ -301,7 +301,7 @@ def test_tensors_inside_a_wrapper_are_what_it_holds(way: Way) -> None:
 
 
 def test_a_tensor_on_meta_is_refused_by_name(way: Way) -> None:
-    with pytest.raises(Unreadable, match="layers.3.weight"):
+    with pytest.raises(Unreadable, match=r"layers\.3\.weight"):
         digest([("layers.3.weight", torch.empty(4, device="meta"))])
 
 

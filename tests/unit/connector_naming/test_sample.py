@@ -28,7 +28,7 @@ def test_nothing_shows_without_a_change_and_each_tensor_has_a_part_in_it() -> No
     assert NUM_ELEMENTS * 0.7 < sample.num_elements < NUM_ELEMENTS * 1.4
     for _, tensor in tensors:
         before = tensor.clone()
-        tensor += 1
+        tensor.add_(1)
         assert not sample.holds(), tensor.shape
         tensor.copy_(before)
         assert sample.holds()
