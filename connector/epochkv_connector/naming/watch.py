@@ -66,6 +66,8 @@ STARTED = "a weight update was started and is not finished"
 WRITING = "they are being written"
 ENCODING = "outputs of the encoder that was there before are in use still"
 ASLEEP = "the engine sleeps"
+MIXED = b""
+"""Outputs of an encoder that steps made with weights that nobody knows: the weights that were named last may have come back since."""
 
 
 def is_harmless(method: Any) -> bool:
@@ -128,7 +130,7 @@ class Watch:
         self._names = names
         self._num_ranks = num_ranks
         self._clock = clock
-        self._encoded: bytes | None = None  # with these the encoder's cached outputs were made
+        self._encoded: bytes | None = None  # with these the encoder's cached outputs were made; None: there are none
         self._has_encoder = has_encoder
         self._waiting: bytes | None = None  # known, and to be named as soon as the encoder's outputs are gone
         self._suspicion = "the engine has started"
@@ -167,6 +169,7 @@ class Watch:
         self.counters["late"] += 1
         self._names.end(value)
         if number == self.number:
+            self._encoded = MIXED
             self.suspect("they changed during a step")
             self._set(None, "they changed during a step")
 
@@ -210,18 +213,20 @@ class Watch:
                 self._look()
             elif self.value is not None:
                 self._set(None, WRITING)
-        elif self._waiting is not None:
-            self._name(self._waiting, "the encoder's outputs are gone")
         elif now - self._scheduled_at > IDLE_SECONDS and not self._as_asked():
             self.counters["unseen"] += 1
             self.suspect("they changed while the engine was idle")
             self._look()
+        elif self._waiting is not None:
+            self._name(self._waiting, "the encoder's outputs are gone")
+        if self.value is None:
+            self._encoded = MIXED
         self._scheduled_at = self._clock()
         self._stepped = True
 
     def _as_asked(self) -> bool:
         try:
-            return self.value is None or self._ranks.are_as_asked(self.number)
+            return (self.value is None and self._waiting is None) or self._ranks.are_as_asked(self.number)
         except Exception as error:
             logger.warning("EpochKV: the ranks did not say whether their weights are the same: %r", error)
             return False
