@@ -166,6 +166,16 @@ class SchedulerSide:
         self._broken = True
         self.fence.forbid()
 
+    def _note_late(self, numbers: Iterable[int]) -> None:
+        """Ranks saw other weights behind a step than those that its blocks are named after."""
+        try:
+            for number in numbers:
+                if self.watch is not None:
+                    self.watch.late(number)
+        except Exception as error:
+            self._on_error("late", error)
+            self.break_off()
+
     def _look_number(self) -> int:
         return self.watch.number if self.watch is not None and self.watch.value is not None else -1
 
@@ -379,9 +389,7 @@ class SchedulerSide:
         finally:
             self.fence.leave_report()
         if self.half is not None and isinstance(output.kv_connector_worker_meta, WorkerReport):
-            if self.watch is not None:
-                for number in output.kv_connector_worker_meta.late:
-                    self.watch.late(number)
+            self._note_late(output.kv_connector_worker_meta.late)
             self._count_acks(self.half, output.kv_connector_worker_meta)
         self._drain_when_idle()
         if reading and self.loading() == 0:

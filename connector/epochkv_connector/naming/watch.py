@@ -141,11 +141,19 @@ class Watch:
         self._writes = ranks.num_writes
         self._scheduled_at = clock()
         self._found: dict[int, bytes] = {}
+        self._refused = False
+
+    def refuse(self, why: str) -> None:
+        """No digest says what KV of this engine depends on, so the ranks are never asked."""
+        self._refused = True
+        self.told = (None, why)
 
     # ------------------------------------------------------------------ what happens
 
     def calling(self, method: Any) -> None:
         """Workers are about to be called with something that is not known to be harmless: weights are suspected before it begins."""
+        if self._refused:
+            return
         name = method if isinstance(method, str) else getattr(method, "__name__", "a function")
         self.suspect(f"{name} was called on the workers")
         self._end_device_work()
@@ -188,7 +196,7 @@ class Watch:
     @property
     def pending(self) -> bool:
         """The engine should look as soon as it is quiet."""
-        return bool(self._suspicion) and not self._ranks.asleep
+        return bool(self._suspicion) and not self._refused and not self._ranks.asleep
 
     def quiet_at(self) -> float:
         """When an idle engine should look; by the clock."""
@@ -201,6 +209,8 @@ class Watch:
 
     def before_schedule(self) -> None:
         """Afterwards `value` is what the ranks hold, or None."""
+        if self._refused:
+            return
         now = self._clock()
         if self._ranks.num_writes != self._writes:
             self._writes = self._ranks.num_writes

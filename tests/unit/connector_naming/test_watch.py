@@ -561,3 +561,15 @@ def test_harmless_names_are_texts(method: str) -> None:
 )
 def test_everything_else_is_not(method: Any) -> None:
     assert not is_harmless(method)
+
+
+def test_an_engine_that_no_digest_describes_is_never_asked() -> None:
+    world = World("a")
+    world.watch.refuse("experts are elsewhere")
+    assert world.watch.told == (None, "experts are elsewhere")
+    world.push("b")
+    world.watch.failed()
+    assert world.step(10.0) == []
+    assert not world.watch.pending
+    world.watch.when_idle()
+    assert world.log == []
