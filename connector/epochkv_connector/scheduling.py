@@ -320,17 +320,21 @@ class SchedulerSide:
             self._cooldown.difference_update(scheduled)
         try:
             snapshot = self._apply()
+            # vLLM names complete blocks for later requests of this engine, whether or not they are saved.
+            names = snapshot.in_use and bool(scheduled)
+            quiet = self._look_number() if names and (self._broken or self.half is None or self._saves_off is not None) else -1
             if self._broken:
-                return self.emergency_meta()
+                metadata = self.emergency_meta()
+                metadata.look = quiet
+                return metadata
             if self.half is None:
-                return StepMetadata(newest_epoch=snapshot.epoch)
-            if snapshot.in_use and scheduled and self._saves_off is None:
+                return StepMetadata(newest_epoch=snapshot.epoch, look=quiet)
+            if names and self._saves_off is None:
                 views = list(self._offers.of_step(self.half, scheduler_output, snapshot))
                 if views:
                     self.half.collect_saves(views, snapshot)
             metadata = self.half.build(snapshot.epoch)
-            if views or metadata.saves:
-                metadata.look = self._look_number()
+            metadata.look = self._look_number() if views or metadata.saves else quiet
             self.counters["tokens_saved"] += sum(save.num_blocks for save in metadata.saves) * compat.hash_block_size_of(self._pool)
             self._events.offer(self._requests, (*metadata.saves, *metadata.loads))
             told = {load.request_id for load in metadata.loads}
@@ -381,9 +385,10 @@ class SchedulerSide:
             self._distrust_loads(output)
         finally:
             self.fence.leave_report()
-        if self.half is not None and isinstance(output.kv_connector_worker_meta, WorkerReport):
+        if isinstance(output.kv_connector_worker_meta, WorkerReport):
             self._note_late(output.kv_connector_worker_meta.late)
-            self._count_acks(self.half, output.kv_connector_worker_meta)
+            if self.half is not None:
+                self._count_acks(self.half, output.kv_connector_worker_meta)
         self._drain_when_idle()
 
     def _distrust_loads(self, output: Any) -> None:
