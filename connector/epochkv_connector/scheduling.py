@@ -15,6 +15,7 @@ from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.events import HostEvents
 from epochkv_connector.fencing import TAG_KEY, Fence, Repin
 from epochkv_connector.identity import Snapshot
+from epochkv_connector.naming.adapters import Adapters
 from epochkv_connector.naming.watch import Watch
 from epochkv_connector.records import Source
 from epochkv_connector.scheduler.core import SchedulerHalf
@@ -37,6 +38,7 @@ class SchedulerSide:
 
     Attributes:
         watch: looks at the weights of the ranks; None: nobody does, so nothing is named.
+        adapters: looks at their adapters; None: nobody does, so no request with an adapter is named.
 
     Args:
         half: bookkeeping of the tiers; None when no tier is configured (the fence still works).
@@ -61,6 +63,7 @@ class SchedulerSide:
         on_error: Callable[[str, Exception], None] = lambda where, error: None,
     ) -> None:
         self.watch: Watch | None = None
+        self.adapters: Adapters | None = None
         self._config = config
         self.fence = fence
         self.half = half
@@ -84,7 +87,6 @@ class SchedulerSide:
         self._events = HostEvents(on_error)
         self._settle = False  # saves have let go of GPU blocks that ranks may still read
         self._broken = False
-        self._adapter_changes = 0
         self._cooldown: set[str] = set()  # a load failed: no external hit until scheduled once
         self._steps_aside: set[str] = set()  # of these: not asked since
         self.counters: Counter[str] = Counter()
@@ -103,8 +105,6 @@ class SchedulerSide:
     def _apply(self) -> Snapshot:
         """Bring the bookkeeping to what holds now: poison what an adoption overtook. Returns what holds now."""
         snapshot = self.fence.current()
-        if self.fence.adapter_changes != self._adapter_changes:
-            self._poison_replaced()
         if snapshot is self._applied:
             return snapshot
         changed_root = snapshot.root != self._applied.root
@@ -123,14 +123,6 @@ class SchedulerSide:
             self._broken = True
             self._on_error("adopt", error)
             return set(self._sent_loads)
-
-    def _poison_replaced(self) -> None:
-        """What is loaded for requests whose adapter was replaced is of the version before."""
-        changes = self.fence.adapter_changes
-        if self.half is not None:
-            pins = {request_id: self.fence.pin_of(self._requests.get(request_id)) for request_id in self.half.open_loads()}
-            self._poison({name for name, pin in pins.items() if pin is not None and pin.adapter and not self.fence.is_current(pin)})
-        self._adapter_changes = changes
 
     def _poison(self, request_ids: set[str]) -> None:
         self.counters["poisoned_loads"] += len(request_ids - self._poisoned)
@@ -155,6 +147,30 @@ class SchedulerSide:
             self._ask_for_next_epoch()
         self._apply()
 
+    def adapters_in_use(self) -> dict[int, Any]:
+        """A `LoRARequest` for each adapter of a live request; one that loads in place where there is one."""
+        used = (getattr(request, "lora_request", None) for request in self._requests.values())
+        adapters = sorted((one for one in used if one is not None), key=lambda one: bool(getattr(one, "load_inplace", False)))
+        return {one.lora_int_id: one for one in adapters}
+
+    def adapters_changed(self, numbers: set[int]) -> None:
+        """These ids stand for other tensors from now on. Requests that hold blocks go on without names, and what is being loaded for
+        them fails; the others are named anew before vLLM looks for them in its cache."""
+        loading = self.half.open_loads() if self.half is not None else set()
+        for request_id, request in self._requests.items():
+            pin = self.fence.pin_of(request)
+            if pin is None or pin.adapter not in numbers or self.fence.is_current(pin):
+                continue
+            if compat.holds_blocks(request):
+                self.fence.strand(request, compat.num_named_blocks(self._manager, request, self._pool))
+                self._poison({request_id} & set(loading))
+            else:
+                self._renamed(request, self.fence.repin(request, must=False), self._apply())
+
+    def end_adapter(self, value: bytes) -> None:
+        """Blocks under names of these tensors were computed with others. Ranks have saved none of them, so nobody else has any."""
+        self.fence.end(value)
+
     def break_off(self) -> None:
         """A change of weights could not be followed: this engine names nothing that anybody finds, until it restarts."""
         self._broken = True
@@ -173,6 +189,9 @@ class SchedulerSide:
     def on_new_request(self, request: Any) -> None:
         """Pin, and begin the L2 lookup."""
         self._requests[request.request_id] = request
+        adapter = getattr(request, "lora_request", None)
+        if self.adapters is not None and adapter is not None:
+            self.adapters.arrived(adapter)
         self.fence.pin(request)
         self._begin_lookup(request, self._apply())
 
@@ -213,11 +232,7 @@ class SchedulerSide:
         must = bool(request.skip_reading_prefix_cache)
         outcome = Repin.CARRIED if compat.holds_blocks(request) else self.fence.repin(request, must=must)
         snapshot = self._apply()
-        if outcome is Repin.DONE:
-            self._offered_blocks.pop(request.request_id, None)  # its blocks have new names
-            if self.half is not None:
-                self.half.abort(request.request_id)
-            self._begin_lookup(request, snapshot)
+        self._renamed(request, outcome, snapshot)
         if must or outcome is Repin.CARRIED:
             return 0, False
         stale_hit = outcome is Repin.DONE and num_local > 0
@@ -230,6 +245,15 @@ class SchedulerSide:
         if hit.num_tokens is None:
             return None, False
         return hit.num_tokens, hit.num_tokens > 0
+
+    def _renamed(self, request: Any, outcome: Repin, snapshot: Snapshot) -> None:
+        """Its blocks may have new names now."""
+        if outcome is not Repin.DONE:
+            return
+        self._offered_blocks.pop(request.request_id, None)
+        if self.half is not None:
+            self.half.abort(request.request_id)
+        self._begin_lookup(request, snapshot)
 
     def _steps_aside_once(self, request_id: str) -> bool:
         """After a failed load "ask again" once: it moves the request out of vLLM's queue of those that hold blocks.
@@ -294,7 +318,7 @@ class SchedulerSide:
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """End of a `schedule()`: emit saves, collect jobs, let acknowledgements go."""
         scheduled: dict[str, int] = scheduler_output.num_scheduled_tokens
-        look = -1
+        look, used = -1, dict[int, int]()
         self._cooldown.difference_update(scheduled)
         try:
             snapshot = self._apply()
@@ -306,9 +330,9 @@ class SchedulerSide:
                 views = list(self._views(self.half, scheduler_output, snapshot))
                 if views:
                     self.half.collect_saves(views, snapshot)
-                    look = self._look_number()
+                    look, used = self._look_number(), self._adapters_of(views)
             metadata = self.half.build(snapshot.epoch)
-            metadata.look = look
+            metadata.look, metadata.adapters = look, used
             self.counters["tokens_saved"] += sum(save.num_blocks for save in metadata.saves) * compat.hash_block_size_of(self._pool)
             self._events.offer(self._requests, (*metadata.saves, *metadata.loads))
             told = {load.request_id for load in metadata.loads}
@@ -317,6 +341,12 @@ class SchedulerSide:
             return self._with_names(metadata)
         finally:
             self.fence.leave_schedule()
+
+    def _adapters_of(self, views: Iterable[ScheduledRequestView]) -> dict[int, int]:
+        """Which question each adapter of these requests is named after."""
+        pins = [self.fence.pin_of(self._requests[view.request_id]) for view in views]
+        used = {pin.adapter for pin in pins if pin is not None and pin.adapter}
+        return {adapter_id: self.adapters.number(adapter_id) for adapter_id in used} if self.adapters is not None else {}
 
     def _with_names(self, metadata: StepMetadata) -> StepMetadata:
         metadata.settle, self._settle = self._settle, False
@@ -348,7 +378,7 @@ class SchedulerSide:
             complete = min(confirmed // size, len(request.block_hashes))
             if complete <= self._offered_blocks.get(request_id, 0) and not half.may_continue_save(request_id):
                 continue
-            if not self.fence.may_save(request, pin):
+            if not self.fence.may_save(pin):
                 continue
             self._offered_blocks[request_id] = complete
             yield ScheduledRequestView(
@@ -371,6 +401,9 @@ class SchedulerSide:
             self._distrust_loads(output)
         finally:
             self.fence.leave_report()
+        if self.adapters is not None and isinstance(output.kv_connector_worker_meta, WorkerReport):
+            for adapter_id, number in output.kv_connector_worker_meta.replaced:
+                self.adapters.late(adapter_id, number)
         if self.half is not None and isinstance(output.kv_connector_worker_meta, WorkerReport):
             if self.watch is not None:
                 for number in output.kv_connector_worker_meta.late:
@@ -437,7 +470,7 @@ class SchedulerSide:
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; GPU pins protect its saves, so frees are never delayed."""
         request_id = request.request_id
-        tag = self.fence.tag() if self._may_hand_off(request) else None
+        tag = self.fence.tag(getattr(request, "lora_request", None)) if self._may_hand_off(request) else None
         self.fence.release(request)
         self._requests.pop(request_id, None)
         self._offered_blocks.pop(request_id, None)
