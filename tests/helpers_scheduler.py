@@ -23,6 +23,7 @@ from vllm.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.sampling_params import SamplingParams
@@ -87,6 +88,8 @@ class Rig:
         cached: request id -> tokens that its first scheduling found computed.
     """
 
+    scheduler_class: type[Scheduler] = Scheduler
+
     def __init__(
         self,
         tmp: Path,
@@ -108,6 +111,7 @@ class Rig:
         caching: bool = True,
         connector: bool = True,
         num_adapters: int = 8,
+        num_drafts: int = 0,
     ) -> None:
         self._weights = weights
         self.executor = FakeExecutor(weights, num_ranks, num_adapters)
@@ -122,6 +126,7 @@ class Rig:
         self.finished: set[str] = set()
         self._prefixes: dict[str, Prefixes] = {}
         self.max_num_seqs = max_num_seqs
+        self.num_drafts = num_drafts
         self.groups = tuple(groups)
         self._next_id = 0
         config: dict[str, Any] = {
@@ -143,7 +148,7 @@ class Rig:
         self.kv_cache_config = self._kv_cache_config(num_blocks, groups)
         self.core = EngineCore(
             self.executor,
-            lambda: Scheduler(
+            lambda: self.scheduler_class(
                 vllm_config=self.vllm_config,
                 kv_cache_config=self.kv_cache_config,
                 log_stats=True,
@@ -211,6 +216,14 @@ class Rig:
             ),
         )
         vllm_config.parallel_config.world_size = num_ranks
+        if self.num_drafts:
+            vllm_config.speculative_config = SpeculativeConfig(
+                method="ngram",
+                num_speculative_tokens=self.num_drafts,
+                prompt_lookup_max=2,
+                target_model_config=model,
+                target_parallel_config=vllm_config.parallel_config,
+            )
         return vllm_config
 
     @staticmethod

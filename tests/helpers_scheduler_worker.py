@@ -130,20 +130,9 @@ class FakeExecutor:
         """As vLLM's executors."""
         name = method if isinstance(method, str) else method.__name__
         self.calls.append(name)
-        if method is rank_calls.ask:
-            return [self._answer(index, *args) for index in range(len(self.ranks))]
-        if method is rank_calls.is_as_asked:
-            return [self.asked[index] == (args[0], held) for index, held in enumerate(self.ranks)]
-        if method is rank_calls.adapters:
-            return [self.answers(self._about_adapters(index, *args)) for index in range(len(self.ranks))]
-        if name in ("add_lora", "remove_lora"):
-            return [getattr(one, name.replace("lora", "adapter"))(*args) for one in self.adapters]
-        if callable(getattr(method, "on_adapters", None)):
-            return [method.on_adapters(one) for one in self.adapters]
-        if method is rank_calls.layout:
-            return [b""] * len(self.ranks)
-        if method is rank_calls.settle_for_sleep:
-            return [0] * len(self.ranks)
+        answers = self._of_adapters(method, args) if self._is_about_adapters(method) else self._of_ours(method, args)
+        if answers is not None:
+            return answers
         weights = (kwargs or {}).get("weights")
         if name in self.fails:
             if weights is not None:
@@ -153,11 +142,34 @@ class FakeExecutor:
             self.write(weights)
         return [True] * len(self.ranks)
 
+    def reset_encoder_cache(self) -> None:
+        """As vLLM's."""
+        self.collective_rpc("reset_encoder_cache")
+
     def _answer(self, index: int, number: int) -> dict[str, Any]:
         held = self.ranks[index]
         self.asked[index] = (number, held)
         value = hashlib.sha256(held.encode()).digest()
         return self.answers({"number": number, "weights": value, "note": "", "bytes": 1, "seconds": 0.0, "rank": index})
+
+    def _of_ours(self, method: Any, args: tuple[Any, ...]) -> list[Any] | None:
+        if method is rank_calls.ask:
+            return [self._answer(index, *args) for index in range(len(self.ranks))]
+        if method is rank_calls.is_as_asked:
+            return [self.asked[index] == (args[0], held) for index, held in enumerate(self.ranks)]
+        fixed = {rank_calls.layout: b"", rank_calls.settle_for_sleep: 0}
+        return [fixed[method]] * len(self.ranks) if not isinstance(method, str) and method in fixed else None
+
+    @staticmethod
+    def _is_about_adapters(method: Any) -> bool:
+        return method is rank_calls.adapters or method in ("add_lora", "remove_lora") or hasattr(method, "on_adapters")
+
+    def _of_adapters(self, method: Any, args: tuple[Any, ...]) -> list[Any]:
+        if method is rank_calls.adapters:
+            return [self.answers(self._about_adapters(index, *args)) for index in range(len(self.ranks))]
+        if isinstance(method, str):
+            return [getattr(one, method.replace("lora", "adapter"))(*args) for one in self.adapters]
+        return [method.on_adapters(one) for one in self.adapters]
 
     def _about_adapters(self, index: int, number: int, wanted: Any, afresh: bool) -> dict[str, Any]:
         one = self.adapters[index]

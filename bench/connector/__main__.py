@@ -2,7 +2,8 @@
 
 Every figure is a ratio within this run, or a time of code that runs alone; the sides of a ratio take turns. Prints a table
 with the aim beside each figure and writes everything, samples included, to a JSON file. Engine rows start vLLM CPU engines
-with a random-weight model of about 100 million parameters; nothing is downloaded.
+with a random-weight model of about 100 million parameters and the limits that ship; nothing is downloaded. A request that is
+not answered in time, or not from the tier that is measured, is a miss: it is counted and printed, and the row goes on.
 
 The chat trace is `conversation_trace.jsonl` of Mooncake's FAST'25 paper (repository kvcache-ai/Mooncake): give it with
 --trace or EPOCHKV_TRACE. Without it a synthetic trace of the same shape is drawn, and the output says so.
@@ -25,6 +26,12 @@ def bookkeeping_row(arguments: argparse.Namespace, progress: Progress) -> Row:
     from bench.connector import bookkeeping
 
     return bookkeeping.row(3 * arguments.repeats, progress)
+
+
+def steps_row(arguments: argparse.Namespace, progress: Progress) -> Row:
+    from bench.connector import steps
+
+    return steps.row(3 * arguments.repeats, progress)
 
 
 def simulation_row(arguments: argparse.Namespace, progress: Progress) -> Row:
@@ -71,6 +78,7 @@ def decode_row(arguments: argparse.Namespace, progress: Progress) -> Row:
 
 ROWS: dict[str, Entry] = {
     "bookkeeping": Entry("lookup, plan and commit of a hit, no engine", 5, bookkeeping_row),
+    "steps": Entry("a scheduler's step with 16, 64 and 256 running requests and no hits / without connector", 45, steps_row),
     "hit-rates": Entry("chat trace on 4, 8, 16 simulated engines against known hit rates", 70, simulation_row),
     "staging": Entry("copies between engine blocks and host slots / plain copy", 15, copies_row),
     "store": Entry("L2 put and get / raw Mooncake client", 60, store_row),

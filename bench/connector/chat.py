@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 from bench.connector.engines import BLOCK_TOKENS, CONCURRENCY, MAX_TOKENS, SETTLE_SECONDS, cpu_seconds, empty_gpu, fleet, prompt
 from bench.connector.first_token import warm_up
+from bench.connector.misses import Misses, pairs, ratio
 from bench.connector.trace import Request, Trace
-from bench.report import Figure, Progress, Row, repeated
-from hack.standalone.engine import Engine
+from bench.report import Figure, Progress, Row
+from hack.engine_api import Answer, EngineApi
 
 SHRINK = 16
 MAX_ANSWER = 64
@@ -58,41 +59,49 @@ def to_chat(request: Request) -> Chat:
     return Chat(tokens[: len(tokens) - BLOCK_TOKENS // 2], answer)
 
 
-def serve(engine: Engine, chats: Sequence[Chat]) -> tuple[float, int]:
-    """Keep a few requests at the engine until all are answered: seconds, and tokens it took from caches."""
+def serve(engine: EngineApi, chats: Sequence[Chat], misses: Misses) -> tuple[float | None, int]:
+    """Keep a few requests at the engine until all are over: seconds (None if one was not answered), and tokens it took from caches."""
+
+    def ask(chat: Chat) -> Answer | None:
+        return misses.attempt(engine.name, lambda: engine.complete(chat.tokens, chat.answer_tokens))
+
     began = time.perf_counter()
     with ThreadPoolExecutor(CONCURRENCY) as executor:
-        answers = list(executor.map(lambda chat: engine.complete(chat.tokens, chat.answer_tokens), chats))
-    return time.perf_counter() - began, sum(answer.cached for answer in answers)
+        answers = list(executor.map(ask, chats))
+    seconds = time.perf_counter() - began
+    answered = [answer for answer in answers if answer is not None]
+    return seconds if len(answered) == len(chats) else None, sum(answer.cached for answer in answered)
 
 
 def against_stock(trace: Trace, repeats: int, window: int, progress: Progress) -> Row:
-    """Windows of the excerpt, each served by both engines before the next begins."""
+    """Windows of the excerpt, each served by both engines before the next begins. A window with a miss gives no ratio."""
     chats = [to_chat(request) for request in excerpt(trace, repeats * window)]
-    seconds: dict[str, list[float]] = {"ours": [], "stock": []}
+    seconds: dict[str, list[float | None]] = {"ours": [], "stock": []}
+    misses = Misses()
     cached = {"ours": 0, "stock": 0}
     cpu: dict[str, float] = {}
     with fleet({"ours": "ours", "stock": "stock"}, l1_blocks=L1_BLOCKS) as group:
-        warm_up(group)
+        warm_up(group, misses)
         began = time.monotonic()
-        for engine in group.engines.values():
-            empty_gpu(engine)
+        for name, engine in group.engines.items():
+            misses.attempt(name, lambda engine=engine: empty_gpu(engine))
         cpu = {name: -cpu_seconds(engine) for name, engine in group.engines.items()}
         order = ["ours", "stock"]
         for index in range(repeats):
             for name in order:
                 time.sleep(SETTLE_SECONDS)
-                took, reused = serve(group.engines[name], chats[index * window : (index + 1) * window])
+                took, reused = serve(group.engines[name], chats[index * window : (index + 1) * window], misses)
                 seconds[name].append(took)
                 cached[name] += reused
             order.reverse()
             progress.step(index + 1, repeats, began)
         cpu = {name: cpu[name] + cpu_seconds(engine) for name, engine in group.engines.items()}
     total = sum(len(chat.tokens) for chat in chats)
-    ratios = [other / own for own, other in zip(seconds["ours"], seconds["stock"], strict=True)]
+    turns = pairs(seconds["stock"], seconds["ours"])
     figures = [
-        repeated("ours / vLLM's MooncakeStoreConnector, by window", ratios, 1.1, at_least=True),
-        Figure("the same, whole excerpt", sum(seconds["stock"]) / sum(seconds["ours"]), None, ""),
+        *ratio("ours / vLLM's MooncakeStoreConnector, by window", turns, 1.1, at_least=True),
+        *ratio("the same, all windows without a miss", [(sum(a for a, _ in turns), sum(b for _, b in turns))] if turns else [], None),
+        *misses.figures(),
         *(Figure(f"prompt tokens from caches, {name}", 100 * count / total, None, "%") for name, count in cached.items()),
         Figure("CPU seconds, ours / stock", cpu["ours"] / cpu["stock"], None, ""),
     ]

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from bench.connector.engines import CONCURRENCY, SETTLE_SECONDS, cpu_seconds, fleet, prompt
 from bench.connector.first_token import warm_up
-from bench.report import Progress, Row, repeated
+from bench.connector.misses import Misses, medians, pairs, ratio
+from bench.report import Progress, Row
 from hack.standalone.engine import Engine
 
 PROMPT_TOKENS = 64
@@ -28,26 +29,27 @@ def tokens_per_second(engine: Engine, seed: str) -> tuple[float, float]:
 
 
 def row(repeats: int, progress: Progress) -> Row:
-    """Ratios of neighbouring turns."""
-    wall: dict[str, list[float]] = {"with": [], "without": []}
-    cpu: dict[str, list[float]] = {"with": [], "without": []}
+    """Ratios of neighbouring turns; a turn with a miss gives none."""
+    wall: dict[str, list[float | None]] = {"with": [], "without": []}
+    cpu: dict[str, list[float | None]] = {"with": [], "without": []}
+    misses = Misses()
     with fleet({"with": "ours", "without": "none"}, l1_blocks=L1_BLOCKS) as group:
-        warm_up(group)
+        warm_up(group, misses)
         began = time.monotonic()
         order = ["with", "without"]
         for index in range(repeats):
             for name in order:
                 time.sleep(SETTLE_SECONDS)
-                by_clock, by_cpu = tokens_per_second(group.engines[name], f"{name} {index}")
+                ask = (group.engines[name], f"{name} {index}")
+                by_clock, by_cpu = misses.attempt(name, lambda ask=ask: tokens_per_second(*ask)) or (None, None)
                 wall[name].append(by_clock)
                 cpu[name].append(by_cpu)
             order.reverse()
             progress.step(index + 1, repeats, began)
     figures = [
-        repeated(
-            f"with / without connector, {what}", [a / b for a, b in zip(rates["with"], rates["without"], strict=True)], aim, at_least=True
-        )
+        figure
         for what, rates, aim in (("by wall clock", wall, 0.98), ("by CPU time of the engine", cpu, None))
+        for figure in ratio(f"with / without connector, {what}", pairs(rates["with"], rates["without"]), aim, at_least=True)
     ]
-    figures += [repeated(name, rates, None, "tokens/s") for name, rates in wall.items()]
+    figures += [*medians(wall, "tokens/s"), *misses.figures()]
     return Row(f"decode throughput, {CONCURRENCY} requests, no hits", figures, {"tokens per second": wall, "tokens per CPU second": cpu})

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 
-from bench.connector.engines import BLOCK_TOKENS, GPU_BLOCKS, SETTLE_SECONDS, Fleet, OtherHit, empty_gpu, fleet, prompt, timed_answer
-from bench.report import Figure, Progress, Row, repeated
+from bench.connector.engines import BLOCK_TOKENS, GPU_BLOCKS, SETTLE_SECONDS, Fleet, empty_gpu, fleet, prompt, timed_answer
+from bench.connector.misses import Misses, medians, pairs, ratio
+from bench.report import Progress, Row
+from hack.standalone.engine import Engine
 
 PROMPT_TOKENS = 4096
 PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
@@ -17,39 +19,57 @@ SMALL_L1_BLOCKS = GPU_BLOCKS
 """Holds one of the rotating prompts, so each comes from L2 again."""
 
 
-def warm_up(group: Fleet) -> None:
+def warm_up(group: Fleet, misses: Misses) -> None:
     """Everything once with a short prompt, so that no first time is measured."""
     for name, engine in group.engines.items():
-        tokens = prompt(f"warm-up {name}", 8 * BLOCK_TOKENS)
-        engine.complete(tokens, 2)
-        time.sleep(0.5)
-        empty_gpu(engine)
-        engine.complete(tokens, 2)
+        misses.attempt(name, lambda name=name, engine=engine: _warm_up(name, engine))
+
+
+def _warm_up(name: str, engine: Engine) -> None:
+    tokens = prompt(f"warm-up {name}", 8 * BLOCK_TOKENS)
+    engine.complete(tokens, 2)
+    time.sleep(0.5)
+    empty_gpu(engine)
+    engine.complete(tokens, 2)
 
 
 def own_tiers(repeats: int, progress: Progress) -> Row:
-    """Two engines with L1 and L2 take turns: one computes a prompt, the other finds it in L2, the first in its L1."""
-    samples: dict[str, list[float]] = {"cold": [], "L2 of another engine": [], "L1": []}
+    """Two engines with L1 and L2 take turns: one computes a prompt, the other finds it in L2, the first in its L1.
+
+    Whatever is not answered as it should be counts as a miss, and gives no ratio.
+    """
+    tiers = ("cold", "L2 of another engine", "L1")
+    samples: dict[str, list[float | None]] = {tier: [] for tier in tiers}
+    misses = Misses()
     with fleet({"a": "ours", "b": "ours"}, l1_blocks=(repeats + 1) * PROMPT_BLOCKS) as group:
-        warm_up(group)
+        warm_up(group, misses)
         began = time.monotonic()
-        stored = len(group.mooncake.keys())
         for index in range(repeats):
             writer, reader = (group.engines[name] for name in ("ab" if index % 2 else "ba"))
-            tokens = prompt(f"prompt {index}", PROMPT_TOKENS)
-            samples["cold"].append(timed_answer(writer, tokens, 0))
-            stored += PROMPT_BLOCKS
-            group.wait_stored(stored)
-            samples["L2 of another engine"].append(timed_answer(reader, tokens, CACHED_TOKENS))
-            empty_gpu(writer)
-            samples["L1"].append(timed_answer(writer, tokens, CACHED_TOKENS))
+            for tier, seconds in zip(tiers, _turn(group, writer, reader, prompt(f"prompt {index}", PROMPT_TOKENS), misses), strict=True):
+                samples[tier].append(seconds)
             progress.step(index + 1, repeats, began)
     figures = [
-        repeated(f"warm {tier} / cold", [warm / cold for warm, cold in zip(samples[tier], samples["cold"], strict=True)], aim)
+        figure
         for tier, aim in (("L1", 0.25), ("L2 of another engine", 0.5))
+        for figure in ratio(f"warm {tier} / cold", pairs(samples[tier], samples["cold"]), aim)
     ]
-    figures += [repeated(tier, seconds, None, "s") for tier, seconds in samples.items()]
+    figures += [*medians(samples, "s"), *misses.figures()]
     return Row(f"time to first token, {PROMPT_TOKENS} tokens", figures, {"seconds": samples})
+
+
+def _turn(group: Fleet, writer: Engine, reader: Engine, tokens: list[int], misses: Misses) -> tuple[float | None, ...]:
+    """Seconds cold, from L2, from L1."""
+    stored = len(group.mooncake.keys()) + PROMPT_BLOCKS
+    cold = misses.attempt(writer.name, lambda: timed_answer(writer, tokens, 0))
+    misses.attempt(writer.name, lambda: group.wait_stored(stored))
+
+    def from_l1() -> float:
+        empty_gpu(writer)
+        return timed_answer(writer, tokens, CACHED_TOKENS)
+
+    shared = misses.attempt(reader.name, lambda: timed_answer(reader, tokens, CACHED_TOKENS))
+    return cold, shared, misses.attempt(writer.name, from_l1)
 
 
 def against_stock(repeats: int, progress: Progress) -> Row:
@@ -58,34 +78,34 @@ def against_stock(repeats: int, progress: Progress) -> Row:
     Names differ, so each writes its own copy. L1 is too small to answer: every measured hit of ours comes from L2. A turn in which
     one of them misses counts as a miss, and gives no ratio.
     """
-    misses = dict.fromkeys(("ours", "stock"), 0)
-    samples: dict[str, list[float]] = {"ours": [], "stock": []}
+    samples: dict[str, list[float | None]] = {"ours": [], "stock": []}
+    misses = Misses()
     with fleet({"ours": "ours", "stock": "stock"}, l1_blocks=SMALL_L1_BLOCKS) as group:
-        warm_up(group)
+        warm_up(group, misses)
         prompts = [prompt(f"prompt {index}", PROMPT_TOKENS) for index in range(NUM_ROTATING)]
-        stored = len(group.mooncake.keys())
-        for engine in group.engines.values():
+        for name, engine in group.engines.items():
             for tokens in prompts:
-                timed_answer(engine, tokens, 0)
-                stored += PROMPT_BLOCKS
-                group.wait_stored(stored)  # one after the other: the small L1 is also where puts are read from
+                misses.attempt(name, lambda engine=engine, tokens=tokens: _store(group, engine, tokens))
         began, order = time.monotonic(), ["ours", "stock"]
         for index in range(repeats * NUM_ROTATING):
-            turn: dict[str, float] = {}
             for name in order:
-                empty_gpu(group.engines[name])
-                time.sleep(SETTLE_SECONDS)
-                try:
-                    turn[name] = timed_answer(group.engines[name], prompts[index % NUM_ROTATING], CACHED_TOKENS)
-                except OtherHit:
-                    misses[name] += 1
-            if len(turn) == len(order):
-                for name, seconds in turn.items():
-                    samples[name].append(seconds)
+                ask = (group.engines[name], prompts[index % NUM_ROTATING])
+                samples[name].append(misses.attempt(name, lambda ask=ask: _from_store(*ask)))
             order.reverse()
             progress.step(index + 1, repeats * NUM_ROTATING, began)
-    ratios = [own / other for own, other in zip(samples["ours"], samples["stock"], strict=True)]
-    figures = [repeated("ours / vLLM's MooncakeStoreConnector, warm L2", ratios, 0.9)]
-    figures += [repeated(name, seconds, None, "s") for name, seconds in samples.items()]
-    figures += [Figure(f"turns in which {name} missed", count, None, "") for name, count in misses.items()]
+    figures = ratio("ours / vLLM's MooncakeStoreConnector, warm L2", pairs(samples["ours"], samples["stock"]), 0.9)
+    figures += [*medians(samples, "s"), *misses.figures()]
     return Row(f"time to first token, {PROMPT_TOKENS} tokens, same store and prompts", figures, {"seconds": samples})
+
+
+def _store(group: Fleet, engine: Engine, tokens: list[int]) -> None:
+    """Have the engine compute and store a prompt: one after the other, as the small L1 is also where puts are read from."""
+    stored = len(group.mooncake.keys()) + PROMPT_BLOCKS
+    timed_answer(engine, tokens, 0)
+    group.wait_stored(stored)
+
+
+def _from_store(engine: Engine, tokens: list[int]) -> float:
+    empty_gpu(engine)
+    time.sleep(SETTLE_SECONDS)
+    return timed_answer(engine, tokens, CACHED_TOKENS)

@@ -634,6 +634,26 @@ class BlockPoolAdapter:
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
 
 
+class _Ids(Sequence[int]):
+    """Ids of vLLM's blocks, looked up when asked for: a request has hundreds, and a step needs one or two."""
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self, blocks: Sequence[Any]) -> None:
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._blocks[index].block_id
+
+
+def group_block_ids(kv_cache_manager: Any, request_id: str) -> tuple[Sequence[int], ...]:
+    """The GPU blocks of a request by group, as they are now; only to be read, and only during the call they are given to."""
+    return tuple(map(_Ids, kv_cache_manager.get_blocks(request_id).blocks))
+
+
 def hash_block_size_of(block_pool: Any) -> int:
     """Tokens per block hash: only the bound block pool knows (the configuration's value is None)."""
     return int(block_pool.hash_block_size)
@@ -645,6 +665,22 @@ def num_confirmed_tokens(request: Any, num_scheduled: int, num_drafts: int) -> i
     `num_computed_tokens` counts placeholders and drafts optimistically; a known token's position was accepted.
     """
     return int(min(request.num_computed_tokens + num_scheduled - num_drafts, request.num_tokens))
+
+
+def num_final_tokens(request: Any) -> int:
+    """The same for a request that has ended, counting only steps whose results are in."""
+    return int(max(0, min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)))
+
+
+def num_expected_tokens(request: Any) -> int:
+    """How many tokens of the request may be known once the steps before this one have given their results, at most."""
+    return int(request.num_tokens + request.num_in_flight_tokens)
+
+
+def tokens_per_step(vllm_config: Any) -> int:
+    """New tokens that a request may get in one step, at most."""
+    drafts = getattr(getattr(vllm_config, "speculative_config", None), "num_speculative_tokens", None) or 0
+    return 1 + int(drafts)
 
 
 def hit_sources(host_tokens: int, store_tokens: int) -> dict[Any, int]:

@@ -61,6 +61,10 @@ class _EngineNames:
         """Names of these are used no more."""
         self._guard.run("end", lambda: self._side.end(weights), self._side.break_off)
 
+    def tell(self) -> None:
+        """The hub should hear of it."""
+        self._side.tell()
+
     def clear_encoder(self) -> bool:
         """Outputs of the encoder go if nobody refers to them."""
         if self._core is None or self._scheduler is None or compat.encoder_outputs_in_use(self._scheduler):
@@ -180,6 +184,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             propose=self._link.propose,
             poke=self._link.poke,
             local_worker=self._find_local_worker,
+            tokens_per_step=compat.tokens_per_step(vllm_config),
             on_error=self._guard.note,
         )
         self._watch_weights(ranks, adapters, core, scheduler, self._side)

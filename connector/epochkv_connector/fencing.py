@@ -22,8 +22,8 @@ from typing import Any
 
 from epochkv_connector.identity import ROOT_BYTES, Pin, Snapshot, adapter_root, namespace, shared_root, transfer_tag
 from epochkv_connector.naming.adapters import Adapters
-from epochkv_connector.naming.strand import StrandedHasher, strand, unstrand
-from epochkv_connector.pinning import PIN_ATTRIBUTE, FencedHasher, HashPort, RootPort, brings_kv
+from epochkv_connector.naming.strand import is_stranded, strand
+from epochkv_connector.pinning import PIN_ATTRIBUTE, FencedHasher, HashPort, RootPort, awaits_first_hash, brings_kv, plain_hasher
 from epochkv_connector.standing import Herald, Standing, Why
 
 REHASH_BUDGET_SECONDS = 0.005
@@ -325,17 +325,16 @@ class Fence:
         """Pin a new request to what holds now, and re-hash it if its hashes were made with anything else."""
         with self._lock:
             self._refresh()
-            self._wrap_hasher(request)
             self._pin_locked(request, session=bool(getattr(request, "resumable", False)))
             return self._snapshot
 
     def _pin_locked(self, request: Any, session: bool) -> None:
-        unstrand(request)
         pin = self._make_pin(request)
         pin.session = session
         setattr(request, PIN_ATTRIBUTE, pin)
         if request.block_hashes and request.block_hashes[0] != self._hashing.first(request, pin.root):
             self._rehash(request, pin)
+        self._wrap_hasher(request)
 
     def _make_pin(self, request: Any) -> Pin:
         snapshot, adapter = self._snapshot, getattr(request, "lora_request", None)
@@ -384,22 +383,23 @@ class Fence:
         return None if value is None else {**tag, "adapter": value.hex(), "applied": self._identity.adapters_applied}
 
     def _rehash(self, request: Any, pin: Pin) -> None:
-        inner = getattr(request, "_block_hasher", None)
-        if not isinstance(inner, FencedHasher):
+        inner = plain_hasher(request)
+        if inner is None:
             return  # prefix hashing is off for this request
         started = time.perf_counter()
         # A new list, never in place: the old list object may sit in metadata already sent.
-        request.block_hashes = self._hashing.chain(request, pin.root, inner.inner)
+        request.block_hashes = self._hashing.chain(request, pin.root, inner)
         self._rehash_seconds += time.perf_counter() - started
         self.counters["rehashed_requests"] += 1
 
     def _wrap_hasher(self, request: Any) -> None:
-        inner = getattr(request, "_block_hasher", None)
-        if inner is None or isinstance(inner, FencedHasher):
+        """Have the pin be the parent of the first block; nothing of ours stays in the way of later ones."""
+        inner = plain_hasher(request)
+        if inner is None:
             return
         if self._fenced_hasher is None or self._fenced_hasher.inner is not inner:
             self._fenced_hasher = FencedHasher(inner, self._hashing)
-        request._block_hasher = self._fenced_hasher
+        request._block_hasher = self._fenced_hasher if awaits_first_hash(request) else inner
 
     def repin(self, request: Any, *, must: bool) -> Repin:
         """Bring a request that holds no blocks to what holds now.
@@ -414,16 +414,14 @@ class Fence:
         with self._lock:
             self._refresh()
             pin = self.pin_of(request)
-            if pin is None:
-                self._wrap_hasher(request)
-            elif self.is_current(pin):
-                return Repin.CURRENT
-            elif pin.session and pin.admitted and not isinstance(request._block_hasher, StrandedHasher):
-                return Repin.CARRIED
-            elif self._rehash_seconds >= REHASH_BUDGET_SECONDS and not must:
-                self.counters["rehash_deferred"] += 1
-                return Repin.DEFERRED
             if pin is not None:
+                if self.is_current(pin):
+                    return Repin.CURRENT
+                if pin.session and pin.admitted and not is_stranded(request):
+                    return Repin.CARRIED
+                if self._rehash_seconds >= REHASH_BUDGET_SECONDS and not must:
+                    self.counters["rehash_deferred"] += 1
+                    return Repin.DEFERRED
                 self._drop(pin)
             self._pin_locked(request, session=pin.session if pin else bool(getattr(request, "resumable", False)))
             self.counters["repinned_requests"] += 1
@@ -435,12 +433,11 @@ class Fence:
             old = self.pin_of(request)
             if old is not None:
                 self._drop(old)
-            unstrand(request)
-            self._wrap_hasher(request)
             pin = self._lone_pin(getattr(request, "lora_request", None))
             setattr(request, PIN_ATTRIBUTE, pin)
             if request.block_hashes:
                 self._rehash(request, pin)
+            self._wrap_hasher(request)
 
     # ------------------------------------------------------------------ carried requests
 

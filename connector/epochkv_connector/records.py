@@ -67,8 +67,7 @@ class LoadJob:
     deadline_seconds: float  # from receipt, on the worker's monotonic clock; afterwards the load is failed
 
 
-@dataclass(frozen=True, slots=True)
-class SaveJob:
+class SaveJob(msgspec.Struct, frozen=True):
     """Copy one contiguous range of blocks of a request to host slots, then (if `namespace`) put them to L2.
 
     The GPU blocks stay referenced by the scheduler half until every rank acknowledged `Phase.COPIED`, or vLLM clears its cache.

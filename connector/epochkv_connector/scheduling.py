@@ -17,6 +17,7 @@ from epochkv_connector.fencing import TAG_KEY, Fence, Repin
 from epochkv_connector.identity import Snapshot
 from epochkv_connector.naming.adapters import Adapters
 from epochkv_connector.naming.watch import Watch
+from epochkv_connector.offering import Offers
 from epochkv_connector.records import Source
 from epochkv_connector.scheduler.core import SchedulerHalf
 from epochkv_connector.scheduler.views import Commit, RequestView, ScheduledRequestView
@@ -46,6 +47,7 @@ class SchedulerSide:
         propose: asks the hub for an epoch after a local reset; None: do not ask.
         poke: has the hub told at once, of a change of weights and of a local reset.
         local_worker: finds the worker half when it lives in this process.
+        tokens_per_step: new tokens that a request may get in one step, at most.
         on_error: told of errors that were dealt with here.
     """
 
@@ -60,6 +62,7 @@ class SchedulerSide:
         propose: Callable[[int], None] | None = None,
         poke: Callable[[], None] = lambda: None,
         local_worker: Callable[[], LocalWorker | None] = lambda: None,
+        tokens_per_step: int = 1,
         on_error: Callable[[str, Exception], None] = lambda where, error: None,
     ) -> None:
         self.watch: Watch | None = None
@@ -77,7 +80,7 @@ class SchedulerSide:
         self._manager: Any = None
         self._applied: Snapshot = fence.snapshot
         self._requests: dict[str, Any] = {}
-        self._offered_blocks: dict[str, int] = {}
+        self._offers = Offers(fence, self._requests, tokens_per_step)
         self._poisoned: set[str] = set()  # loads in flight that must end as failures
         self._reissued: set[str] = set()  # of these: result stripped once, named in metadata, final report awaited
         self._doomed: set[str] = set()  # no job was sent; the only report is the final one
@@ -86,6 +89,7 @@ class SchedulerSide:
         self._sent_loads: set[str] = set()
         self._events = HostEvents(on_error)
         self._settle = False  # saves have let go of GPU blocks that ranks may still read
+        self._used_adapters: set[tuple[int, int]] = set()  # (id, number of the question) of what is saved next
         self._broken = False
         self._cooldown: set[str] = set()  # a load failed: no external hit until scheduled once
         self._steps_aside: set[str] = set()  # of these: not asked since
@@ -95,8 +99,9 @@ class SchedulerSide:
 
     def bind(self, manager: Any, block_pool: Any, hash_block_size_sink: Any) -> None:
         """The cache manager exists: learn the hash block size and reach the GPU block pool."""
-        self._manager, self._pool = manager, block_pool
+        self._pool, self._manager = block_pool, manager
         compat.before_reset(manager, self.let_go)
+        self._offers.bind(manager, compat.hash_block_size_of(block_pool))
         hash_block_size_sink.hash_block_size = compat.hash_block_size_of(block_pool)
         if self.half is not None:
             self.half.bind_block_pool(compat.BlockPoolAdapter(block_pool))
@@ -133,11 +138,18 @@ class SchedulerSide:
     def hold(self, weights: bytes | None) -> None:
         """The ranks hold these weights from now on; None: unknown. Requests that hold blocks go on without names."""
         if not self.fence.hold(weights):
+            self.tell()
             return
+        if self.half is not None:
+            self.half.drop_unsent_saves()  # of requests that have ended: no step compares what they were computed with any more
         for request in self._requests.values():
             if compat.holds_blocks(request):
                 self.fence.strand(request, compat.num_named_blocks(self._manager, request, self._pool))
         self._apply()
+        self.tell()
+
+    def tell(self) -> None:
+        """What heartbeats say of the weights has changed."""
         if self._manager is not None:  # before that nobody listens yet
             self._poke()
 
@@ -250,7 +262,7 @@ class SchedulerSide:
         """Its blocks may have new names now."""
         if outcome is not Repin.DONE:
             return
-        self._offered_blocks.pop(request.request_id, None)
+        self._offers.begin_anew(request.request_id)
         if self.half is not None:
             self.half.abort(request.request_id)
         self._begin_lookup(request, snapshot)
@@ -318,8 +330,9 @@ class SchedulerSide:
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """End of a `schedule()`: emit saves, collect jobs, let acknowledgements go."""
         scheduled: dict[str, int] = scheduler_output.num_scheduled_tokens
-        look, used = -1, dict[int, int]()
-        self._cooldown.difference_update(scheduled)
+        views: list[Any] = []
+        if self._cooldown:
+            self._cooldown.difference_update(scheduled)
         try:
             snapshot = self._apply()
             if self._broken:
@@ -327,12 +340,14 @@ class SchedulerSide:
             if self.half is None:
                 return StepMetadata(newest_epoch=snapshot.epoch)
             if snapshot.in_use and scheduled and self._saves_off is None:
-                views = list(self._views(self.half, scheduler_output, snapshot))
+                views = list(self._offers.of_step(self.half, scheduler_output, snapshot))
                 if views:
+                    self._note_adapters(views)
                     self.half.collect_saves(views, snapshot)
-                    look, used = self._look_number(), self._adapters_of(views)
             metadata = self.half.build(snapshot.epoch)
-            metadata.look, metadata.adapters = look, used
+            if views or metadata.saves:
+                metadata.look = self._look_number()
+            metadata.adapters, self._used_adapters = tuple(sorted(self._used_adapters)), set()
             self.counters["tokens_saved"] += sum(save.num_blocks for save in metadata.saves) * compat.hash_block_size_of(self._pool)
             self._events.offer(self._requests, (*metadata.saves, *metadata.loads))
             told = {load.request_id for load in metadata.loads}
@@ -342,11 +357,14 @@ class SchedulerSide:
         finally:
             self.fence.leave_schedule()
 
-    def _adapters_of(self, views: Iterable[ScheduledRequestView]) -> dict[int, int]:
-        """Which question each adapter of these requests is named after."""
-        pins = [self.fence.pin_of(self._requests[view.request_id]) for view in views]
-        used = {pin.adapter for pin in pins if pin is not None and pin.adapter}
-        return {adapter_id: self.adapters.number(adapter_id) for adapter_id in used} if self.adapters is not None else {}
+    def _note_adapters(self, views: Iterable[ScheduledRequestView]) -> None:
+        """Which adapters the names of what is saved speak of: ranks compare before they save it."""
+        if self.adapters is None:
+            return
+        for view in views:
+            pin = self.fence.pin_of(self._requests[view.request_id])
+            if pin is not None and pin.adapter:
+                self._used_adapters.add((pin.adapter, self.adapters.number(pin.adapter)))
 
     def _with_names(self, metadata: StepMetadata) -> StepMetadata:
         metadata.settle, self._settle = self._settle, False
@@ -365,30 +383,19 @@ class SchedulerSide:
         self._to_name.extend(sorted(unsent))
         return self._with_names(StepMetadata(newest_epoch=self._applied.epoch))
 
-    def _views(self, half: SchedulerHalf, scheduler_output: Any, snapshot: Snapshot) -> Iterable[ScheduledRequestView]:
-        """Requests with something new to save: another complete block, or slots for what was left out before."""
-        size = compat.hash_block_size_of(self._pool)
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        for request_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
-            request = self._requests.get(request_id)
-            pin = self.fence.pin_of(request) if request is not None else None
-            if request is None or pin is None:
-                continue
-            confirmed = compat.num_confirmed_tokens(request, num_scheduled, len(drafts.get(request_id, ())))
-            complete = min(confirmed // size, len(request.block_hashes))
-            if complete <= self._offered_blocks.get(request_id, 0) and not half.may_continue_save(request_id):
-                continue
-            if not self.fence.may_save(pin):
-                continue
-            self._offered_blocks[request_id] = complete
-            yield ScheduledRequestView(
-                request_id=request_id,
-                num_confirmed_tokens=confirmed,
-                block_hashes=request.block_hashes,
-                hash_block_size=size,
-                root=snapshot.root,
-                group_block_ids=self._manager.get_block_ids(request_id),
-            )
+    def _save_last_blocks(self, half: SchedulerHalf, request: Any) -> None:
+        """Save what is complete only now that the request has ended; its blocks are its own until we return."""
+        if self._broken or self._saves_off is not None:
+            return
+        try:
+            snapshot = self._apply()
+            view = self._offers.at_end(request, snapshot) if snapshot.in_use else None
+            if view is not None:
+                self._note_adapters((view,))
+                self._events.offer({request.request_id: request}, half.collect_saves((view,), snapshot))
+        except Exception as error:
+            self._broken = True
+            self._on_error("request_finished", error)
 
     def update_connector_output(self, output: Any) -> None:
         """Results of a step: hold back the success of poisoned loads, record the others, count acknowledgements."""
@@ -450,7 +457,7 @@ class SchedulerSide:
             if request_id in failed:
                 self._cooldown.add(request_id)
                 self._steps_aside.add(request_id)
-                self._offered_blocks.pop(request_id, None)
+                self._offers.begin_anew(request_id)
             self.fence.end_load(request, succeeded=request_id not in failed)
         self._take_back(output, stripped)
 
@@ -471,9 +478,11 @@ class SchedulerSide:
         """Forget the request; GPU pins protect its saves, so frees are never delayed."""
         request_id = request.request_id
         tag = self.fence.tag(getattr(request, "lora_request", None)) if self._may_hand_off(request) else None
+        if self.half is not None:
+            self._save_last_blocks(self.half, request)
         self.fence.release(request)
         self._requests.pop(request_id, None)
-        self._offered_blocks.pop(request_id, None)
+        self._offers.forget(request_id)
         self._cooldown.discard(request_id)
         self._steps_aside.discard(request_id)
         if request_id not in self._reissued:
@@ -506,8 +515,9 @@ class SchedulerSide:
     def let_go(self) -> None:
         """vLLM is about to clear its own cache, which it refuses while anybody holds a block of it."""
         try:
-            if self.half is not None and self.half.let_go():
-                self._settle = True
+            if self.half is not None:
+                self.half.drop_unsent_saves()  # of requests that have ended since the last step
+                self._settle = self.half.let_go() or self._settle
         except Exception as error:
             self._settle = True
             self._on_error("let_go", error)
@@ -562,7 +572,7 @@ class SchedulerSide:
             "sent_loads": len(self._sent_loads),
             "unsent_loads": len(self._unsent),
             "to_name": len(self._to_name),
-            "offered": len(self._offered_blocks),
+            **self._offers.leak_report(),
             "carried": self.fence.carried() + self.fence.carried_sessions(),
         }
         if self.half is not None:

@@ -30,7 +30,8 @@ class StepMetadata(KVConnectorMetadata):
         settle: saves of earlier steps hold their GPU blocks no more: their copies must end before this step writes to any.
         look: blocks are complete with this step: after its forward pass each rank compares its weights with what it answered to
             the question of this number (`naming.rank`); -1: not needed.
-        adapters: which question (`naming.rank.adapters`) each adapter, by id, of requests whose blocks are saved is named after.
+        adapters: (id, number) of adapters whose requests' blocks are saved, and of the questions (`naming.rank.adapters`) that they are
+            named after.
         agreed, refused: saves of earlier steps that every rank has copied, or some rank has not. With several ranks a block's shards
             go to L2 only when all are known to be of the same weights.
     """
@@ -41,7 +42,7 @@ class StepMetadata(KVConnectorMetadata):
     newest_epoch: int = -1
     settle: bool = False
     look: int = -1
-    adapters: dict[int, int] = field(default_factory=dict)
+    adapters: tuple[tuple[int, int], ...] = ()
     agreed: tuple[int, ...] = ()
     refused: tuple[int, ...] = ()
 

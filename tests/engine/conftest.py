@@ -287,7 +287,7 @@ def pair(weights: Weights, servers: ServerNursery, tmp_path_factory: pytest.Temp
     folder = tmp_path_factory.mktemp("pair")
     with Mooncake(folder / "mooncake", lease_seconds=LEASE_SECONDS) as mooncake:
         admin = MooncakeAdmin(lambda uid: [f"http://127.0.0.1:{mooncake.admin_port}"])
-        with Pool(folder, lease_seconds=6.0, join_after_seconds=3.0, stores=admin) as pool:
+        with Pool(folder, lease_seconds=6.0, stores=admin) as pool:
             pair = Pair(folder, pool, mooncake, weights, servers)
             try:
                 pair.begin()

@@ -47,7 +47,7 @@ def lab(folder: Path, mooncake: Mooncake, weights: Weights, servers: ServerNurse
     moving.symlink_to(one)
     time.sleep(0.1)  # the kernel's times of files are coarse
     environ = {**PATIENT_ENVIRON, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    with Pool(folder, lease_seconds=60.0, join_after_seconds=0.0) as pool:
+    with Pool(folder, lease_seconds=60.0) as pool:
         connector = pool.connector(L1_BYTES, mooncake.address, **PATIENT)
         with (
             Engine("A", weights.base, folder, connector, args=ARGS, environ=environ, popen=servers.popen) as a,

@@ -144,7 +144,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     with (
         Nursery(directory) as nursery,
         Mooncake(directory / "mooncake") as mooncake,
-        Pool(directory / "pool", weights_source="Model") as pool,
+        Pool(directory / "pool") as pool,
     ):
         lab = Lab(directory, nursery, pool, mooncake)
         try:

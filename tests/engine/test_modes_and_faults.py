@@ -23,7 +23,7 @@ from tests.engine.conftest import BLOCKS, CACHED, PATIENT, PATIENT_ENVIRON, Prom
 @pytest.fixture(scope="module")
 def pool(folder: Path) -> Iterator[Pool]:
     """Any engine that was there when the epoch was raised may share in it, however young."""
-    with Pool(folder, lease_seconds=6.0, join_after_seconds=0.0) as pool:
+    with Pool(folder, lease_seconds=6.0) as pool:
         yield pool
 
 

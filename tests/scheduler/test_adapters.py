@@ -78,7 +78,9 @@ class WriteInPlace(FromMemory):
     def on_adapters(self, rank: RankAdapters) -> bool:
         """No object changes."""
         layer = rank._adapter_manager.list_adapters()[self._number].loras["m"]
-        layer.lora_a.copy_(RankAdapters.make(1, self._text).loras["m"].lora_a)
+        made = RankAdapters.make(1, self._text).loras["m"]
+        layer.lora_a.copy_(made.lora_a)
+        layer.lora_b.copy_(made.lora_b)
         return True
 
 

@@ -97,6 +97,7 @@ class Adapters:
         self._known: dict[int, Known] = {}
         self._answers: dict[tuple[int, int], bytes] = {}  # (id, number of the question), of late
         self._suspected: dict[int, bool] = {}  # id -> load it though it is there
+        self._unloaded: set[int] = set()  # by others, who may load something else in its place: not by us
         self._afresh = False
         self._number = 0
         self._turns = 0
@@ -134,12 +135,13 @@ class Adapters:
         known = self._known.get(adapter_id)
         return known.number if known is not None else -1
 
-    def calling(self, what: Any) -> None:
+    def calling(self, method: str, what: Any) -> None:
         """The workers are about to load, unload or pin this: a `LoRARequest`, or an id."""
         adapter_id = getattr(what, "lora_int_id", what)
         if not isinstance(adapter_id, int):
             self.suspect_all()
             return
+        (self._unloaded.add if method == "remove_lora" else self._unloaded.discard)(adapter_id)
         self._known.setdefault(adapter_id, Known(turn=self._next_turn()))
         self._suspected.setdefault(adapter_id, False)
 
@@ -166,31 +168,43 @@ class Adapters:
 
     def before_schedule(self) -> None:
         """Afterwards what is known of adapters is what the ranks hold."""
-        if self._suspected:
-            self.look()
+        self.look(load=True)
 
-    def look(self) -> None:
-        """Ask about everything that is suspected, if the ranks can be asked."""
+    def look(self, *, load: bool = False) -> None:
+        """Ask about everything that is suspected, if the ranks can be asked.
+
+        Args:
+            load: what is not there and used, as vLLM will with the step that follows.
+        """
         if self._names is None or not self._suspected or not self._may_ask():
             return
         in_use = self._names.adapters_in_use()
-        wanted = [(adapter_id, in_use.get(adapter_id), load) for adapter_id, load in sorted(self._suspected.items())]
+        wanted = [
+            (adapter_id, in_use.get(adapter_id) if load and adapter_id not in self._unloaded else None, again)
+            for adapter_id, again in sorted(self._suspected.items())
+        ]
         self._suspected = {}
         self._number += 1
         self.counters["asked"] += 1
         found, why = self._ask(wanted)
         self._afresh = found is None
         changed: set[int] = set()
-        for adapter_id, request, load in wanted:
+        for adapter_id, request, again in wanted:
             value, note = (None, why) if found is None else found.get(adapter_id, (None, ""))
-            if note == LATER:
-                self._suspected[adapter_id] = load
-            if request is None and value is None:
-                self._known.pop(adapter_id, None)  # unloaded, and nobody is named after it
-            elif self._found(adapter_id, value, note):
+            if value is not None:
+                self._unloaded.discard(adapter_id)
+            elif not note and adapter_id not in in_use:  # unloaded, and nobody is named after it
+                self._known.pop(adapter_id, None)
+                self._unloaded.discard(adapter_id)
+                continue
+            elif not note and request is None:
+                note = LATER
+            if note == LATER or (again and request is None):
+                self._suspected[adapter_id] = again
+            if self._found(adapter_id, value, note):
                 changed.add(adapter_id)
-        self._forget(in_use)
         self._change(changed)
+        self._forget(in_use)
 
     def _ask(self, wanted: Wanted) -> tuple[dict[int, tuple[bytes | None, str]] | None, str]:
         if self._why_not is not None:

@@ -106,11 +106,13 @@ def join(core: Any, scheduler: Any, watch: Watch, adapters: Adapters, guarded: C
             late = sum(call(rank.settle_for_sleep))
             if late:
                 raise RuntimeError(f"EpochKV: {late} copies of KV blocks still run, so their memory cannot be unmapped; sleep later")
+        failed = True
         try:
-            return call(method, *args, **kwargs)
-        except BaseException:
-            guarded(watch.failed)
-            raise
+            answer = call(method, *args, **kwargs)
+            failed = False
+            return answer
+        finally:
+            guarded(lambda: watch.called(idle=not scheduler.has_requests(), failed=failed))
 
     executor.collective_rpc = collective_rpc
     schedule = scheduler.schedule
@@ -137,7 +139,7 @@ def _calling_adapters(
     if method not in ADAPTER_CALLS:
         return call(method, *args, **kwargs)
     what = next(iter(kwargs.get("args") or (args[1] if len(args) > 1 else ())), None)
-    guarded(lambda: adapters.calling(what))
+    guarded(lambda: adapters.calling(method, what))
     try:
         done = call(method, *args, **kwargs)
     except BaseException:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,9 +152,9 @@ class HeldAdapters:
                 found.append((adapter_id, asked.number))
         return found
 
-    def are_as_asked(self, used: Mapping[int, int]) -> bool:
-        """Whether blocks named after these adapters (numbers of questions by id) were computed with them. Behind `replaced`."""
-        answers = [(self._asked.get(adapter_id), number) for adapter_id, number in used.items()]
+    def are_as_asked(self, used: Iterable[tuple[int, int]]) -> bool:
+        """Whether blocks named after these adapters (id, number of the question) were computed with them. Behind `replaced`."""
+        answers = [(self._asked.get(adapter_id), number) for adapter_id, number in used]
         return all(asked is not None and asked.number == number and asked.value not in self._ended for asked, number in answers)
 
     def _is_equal(self, asked: _Asked, model: Any) -> bool:

@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from epochkv_connector.pinning import plain_hasher
+
 Hasher = Callable[[Any], list[bytes]]
 
 
@@ -31,13 +33,11 @@ def strand(request: Any, num_named: int, random: Callable[[int], bytes] = os.ura
     hashes = request.block_hashes
     if len(hashes) > num_named:  # a new list, never in place: the old one may sit in metadata already sent
         request.block_hashes = [*hashes[:num_named], *(random(len(name)) for name in hashes[num_named:])]
-    hasher = getattr(request, "_block_hasher", None)
-    if hasher is not None and not isinstance(hasher, StrandedHasher):
-        request._block_hasher = StrandedHasher(hasher, random)
+    plain = plain_hasher(request)
+    if plain is not None:
+        request._block_hasher = StrandedHasher(plain, random)
 
 
-def unstrand(request: Any) -> None:
-    """The request holds no block any more and is named anew."""
-    hasher = getattr(request, "_block_hasher", None)
-    if isinstance(hasher, StrandedHasher):
-        request._block_hasher = hasher.inner
+def is_stranded(request: Any) -> bool:
+    """Whether the request's further blocks get random names."""
+    return isinstance(getattr(request, "_block_hasher", None), StrandedHasher)

@@ -55,6 +55,8 @@ IDLE_SECONDS = 0.5
 """A step that follows the one before by more compares the samples first."""
 QUIET_SECONDS = 0.25
 """An idle engine looks when no suspicious call came for so long: a push may be hundreds of calls."""
+PAUSE_SECONDS = 1.0
+"""A call that comes so long after the last look is the first of a push, or a lone one."""
 RETRY_SECONDS = 1.0
 """Between two looks while the ranks cannot say what they hold; at least ten times what the last one took."""
 SHARE = 4
@@ -103,6 +105,9 @@ class Names(Protocol):
     def end(self, weights: bytes) -> None:
         """Blocks under names of these were computed with others: the names are used here no more in this epoch."""
 
+    def tell(self) -> None:
+        """`Watch.told` has changed, and nothing else."""
+
     def clear_encoder(self) -> bool:
         """Forget outputs of an encoder that were made with other weights; False: some are in use still."""
 
@@ -137,7 +142,7 @@ class Watch:
         self._started = False  # a transfer that may write after its calls have returned
         self._stepped = False  # since the device was last waited for
         self._writes = ranks.num_writes
-        self._scheduled_at = clock()
+        self._scheduled_at = self._looked_at = clock()
         self._found: dict[int, bytes] = {}
 
     # ------------------------------------------------------------------ what happens
@@ -150,10 +155,19 @@ class Watch:
         if "weight_update" in name or name == "reload_weights":
             self._started = name.startswith(("start_", "skyrl_start_"))
 
-    def failed(self) -> None:
-        """A call that may have written has raised. What it left is what the ranks hold."""
-        self._started = False
-        self.suspect("a call on the workers has failed")
+    def called(self, *, idle: bool, failed: bool = False) -> None:
+        """Such a call has returned. What it left, also if it failed, is what the ranks hold.
+
+        An idle engine looks at once, unless it did just before: then calls come one after another, and until they are over nobody
+        is told that the weights are known.
+        """
+        if failed:
+            self._started = False
+        if idle and self.pending and self._clock() >= max(self._look_at, self._looked_at + PAUSE_SECONDS):
+            self._look()
+        elif self._suspicion and self.told[0] is not None:
+            self.told = (None, WRITING)
+            self._names.tell()
 
     def suspect(self, why: str) -> None:
         """Weights may be other ones from now on."""
@@ -236,7 +250,7 @@ class Watch:
         self.counters["looks"] += 1
         began = self._clock()
         value, note = self._ask()
-        now = self._clock()
+        now = self._looked_at = self._clock()
         self.seconds = now - began
         self._look_at = now + (SHARE - 1) * self.seconds
         if value is None:

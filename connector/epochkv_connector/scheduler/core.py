@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -148,6 +148,7 @@ class SchedulerHalf:
         )
         self._load_drafts: dict[str, LoadDraft] = {}
         self._save_jobs: list[SaveJob] = []
+        self._scale: dict[int, int] = {}  # hash blocks per block, by group; an engine has one hash block size
         self._poisoned: dict[str, None] = {}  # ordered set
         self._agreed: list[int] = []  # saves that ranks wait to hear of
         self._refused: list[int] = []
@@ -233,19 +234,23 @@ class SchedulerHalf:
 
     # -- saves ---------------------------------------------------------------------------------------------------
 
-    def collect_saves(self, views: Iterable[ScheduledRequestView], snap: Snapshot) -> None:
-        """Take slots and GPU references for new blocks of these requests. Once per step, after all lookups.
+    def collect_saves(self, views: Iterable[ScheduledRequestView], snap: Snapshot) -> Sequence[SaveJob]:
+        """Take slots and GPU references for new blocks of these requests: after all lookups of a step, or between steps.
 
         Only blocks named under the current root are saved: to L1, to L2 when the root is shared, or to both.
+
+        Returns:
+            The jobs that go out with the next metadata for it.
         """
-        namespace = self._namespace(snap)
+        first, namespace = len(self._save_jobs), self._namespace(snap)
         if self.problem or self._pool is None or (self._config.local is None and namespace is None):
-            return
+            return ()
         for view in views:
             if view.root == snap.root:
                 draft = self._saves.draft(view, namespace, self._pool.null_block_id)
                 if draft is not None:
                     self._open_save(draft, view.hash_block_size, self._pool)
+        return self._save_jobs[first:]
 
     def let_go(self) -> bool:
         """Give the GPU blocks of open saves back before their copies are known to have ended. True if there were any.
@@ -257,9 +262,13 @@ class SchedulerHalf:
             self._pool.free(blocks)
         return bool(blocks)
 
-    def may_continue_save(self, request_id: str) -> bool:
-        """Whether blocks of this request were not saved for lack of slots, and there are slots now."""
-        return self._saves.may_continue(request_id)
+    def continuable_saves(self, scheduled: Container[str]) -> list[str]:
+        """Of these requests, those with blocks that were not saved for lack of slots, as far as there are slots now."""
+        return self._saves.continuable(scheduled)
+
+    def give_up_save(self, request_id: str) -> None:
+        """Blocks of this request that lacked slots may not be saved any more."""
+        self._saves.give_up(request_id)
 
     def _open_save(self, draft: SaveDraft, hash_block_size: int, pool: BlockPoolPort) -> None:
         job = SaveJob(
@@ -273,8 +282,9 @@ class SchedulerHalf:
         )
         gpu_blocks = tuple(move.gpu_block for move in draft.moves if move.copy)
         pool.touch(gpu_blocks)
-        scale = {index: group.block_size // hash_block_size for index, group in enumerate(self.layout.groups)}
-        self._ledger.open_save(job, gpu_blocks, scale, self._clock())
+        if not self._scale:
+            self._scale = {index: group.block_size // hash_block_size for index, group in enumerate(self.layout.groups)}
+        self._ledger.open_save(job, gpu_blocks, self._scale, self._clock())
         self._save_jobs.append(job)
         self._count["saves_emitted"] += 1
 

@@ -9,16 +9,16 @@ Saves are aggregated over ranks by intersection (a block is saved if every rank 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from operator import attrgetter
+
+import msgspec
 
 from epochkv_connector.records import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 
 _SLOT = attrgetter("slot")
 
 
-@dataclass(frozen=True, slots=True)
-class Copied:
+class Copied(msgspec.Struct, frozen=True):
     """Every rank is done with the GPU blocks of a save."""
 
     job: SaveJob
@@ -28,8 +28,7 @@ class Copied:
     abandoned: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(msgspec.Struct, frozen=True):
     """Every rank's puts of a save have ended."""
 
     job: SaveJob
@@ -37,8 +36,7 @@ class Stored:
     abandoned: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(msgspec.Struct, frozen=True):
     """Every rank has reported a load."""
 
     job: LoadJob
@@ -49,8 +47,7 @@ class Loaded:
     abandoned: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(msgspec.Struct, frozen=True):
     """No rank touches these slots for the job any more; drop the job's references, in this order."""
 
     slots: tuple[int, ...]
@@ -59,25 +56,24 @@ class Released:
 Outcome = Copied | Stored | Loaded | Released
 
 
-@dataclass(slots=True)
-class _Open:
+class _Open(msgspec.Struct):
     """One job and what its ranks have said."""
 
     job: SaveJob | LoadJob
     opened_at: float
     gpu_blocks: tuple[int, ...] = ()  # referenced for a save
     num_read: int = 0  # GPU blocks that a save may still read, referenced or not
-    scale: Mapping[int, int] = field(default_factory=dict)  # saves: group -> hash blocks per block
-    acked: dict[Phase, set[int]] = field(default_factory=dict)
-    done: set[Phase] = field(default_factory=set)
-    ranges: dict[Phase, tuple[int, int]] = field(default_factory=dict)  # intersection so far, hash blocks
+    scale: Mapping[int, int] = msgspec.field(default_factory=dict)  # saves: group -> hash blocks per block
+    acked: dict[Phase, set[int]] = msgspec.field(default_factory=dict)
+    done: set[Phase] = msgspec.field(default_factory=set)
+    ranges: dict[Phase, tuple[int, int]] = msgspec.field(default_factory=dict)  # intersection so far, hash blocks
     filled: set[int] | None = None  # intersection over ranks of filled slots
     failed: bool = False
-    failed_slots: set[int] = field(default_factory=set)
+    failed_slots: set[int] = msgspec.field(default_factory=set)
     blamed_all: bool = False
-    busy: dict[int, set[int]] = field(default_factory=dict)  # rank -> slots
+    busy: dict[int, set[int]] = msgspec.field(default_factory=dict)  # rank -> slots
     reads: bool = False  # loads: some block comes from L2
-    unreleased: set[int] = field(default_factory=set)
+    unreleased: set[int] = msgspec.field(default_factory=set)
     abandoned: bool = False
 
 

@@ -7,7 +7,9 @@ of one alignment unit or none), and what finds no slot is tried again while the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container
+
+import msgspec
 
 from epochkv_connector.records import BlockMove
 from epochkv_connector.scheduler.hits import align_down
@@ -17,8 +19,7 @@ from epochkv_connector.scheduler.tracker import Tracker
 from epochkv_connector.scheduler.views import CacheLayout, ScheduledRequestView
 
 
-@dataclass(frozen=True, slots=True)
-class SaveDraft:
+class SaveDraft(msgspec.Struct, frozen=True):
     """A save that holds its slots: a contiguous range of tokens and the blocks of it that need something."""
 
     request_id: str
@@ -28,8 +29,7 @@ class SaveDraft:
     moves: tuple[BlockMove, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Cursor:
+class _Cursor(msgspec.Struct, frozen=True):
     root: bytes
     namespace: str | None
     token: int
@@ -45,7 +45,8 @@ class SavePlanner:
         self._tracker = tracker
         self._cursors: dict[str, _Cursor] = {}
         self._saving: set[Key] = set()
-        self._lacking: dict[str, int] = {}  # request -> slots that its next unit needs and did not find
+        self._needs: dict[str, int] = {}  # request -> slots that its next unit needs and did not find
+        self._lacking: dict[int, dict[str, None]] = {}  # the same by number of slots, the longest deferred first
         self.num_deferred = 0
 
     @property
@@ -61,16 +62,35 @@ class SavePlanner:
     @property
     def num_lacking(self) -> int:
         """Requests whose save waits for slots."""
-        return len(self._lacking)
+        return len(self._needs)
 
-    def may_continue(self, request_id: str) -> bool:
-        """Whether the request's save was deferred and there are slots for its next unit now."""
-        return self._lacking.get(request_id, self._index.num_slots + 1) <= self._index.num_available
+    def continuable(self, scheduled: Container[str]) -> list[str]:
+        """Of these requests, those whose save was deferred and finds slots now: no more than there are slots for."""
+        available = self._index.num_available if self._lacking else 0
+        found: list[str] = []
+        for needed in sorted(self._lacking):
+            for request_id in self._lacking[needed]:
+                if needed > available:
+                    return found
+                if request_id in scheduled:
+                    found.append(request_id)
+                    available -= needed
+        return found
+
+    def give_up(self, request_id: str) -> None:
+        """What was deferred of the request is not asked for again before its next block."""
+        needed = self._needs.pop(request_id, None)
+        if needed is None:
+            return
+        waiting = self._lacking[needed]
+        del waiting[request_id]
+        if not waiting:
+            del self._lacking[needed]
 
     def forget_request(self, request_id: str) -> None:
         """The request is finished."""
         self._cursors.pop(request_id, None)
-        self._lacking.pop(request_id, None)
+        self.give_up(request_id)
 
     def over(self, moves: tuple[BlockMove, ...]) -> None:
         """A save has ended, one way or the other."""
@@ -80,6 +100,7 @@ class SavePlanner:
     def clear(self) -> None:
         """The names changed: everything begins anew."""
         self._cursors.clear()
+        self._needs.clear()
         self._lacking.clear()
 
     def draft(self, view: ScheduledRequestView, namespace: str | None, null_block: int) -> SaveDraft | None:
@@ -91,7 +112,7 @@ class SavePlanner:
         start = 0
         if cursor is not None and cursor.root == view.root and cursor.namespace == namespace:
             start = cursor.token
-        self._lacking.pop(view.request_id, None)
+        self.give_up(view.request_id)
         moves: list[BlockMove] = []
         token = start
         while token < end:
@@ -113,7 +134,8 @@ class SavePlanner:
         num_new = len(wanted) - len(held)
         needed = num_new + sum(1 for slot in held if self._index.is_idle(slot))
         if needed > self._index.num_available:
-            self._lacking[view.request_id] = needed
+            self._needs[view.request_id] = needed
+            self._lacking.setdefault(needed, {})[view.request_id] = None
             return None
         self._index.pin(held)
         fresh = iter(self._index.allocate(num_new))

@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from epochkv_connector.records import Source
 
 
@@ -101,8 +103,7 @@ class RequestView:
     root: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequestView:
+class ScheduledRequestView(msgspec.Struct, frozen=True):
     """A request that computes in this step (or computed before), as saving sees it.
 
     Attributes:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from epochkv_fence.client.weights import called, listed
 from epochkv_fence.pool import EngineView, PoolSnapshot
 
 MAX_LINES: Final = 10
@@ -119,7 +120,7 @@ def _weights(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
         elif view.weights_note:
             unknown.append(view)
     for weights, views in list(changed.items())[:MAX_LINES]:
-        what = f"weights {_called(weights, now)}"
+        what = f"weights {called(weights.hex(), now.labels.get(weights, ''))}"
         text = f"engine {engine_name(views[0])} holds {what}" if len(views) == 1 else f"{len(views)} engines hold {what}: {_names(views)}"
         yield Line(logging.INFO, text, {"weights": weights.hex(), "engines": len(views)})
     for view in unknown[:MAX_LINES]:
@@ -145,11 +146,6 @@ def _divergence(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
         yield Line(logging.INFO, "the engines of each fingerprint hold the same weights again")
 
 
-def _called(weights: bytes, now: PoolSnapshot) -> str:
-    label = now.labels.get(weights)
-    return f"{weights.hex()[:8]} ({label})" if label else weights.hex()[:8]
-
-
 def _memory(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
     if now.wipe_failed and not before.wipe_failed:
         yield Line(logging.WARNING, "the store could not be emptied; nobody finds the old keys, and they are removed one by one instead")
@@ -163,5 +159,4 @@ def _alive(now: PoolSnapshot) -> int:
 
 
 def _names(views: list[EngineView]) -> str:
-    more = f" and {len(views) - MAX_LINES} more" if len(views) > MAX_LINES else ""
-    return ", ".join(engine_name(view) for view in views[:MAX_LINES]) + more
+    return listed([engine_name(view) for view in views])

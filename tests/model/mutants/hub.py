@@ -225,8 +225,19 @@ class _AnswersWithoutRead(Hub):
 
 
 QUICK = {**DUEL, "takeovers": 1.0}
-TWO = {**DUEL, "orders": ("client, reset", "spec, reset"), "takeovers": 0.3}
-"""Two who ask for epochs."""
+AMBUSHED = {
+    **DUEL,
+    "orders": ("client, reset", "spec, reset"),
+    "ambush": 0.1,
+    "trouble": 0.03,
+    "trainer_restarts": 0.0,
+    "freezes": 0.2,
+    "takeovers": 0.1,
+    "wander": 0.5,
+    "steps": 1200,
+    "engines": 1,
+}
+"""Hubs that freeze and do not know that they were deposed, and two who ask for epochs."""
 
 HUB_MUTANTS = {
     "no waiting after leadership": Mutant(Rules(hub=_NoLeadWait), "4", QUICK),
@@ -252,9 +263,7 @@ HUB_MUTANTS = {
     "a proposal from an older epoch counts": Mutant(
         Rules(hub=_EveryProposalCounts), "4", {"orders": ("engines reset together",), "engines": 3}
     ),
-    "a trainer is told a target without a leadership read": Mutant(
-        Rules(hub=_AnswersWithoutRead), "4", {**TWO, "trouble": 0.03, "freezes": 1.0, "wander": 0.2, "trainer_restarts": 0.1, "steps": 1200}
-    ),
+    "a trainer is told a target without a leadership read": Mutant(Rules(hub=_AnswersWithoutRead), "4", AMBUSHED),
     "a trainer is told of a target that the leader may not know": Mutant(
         Rules(hub=_TellsAtOnce),
         "4",

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from bench.connector import chat, model, simulation, trace
+from bench.connector import chat, engines, model, simulation, trace
+from bench.connector.misses import Misses, OtherHit, medians, pairs, ratio
 from bench.report import Figure
+from hack.engine_api import Answer, EngineApi, EngineError
 from hack.models import Shape
+from hack.standalone.mooncake import CLIENT_ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -129,3 +133,72 @@ def test_an_aim_is_an_upper_bound_unless_it_says_otherwise() -> None:
     assert Figure("throughput", 0.9, 0.9, "", at_least=True).met
     assert Figure("throughput", 0.89, 0.9, "", at_least=True).verdict == "missed"
     assert Figure("no aim", 1.0, None).verdict == ""
+
+
+@pytest.mark.parametrize("error", [EngineError("ours: no answer: TimeoutError()"), TimeoutError("too late"), OtherHit("from elsewhere")])
+def test_an_answer_that_does_not_come_is_a_miss_and_said(error: Exception) -> None:
+    said: list[str] = []
+    misses = Misses(said.append)
+
+    def fail() -> float:
+        raise error
+
+    assert misses.attempt("ours", lambda: 0.5) == 0.5
+    assert misses.attempt("ours", fail) is None
+    assert misses.attempt("stock", lambda: 0.0) == 0.0
+    assert said == [f"    a miss of ours: {error}"]
+    assert [(figure.name, figure.value) for figure in misses.figures()] == [("misses of ours, of 2", 1), ("misses of stock, of 1", 0)]
+
+
+def test_an_error_of_the_benchmark_itself_is_no_miss() -> None:
+    misses = Misses(lambda text: None)
+    with pytest.raises(ZeroDivisionError):
+        misses.attempt("ours", lambda: 1 / 0)
+    assert misses.counts == {"ours": 0}
+
+
+def test_a_turn_with_a_miss_gives_no_ratio_and_the_others_do() -> None:
+    ours, stock = [1.0, None, 3.0, 4.0], [2.0, 2.0, None, 2.0]
+    (figure,) = ratio("ours / stock", pairs(ours, stock), 0.9)
+    assert figure.value == (0.5 + 2.0) / 2
+    assert figure.spread == (0.5, 2.0)
+    assert ratio("ours / stock", pairs([None], [1.0]), 0.9) == []
+    assert [(figure.name, figure.value) for figure in medians({"ours": ours, "never": [None]}, "s")] == [("ours", 3.0)]
+    with pytest.raises(ValueError, match="zip"):
+        pairs([1.0], [])
+
+
+class Hung(EngineApi):
+    """Answers prompts of even length, from a cache, and never the others."""
+
+    name, model = "ours", "m"
+
+    def request(self, method: str, path: str, body: bytes | None = None, seconds: float = 120.0) -> bytes:
+        asked = json.loads(body or b"")
+        if len(asked["prompt"]) % 2:
+            raise EngineError(f"{self.name} {path}: no answer: TimeoutError()")
+        usage = {"prompt_tokens_details": {"cached_tokens": 3}}
+        return json.dumps({"choices": [{"token_ids": [1]}], "usage": usage}).encode()
+
+
+def test_a_window_of_chats_goes_on_behind_a_request_that_is_not_answered() -> None:
+    misses = Misses(lambda text: None)
+    assert Hung().complete([1, 2]) == Answer((1,), 3)
+    chats = [chat.Chat([1] * length, 1) for length in (2, 3, 4, 6)]
+    assert chat.serve(Hung(), chats, misses) == (None, 9)
+    assert (misses.counts, misses.attempts) == ({"ours": 1}, {"ours": 4})
+    seconds, cached = chat.serve(Hung(), chats[2:], misses)
+    assert seconds is not None
+    assert cached == 6
+
+
+def test_patience_with_the_store_ends_with_the_touching_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in engines.PATIENT:
+        assert name in CLIENT_ENVIRONMENT, "engines of the benchmark get the limits that ship"
+    had, fresh = sorted(engines.PATIENT)
+    monkeypatch.setenv(had, "7")
+    monkeypatch.delenv(fresh, raising=False)
+    with engines.environment(engines.PATIENT):
+        assert (os.environ[had], os.environ[fresh]) == ("30", "30")
+    assert os.environ[had] == "7"
+    assert fresh not in os.environ

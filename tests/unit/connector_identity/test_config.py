@@ -22,13 +22,12 @@ POOL = {"pool": {"name": "policy", "namespace": "default", "uid": "u-1"}}
 def test_the_smallest_configuration_has_no_tier_and_no_hub() -> None:
     config = ConnectorConfig.parse(POOL, {})
     assert (config.hub, config.local, config.distributed) == (None, None, None)
-    assert (config.weights_source, config.on_local_reset, config.encoder) == ("Pushed", "private", "Pushed")
 
 
 WRONG: list[tuple[dict[str, Any], str, str, str]] = [
     # what is given, the key in the message, the value in the message, what is allowed
-    ({"weights_source": "Trained"}, "weights_source", "'Trained'", '"Pushed" or "Model"'),
-    ({"weights_source": 1}, "weights_source", "1", '"Pushed" or "Model"'),
+    ({"verify": "half"}, "verify", "'half'", '"full" or "header"'),
+    ({"verify": 1}, "verify", "1", '"full" or "header"'),
     ({"local": 64}, "local", "64", "capacity_bytes"),
     ({"local": []}, "local", "[]", "capacity_bytes"),
     ({"local": {}}, "local.capacity_bytes", "missing", "leave local out for no L1"),
@@ -94,6 +93,16 @@ def test_a_wrong_value_is_one_line_with_key_value_and_what_is_allowed(extra: dic
     assert len(words) < 500
 
 
+@pytest.mark.parametrize("key", ["weights_source", "on_local_reset", "encoder"])
+def test_a_key_of_before_is_refused_with_what_replaced_it(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^kv_connector_extra_config: the key {key} is gone: .*; remove it, see docs/trainers.md"):
+        ConnectorConfig.parse({**POOL, key: "x"}, {})
+    path = tmp_path / "epochkv.json"
+    path.write_text(json.dumps({**POOL, key: "x"}))
+    with pytest.raises(ConfigError, match=f"{path.name}.* the key {key} is gone"):
+        ConnectorConfig.parse({}, {"EPOCHKV_CONFIG": str(path)})
+
+
 @pytest.mark.parametrize(
     ("extra", "named", "meant"),
     [
@@ -102,7 +111,7 @@ def test_a_wrong_value_is_one_line_with_key_value_and_what_is_allowed(extra: dic
         ({"local": {"capacity": 1, "capacity_bytes": 1}}, "local.capacity is 1", "the keys of local are: capacity_bytes"),
         ({"distributed": {"master": "h:1"}}, "distributed.master is 'h:1'", "did you mean distributed.master_address?"),
         ({"master_address": "h:1"}, "master_address is 'h:1'", "did you mean distributed.master_address?"),
-        ({"weightsSource": "Model"}, "weightsSource is 'Model'", "did you mean weights_source?"),
+        ({"minLoadTokens": 1}, "minLoadTokens is 1", "did you mean min_load_tokens?"),
         ({"hub": {"endpont": "x"}}, "hub.endpont is 'x'", "did you mean hub.endpoint?"),
         ({"qqq": None}, "qqq is null", "the keys are: allow_untested_vllm, config_file, distributed"),
         ({"configFile": "x"}, "configFile is 'x'", "did you mean config_file?"),
@@ -168,9 +177,9 @@ def test_credentials_that_are_not_there_are_left_to_the_link() -> None:
 
 def test_a_file_gives_what_is_not_given_inline(tmp_path: Path) -> None:
     path = tmp_path / "epochkv.json"
-    path.write_text(json.dumps({**POOL, "weights_source": "Model", "tracker": True}))
+    path.write_text(json.dumps({**POOL, "verify": "header", "tracker": True}))
     config = ConnectorConfig.parse({"tracker": False}, {"EPOCHKV_CONFIG": str(path)})
-    assert (config.weights_source, config.tracker) == ("Model", False)
+    assert (config.verify, config.tracker) == ("header", False)
     assert ConnectorConfig.parse({"config_file": str(path)}, {}).tracker is True
 
 

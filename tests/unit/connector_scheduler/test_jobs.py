@@ -49,27 +49,13 @@ def test_gpu_blocks_are_given_back_by_the_last_rank_only() -> None:
 
 def test_a_read_is_open_until_every_rank_has_reported_it_and_let_go() -> None:
     ledger = opened(2)
-    assert ledger.reads() == {2}
+    assert ledger.num_reads == 1
     feed(ledger, [JobAck(2, 0, Phase.LOADED, 0, BLOCKS)])
-    assert ledger.reads() == {2}
+    assert ledger.num_reads == 1
     feed(ledger, [JobAck(2, 1, Phase.LOADED, 0, 0, failed=True, busy_slots=(24,))])
-    assert ledger.reads() == {2}
+    assert ledger.num_reads == 1
     feed(ledger, [JobAck(2, 1, Phase.RELEASED, 0, 0)])
-    assert ledger.reads() == set()
-
-
-def test_a_read_is_over_when_each_rank_has_reported_it_or_says_so_itself() -> None:
-    ledger = opened(2)
-    assert ledger.reads([{2}, set()]) == {2}
-    assert ledger.reads([{2}, {7}]) == {2}
-    assert ledger.reads([{2}]) == {2}, "a rank is missing"
-    assert ledger.reads([{2}, {2}]) == set()
-    feed(ledger, [JobAck(2, 0, Phase.LOADED, 0, BLOCKS)])
-    assert ledger.reads([set(), {2}]) == set(), "rank 0 has reported it and does not name it any more"
-    assert ledger.reads([{2}, set()]) == {2}
-    feed(ledger, [JobAck(2, 1, Phase.LOADED, 0, 0, failed=True, busy_slots=(24,))])
-    assert ledger.reads([set(), set()]) == {2}, "rank 1 has reported it, and its slots may still be written to"
-    assert ledger.reads([set(), {2}]) == set()
+    assert ledger.num_reads == 0
 
 
 def test_a_failed_load_that_used_slots_in_turns_is_doubted_as_a_whole() -> None:
@@ -88,7 +74,7 @@ def test_a_load_from_host_memory_and_a_save_read_nothing() -> None:
     moves = tuple(BlockMove(0, block, 10 + block, 20 + block, bytes([block])) for block in range(BLOCKS))
     ledger.open_load(LoadJob(2, "r", "ns", moves, 10.0), 0.0, reads=False)
     ledger.open_save(save_job(), [], {0: 1}, 0.0)
-    assert ledger.reads() == set()
+    assert ledger.num_reads == 0
 
 
 def test_without_a_namespace_a_save_ends_with_the_copy() -> None:

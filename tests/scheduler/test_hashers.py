@@ -1,0 +1,106 @@
+"""vLLM calls a request's hasher for every token: ours stands before it only until the first block has its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from epochkv_connector.pinning import FencedHasher, plain_hasher
+from tests.helpers_scheduler import BLOCK, RequestStatus, global_root, prompt
+
+MakeRig = Callable[..., Any]
+
+
+def first_name(rig: Any, request: Any, root: bytes) -> Any:
+    """What the request's first block has to be called under this root."""
+    return rig.connector._hashing.first(request, root)
+
+
+def test_a_long_prompt_is_hashed_by_vllms_own_hasher(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.adopt(0)
+    request = rig.add(prompt(1, 2 * BLOCK), max_tokens=2 * BLOCK)
+    assert request._block_hasher is rig.hasher
+    rig.run()
+    assert len(request.block_hashes) == 4
+    assert request.block_hashes[0] == first_name(rig, request, rig.fence.pin_of(request).root)
+    rig.check_clean()
+
+
+def test_a_short_prompt_gives_its_first_hash_to_us_and_the_next_to_vllm(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.adopt(0)
+    request = rig.add(prompt(1, BLOCK - 3), max_tokens=2 * BLOCK)
+    root = rig.fence.pin_of(request).root
+    rig.step()
+    assert isinstance(request._block_hasher, FencedHasher)
+    assert plain_hasher(request) is rig.hasher
+    rig.adopt(1)
+    while not request.block_hashes:
+        rig.step()
+    assert request.block_hashes[0] == first_name(rig, request, root) != first_name(rig, request, global_root())
+    assert request._block_hasher is rig.hasher
+    rig.run()
+    assert len(request.block_hashes) == 2
+
+
+def test_a_request_that_waits_is_renamed_whoever_hashes_for_it(make_rig: MakeRig) -> None:
+    rig = make_rig(max_num_seqs=1)
+    rig.adopt(0)
+    rig.add(prompt(2, 5), max_tokens=4)
+    request = rig.add(prompt(1, 3 * BLOCK), max_tokens=2 * BLOCK)
+    rig.step()
+    before = list(request.block_hashes)
+    rig.adopt(1, weights="w1")
+    rig.run()
+    assert request.block_hashes[0] == first_name(rig, request, rig.fence.pin_of(request).root) != before[0]
+    assert len(request.block_hashes) == 5
+    assert request._block_hasher is rig.hasher
+
+
+@pytest.mark.parametrize("strange", [None, lambda request: [b"x" * 32]])
+def test_another_hasher_may_be_put_before_vllms_until_the_request_is_pinned_again(make_rig: MakeRig, strange: Any) -> None:
+    rig = make_rig(max_num_seqs=1)
+    rig.adopt(0)
+    rig.add(prompt(2, 5), max_tokens=4)
+    request = rig.add(prompt(1, 3 * BLOCK))
+
+    class Stranded:
+        def __init__(self) -> None:
+            self.inner = rig.hasher
+
+        def __call__(self, request: Any) -> list[bytes]:
+            return [] if strange is None else strange(request)
+
+    request._block_hasher = Stranded()
+    rig.adopt(1, weights="w1")
+    rig.run()
+    assert request._block_hasher is rig.hasher
+    assert request.block_hashes[0] == first_name(rig, request, rig.fence.pin_of(request).root)
+    assert len(request.block_hashes) == 3
+
+
+def test_a_session_whose_only_hash_vllm_cuts_off_is_named_by_its_pin_again(make_rig: MakeRig) -> None:
+    # 15 tokens and one sampled are a block; the next input takes the place of the sampled one, and the hash goes with it.
+    rig = make_rig()
+    rig.adopt(0)
+    session = rig.request(prompt(1, BLOCK - 1), max_tokens=1)
+    session.resumable = True
+    rig.scheduler.add_request(session)
+    rig.step()
+    assert session.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+    assert len(session.block_hashes) == 1
+    root = rig.fence.pin_of(session).root
+    rig.adopt(1, weights="w1")
+    rig.fence.current()
+    more = rig.request(prompt(2, BLOCK), max_tokens=1, request_id=session.request_id)
+    more.resumable = True
+    rig.scheduler.add_request(more)
+    assert session.num_tokens == 2 * BLOCK - 1
+    assert session.block_hashes == [first_name(rig, session, root)]
+    assert session.block_hashes != [first_name(rig, session, global_root())]
+    rig.scheduler.finish_requests(session.request_id, RequestStatus.FINISHED_ABORTED)
+    rig.run()
+    rig.check_clean()

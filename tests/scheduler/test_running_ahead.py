@@ -1,0 +1,205 @@
+"""Which blocks of running requests are saved, on vLLM's real schedulers: with async scheduling, with drafts, and when nothing is
+looked at that has no new block.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from epochkv_connector import compat
+from tests.helpers_ahead import AheadRig, AsyncRig
+from tests.helpers_scheduler import BLOCK, RequestStatus, Rig, prompt
+
+MakeRig = Callable[..., Any]
+PRIVATE = {"hub": False}
+
+
+def saved_tokens(rig: Any, tokens: list[int]) -> int:
+    """How long a prefix of these the tiers would give to somebody."""
+    rig.scheduler.reset_prefix_cache()
+    reader = rig.serve([*tokens, 5])
+    return int(rig.cached[reader])
+
+
+@pytest.mark.parametrize("kind", [Rig, AheadRig, AsyncRig])
+@pytest.mark.parametrize("more", [-1, 0, 1, 2])
+def test_every_full_block_of_an_answer_is_saved(make_rig: MakeRig, kind: type[Rig], more: int) -> None:
+    # The last token of an answer is sampled and not computed: KV ends one token before it.
+    rig = make_rig(kind, **PRIVATE)
+    first = rig.serve(prompt(1, BLOCK + 3), max_tokens=2 * BLOCK - 2 + more)
+    text = prompt(1, BLOCK + 3) + rig.outputs[first]
+    assert len(text) == 3 * BLOCK + 1 + more
+    assert saved_tokens(rig, text) == (len(text) - 1) // BLOCK * BLOCK
+    rig.check_clean()
+
+
+@pytest.mark.parametrize("kind", [Rig, AsyncRig])
+def test_the_last_block_is_not_saved_for_a_request_whose_load_never_ended(make_rig: MakeRig, kind: type[Rig]) -> None:
+    rig = make_rig(kind, **PRIVATE)
+    rig.serve(prompt(1, 4 * BLOCK))
+    rig.scheduler.reset_prefix_cache()
+    rig.workers[0].hold_loads = True
+    loading = rig.add(prompt(1, 4 * BLOCK))
+    rig.step()
+    assert loading.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert loading.num_computed_tokens > 0, "vLLM counts as computed what is promised"
+    saves = rig.half.stats()["saves_emitted"]
+    rig.scheduler.finish_requests(loading.request_id, RequestStatus.FINISHED_ABORTED)
+    rig.workers[0].hold_loads = False
+    rig.workers[0].work()
+    rig.run()
+    assert rig.half.stats()["saves_emitted"] == saves
+    rig.check_clean()
+
+
+def test_a_last_block_whose_save_was_not_sent_is_given_up_when_caches_are_reset(make_rig: MakeRig) -> None:
+    rig = make_rig(AsyncRig, **PRIVATE)
+    request = rig.add(prompt(1, BLOCK + 3), max_tokens=BLOCK - 2)
+    while request.request_id not in rig.finished:
+        rig.step()
+    assert rig.leaks().get("half.unsent_saves") == 1
+    assert rig.scheduler.reset_prefix_cache(), "the block is held by nobody that vLLM has to wait for"
+    rig.run()
+    rig.check_clean()
+    assert saved_tokens(rig, prompt(1, BLOCK + 3) + rig.outputs[request.request_id]) == BLOCK
+
+
+def watch(rig: Any) -> list[int]:
+    """Compare each step's choice with a look at every scheduled request; returns where new blocks are counted."""
+    offers, chosen, counts = rig.side._offers, rig.side._offers.of_step, [0, 0]
+
+    def naive(output: Any) -> dict[str, int]:
+        found = {}
+        for request_id, num_scheduled in output.num_scheduled_tokens.items():
+            request, drafts = rig.scheduler.requests[request_id], output.scheduled_spec_decode_tokens.get(request_id, ())
+            confirmed = compat.num_confirmed_tokens(request, num_scheduled, len(drafts))
+            complete = min(confirmed // BLOCK, len(request.block_hashes))
+            if complete > offers.num_blocks(request_id) and rig.fence.may_save(request, rig.fence.pin_of(request)):
+                found[request_id] = complete
+        return found
+
+    def views(half: Any, output: Any, snapshot: Any) -> Iterable[Any]:
+        expected, before = naive(output), {name: offers.num_blocks(name) for name in output.num_scheduled_tokens}
+        made = list(chosen(half, output, snapshot))
+        complete = {view.request_id: min(view.num_confirmed_tokens // BLOCK, len(view.block_hashes)) for view in made}
+        assert {name: n for name, n in complete.items() if n > before[name]} == expected
+        counts[0] += len(expected)
+        counts[1] += len(complete.keys() - expected.keys())
+        return made
+
+    offers.of_step = views
+    return counts
+
+
+class Schedule:
+    """Requests come, go, are preempted and hit caches, in random order."""
+
+    def __init__(self, rig: Any, source: random.Random) -> None:
+        self.rig, self.source, self.epoch = rig, source, 0
+
+    def act(self) -> None:
+        """One thing happens."""
+        names = ["step", "add", "abort", "adopt", "reset", "lease", "hold"]
+        getattr(self, f"_{self.source.choices(names, [120, 25, 4, 2, 1, 2, 6])[0]}")()
+
+    def _step(self) -> None:
+        self.rig.step()
+        for worker in self.rig.workers:
+            if self.source.random() < 0.5:
+                worker.work()
+
+    def _add(self) -> None:
+        if len(self.rig.scheduler.requests) < 12:
+            kept = self.source.choice([0, 0, BLOCK, 5 * BLOCK])
+            tokens = prompt(self.source.randrange(3), kept) + prompt(self.source.randrange(10**6), self.source.randrange(1, 4 * BLOCK))
+            self.rig.add(tokens, max_tokens=self.source.choice([1, BLOCK, 4 * BLOCK + self.source.randrange(BLOCK)]))
+
+    def _abort(self) -> None:
+        if living := sorted(self.rig.scheduler.requests):
+            self.rig.scheduler.finish_requests(self.source.choice(living), RequestStatus.FINISHED_ABORTED)
+
+    def _adopt(self) -> None:
+        self.epoch += 1
+        self.rig.adopt(self.epoch)
+
+    def _reset(self) -> None:
+        waits = {RequestStatus.WAITING_FOR_REMOTE_KVS}
+        if not waits & {request.status for request in self.rig.scheduler.requests.values()}:
+            self.rig.preempt_all()
+            self._adopt()
+
+    def _lease(self) -> None:
+        """What may not be saved without a lease may be saved with it: the same names hold again."""
+        self.rig.lease_until = 0.0
+        for _ in range(self.source.randrange(2 * BLOCK)):
+            self._step()
+        self.rig.lease_until = float("inf")
+
+    def _hold(self) -> None:
+        for worker in self.rig.workers:
+            worker.hold_loads, worker.hold_saves = self.source.random() < 0.3, self.source.random() < 0.3
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("num_drafts", [0, 1, 4])
+@pytest.mark.parametrize("kind", [AheadRig, AsyncRig])
+def test_no_new_block_is_missed_and_none_is_late(make_rig: MakeRig, kind: type[AheadRig], num_drafts: int, seed: int) -> None:
+    source = random.Random(f"{kind.__name__} {num_drafts} {seed}")
+    rig = make_rig(
+        kind,
+        num_drafts=num_drafts,
+        seed=seed,
+        num_blocks=source.choice([40, 60, 200]),
+        l1_bytes=source.choice([6, 400]) * 2304,
+        max_batched_tokens=source.choice([24, 64, 8192]),
+    )
+    rig.adopt(0)
+    counts = watch(rig)
+    schedule = Schedule(rig, source)
+    for _ in range(500):
+        schedule.act()
+        assert not any(rig.foreign_tokens.values()), f"KV of other tokens: {rig.foreign_tokens}"
+    for worker in rig.workers:
+        worker.hold_loads = worker.hold_saves = False
+        worker.work()
+    rig.run(3000)
+    assert counts[0] > 50
+    rig.check_clean()
+
+
+def test_a_decoding_request_is_looked_at_once_a_block(make_rig: MakeRig) -> None:
+    rig = make_rig(Rig, num_blocks=400, **PRIVATE)
+    for index in range(16):
+        rig.add(prompt(index, BLOCK + index), max_tokens=1000)
+    rig.step()
+    looked = 0
+    due = rig.side._offers._boundaries.due
+
+    def count(scheduled: Any) -> list[str]:
+        nonlocal looked
+        found = due(scheduled)
+        looked += len(found)
+        return list(found)
+
+    rig.side._offers._boundaries.due = count
+    for _ in range(4 * BLOCK):
+        rig.step()
+    assert looked == 16 * 4
+
+
+def test_an_error_at_the_end_of_a_request_costs_its_last_block_and_nothing_else(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig(AsyncRig, **PRIVATE)
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("no such block")
+
+    monkeypatch.setattr(rig.side._offers, "at_end", broken)
+    assert rig.serve(prompt(1, BLOCK + 3), max_tokens=BLOCK - 2) in rig.finished
+    assert rig.connector._guard.errors == {"request_finished": 1}
+    assert rig.side.broken
+    assert rig.leaks() == {}
+    assert rig.block_pool.get_num_free_blocks() == rig.free_at_start
