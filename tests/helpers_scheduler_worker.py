@@ -44,6 +44,7 @@ class FakeExecutor:
         calls: methods that were called, ours by name.
         fails: methods that raise, after `weights` of the call took effect on the first rank.
         answers: replaces a rank's answer to a question.
+        on_call: told of each call before it takes effect.
     """
 
     def __init__(self, weights: str, num_ranks: int) -> None:
@@ -53,6 +54,7 @@ class FakeExecutor:
         self.fails: set[str] = set()
         self.answers: Callable[[dict[str, Any]], dict[str, Any]] = lambda answer: answer
         self.is_sleeping = False
+        self.on_call: Callable[[str], None] = lambda name: None
         self.late: list[list[int]] = [[] for _ in range(num_ranks)]
         self.refused: list[bool] = [False] * num_ranks
 
@@ -71,6 +73,7 @@ class FakeExecutor:
         """As vLLM's executors."""
         name = method if isinstance(method, str) else method.__name__
         self.calls.append(name)
+        self.on_call(name)
         if method is rank_calls.ask:
             return [self._answer(index, *args) for index in range(len(self.ranks))]
         if method is rank_calls.is_as_asked:
@@ -89,7 +92,7 @@ class FakeExecutor:
         return [True] * len(self.ranks)
 
     def reset_encoder_cache(self) -> None:
-        """As vLLM's."""
+        """As vLLM's executors."""
         self.collective_rpc("reset_encoder_cache")
 
     def _answer(self, index: int, number: int) -> dict[str, Any]:

@@ -206,10 +206,11 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             time.monotonic,
             has_encoder=compat.is_multimodal(self._vllm_config),
         )
+        if side.fence.policy.forced_bypass is not None:
+            watch.refuse(side.fence.policy.forced_bypass)
         if isinstance(ranks, EngineRanks):
             join(core, scheduler, watch, lambda work: self._guard.run("weights", work, side.break_off))
-        if side.fence.policy.forced_bypass is None:
-            watch.before_schedule()
+        watch.before_schedule()
 
     def _policy(self, credentials: Credentials, core: Any | None) -> FencePolicy:
         return FencePolicy(

@@ -7,7 +7,7 @@ vLLM. The order inside each method is the point: *first* bring the bookkeeping t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from epochkv_connector import compat
@@ -170,6 +170,16 @@ class SchedulerSide:
         """A change of weights could not be followed: this engine names nothing that anybody finds, until it restarts."""
         self._broken = True
         self.fence.forbid()
+
+    def _note_late(self, numbers: Iterable[int]) -> None:
+        """Ranks saw other weights behind a step than those that its blocks are named after."""
+        try:
+            for number in numbers:
+                if self.watch is not None:
+                    self.watch.late(number)
+        except Exception as error:
+            self._on_error("late", error)
+            self.break_off()
 
     def _look_number(self) -> int:
         return self.watch.number if self.watch is not None and self.watch.value is not None else -1
@@ -372,9 +382,7 @@ class SchedulerSide:
         finally:
             self.fence.leave_report()
         if self.half is not None and isinstance(output.kv_connector_worker_meta, WorkerReport):
-            if self.watch is not None:
-                for number in output.kv_connector_worker_meta.late:
-                    self.watch.late(number)
+            self._note_late(output.kv_connector_worker_meta.late)
             self._count_acks(self.half, output.kv_connector_worker_meta)
         self._drain_when_idle()
 

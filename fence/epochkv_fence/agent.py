@@ -128,10 +128,11 @@ class Send:
 @dataclass(frozen=True, slots=True)
 class RemoveOld:
     """Remove the pool's keys of epochs below `below`, and unless `keep` is empty those of all other weights, away from this
-    thread, and send `Reclaimed`."""
+    thread, and send `Reclaimed` with this `number`."""
 
     below: int
     keep: tuple[bytes, ...] = ()
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +230,8 @@ class Agent:
                 return self._granted(message, now)
             case Nudge(boot):
                 return self._poked(now) if boot == self.boot else []
-            case Reclaim(boot, below, keep):
-                return [RemoveOld(below, tuple(keep))] if boot == self.boot else []
+            case Reclaim(boot, below, keep, number):
+                return [RemoveOld(below, tuple(keep), number)] if boot == self.boot else []
             case Error():
                 return [HubRefused(message)]
             case _:

@@ -223,8 +223,8 @@ class Hub(HubStore):
                 return self._bump(peer, message, now)
             case Status():
                 return self._question(peer, message, now)
-            case Reclaimed(boot=boot, below=below, removed=removed, removed_bytes=num_bytes):
-                new = self._reclaimer.answered(boot, below, removed, num_bytes, self.published)
+            case Reclaimed():
+                new = self._reclaimer.answered(message, self.published)
                 return [ev.Changed()] if new else []
             case Label():
                 return self._label(peer, message)

@@ -238,15 +238,17 @@ class Reclaim(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
 
     Attributes:
         keep: unless it is empty, also remove the keys of all other weights than these, whatever their epoch.
+        number: of this request; its answer gives it back.
     """
 
     boot: Boot
     below: Epoch
     keep: Annotated[list[Weights], msgspec.Meta(max_length=MAX_KEPT)] = []
+    number: Count = 0
 
 
 class Reclaimed(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
-    """Agent -> hub: `removed` of the keys that a `Reclaim` with this `below` names were removed; 0 means that none were left.
+    """Agent -> hub: `removed` of the keys that the `Reclaim` of this `number` names were removed; 0 means that none were left.
 
     Attributes:
         removed_bytes: what of them is known: keys of a foreign fingerprint have a size that this engine cannot tell.
@@ -256,6 +258,7 @@ class Reclaimed(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     below: Epoch
     removed: Count
     removed_bytes: Count = 0
+    number: Count = 0
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True, tag_field="type"):

@@ -11,17 +11,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from epochkv_fence import hub_events as ev
 from epochkv_fence.boots import NEVER, BootRecord
-from epochkv_fence.messages import Reclaim
+from epochkv_fence.messages import Reclaim, Reclaimed
 from epochkv_fence.pool import PoolConfig
+
+MAX_OPEN: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
     """Of one engine. `changes`: of the weights that nobody holds, as many are known to this request; 0: it is not for weights."""
 
+    boot: bytes
     below: int
     changes: int
 
@@ -45,7 +49,8 @@ class Reclaimer:
         self._confirmed_changes = 0
         self._pause_until = NEVER
         self._turn = 0
-        self._open: dict[bytes, _Request] = {}
+        self._number = 0  # of the newest request, never used again: an answer may come late
+        self._open: dict[int, _Request] = {}
         self._idle_since: float | None = None
         self._sweeping: int | None = None
 
@@ -91,8 +96,9 @@ class Reclaimer:
         self.due_at = self._pause_until
         if able:
             self._idle_since = None
-            chosen = self._choose(_Request(published, self._changes if asked else 0), able)
-            return [ev.Send(chosen.peer, Reclaim(chosen.boot, published, asked))]
+            chosen = self._choose(able)
+            self._note(_Request(chosen.boot, published, self._changes if asked else 0))
+            return [ev.Send(chosen.peer, Reclaim(chosen.boot, published, asked, self._number))]
         if self._idle_since is None:
             self._idle_since = now
         if epochs and config.store_admin and self._sweep_due(config.hold_seconds, now):
@@ -100,26 +106,30 @@ class Reclaimer:
             return [ev.Sweep(published)]
         return []
 
-    def _choose(self, request: _Request, able: Sequence[BootRecord]) -> BootRecord:
-        """Another one each time: what one cannot remove, the next one may. Its answer may be to an older request of ours, so it
-        proves what both of them asked for."""
+    def _choose(self, able: Sequence[BootRecord]) -> BootRecord:
+        """Another one each time: what one cannot remove, the next one may."""
         self._turn += 1
-        chosen = able[self._turn % len(able)]
+        return able[self._turn % len(able)]
+
+    def _note(self, request: _Request) -> None:
+        """It is sent; some are never answered."""
         if any(older.below != request.below for older in self._open.values()):
             self._open.clear()
-        older = self._open.get(chosen.boot, request)
-        self._open[chosen.boot] = _Request(request.below, min(request.changes, older.changes))
-        return chosen
+        self._number += 1
+        self._open[self._number] = request
+        while len(self._open) > MAX_OPEN:
+            del self._open[next(iter(self._open))]
 
-    def answered(self, boot: bytes, below: int, removed: int, num_bytes: int, published: int) -> bool:
-        """Take an engine's answer, once, and only of one that was asked; returns whether it says anything new."""
-        request = self._open.get(boot)
-        if request is None or request.below != below:
+    def answered(self, answer: Reclaimed, published: int) -> bool:
+        """Take an engine's answer, once, and only of one that was asked; returns whether it says anything new. It proves what
+        its own request asked for, which may be less than what is known by now."""
+        request = self._open.get(answer.number)
+        if request is None or (request.boot, request.below) != (answer.boot, answer.below):
             return False
-        del self._open[boot]
-        if not removed:
+        del self._open[answer.number]
+        if not answer.removed:
             self._confirmed_changes = max(self._confirmed_changes, request.changes)
-        return self._removed(below, removed, num_bytes, published)
+        return self._removed(answer.below, answer.removed, answer.removed_bytes, published)
 
     # ------------------------------------------------------------------ by the store
 

@@ -41,6 +41,7 @@ class Removal(NamedTuple):
     boot: bytes
     below: int
     keep: tuple[bytes, ...]
+    number: int
 
 
 class EngineSide:
@@ -164,8 +165,8 @@ class EngineSide:
             case ag.Send(message):
                 world.count("proposals")
                 self._tell(engine, message)
-            case ag.RemoveOld(below, keep):
-                self._begin_removal(engine, below, tuple(keep))
+            case ag.RemoveOld():
+                self._begin_removal(engine, action)
             case ag.HubRefused(error):
                 raise Violation(f"a hub refused a message: {error}")
 
@@ -212,12 +213,13 @@ class EngineSide:
 
     # ------------------------------------------------------------------ keys that are removed
 
-    def _begin_removal(self, engine: Engine, below: int, keep: tuple[bytes, ...]) -> None:
-        world = self.world
+    def _begin_removal(self, engine: Engine, asked: ag.RemoveOld) -> None:
+        world, below = self.world, asked.below
         if below > world.checks.published:
             raise Violation(f"R: e{engine.index} is to remove keys below {below}; published is {world.checks.published}")
-        world.count("sweeps" if keep else "removals")
-        self.removals.append(Removal(world.now + world.rng.choice([0.0, 0.5, 3.0]), engine.index, engine.agent.boot, below, keep))
+        world.count("sweeps" if asked.keep else "removals")
+        ends = world.now + world.rng.choice([0.0, 0.5, 3.0])
+        self.removals.append(Removal(ends, engine.index, engine.agent.boot, below, asked.keep, asked.number))
 
     def reclaim(self) -> None:
         """Removals that engines were asked for end, and are reported."""
@@ -228,7 +230,7 @@ class EngineSide:
             engine = world.engines[removal.index]
             if engine.agent.boot == removal.boot:
                 removed = world.store.delete(removal.below, removal.keep, world.rng.choice(AT_ONCE))
-                self._tell(engine, Reclaimed(removal.boot, removal.below, removed, removed * 100))
+                self._tell(engine, Reclaimed(removal.boot, removal.below, removed, removed * 100, removal.number))
 
     # ------------------------------------------------------------------ sharing
 

@@ -57,7 +57,8 @@ CORPUS: list[Message] = [
     Labelled(5, WEIGHTS[0], "step-42"),
     Reclaim(BOOTS[0], 4),
     Reclaim(BOOTS[0], 4, WEIGHTS[:2]),
-    Reclaimed(BOOTS[0], 4, 12, 4096),
+    Reclaim(BOOTS[0], 4, WEIGHTS[:2], 7),
+    Reclaimed(BOOTS[0], 4, 12, 4096, 7),
     Leave(BOOTS[0]),
     Error(Refusal.TAG, "unknown tag"),
 ]

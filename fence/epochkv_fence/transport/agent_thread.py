@@ -401,8 +401,8 @@ class AgentThread:
                 self._settling_since = time.monotonic()
             case ag.Send(message):
                 self._send(message)
-            case ag.RemoveOld(below, keep):
-                self._reclaim(below, keep)
+            case ag.RemoveOld():
+                self._reclaim(action)
             case ag.HubRefused(error):
                 self.counters["refused_by_hub"] += 1
                 self._say(f"refusal {error.code.value}", "said", logging.WARNING, "the hub did not take a message: %s", error.text)
@@ -447,18 +447,19 @@ class AgentThread:
         self._say("adopt", f"{epoch}", logging.DEBUG, "adopted epoch %d", epoch)
         self._step(ag.Adopted(epoch))
 
-    def _reclaim(self, below: int, keep: tuple[bytes, ...]) -> None:
+    def _reclaim(self, asked: ag.RemoveOld) -> None:
         if self._reclaiming:
             return
         self._reclaiming = True
-        threading.Thread(target=self._remove_old, args=(below, keep), name="epochkv-reclaim", daemon=True).start()
+        threading.Thread(target=self._remove_old, args=(asked,), name="epochkv-reclaim", daemon=True).start()
 
-    def _remove_old(self, below: int, keep: tuple[bytes, ...]) -> None:
+    def _remove_old(self, asked: ag.RemoveOld) -> None:
+        below = asked.below
         try:
-            answer = self._hooks.reclaim(below, keep)
+            answer = self._hooks.reclaim(below, asked.keep)
             removed, num_bytes = answer if isinstance(answer, tuple) else (answer, 0)
             with self._inbox_lock:
-                self._outbox.append(Reclaimed(self._agent.boot, below, max(0, removed), max(0, num_bytes)))
+                self._outbox.append(Reclaimed(self._agent.boot, below, max(0, removed), max(0, num_bytes), asked.number))
             self._wake()
         except Exception as error:
             self.counters["reclaim_errors"] += 1

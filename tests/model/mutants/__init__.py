@@ -18,7 +18,6 @@ RARE = (
     "an engine forgets its epoch with its lease",
     "what an older term evaluated is published",
     "the read compares the holder, not the term",
-    "an answer to an older sweep counts",
 )
 """Rules that stand behind others: taking one away shows only when several rare things meet, in one of many thousand schedules.
 Not among those that every test run has to catch; `python -m hack.simulate mutants --rare` looks for them."""

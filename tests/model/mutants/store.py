@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+
+import msgspec
 
 from epochkv_fence import hub_events as ev
 from epochkv_fence.authority import Origin
-from epochkv_fence.boots import BootRecord
 from epochkv_fence.hub import Hub
-from epochkv_fence.messages import Reclaim
+from epochkv_fence.messages import Reclaim, Reclaimed
 from epochkv_fence.pool import PoolConfig
 from epochkv_fence.reclaim import Reclaimer
 from epochkv_fence.wipe import Wiper
@@ -83,7 +83,7 @@ class _DeletesBelowTarget(Hub):
 
     def _below_target(self, action: ev.Action) -> ev.Action:
         if isinstance(action, ev.Send) and isinstance(action.message, Reclaim):
-            return ev.Send(action.peer, Reclaim(action.message.boot, self.target, action.message.keep))
+            return ev.Send(action.peer, msgspec.structs.replace(action.message, below=self.target))
         return action
 
 
@@ -109,7 +109,7 @@ class _NeverDeletes(Hub):
 
     def _below_nothing(self, action: ev.Action) -> ev.Action:
         if isinstance(action, ev.Send) and isinstance(action.message, Reclaim):
-            return ev.Send(action.peer, Reclaim(action.message.boot, 0, action.message.keep))
+            return ev.Send(action.peer, msgspec.structs.replace(action.message, below=0))
         return action
 
 
@@ -176,18 +176,17 @@ class _DoesNotLookAgain(Hub):
 
 
 class _AnyAnswerCounts(Reclaimer):
-    def answered(self, boot: bytes, below: int, removed: int, num_bytes: int, published: int) -> bool:
-        request = self._open.get(boot)
-        if request is not None and request.below == below:
+    def answered(self, answer: Reclaimed, published: int) -> bool:
+        request = self._open.get(answer.number)
+        if request is not None and request.below == answer.below:
             self._confirmed_changes = max(self._confirmed_changes, request.changes)
-        return super().answered(boot, below, removed, num_bytes, published)
+        return super().answered(answer, published)
 
 
 class _LateAnswersCount(Reclaimer):
-    def _choose(self, request: Any, able: Sequence[BootRecord]) -> BootRecord:
-        chosen = super()._choose(request, able)
-        self._open[chosen.boot] = request
-        return chosen
+    def answered(self, answer: Reclaimed, published: int) -> bool:
+        numbers = [number for number, request in self._open.items() if request.boot == answer.boot]
+        return super().answered(msgspec.structs.replace(answer, number=max(numbers, default=0)), published)
 
 
 def _with_reclaimer(kind: Callable[[], Reclaimer]) -> Callable[[PoolConfig], Hub]:
@@ -235,6 +234,8 @@ STORE_MUTANTS = {
     "what may not be swept yet is forgotten": Mutant(Rules(hub=_ForgetsToSweep), "4", SWEEPING),
     "nobody looks again for what to sweep": Mutant(Rules(hub=_DoesNotLookAgain), "4", SWEEPING),
     "any answer ends a sweep": Mutant(Rules(hub=_with_reclaimer(_AnyAnswerCounts)), "4", {**SWEEPING, "busy_store": True}),
-    "an answer to an older sweep counts": Mutant(Rules(hub=_with_reclaimer(_LateAnswersCount)), "4", {**SWEEPING, "disorder": 0.9}),
+    "an answer to an older sweep counts": Mutant(
+        Rules(hub=_with_reclaimer(_LateAnswersCount)), "4", {**SWEEPING, "disorder": 0.9, "engines": 1}
+    ),
     "engines are asked to sweep without end": Mutant(Rules(hub=_AsksWithoutEnd), "7", DELETING),
 }

@@ -233,4 +233,5 @@ def test_reclaim_is_for_the_boot_it_names() -> None:
     agent = at_epoch(4)
     assert agent.step(Received(Reclaim(BOOT, 4)), 101.0) == [RemoveOld(4)]
     assert agent.step(Received(Reclaim(BOOT, 4, [b"w" * 16])), 101.0) == [RemoveOld(4, (b"w" * 16,))]
+    assert agent.step(Received(Reclaim(BOOT, 4, number=7)), 101.0) == [RemoveOld(4, number=7)]
     assert agent.step(Received(Reclaim(OTHER, 4)), 101.0) == []

@@ -492,13 +492,13 @@ def test_one_engine_at_a_time_is_asked_to_reclaim_until_nothing_is_left() -> Non
     hub.step(ev.Tick())
     (first,) = hub.of(Reclaim)
     assert first.below == 1
-    hub.step(ev.Heard(b"p", Reclaimed(first.boot, 1, removed=12)))
+    hub.step(ev.Heard(b"p", Reclaimed(first.boot, 1, removed=12, number=first.number)))
     assert hub.hub.snapshot(hub.now).reclaimed == 0
     hub.now += 10.0
     hub.step(ev.Tick())
     second = hub.of(Reclaim)[-1]
     assert second.boot != first.boot
-    hub.step(ev.Heard(b"p", Reclaimed(second.boot, 1, removed=0)))
+    hub.step(ev.Heard(b"p", Reclaimed(second.boot, 1, removed=0, number=second.number)))
     assert hub.hub.snapshot(hub.now).reclaimed == 1
     hub.now += 100.0
     hub.step(ev.Tick())

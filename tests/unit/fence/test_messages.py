@@ -57,7 +57,7 @@ MESSAGES: list[Message] = [
     Labelled(1, WEIGHTS, "step-12"),
     Reclaim(BOOT, 4),
     Reclaim(BOOT, 4, [WEIGHTS, BOOT]),
-    Reclaimed(BOOT, 4, 12, 3000),
+    Reclaimed(BOOT, 4, 12, 3000, 7),
     Reclaimed(BOOT, 4, 0),
     Leave(BOOT),
     Error(Refusal.TAG, "what"),

@@ -37,7 +37,7 @@ def asked(hub: Driver) -> Reclaim:
 
 
 def answer(hub: Driver, request: Reclaim, keys: int, num_bytes: int = 0) -> None:
-    hub.hear(Reclaimed(request.boot, request.below, keys, num_bytes))
+    hub.hear(Reclaimed(request.boot, request.below, keys, num_bytes, request.number))
 
 
 def test_repeated_until_nothing_is_left_and_once_more_for_what_lands_later() -> None:
@@ -77,7 +77,7 @@ def test_a_pause_lies_between_two_requests() -> None:
 def test_answers_to_what_was_not_asked_are_not_counted(what: str) -> None:
     hub = published()
     if what == "nobody was asked":
-        hub.hear(Reclaimed(boot(1), 1, 5, 500))
+        hub.hear(Reclaimed(boot(1), 1, 5, 500, 1))
         assert hub.hub.snapshot(hub.now).reclaimed_keys == 0
         return
     request = asked(hub)
@@ -85,7 +85,7 @@ def test_answers_to_what_was_not_asked_are_not_counted(what: str) -> None:
         answer(hub, request, 5)
     other = boot(1) if request.boot == boot(2) else boot(2)
     below = 0 if what == "another epoch" else 1
-    hub.hear(Reclaimed(other if what == "another boot" else request.boot, below, 5))
+    hub.hear(Reclaimed(other if what == "another boot" else request.boot, below, 5, number=request.number))
     assert hub.hub.snapshot(hub.now).reclaimed_keys == (5 if what == "twice" else 0)
 
 

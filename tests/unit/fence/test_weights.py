@@ -197,7 +197,7 @@ def requests(hub: Driver) -> list[tuple[int, list[bytes]]]:
 def settle(hub: Driver) -> None:
     """Whoever is asked finds nothing, and the list of requests is emptied."""
     for request in hub.of(Reclaim):
-        hub.hear(Reclaimed(request.boot, request.below, 0))
+        hub.hear(Reclaimed(request.boot, request.below, 0, number=request.number))
     hub.sent.clear()
 
 
@@ -218,7 +218,7 @@ def test_an_epoch_that_is_published_meanwhile_is_no_reason_to_remove_them_sooner
     for _ in range(4):
         pass_time(hub, 10.0, {1: A, 2: B}, epoch=1)
         for request in hub.of(Reclaim):
-            hub.hear(Reclaimed(request.boot, request.below, 0))
+            hub.hear(Reclaimed(request.boot, request.below, 0, number=request.number))
     assert requests(hub) == [(1, [])] * 2
     pass_time(hub, GRACE, {1: A, 2: B}, epoch=1)
     assert requests(hub)[2] == (1, [A, B])
@@ -233,7 +233,7 @@ def test_weights_that_nobody_reports_any_more_are_removed_after_a_grace_period_u
     pass_time(hub, 20.0, {1: B, 2: B})
     assert requests(hub)[0] == (0, [B])
     first = hub.of(Reclaim)[0]
-    hub.hear(Reclaimed(first.boot, 0, 7, 700))
+    hub.hear(Reclaimed(first.boot, 0, 7, 700, first.number))
     asked = len(requests(hub))
     pass_time(hub, 20.0, {1: B, 2: B})
     assert len(requests(hub)) > asked  # again: something was there
@@ -329,7 +329,7 @@ def test_an_answer_to_an_older_request_says_nothing_about_the_weights_since() ->
     assert requests(hub)[0] == (0, [B, C])
     pass_time(hub, GRACE / 2, {1: C})
     assert requests(hub)[-1] == (0, [C])
-    hub.hear(Reclaimed(first.boot, 0, 0))
+    hub.hear(Reclaimed(first.boot, 0, 0, number=first.number))
     asked = len(requests(hub))
     pass_time(hub, 30.0, {1: C})
     assert len(requests(hub)) > asked
