@@ -80,6 +80,7 @@ LAYERS = (
             "tests/unit/connector_worker",
             "tests/unit/connector_scheduler",
             "tests/unit/connector_identity",
+            "tests/unit/connector_naming",
             "tests/unit/operator_arguments",
             "tests/unit/bench",
             "tests/cuda",

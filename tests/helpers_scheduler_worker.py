@@ -100,6 +100,7 @@ class FakeExecutor:
         answers: replaces a rank's answer to a question.
         disk: what files of adapters hold, by path.
         adapters: those of each rank.
+        on_call: told of each call before it takes effect.
     """
 
     def __init__(self, weights: str, num_ranks: int, num_adapters: int = 8) -> None:
@@ -111,6 +112,7 @@ class FakeExecutor:
         self.fails: set[str] = set()
         self.answers: Callable[[dict[str, Any]], dict[str, Any]] = lambda answer: answer
         self.is_sleeping = False
+        self.on_call: Callable[[str], None] = lambda name: None
         self.late: list[list[int]] = [[] for _ in range(num_ranks)]
         self.replaced: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
         self.refused: list[bool] = [False] * num_ranks
@@ -130,6 +132,7 @@ class FakeExecutor:
         """As vLLM's executors."""
         name = method if isinstance(method, str) else method.__name__
         self.calls.append(name)
+        self.on_call(name)
         answers = self._of_adapters(method, args) if self._is_about_adapters(method) else self._of_ours(method, args)
         if answers is not None:
             return answers
@@ -143,7 +146,7 @@ class FakeExecutor:
         return [True] * len(self.ranks)
 
     def reset_encoder_cache(self) -> None:
-        """As vLLM's."""
+        """As vLLM's executors."""
         self.collective_rpc("reset_encoder_cache")
 
     def _answer(self, index: int, number: int) -> dict[str, Any]:

@@ -209,10 +209,11 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         side.adapters = adapters
         adapters.join(side, lambda: watch.value is not None and not ranks.asleep)
         compat.hide_adapters_from_hashes()
+        if side.fence.policy.forced_bypass is not None:
+            watch.refuse(side.fence.policy.forced_bypass)
         if isinstance(ranks, EngineRanks):
             join(core, scheduler, watch, adapters, lambda work: self._guard.run("weights", work, side.break_off))
-        if side.fence.policy.forced_bypass is None:
-            watch.before_schedule()
+        watch.before_schedule()
 
     def _policy(self, credentials: Credentials, core: Any | None) -> FencePolicy:
         return FencePolicy(

@@ -188,6 +188,19 @@ class SchedulerSide:
         self._broken = True
         self.fence.forbid()
 
+    def _note_late(self, report: WorkerReport) -> None:
+        """Ranks saw other weights, or adapters, behind a step than those that its blocks are named after."""
+        try:
+            for number in report.late:
+                if self.watch is not None:
+                    self.watch.late(number)
+            for adapter_id, number in report.replaced:
+                if self.adapters is not None:
+                    self.adapters.late(adapter_id, number)
+        except Exception as error:
+            self._on_error("late", error)
+            self.break_off()
+
     def _look_number(self) -> int:
         return self.watch.number if self.watch is not None and self.watch.value is not None else -1
 
@@ -335,18 +348,22 @@ class SchedulerSide:
             self._cooldown.difference_update(scheduled)
         try:
             snapshot = self._apply()
+            # vLLM names complete blocks for later requests of this engine, whether or not they are saved.
+            names = snapshot.in_use and bool(scheduled)
+            quiet = self._look_number() if names and (self._broken or self.half is None or self._saves_off is not None) else -1
             if self._broken:
-                return self.emergency_meta()
+                metadata = self.emergency_meta()
+                metadata.look = quiet
+                return metadata
             if self.half is None:
-                return StepMetadata(newest_epoch=snapshot.epoch)
-            if snapshot.in_use and scheduled and self._saves_off is None:
+                return StepMetadata(newest_epoch=snapshot.epoch, look=quiet)
+            if names and self._saves_off is None:
                 views = list(self._offers.of_step(self.half, scheduler_output, snapshot))
                 if views:
                     self._note_adapters(views)
                     self.half.collect_saves(views, snapshot)
             metadata = self.half.build(snapshot.epoch)
-            if views or metadata.saves:
-                metadata.look = self._look_number()
+            metadata.look = self._look_number() if views or metadata.saves else quiet
             metadata.adapters, self._used_adapters = tuple(sorted(self._used_adapters)), set()
             self.counters["tokens_saved"] += sum(save.num_blocks for save in metadata.saves) * compat.hash_block_size_of(self._pool)
             self._events.offer(self._requests, (*metadata.saves, *metadata.loads))
@@ -408,14 +425,10 @@ class SchedulerSide:
             self._distrust_loads(output)
         finally:
             self.fence.leave_report()
-        if self.adapters is not None and isinstance(output.kv_connector_worker_meta, WorkerReport):
-            for adapter_id, number in output.kv_connector_worker_meta.replaced:
-                self.adapters.late(adapter_id, number)
-        if self.half is not None and isinstance(output.kv_connector_worker_meta, WorkerReport):
-            if self.watch is not None:
-                for number in output.kv_connector_worker_meta.late:
-                    self.watch.late(number)
-            self._count_acks(self.half, output.kv_connector_worker_meta)
+        if isinstance(output.kv_connector_worker_meta, WorkerReport):
+            self._note_late(output.kv_connector_worker_meta)
+            if self.half is not None:
+                self._count_acks(self.half, output.kv_connector_worker_meta)
         self._drain_when_idle()
 
     def _distrust_loads(self, output: Any) -> None:

@@ -28,6 +28,10 @@ class Writer:
             with torch.no_grad():
                 self._parameter(name).mul_(factor)
 
+    def change_one(self, name: str, index: int) -> None:
+        """The lowest bit of one element; the same call takes it back."""
+        self._parameter(name).data.view(torch.int32).view(-1)[index] ^= 1
+
     def half_a_push(self, path: str) -> None:
         """The embedding of other weights, then the trainer is gone."""
         from safetensors.torch import load_file

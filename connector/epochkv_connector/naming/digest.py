@@ -45,37 +45,49 @@ class Digested:
     num_bytes: int
 
 
-def stored(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensor itself, or the tensors that a wrapper keeps its bytes in (torchao, GGUF's partitions)."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     partitions = getattr(tensor, "partitions", None)
     if isinstance(partitions, dict):
         for index, part in partitions.items():
-            yield from stored(f"{name}.{index}", part)
+            yield from parts(f"{name}.{index}", part)
     elif is_traceable_wrapper_subclass(tensor):
         for attribute in tensor.__tensor_flatten__()[0]:
-            yield from stored(f"{name}.{attribute}", getattr(tensor, attribute))
+            yield from parts(f"{name}.{attribute}", getattr(tensor, attribute))
     else:
-        yield name, tensor.detach()
+        yield name, tensor
+
+
+def stored(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """`parts` to be read: no gradient follows them."""
+    for part, inner in parts(name, tensor):
+        yield part, inner.detach()
 
 
 def in_storage_order(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """A view whose last dimension has the smallest stride, and the order of dimensions that makes it."""
-    order = tuple(sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), d)))
+    """A view whose last dimension has the smallest stride, and the order of dimensions that makes it. Dimensions of one element,
+    whose strides say nothing, come first."""
+    order = tuple(sorted(range(tensor.dim()), key=lambda d: (tensor.shape[d] != 1, -tensor.stride(d) if tensor.shape[d] != 1 else 0, d)))
     return (tensor.permute(order) if tensor.dim() else tensor), order
+
+
+def in_a_line(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as one dimension whose stride is 1, also where there is one element of any stride."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _flat(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Its bytes (int8, one dimension) in storage order: one view, or copies of at most about a slab where there are gaps."""
     if tensor.is_contiguous():
-        yield tensor.reshape(-1).view(torch.int8)
+        yield in_a_line(tensor).view(torch.int8)
     elif tensor.dim() == 1 or tensor[0].numel() * tensor.element_size() * 2 > SLAB_BYTES:
         for row in tensor if tensor.dim() > 1 else (tensor.contiguous(),):
             yield from _flat(row)
     else:
         for rows in tensor.split(max(1, SLAB_BYTES // (tensor[0].numel() * tensor.element_size()))):
-            yield rows.contiguous().reshape(-1).view(torch.int8)
+            yield in_a_line(rows.contiguous()).view(torch.int8)
 
 
 def digest(tensors: Iterable[tuple[str, torch.Tensor]], extra: Any = (), *, deadline: float = float("inf")) -> Digested:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,8 +42,21 @@ def models(worker: Any) -> Iterator[tuple[str, torch.nn.Module]]:
         yield "draft.", draft
 
 
-def weights(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of all weights of this rank.
+@dataclass(frozen=True, slots=True)
+class Home:
+    """A weight, and where it is kept.
+
+    Attributes:
+        steps: (container, key, what is there), from the module's own table to the tensor.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    steps: tuple[tuple[Any, Any, Any], ...]
+
+
+def homes(worker: Any) -> Iterator[Home]:
+    """All weights of this rank, with the places that they were found in.
 
     Raises:
         Unreadable: a layer hides its weights.
@@ -53,11 +67,20 @@ def weights(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:
             if type(module).__module__.startswith("vllm.lora."):
                 continue  # the adapters' own; what is below such a wrapper is a module of its own
             num_bytes = 0
-            for attribute, tensor in _own(module):
-                num_bytes += tensor.numel() * tensor.element_size()
-                if not _is_left_out(attribute):
-                    yield name + attribute, tensor
+            for home in _own(module):
+                num_bytes += home.tensor.numel() * home.tensor.element_size()
+                if not _is_left_out(home.name):
+                    yield Home(name + home.name, home.tensor, home.steps)
             _check_visible(name, module, num_bytes)
+
+
+def weights(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of all weights of this rank.
+
+    Raises:
+        Unreadable: a layer hides its weights.
+    """
+    return ((home.name, home.tensor) for home in homes(worker))
 
 
 def packed(worker: Any) -> list[list[str]]:
@@ -71,18 +94,22 @@ def packed(worker: Any) -> list[list[str]]:
     return found
 
 
-def _own(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _own(module: torch.nn.Module) -> Iterator[Home]:
     for table in (module._parameters, module._buffers):
         for attribute, tensor in table.items():
             if tensor is not None:
-                yield attribute, tensor
+                yield Home(attribute, tensor, ((table, attribute, tensor),))
     holders = [("", module), ("quant_method.", module.__dict__.get("quant_method") or module._modules.get("quant_method"))]
     for prefix, holder in holders:
-        for attribute, value in getattr(holder, "__dict__", {}).items():
+        kept = getattr(holder, "__dict__", {})
+        for attribute, value in kept.items():
+            step = (kept, attribute, value)
             if isinstance(value, torch.Tensor):
-                yield prefix + attribute, value
+                yield Home(prefix + attribute, value, (step,))
             elif isinstance(value, (list, tuple)):
-                yield from ((f"{prefix}{attribute}.{i}", one) for i, one in enumerate(value) if isinstance(one, torch.Tensor))
+                for index, one in enumerate(value):
+                    if isinstance(one, torch.Tensor):
+                        yield Home(f"{prefix}{attribute}.{index}", one, (step, (value, index, one)))
 
 
 def _is_left_out(attribute: str) -> bool:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from epochkv_connector.naming.digest import Unreadable, digest
-from epochkv_connector.naming.held import models, packed, weights
+from epochkv_connector.naming.digest import Unreadable, digest, parts
+from epochkv_connector.naming.held import homes, models, packed, weights
 from epochkv_connector.naming.lora import HeldAdapters
 from epochkv_connector.naming.sample import Sample
 from epochkv_connector.worker import sleeping
@@ -27,6 +27,32 @@ Answer = dict[str, Any]
 `rank`: whose answer."""
 
 
+class Places:
+    """Where every tensor of a worker lies, by name, and which object keeps it: whoever swaps a storage or a parameter leaves the
+    sample looking at memory that nobody computes with.
+
+    Attributes:
+        lie: addresses.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._steps: list[tuple[Any, Any, Any]] = []
+        self._tensors: list[torch.Tensor] = []
+        for home in homes(worker):
+            self._steps += home.steps
+            self._tensors += (tensor for _, tensor in parts(home.name, home.tensor))
+        self.lie = [tensor.data_ptr() for tensor in self._tensors]
+
+    def stay(self) -> bool:
+        """Whether all still lie and are kept there; for each step, so nothing is enumerated anew."""
+        try:
+            return all(container[key] is kept for container, key, kept in self._steps) and self.lie == [
+                tensor.data_ptr() for tensor in self._tensors
+            ]
+        except (LookupError, RuntimeError):
+            return False
+
+
 @dataclass(slots=True)
 class Held:
     """What this rank held when it was last asked.
@@ -34,7 +60,7 @@ class Held:
     Attributes:
         number: of the scheduler half's question.
         value: its digest; None: unknown.
-        sample: drawn with it; `places`: where every tensor lay.
+        sample: drawn with it; `places`: where every tensor lay, and was kept.
         writes: calls of `load_weights` that have begun or ended, by whoever made them; `seen`: those before `number`.
         waits: calls of `end_device_work`.
         layout: how this rank's KV tensors lie (`worker.layout.layout_digest`); empty: nobody has said.
@@ -44,7 +70,7 @@ class Held:
     number: int = -1
     value: bytes | None = None
     sample: Sample | None = None
-    places: tuple[int, ...] = ()
+    places: Places | None = None
     writes: int = 0
     seen: int = 0
     waits: int = 0
@@ -53,7 +79,7 @@ class Held:
 
     def forget(self) -> None:
         """Nothing is known any more."""
-        self.value, self.sample, self.places = None, None, ()
+        self.value, self.sample, self.places = None, None, None
 
     def look(self, number: int) -> Look:
         """Compare what is there with what question `number` found, behind the forward pass that was issued."""
@@ -70,9 +96,10 @@ class Look:
         self.number = number
         self._held = held
         self._writes, self._waits = held.writes, held.waits
-        known = held.number == number and held.sample is not None and held.writes == held.seen
-        self._compared = held.sample.look() if known and held.sample is not None else lambda: False
-        self._event = torch.cuda.current_stream().record_event() if known and torch.cuda.is_available() else None
+        known = held.sample if held.number == number and held.writes == held.seen and held.places is not None else None
+        stays = known is not None and held.places is not None and held.places.stay()
+        self._compared = known.look() if known is not None and stays else lambda: False
+        self._event = torch.cuda.current_stream().record_event() if known is not None and torch.cuda.is_available() else None
         self._result: bool | None = None
 
     def ended(self) -> bool:
@@ -111,11 +138,13 @@ def _notice_writes(model: Any, held: Held) -> None:
     load = getattr(model, "load_weights", None)
     if load is None or getattr(load, "epochkv", None) is held:
         return
-    load = getattr(load, "__wrapped__", load)
+    if hasattr(load, "epochkv"):  # another engine's in this process; anybody else's wrapper stays
+        load = load.__wrapped__
 
     @functools.wraps(load)
     def load_weights(*args: Any, **kwargs: Any) -> Any:
         held.writes += 1
+        held.forget()
         try:
             return load(*args, **kwargs)
         finally:
@@ -136,9 +165,9 @@ def ask(worker: Any, number: int) -> Answer:
         writes = held.writes
         _synchronize()
         sample = Sample(weights(worker))
-        places = _places(worker)
+        places = Places(worker)
         found = digest(weights(worker), packed(worker), deadline=began + DIGEST_SECONDS)
-        if not sample.holds() or places != _places(worker) or writes != held.writes:
+        if not sample.holds() or places.lie != Places(worker).lie or writes != held.writes:
             raise Unreadable("weights were written while they were read")
         held.number, held.value, held.sample, held.places, held.seen = number, found.value, sample, places, writes
         answer |= {"weights": found.value, "bytes": found.num_bytes}
@@ -171,16 +200,19 @@ def is_as_asked(worker: Any, number: int) -> bool:
     """Whether the sample, and the places of all tensors, are those of question `number`."""
     try:
         held = _held(worker)
-        return held.look(number).holds() and held.places == _places(worker)
+        return held.places is not None and held.look(number).holds() and held.places.lie == Places(worker).lie
     except Exception:
         return False
 
 
 def end_device_work(worker: Any) -> bool:
-    """Wait for what runs on the device: a call that follows may write weights on another stream."""
+    """A call follows that may write weights: wait for what runs on the device, as it may write on another stream, and let go of the
+    sample, which keeps the memory of tensors that it may replace."""
     try:
         _synchronize()
-        _held(worker).waits += 1
+        held = _held(worker)
+        held.waits += 1
+        held.forget()
         return True
     except Exception:
         return False
@@ -194,7 +226,3 @@ def settle_for_sleep(worker: Any) -> int:
 def _synchronize() -> None:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
-
-
-def _places(worker: Any) -> tuple[int, ...]:
-    return tuple(tensor.data_ptr() for _, tensor in weights(worker))

@@ -68,6 +68,8 @@ STARTED = "a weight update was started and is not finished"
 WRITING = "they are being written"
 ENCODING = "outputs of the encoder that was there before are in use still"
 ASLEEP = "the engine sleeps"
+MIXED = b""
+"""Outputs of an encoder that steps made with weights that nobody knows: the weights that were named last may have come back since."""
 
 
 def is_harmless(method: Any) -> bool:
@@ -133,7 +135,7 @@ class Watch:
         self._names = names
         self._num_ranks = num_ranks
         self._clock = clock
-        self._encoded: bytes | None = None  # with these the encoder's cached outputs were made
+        self._encoded: bytes | None = None  # with these the encoder's cached outputs were made; None: there are none
         self._has_encoder = has_encoder
         self._waiting: bytes | None = None  # known, and to be named as soon as the encoder's outputs are gone
         self._suspicion = "the engine has started"
@@ -141,14 +143,23 @@ class Watch:
         self._look_at = 0.0
         self._started = False  # a transfer that may write after its calls have returned
         self._stepped = False  # since the device was last waited for
+        self._sampled = False  # ranks hold samples
         self._writes = ranks.num_writes
         self._scheduled_at = self._looked_at = clock()
         self._found: dict[int, bytes] = {}
+        self._refused = False
+
+    def refuse(self, why: str) -> None:
+        """No digest says what KV of this engine depends on, so the ranks are never asked."""
+        self._refused = True
+        self.told = (None, why)
 
     # ------------------------------------------------------------------ what happens
 
     def calling(self, method: Any) -> None:
         """Workers are about to be called with something that is not known to be harmless: weights are suspected before it begins."""
+        if self._refused:
+            return
         name = method if isinstance(method, str) else getattr(method, "__name__", "a function")
         self.suspect(f"{name} was called on the workers")
         self._end_device_work()
@@ -163,6 +174,7 @@ class Watch:
         """
         if failed:
             self._started = False
+            self.suspect("a call on the workers has failed")
         if idle and self.pending and self._clock() >= max(self._look_at, self._looked_at + PAUSE_SECONDS):
             self._look()
         elif self._suspicion and self.told[0] is not None:
@@ -180,15 +192,16 @@ class Watch:
             return
         self.counters["late"] += 1
         self._names.end(value)
-        if number == self.number:
+        if number == self.number or value == self.value:
+            self._encoded = MIXED
             self.suspect("they changed during a step")
             self._set(None, "they changed during a step")
 
     def _end_device_work(self) -> None:
-        """A call may write on another stream while a forward pass runs."""
-        if not self._stepped:
+        """A call may write on another stream while a forward pass runs, and samples keep the memory of weights that it replaces."""
+        if not (self._stepped or self._sampled):
             return
-        self._stepped = False
+        self._stepped = self._sampled = False
         try:
             self._ranks.end_device_work()
         except Exception as error:
@@ -199,7 +212,7 @@ class Watch:
     @property
     def pending(self) -> bool:
         """The engine should look as soon as it is quiet."""
-        return bool(self._suspicion) and not self._ranks.asleep
+        return bool(self._suspicion) and not self._refused and not self._ranks.asleep
 
     def quiet_at(self) -> float:
         """When an idle engine should look; by the clock."""
@@ -212,6 +225,8 @@ class Watch:
 
     def before_schedule(self) -> None:
         """Afterwards `value` is what the ranks hold, or None."""
+        if self._refused:
+            return
         now = self._clock()
         if self._ranks.num_writes != self._writes:
             self._writes = self._ranks.num_writes
@@ -224,18 +239,20 @@ class Watch:
                 self._look()
             elif self.value is not None:
                 self._set(None, WRITING)
-        elif self._waiting is not None:
-            self._name(self._waiting, "the encoder's outputs are gone")
         elif now - self._scheduled_at > IDLE_SECONDS and not self._as_asked():
             self.counters["unseen"] += 1
             self.suspect("they changed while the engine was idle")
             self._look()
+        elif self._waiting is not None:
+            self._name(self._waiting, "the encoder's outputs are gone")
+        if self.value is None:
+            self._encoded = MIXED
         self._scheduled_at = self._clock()
         self._stepped = True
 
     def _as_asked(self) -> bool:
         try:
-            return self.value is None or self._ranks.are_as_asked(self.number)
+            return (self.value is None and self._waiting is None) or self._ranks.are_as_asked(self.number)
         except Exception as error:
             logger.warning("EpochKV: the ranks did not say whether their weights are the same: %r", error)
             return False
@@ -248,6 +265,7 @@ class Watch:
             return
         self.number += 1
         self.counters["looks"] += 1
+        self._sampled = True
         began = self._clock()
         value, note = self._ask()
         now = self._looked_at = self._clock()
@@ -284,7 +302,7 @@ class Watch:
         self._set(value, "", why)
 
     def _set(self, value: bytes | None, note: str, why: str = "") -> None:
-        if (value, note) == self.told:
+        if (value, note) == self.told and value == self.value:  # what is told may be ahead of what is named
             return
         if value is not None:
             self.counters["changes"] += 1

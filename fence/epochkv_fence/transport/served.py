@@ -6,7 +6,7 @@ import math
 import time
 
 from epochkv_fence.hub import Hub
-from epochkv_fence.messages import Bump, Message, Status
+from epochkv_fence.messages import Bump, Label, Message, Status
 from epochkv_fence.pool import PoolConfig
 from epochkv_fence.transport.limits import BOOTS_PER_COST, COST_BURST, COST_RATE, POOL_BURST, POOL_RATE, Bucket
 from epochkv_fence.transport.router import Lane
@@ -37,7 +37,7 @@ class ServedPool:
 
     def cost(self, message: Message) -> float:
         """What taking this message takes from `costs`."""
-        return 1.0 + self.hub.num_boots / BOOTS_PER_COST if isinstance(message, Bump | Status) else 0.0
+        return 1.0 + self.hub.num_boots / BOOTS_PER_COST if isinstance(message, Bump | Label | Status) else 0.0
 
     def tick_at(self) -> float:
         """When its next tick is due."""

@@ -1,0 +1,364 @@
+"""Engines whose weights are written in every way there is, requests that are watched while they run, and what must hold of both.
+
+No trainer's client and no reset: engines find out by themselves what they hold. Prompts and answers of a request that runs across a
+change are the prompts of later ones, so that a block which it computed with other weights than its name says is asked for.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from epochkv_connector.keys import BlockKey, parse_key
+from hack.engine_api import EngineError
+from hack.standalone.engine import Engine
+from hack.standalone.mooncake import Mooncake
+from hack.standalone.pool import Pool
+from tests.engine.conftest import (
+    BLOCKS,
+    CACHED,
+    L1_BYTES,
+    PATIENT,
+    PATIENT_ENVIRON,
+    Prompts,
+    Reference,
+    Weights,
+    check,
+    eventually,
+    settled_keys,
+)
+from tests.engine.server_nursery import ServerNursery
+
+WRITER = ("--worker-extension-cls", "tests.engine.weights_writer.Writer")
+BLOCK_TOKENS = 128
+OPENING = 2 * BLOCK_TOKENS + 4
+"""Tokens of the prompt of a request that is watched: two blocks, and the third soon begun."""
+FLIPPED = "model.layers.0.self_attn.k_norm.weight"
+"""Times -1: every key of the first layer points the other way, and doing it again takes it back, bit by bit."""
+EMBEDDING = "model.embed_tokens.weight"
+SEEN = re.compile(r"EpochKV: weights ([0-9a-f]+), seen")
+LEASE_SECONDS = 60.0
+
+
+def open_pool(folder: Path) -> Pool:
+    """A pool, started when it is entered."""
+    return Pool(folder, lease_seconds=LEASE_SECONDS)
+
+
+def connector_of(pool: Pool, local_bytes: int | None, mooncake: Mooncake) -> dict[str, Any]:
+    """`--kv-transfer-config` of an engine with L2, and L1 as far as it is given."""
+    return pool.connector(local_bytes, mooncake.address, **PATIENT)
+
+
+def derive(folder: Path, base: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A folder with the weights of `base`, changed."""
+    folder.mkdir()
+    (folder / "config.json").write_text((base / "config.json").read_text())
+    tensors = load_file(base / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def flip(tensors: dict[str, Any]) -> None:
+    """What the order `FLIPPED` does to weights."""
+    tensors[FLIPPED] *= -1.0
+
+
+class Stream:
+    """A request whose tokens are seen as they come."""
+
+    def __init__(self, engine: Engine, prompt: Sequence[int], max_tokens: int) -> None:
+        self.prompt, self.tokens = list(prompt), list[int]()
+        self.error: BaseException | None = None
+        self._engine, self._max_tokens = engine, max_tokens
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def whole(self) -> list[int]:
+        """Prompt and answer."""
+        return self.prompt + self.tokens
+
+    def end(self) -> None:
+        """Wait for the last token."""
+        self._thread.join(120.0)
+        assert self.error is None, f"a request failed: {self.error!r}"
+        assert len(self.tokens) == self._max_tokens, f"{len(self.tokens)} of {self._max_tokens} tokens"
+
+    def _run(self) -> None:
+        try:
+            self._read()
+        except BaseException as error:
+            self.error = error
+
+    def _read(self) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._engine.port, timeout=120)
+        body = {
+            "model": self._engine.model,
+            "prompt": self.prompt,
+            "max_tokens": self._max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "detokenize": False,
+            "stream": True,
+        }
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        for line in connection.getresponse():
+            text = line.decode().strip().removeprefix("data: ")
+            if text.startswith("{"):
+                for choice in json.loads(text)["choices"]:
+                    self.tokens += choice.get("token_ids") or []
+        connection.close()
+
+
+class Streams:
+    """Some requests to one engine at once. As a context manager they have ended when it is left."""
+
+    def __init__(self, engine: Engine, prompts: Iterable[Sequence[int]], max_tokens: int) -> None:
+        self.all = [Stream(engine, prompt, max_tokens) for prompt in prompts]
+
+    def arrive(self, num_tokens: int, num_requests: int | None = None) -> None:
+        """Return once that many of them (default: all) have so many tokens."""
+        wanted = len(self.all) if num_requests is None else num_requests
+
+        def there() -> bool:
+            return sum(len(stream.tokens) >= num_tokens or stream.error is not None for stream in self.all) >= wanted
+
+        eventually(there, f"{num_tokens} tokens of {wanted} requests", 120.0)
+
+    def move_on(self, num_tokens: int, num_requests: int | None = None) -> None:
+        """Return once that many have so many tokens more than the one that has most has now."""
+        self.arrive(max(len(stream.tokens) for stream in self.all) + num_tokens, num_requests)
+
+    def __enter__(self) -> Streams:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in self.all:
+            stream.end()
+
+    def prefixes(self) -> Iterator[list[int]]:
+        """Everything that they were asked and answered, cut behind every block from the last of the prompt on."""
+        for stream in self.all:
+            yield from (stream.whole[:end] for end in range(OPENING, len(stream.whole) + 1, BLOCK_TOKENS))
+
+
+class Orders:
+    """Writes to an engine's parameters past vLLM, at once (`weights_writer.write_later`)."""
+
+    def __init__(self, folder: Path, engine: Engine, rank: int | None = None) -> None:
+        self._folder = folder
+        folder.mkdir()
+        rpc(engine, "write_later", folder=str(folder), rank=rank)
+
+    def __call__(self, name: str, factor: float, *, swap: bool = False) -> None:
+        """Scale the parameter; `swap`: in another storage, which takes its place. Returns when it is done."""
+        stem = f"{name}{'.swap' if swap else ''}"
+        order = self._folder / f"{stem}.order"
+        (self._folder / "new").write_text(str(factor))
+        (self._folder / "new").rename(order)
+        eventually(lambda: not order.exists(), f"{stem} is written")
+
+
+def rpc(engine: Engine, method: str, **arguments: Any) -> None:
+    """Call a method on every worker of the engine."""
+    engine.post("/collective_rpc", {"method": method, "kwargs": arguments})
+
+
+class Lab:
+    """One pool and store, engines of it, and the right answers.
+
+    Attributes:
+        a, b: engines that hold base weights at first.
+        local_bytes: of L1; None: there is none.
+        num_shards: objects in the store for each block.
+        args, environ: of every engine.
+    """
+
+    def __init__(
+        self, folder: Path, pool: Pool, mooncake: Mooncake, servers: ServerNursery, weights: Weights, prompts: Prompts, reference: Reference
+    ) -> None:
+        self.folder, self.pool, self.mooncake, self.weights, self.prompts, self.reference = (
+            folder,
+            pool,
+            mooncake,
+            weights,
+            prompts,
+            reference,
+        )
+        self.local_bytes: int | None = L1_BYTES
+        self.num_shards = 1
+        self.args: tuple[str, ...] = ()
+        self.environ: dict[str, str] = {}
+        self._servers = servers
+        self._held: dict[str, Path | None] = {}
+        self._started: list[Engine] = []
+        self.a: Engine
+        self.b: Engine
+
+    def begin(self) -> None:
+        """Start A and B."""
+        self.a, self.b = self.start("A", self.weights.base), self.start("B", self.weights.base)
+        for engine in (self.a, self.b):
+            engine.wait_ready()
+        self.pool.wait_engines(2)
+
+    def start(self, name: str, model: Path, environ: Mapping[str, str] | None = None) -> Engine:
+        """One more engine; it may not be ready yet."""
+        connector = connector_of(self.pool, self.local_bytes, self.mooncake)
+        environ = {**PATIENT_ENVIRON, **self.environ, **(environ or {})}
+        engine = Engine(name, model, self.folder, connector, args=(*WRITER, *self.args), environ=environ, popen=self._servers.popen)
+        self._started.append(engine)
+        self._held[name] = model
+        return engine
+
+    def end(self) -> None:
+        """End every engine that was started."""
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(Engine.end, self._started))
+
+    # ------------------------------------------------------------------ weights
+
+    def push(self, engine: Engine, model: Path) -> None:
+        """These weights, the way that every framework has."""
+        self._held[engine.name] = None
+        engine.reload_weights(model)
+        self._held[engine.name] = model
+
+    def have(self, model: Path, *engines: Engine) -> None:
+        """These weights for A and B, or those that are named, as far as they do not have them."""
+        for engine in engines or (self.a, self.b):
+            if self._held[engine.name] != model:
+                self.push(engine, model)
+
+    def half_a_push(self, engine: Engine, model: Path) -> None:
+        """The embedding of these weights alone; the call fails."""
+        self._held[engine.name] = None
+        with pytest.raises(EngineError, match="HTTP 500"):
+            rpc(engine, "half_a_push", path=str(model))
+
+    @contextmanager
+    def written(self, engine: Engine) -> Iterator[None]:
+        """Inside, weights are written that are no folder's; they are back at the end, unless the test fails."""
+        held, self._held[engine.name] = self._held[engine.name], None
+        yield
+        self._held[engine.name] = held
+
+    # ------------------------------------------------------------------ what must hold
+
+    def right(self, engine: Engine, prompt: Sequence[int], model: Path) -> int:
+        """The engine's answer is that of these weights; how many of the prompt's tokens were cached."""
+        answer = engine.complete(prompt)
+        assert answer.tokens == self.reference(prompt, model), f"a wrong answer, with {answer.cached} tokens from a cache"
+        return answer.cached
+
+    def save(self, engine: Engine, model: Path) -> list[int]:
+        """A prompt that the engine, with these weights, was the first to compute, and whose blocks are in the store."""
+        prompt, before = self.prompts(), settled_keys(self.mooncake)
+        check(engine.complete(prompt), 0, self.reference(prompt, model))
+        eventually(lambda: len(set(self.mooncake.keys()) - before) == self.num_shards * BLOCKS, f"{BLOCKS} blocks in the store")
+        return prompt
+
+    def share(self, model: Path, first: Engine | None = None, second: Engine | None = None) -> list[int]:
+        """What the first engine (default: A) computes, the second (B) loads, and both are right. Returns the prompt."""
+        prompt = self.save(first or self.a, model)
+        check((second or self.b).complete(prompt), CACHED, self.reference(prompt, model))
+        return prompt
+
+    def apart(self, first: Engine, first_model: Path, second: Engine, second_model: Path) -> None:
+        """Neither takes what the other has computed, and both keep their own."""
+        for one, its, other, others in ((first, first_model, second, second_model), (second, second_model, first, first_model)):
+            prompt = self.save(one, its)
+            check(other.complete(prompt), 0, self.reference(prompt, others))
+            check(one.complete(prompt), CACHED, self.reference(prompt, its))
+
+    def all_right(self, prompts: Iterable[Sequence[int]], *engines: tuple[Engine, Path]) -> None:
+        """Every engine, one after the other, answers each of them as it should, also from what those before have saved."""
+        prompts = list(prompts)
+        for engine, model in engines:
+            for prompt in prompts:
+                self.right(engine, prompt, model)
+            settled_keys(self.mooncake)
+
+    # ------------------------------------------------------------------ what is told
+
+    def seen(self, engine: Engine) -> list[str]:
+        """What the engine's log says that it holds, in order."""
+        return SEEN.findall(engine.process.log.read_text(errors="replace"))
+
+    def late(self, engine: Engine) -> float:
+        """How often its ranks have seen a change behind a step."""
+        engine.report_metrics(self.prompts(8))
+        return engine.metric("vllm:epochkv_weights_events_total", what="late")
+
+    def stored(self) -> list[BlockKey]:
+        """What is in the store."""
+        return [parse_key(key) for key in settled_keys(self.mooncake)]
+
+    def wait_published(self, epoch: int) -> None:
+        """Return once the pool is at least there, by itself."""
+        eventually(lambda: self.pool.snapshot().published >= epoch, f"epoch {epoch}, which nobody has asked for but an engine")
+        self.pool.wait_engines(2)
+
+
+class Traffic:
+    """Requests to some engines, one after the other on each, from now on until the end.
+
+    Attributes:
+        asked: (engine, prompt, when it began, when it had ended, answer, cached tokens).
+    """
+
+    def __init__(self, engines: Sequence[Engine], prompts: Sequence[Sequence[int]]) -> None:
+        self.asked: list[tuple[Engine, Sequence[int], float, float, tuple[int, ...], int]] = []
+        self._prompts = prompts
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._threads = [threading.Thread(target=self._run, args=(engine,), daemon=True) for engine in engines]
+
+    def _run(self, engine: Engine) -> None:
+        try:
+            while not self._stop.is_set():
+                for prompt in self._prompts:
+                    began = time.monotonic()
+                    answer = engine.complete(prompt)
+                    self.asked.append((engine, prompt, began, time.monotonic(), answer.tokens, answer.cached))
+        except BaseException as error:
+            self._error = error
+
+    def go_on(self, num_requests: int) -> None:
+        """Return once that many more were answered by every engine."""
+        began = time.monotonic()
+
+        def done() -> bool:
+            counts = dict.fromkeys(range(len(self._threads)), 0)
+            engines = list(dict.fromkeys(id(entry[0]) for entry in self.asked))
+            for entry in list(self.asked):
+                if entry[2] >= began:
+                    counts[engines.index(id(entry[0]))] += 1
+            return self._error is not None or all(count >= num_requests for count in counts.values())
+
+        eventually(done, f"{num_requests} more answers of every engine", 60.0)
+
+    def __enter__(self) -> Traffic:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(120.0)
+        assert self._error is None, f"a request failed: {self._error!r}"

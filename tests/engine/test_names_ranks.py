@@ -1,0 +1,123 @@
+"""Two tensor-parallel ranks: an engine is named after what both hold, and a block reaches the store from both or from none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hack.standalone.mooncake import Mooncake
+from tests.engine.conftest import CACHED, Prompts, Reference, Weights, check
+from tests.engine.names_lab import BLOCK_TOKENS, FLIPPED, OPENING, Lab, Orders, Streams, derive, open_pool, rpc
+from tests.engine.server_nursery import ServerNursery
+
+NUM_RANKS = 2
+GPU_BLOCKS = 64
+"""So few that an engine soon forgets what it has computed, and reads it from the store: there is no L1 here."""
+NUM_FILLING = 10
+"""So many prompts of the usual length take more blocks than that."""
+REPLACED = "model.layers.0.self_attn.k_proj.weight"
+HEAD_DIM = 32
+
+
+@pytest.fixture(scope="module")
+def lab(
+    folder: Path, mooncake: Mooncake, servers: ServerNursery, weights: Weights, prompts: Prompts, reference: Reference
+) -> Iterator[Lab]:
+    with open_pool(folder) as pool:
+        lab = Lab(folder, pool, mooncake, servers, weights, prompts, reference)
+        lab.local_bytes, lab.num_shards = None, NUM_RANKS
+        lab.args = ("--tensor-parallel-size", str(NUM_RANKS), "--num-gpu-blocks-override", str(GPU_BLOCKS))
+        lab.environ = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(NUM_RANKS)))}
+        try:
+            lab.begin()
+            yield lab
+        finally:
+            lab.end()
+
+
+def skew(tensors: dict[str, Any]) -> None:
+    """What the order `FLIPPED` does on rank 1 alone: the keys of its head point the other way."""
+    tensors[REPLACED][HEAD_DIM:] *= -1.0
+
+
+@pytest.fixture(scope="module")
+def skewed(folder: Path, weights: Weights) -> Path:
+    return derive(folder / "skewed", weights.base, skew)
+
+
+def whole(lab: Lab) -> int:
+    """How many blocks the store has, each with the shards of all ranks."""
+    shards = Counter((key.epoch, key.weights, key.group, key.block_hash) for key in lab.stored())
+    torn = {name: count for name, count in shards.items() if count != NUM_RANKS}
+    assert not torn, f"wrong tokens may be read: {len(torn)} of {len(shards)} blocks have the shard of one rank alone"
+    return len(shards)
+
+
+def forget(lab: Lab) -> None:
+    """Have B fill its GPU blocks with other prompts."""
+    for _ in range(NUM_FILLING):
+        lab.b.complete(lab.prompts(), 1)
+
+
+def test_pushes_and_what_they_miss(lab: Lab, weights: Weights) -> None:
+    lab.have(weights.base)
+    old = lab.share(weights.base)
+    lab.push(lab.a, weights.new)
+    check(lab.a.complete(old), 0, lab.reference(old, weights.new))
+    lab.apart(lab.a, weights.new, lab.b, weights.base)
+    lab.push(lab.b, weights.new)
+    lab.share(weights.new)
+    lab.push(lab.a, weights.base)
+    check(lab.a.complete(old), CACHED, lab.reference(old, weights.base))
+    assert whole(lab) > 0
+
+
+def test_a_call_writes_on_one_rank_alone(lab: Lab, weights: Weights, skewed: Path, prompts: Prompts) -> None:
+    lab.have(weights.base)
+    old = lab.share(weights.base)
+    with lab.written(lab.a):
+        with Streams(lab.a, [prompts(OPENING) for _ in range(4)], 200) as streams:
+            streams.arrive(20)
+            rpc(lab.a, "scale_in_place", name=FLIPPED, factor=-1.0, rank=1)
+        check(lab.a.complete(old), 0, lab.reference(old, skewed))
+        lab.all_right(streams.prefixes(), (lab.a, skewed), (lab.b, weights.base))
+        lab.apart(lab.a, skewed, lab.b, weights.base)
+        rpc(lab.a, "scale_in_place", name=FLIPPED, factor=-1.0, rank=1)
+    check(lab.a.complete(old), CACHED, lab.reference(old, weights.base))
+    lab.share(weights.base)
+
+
+def test_one_rank_is_written_to_past_vllm_in_the_middle_of_requests(lab: Lab, weights: Weights, skewed: Path, prompts: Prompts) -> None:
+    """That rank alone sees it. What the other one has of the blocks must not reach the store: the honest engine would add the rest."""
+    lab.have(weights.base)
+    orders = Orders(lab.folder / "orders", lab.a, rank=1)
+    lab.share(weights.base)
+    epoch, late = lab.pool.snapshot().target, lab.late(lab.a)
+    asked: list[list[int]] = []
+    with lab.written(lab.a):
+        for times in (1, 2):
+            with Streams(lab.a, [prompts(OPENING) for _ in range(6)], 300) as streams:
+                streams.arrive(10)
+                orders(FLIPPED, -1.0)
+                streams.move_on(BLOCK_TOKENS + 10)
+                if times == 2:
+                    orders(FLIPPED, -1.0)
+            asked += streams.prefixes()
+            assert whole(lab) > 0
+            lab.all_right(streams.prefixes(), (lab.b, weights.base))
+            assert whole(lab) > 0
+            lab.wait_published(epoch + times)
+            assert lab.late(lab.a) >= late + times
+            if times == 1:
+                lab.apart(lab.a, skewed, lab.b, weights.base)
+                orders(FLIPPED, -1.0)
+                lab.share(weights.base)
+    lab.all_right(asked, (lab.b, weights.base))
+    forget(lab)
+    assert sum(lab.right(lab.b, prompt, weights.base) for prompt in asked) > 0, "nothing was read from the store"
+    lab.all_right(asked, (lab.a, weights.base))
+    lab.share(weights.base)

@@ -1,0 +1,326 @@
+"""One digest of tensors: nothing that changes what a model computes may leave it as it was. On the host's way and on the device's,
+which is run on the host's tensors here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from epochkv_connector.naming import digest as naming
+from epochkv_connector.naming.digest import DIGEST_BYTES, Unreadable, digest, in_storage_order
+
+Tensors = Sequence[tuple[str, torch.Tensor]]
+Way = str
+SIDE = 96
+
+
+def many(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Varied content of any type."""
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 8
+    if dtype.is_floating_point:
+        return made.to(dtype)
+    return (made * 7).to(torch.int32).to(dtype) if dtype is not torch.bool else made > 0
+
+
+@pytest.fixture(params=["host", "device"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
+    """Slabs are small, so that small tensors go through every level."""
+    if request.param == "device":
+        monkeypatch.setattr(naming, "_Host", lambda: naming._Device(torch.device("cpu")))
+    monkeypatch.setattr(naming, "SLAB_BYTES", 1 << 20)
+    monkeypatch.setattr(naming, "HOST_SLAB_BYTES", 1 << 18)
+    monkeypatch.setattr(naming, "SMALL_BYTES", 16 << 10)
+    monkeypatch.setattr(naming, "LAST_BYTES", 4 << 10)
+    return str(request.param)
+
+
+def value(*tensors: torch.Tensor, extra: Any = ()) -> bytes:
+    return digest([(f"t{index}", tensor) for index, tensor in enumerate(tensors)], extra).value
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, one byte an element."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def bit(place: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """One bit of the byte at this part of the tensor."""
+
+    def flipped(tensor: torch.Tensor) -> torch.Tensor:
+        out = tensor.clone()
+        data = as_bytes(out)
+        data[min(int(place * data.numel()), data.numel() - 1)] ^= 1
+        return out
+
+    return flipped
+
+
+def rows(*order: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Rows that changed places."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        out = as_bytes(tensor.clone()).view(tensor.shape[0], -1)
+        out[list(order)] = out[list(order[1:] + order[:1])]
+        return out.view(-1).view(tensor.dtype).view(tensor.shape)
+
+    return moved
+
+
+def columns(tensor: torch.Tensor) -> torch.Tensor:
+    out = as_bytes(tensor.clone()).view(*tensor.shape, tensor.element_size())
+    out[:, [3, 11]] = out[:, [11, 3]]
+    return out.view(-1).view(tensor.dtype).view(tensor.shape)
+
+
+def shifted(num: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def roll(tensor: torch.Tensor) -> torch.Tensor:
+        return as_bytes(tensor).roll(num * tensor.element_size()).view(tensor.dtype).view(tensor.shape)
+
+    return roll
+
+
+def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    data = as_bytes(tensor).view(*tensor.shape, tensor.element_size())
+    return data.transpose(0, 1).contiguous().view(-1).view(tensor.dtype).view(tensor.shape)
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "two rows": rows(1, 2),
+    "far rows": rows(0, SIDE - 1),
+    "three rows": rows(5, 9, 40),
+    "two columns": columns,
+    "transposed": transposed,
+    "reversed": lambda tensor: as_bytes(tensor).flip(0).view(tensor.dtype).view(tensor.shape),
+    "shifted by one": shifted(1),
+    "shifted by a row": shifted(SIDE),
+    "negated": lambda tensor: as_bytes(tensor).bitwise_xor(0x80).view(tensor.dtype).view(tensor.shape),
+    "first bit": bit(0),
+    "middle bit": bit(0.5),
+    "last bit": bit(1),
+    "zeros": torch.zeros_like,
+}
+TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8, torch.int64]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_every_structured_change_of_one_tensor_shows(way: Way, dtype: torch.dtype) -> None:
+    tensor = many(1, SIDE, SIDE, dtype=dtype)
+    around = (many(2, 5, 7), many(3, 300, 40))
+    seen = {"as it was": value(around[0], tensor, around[1])}
+    for name, change in CHANGES.items():
+        changed = change(tensor)
+        assert not torch.equal(as_bytes(changed), as_bytes(tensor)), name
+        seen[name] = value(around[0], changed, around[1])
+    assert len(set(seen.values())) == len(seen)
+    assert value(around[0], tensor.clone(), around[1]) == seen["as it was"]
+    assert {len(one) for one in seen.values()} == {DIGEST_BYTES}
+
+
+@pytest.mark.parametrize("shape", [(SIDE, SIDE), (3000, 700), (1, 2_100_001)])
+def test_every_place_counts_on_every_level(way: Way, shape: tuple[int, int]) -> None:
+    """8 MB are 8 slabs, and on a device three levels."""
+    tensor = many(4, *shape)
+    seen = {value(tensor)}
+    for place in (0, 0.111, 0.25, 0.49999, 0.5, 0.75, 0.999, 1):
+        seen.add(value(bit(place)(tensor)))
+    assert len(seen) == 9
+
+
+def test_equal_changes_at_two_places_do_not_cancel(way: Way) -> None:
+    """What sums and XOR miss: a pair of changes whose sum is nothing."""
+    tensor = many(5, 400, 4096, dtype=torch.int8)
+    data = as_bytes(tensor)
+    seen = {value(tensor)}
+    for first, second in ((0, 4096), (0, 16384), (5, 5 + 16384 * 64), (0, 1 << 20)):
+        pair = tensor.clone()
+        as_bytes(pair)[[first, second]] = data[[second, first]]
+        if data[first] == data[second]:
+            as_bytes(pair)[first] ^= 1
+            as_bytes(pair)[second] ^= 1
+        seen.add(value(pair))
+    assert len(seen) == 5
+
+
+def test_content_that_moves_to_another_tensor_shows(way: Way) -> None:
+    first, second = many(6, 200, 64), many(7, 200, 64)
+    assert value(first, second) != value(second, first)
+
+
+def test_a_border_between_tensors_that_moves_shows(way: Way) -> None:
+    whole = many(8, 5000)
+    assert value(whole[:2000], whole[2000:]) != value(whole[:2001], whole[2001:]) != value(whole)
+
+
+def test_names_types_shapes_and_what_else_is_told_count(way: Way) -> None:
+    tensor = many(9, 48, 48)
+    values = [
+        digest([("a", tensor)]).value,
+        digest([("b", tensor)]).value,
+        digest([("a", tensor.view(24, 96))]).value,
+        digest([("a", tensor.view(torch.int32))]).value,
+        digest([("a", tensor)], ["more"]).value,
+        digest([("a", tensor), ("empty", torch.empty(0))]).value,
+        digest([("a", tensor), ("empty", torch.empty(0, 3))]).value,
+        digest([]).value,
+    ]
+    assert len(set(values)) == len(values)
+
+
+def test_zeros_at_the_end_are_no_padding(way: Way) -> None:
+    assert len({value(torch.zeros(num, dtype=torch.uint8)) for num in (1, 2, 100, 16384, 16385, 600_000, 600_001)}) == 7
+
+
+def test_scalars_and_nothing(way: Way) -> None:
+    assert value(torch.tensor(1.0)) == value(torch.tensor(1.0))
+    assert len({value(torch.tensor(1.0)), value(torch.tensor(2.0)), value(torch.tensor([1.0])), value(torch.empty(0))}) == 4
+
+
+def test_packed_integers_of_four_bits_show_one_of_them(way: Way) -> None:
+    packed = many(10, 128, 64, dtype=torch.int32)
+    other = packed.clone()
+    other[77, 13] ^= 0x10
+    assert value(packed) != value(other)
+
+
+# ---------------------------------------------------------------------------------------------- where tensors lie
+
+
+def test_a_slice_has_the_digest_of_its_copy_and_shows_only_its_own_elements(way: Way) -> None:
+    whole = many(11, 640, 700)
+    part = whole[7:600:3, 5:690]
+    assert not part.is_contiguous()
+    before = value(part)
+    assert before == value(part.contiguous())
+    whole[8, 5] += 1  # a row that is left out
+    assert value(part) == before
+    whole[10, 689] += 1
+    assert value(part) != before
+
+
+def test_a_slice_of_one_dimension_and_one_of_three(way: Way) -> None:
+    line, box = many(12, 90_000)[::3], many(13, 40, 50, 60)[:, ::2, 1:31]
+    assert value(line) == value(line.contiguous())
+    assert value(box) == value(box.contiguous())
+
+
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_a_transposed_tensor_shows_changes_too(way: Way, change: str) -> None:
+    stored = many(14, SIDE, SIDE)
+    changed = CHANGES[change](stored)
+    assert value(stored.t()) != value(changed.t())
+
+
+def test_the_same_bytes_read_in_another_order_are_other_weights(way: Way) -> None:
+    """A square matrix and its transposed view have the same memory, type and shape."""
+    tensor = many(15, SIDE, SIDE)
+    assert value(tensor) != value(tensor.t())
+
+
+def test_equal_content_in_another_storage_order_is_never_taken_for_other_content(way: Way) -> None:
+    tensor = many(16, SIDE, SIDE)
+    other_order = tensor.t().contiguous().t()
+    assert torch.equal(tensor, other_order)
+    assert value(other_order) == value(tensor.t().contiguous().t())  # and the same way gives the same digest
+    assert len({value(tensor), value(other_order), value(other_order.t()), value(tensor.t())}) == 4
+
+
+@pytest.mark.parametrize("shape", [(1, 40), (40, 1), (1, 1), (7, 1, 9), (1, 5, 1, 5)])
+def test_strides_of_dimensions_of_one_element_say_nothing(way: Way, shape: tuple[int, ...]) -> None:
+    tensor = many(17, *shape)
+    strides = tuple(1 if size == 1 else stride for size, stride in zip(shape, tensor.stride(), strict=True))
+    odd = tuple(977 if size == 1 else stride for size, stride in zip(shape, tensor.stride(), strict=True))
+    views = [tensor, tensor.as_strided(shape, strides), tensor.as_strided(shape, odd)]
+    assert len({value(view) for view in views}) == 1
+
+
+def test_tensors_that_begin_at_odd_addresses(way: Way) -> None:
+    data = many(18, 700_003, dtype=torch.uint8)
+    for begin in (1, 3, 7, 13):
+        assert value(data[begin:]) == value(data[begin:].clone())
+
+
+def test_an_expanded_tensor(way: Way) -> None:
+    row = many(19, 1, 300)
+    before = value(row.expand(200, 300))
+    row[0, 299] += 1
+    assert value(row.expand(200, 300)) != before
+
+
+def test_storage_order_puts_the_smallest_stride_last() -> None:
+    tensor = torch.empty(4, 5, 6).permute(2, 0, 1)
+    ordered, order = in_storage_order(tensor)
+    assert order == (1, 2, 0)
+    assert ordered.is_contiguous()
+    assert in_storage_order(torch.tensor(1.0))[1] == ()
+
+
+# ---------------------------------------------------------------------------------------------- ties, wrappers, refusals
+
+
+def test_a_tied_tensor_is_read_once_and_untying_it_shows(way: Way) -> None:
+    tensor = many(20, 300, 40)
+    tied = digest([("embed", tensor), ("head", tensor)])
+    apart = digest([("embed", tensor), ("head", tensor.clone())])
+    assert tied.num_bytes == tensor.numel() * 4
+    assert apart.num_bytes == 2 * tied.num_bytes
+    assert tied.value != apart.value
+    tensor[0, 0] += 1
+    assert digest([("embed", tensor), ("head", tensor)]).value != tied.value
+
+
+def test_two_views_of_one_memory_are_both_read(way: Way) -> None:
+    tensor = many(21, SIDE, SIDE)
+    assert digest([("a", tensor), ("b", tensor.t())]).num_bytes == 2 * tensor.numel() * 4
+
+
+class Partitioned(torch.nn.Parameter):
+    """As vLLM's GGUF parameters: the bytes are elsewhere."""
+
+    partitions: dict[int, torch.Tensor]
+
+
+def test_partitions_of_a_parameter_are_what_it_holds(way: Way) -> None:
+    holder = Partitioned(torch.empty(0), requires_grad=False)
+    holder.partitions = {0: many(22, 40, 40), 1: many(23, 10, 10)}
+    before = value(holder)
+    holder.partitions[1][3, 3] += 1
+    assert value(holder) != before
+
+
+def test_tensors_inside_a_wrapper_are_what_it_holds(way: Way) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    first, second = many(24, 40, 40), many(25, 40, 40)
+    before = value(TwoTensor(first, second))
+    second[39, 39] += 1
+    assert value(TwoTensor(first, second)) != before
+
+
+def test_a_tensor_on_meta_is_refused_by_name(way: Way) -> None:
+    with pytest.raises(Unreadable, match=r"layers\.3\.weight"):
+        digest([("layers.3.weight", torch.empty(4, device="meta"))])
+
+
+def test_a_deadline_that_has_passed_ends_it(way: Way) -> None:
+    with pytest.raises(Unreadable, match="too long"):
+        digest([("a", many(26, 10))], deadline=time.monotonic() - 1)
+
+
+def test_gradients_and_inference_mode_do_not_matter(way: Way) -> None:
+    parameter = torch.nn.Parameter(many(27, 40, 40))
+    plain = value(parameter.detach().clone())
+    assert value(parameter) == plain
+    with torch.inference_mode():
+        assert value(parameter.detach().clone()) == plain
+
+
+def test_the_two_ways_are_two_digests_of_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The matrix is fixed: engines of two processes have one digest for one set of weights."""
+    monkeypatch.setattr(naming, "_Host", lambda: naming._Device(torch.device("cpu")))
+    expected = value(many(28, 100, 100))
+    naming._matrices.clear()
+    assert value(many(28, 100, 100)) == expected

@@ -1,0 +1,641 @@
+"""The scheduler half's state machine: when it looks, what it believes meanwhile, and what it tells names. No vLLM."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from epochkv_connector.naming import watch as naming
+from epochkv_connector.naming.fold import fold
+from epochkv_connector.naming.watch import (
+    ASLEEP,
+    ENCODING,
+    IDLE_SECONDS,
+    QUIET_SECONDS,
+    REMEMBERED,
+    RETRY_SECONDS,
+    SHARE,
+    STARTED,
+    WRITING,
+    Watch,
+    is_harmless,
+)
+
+
+def digest_of(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+class World:
+    """Ranks that hold a text each, names that are written down, and a clock that stands still.
+
+    Attributes:
+        log: everything that the watch did, in order.
+        seconds: what a look takes.
+        answers: changes what the ranks answer.
+    """
+
+    def __init__(self, *weights: str, has_encoder: bool = False) -> None:
+        self.ranks = list(weights or ("a",))
+        self.told: list[Any] = []
+        self.log: list[Any] = []
+        self.now = 1000.0
+        self.seconds = 0.0
+        self.asleep = False
+        self.writes = 0
+        self.asked: list[str] = []
+        self.answers: Callable[[list[dict[str, Any]]], Sequence[dict[str, Any]]] = lambda answers: answers
+        self.encoder_free = True
+        self.watch = Watch(self, self, len(self.ranks), lambda: self.now, has_encoder=has_encoder)
+
+    @property
+    def num_writes(self) -> int:
+        return self.writes
+
+    def ask(self, number: int) -> Sequence[dict[str, Any]]:
+        self.log.append("ask")
+        self.now += self.seconds
+        self.asked = list(self.ranks)
+        return self.answers(
+            [{"rank": index, "number": number, "weights": digest_of(held), "note": ""} for index, held in enumerate(self.ranks)]
+        )
+
+    def are_as_asked(self, number: int) -> bool:
+        self.log.append("compare")
+        return number == self.watch.number and self.asked == self.ranks
+
+    def end_device_work(self) -> None:
+        self.log.append("wait")
+
+    def hold(self, weights: bytes | None, note: str) -> None:
+        self.log.append(("hold", weights, note) if weights is None else ("hold", weights))
+
+    def end(self, weights: bytes) -> None:
+        self.log.append(("end", weights))
+
+    def tell(self) -> None:
+        self.told.append(self.watch.told)
+
+    def clear_encoder(self) -> bool:
+        self.log.append("clear")
+        return self.encoder_free
+
+    def value(self) -> bytes:
+        return fold(digest_of(held) for held in self.ranks)
+
+    def step(self, seconds: float = 0.0) -> list[Any]:
+        """A step after so long; what the watch did before it."""
+        self.now += seconds
+        self.log.clear()
+        self.watch.before_schedule()
+        return list(self.log)
+
+    def push(self, weights: str, method: Any = "update_weights") -> None:
+        self.watch.calling(method)
+        self.ranks = [weights] * len(self.ranks)
+
+    def started(self) -> World:
+        self.step()
+        self.log.clear()
+        return self
+
+
+def silent(rank: int, note: str) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
+    def answers(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        given[rank] |= {"weights": None, "note": note}
+        return given
+
+    return answers
+
+
+# ---------------------------------------------------------------------------------------------- start and pushes
+
+
+def test_it_looks_before_the_first_step_and_not_again() -> None:
+    world = World("a", "b")
+    assert world.watch.value is None
+    assert world.watch.told == (None, "nobody has looked yet")
+    assert world.step() == ["ask", ("hold", world.value())]
+    assert world.watch.value == fold([digest_of("a"), digest_of("b")])
+    assert [world.step(0.01) for _ in range(5)] == [[]] * 5
+    assert world.watch.counters == {"looks": 1, "changes": 1}
+
+
+def test_ranks_are_told_apart_and_folded_in_their_order() -> None:
+    first, second = World("a", "b").started(), World("b", "a").started()
+    assert first.watch.value != second.watch.value
+    backwards = World("a", "b")
+    backwards.answers = lambda answers: answers[::-1]
+    assert backwards.started().watch.value == first.watch.value
+
+
+def test_a_call_is_suspected_before_it_is_delegated_and_looked_at_before_the_next_step() -> None:
+    world = World("a").started()
+    world.watch.calling("update_weights")
+    assert world.watch.pending
+    world.ranks = ["b"]  # what the call does
+    assert world.step(0.01) == ["ask", ("hold", digest_of_one("b"))]
+
+
+def digest_of_one(text: str) -> bytes:
+    return fold([digest_of(text)])
+
+
+def test_many_calls_cost_one_digest() -> None:
+    world = World("a").started()
+    for layer in range(300):
+        world.push(f"a{layer}", "update_weight")
+    assert world.log.count("ask") == 0
+    assert world.step() == ["ask", ("hold", digest_of_one("a299"))]
+    assert world.watch.counters["looks"] == 2
+
+
+def test_the_device_is_waited_for_once_between_two_steps() -> None:
+    world = World("a")
+    world.watch.calling("update_weights")
+    assert world.log == []  # no step has run
+    world.started()
+    for _ in range(5):
+        world.watch.calling("update_weights")
+    assert world.log == ["wait"]
+    world.step()
+    world.log.clear()
+    world.watch.calling("update_weights")
+    assert world.log == ["wait"]
+
+
+def test_a_device_that_cannot_be_waited_for_does_not_stop_the_suspicion(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World("a").started()
+
+    def broken() -> None:
+        raise RuntimeError("gone")
+
+    monkeypatch.setattr(world, "end_device_work", broken)
+    world.push("b")
+    assert ("hold", digest_of_one("b")) in world.step()
+
+
+def test_a_call_that_wrote_nothing_changes_nothing() -> None:
+    world = World("a").started()
+    world.watch.calling("liveness_probe")
+    assert world.step() == ["ask"]
+    assert world.watch.counters["changes"] == 1
+
+
+def test_a_roll_back_is_told_as_any_change() -> None:
+    world = World("a").started()
+    told = []
+    for weights in ("b", "a", "b"):
+        world.push(weights)
+        told += world.step(0.01)
+    assert told == ["ask", ("hold", digest_of_one("b")), "ask", ("hold", digest_of_one("a")), "ask", ("hold", digest_of_one("b"))]
+
+
+def test_load_weights_in_this_process_is_noticed() -> None:
+    world = World("a").started()
+    world.writes += 2
+    world.ranks = ["b"]
+    assert world.step() == ["ask", ("hold", digest_of_one("b"))]
+    assert world.step() == []
+
+
+def test_a_write_while_the_ranks_were_asked_is_looked_at_again() -> None:
+    """The number of writes is read before the question: a write that comes during it is not taken for known."""
+    world = World("a").started()
+    world.push("b")
+
+    def written(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        world.writes += 2
+        return answers
+
+    world.answers = written
+    world.step()
+    world.answers = lambda answers: answers
+    assert world.step(0.01)[0] == "ask"
+
+
+# ---------------------------------------------------------------------------------------------- transfers
+
+
+@pytest.mark.parametrize("start", ["start_weight_update", "start_draft_weight_update", "skyrl_start_weight_update"])
+@pytest.mark.parametrize("finish", ["finish_weight_update", "skyrl_finish_weight_update", "reload_weights"])
+def test_nothing_is_named_between_the_start_and_the_end_of_a_transfer(start: str, finish: str) -> None:
+    world = World("a").started()
+    world.watch.calling(start)
+    assert world.step() == [("hold", None, STARTED)]
+    assert world.step(5.0) == []  # not even compared
+    for part in ("b1", "b2"):
+        world.push(part, "update_weights")
+        assert world.step() == []
+        assert world.watch.value is None
+    world.push("b", finish)
+    assert world.step() == ["ask", ("hold", digest_of_one("b"))]
+
+
+def test_a_transfer_that_fails_is_over_and_what_it_left_is_named() -> None:
+    world = World("a").started()
+    world.watch.calling("start_weight_update")
+    world.push("half", "update_weights")
+    world.watch.called(idle=False, failed=True)
+    assert world.step() == ["ask", ("hold", digest_of_one("half"))]
+
+
+def test_a_call_that_fails_is_looked_at_again() -> None:
+    world = World("a").started()
+    world.watch.calling("update_weights")
+    world.step()
+    world.ranks = ["half"]
+    world.watch.called(idle=False, failed=True)
+    assert world.step(1.0) == ["ask", ("hold", digest_of_one("half"))]
+
+
+@pytest.mark.parametrize("method", ["update_weights", "start_profile", "start_anything", "update_weights_ipc"])
+def test_other_names_start_no_transfer(method: str) -> None:
+    world = World("a").started()
+    world.watch.calling(method)
+    assert "ask" in world.step()
+
+
+def test_a_function_is_called_by_its_name_and_one_without_a_name_too() -> None:
+    world = World("a").started()
+
+    def writes(worker: Any) -> None:
+        """Anything."""
+
+    world.watch.calling(writes)
+    assert world.step() == ["ask"]
+    world.watch.calling(object())
+    assert world.step(1.0) == ["ask"]
+
+
+# ---------------------------------------------------------------------------------------------- sleep
+
+
+def test_weights_are_never_read_while_asleep() -> None:
+    world = World("a").started()
+    world.watch.calling("sleep")
+    world.asleep = True
+    assert world.step() == [("hold", None, ASLEEP)]
+    assert world.step(10.0) == []
+    assert not world.watch.pending
+    world.watch.when_idle()
+    assert world.log == []
+    world.asleep = False
+    world.ranks = ["zeros"]
+    assert world.watch.pending
+    assert world.step() == ["ask", ("hold", digest_of_one("zeros"))]
+
+
+def test_waking_with_the_same_weights_names_them_again() -> None:
+    world = World("a").started()
+    world.asleep = True
+    world.step()
+    world.asleep = False
+    assert world.step() == ["ask", ("hold", digest_of_one("a"))]
+
+
+# ---------------------------------------------------------------------------------------------- idle engines
+
+
+def test_an_engine_that_was_idle_compares_before_it_names() -> None:
+    world = World("a").started()
+    assert world.step(IDLE_SECONDS + 0.1) == ["compare"]
+    world.ranks = ["b"]
+    assert world.step(IDLE_SECONDS / 2) == []  # it was not idle: the samples of steps see it
+    assert world.step(IDLE_SECONDS + 0.1) == ["compare", "ask", ("hold", digest_of_one("b"))]
+    assert world.watch.counters["unseen"] == 1
+
+
+def test_a_comparison_that_raises_is_one_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World("a").started()
+
+    def broken(number: int) -> bool:
+        raise RuntimeError("gone")
+
+    monkeypatch.setattr(world, "are_as_asked", broken)
+    assert world.step(IDLE_SECONDS + 0.1) == ["ask"]
+
+
+def test_an_idle_engine_looks_when_the_push_has_gone_quiet() -> None:
+    world = World("a").started()
+    world.push("b1")
+    world.now += QUIET_SECONDS * 0.9
+    world.push("b2")
+    world.now += QUIET_SECONDS * 0.9
+    world.watch.when_idle()
+    assert "ask" not in world.log
+    assert world.watch.quiet_at() > world.now
+    world.now += QUIET_SECONDS * 0.2
+    world.watch.when_idle()
+    assert world.log[-2:] == ["ask", ("hold", digest_of_one("b2"))]
+    assert not world.watch.pending
+    world.log.clear()
+    world.watch.when_idle()
+    assert world.log == []
+
+
+# ---------------------------------------------------------------------------------------------- ranks that cannot say
+
+
+BAD: dict[str, tuple[Callable[[list[dict[str, Any]]], Any], str]] = {
+    "a rank cannot": (silent(1, "it is on meta"), "rank 1: it is on meta"),
+    "a rank is missing": (lambda given: given[:1], "1 of 2 ranks answered"),
+    "one answered twice": (lambda given: [*given, given[0]], "3 of 2 ranks answered"),
+    "another question": (lambda given: [given[0], {**given[1], "number": 0}], "another question"),
+    "no answer": (lambda given: [], "0 of 2"),
+    "nonsense": (lambda given: [None, 3], "could not be asked"),
+    "no rank": (lambda given: [{"weights": b""}, {"weights": b""}], "could not be asked"),
+    "text": (lambda given: [given[0], {**given[1], "weights": "ab"}], "rank 1"),
+}
+
+
+@pytest.mark.parametrize("case", list(BAD))
+def test_whatever_ranks_answer_but_digests_is_unknown_with_a_note(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    answers, note = BAD[case]
+    world = World("a", "b").started()
+    world.answers = answers
+    world.push("c")
+    with caplog.at_level(logging.INFO, logger="vllm.epochkv.weights"):
+        (asked, held) = world.step()
+        for _ in range(20):
+            world.step(RETRY_SECONDS + 0.1)
+    assert asked == "ask"
+    assert held[:2] == ("hold", None)
+    assert note in held[2]
+    assert world.watch.value is None
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1  # said once, however often it is tried
+    assert note in warnings[0].getMessage()
+    world.answers = lambda given: given
+    assert world.step(RETRY_SECONDS + 0.1) == ["ask", ("hold", world.value())]
+
+
+def test_ranks_that_raise_are_unknown() -> None:
+    world = World("a", "b").started()
+
+    def raises(given: Any) -> Any:
+        raise TimeoutError("no answer in time")
+
+    world.answers = raises
+    world.push("c")
+    assert "TimeoutError" in world.step()[1][2]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.01, 0.5, 7.0])
+def test_it_is_asked_again_after_a_second_or_ten_times_what_it_took(seconds: float) -> None:
+    world = World("a").started()
+    world.answers = silent(0, "loading")
+    world.seconds = seconds
+    world.push("b")
+    world.step(1000.0)
+    pause = max(RETRY_SECONDS, 10 * seconds)
+    assert "ask" not in world.step(pause * 0.99)
+    assert "ask" in world.step(pause * 0.02)
+    asked = sum("ask" in world.step(0.05) for _ in range(400))
+    assert asked <= 1 + (400 * 0.05) / pause
+
+
+def test_of_the_time_a_share_may_go_into_looks() -> None:
+    """A push in hundreds of calls with steps between them."""
+    world = World("a").started()
+    world.seconds = 0.02
+    began, looked = world.now, 0.0
+    for layer in range(400):
+        world.push(f"b{layer}", "update_weight")
+        looked += world.step(0.005).count("ask") * world.seconds
+        if world.watch.value is not None:
+            assert world.watch.value == digest_of_one(f"b{layer}")  # never the one before
+    assert looked <= (world.now - began) / SHARE + world.seconds
+    assert looked > (world.now - began) / SHARE / 2
+    assert world.step(1.0)[-1] == ("hold", digest_of_one("b399"))
+
+
+def test_while_it_may_not_look_yet_nothing_is_named() -> None:
+    world = World("a").started()
+    world.seconds = 0.1
+    world.push("b")
+    world.step()
+    world.push("c")
+    assert world.step(0.01) == [("hold", None, WRITING)]
+    assert world.step(0.01) == []
+    assert world.step(SHARE * 0.1) == ["ask", ("hold", digest_of_one("c"))]
+
+
+# ---------------------------------------------------------------------------------------------- late
+
+
+def test_a_change_behind_a_step_ends_the_digest_and_is_looked_at() -> None:
+    world = World("a").started()
+    was = world.watch.value
+    world.ranks = ["b"]
+    world.watch.late(world.watch.number)
+    assert world.log == [("end", was), ("hold", None, "they changed during a step")]
+    assert world.step() == ["ask", ("hold", digest_of_one("b"))]
+    assert world.watch.counters["late"] == 1
+
+
+def test_every_rank_may_report_it_and_steps_under_way_too() -> None:
+    world = World("a").started()
+    number = world.watch.number
+    world.watch.late(number)
+    world.watch.late(number)
+    world.step()
+    world.log.clear()
+    world.watch.late(number)
+    assert world.log == []
+    assert world.watch.counters["late"] == 1
+
+
+def test_a_late_report_of_an_older_question_ends_its_digest_alone() -> None:
+    world = World("a").started()
+    was, number = world.watch.value, world.watch.number
+    world.push("b")
+    world.step()
+    world.log.clear()
+    world.watch.late(number)
+    assert world.log == [("end", was)]
+    assert world.watch.value == digest_of_one("b")
+    assert world.step(0.01) == []
+
+
+def test_questions_are_remembered_for_ranks_that_report_late() -> None:
+    world = World("a").started()
+    number, was = world.watch.number, world.watch.value
+    for index in range(REMEMBERED - 1):
+        world.push(f"b{index}")
+        world.step(1.0)
+    world.log.clear()
+    world.watch.late(number)
+    assert world.log == [("end", was)]
+
+
+@pytest.mark.parametrize("number", [-1, 99])
+def test_a_report_of_no_question_is_nothing(number: int) -> None:
+    world = World("a").started()
+    world.watch.late(number)
+    assert world.log == []
+
+
+# ---------------------------------------------------------------------------------------------- encoders
+
+
+def test_outputs_of_an_encoder_go_before_new_weights_are_named() -> None:
+    world = World("a", has_encoder=True)
+    assert world.step() == ["ask", ("hold", digest_of_one("a"))]  # nothing was encoded before
+    world.push("b")
+    assert world.step() == ["ask", "clear", ("hold", digest_of_one("b"))]
+
+
+def test_while_they_are_in_use_nothing_is_named_and_nothing_is_read_again() -> None:
+    world = World("a", has_encoder=True).started()
+    world.encoder_free = False
+    world.push("b")
+    assert world.step() == ["ask", "clear", ("hold", None, ENCODING)]
+    assert world.step(0.01) == ["clear"]
+    world.encoder_free = True
+    assert world.step(0.01) == ["clear", ("hold", digest_of_one("b"))]
+    assert world.step(0.01) == []
+
+
+@pytest.mark.parametrize("between", ["waits", "unknown", "transfer", "asleep", "writing", "late"])
+def test_weights_that_come_back_after_steps_with_others_need_it_too(between: str) -> None:
+    """What those steps have encoded is kept by what was encoded alone."""
+    world = World("a", has_encoder=True).started()
+    world.seconds = 0.1 if between == "writing" else 0.0
+    match between:
+        case "waits":
+            world.encoder_free = False
+        case "unknown":
+            world.answers = silent(0, "nobody knows")
+        case "transfer":
+            world.watch.calling("start_weight_update")
+        case "asleep":
+            world.asleep = True
+        case "writing":
+            world.push("a")
+            world.step()
+        case "late":
+            world.watch.late(world.watch.number)
+    if between != "late":
+        world.push("b")
+        world.step(0.001)
+        assert world.watch.value is None
+    world.encoder_free, world.asleep, world.answers = True, False, lambda given: given
+    world.push("a", "finish_weight_update")
+    assert "clear" in world.step(RETRY_SECONDS + 0.1)
+    assert world.watch.value == digest_of_one("a")
+
+
+def test_steps_before_the_weights_were_first_known_may_have_encoded_too() -> None:
+    world = World("a", has_encoder=True)
+    world.answers = silent(0, "loading")
+    world.step()
+    world.answers = lambda given: given
+    assert "clear" in world.step(RETRY_SECONDS + 0.1)
+
+
+def test_weights_written_past_vllm_while_the_encoder_waits_are_not_named_as_those_before() -> None:
+    world = World("a", has_encoder=True).started()
+    world.encoder_free = False
+    world.push("b")
+    world.step()
+    world.encoder_free = True
+    world.ranks = ["c"]
+    assert world.step(IDLE_SECONDS + 0.1)[:2] == ["compare", "ask"]
+    assert world.watch.value == digest_of_one("c")
+
+
+# ---------------------------------------------------------------------------------------------- names of calls
+
+
+@pytest.mark.parametrize("method", sorted(naming.HARMLESS))
+def test_harmless_names_are_texts(method: str) -> None:
+    assert is_harmless(method)
+    assert not is_harmless(method.upper())
+    assert not is_harmless(f"{method}_")
+    assert not is_harmless(method.encode())
+
+
+@pytest.mark.parametrize(
+    "method", ["", "update_weights", "wake_up", "sleep", "apply_model", "load_model", "elastic_ep_execute", None, print]
+)
+def test_everything_else_is_not(method: Any) -> None:
+    assert not is_harmless(method)
+
+
+def test_an_engine_that_no_digest_describes_is_never_asked() -> None:
+    world = World("a")
+    world.watch.refuse("experts are elsewhere")
+    assert world.watch.told == (None, "experts are elsewhere")
+    world.push("b")
+    world.watch.called(idle=False, failed=True)
+    assert world.step(10.0) == []
+    assert not world.watch.pending
+    world.watch.when_idle()
+    assert world.log == []
+
+
+def test_an_idle_engine_looks_at_once_after_a_lone_call_and_nobody_hears_of_it() -> None:
+    world = World("a").started()
+    world.now += 5.0
+    world.watch.calling("liveness_probe")
+    world.log.clear()
+    world.watch.called(idle=True)
+    assert world.log == ["ask"]
+    assert (world.told, world.watch.pending) == ([], False)
+
+
+def test_while_calls_follow_each_other_nobody_is_told_that_the_weights_are_known() -> None:
+    world = World("a").started()
+    world.now += 5.0
+    for part in ("ab", "abc", "abcd"):
+        world.push(part, "update_weights")
+        world.watch.called(idle=True)
+    assert world.watch.value == fold([digest_of("ab")]), "the first call was looked at"
+    assert world.watch.told[0] is None
+    assert world.told == [world.watch.told]
+    world.now += 0.3
+    world.watch.when_idle()
+    assert world.watch.told == (fold([digest_of("abcd")]), "")
+
+
+def test_a_busy_engine_tells_that_it_does_not_know_until_its_next_step_has_looked() -> None:
+    world = World("a").started()
+    known = world.watch.value
+    world.watch.calling("something")
+    world.watch.called(idle=False)
+    assert world.watch.told[0] is None
+    assert world.step() == ["ask", ("hold", known)]
+    assert world.watch.told == (known, "")
+
+
+def test_a_late_report_on_weights_that_are_held_again_ends_their_names() -> None:
+    world = World("a").started()
+    known, number = world.watch.value, world.watch.number
+    world.push("b")
+    world.step()
+    world.push("a")
+    world.step()
+    assert world.watch.value == known
+    world.log.clear()
+    world.watch.late(number)
+    assert world.log[0] == ("end", known)
+    assert world.watch.value is None
+
+
+def test_a_step_that_may_not_look_yet_names_nothing_whatever_was_told_before() -> None:
+    world = World("a").started()
+    world.seconds = 1.0
+    world.push("b")
+    world.step()
+    assert world.watch.value is not None
+    world.push("c")
+    world.watch.called(idle=False)
+    assert world.watch.told[0] is None, "the call has returned"
+    world.log.clear()
+    assert world.step(0.1) == [("hold", None, WRITING)], "the last look has just used the share of the time that looks may have"
+    assert world.watch.value is None
