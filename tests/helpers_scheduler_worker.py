@@ -98,9 +98,9 @@ class FakeExecutor:
         calls: methods that were called, ours by name.
         fails: methods that raise, after `weights` of the call took effect on the first rank.
         answers: replaces a rank's answer to a question.
-        on_call: told of each call before it takes effect.
         disk: what files of adapters hold, by path.
         adapters: those of each rank.
+        on_call: told of each call before it takes effect.
     """
 
     def __init__(self, weights: str, num_ranks: int, num_adapters: int = 8) -> None:

@@ -188,20 +188,13 @@ class SchedulerSide:
         self._broken = True
         self.fence.forbid()
 
-    def _note_late(self, numbers: Iterable[int]) -> None:
-        """Ranks saw other weights behind a step than those that its blocks are named after."""
+    def _note_late(self, report: WorkerReport) -> None:
+        """Ranks saw other weights, or adapters, behind a step than those that its blocks are named after."""
         try:
-            for number in numbers:
+            for number in report.late:
                 if self.watch is not None:
                     self.watch.late(number)
-        except Exception as error:
-            self._on_error("late", error)
-            self.break_off()
-
-    def _note_replaced(self, replaced: Iterable[tuple[int, int]]) -> None:
-        """Ranks saw, behind a step, another adapter under an id than the one that its blocks are named after."""
-        try:
-            for adapter_id, number in replaced:
+            for adapter_id, number in report.replaced:
                 if self.adapters is not None:
                     self.adapters.late(adapter_id, number)
         except Exception as error:
@@ -433,8 +426,7 @@ class SchedulerSide:
         finally:
             self.fence.leave_report()
         if isinstance(output.kv_connector_worker_meta, WorkerReport):
-            self._note_late(output.kv_connector_worker_meta.late)
-            self._note_replaced(output.kv_connector_worker_meta.replaced)
+            self._note_late(output.kv_connector_worker_meta)
             if self.half is not None:
                 self._count_acks(self.half, output.kv_connector_worker_meta)
         self._drain_when_idle()

@@ -18,6 +18,8 @@ from vllm.lora.request import LoRARequest
 from epochkv_connector.naming.adapters import LATER, MAX_ADAPTERS, RETRY_SECONDS, Adapters
 from epochkv_connector.naming.digest import Unreadable
 from epochkv_connector.naming.lora import HeldAdapters, digest_of
+from epochkv_connector.wire import StepMetadata
+from epochkv_connector.working import WorkerSide
 from tests.helpers_scheduler_worker import RankAdapters
 
 A, B = torch.arange(8.0).view(2, 4), torch.arange(10.0, 16.0).view(3, 2)
@@ -174,6 +176,26 @@ def test_a_name_that_was_used_for_others_is_refused_to_every_id_until_the_next_e
     assert not rank.held.are_as_asked([(2, 2)])
     rank.step(epoch=1)
     assert rank.held.are_as_asked([(2, 2)])
+
+
+def test_a_worker_saves_nothing_of_a_step_that_used_other_tensors_and_reports_it_once() -> None:
+    rank, named = Rank(), []
+    half = SimpleNamespace(start_step=lambda step: None, finish_step=lambda as_named: named.append(as_named()))
+    side = WorkerSide(half, 0, adapters=rank.held)  # type: ignore[arg-type]
+    rank.ask(1, (1, request(), False))
+
+    def step(*adapters: tuple[int, int]) -> list[tuple[int, int]]:
+        rank.adapters.set_active_adapters({request(load_inplace=True)}, None)
+        side.new_step()
+        side.finish(StepMetadata(adapters=adapters))
+        return side.acks().replaced
+
+    assert step((1, 1)) == []
+    rank.adapters.disk["/a"] = "two"
+    assert step((1, 1)) == [(1, 1)]
+    assert step((1, 1)) == []
+    assert step() == []
+    assert named == [True, False, False, True]
 
 
 def test_afresh_reads_tensors_that_were_written_to_and_copies_them_to_the_device_once_more() -> None:

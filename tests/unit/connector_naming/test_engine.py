@@ -101,8 +101,7 @@ class Joined:
         self.errors: list[Exception] = []
         self.told: list[bytes | None] = []
         self.watch = Watch(self.ranks, self, 1, time.monotonic)
-        adapters = Adapters(NoRanks(), 2, time.monotonic)
-        join(self.core, self.scheduler, self.watch, adapters, self.guarded)
+        join(self.core, self.scheduler, self.watch, Adapters(self.ranks, 1, time.monotonic), self.guarded)
         self.watch.before_schedule()
         self.watch._look_at = 0.0  # a machine that stood still during the first look owes the next one no pause
         self.executor.calls.clear()
