@@ -363,11 +363,11 @@ class Fence:
             return self._snapshot
 
     def _pin_locked(self, request: Any, session: bool) -> None:
-        unstrand(request)
+        stranded = unstrand(request)
         pin = self._make_pin(request)
         pin.session = session
         setattr(request, PIN_ATTRIBUTE, pin)
-        if request.block_hashes and request.block_hashes[0] != self._hashing.first(request, pin.root):
+        if request.block_hashes and (stranded or request.block_hashes[0] != self._hashing.first(request, pin.root)):
             self._rehash(request, pin)
 
     def _make_pin(self, request: Any) -> Pin:
@@ -473,7 +473,7 @@ class Fence:
             pin = self.pin_of(request)
             if pin is None:
                 self._wrap_hasher(request)
-            elif self._is_as_pinned(request, pin):
+            elif self._is_as_pinned(request, pin) and not self._left_blocks_of_unknown(pin):
                 return Repin.CURRENT
             elif pin.session and pin.admitted and not isinstance(request._block_hasher, StrandedHasher):
                 return Repin.CARRIED
@@ -485,6 +485,10 @@ class Fence:
             self._pin_locked(request, session=pin.session if pin else bool(getattr(request, "resumable", False)))
             self.counters["repinned_requests"] += 1
             return Repin.DONE
+
+    def _left_blocks_of_unknown(self, pin: Pin) -> bool:
+        """A preempted request would find its own blocks, computed with weights that nobody knew then and knows now."""
+        return self._weights is None and pin.alone and pin.admitted
 
     def isolate(self, request: Any) -> None:
         """Give the request a random root: the answer to an error of ours, after which nothing may be shared with it."""

@@ -36,8 +36,11 @@ def strand(request: Any, num_named: int, random: Callable[[int], bytes] = os.ura
         request._block_hasher = StrandedHasher(hasher, random)
 
 
-def unstrand(request: Any) -> None:
-    """The request holds no block any more and is named anew."""
+def unstrand(request: Any) -> bool:
+    """The request holds no block any more and is to be named anew. Returns whether it was stranded: then also where its first name
+    is right again, others of its names may not be."""
     hasher = getattr(request, "_block_hasher", None)
-    if isinstance(hasher, StrandedHasher):
-        request._block_hasher = hasher.inner
+    if not isinstance(hasher, StrandedHasher):
+        return False
+    request._block_hasher = hasher.inner
+    return True

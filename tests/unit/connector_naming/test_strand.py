@@ -64,9 +64,9 @@ def test_everything_named_leaves_the_list_alone() -> None:
 def test_it_ends_when_the_request_holds_no_block_any_more(hasher: Any) -> None:
     request = Request([b"hash0000"], hasher)
     strand(request, 0, numbers())
-    unstrand(request)
+    assert unstrand(request) is (hasher is not None)
     assert request._block_hasher is hasher
-    unstrand(request)
+    assert not unstrand(request)
     assert request._block_hasher is hasher
 
 
