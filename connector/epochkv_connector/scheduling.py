@@ -316,13 +316,14 @@ class SchedulerSide:
             snapshot = self._apply()
             if self._broken:
                 return self.emergency_meta()
+            if snapshot.mode is Mode.USE and scheduled:  # also where nothing is saved: blocks are named, or begun, all the same
+                look = self._look_number()
             if self.half is None:
-                return StepMetadata(newest_epoch=snapshot.epoch)
+                return StepMetadata(newest_epoch=snapshot.epoch, look=look)
             if snapshot.mode is Mode.USE and scheduled and self._saves_off is None:
                 views = list(self._views(self.half, scheduler_output, snapshot))
                 if views:
                     self.half.collect_saves(views, snapshot)
-                    look = self._look_number()
             metadata = self.half.build(snapshot.epoch)
             metadata.look = look
             self.counters["tokens_saved"] += sum(save.num_blocks for save in metadata.saves) * compat.hash_block_size_of(self._pool)
@@ -388,9 +389,11 @@ class SchedulerSide:
             self._distrust_loads(output)
         finally:
             self.fence.leave_report()
-        if self.half is not None and isinstance(output.kv_connector_worker_meta, WorkerReport):
-            self._note_late(output.kv_connector_worker_meta.late)
-            self._count_acks(self.half, output.kv_connector_worker_meta)
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            if self.half is not None:
+                self._count_acks(self.half, report)
+            self._note_late(report.late)  # at last: a load that has just been reported cannot be taken back any more
         self._drain_when_idle()
         if reading and self.loading() == 0:
             self._poke()
