@@ -329,10 +329,11 @@ class Fence:
             return self._snapshot
 
     def _pin_locked(self, request: Any, session: bool) -> None:
+        stranded = is_stranded(request)
         pin = self._make_pin(request)
         pin.session = session
         setattr(request, PIN_ATTRIBUTE, pin)
-        if request.block_hashes and request.block_hashes[0] != self._hashing.first(request, pin.root):
+        if request.block_hashes and (stranded or request.block_hashes[0] != self._hashing.first(request, pin.root)):
             self._rehash(request, pin)
         self._wrap_hasher(request)
 
@@ -415,7 +416,7 @@ class Fence:
             self._refresh()
             pin = self.pin_of(request)
             if pin is not None:
-                if self.is_current(pin):
+                if self.is_current(pin) and not self._left_blocks_of_unknown(pin):
                     return Repin.CURRENT
                 if pin.session and pin.admitted and not is_stranded(request):
                     return Repin.CARRIED
@@ -426,6 +427,10 @@ class Fence:
             self._pin_locked(request, session=pin.session if pin else bool(getattr(request, "resumable", False)))
             self.counters["repinned_requests"] += 1
             return Repin.DONE
+
+    def _left_blocks_of_unknown(self, pin: Pin) -> bool:
+        """A preempted request would find its own blocks, computed with weights that nobody knew then and knows now."""
+        return self._weights is None and pin.alone and pin.admitted
 
     def isolate(self, request: Any) -> None:
         """Give the request a random root: the answer to an error of ours, after which nothing may be shared with it."""

@@ -343,27 +343,26 @@ class SchedulerSide:
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """End of a `schedule()`: emit saves, collect jobs, let acknowledgements go."""
         scheduled: dict[str, int] = scheduler_output.num_scheduled_tokens
-        views: list[Any] = []
+        look = -1
         if self._cooldown:
             self._cooldown.difference_update(scheduled)
         try:
             snapshot = self._apply()
-            # vLLM names complete blocks for later requests of this engine, whether or not they are saved.
-            names = snapshot.in_use and bool(scheduled)
-            quiet = self._look_number() if names and (self._broken or self.half is None or self._saves_off is not None) else -1
+            if snapshot.in_use and scheduled:  # also where nothing is saved: blocks are named, or begun, all the same
+                look = self._look_number()
             if self._broken:
                 metadata = self.emergency_meta()
-                metadata.look = quiet
+                metadata.look = look
                 return metadata
             if self.half is None:
-                return StepMetadata(newest_epoch=snapshot.epoch, look=quiet)
-            if names and self._saves_off is None:
+                return StepMetadata(newest_epoch=snapshot.epoch, look=look)
+            if snapshot.in_use and scheduled and self._saves_off is None:
                 views = list(self._offers.of_step(self.half, scheduler_output, snapshot))
                 if views:
                     self._note_adapters(views)
                     self.half.collect_saves(views, snapshot)
             metadata = self.half.build(snapshot.epoch)
-            metadata.look = self._look_number() if views or metadata.saves else quiet
+            metadata.look = look if look >= 0 or not metadata.saves else self._look_number()
             metadata.adapters, self._used_adapters = tuple(sorted(self._used_adapters)), set()
             self.counters["tokens_saved"] += sum(save.num_blocks for save in metadata.saves) * compat.hash_block_size_of(self._pool)
             self._events.offer(self._requests, (*metadata.saves, *metadata.loads))
@@ -425,10 +424,11 @@ class SchedulerSide:
             self._distrust_loads(output)
         finally:
             self.fence.leave_report()
-        if isinstance(output.kv_connector_worker_meta, WorkerReport):
-            self._note_late(output.kv_connector_worker_meta)
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
             if self.half is not None:
-                self._count_acks(self.half, output.kv_connector_worker_meta)
+                self._count_acks(self.half, report)
+            self._note_late(report)  # at last: a load that has just been reported cannot be taken back any more
         self._drain_when_idle()
 
     def _distrust_loads(self, output: Any) -> None:
