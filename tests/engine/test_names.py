@@ -338,7 +338,7 @@ IN_PROCESS = """
     from pathlib import Path
     from safetensors.torch import load_file
     from vllm import LLM, SamplingParams
-    model, half, connector, prompt, opening, number, name = json.load(open(sys.argv[1]))
+    model, half, connector, prompt, openings, name, step = json.load(open(sys.argv[1]))
     llm = LLM(model=model, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=2048, max_num_seqs=8,
               enable_prefix_caching=True, kv_transfer_config=connector)
     engine = llm.llm_engine
@@ -347,12 +347,12 @@ IN_PROCESS = """
         loads([(name, load_file(Path(folder) / "model.safetensors")[name])])
     def params(tokens):
         return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    def ask():
+    def ask(prompt=prompt):
         output = llm.generate([{"prompt_token_ids": prompt}], params(8), use_tqdm=False)[0]
         return [output.num_cached_tokens, list(output.outputs[0].token_ids)]
     def run(number):
         for index in range(number):
-            engine.add_request(f"{number} {index} {time.monotonic()}", {"prompt_token_ids": opening[index]}, params(300))
+            engine.add_request(f"{number} {index} {time.monotonic()}", {"prompt_token_ids": openings[index]}, params(300))
         steps, wholes = 0, []
         while engine.has_unfinished_requests():
             for output in engine.step():
@@ -369,9 +369,9 @@ IN_PROCESS = """
     other = ask()
     load(model)
     again = ask()
-    wholes = run(number)
-    print("RESULT " + json.dumps([first, other, again, wholes]), flush=True)
-    last = ask()
+    asked = [whole[:end] for whole in run(len(openings)) for end in range(step[0], len(whole) + 1, step[1])]
+    answers = [ask(prompt) for prompt in asked]
+    print("RESULT " + json.dumps([first, other, again, asked, answers]), flush=True)
     time.sleep(2)
 """
 
@@ -384,7 +384,7 @@ def test_load_weights_of_the_model_is_called_in_process(lab: Lab, weights: Weigh
     script.write_text(textwrap.dedent(IN_PROCESS))
     openings = [prompts(OPENING) for _ in range(6)]
     connector = connector_of(lab.pool, None, lab.mooncake)
-    job.write_text(json.dumps([str(weights.base), str(half), connector, known, openings, len(openings), EMBEDDING]))
+    job.write_text(json.dumps([str(weights.base), str(half), connector, known, openings, EMBEDDING, [OPENING, BLOCK_TOKENS]]))
     environ = {**CPU_ENVIRONMENT, **PATIENT_ENVIRON, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     with Process("in-process engine", [sys.executable, str(script), str(job), str(go)], lab.folder / "in_process.log", environ) as process:
         lab.pool.wait_engines(3, 240)
@@ -395,11 +395,12 @@ def test_load_weights_of_the_model_is_called_in_process(lab: Lab, weights: Weigh
             pytest.fail(f"the in-process engine hangs:\n{process.tail(60)}")
     results = [line for line in process.log.read_text().splitlines() if line.startswith("RESULT ")]
     assert results, process.tail(60)
-    first, other, again, wholes = json.loads(results[0].removeprefix("RESULT "))
+    first, other, again, asked, answers = json.loads(results[0].removeprefix("RESULT "))
     assert first == [CACHED, list(lab.reference(known, weights.base))]
     assert other == [0, list(lab.reference(known, half))]
     assert again == [CACHED, list(lab.reference(known, weights.base))]
-    assert len(wholes) == len(openings)
-    cut = [whole[:end] for whole in wholes for end in range(OPENING, len(whole) + 1, BLOCK_TOKENS)]
-    lab.all_right(cut, (lab.a, weights.base), (lab.b, weights.base))
+    assert len(asked) == 3 * len(openings)
+    assert [tokens for _, tokens in answers] == [list(lab.reference(prompt, weights.base)) for prompt in asked], "a wrong answer"
+    assert sum(cached for cached, _ in answers) > 0
+    lab.all_right(asked, (lab.a, weights.base), (lab.b, weights.base))
     lab.share(weights.base)
