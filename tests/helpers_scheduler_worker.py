@@ -133,7 +133,7 @@ class FakeExecutor:
         name = method if isinstance(method, str) else method.__name__
         self.calls.append(name)
         self.on_call(name)
-        answers = self._of_adapters(method, args) if self._is_about_adapters(method) else self._of_ours(method, args)
+        answers = self._of_adapters(method, args) if self._is_about_adapters(method, args) else self._of_ours(method, args)
         if answers is not None:
             return answers
         weights = (kwargs or {}).get("weights")
@@ -164,8 +164,9 @@ class FakeExecutor:
         return [fixed[method]] * len(self.ranks) if not isinstance(method, str) and method in fixed else None
 
     @staticmethod
-    def _is_about_adapters(method: Any) -> bool:
-        return method is rank_calls.adapters or method in ("add_lora", "remove_lora") or hasattr(method, "on_adapters")
+    def _is_about_adapters(method: Any, args: tuple[Any, ...]) -> bool:
+        named = method in ("add_lora", "remove_lora") and bool(args)
+        return named or method is rank_calls.adapters or hasattr(method, "on_adapters")
 
     def _of_adapters(self, method: Any, args: tuple[Any, ...]) -> list[Any]:
         if method is rank_calls.adapters:
