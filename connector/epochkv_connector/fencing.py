@@ -473,7 +473,7 @@ class Fence:
             pin = self.pin_of(request)
             if pin is None:
                 self._wrap_hasher(request)
-            elif self._is_as_pinned(request, pin) and not self._left_blocks_of_unknown(pin):
+            elif self._is_as_pinned(request, pin) and not self._left_blocks_unwatched(pin):
                 return Repin.CURRENT
             elif pin.session and pin.admitted and not isinstance(request._block_hasher, StrandedHasher):
                 return Repin.CARRIED
@@ -486,9 +486,9 @@ class Fence:
             self.counters["repinned_requests"] += 1
             return Repin.DONE
 
-    def _left_blocks_of_unknown(self, pin: Pin) -> bool:
-        """A preempted request would find its own blocks, computed with weights that nobody knew then and knows now."""
-        return self._weights is None and pin.alone and pin.admitted
+    def _left_blocks_unwatched(self, pin: Pin) -> bool:
+        """In bypass no step is compared with what was known of the weights, so a preempted request's own blocks may be of others."""
+        return self._snapshot.mode is Mode.BYPASS and pin.alone and pin.admitted
 
     def isolate(self, request: Any) -> None:
         """Give the request a random root: the answer to an error of ours, after which nothing may be shared with it."""
