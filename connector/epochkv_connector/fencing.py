@@ -416,7 +416,7 @@ class Fence:
             self._refresh()
             pin = self.pin_of(request)
             if pin is not None:
-                if self.is_current(pin) and not self._left_blocks_of_unknown(pin):
+                if self.is_current(pin) and not self._left_blocks_unwatched(pin):
                     return Repin.CURRENT
                 if pin.session and pin.admitted and not is_stranded(request):
                     return Repin.CARRIED
@@ -428,9 +428,9 @@ class Fence:
             self.counters["repinned_requests"] += 1
             return Repin.DONE
 
-    def _left_blocks_of_unknown(self, pin: Pin) -> bool:
-        """A preempted request would find its own blocks, computed with weights that nobody knew then and knows now."""
-        return self._weights is None and pin.alone and pin.admitted
+    def _left_blocks_unwatched(self, pin: Pin) -> bool:
+        """In bypass no step is compared with what was known of the weights, so a preempted request's own blocks may be of others."""
+        return not self._snapshot.in_use and pin.alone and pin.admitted
 
     def isolate(self, request: Any) -> None:
         """Give the request a random root: the answer to an error of ours, after which nothing may be shared with it."""
