@@ -209,8 +209,10 @@ class Names:
     def _part(self, rig: Any, index: int) -> None:
         """A push that reaches one rank."""
         rig.past = False
+        weights, rank = self._next_weights(), self.source.randrange(self.num_ranks)
+        rig.executor.on_call = lambda name: rig.write_past(weights, rank) if name == "update_weights" else None
         rig.executor.collective_rpc("update_weights")
-        rig.write_past(self._next_weights(), self.source.randrange(self.num_ranks))
+        rig.executor.on_call = lambda name: None
 
     def _past(self, rig: Any, index: int) -> None:
         rig.past = True
@@ -510,8 +512,8 @@ def load_weights_unnoticed(patch: pytest.MonkeyPatch, rig: Any) -> None:
 
 
 def failed_calls_unnoticed(patch: pytest.MonkeyPatch, rig: Any) -> None:
-    rig.watch.failed = lambda: None
-    calling = rig.watch.calling
+    called, calling = rig.watch.called, rig.watch.calling
+    rig.watch.called = lambda idle, failed: None if failed else called(idle=idle, failed=failed)
     rig.watch.calling = lambda method: None if rig.executor.fails else calling(method)
 
 
