@@ -110,10 +110,11 @@ class Rig:
         pool_uid: str = "6f1c2d3e-0000-4000-8000-000000000001",
         caching: bool = True,
         connector: bool = True,
+        num_adapters: int = 8,
         num_drafts: int = 0,
     ) -> None:
         self._weights = weights
-        self.executor = FakeExecutor(weights, num_ranks)
+        self.executor = FakeExecutor(weights, num_ranks, num_adapters)
         self.store = store
         self.gpu: dict[int, Content] = {}
         self.lease_until = float("inf")
@@ -336,7 +337,8 @@ class Rig:
                 if item.finish_reason is not None:
                     self.finished.add(item.request_id)
         for request_id in self.scheduler.finished_recving_kv_req_ids - self.scheduler.failed_recving_kv_req_ids:
-            self.recorded_weights.setdefault(request_id, self.weights)
+            recorded = self.scheduler.requests.get(request_id)
+            self.recorded_weights.setdefault(request_id, self.label(recorded) if recorded is not None else self.weights)
 
     def _connector_output(self, output: Any) -> KVConnectorOutput:
         made = []
@@ -351,6 +353,8 @@ class Rig:
     def _forward(self, output: Any) -> ModelRunnerOutput:
         order, sampled = [], []
         admitted = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
+        scheduled = [self.scheduler.requests[request_id] for request_id in output.num_scheduled_tokens]
+        self.executor.activate({request.lora_request for request in scheduled if request.lora_request is not None})
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
             end = request.num_computed_tokens
@@ -365,7 +369,7 @@ class Rig:
         return ModelRunnerOutput(req_ids=order, req_id_to_index={name: i for i, name in enumerate(order)}, sampled_token_ids=sampled)
 
     def _sample(self, request: Request) -> int:
-        digest = hashlib.sha256(json.dumps([self.weights, list(request.all_token_ids)]).encode()).digest()
+        digest = hashlib.sha256(json.dumps([self.label(request), list(request.all_token_ids)]).encode()).digest()
         return 3 + int.from_bytes(digest[:4], "big") % 500
 
     def _blocks(self, request: Request) -> tuple[list[int], ...]:
@@ -373,11 +377,13 @@ class Rig:
 
     def label(self, request: Request) -> str:
         """What the KV that this request computes now is a function of, besides its tokens."""
-        return self.weights
+        if request.lora_request is None:
+            return self.weights
+        return f"{self.weights}+{self.executor.adapters[0].text_of(request.lora_request)}"
 
     def admitted_label(self, request: Request) -> str:
         """What the KV that the request begins this step with should have been computed under."""
-        return self.recorded_weights.pop(request.request_id, self.weights)
+        return self.recorded_weights.pop(request.request_id, None) or self.label(request)
 
     def _digests(self, request: Request) -> list[bytes]:
         return self._prefixes.setdefault(request.request_id, Prefixes()).of(request.all_token_ids)

@@ -10,9 +10,18 @@ import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
+from vllm.exceptions import LoRAAdapterNotFoundError
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.lora.model_manager import AdapterLRUCache, LRUCacheLoRAModelManager
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+
 from epochkv_connector.naming import rank as rank_calls
+from epochkv_connector.naming.lora import HeldAdapters
 from epochkv_connector.records import JobAck, LoadJob, Phase, SaveJob, Source
 from epochkv_connector.wire import StepMetadata, WorkerReport
 
@@ -35,6 +44,51 @@ class EngineCore:
         return bool(self.model_executor.collective_rpc("add_lora", args=(lora_request,)))
 
 
+class _NoModules(LRUCacheLoRAModelManager):
+    """vLLM's manager of adapters for a model that has no modules to put them on."""
+
+    def __init__(self, num_adapters: int) -> None:
+        self.lora_config = SimpleNamespace(max_loras=num_adapters, max_cpu_loras=num_adapters, lora_dtype=torch.float32)
+        self.modules, self.packed_modules = {}, {}
+        self.is_pooling_model = self._is_moe = self._enable_moe_shared_loras = self._enable_mixed_moe_lora_format = False
+        self.lora_index_to_id = [None] * num_adapters
+        self._registered_adapters = AdapterLRUCache(num_adapters, self.deactivate_adapter)
+        self._active_adapters = AdapterLRUCache(num_adapters, self._deactivate_adapter)
+
+
+class RankAdapters(LRUCacheWorkerLoRAManager):
+    """vLLM's own cache of adapters on one rank, whose files are texts by path and whose tensors are made of them.
+
+    Attributes:
+        loads: paths, in the order they were read.
+    """
+
+    def __init__(self, disk: dict[str, str], num_adapters: int) -> None:
+        self.disk = disk
+        self.loads: list[str] = []
+        self._adapter_manager = _NoModules(num_adapters)
+        self.held = HeldAdapters()
+        runner = SimpleNamespace(lora_manager=self)
+        self.worker = SimpleNamespace(model_runner=runner, add_lora=self.add_adapter)
+
+    def _load_adapter(self, lora_request: Any) -> LoRAModel:
+        self.loads.append(lora_request.lora_path)
+        if lora_request.lora_path not in self.disk:
+            raise LoRAAdapterNotFoundError(lora_request.lora_name, lora_request.lora_path)
+        return self.make(lora_request.lora_int_id, self.disk[lora_request.lora_path])
+
+    @staticmethod
+    def make(number: int, text: str) -> LoRAModel:
+        """An adapter of these tensors."""
+        values = torch.tensor(list(text.encode()), dtype=torch.float32)
+        return LoRAModel(number, 1, {"m": LoRALayerWeights("m", 1, 1, values.view(1, -1), values.view(-1, 1).clone())})
+
+    def text_of(self, request: Any) -> str:
+        """What a step of this request computes with."""
+        model = self._adapter_manager.list_adapters().get(request.lora_int_id)
+        return bytes(int(value) for value in model.loras["m"].lora_a.flatten()).decode() if model is not None else ""
+
+
 class FakeExecutor:
     """Worker ranks whose weights are a text each.
 
@@ -44,10 +98,14 @@ class FakeExecutor:
         calls: methods that were called, ours by name.
         fails: methods that raise, after `weights` of the call took effect on the first rank.
         answers: replaces a rank's answer to a question.
+        disk: what files of adapters hold, by path.
+        adapters: those of each rank.
         on_call: told of each call before it takes effect.
     """
 
-    def __init__(self, weights: str, num_ranks: int) -> None:
+    def __init__(self, weights: str, num_ranks: int, num_adapters: int = 8) -> None:
+        self.disk: dict[str, str] = {}
+        self.adapters = [RankAdapters(self.disk, num_adapters) for _ in range(num_ranks)]
         self.ranks = [weights] * num_ranks
         self.asked: list[tuple[int, str]] = [(-1, "")] * num_ranks
         self.calls: list[str] = []
@@ -56,6 +114,7 @@ class FakeExecutor:
         self.is_sleeping = False
         self.on_call: Callable[[str], None] = lambda name: None
         self.late: list[list[int]] = [[] for _ in range(num_ranks)]
+        self.replaced: list[list[tuple[int, int]]] = [[] for _ in range(num_ranks)]
         self.refused: list[bool] = [False] * num_ranks
 
     @property
@@ -74,14 +133,9 @@ class FakeExecutor:
         name = method if isinstance(method, str) else method.__name__
         self.calls.append(name)
         self.on_call(name)
-        if method is rank_calls.ask:
-            return [self._answer(index, *args) for index in range(len(self.ranks))]
-        if method is rank_calls.is_as_asked:
-            return [self.asked[index] == (args[0], held) for index, held in enumerate(self.ranks)]
-        if method is rank_calls.layout:
-            return [b""] * len(self.ranks)
-        if method is rank_calls.settle_for_sleep:
-            return [0] * len(self.ranks)
+        answers = self._of_adapters(method, args) if self._is_about_adapters(method, args) else self._of_ours(method, args)
+        if answers is not None:
+            return answers
         weights = (kwargs or {}).get("weights")
         if name in self.fails:
             if weights is not None:
@@ -101,13 +155,46 @@ class FakeExecutor:
         value = hashlib.sha256(held.encode()).digest()
         return self.answers({"number": number, "weights": value, "note": "", "bytes": 1, "seconds": 0.0, "rank": index})
 
+    def _of_ours(self, method: Any, args: tuple[Any, ...]) -> list[Any] | None:
+        if method is rank_calls.ask:
+            return [self._answer(index, *args) for index in range(len(self.ranks))]
+        if method is rank_calls.is_as_asked:
+            return [self.asked[index] == (args[0], held) for index, held in enumerate(self.ranks)]
+        fixed = {rank_calls.layout: b"", rank_calls.settle_for_sleep: 0}
+        return [fixed[method]] * len(self.ranks) if not isinstance(method, str) and method in fixed else None
+
+    @staticmethod
+    def _is_about_adapters(method: Any, args: tuple[Any, ...]) -> bool:
+        named = method in ("add_lora", "remove_lora") and bool(args)
+        return named or method is rank_calls.adapters or hasattr(method, "on_adapters")
+
+    def _of_adapters(self, method: Any, args: tuple[Any, ...]) -> list[Any]:
+        if method is rank_calls.adapters:
+            return [self.answers(self._about_adapters(index, *args)) for index in range(len(self.ranks))]
+        if isinstance(method, str):
+            return [getattr(one, method.replace("lora", "adapter"))(*args) for one in self.adapters]
+        return [method.on_adapters(one) for one in self.adapters]
+
+    def _about_adapters(self, index: int, number: int, wanted: Any, afresh: bool) -> dict[str, Any]:
+        one = self.adapters[index]
+        return {"number": number, "adapters": one.held.ask(one.worker, number, wanted, afresh), "note": "", "rank": index}
+
+    def activate(self, requests: set[Any]) -> None:
+        """A step begins that uses these adapters."""
+        for one in self.adapters:
+            one.set_active_adapters(requests, None)
+
     def looked(self, metadata: StepMetadata | None) -> None:
-        """The forward pass of a step is over: each rank compares, as `naming.rank.Look`."""
+        """The forward pass of a step is over: each rank compares, as `working.WorkerSide`."""
         number = -1 if metadata is None else metadata.look
         for index, held in enumerate(self.ranks):
             self.refused[index] = number >= 0 and self.asked[index] != (number, held)
             if self.refused[index]:
                 self.late[index].append(number)
+            if metadata is not None:
+                adapters = self.adapters[index].held
+                self.replaced[index] += adapters.replaced(metadata.newest_epoch)
+                self.refused[index] |= not adapters.are_as_asked(metadata.adapters)
 
 
 class Prefixes:
@@ -308,4 +395,5 @@ class FakeWorker:
         """Acknowledgements since the last call."""
         acks, self.acks = self.acks, []
         late, self.rig.executor.late[self.rank] = self.rig.executor.late[self.rank], []
-        return WorkerReport(acks=acks, late=late)
+        replaced, self.rig.executor.replaced[self.rank] = self.rig.executor.replaced[self.rank], []
+        return WorkerReport(acks=acks, late=late, replaced=replaced)

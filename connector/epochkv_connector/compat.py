@@ -23,6 +23,7 @@ from typing import Any
 import vllm
 
 from epochkv_connector.compat_kv import describe_platform
+from epochkv_connector.pinning import PIN_ATTRIBUTE
 from epochkv_connector.plugin import NAME
 from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout
 from epochkv_connector.worker.slots import slot_stride
@@ -149,22 +150,18 @@ def check_launcher(backend: object, num_ranks: int) -> None:
         )
 
 
-def around_adapter_load(before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
-    """Have both run with the `LoRARequest` each time the engine that is building us is told to load an adapter
-    (`/v1/load_lora_adapter`, `--lora-modules`): vLLM tells connectors nothing of it."""
-    core = _builder("EngineCore")
-    if core is None:  # a scheduler without an engine
+def hide_adapters_from_hashes() -> None:
+    """Keep an adapter's name and path out of the block hashes of requests that we have pinned: their root says which adapter it is."""
+    keys_of = getattr(kv_cache_utils, "_gen_lora_extra_hash_keys", None)
+    if keys_of is None or hasattr(keys_of, "__wrapped__"):
         return
-    load = core.add_lora
 
-    @functools.wraps(load)  # vLLM reads the types of its parameters
-    def add_lora(lora_request: Any) -> bool:
-        before(lora_request)
-        loaded = bool(load(lora_request))
-        after(lora_request)
-        return loaded
+    @functools.wraps(keys_of)
+    def unless_pinned(request: Any) -> list[Any]:
+        pin = getattr(request, PIN_ATTRIBUTE, None)
+        return [] if pin is not None and pin.adapter else list(keys_of(request))
 
-    core.add_lora = add_lora
+    kv_cache_utils._gen_lora_extra_hash_keys = unless_pinned
 
 
 def _builder(kind: str) -> Any | None:
@@ -505,6 +502,13 @@ def describe_adapters(vllm_config: Any) -> str:
         return ""
     options = _options(lora, _LORA_CAPACITIES)
     return hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def why_no_adapters(vllm_config: Any) -> str | None:
+    """Why KV of adapters cannot be named by their tensors, in words; None: it can."""
+    if is_multimodal(vllm_config) and getattr(getattr(vllm_config, "lora_config", None), "enable_tower_connector_lora", False):
+        return "outputs of the encoder are cached by an adapter's name, whatever it holds (enable_tower_connector_lora)"
+    return None
 
 
 def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:

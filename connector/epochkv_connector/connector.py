@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from epochkv_connector import compat, tiers
-from epochkv_connector.adapters import AdapterVersions, Version
 from epochkv_connector.compat import KVConnectorBase_V1, KVConnectorRole, KVConnectorTransferResults, SupportsHMA
 from epochkv_connector.compat_kv import why_no_tiers
 from epochkv_connector.config import ConfigError, ConnectorConfig
@@ -24,6 +23,7 @@ from epochkv_connector.guard import Guard
 from epochkv_connector.identity import fingerprint
 from epochkv_connector.link import Credentials, FenceHooks, HubLink
 from epochkv_connector.memory import check_fits, crowded, gib
+from epochkv_connector.naming.adapters import Adapters
 from epochkv_connector.naming.engine import EngineRanks, NoRanks, join
 from epochkv_connector.naming.rank import held_by
 from epochkv_connector.naming.watch import Watch
@@ -126,10 +126,6 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
                 found.source,
             )
 
-    def _adapter_version(self, adapter: Any) -> Version:
-        layout = "3d" if getattr(adapter, "is_3d_lora_weight", False) else ""
-        return self._adapters.version(adapter.lora_int_id, adapter.lora_path, layout)
-
     def _refuse_foreign_encoders(self) -> None:
         if self._vllm_config.ec_transfer_config is not None:
             raise compat.UnsupportedEngine(
@@ -149,7 +145,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         )
         layouts: list[str] | None = self._guard.run("layouts", ranks.layouts, lambda: None)
         digest = self._fingerprint = fingerprint({**described, "layouts": layouts})
-        self._adapters = AdapterVersions(compat.describe_adapters(vllm_config))
+        adapters = Adapters(ranks, compat.num_worker_ranks(vllm_config), time.monotonic, compat.why_no_adapters(vllm_config))
         self._link = HubLink(config, credentials)
         random_seed = compat.hash_seed_is_random(self._hashing.algorithm)
         if random_seed and config.distributed is not None:
@@ -159,16 +155,18 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
                 self._hashing.algorithm,
             )
         fence = Fence(
-            PoolIdentity(config.pool.uid, digest, credentials.secret, l2_allowed=not random_seed),
+            PoolIdentity(
+                config.pool.uid,
+                digest,
+                credentials.secret,
+                l2_allowed=not random_seed,
+                adapters_applied=compat.describe_adapters(vllm_config),
+            ),
             self._policy(credentials, core),
             root_port,
             self._hashing,
+            adapters,
             lease_until=self._link.lease_until,
-            adapter_version=self._adapter_version,
-        )
-        compat.around_adapter_load(
-            lambda adapter: self._guard.run("adapter_loading", lambda: fence.adapter_loading(adapter), lambda: None),
-            lambda adapter: self._adapters.loaded(adapter.lora_int_id, adapter.lora_path),
         )
         loads_off = self._why_no_loads()
         if loads_off is not None:
@@ -189,7 +187,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             tokens_per_step=compat.tokens_per_step(vllm_config),
             on_error=self._guard.note,
         )
-        self._watch_weights(ranks, core, scheduler, self._side)
+        self._watch_weights(ranks, adapters, core, scheduler, self._side)
         hooks = FenceHooks(fence, self._gauges, self._reclaim, self._told)
         self._link.start(hooks, digest, int(vllm_config.parallel_config.data_parallel_rank or 0))
         if fence.policy.forced_bypass is not None:
@@ -197,7 +195,9 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         elif config.hub is None:
             logger.info("EpochKV: no hub is configured; this engine is a pool of its own, and its root private")
 
-    def _watch_weights(self, ranks: EngineRanks | NoRanks, core: Any | None, scheduler: Any | None, side: SchedulerSide) -> None:
+    def _watch_weights(
+        self, ranks: EngineRanks | NoRanks, adapters: Adapters, core: Any | None, scheduler: Any | None, side: SchedulerSide
+    ) -> None:
         """Names are made of the weights that the ranks hold, from the first on."""
         side.watch = watch = Watch(
             ranks,
@@ -206,10 +206,13 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             time.monotonic,
             has_encoder=compat.is_multimodal(self._vllm_config),
         )
+        side.adapters = adapters
+        adapters.join(side, lambda: watch.value is not None and not ranks.asleep)
+        compat.hide_adapters_from_hashes()
         if side.fence.policy.forced_bypass is not None:
             watch.refuse(side.fence.policy.forced_bypass)
         if isinstance(ranks, EngineRanks):
-            join(core, scheduler, watch, lambda work: self._guard.run("weights", work, side.break_off))
+            join(core, scheduler, watch, adapters, lambda work: self._guard.run("weights", work, side.break_off))
         watch.before_schedule()
 
     def _policy(self, credentials: Credentials, core: Any | None) -> FencePolicy:
@@ -384,14 +387,14 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         half = self._guard.build("register_kv_caches", build, lambda: RefusingHalf(rank))
         held = held_by(self._engine_id)
         held.layout = half.layout
-        self._worker = WorkerSide(half, rank, self._guard.note, look=held.look)
+        self._worker = WorkerSide(half, rank, self._guard.note, look=held.look, adapters=held.adapters)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """A new step."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is None:  # the runner never registered: answer all the same
             rank = compat.worker_rank(self._vllm_config)
-            self._worker = WorkerSide(RefusingHalf(rank), rank, self._guard.note)
+            self._worker = WorkerSide(RefusingHalf(rank), rank, self._guard.note, adapters=held_by(self._engine_id).adapters)
         self._worker.new_step()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -477,7 +480,6 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         """Stop the agent, then the tiers; each within its own deadline."""
         if self._side is not None:
-            self._adapters.close()
             self._guard.run("link.stop", self._link.stop, _nothing)
             if self._tiers is not None:
                 self._guard.run("tiers.close", self._tiers.close, _nothing)

@@ -20,9 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from epochkv_connector.adapter_ids import AdapterIds
-from epochkv_connector.adapters import Version
 from epochkv_connector.identity import ROOT_BYTES, Pin, Snapshot, adapter_root, namespace, shared_root, transfer_tag
+from epochkv_connector.naming.adapters import Adapters
 from epochkv_connector.naming.strand import is_stranded, strand
 from epochkv_connector.pinning import PIN_ATTRIBUTE, FencedHasher, HashPort, RootPort, awaits_first_hash, brings_kv, plain_hasher
 from epochkv_connector.standing import Herald, Standing, Why
@@ -49,12 +48,14 @@ class PoolIdentity:
     Attributes:
         secret: the pool's root secret; None: no shared root can be made, so nothing is ever shared.
         l2_allowed: False keeps every name inside this engine (random hash seed).
+        adapters_applied: how this engine applies adapters (`compat.describe_adapters`).
     """
 
     pool_uid: str
     fingerprint: str
     secret: bytes | None = field(repr=False)
     l2_allowed: bool = True
+    adapters_applied: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +85,9 @@ class Fence:
         policy: FencePolicy,
         root_port: RootPort,
         hash_port: HashPort,
+        adapters: Adapters,
         *,
         lease_until: Callable[[], float] = lambda: 0.0,
-        adapter_version: Callable[[Any], Version] = lambda adapter: Version("", shareable=False),
         clock: Callable[[], float] = time.monotonic,
         random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
@@ -100,7 +101,7 @@ class Fence:
         self._lock = threading.RLock()
         self._weights: bytes | None = None
         self._forbidden = policy.forced_bypass is not None
-        self._ended: set[tuple[int, bytes]] = set()  # (epoch, weights): blocks under these names may be wrong here
+        self._ended: set[tuple[int, bytes]] = set()  # (epoch, weights or adapter): blocks under these names may be wrong here
         self._granted: int | None = None
         self._reset_at_epoch: int | None = None  # local reset: private until the pool's epoch exceeds this one
         self._distrusted = False
@@ -115,9 +116,7 @@ class Fence:
         self._used_epoch = -1  # latest epoch under whose shared root something was admitted
         self._last_generation = 0
         self._shared_generation: tuple[int, int] | None = None  # (epoch, generation) of the latest shared snapshot of these weights
-        self._adapter_version = adapter_version
-        self._adapters = AdapterIds()
-        self._adapter_secret = random_bytes(ROOT_BYTES)
+        self._adapters = adapters
         self.counters: Counter[str] = Counter()
         self._fenced_hasher: FencedHasher | None = None
         self._herald = Herald()
@@ -236,8 +235,8 @@ class Fence:
             return True
 
     def end(self, weights: bytes) -> bool:
-        """Blocks that this engine has named after these weights in this epoch may have been computed with others. Returns whether
-        others may have been told of such names."""
+        """Blocks that this engine has named after these weights, or this adapter, in this epoch may have been computed with others.
+        Returns whether others may have been told of such names."""
         with self._lock:
             epoch = -1 if self._granted is None else self._granted
             self._ended = {ended for ended in self._ended if ended[0] >= epoch} | {(epoch, weights)}
@@ -319,13 +318,8 @@ class Fence:
         return getattr(request, PIN_ATTRIBUTE, None)
 
     def is_current(self, pin: Pin) -> bool:
-        """Whether the pin was made under what holds now, and its adapter is still the one that it was made for."""
-        return pin.generation == self._snapshot.generation and (not pin.adapter or self._adapters.holds(pin))
-
-    @property
-    def adapter_changes(self) -> int:
-        """Another number than before: weights of an adapter were replaced, and its pins are not current."""
-        return self._adapters.num_changes
+        """Whether the pin was made under what holds now, and its adapter's id still stands for what it did."""
+        return pin.generation == self._snapshot.generation and (not pin.adapter or self._adapters.turn(pin.adapter) == pin.turn)
 
     def pin(self, request: Any) -> Snapshot:
         """Pin a new request to what holds now, and re-hash it if its hashes were made with anything else."""
@@ -335,82 +329,59 @@ class Fence:
             return self._snapshot
 
     def _pin_locked(self, request: Any, session: bool) -> None:
+        stranded = is_stranded(request)
         pin = self._make_pin(request)
         pin.session = session
         setattr(request, PIN_ATTRIBUTE, pin)
-        if request.block_hashes and request.block_hashes[0] != self._hashing.first(request, pin.root):
+        if request.block_hashes and (stranded or request.block_hashes[0] != self._hashing.first(request, pin.root)):
             self._rehash(request, pin)
         self._wrap_hasher(request)
 
     def _make_pin(self, request: Any) -> Pin:
         snapshot, adapter = self._snapshot, getattr(request, "lora_request", None)
-        if adapter is not None:
-            self._adapters.asked(adapter)
         if not snapshot.in_use or not self._may_share(request):
             return self._lone_pin(adapter)
         return Pin(snapshot.root, snapshot.generation) if adapter is None else self._adapter_pin(adapter, snapshot)
 
     def _lone_pin(self, adapter: Any | None) -> Pin:
-        number = adapter.lora_int_id if adapter is not None else 0
-        loads = self._adapters.loads(number)
-        root = self._random(ROOT_BYTES)
-        return Pin(root, self._snapshot.generation, False, alone=True, adapter=0 if loads is None else number, loads=loads or 0)
+        root, generation = self._random(ROOT_BYTES), self._snapshot.generation
+        if adapter is None:
+            return Pin(root, generation, False, alone=True)
+        return Pin(root, generation, False, alone=True, adapter=adapter.lora_int_id, turn=self._adapters.of(adapter).turn)
 
     def _adapter_pin(self, adapter: Any, snapshot: Snapshot) -> Pin:
-        """An adapter is named by what its files hold, where that is known and nothing has taken its place: else nobody can know
-        which version this engine has, and the next boot will give the same ids again, so its names are this boot's own and go
-        to no tier."""
-        name, number = adapter.lora_name, adapter.lora_int_id
-        version = self._look(adapter) if self._adapters.may_name(number) else None
-        loads = self._adapters.loads(number)
-        if version is None or not version.stable or loads is None:
+        """By the tensors that the ranks hold of it; while nobody knows them, or their names are ended here, by itself."""
+        known = self._adapters.of(adapter)
+        epoch = -1 if self._granted is None else self._granted
+        if known.value is None or (epoch, known.value) in self._ended:
             return self._lone_pin(adapter)
-        root = adapter_root(snapshot.root, name, version.name)
-        shared = version.shareable and self._adapters.share(number, root)
-        if not shared:
-            root = adapter_root(self._adapter_secret + snapshot.root, name, version.name, number)
-        return Pin(root, snapshot.generation, saveable=shared, adapter=number, loads=loads, version=version.name)
+        root = adapter_root(snapshot.root, known.value, self._identity.adapters_applied)
+        return Pin(root, snapshot.generation, adapter=adapter.lora_int_id, turn=known.turn)
 
-    def _look(self, adapter: Any) -> Version:
-        """What the adapter's files say now. May wait for a disk (`adapters.WAIT_SECONDS`)."""
-        version = self._adapter_version(adapter)
-        if version.changed:
-            self._adapters.changed(adapter.lora_int_id)
-        return version
-
-    def _is_as_pinned(self, request: Any, pin: Pin) -> bool:
-        """Also whether the adapter's files are: vLLM may read them (again) when the request is scheduled."""
-        if not self.is_current(pin):
-            return False
-        return not pin.adapter or pin.alone or self._look(request.lora_request).name == pin.version
-
-    def adapter_loading(self, adapter: Any) -> None:
-        """vLLM is about to read an adapter's files. In place of another: what was pinned to that one is not current from now on,
-        its requests, which go on with this one, save nothing more, and what is being loaded for them fails. Scheduler thread."""
-        with self._lock:
-            self._adapters.loading(adapter)
-        self._look(adapter)  # not under the lock: a disk may be slow
-
-    def may_save(self, request: Any, pin: Pin) -> bool:
-        """Whether what this pin names may be offered to a tier. An adapter's files are looked at once more: the engine may have
-        read them since it was pinned."""
-        return pin.saveable and self._is_as_pinned(request, pin)
+    def may_save(self, pin: Pin) -> bool:
+        """Whether what this pin names may be offered to a tier."""
+        return pin.saveable and self.is_current(pin)
 
     def _may_share(self, request: Any) -> bool:
         """False for a request whose KV may come from another engine under a name we cannot vouch for (P/D)."""
         params = getattr(request, "kv_transfer_params", None) or {}
         shown = params.get(TAG_KEY)  # without one nothing is vouched for, also where we have none ourselves
-        if not brings_kv(params) or (shown is not None and shown == self.tag()):
+        if not brings_kv(params) or (shown is not None and shown == self.tag(getattr(request, "lora_request", None))):
             return True
         self.counters["foreign_kv_requests"] += 1
         return False
 
-    def tag(self) -> dict[str, Any] | None:
-        """`(pool, epoch, fingerprint)` of what holds now for `kv_transfer_params`; None unless the root is shared."""
+    def tag(self, adapter: Any | None = None) -> dict[str, Any] | None:
+        """`(pool, epoch, fingerprint, weights)` of what holds now, and the adapter, for `kv_transfer_params`; None unless the root is
+        shared."""
         snapshot = self._snapshot
         if not snapshot.shared or snapshot.weights is None:
             return None
-        return transfer_tag(self._identity.pool_uid, snapshot.epoch, self._identity.fingerprint, snapshot.weights)
+        tag = transfer_tag(self._identity.pool_uid, snapshot.epoch, self._identity.fingerprint, snapshot.weights)
+        if adapter is None:
+            return tag
+        value = self._adapters.of(adapter).value
+        return None if value is None else {**tag, "adapter": value.hex(), "applied": self._identity.adapters_applied}
 
     def _rehash(self, request: Any, pin: Pin) -> None:
         inner = plain_hasher(request)
@@ -445,7 +416,7 @@ class Fence:
             self._refresh()
             pin = self.pin_of(request)
             if pin is not None:
-                if self._is_as_pinned(request, pin):
+                if self.is_current(pin) and not self._left_blocks_unwatched(pin):
                     return Repin.CURRENT
                 if pin.session and pin.admitted and not is_stranded(request):
                     return Repin.CARRIED
@@ -456,6 +427,10 @@ class Fence:
             self._pin_locked(request, session=pin.session if pin else bool(getattr(request, "resumable", False)))
             self.counters["repinned_requests"] += 1
             return Repin.DONE
+
+    def _left_blocks_unwatched(self, pin: Pin) -> bool:
+        """In bypass no step is compared with what was known of the weights, so a preempted request's own blocks may be of others."""
+        return not self._snapshot.in_use and pin.alone and pin.admitted
 
     def isolate(self, request: Any) -> None:
         """Give the request a random root: the answer to an error of ours, after which nothing may be shared with it."""

@@ -60,9 +60,8 @@ class Pin:
         admitted: the request holds, or was answered, KV under this pin: it is carried when the pin is not current.
         loading: an asynchronous load of ours is in flight.
         session: a streaming-input session.
-        adapter: vLLM's id of the request's adapter; 0, which vLLM gives to none: there is none, or nobody looks after it.
-        loads: how often something had been loaded in its place (`AdapterIds`).
-        version: of its files.
+        adapter: vLLM's id of the request's adapter; 0, which vLLM gives to none: there is none.
+        turn: of what that id stood for (`naming.adapters`).
     """
 
     root: bytes
@@ -73,8 +72,7 @@ class Pin:
     session: bool = False
     alone: bool = False
     adapter: int = 0
-    loads: int = 0
-    version: str = ""
+    turn: int = 0
 
 
 def _packed(*fields: bytes) -> bytes:
@@ -100,10 +98,14 @@ def shared_root(secret: bytes, pool_uid: str, epoch: int, fingerprint: str, weig
     return hmac.new(secret, message, hashlib.sha256).digest()
 
 
-def adapter_root(root: bytes, adapter_name: str, version: str, number: int = 0) -> bytes:
-    """Root for requests that use an adapter: folded in are its version and, where the name is this boot's own, its number."""
-    message = _packed(b"adapter", adapter_name.encode(), version.encode(), number.to_bytes(8, "big"))
-    return hmac.new(root, message, hashlib.sha256).digest()
+def adapter_root(root: bytes, adapter: bytes, applied: str) -> bytes:
+    """Root for requests that use an adapter.
+
+    Args:
+        adapter: digest of the tensors that the ranks hold of it (`naming.adapters`).
+        applied: how this engine applies adapters (`compat.describe_adapters`).
+    """
+    return hmac.new(root, _packed(b"adapter", adapter, applied.encode()), hashlib.sha256).digest()
 
 
 def fingerprint(fields: Mapping[str, Any]) -> str:

@@ -80,7 +80,7 @@ class Offers:
         if complete <= self._num_blocks.get(request_id, 0) and not again:
             return None
         pin = self._fence.pin_of(request)
-        if pin is None or not self._fence.may_save(request, pin):
+        if pin is None or not self._fence.may_save(pin):
             return None
         self._num_blocks[request_id] = complete
         return ScheduledRequestView(

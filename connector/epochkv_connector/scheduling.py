@@ -15,11 +15,12 @@ from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.events import HostEvents
 from epochkv_connector.fencing import TAG_KEY, Fence, Repin
 from epochkv_connector.identity import Snapshot
+from epochkv_connector.naming.adapters import Adapters
 from epochkv_connector.naming.watch import Watch
 from epochkv_connector.offering import Offers
 from epochkv_connector.records import Source
 from epochkv_connector.scheduler.core import SchedulerHalf
-from epochkv_connector.scheduler.views import Commit, RequestView
+from epochkv_connector.scheduler.views import Commit, RequestView, ScheduledRequestView
 from epochkv_connector.wire import StepMetadata, WorkerReport
 
 IDLE_DRAIN_SECONDS = 0.05
@@ -38,6 +39,7 @@ class SchedulerSide:
 
     Attributes:
         watch: looks at the weights of the ranks; None: nobody does, so nothing is named.
+        adapters: looks at their adapters; None: nobody does, so no request with an adapter is named.
 
     Args:
         half: bookkeeping of the tiers; None when no tier is configured (the fence still works).
@@ -64,6 +66,7 @@ class SchedulerSide:
         on_error: Callable[[str, Exception], None] = lambda where, error: None,
     ) -> None:
         self.watch: Watch | None = None
+        self.adapters: Adapters | None = None
         self._config = config
         self.fence = fence
         self.half = half
@@ -86,8 +89,8 @@ class SchedulerSide:
         self._sent_loads: set[str] = set()
         self._events = HostEvents(on_error)
         self._settle = False  # saves have let go of GPU blocks that ranks may still read
+        self._used_adapters: set[tuple[int, int]] = set()  # (id, number of the question) of what is saved next
         self._broken = False
-        self._adapter_changes = 0
         self._cooldown: set[str] = set()  # a load failed: no external hit until scheduled once
         self._steps_aside: set[str] = set()  # of these: not asked since
         self.counters: Counter[str] = Counter()
@@ -107,8 +110,6 @@ class SchedulerSide:
     def _apply(self) -> Snapshot:
         """Bring the bookkeeping to what holds now: poison what an adoption overtook. Returns what holds now."""
         snapshot = self.fence.current()
-        if self.fence.adapter_changes != self._adapter_changes:
-            self._poison_replaced()
         if snapshot is self._applied:
             return snapshot
         changed_root = snapshot.root != self._applied.root
@@ -127,14 +128,6 @@ class SchedulerSide:
             self._broken = True
             self._on_error("adopt", error)
             return set(self._sent_loads)
-
-    def _poison_replaced(self) -> None:
-        """What is loaded for requests whose adapter was replaced is of the version before."""
-        changes = self.fence.adapter_changes
-        if self.half is not None:
-            pins = {request_id: self.fence.pin_of(self._requests.get(request_id)) for request_id in self.half.open_loads()}
-            self._poison({name for name, pin in pins.items() if pin is not None and pin.adapter and not self.fence.is_current(pin)})
-        self._adapter_changes = changes
 
     def _poison(self, request_ids: set[str]) -> None:
         self.counters["poisoned_loads"] += len(request_ids - self._poisoned)
@@ -166,17 +159,44 @@ class SchedulerSide:
             self._ask_for_next_epoch()
         self._apply()
 
+    def adapters_in_use(self) -> dict[int, Any]:
+        """A `LoRARequest` for each adapter of a live request; one that loads in place where there is one."""
+        used = (getattr(request, "lora_request", None) for request in self._requests.values())
+        adapters = sorted((one for one in used if one is not None), key=lambda one: bool(getattr(one, "load_inplace", False)))
+        return {one.lora_int_id: one for one in adapters}
+
+    def adapters_changed(self, numbers: set[int]) -> None:
+        """These ids stand for other tensors from now on. Requests that hold blocks go on without names, and what is being loaded for
+        them fails; the others are named anew before vLLM looks for them in its cache."""
+        loading = self.half.open_loads() if self.half is not None else set()
+        for request_id, request in self._requests.items():
+            pin = self.fence.pin_of(request)
+            if pin is None or pin.adapter not in numbers or self.fence.is_current(pin):
+                continue
+            if compat.holds_blocks(request):
+                self.fence.strand(request, compat.num_named_blocks(self._manager, request, self._pool))
+                self._poison({request_id} & set(loading))
+            else:
+                self._renamed(request, self.fence.repin(request, must=False), self._apply())
+
+    def end_adapter(self, value: bytes) -> None:
+        """Blocks under names of these tensors were computed with others. Ranks have saved none of them, so nobody else has any."""
+        self.fence.end(value)
+
     def break_off(self) -> None:
         """A change of weights could not be followed: this engine names nothing that anybody finds, until it restarts."""
         self._broken = True
         self.fence.forbid()
 
-    def _note_late(self, numbers: Iterable[int]) -> None:
-        """Ranks saw other weights behind a step than those that its blocks are named after."""
+    def _note_late(self, report: WorkerReport) -> None:
+        """Ranks saw other weights, or adapters, behind a step than those that its blocks are named after."""
         try:
-            for number in numbers:
+            for number in report.late:
                 if self.watch is not None:
                     self.watch.late(number)
+            for adapter_id, number in report.replaced:
+                if self.adapters is not None:
+                    self.adapters.late(adapter_id, number)
         except Exception as error:
             self._on_error("late", error)
             self.break_off()
@@ -194,6 +214,9 @@ class SchedulerSide:
     def on_new_request(self, request: Any) -> None:
         """Pin, and begin the L2 lookup."""
         self._requests[request.request_id] = request
+        adapter = getattr(request, "lora_request", None)
+        if self.adapters is not None and adapter is not None:
+            self.adapters.arrived(adapter)
         self.fence.pin(request)
         self._begin_lookup(request, self._apply())
 
@@ -234,11 +257,7 @@ class SchedulerSide:
         must = bool(request.skip_reading_prefix_cache)
         outcome = Repin.CARRIED if compat.holds_blocks(request) else self.fence.repin(request, must=must)
         snapshot = self._apply()
-        if outcome is Repin.DONE:
-            self._offers.begin_anew(request.request_id)
-            if self.half is not None:
-                self.half.abort(request.request_id)
-            self._begin_lookup(request, snapshot)
+        self._renamed(request, outcome, snapshot)
         if must or outcome is Repin.CARRIED:
             return 0, False
         stale_hit = outcome is Repin.DONE and num_local > 0
@@ -251,6 +270,15 @@ class SchedulerSide:
         if hit.num_tokens is None:
             return None, False
         return hit.num_tokens, hit.num_tokens > 0
+
+    def _renamed(self, request: Any, outcome: Repin, snapshot: Snapshot) -> None:
+        """Its blocks may have new names now."""
+        if outcome is not Repin.DONE:
+            return
+        self._offers.begin_anew(request.request_id)
+        if self.half is not None:
+            self.half.abort(request.request_id)
+        self._begin_lookup(request, snapshot)
 
     def _steps_aside_once(self, request_id: str) -> bool:
         """After a failed load "ask again" once: it moves the request out of vLLM's queue of those that hold blocks.
@@ -315,22 +343,27 @@ class SchedulerSide:
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """End of a `schedule()`: emit saves, collect jobs, let acknowledgements go."""
         scheduled: dict[str, int] = scheduler_output.num_scheduled_tokens
-        views: list[Any] = []
+        look = -1
         if self._cooldown:
             self._cooldown.difference_update(scheduled)
         try:
             snapshot = self._apply()
+            if snapshot.in_use and scheduled:  # also where nothing is saved: blocks are named, or begun, all the same
+                look = self._look_number()
             if self._broken:
-                return self.emergency_meta()
+                metadata = self.emergency_meta()
+                metadata.look = look
+                return metadata
             if self.half is None:
-                return StepMetadata(newest_epoch=snapshot.epoch)
+                return StepMetadata(newest_epoch=snapshot.epoch, look=look)
             if snapshot.in_use and scheduled and self._saves_off is None:
                 views = list(self._offers.of_step(self.half, scheduler_output, snapshot))
                 if views:
+                    self._note_adapters(views)
                     self.half.collect_saves(views, snapshot)
             metadata = self.half.build(snapshot.epoch)
-            if views or metadata.saves:
-                metadata.look = self._look_number()
+            metadata.look = look if look >= 0 or not metadata.saves else self._look_number()
+            metadata.adapters, self._used_adapters = tuple(sorted(self._used_adapters)), set()
             self.counters["tokens_saved"] += sum(save.num_blocks for save in metadata.saves) * compat.hash_block_size_of(self._pool)
             self._events.offer(self._requests, (*metadata.saves, *metadata.loads))
             told = {load.request_id for load in metadata.loads}
@@ -339,6 +372,15 @@ class SchedulerSide:
             return self._with_names(metadata)
         finally:
             self.fence.leave_schedule()
+
+    def _note_adapters(self, views: Iterable[ScheduledRequestView]) -> None:
+        """Which adapters the names of what is saved speak of: ranks compare before they save it."""
+        if self.adapters is None:
+            return
+        for view in views:
+            pin = self.fence.pin_of(self._requests[view.request_id])
+            if pin is not None and pin.adapter:
+                self._used_adapters.add((pin.adapter, self.adapters.number(pin.adapter)))
 
     def _with_names(self, metadata: StepMetadata) -> StepMetadata:
         metadata.settle, self._settle = self._settle, False
@@ -365,6 +407,7 @@ class SchedulerSide:
             snapshot = self._apply()
             view = self._offers.at_end(request, snapshot) if snapshot.in_use else None
             if view is not None:
+                self._note_adapters((view,))
                 self._events.offer({request.request_id: request}, half.collect_saves((view,), snapshot))
         except Exception as error:
             self._broken = True
@@ -381,9 +424,11 @@ class SchedulerSide:
             self._distrust_loads(output)
         finally:
             self.fence.leave_report()
-        if self.half is not None and isinstance(output.kv_connector_worker_meta, WorkerReport):
-            self._note_late(output.kv_connector_worker_meta.late)
-            self._count_acks(self.half, output.kv_connector_worker_meta)
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            if self.half is not None:
+                self._count_acks(self.half, report)
+            self._note_late(report)  # at last: a load that has just been reported cannot be taken back any more
         self._drain_when_idle()
 
     def _distrust_loads(self, output: Any) -> None:
@@ -445,7 +490,7 @@ class SchedulerSide:
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; GPU pins protect its saves, so frees are never delayed."""
         request_id = request.request_id
-        tag = self.fence.tag() if self._may_hand_off(request) else None
+        tag = self.fence.tag(getattr(request, "lora_request", None)) if self._may_hand_off(request) else None
         if self.half is not None:
             self._save_last_blocks(self.half, request)
         self.fence.release(request)

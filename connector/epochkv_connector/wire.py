@@ -28,8 +28,10 @@ class StepMetadata(KVConnectorMetadata):
             names requests for which no load job was ever sent (a hit that could not be kept): reported the same way.
         newest_epoch: highest epoch adopted; a put of an older namespace that has not begun may be skipped.
         settle: saves of earlier steps hold their GPU blocks no more: their copies must end before this step writes to any.
-        look: blocks are complete with this step: after its forward pass each rank compares its weights with what it answered to
-            the question of this number (`naming.rank`); -1: not needed.
+        look: after the forward pass of this step each rank compares its weights with what it answered to the question of this number
+            (`naming.rank`); -1: nothing is named.
+        adapters: (id, number) of adapters whose requests' blocks are saved, and of the questions (`naming.rank.adapters`) that they are
+            named after.
         agreed, refused: saves of earlier steps that every rank has copied, or some rank has not. With several ranks a block's shards
             go to L2 only when all are known to be of the same weights.
     """
@@ -40,6 +42,7 @@ class StepMetadata(KVConnectorMetadata):
     newest_epoch: int = -1
     settle: bool = False
     look: int = -1
+    adapters: tuple[tuple[int, int], ...] = ()
     agreed: tuple[int, ...] = ()
     refused: tuple[int, ...] = ()
 
@@ -50,12 +53,14 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     Attributes:
         late: questions whose answer was not true any more when a step was over (`StepMetadata.look`).
+        replaced: adapters, and the questions, likewise.
     """
 
     acks: list[JobAck] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
+    replaced: list[tuple[int, int]] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Concatenate; ranks are counted by the scheduler half."""
         assert isinstance(other, WorkerReport)
-        return WorkerReport(acks=self.acks + other.acks, late=self.late + other.late)
+        return WorkerReport(acks=self.acks + other.acks, late=self.late + other.late, replaced=self.replaced + other.replaced)

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
+from epochkv_connector.naming.lora import HeldAdapters
 from epochkv_connector.records import JobAck, LoadJob, Phase, SaveJob, Source
 from epochkv_connector.wire import StepMetadata, WorkerReport
 from epochkv_connector.worker.tasks import Report
@@ -158,6 +159,7 @@ class WorkerSide:
 
     Args:
         look: begins a comparison of the weights with the answer to the question of this number.
+        adapters: of this rank.
     """
 
     def __init__(
@@ -166,10 +168,13 @@ class WorkerSide:
         rank: int,
         on_error: Callable[[str, Exception], None] = lambda where, error: None,
         look: Callable[[int], Look] | None = None,
+        adapters: HeldAdapters | None = None,
     ) -> None:
         self.half = half
         self._on_error = on_error
         self._look = look
+        self._adapters = adapters or HeldAdapters()
+        self._replaced: list[tuple[int, int]] = []
         self._looks: list[Look] = []
         self._rank = rank
         self._kept = Report(set(), set(), [])
@@ -204,7 +209,9 @@ class WorkerSide:
         self.start(metadata, idle=self._idle)
         if not self._finished:
             self._finished = True
-            self.half.finish_step(self._compare(metadata.look))
+            self._replaced += self._adapters.replaced(metadata.newest_epoch)
+            as_named = self._compare(metadata.look)
+            self.half.finish_step(as_named if self._adapters.are_as_asked(metadata.adapters) else lambda: False)
 
     def _compare(self, number: int) -> Callable[[], bool]:
         """Whether the forward pass that was issued last used the weights that names of this step say. What cannot be compared has
@@ -252,7 +259,8 @@ class WorkerSide:
         self._kept.acks.clear()
         over = [look for look in self._looks if look.ended()]
         self._looks = [look for look in self._looks if look not in over]
-        return WorkerReport(acks=acks, late=sorted({look.number for look in over if not look.holds()}))
+        replaced, self._replaced = self._replaced, []
+        return WorkerReport(acks=acks, late=sorted({look.number for look in over if not look.holds()}), replaced=replaced)
 
     def drain(self, timeout: float) -> WorkerReport:
         """Wait until no save holds GPU blocks (at most `timeout` seconds); loads that ended meanwhile are kept."""

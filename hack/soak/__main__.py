@@ -1,6 +1,7 @@
 """Soak: three real vLLM engines, a Mooncake store and a hub under random faults, resets and weight changes.
 
-Every answer is compared, token by token, with an engine without any cache. At the end everything is healed, and nothing
+Every answer that ran wholly under one state of weights is compared, token by token, with an engine of exactly these weights that
+has no cache. At the end everything is healed, and nothing
 may be left: no wrong token, no failed request, no block, plan, job or slot that an idle engine still holds, no memory that
 has grown. Exit status 0 if so, else 1.
 
@@ -19,6 +20,7 @@ import tempfile
 from pathlib import Path
 
 from hack.soak.run import make_weights, soak, work_out_answers
+from hack.soak.states import States
 from hack.standalone.process import nothing_left
 
 SET_UP_MINUTES, CHECK_MINUTES = (2, 5), (1, 4)
@@ -56,9 +58,9 @@ def main() -> int:
     least, most = (args.minutes + set_up + checks for set_up, checks in zip(SET_UP_MINUTES, CHECK_MINUTES, strict=True))
     say(f"{args.minutes:g} minutes of faults; besides: {besides}; {least:g} to {most:g} in all")
     with nothing_left(say):
-        weights = make_weights(folder / "models")
-        prompts = work_out_answers(folder, weights, seed, say)
-        verdict = soak(folder, weights, prompts, args.minutes, seed, say)
+        states = States.make(folder / "models", make_weights(folder / "models"))
+        prompts = work_out_answers(folder, states, seed, say)
+        verdict = soak(folder, states, prompts, args.minutes, seed, say)
     for line in verdict.lines:
         say(line)
     for problem in verdict.problems:

@@ -16,6 +16,8 @@ from hack.engine_api import EngineApi
 from hack.soak.answers import Prompt, draw, work_out
 from hack.soak.checks import Memory, leaks
 from hack.soak.faults import Actor, FrozenEngine, Hub, KilledEngine, Lines, Master, StoreNode
+from hack.soak.lone import LonePushes
+from hack.soak.states import States
 from hack.soak.tally import Tally
 from hack.soak.traffic import Client, ask
 from hack.soak.trainer import Resets, Trainer
@@ -42,6 +44,7 @@ class Verdict:
     resets: int
     updates: int
     hits: int
+    ways: int
 
 
 def clock(seconds: float) -> str:
@@ -50,26 +53,26 @@ def clock(seconds: float) -> str:
 
 
 def make_weights(folder: Path) -> list[Path]:
-    """Three sets of weights for one architecture; engines start with the first."""
+    """Three sets of weights for one architecture."""
     return [models.make(folder / name, seed) for seed, name in enumerate(("base", "new", "third"), 1)]
 
 
-def work_out_answers(folder: Path, weights: Sequence[Path], seed: int, say: Say, reference: EngineApi | None = None) -> list[Prompt]:
+def work_out_answers(folder: Path, states: States, seed: int, say: Say, reference: EngineApi | None = None) -> list[Prompt]:
     """Prompts of this seed and their answers; with an engine of its own unless one without caches is given."""
     drawn = draw(NUM_PROMPTS, random.Random(f"{seed}:prompts"))
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
-        engine = reference or stack.enter_context(Engine("reference", weights[0], folder, prefix_caching=False))
-        prompts = work_out(engine, weights, drawn, say)
+        engine = reference or stack.enter_context(Engine("reference", states.whole[0], folder, prefix_caching=False))
+        prompts = work_out(engine, states.all, drawn, say)
     say(f"answers worked out in {clock(time.monotonic() - began)}; a store, a hub and 3 engines start")
     return prompts
 
 
 def soak(
-    folder: Path, weights: Sequence[Path], prompts: Sequence[Prompt], minutes: float, seed: int, say: Say, popen: Popen = subprocess.Popen
+    folder: Path, states: States, prompts: Sequence[Prompt], minutes: float, seed: int, say: Say, popen: Popen = subprocess.Popen
 ) -> Verdict:
     """Run for `minutes` under faults, heal everything, and look for what is left; `popen` makes the engines' processes."""
-    world, tally = World(folder, weights, popen), Tally(folder / "soak.log")
+    world, tally = World(folder, states, popen), Tally(folder / "soak.log")
     crew: Crew | None = None
     try:
         began = time.monotonic()
@@ -96,7 +99,7 @@ class Crew:
         self.world, self.tally, self.prompts = world, tally, prompts
         self.stop, self.stop_clients = threading.Event(), threading.Event()
         self.trainer = Trainer(world, tally, seed, self.stop)
-        self.actors: list[Actor] = [kind(world, tally, seed, self.stop) for kind in (Master, Hub, Lines, FrozenEngine, Resets)]
+        self.actors: list[Actor] = [kind(world, tally, seed, self.stop) for kind in (Master, Hub, Lines, FrozenEngine, Resets, LonePushes)]
         self.actors += [StoreNode(number, world, tally, seed, self.stop) for number in range(len(world.mooncake.stores))]
         self.actors += [KilledEngine(world.ranks[1:], world, tally, seed, self.stop, soon), self.trainer]
         self.clients = [
@@ -140,7 +143,7 @@ def _run(crew: Crew, minutes: float, say: Say) -> Verdict:
 
 def _share_again(world: World, trainer: Trainer, prompts: Sequence[Prompt], tally: Tally) -> None:
     """After the last fault one update must be enough for every engine to share, and to be right."""
-    trainer.update_all(world.weights[1] if world.current != world.weights[1] else world.weights[2])
+    trainer.update_all()
     deadline = time.monotonic() + 60.0
     while True:
         states = [engine.state for engine in world.trainer.engines()]
@@ -184,6 +187,7 @@ def _verdict(tally: Tally, memory: Memory, elapsed: float, leaked: int) -> Verdi
         f"{tally['failed requests']} failed",
         f"updates: {tally['updates']} done, {tally['updates broken off']} broken off, {tally['updates failed']} attempts failed, "
         f"{tally['pool resets']} plain resets of the pool, {tally['refused resets']} resets refused by vLLM",
+        "other pushes: " + (", ".join(f"{way} {count}" for way, count in tally.of("push ").items()) or "none"),
         *(f"memory: {growth}" for growth in growths),
     ]
     closing = (
@@ -191,4 +195,4 @@ def _verdict(tally: Tally, memory: Memory, elapsed: float, leaked: int) -> Verdi
         f"{tally['wrong tokens']} wrong tokens, {leaked} leaked blocks"
     )
     counts = (tally[kind] for kind in ("faults", "resets", "updates", "answers with a hit"))
-    return Verdict(closing, tuple(lines), tuple(tally.problems), *counts)
+    return Verdict(closing, tuple(lines), tuple(tally.problems), *counts, len(tally.of("push ")))

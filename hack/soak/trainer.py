@@ -74,39 +74,51 @@ class Trainer(Actor):
         self._updates = 0
 
     def act(self) -> None:
-        kind = self.rng.choice(("under pause", "serving", "serving", "broken off", "reset"))
-        others = [folder for folder in self.world.weights[1:] if folder != self.world.current]
-        folder = others[int(self.rng.random() * len(others))]
+        kind, number = self.rng.choice(("under pause", "serving", "serving", "unasked", "broken off", "reset")), self.rng.random()
         if kind == "reset":
             self._reset()
         elif kind == "broken off":
-            self._break_off(folder)
+            self._break_off(number)
+        elif kind == "unasked" or not all(rank.up for rank in self.world.ranks):  # a boot takes long, and no update is proved meanwhile
+            self._push_unasked(number)
         else:
-            self._update(folder, paused=kind == "under pause")
+            self._update(number, paused=kind == "under pause")
 
-    def update_all(self, folder: Path) -> None:
-        """Push until it is proved that every engine holds these weights."""
+    def update_all(self) -> None:
+        """Push until it is proved that every engine holds the same, new weights."""
         deadline = time.monotonic() + GIVE_UP_SECONDS
         while time.monotonic() < deadline:
-            if self._update(folder, paused=False):
+            if self._update(0.0, paused=False):
                 return
             time.sleep(0.5)
-        self.tally.problem("update never proved", folder=folder.name)
+        self.tally.problem("update never proved")
 
-    def _update(self, folder: Path, paused: bool) -> bool:
+    def _update(self, number: float, paused: bool) -> bool:
         """Push to every engine that is up; returns whether it is proved that all hold the weights."""
         world, kind = self.world, "under pause" if paused else "while serving"
-        with world.updates:
+        with world.updates, world.pushing:
+            folder = world.unheld(number)
             try:
                 with world.trainer.weight_update(self._label(), timeout_s=UPDATE_SECONDS), self._way(paused):
                     self._push(folder)
             except (PoolError, EngineError) as error:
                 self._failed(kind, error)
                 return False
-            world.current = folder
             self.tally.count("updates")
             self.tally.note(f"update {kind} to {folder.name}")
             return True
+
+    def _push_unasked(self, number: float) -> None:
+        """To every engine, by somebody who knows nothing of the pool."""
+        with self.world.pushing:
+            folder = self.world.unheld(number)
+            try:
+                self._push(folder)
+            except EngineError as error:
+                self._failed("unasked", error)
+            else:
+                self.tally.count("push unasked")
+                self.tally.note(f"push unasked to {folder.name}")
 
     @contextmanager
     def _way(self, paused: bool) -> Iterator[None]:
@@ -116,9 +128,10 @@ class Trainer(Actor):
         with self.world.paused(self.world.ranks):
             yield
 
-    def _break_off(self, folder: Path) -> None:
-        """One engine alone gets the weights, the others keep theirs: nobody may reuse what it has no right to."""
-        with self.world.updates:
+    def _break_off(self, number: float) -> None:
+        """One engine alone gets the weights, the others keep theirs."""
+        with self.world.pushing:
+            folder = self.world.unheld(number)
             try:
                 with self.world.trainer.weight_update(self._label(), timeout_s=UPDATE_SECONDS):
                     self._push(folder, breaks=True)

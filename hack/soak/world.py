@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,6 +20,8 @@ from typing import Any
 from epochkv_fence.client import Pool as TrainerPool
 from epochkv_fence.client import PoolError
 from hack.engine_api import EngineError
+from hack.soak.answers import BLOCK_TOKENS
+from hack.soak.states import FLIPPED, States
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import transfer_config
@@ -35,6 +39,9 @@ STORE_LEASE_SECONDS = 3.0
 ENVIRON = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
 """For memory that can be judged. PyTorch's oneDNN keeps a compiled kernel for each of the last 1,024 shapes: without any connector
 an engine's worker grew by 320 MB over 5,900 prompts of the soak, ever slower, and with these by 3 MB over 3,300 (measured)."""
+WRITER = ("--worker-extension-cls", "hack.soak.weights_writer.Writer")
+SEEN = re.compile(r"EpochKV: weights ([0-9a-f]+), seen")
+WRITE_SECONDS, RPC_SECONDS = 60.0, 60.0
 CONNECTOR = {"lookup_deadline_ms": 500.0, "job_deadline_seconds": 5.0}
 
 
@@ -43,7 +50,7 @@ class Rank:
     """One engine of the run, over all its boots.
 
     Attributes:
-        weights: folder that this boot has loaded; None: nobody knows.
+        weights: folder with exactly the weights that this boot holds; None: nobody knows.
         version: even while weights stand still; moves on with every change of weights and every end of a boot.
         up: it should answer.
         control: held by whoever pauses, resets or pushes, from the pause to the resume.
@@ -54,7 +61,6 @@ class Rank:
     weights: Path | None
     version: int = 0
     up: bool = True
-    born: float = field(default_factory=time.monotonic)
     control: threading.RLock = field(default_factory=threading.RLock)
     _moving: threading.Lock = field(default_factory=threading.Lock)
 
@@ -99,14 +105,16 @@ class HubProcess:
 class World:
     """Everything that runs. `begin` starts it, `end` ends it."""
 
-    def __init__(self, folder: Path, weights: Sequence[Path], popen: Popen = subprocess.Popen) -> None:
-        self.folder, self.weights, self._popen = folder, tuple(weights), popen
+    def __init__(self, folder: Path, states: States, popen: Popen = subprocess.Popen) -> None:
+        self.folder, self.states, self._popen = folder, states, popen
         self.mooncake = Mooncake(folder / "mooncake", 2, 48 << 20, STORE_LEASE_SECONDS, client_ttl_seconds=5)
         self.master_relay = Relay(self.mooncake.address)
-        self.current = self.weights[0]  # what the last complete update pushed
         self.updates = threading.RLock()
-        """Held while weights are pushed, and while an engine boots: a trainer pushes to engines that can be reached."""
+        """Held while a push to all is to be proved, and while an engine boots, of which nobody knows when it will be there."""
+        self.pushing = threading.RLock()
+        """Held while weights are pushed to anybody, inside `updates`."""
         self._boots = 0
+        self._fresh = random.Random(str(folder))
         self.hub: HubProcess
         self.ranks: list[Rank] = []
         self.trainer: TrainerPool
@@ -118,10 +126,9 @@ class World:
         self.hub.start()
         self.trainer = TrainerPool.connect(self.hub.connection())
         for index in range(NUM_ENGINES):  # known one by one, so that `end` finds those that were started
-            self.ranks.append(Rank(index, self._start(index), self.weights[0]))
+            self.ranks.append(Rank(index, self._start(index), self.states.whole[0]))
         for rank in self.ranks:
-            rank.engine.wait_ready(BOOT_SECONDS)
-            rank.born = time.monotonic()
+            self._welcome(rank)
         deadline = time.monotonic() + 120.0
         while sorted(engine.state for engine in self.trainer.engines()) != ["use"] * NUM_ENGINES:
             if time.monotonic() > deadline:
@@ -131,9 +138,18 @@ class World:
     def _start(self, index: int) -> Engine:
         self._boots += 1
         connector = transfer_config(self.hub.connection(), L1_BYTES, self.master_relay.address, **CONNECTOR)
-        args = ("--num-gpu-blocks-override", str(GPU_BLOCKS), "--max-num-batched-tokens", "512")
+        args = ("--num-gpu-blocks-override", str(GPU_BLOCKS), "--max-num-batched-tokens", "512", *WRITER)
         name = f"{'ABC'[index]}{self._boots}"
-        return Engine(name, self.weights[0], self.folder, connector, args=args, environ=ENVIRON, popen=self._popen)
+        return Engine(name, self.states.whole[0], self.folder, connector, args=args, environ=ENVIRON, popen=self._popen)
+
+    def _welcome(self, rank: Rank) -> None:
+        engine = rank.engine.wait_ready(BOOT_SECONDS)
+        orders = self._orders(engine)
+        orders.mkdir()
+        rpc(engine, "write_later", folder=str(orders))
+
+    def _orders(self, engine: Engine) -> Path:
+        return self.folder / f"{engine.name}.orders"
 
     def kill(self, rank: Rank) -> None:
         """SIGKILL to the whole engine."""
@@ -145,11 +161,9 @@ class World:
     def restart(self, rank: Rank) -> None:
         """Start a killed engine again, with the weights that it was given at first."""
         with self.updates:
-            rank.weights = self.weights[0]
-            engine = self._start(rank.index)
-            rank.engine = engine
-            engine.wait_ready(BOOT_SECONDS)
-            rank.born = time.monotonic()
+            rank.weights = self.states.whole[0]
+            rank.engine = self._start(rank.index)
+            self._welcome(rank)
             rank.move(2)
             rank.up = True
 
@@ -185,6 +199,81 @@ class World:
             rank.move(1)
         return True
 
+    def push_half(self, rank: Rank) -> bool:
+        """A push to one engine with whole weights that breaks off behind the embedding; False if it died meanwhile.
+
+        Raises:
+            EngineError: as `push`.
+        """
+        engine, before = rank.engine, rank.weights
+        assert before is not None
+        rank.move(1)
+        rank.weights = None
+        try:
+            rpc(engine, "half_a_push", path=str(self.states.donors[before]))
+        except EngineError as error:
+            if not rank.up or rank.engine is not engine:
+                return False
+            if "HTTP 500" not in str(error):
+                raise
+            rank.weights = self.states.halves[before]
+        finally:
+            rank.move(1)
+        return True
+
+    def write_past(self, rank: Rank, unnoticed: Callable[[Rank, Path], None]) -> bool:
+        """Somebody writes to a parameter of one engine with whole or flipped weights; nobody tells vLLM. False if it died meanwhile.
+
+        Requests that run go on. What they make of two sets of weights is nobody's answer, so the next is asked when the engine says
+        that it holds others; a step that began before the write has ended by then.
+
+        Args:
+            unnoticed: called when it does not say so although it answers.
+
+        Raises:
+            EngineError: it lives and did not answer.
+        """
+        engine, before = rank.engine, rank.weights
+        assert before is not None
+        rank.move(1)
+        rank.weights = None
+        try:
+            self._step(engine)  # it has looked at what was pushed before
+            held = self._seen(engine)
+            order = self._orders(engine) / f"{FLIPPED}.order"
+            order.with_suffix(".new").write_text("-1")
+            order.with_suffix(".new").rename(order)
+            deadline = time.monotonic() + WRITE_SECONDS
+            while order.exists() or self._seen(engine) == held:
+                self._step(engine)
+                if time.monotonic() > deadline:
+                    unnoticed(rank, before)
+                    return False
+            rank.weights = self.states.flips[before]
+        except EngineError:
+            if rank.up and rank.engine is engine:
+                raise
+            return False
+        finally:
+            rank.move(1)
+        return True
+
+    def _step(self, engine: Engine) -> None:
+        """At least one step, which completes a block that nobody has."""
+        engine.complete([self._fresh.randrange(2, 512) for _ in range(BLOCK_TOKENS + 8)], 1)
+
+    @staticmethod
+    def _seen(engine: Engine) -> str:
+        """What the engine has said last that it holds."""
+        return str((SEEN.findall(engine.process.log.read_text(errors="replace")) or [""])[-1])
+
+    def unheld(self, number: float) -> Path:
+        """Whole weights that a push to all would change, one of them by a number from 0 to 1: of those that no engine holds, if any."""
+        held = [rank.weights for rank in self.ranks if rank.up]
+        free = [folder for folder in self.states.whole if folder not in held]
+        free = free or [folder for folder in self.states.whole if folder != held[0]]
+        return free[int(number * len(free))]
+
     def end(self) -> None:
         """End everything that was started, also what stands still."""
         with suppress(PoolError, AttributeError):
@@ -208,6 +297,15 @@ def held(locks: Sequence[threading.RLock]) -> Iterator[None]:
     finally:
         for lock in reversed(locks):
             lock.release()
+
+
+def rpc(engine: Engine, method: str, **arguments: str) -> None:
+    """Call a method on every worker of the engine.
+
+    Raises:
+        EngineError: it raised, or there was no answer.
+    """
+    engine.post("/collective_rpc", {"method": method, "kwargs": arguments}, RPC_SECONDS)
 
 
 def _tried(rank: Rank, path: str) -> bool:

@@ -214,11 +214,12 @@ class Pair:
 
     def start(self) -> Engine:
         """One more engine, with base weights; it may not be ready yet."""
-        connector = self.pool.connector(L1_BYTES, self.mooncake.address, on_local_reset="propose", **PATIENT)
+        connector = self.pool.connector(L1_BYTES, self.mooncake.address, **PATIENT)
         name = next(self._names)
         events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events_of(name)}
         args = ("--kv-events-config", json.dumps(events))
-        engine = Engine(name, self.weights.base, self.folder, connector, args=args, environ=PATIENT_ENVIRON, popen=self.servers.popen)
+        environ = {**PATIENT_ENVIRON, "EPOCHKV_ENGINE_NAME": name}
+        engine = Engine(name, self.weights.base, self.folder, connector, args=args, environ=environ, popen=self.servers.popen)
         self._started.append(engine)
         return engine
 
@@ -282,7 +283,7 @@ class Pair:
 def pair(weights: Weights, servers: ServerNursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """Two engines for all tests of `test_sharing` and `test_weights`, which leave them in use of the pool's epoch.
 
-    The fence's leases are short, so that losing one takes seconds; a boot must be 3 s old to have got the weights of a bump.
+    The fence's leases are short, so that losing one takes seconds.
     """
     folder = tmp_path_factory.mktemp("pair")
     with Mooncake(folder / "mooncake", lease_seconds=LEASE_SECONDS) as mooncake:

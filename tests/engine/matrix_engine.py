@@ -137,7 +137,8 @@ class MatrixEngine:
         self.gained()
         outputs = self.run(requests)
         assert [output.tokens for output in outputs] == list(expected)
-        assert [output.cached for output in outputs] == list(cached)
+        hits = [output.cached for output in outputs]
+        assert hits == list(cached), f"{hits} tokens from a cache, not {list(cached)}"
         prefix = "prompt_tokens_cached_by_source/"
         found = {name.removeprefix(prefix): int(tokens) for name, tokens in self.gained().items() if name.startswith(prefix)}
         assert {name: tokens for name, tokens in found.items() if tokens} == {name: tokens for name, tokens in sources.items() if tokens}

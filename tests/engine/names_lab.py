@@ -41,7 +41,7 @@ from tests.engine.conftest import (
 )
 from tests.engine.server_nursery import ServerNursery
 
-WRITER = ("--worker-extension-cls", "tests.engine.weights_writer.Writer")
+WRITER = ("--worker-extension-cls", "hack.soak.weights_writer.Writer")
 BLOCK_TOKENS = 128
 OPENING = 2 * BLOCK_TOKENS + 4
 """Tokens of the prompt of a request that is watched: two blocks, and the third soon begun."""

@@ -31,7 +31,7 @@ LOAD_DEADLINE_SECONDS = 5.0
 ENVIRON = {"MC_RPC_TIMEOUT_MS": "2000", "MC_TCP_STATUS_TIMEOUT_SEC": "2"}
 # Sooner than an RPC's limit, so that a frozen master is a late answer first.
 STORE = {"lookup_deadline_ms": 1800.0, "job_deadline_seconds": LOAD_DEADLINE_SECONDS}
-KEY = re.compile(rb"[0-9a-f]{8}/[0-9a-f]{16}/e\d+/g\d+/r\d+/[0-9a-f]+")
+KEY = re.compile(rb"[0-9a-f]{8}/[0-9a-f]{16}/e\d+/w[0-9a-f]{16}/g\d+/r\d+/[0-9a-f]+")
 HUNG_SECONDS = 40.0
 """A call that has not returned by then hangs."""
 
@@ -101,7 +101,6 @@ class FaultyPair:
         """Return once both share an epoch and B loads what A saves."""
         for engine in (self.a, self.b):
             engine.wait_ready()
-        self.pool.bump()
         self.pool.wait_engines(2)
         self.shares()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hack.soak.run import soak, work_out_answers
+from hack.soak.states import States
 from tests.engine.conftest import Reference, Weights
 from tests.engine.server_nursery import ServerNursery
 
@@ -17,9 +18,9 @@ MINUTES, SEED = 2.0, 20
 def test_two_minutes_of_random_faults_leave_nothing_wrong(
     weights: Weights, reference: Reference, servers: ServerNursery, tmp_path: Path
 ) -> None:
-    folders = [weights.base, weights.new, weights.third]
-    prompts = work_out_answers(tmp_path, folders, SEED, print, reference.lend())
-    verdict = soak(tmp_path, folders, prompts, MINUTES, SEED, print, servers.popen)
+    states = States.make(tmp_path, [weights.base, weights.new, weights.third])
+    prompts = work_out_answers(tmp_path, states, SEED, print, reference.lend())
+    verdict = soak(tmp_path, states, prompts, MINUTES, SEED, print, servers.popen)
     print(*verdict.lines, verdict.closing, sep="\n")
     assert not verdict.problems, "\n".join(
         (
@@ -28,4 +29,5 @@ def test_two_minutes_of_random_faults_leave_nothing_wrong(
             f"engines said, hub.log the hub, mooncake/ the store; again: python -m hack.soak --minutes {MINUTES:g} --seed {SEED}",
         )
     )
-    assert (verdict.faults >= 20, verdict.resets >= 5, verdict.updates >= 1, verdict.hits >= 20) == (True,) * 4, verdict.closing
+    enough = (verdict.faults >= 20, verdict.resets >= 5, verdict.updates >= 1, verdict.ways >= 3, verdict.hits >= 20)
+    assert enough == (True,) * 5, (*verdict.lines, verdict.closing)

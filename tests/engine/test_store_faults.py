@@ -290,8 +290,7 @@ def control(pair: FaultyPair, path: str, undo: str) -> str:
 
 
 def back_in_use(pair: FaultyPair) -> None:
-    """A reset of its own keeps an engine out of the epoch; the next one ends that."""
-    pair.pool.bump()
+    """B shares again, also when its caches were reset: then it has moved the pool on."""
     pair.pool.wait_engines(2)
     pair.shares()
 

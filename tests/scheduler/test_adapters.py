@@ -1,39 +1,28 @@
-"""Adapters with the real Scheduler: names by what their files hold, and the end of names when vLLM puts other weights in place."""
+"""Adapters with the real Scheduler and vLLM's own cache of adapters: names by the tensors that ranks hold, however they got there.
+
+The oracle labels KV with the text that an adapter's tensors were made of, so KV of another version shows whoever made the mistake.
+"""
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.lora.request import LoRARequest
 
-from epochkv_connector import adapters
 from tests.helpers_scheduler import BLOCK, SharedStore, prompt
+from tests.helpers_scheduler_worker import RankAdapters
 
 MakeRig = Callable[..., Any]
 LENGTH = 8 * BLOCK + 3
+ALL = 8 * BLOCK
+PATH = "/adapters/a"
 
 
-@pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that stands still for half a second would make an adapter this engine's own."""
-    monkeypatch.setattr(adapters, "WAIT_SECONDS", 30.0)
-
-
-def write_adapter(folder: Path, weights: bytes) -> str:
-    """The files of an adapter, older than any engine that is made from now on; returns its path."""
-    folder.mkdir(exist_ok=True)
-    (folder / "adapter_config.json").write_text('{"r": 8}')
-    (folder / "adapter_model.safetensors").write_bytes(weights)
-    time.sleep(0.05)
-    return str(folder)
-
-
-def adapter(number: int, path: str, *, load_inplace: bool = False) -> LoRARequest:
-    return LoRARequest("adapter", number, path, load_inplace=load_inplace)
+def adapter(number: int = 1, path: str = PATH, *, name: str = "tuned", load_inplace: bool = False) -> LoRARequest:
+    return LoRARequest(name, number, path, load_inplace=load_inplace)
 
 
 def add(rig: Any, used: LoRARequest, tokens: list[int], max_tokens: int = 1) -> Any:
@@ -55,7 +44,7 @@ def run_a_little(rig: Any, used: LoRARequest, tokens: list[int], max_tokens: int
 
 
 def serve(rig: Any, used: LoRARequest, tokens: list[int]) -> int:
-    """Run it alone; returns how many tokens were found in a cache, none of them with the KV of other weights."""
+    """Run it alone; returns how many tokens were found in a cache, none of them with the KV of other tensors."""
     request = add(rig, used, tokens)
     rig.run()
     assert request.request_id in rig.finished
@@ -63,265 +52,226 @@ def serve(rig: Any, used: LoRARequest, tokens: list[int]) -> int:
     return int(rig.cached[request.request_id])
 
 
-def replace(rig: Any, used: LoRARequest, weights: str) -> None:
-    """vLLM is told to load `used`, which comes into effect at once."""
-    rig.fence.adapter_loading(used)
-    rig.weights = weights
+def load(rig: Any, used: LoRARequest, text: str | None = None) -> None:
+    """As `/v1/load_lora_adapter`; `text`: a trainer has written it to the path before."""
+    if text is not None:
+        rig.executor.disk[used.lora_path] = text
+    assert rig.core.add_lora(used)
+
+
+class FromMemory:
+    """A call that trainers make on the workers, with tensors that have no file."""
+
+    def __init__(self, number: int, text: str) -> None:
+        self.__name__ = "update_weights_from_ipc"
+        self._number, self._text = number, text
+
+    def on_adapters(self, rank: RankAdapters) -> bool:
+        """The worker replaces the adapter without any call that says so."""
+        rank.remove_adapter(self._number)
+        return bool(rank._adapter_manager.add_adapter(rank.make(self._number, self._text)))
+
+
+class WriteInPlace(FromMemory):
+    """The same, into the tensors that are there."""
+
+    def on_adapters(self, rank: RankAdapters) -> bool:
+        """No object changes."""
+        layer = rank._adapter_manager.list_adapters()[self._number].loras["m"]
+        made = RankAdapters.make(1, self._text).loras["m"]
+        layer.lora_a.copy_(made.lora_a)
+        layer.lora_b.copy_(made.lora_b)
+        return True
+
+
+@pytest.fixture
+def store() -> SharedStore:
+    return SharedStore()
+
+
+@pytest.fixture
+def make(make_rig: MakeRig, store: SharedStore) -> MakeRig:
+    """Engines of one pool that hold the same model. One after the other: a process has one root of vLLM's."""
+
+    def engine(**kwargs: Any) -> Any:
+        rig = make_rig(store=store, **{"num_blocks": 64, **kwargs})
+        rig.adopt(0)
+        return rig
+
+    return engine
 
 
 # ---------------------------------------------------------------------------------------------- names
 
 
-@pytest.mark.parametrize("weights_source", ["Pushed", "Model"])
-def test_an_adapter_is_shared_by_what_its_files_hold(make_rig: MakeRig, tmp_path: Path, weights_source: str) -> None:
-    store = SharedStore()
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_equal_tensors_are_one_name_whatever_they_are_called(make: MakeRig, num_ranks: int) -> None:
+    """Written while engines run; another name, id and path in each, and again in the first."""
+    first = make(num_ranks=num_ranks)
     tokens = prompt(1, LENGTH)
-
-    def ask(path: str, weights: str) -> int:
-        rig = make_rig(store=store, weights=weights, weights_source=weights_source)
-        rig.adopt(0)
-        found = serve(rig, adapter(1, path), tokens)
-        rig.check_clean()
-        return found
-
-    path = write_adapter(tmp_path / "a", b"one")
-    assert ask(path, "with one") == 0
-    assert ask(path, "with one") == 8 * BLOCK
-    write_adapter(tmp_path / "a", b"two")
-    assert ask(path, "with two") == 0
-    assert ask("nowhere/at-all", "with three") == 0
-    assert ask("nowhere/at-all", "with four") == 0
-
-
-def test_nothing_is_saved_of_an_adapter_whose_files_change_after_the_pin(make_rig: MakeRig, tmp_path: Path) -> None:
-    """vLLM may read them (again) at any time between."""
-    store = SharedStore()
-    path = write_adapter(tmp_path / "a", b"one")
-    rig = make_rig(store=store, weights_source="Model")
-    rig.adopt(0)
-    request = add(rig, adapter(1, path), prompt(1, LENGTH))
-    write_adapter(tmp_path / "a", b"two")
-    rig.run()
-    assert request.request_id in rig.finished
-    assert not store.objects
-    assert rig.half.stats()["saves_emitted"] == 0
-    rig.check_clean()
-
-
-def test_files_that_vllm_reads_again_are_found_under_no_name_of_before(make_rig: MakeRig, tmp_path: Path) -> None:
-    """They are overwritten, and vLLM goes on with what it has read until it needs the room for another adapter."""
-    rig = make_rig(num_blocks=64, weights="one")
-    rig.adopt(0)
-    used, tokens = adapter(1, write_adapter(tmp_path / "a", b"one")), prompt(1, LENGTH)
-    assert serve(rig, used, tokens) == 0
-    write_adapter(tmp_path / "a", b"two")
-    assert serve(rig, used, tokens) == 0
-    rig.weights = "two"
-    assert serve(rig, used, tokens) == 0
-    rig.check_clean()
-
-
-def test_files_that_change_while_a_request_waits_end_the_names_they_had(make_rig: MakeRig, tmp_path: Path) -> None:
-    """vLLM reads them when the request is scheduled, as it needed the room for another adapter meanwhile; and the version from
-    before lies elsewhere, too."""
-    store = SharedStore()
-    path, copy, tokens = write_adapter(tmp_path / "a", b"one"), write_adapter(tmp_path / "copy", b"one"), prompt(1, LENGTH)
-    rig = make_rig(num_blocks=64, store=store, weights="one")
-    rig.adopt(0)
-    assert serve(rig, adapter(1, path), tokens) == 0
-    assert len(store.objects) == 8
-    waiting = add(rig, adapter(1, path), [*tokens, *prompt(2, LENGTH)], 2 * BLOCK)
-    write_adapter(tmp_path / "a", b"two")
-    rig.weights = "two"
-    rig.run()
-    assert rig.cached[waiting.request_id] == 0
-    assert len(store.objects) == 8
-    replace(rig, adapter(2, copy), "one")
-    assert serve(rig, adapter(2, copy), [*waiting.all_token_ids, 5]) == 0
-    rig.check_clean()
-
-
-# ---------------------------------------------------------------------------------------------- loaded in place
-
-
-def test_requests_that_load_in_place_find_nothing_and_are_not_found(make_rig: MakeRig, tmp_path: Path) -> None:
-    """vLLM loads it again when such a request is scheduled: nobody can say what was computed before, and what after."""
-    rig = make_rig(num_blocks=64)
-    rig.adopt(0)
-    path, tokens = write_adapter(tmp_path / "a", b"one"), prompt(1, LENGTH)
-    assert serve(rig, adapter(1, path), tokens) == 0
-    assert serve(rig, adapter(1, path), tokens) == 8 * BLOCK
-    for load_inplace in (True, True, False, False):
-        assert serve(rig, adapter(1, path, load_inplace=load_inplace), tokens) == 0
-    assert serve(rig, adapter(2, path), tokens) == 0, "unloaded, and loaded again: vLLM gives it another id"
-    assert serve(rig, adapter(2, path), tokens) == 8 * BLOCK
-    rig.check_clean()
-
-
-def test_requests_that_load_in_place_at_the_same_time_all_end(make_rig: MakeRig) -> None:
-    """Each of them ends what was pinned before: that must not go back and forth."""
-    rig = make_rig(num_blocks=24)
-    rig.adopt(0)
-    asked = [add(rig, adapter(1, "/adapters/a", load_inplace=seed % 2 == 0), prompt(seed, LENGTH), 2 * BLOCK) for seed in range(6)]
-    rig.run()
-    assert {request.request_id for request in asked} <= rig.finished
-    rig.check_clean()
-
-
-def test_versions_of_an_adapter_loaded_in_place_are_never_shared(make_rig: MakeRig, tmp_path: Path) -> None:
-    """Two engines that loaded it in place may have two versions, and an engine that starts anew counts from 0."""
-    store = SharedStore()
-    tokens = prompt(1, LENGTH)
-    path = write_adapter(tmp_path / "a", b"one")
-    first = make_rig(num_blocks=24, store=store)
-    first.adopt(0)
-    # A request runs and another waits while the adapter is loaded in place: neither may save what it computes from now on.
-    running = run_a_little(first, adapter(1, path), tokens, 2 * BLOCK)
-    saved = len(store.objects)
-    assert saved == 8
-    add(first, adapter(1, path, load_inplace=True), tokens, 2 * BLOCK)
-    first.run()
-    assert len(store.objects) == saved
-    assert running.request_id in first.finished
+    load(first, adapter(1), "one")
+    assert serve(first, adapter(1), tokens) == 0
+    load(first, adapter(5, "/elsewhere/copy", name="copy"), "one")
+    assert serve(first, adapter(5, "/elsewhere/copy", name="copy"), tokens) == ALL
     first.check_clean()
-    second = make_rig(store=store, weights="w1")  # its version of the adapter
-    second.adopt(0)
-    assert serve(second, adapter(1, path, load_inplace=True), tokens) == 0
-    assert len(store.objects) == saved
+    second = make(num_ranks=num_ranks)
+    load(second, adapter(3, "/mnt/b", name="other"), "one")
+    assert serve(second, adapter(3, "/mnt/b", name="other"), tokens) == ALL
     second.check_clean()
 
 
-REPLACEMENTS = pytest.mark.parametrize("load_inplace", [True, False], ids=["in place", "id used again"])
-"""As `/v1/load_lora_adapter` does it, and as callers of the engine may who give ids themselves."""
+def test_other_tensors_are_another_name_whatever_they_are_called(make: MakeRig) -> None:
+    tokens = prompt(1, LENGTH)
+    first = make()
+    load(first, adapter(), "one")
+    assert serve(first, adapter(), tokens) == 0
+    assert first.cached[first.serve(tokens)] == 0, "the model itself is not the adapter"
+    second = make()
+    load(second, adapter(), "two")
+    assert serve(second, adapter(), tokens) == 0
+    load(second, adapter(2, "/b"), "one")
+    assert serve(second, adapter(2, "/b"), tokens) == ALL
 
 
-@REPLACEMENTS
-def test_requests_from_before_a_load_in_place_save_nothing_under_its_old_version(
-    make_rig: MakeRig, tmp_path: Path, load_inplace: bool
+def test_a_request_that_comes_first_has_its_adapter_loaded_and_is_named_by_it(make: MakeRig) -> None:
+    """As the offline API: nobody told the engine to load it."""
+    tokens = prompt(1, LENGTH)
+    for cached in (0, ALL):
+        rig = make()
+        rig.executor.disk[PATH] = "one"
+        assert serve(rig, adapter(), tokens) == cached
+        assert serve(rig, adapter(), tokens) == ALL
+        assert rig.executor.adapters[0].loads == [PATH], "once, as without us"
+
+
+def test_a_request_of_an_adapter_that_is_loaded_is_named_at_once(make: MakeRig) -> None:
+    rig = make()
+    load(rig, adapter(), "one")
+    request = add(rig, adapter(), prompt(1, LENGTH))
+    pin = rig.fence.pin_of(request)
+    assert not pin.alone
+    rig.run()
+    assert rig.fence.counters["repinned_requests"] == 0
+
+
+def test_other_weights_of_the_model_make_other_names(make: MakeRig) -> None:
+    rig = make()
+    tokens = prompt(1, LENGTH)
+    load(rig, adapter(), "one")
+    assert serve(rig, adapter(), tokens) == 0
+    rig.weights = "w1"
+    assert serve(rig, adapter(), tokens) == 0
+    rig.weights = "w0"
+    assert serve(rig, adapter(), tokens) == ALL
+
+
+def test_what_was_computed_without_a_lease_is_not_named(make: MakeRig, store: SharedStore) -> None:
+    rig = make()
+    load(rig, adapter(), "one")
+    lease, rig.lease_until = rig.lease_until, 0.0
+    assert serve(rig, adapter(), prompt(1, LENGTH)) == 0
+    assert not store.objects
+    rig.lease_until = lease
+    assert serve(rig, adapter(), prompt(1, LENGTH)) == 0
+    assert len(store.objects) == 8
+
+
+# ---------------------------------------------------------------------------------------------- replaced
+
+
+def in_place_over_http(rig: Any, text: str) -> LoRARequest:
+    used = adapter(load_inplace=True)
+    load(rig, used, text)
+    return used
+
+
+def unloaded_and_loaded(rig: Any, text: str) -> LoRARequest:
+    rig.executor.collective_rpc("remove_lora", args=(1,))
+    load(rig, adapter(), text)
+    return adapter()
+
+
+def sent_in_memory(rig: Any, text: str) -> LoRARequest:
+    rig.executor.collective_rpc(FromMemory(1, text))
+    return adapter()
+
+
+def written_in_place(rig: Any, text: str) -> LoRARequest:
+    rig.executor.collective_rpc(WriteInPlace(1, text))
+    return adapter()
+
+
+REPLACE = pytest.mark.parametrize("replace", [in_place_over_http, unloaded_and_loaded, sent_in_memory, written_in_place])
+
+
+@REPLACE
+def test_a_new_version_is_named_by_its_tensors_and_the_old_one_is_found_again(
+    make: MakeRig, replace: Callable[[Any, str], LoRARequest]
 ) -> None:
-    """No request that is known then says a word of it. One runs, another waits."""
-    store = SharedStore()
-    path, other = write_adapter(tmp_path / "a", b"one"), write_adapter(tmp_path / "b", b"two")
-    rig = make_rig(num_blocks=24, store=store)
-    rig.adopt(0)
-    running = run_a_little(rig, adapter(1, path), prompt(1, LENGTH), 2 * BLOCK)
-    waiting = add(rig, adapter(1, path), prompt(2, LENGTH), 2 * BLOCK)
-    saved = len(store.objects)
-    assert saved == 8
-    replace(rig, adapter(1, other, load_inplace=load_inplace), "two")
+    tokens = prompt(1, LENGTH)
+    other = make()
+    load(other, adapter(), "two")
+    assert serve(other, adapter(), tokens) == 0
+    rig = make()
+    load(rig, adapter(), "one")
+    assert serve(rig, adapter(), tokens) == 0
+    used = replace(rig, "two")
+    assert serve(rig, used, tokens) == ALL, "from the engine that has it, too"
+    used = replace(rig, "one")
+    assert serve(rig, used, tokens) == ALL
+    rig.check_clean()
+
+
+@REPLACE
+def test_requests_that_run_over_a_change_name_nothing_more(
+    make: MakeRig, store: SharedStore, replace: Callable[[Any, str], LoRARequest]
+) -> None:
+    """And those that wait are named anew. Then the version before comes back: it finds nothing that was computed without it."""
+    rig = make()
+    load(rig, adapter(), "one")
+    running = run_a_little(rig, adapter(), prompt(1, LENGTH), 4 * BLOCK)
+    assert len(store.objects) == 8
+    replace(rig, "two")
+    waiting = add(rig, adapter(), prompt(2, LENGTH))
     rig.run()
     assert {running.request_id, waiting.request_id} <= rig.finished
-    assert len(store.objects) == saved
-    assert rig.cached[waiting.request_id] == 0
-    assert serve(rig, adapter(2, other), prompt(3, LENGTH)) == 0
-    assert len(store.objects) > saved, "an adapter that nothing was mixed with is shared"
+    assert rig.stale_tokens[waiting.request_id] == 0
+    assert len(store.objects) == 16
+    used = replace(rig, "one")
+    assert serve(rig, used, [*running.all_token_ids, 5]) == ALL, "what was computed before is good, and no more"
     rig.check_clean()
+    elsewhere = make()
+    load(elsewhere, adapter(), "one")
+    assert serve(elsewhere, adapter(), [*running.all_token_ids, 5]) == ALL + 4 * BLOCK, "computed anew by the first"
+    assert serve(elsewhere, adapter(), prompt(2, LENGTH)) == 0
 
 
-@REPLACEMENTS
-def test_a_version_that_comes_back_does_not_find_what_its_requests_computed_without_it(
-    make_rig: MakeRig, tmp_path: Path, load_inplace: bool
-) -> None:
-    """A request goes on under the old names with the new weights; then the old version is loaded once more."""
-    store = SharedStore()
-    path, other = write_adapter(tmp_path / "a", b"one"), write_adapter(tmp_path / "b", b"two")
-    rig = make_rig(num_blocks=64, store=store, weights="one")
-    rig.adopt(0)
-    running = run_a_little(rig, adapter(1, path), prompt(1, LENGTH), 6 * BLOCK)
-    replace(rig, adapter(1, other, load_inplace=load_inplace), "two")
-    rig.run()
-    replace(rig, adapter(2, path), "one")
-    assert serve(rig, adapter(2, path), [*running.all_token_ids, 5]) == 0
-    rig.check_clean()
-    elsewhere = make_rig(num_blocks=64, store=store, weights="one")
-    elsewhere.adopt(0)
-    assert serve(elsewhere, adapter(1, path), [*running.all_token_ids, 5]) == 8 * BLOCK, "what was computed before is good"
-
-
-@REPLACEMENTS
-def test_a_request_that_waits_finds_nothing_of_the_version_before(make_rig: MakeRig, tmp_path: Path, load_inplace: bool) -> None:
-    """Also where the adapter is younger than the engine, and so this engine's own."""
-    rig = make_rig(num_blocks=64, weights="one")
-    rig.adopt(0)
-    path, tokens = write_adapter(tmp_path / "a", b"one"), prompt(1, LENGTH)
-    assert serve(rig, adapter(1, path), tokens) == 0
-    waiting = add(rig, adapter(1, path), tokens)
-    replace(rig, adapter(1, str(tmp_path / "b"), load_inplace=load_inplace), "two")
+@REPLACE
+def test_a_request_that_waits_finds_nothing_of_the_version_before(make: MakeRig, replace: Callable[[Any, str], LoRARequest]) -> None:
+    rig = make()
+    tokens = prompt(1, LENGTH)
+    load(rig, adapter(), "one")
+    assert serve(rig, adapter(), tokens) == 0
+    waiting = add(rig, adapter(), tokens)
+    replace(rig, "two")
     rig.run()
     assert rig.cached[waiting.request_id] == 0
-    assert serve(rig, adapter(1, path), tokens) == 0, "another that was sent before"
+    assert rig.stale_tokens[waiting.request_id] == 0
     rig.check_clean()
 
 
-@REPLACEMENTS
-def test_a_request_of_the_id_before_finds_nothing_that_another_id_has_mixed(make_rig: MakeRig, tmp_path: Path, load_inplace: bool) -> None:
-    """It waits, and has its names, while its adapter is unloaded and loaded again, which gives it another id; that id's weights are
-    replaced in the middle of the same prompt."""
-    store = SharedStore()
-    path, other, tokens = write_adapter(tmp_path / "a", b"one"), write_adapter(tmp_path / "b", b"two"), prompt(1, LENGTH)
-    rig = make_rig(num_blocks=64, store=store, weights="one", max_num_seqs=1, max_batched_tokens=4 * BLOCK)
-    rig.adopt(0)
-    running, waiting = add(rig, adapter(2, path), tokens), add(rig, adapter(1, path), tokens)
-    rig.step()
-    assert rig.fence.pin_of(waiting).root == rig.fence.pin_of(running).root
-    replace(rig, adapter(2, other, load_inplace=load_inplace), "two")
-    saved = len(store.objects)
-    while running.request_id not in rig.finished:
-        rig.step()
-    assert len(store.objects) == saved
-    rig.weights = "one"  # of the id that waits
-    rig.run()
-    assert rig.cached[waiting.request_id] == 0
-    assert len(store.objects) == saved
-    rig.check_clean()
-
-
-def test_what_a_request_says_in_bypass_counts_when_the_lease_is_back(make_rig: MakeRig, tmp_path: Path) -> None:
-    store = SharedStore()
-    path = write_adapter(tmp_path / "a", b"one")
-    rig = make_rig(num_blocks=64, store=store, weights="one")
-    rig.adopt(0)
-    lease, rig.lease_until = rig.lease_until, 0.0
-    assert serve(rig, adapter(1, path, load_inplace=True), prompt(1, LENGTH)) == 0
-    rig.lease_until = lease
-    assert serve(rig, adapter(1, path), prompt(2, LENGTH)) == 0
-    assert not store.objects
-    rig.check_clean()
-
-
-def test_a_request_that_loaded_in_place_leaves_its_own_kv_when_it_is_loaded_again(make_rig: MakeRig) -> None:
-    """It was preempted, and would come back to what it had computed with the weights before."""
-    rig = make_rig(num_blocks=14, weights="one")
-    rig.adopt(0)
-    rig.fence.adapter_loading(adapter(1, "/adapters/a", load_inplace=True))
-    pins = []
-    request = add(rig, adapter(1, "/adapters/a", load_inplace=True), prompt(1, LENGTH), 2)
-    for _ in range(2):
-        pins.append(rig.fence.pin_of(request))
-        assert pins[-1].alone
-        assert rig.fence.is_current(pins[-1])
-        rig.fence.adapter_loading(adapter(1, "/adapters/a", load_inplace=True))
-        assert not rig.fence.is_current(pins[-1])
-        rig.fence.repin(request, must=True)
-    assert len({pin.root for pin in pins}) == 2
-    rig.run()
-    assert request.request_id in rig.finished
-    rig.check_clean()
-
-
-@REPLACEMENTS
-def test_what_is_being_loaded_for_the_version_before_fails(make_rig: MakeRig, tmp_path: Path, load_inplace: bool) -> None:
-    store = SharedStore()
-    path, tokens = write_adapter(tmp_path / "a", b"one"), prompt(1, LENGTH)
-    first = make_rig(num_blocks=64, store=store, weights="one")
-    first.adopt(0)
-    assert serve(first, adapter(1, path), tokens) == 0
-    rig = make_rig(num_blocks=64, store=store, weights="one")
-    rig.adopt(0)
+@REPLACE
+def test_what_is_being_loaded_for_the_version_before_fails(make: MakeRig, replace: Callable[[Any, str], LoRARequest]) -> None:
+    tokens = prompt(1, LENGTH)
+    first = make()
+    load(first, adapter(), "one")
+    assert serve(first, adapter(), tokens) == 0
+    rig = make()
+    load(rig, adapter(), "one")
     rig.workers[0].hold_loads = True
-    loading = run_a_little(rig, adapter(1, path), tokens)
+    loading = run_a_little(rig, adapter(), tokens)
     assert rig.half.open_loads() == {loading.request_id}
-    replace(rig, adapter(1, str(tmp_path / "b"), load_inplace=load_inplace), "two")
+    replace(rig, "two")
     rig.workers[0].hold_loads = False
     rig.run()
     assert loading.request_id in rig.finished
@@ -329,18 +279,125 @@ def test_what_is_being_loaded_for_the_version_before_fails(make_rig: MakeRig, tm
     rig.check_clean()
 
 
-def test_an_error_of_ours_does_not_keep_vllm_from_loading(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector import compat
-    from epochkv_connector.fencing import Fence
+def test_a_load_that_fails_leaves_what_was_there(make: MakeRig) -> None:
+    rig = make()
+    tokens = prompt(1, LENGTH)
+    load(rig, adapter(), "one")
+    assert serve(rig, adapter(), tokens) == 0
+    with pytest.raises(Exception, match="nowhere"):
+        rig.core.add_lora(adapter(path="/nowhere", load_inplace=True))
+    assert serve(rig, adapter(), tokens) == ALL
+    rig.check_clean()
 
-    actions: list[Callable[[Any], None]] = []
-    monkeypatch.setattr(compat, "around_adapter_load", lambda before, after: actions.append(before))
 
-    def broken(fence: Fence, used: LoRARequest) -> None:
-        raise MemoryError(f"no thread for {used.lora_name}")
+def test_requests_that_load_in_place_are_named_by_what_they_load(make: MakeRig) -> None:
+    """vLLM reads it again with every step of such a request. Nobody told the engine of the new version but the request."""
+    rig = make()
+    tokens = prompt(1, LENGTH)
+    used = adapter(load_inplace=True)
+    load(rig, used, "one")
+    assert serve(rig, used, tokens) == 0
+    assert serve(rig, used, tokens) == ALL
+    rig.executor.disk[PATH] = "two"
+    assert serve(rig, used, tokens) == 0
+    assert serve(rig, used, tokens) == ALL
+    rig.executor.disk[PATH] = "one"
+    assert serve(rig, used, tokens) == ALL
+    assert rig.side.adapters.counters["late"] == 0
+    rig.check_clean()
 
-    monkeypatch.setattr(Fence, "adapter_loading", broken)
-    rig = make_rig()
-    (action,) = actions
-    action(adapter(1, "/adapters/a"))
-    assert rig.connector._guard.errors == {"adapter_loading": 1}
+
+# ---------------------------------------------------------------------------------------------- read again by itself
+
+
+def test_an_adapter_that_is_read_again_after_an_eviction_keeps_its_name(make: MakeRig) -> None:
+    rig = make(num_adapters=1)
+    one, two, tokens = adapter(1), adapter(2, "/b", name="b"), prompt(1, LENGTH)
+    load(rig, one, "one")
+    load(rig, two, "two")
+    assert serve(rig, one, tokens) == 0
+    assert serve(rig, two, tokens) == 0
+    assert serve(rig, one, tokens) == ALL
+    assert serve(rig, two, tokens) == ALL
+    assert rig.executor.adapters[0].loads.count(PATH) >= 2
+    assert rig.side.adapters.counters["late"] == 0
+    rig.check_clean()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_files_that_were_overwritten_and_read_again_are_saved_under_no_name(make: MakeRig, store: SharedStore, num_ranks: int) -> None:
+    """Nobody said a word, so the request has the name of before: its ranks see that, save nothing, and the name ends here."""
+    rig = make(num_adapters=1, num_ranks=num_ranks)
+    one, two, again = adapter(1), adapter(2, "/b", name="b"), adapter(3, "/copy", name="c")
+    load(rig, one, "one")
+    load(rig, two, "two")
+    rig.executor.disk[PATH] = "other"
+    running = run_a_little(rig, one, prompt(1, LENGTH), 2 * BLOCK)
+    assert not store.objects
+    assert rig.side.adapters.counters["late"] >= 1
+    rig.run()
+    assert running.request_id in rig.finished
+    assert not store.objects
+    load(rig, again, "one")
+    assert serve(rig, again, [*prompt(1, LENGTH), 5]) == 0
+    assert not store.objects, "ended until the next epoch"
+    assert serve(rig, one, prompt(2, LENGTH)) == 0, "by the name of what it is"
+    assert len(store.objects) == 8 * num_ranks
+    rig.adopt(1)
+    assert serve(rig, again, prompt(3, LENGTH)) == 0
+    assert len(store.objects) == 16 * num_ranks
+    assert serve(rig, again, prompt(3, LENGTH)) == ALL
+    rig.check_clean()
+    elsewhere = make(num_ranks=num_ranks)
+    load(elsewhere, adapter(9, "/x"), "other")
+    assert serve(elsewhere, adapter(9, "/x"), prompt(2, LENGTH)) == ALL
+
+
+# ---------------------------------------------------------------------------------------------- unknown
+
+
+def test_a_rank_that_cannot_say_leaves_its_engine_without_names_and_it_says_so_once(
+    make: MakeRig, store: SharedStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make(num_ranks=2)
+    caplog.clear()
+    rig.executor.answers = lambda answer: {**answer, "adapters": None, "note": "too tired"} if answer["rank"] else answer
+    with caplog.at_level(logging.WARNING, "vllm.epochkv.adapters"):
+        load(rig, adapter(), "one")
+        assert serve(rig, adapter(), prompt(1, LENGTH)) == 0
+        assert serve(rig, adapter(), prompt(1, LENGTH)) == 0
+    assert not store.objects
+    said = [record.getMessage() for record in caplog.records if record.name == "vllm.epochkv.adapters"]
+    assert [line.partition(": the KV")[2] for line in said] == [" of adapter id 1 is not reused or saved: rank 1: too tired"]
+    rig.executor.answers = lambda answer: answer
+    load(rig, adapter())
+    assert serve(rig, adapter(), prompt(1, LENGTH)) == 0
+    assert serve(rig, adapter(), prompt(1, LENGTH)) == ALL
+    rig.check_clean()
+
+
+def test_ranks_that_hold_different_tensors_share_nothing_with_ranks_that_hold_the_same_ones(make: MakeRig) -> None:
+    """One of them missed a push."""
+    tokens = prompt(1, LENGTH)
+    whole = make(num_ranks=2)
+    load(whole, adapter(), "one")
+    assert serve(whole, adapter(), tokens) == 0
+    half = make(num_ranks=2)
+    half.executor.adapters[1].disk = {PATH: "old"}
+    load(half, adapter(), "one")
+    request = add(half, adapter(), tokens)
+    half.run()
+    assert half.cached[request.request_id] == 0
+
+
+def test_an_error_of_ours_does_not_keep_vllm_from_loading(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make()
+
+    def broken() -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(rig.side.adapters, "look", broken)
+    load(rig, adapter(), "one")
+    assert rig.executor.adapters[0].loads == [PATH]
+    assert rig.connector._guard.errors == {"weights": 1}
+    assert rig.serve(prompt(1, LENGTH)) in rig.finished

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -283,31 +282,39 @@ def test_adapters_are_named_by_how_they_are_applied() -> None:
     assert len({base, *others}) == 4
 
 
-def test_an_engine_that_builds_us_says_when_it_loads_an_adapter() -> None:
-    from vllm.v1.engine.core import EngineCore
+def test_hashes_of_requests_that_we_have_pinned_say_nothing_of_an_adapters_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.core import kv_cache_utils
 
     from epochkv_connector import compat
+    from epochkv_connector.identity import Pin
 
-    seen: list[str] = []
+    monkeypatch.setattr(kv_cache_utils, "_gen_lora_extra_hash_keys", kv_cache_utils._gen_lora_extra_hash_keys)
+    compat.hide_adapters_from_hashes()
+    compat.hide_adapters_from_hashes()  # a second engine of the process
 
-    class Executor:
-        def add_lora(self, lora_request: Any) -> bool:
-            seen.append(f"load {lora_request}")
-            return True
+    def keys(pin: Pin | None) -> Any:
+        request = SimpleNamespace(lora_request=LoRARequest("a", 1, "/a"), cache_salt=None, mm_features=[], prompt_embeds=None)
+        if pin is not None:
+            request.epochkv_pin = pin
+        return kv_cache_utils.generate_block_hash_extra_keys(request, 0, 16, 0)[0]  # type: ignore[arg-type]
 
-    class Core(EngineCore):  # as `EngineCoreProc` is one
-        def __init__(self) -> None:
-            self.model_executor = Executor()  # type: ignore[assignment]
-            compat.around_adapter_load(lambda adapter: seen.append(f"before {adapter}"), lambda adapter: seen.append(f"after {adapter}"))
+    assert keys(Pin(b"r", 1, adapter=1)) is None
+    assert keys(None) is not None
+    assert keys(Pin(b"r", 1)) is not None
 
-    core: Any = Core()
-    assert core.add_lora("a") is True
-    assert seen == ["before a", "load a", "after a"]
-    (parameter,) = inspect.signature(core.add_lora).parameters.values()
-    assert parameter.annotation is inspect.signature(EngineCore.add_lora).parameters["lora_request"].annotation, (
-        "vLLM makes the argument from what came over the wire by this type"
-    )
-    compat.around_adapter_load(lambda adapter: None, lambda adapter: None)  # nobody builds us: nothing to hook
+
+def test_adapters_of_encoders_are_not_named() -> None:
+    from epochkv_connector import compat
+
+    def why(multimodal: bool, **lora: bool) -> str | None:
+        model = SimpleNamespace(is_multimodal_model=multimodal)
+        return compat.why_no_adapters(SimpleNamespace(model_config=model, lora_config=SimpleNamespace(**lora) if lora else None))
+
+    assert why(True, enable_tower_connector_lora=True) is not None
+    assert why(True, enable_tower_connector_lora=False) is None
+    assert why(False, enable_tower_connector_lora=True) is None
+    assert why(True) is None
 
 
 def test_our_lines_are_vllms_with_our_name(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -293,6 +293,7 @@ def stale_output(rig: Any, runner: Any, request: Any) -> Callable[[], None]:
 
 def too_many_adapters(rig: Any, runner: Any, request: Any) -> Callable[[], None]:
     runner.lora_request, request.lora_request = LoRARequest("a", 1, "/a"), LoRARequest("b", 2, "/b")
+    rig.executor.disk.update({"/a": "one", "/b": "two"})
     rig.scheduler.lora_config = SimpleNamespace(max_loras=1)
 
     def lift() -> None:

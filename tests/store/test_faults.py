@@ -23,7 +23,7 @@ from tests.store.conftest import ConnectTo
 
 
 def block_keys(count: int) -> list[str]:
-    return [object_key("0a1b2c3d/00112233445566ff/e7", 0, 0, secrets.token_bytes(16)) for _ in range(count)]
+    return [object_key("0a1b2c3d/00112233445566ff/e7/w8899aabbccddeeff", 0, 0, secrets.token_bytes(16)) for _ in range(count)]
 
 
 def put(client: StoreClient, memory: Memory, keys: Sequence[str], timeout: float = 10) -> list[Outcome]:

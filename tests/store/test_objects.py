@@ -13,7 +13,7 @@ from epochkv_connector.tiers import SchedulerTiers
 from tests.helpers_store import END_BYTES, Cluster, Memory, RawClient, pattern
 from tests.store.conftest import ConnectTo
 
-NAMESPACE = "0a1b2c3d/00112233445566ff/e7"
+NAMESPACE = "0a1b2c3d/00112233445566ff/e7/w8899aabbccddeeff"
 
 
 def unique_key(name: str = "block") -> str:
@@ -123,7 +123,7 @@ def test_a_reclaim_counts_keys_of_all_layouts_and_bytes_of_its_own(shared: Clust
     assert tiers.reclaim(uid, own, 10) == (4 + 6 + 2, 4 * 1000 + 6 * 3)
     assert current <= set(shared.keys())
     assert not (old | foreign) & set(shared.keys())
-    late = object_key(f"{pool}/{own}/e3", 1, 0, b"late")  # a put that was under way during the sweep
+    late = object_key(f"{pool}/{own}/e3/w{kept}", 1, 0, b"late")  # a put that was under way during the sweep
     assert put(client, memory, [late]) == [Outcome.OK]
     assert tiers.reclaim(uid, own, 10) == (1, 3)
     assert tiers.reclaim(uid, own, 10) == (0, 0)
@@ -133,7 +133,7 @@ def test_leased_objects_survive_a_removal(shared: Cluster, connect: ConnectTo) -
     memory = Memory(1, 10)
     client = connect(shared.address, memory)
     pool = secrets.token_hex(4)
-    key = object_key(f"{pool}/{'0' * 16}/e1", 0, 0, b"x")
+    key = object_key(f"{pool}/{'0' * 16}/e1/w{'0' * 16}", 0, 0, b"x")
     put(client, memory, [key])
     assert client.exists([key]).result(5) == [True]  # grants the lease
     assert client.remove_by_prefix(f"{pool}/") == 0

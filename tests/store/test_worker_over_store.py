@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 from epochkv_connector.records import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 from epochkv_connector.store import StoreClient
+from epochkv_connector.wire import StepMetadata
 from epochkv_connector.worker.layout import GroupSpec, layout_digest
 from epochkv_connector.worker.staging import HostRegion
 from epochkv_connector.worker.worker import WorkerHalf
 from tests.helpers_store import Cluster, settings, wait_until
 
 LAYERS, BLOCKS, SLOTS = 4, 32, 16
-NAMESPACE = "0a1b2c3d/00112233445566ff/e7"
-
-
-@dataclass
-class Step:
-    loads: tuple[LoadJob, ...] = ()
-    saves: tuple[SaveJob, ...] = ()
-    poisoned: tuple[str, ...] = ()
-    newest_epoch: int = -1
+NAMESPACE = "0a1b2c3d/00112233445566ff/e7/w8899aabbccddeeff"
 
 
 class Engine:
@@ -55,7 +47,7 @@ class Engine:
         assert self.clients[0].wait_ready(15)
 
     def step(self, **parts: object) -> None:
-        self.worker.start_step(Step(**parts))  # type: ignore[arg-type]
+        self.worker.start_step(StepMetadata(**parts))  # type: ignore[arg-type]
         self.worker.finish_step()
 
     def collect(self) -> None:

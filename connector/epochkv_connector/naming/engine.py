@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from epochkv_connector.naming import rank
+from epochkv_connector.naming.adapters import ADAPTER_CALLS, Adapters
 from epochkv_connector.naming.watch import Watch, is_harmless
 
 logger = logging.getLogger("vllm.epochkv.weights")
@@ -44,6 +45,10 @@ class EngineRanks:
         """See `rank.ask`."""
         return list(self._rpc(rank.ask, args=(number,)))
 
+    def ask_adapters(self, number: int, wanted: list[tuple[int, Any, bool]], afresh: bool) -> Sequence[dict[str, Any]]:
+        """See `rank.adapters`."""
+        return list(self._rpc(rank.adapters, args=(number, wanted, afresh)))
+
     def are_as_asked(self, number: int) -> bool:
         """See `rank.is_as_asked`."""
         return all(self._rpc(rank.is_as_asked, args=(number,)))
@@ -67,6 +72,10 @@ class NoRanks:
         """Nobody."""
         raise RuntimeError("this scheduler has no engine whose ranks could be asked for their weights")
 
+    def ask_adapters(self, number: int, wanted: list[tuple[int, Any, bool]], afresh: bool) -> Sequence[dict[str, Any]]:
+        """Nobody."""
+        raise RuntimeError("this scheduler has no engine whose ranks could be asked for their adapters")
+
     def are_as_asked(self, number: int) -> bool:
         """Nobody knows."""
         return False
@@ -75,8 +84,8 @@ class NoRanks:
         """Nothing runs."""
 
 
-def join(core: Any, scheduler: Any, watch: Watch, guarded: Callable[[Callable[[], None]], None]) -> None:
-    """Put the watch in front of the executor's calls and the scheduler's steps.
+def join(core: Any, scheduler: Any, watch: Watch, adapters: Adapters, guarded: Callable[[Callable[[], None]], None]) -> None:
+    """Put the watches in front of the executor's calls and the scheduler's steps.
 
     Args:
         core: vLLM's EngineCore, whose executor is there already.
@@ -89,7 +98,8 @@ def join(core: Any, scheduler: Any, watch: Watch, guarded: Callable[[Callable[[]
     @functools.wraps(call)
     def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
         if is_harmless(method):
-            return call(method, *args, **kwargs)
+            return _calling_adapters(adapters, call, method, args, kwargs, guarded)
+        guarded(adapters.suspect_all)
         guarded(lambda: watch.calling(method))
         alarm.set()
         if method == "sleep":
@@ -110,10 +120,33 @@ def join(core: Any, scheduler: Any, watch: Watch, guarded: Callable[[Callable[[]
     @functools.wraps(schedule)
     def scheduling(*args: Any, **kwargs: Any) -> Any:
         guarded(watch.before_schedule)
+        guarded(adapters.before_schedule)
         return schedule(*args, **kwargs)
 
     scheduler.schedule = scheduling
     alarm.listen()
+
+
+def _calling_adapters(
+    adapters: Adapters,
+    call: Callable[..., Any],
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    guarded: Callable[[Callable[[], None]], None],
+) -> Any:
+    """A call that leaves the weights of the model alone; it may load, replace or unload an adapter."""
+    if method not in ADAPTER_CALLS:
+        return call(method, *args, **kwargs)
+    what = next(iter(kwargs.get("args") or (args[1] if len(args) > 1 else ())), None)
+    guarded(lambda: adapters.calling(method, what))
+    try:
+        done = call(method, *args, **kwargs)
+    except BaseException:
+        guarded(adapters.suspect_all)
+        raise
+    guarded(adapters.look)
+    return done
 
 
 class _Alarm:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from epochkv_connector.naming.digest import Unreadable, digest, parts
 from epochkv_connector.naming.held import homes, models, packed, weights
+from epochkv_connector.naming.lora import HeldAdapters
 from epochkv_connector.naming.sample import Sample
 from epochkv_connector.worker import sleeping
 
@@ -63,6 +64,7 @@ class Held:
         writes: calls of `load_weights` that have begun or ended, by whoever made them; `seen`: those before `number`.
         waits: calls of `end_device_work`.
         layout: how this rank's KV tensors lie (`worker.layout.layout_digest`); empty: nobody has said.
+        adapters: what it said of its adapters.
     """
 
     number: int = -1
@@ -73,6 +75,7 @@ class Held:
     seen: int = 0
     waits: int = 0
     layout: bytes = b""
+    adapters: HeldAdapters = field(default_factory=HeldAdapters)
 
     def forget(self) -> None:
         """Nothing is known any more."""
@@ -120,8 +123,12 @@ def held_by(engine_id: str) -> Held:
     return _ranks.setdefault(engine_id, Held())
 
 
+def _of(worker: Any) -> Held:
+    return held_by(str(worker.vllm_config.kv_transfer_config.engine_id))
+
+
 def _held(worker: Any) -> Held:
-    held = held_by(str(worker.vllm_config.kv_transfer_config.engine_id))
+    held = _of(worker)
     for _, model in models(worker):
         _notice_writes(model, held)
     return held
@@ -174,9 +181,19 @@ def ask(worker: Any, number: int) -> Answer:
     return answer
 
 
+def adapters(worker: Any, number: int, wanted: list[tuple[int, Any, bool]], afresh: bool) -> Answer:
+    """See `HeldAdapters.ask`; its result is `adapters`, and None with a `note` where this rank has none at all."""
+    answer: Answer = {"number": number, "adapters": None, "note": "", "rank": getattr(worker, "rank", 0)}
+    try:
+        answer["adapters"] = _of(worker).adapters.ask(worker, number, wanted, afresh)
+    except Exception as error:
+        answer["note"] = str(error) if isinstance(error, Unreadable) else f"{type(error).__name__}: {error}"
+    return answer
+
+
 def layout(worker: Any) -> bytes:
     """See `Held.layout`."""
-    return held_by(str(worker.vllm_config.kv_transfer_config.engine_id)).layout
+    return _of(worker).layout
 
 
 def is_as_asked(worker: Any, number: int) -> bool:

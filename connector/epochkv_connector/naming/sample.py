@@ -1,7 +1,7 @@
 """A few elements of every tensor, compared again after each step that saves: weights that were written past vLLM show here.
 
 Not the mechanism, which is the hook on the executor, but its backstop: a push that changes one element in a thousand is missed by
-one comparison with a chance of e^-32.
+one comparison with a chance of e^-16.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 
 from epochkv_connector.naming.digest import in_storage_order, stored
 
-NUM_ELEMENTS = 32768
+NUM_ELEMENTS = 16384
+"""Below the 32768 from which torch spreads work on a CPU over threads, which waits for every one of them on a busy machine."""
 MIN_PER_TENSOR = 16
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

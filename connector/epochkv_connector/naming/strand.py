@@ -39,5 +39,6 @@ def strand(request: Any, num_named: int, random: Callable[[int], bytes] = os.ura
 
 
 def is_stranded(request: Any) -> bool:
-    """Whether the request's further blocks get random names."""
+    """Whether the request's further blocks get random names. Once it holds no block it is named anew; then also where its first name is
+    right again, others of its names may not be."""
     return isinstance(getattr(request, "_block_hasher", None), StrandedHasher)

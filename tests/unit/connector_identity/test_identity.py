@@ -56,12 +56,11 @@ def test_a_root_needs_every_part() -> None:
             identity.shared_root(*arguments)
 
 
-def test_an_adapters_root_depends_on_its_version() -> None:
+def test_an_adapters_root_depends_on_its_tensors_and_on_how_they_are_applied() -> None:
     root = identity.shared_root(SECRET, UID, 1, FINGERPRINT, WEIGHTS)
-    expected = by_hand(root, b"adapter", b"a", b"/p", (2).to_bytes(8, "big"))
-    assert identity.adapter_root(root, "a", "/p", 2) == expected
-    changes = (("a", "/p", 2), ("a", "/p", 3), ("a", "/q", 2), ("b", "/p", 2), ("a/", "p", 2))
-    versions = {identity.adapter_root(root, *each) for each in changes}
+    assert identity.adapter_root(root, b"a", "p") == by_hand(root, b"adapter", b"a", b"p")
+    changes = ((root, b"a", "p"), (root, b"b", "p"), (root, b"a", "q"), (root, b"ap", ""), (WEIGHTS, b"a", "p"))
+    versions = {identity.adapter_root(*each) for each in changes}
     assert len(versions) == 5
     assert root not in versions
 

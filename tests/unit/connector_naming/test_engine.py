@@ -12,6 +12,7 @@ from vllm.v1.engine import EngineCoreRequestType
 
 from epochkv_connector.naming import engine as joining
 from epochkv_connector.naming import rank
+from epochkv_connector.naming.adapters import Adapters
 from epochkv_connector.naming.engine import EngineRanks, NoRanks, join
 from epochkv_connector.naming.watch import QUIET_SECONDS, Watch
 
@@ -100,7 +101,7 @@ class Joined:
         self.errors: list[Exception] = []
         self.told: list[bytes | None] = []
         self.watch = Watch(self.ranks, self, 1, time.monotonic)
-        join(self.core, self.scheduler, self.watch, self.guarded)
+        join(self.core, self.scheduler, self.watch, Adapters(self.ranks, 1, time.monotonic), self.guarded)
         self.watch.before_schedule()
         self.watch._look_at = 0.0  # a machine that stood still during the first look owes the next one no pause
         self.executor.calls.clear()

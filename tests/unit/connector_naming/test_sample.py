@@ -44,7 +44,7 @@ def test_small_tensors_are_compared_whole() -> None:
 
 
 def test_a_whole_push_of_one_element_in_a_thousand_never_goes_unseen() -> None:
-    """Said: a chance of e^-32 for each."""
+    """Said: a chance of e^-16 for each."""
     tensors = model()
     source = random.Random(1)
     for draw in range(200):

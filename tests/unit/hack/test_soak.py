@@ -8,19 +8,25 @@ import socket
 import subprocess
 import threading
 import time
+from array import array
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hack import models
 from hack.engine_api import EngineError
+from hack.models import Shape
 from hack.soak import __main__ as program
 from hack.soak import checks
 from hack.soak.answers import BLOCK_TOKENS, Prompt, certain_answer, draw
 from hack.soak.checks import Growth, Memory
 from hack.soak.faults import Actor, start_again
+from hack.soak.lone import LonePushes
 from hack.soak.run import _verdict
+from hack.soak.states import EMBEDDING, FLIPPED, States, tensor_of
 from hack.soak.tally import Tally
 from hack.soak.traffic import ask
 from hack.soak.world import HubProcess, Rank, World
@@ -151,6 +157,91 @@ def test_memory_is_told_by_process_and_a_process_that_has_ended_has_none() -> No
     assert sum(checks.group_memory(os.getpgrp()).values()) > 5 << 20
 
 
+@pytest.fixture
+def states(tmp_path: Path) -> States:
+    small = Shape(vocab=8, hidden=4, intermediate=4, layers=1, heads=1, kv_heads=1, head_dim=4)
+    return States.make(tmp_path, [models.make(tmp_path / name, seed, small) for seed, name in enumerate(("base", "new", "third"), 1)])
+
+
+def test_every_state_of_weights_is_a_folder_that_differs_from_the_others_as_it_should(states: States) -> None:
+    base, new, third = states.whole
+    assert (states.donors[base], states.donors[third]) == (new, base)
+    half, flipped = states.halves[third], states.flips[base]
+    assert tensor_of(half, EMBEDDING) == tensor_of(base, EMBEDDING) != tensor_of(third, EMBEDDING)
+    assert tensor_of(half, "lm_head.weight") == tensor_of(third, "lm_head.weight") != tensor_of(base, "lm_head.weight")
+    assert array("f", tensor_of(flipped, FLIPPED)).tolist() == [-value for value in array("f", tensor_of(base, FLIPPED))]
+    assert tensor_of(flipped, EMBEDDING) == tensor_of(base, EMBEDDING)
+    assert states.flips[flipped] == base
+    assert len(states.all) == len({(folder / "model.safetensors").read_bytes() for folder in states.all}) == 9
+    assert all((folder / "config.json").exists() for folder in states.all)
+
+
+@dataclass
+class Logged:
+    log: Path
+
+
+class Held(Server):
+    """An engine whose log says what it holds, and which writes what is ordered when it makes a step; `deaf`: and does not notice."""
+
+    def __init__(self, folder: Path, deaf: bool) -> None:
+        super().__init__()
+        self.process = Logged(folder / "log")
+        self._log("EpochKV: weights 11111111, seen")
+        self._orders, self._deaf = folder / "A1.orders", deaf
+        self._orders.mkdir()
+
+    def _log(self, line: str) -> None:
+        with self.process.log.open("a") as log:
+            log.write(f"{line}\n")
+
+    def complete(self, prompt: object, max_tokens: int = 8) -> None:
+        for order in self._orders.glob("*.order"):
+            assert order.read_text() == "-1"
+            order.unlink()
+            if not self._deaf:
+                self._log("EpochKV: weights 22222222, seen")
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_write_past_vllm_counts_when_the_engine_says_so_and_silence_is_a_problem(
+    states: States, tally: Tally, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaf: bool
+) -> None:
+    monkeypatch.setattr("hack.soak.world.WRITE_SECONDS", 0.2)
+    base = states.whole[0]
+    lone, rank = LonePushes(World(tmp_path, states), tally, 1, threading.Event()), Rank(0, Held(tmp_path, deaf), base)  # type: ignore[arg-type]
+    assert lone._change("past vLLM", rank, 0.0) is not deaf
+    assert rank.weights == (None if deaf else states.flips[base])
+    assert rank.version == 2
+    assert [problem.split(":")[0] for problem in tally.problems] == (["a write that nobody noticed"] if deaf else [])
+
+
+def test_half_a_push_leaves_what_its_folder_holds_and_a_dead_engine_nothing(states: States, tmp_path: Path) -> None:
+    world, server, base = World(tmp_path, states), Server(), states.whole[0]
+    rank = Rank(0, server, base)  # type: ignore[arg-type]
+    server.error = EngineError("HTTP 500: the push broke off")
+    assert world.push_half(rank)
+    assert (rank.weights, rank.version) == (states.halves[base], 2)
+    rank.weights, server.error = base, EngineError("no answer")
+    with pytest.raises(EngineError):
+        world.push_half(rank)
+    assert rank.weights is None, "nobody knows, so nobody asks it"
+    rank.weights, rank.up = base, False
+    assert not world.push_half(rank)
+
+
+def test_a_push_to_all_changes_something(states: States, tmp_path: Path) -> None:
+    world, (base, new, third) = World(tmp_path, states), states.whole
+    for held, targets in (
+        ((base, base), {new, third}),
+        ((base, new), {third}),
+        ((states.halves[base], new), {base, third}),
+        ((base, new, third), {new, third}),
+    ):
+        world.ranks = [Rank(index, Server(), weights) for index, weights in enumerate(held)]  # type: ignore[arg-type]
+        assert {world.unheld(number / 10) for number in range(10)} == targets
+
+
 class Recorder(Actor):
     name = "recorder"
     calm = (0.0, 0.001)
@@ -272,7 +363,7 @@ def test_a_world_that_could_not_begin_ends_what_it_had_started(tmp_path: Path) -
     """Its hub cannot use its folder, and is known all the same; an engine stands still in its start."""
     folder = tmp_path / "hub"
     folder.write_text("no folder")
-    world = World(tmp_path, [BASE])
+    world = World(tmp_path, States((BASE,), {}, {}, {}))
     frozen = tmp_path / "python"
     frozen.write_text("#!/bin/sh\nkill -STOP $$\n")
     frozen.chmod(0o755)

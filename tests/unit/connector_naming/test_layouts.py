@@ -1,0 +1,227 @@
+"""Layouts that hide weights, made by vLLM's own kernels: packed away by oneDNN, quantised, tied, in a drafter, in a vision tower.
+
+For each: one changed weight changes the digest, although no tensor of the model may show it any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from epochkv_connector.naming import packed as packing
+from epochkv_connector.naming.digest import Unreadable, digest
+from epochkv_connector.naming.held import packed, weights
+
+SIZE = 64
+
+
+class Worker:
+    """As far as its models go."""
+
+    def __init__(self, model: nn.Module, draft: nn.Module | None = None) -> None:
+        self._models = model, draft
+
+    def get_model(self) -> nn.Module:
+        return self._models[0]
+
+    def get_draft_model(self) -> nn.Module | None:
+        return self._models[1]
+
+
+def value(model: nn.Module, draft: nn.Module | None = None) -> bytes:
+    worker = Worker(model, draft)
+    return digest(weights(worker), packed(worker)).value
+
+
+class Linear(nn.Module):
+    """As vLLM's linear layers before a kernel has seen them."""
+
+    def __init__(self, weight: torch.Tensor, **others: torch.Tensor) -> None:
+        super().__init__()
+        self.quant_method = object()
+        self.output_size_per_partition, self.input_size_per_partition = weight.shape
+        self.logical_widths = [weight.shape[0]]
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None
+        for name, tensor in others.items():
+            setattr(self, name, nn.Parameter(tensor, requires_grad=False))
+
+
+def drawn(dtype: torch.dtype = torch.float32, *shape: int, seed: int = 1) -> torch.Tensor:
+    made = torch.randn(shape or (SIZE, SIZE), generator=torch.Generator().manual_seed(seed))
+    return (made * 20).round().clamp(-127, 127).to(dtype) if dtype is torch.int8 else made.to(dtype)
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As the plugin does in every process; undone afterwards."""
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+    from vllm.model_executor.layers import utils
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    kernel: Any = CPUInt8ScaledMMLinearKernel
+    pack, process = utils.dispatch_cpu_unquantized_gemm, kernel.process_weights_after_loading
+    packing.listen()
+    yield
+    monkeypatch.undo()
+    utils.dispatch_cpu_unquantized_gemm, kernel.process_weights_after_loading = pack, process
+
+
+def one_more(weight: torch.Tensor) -> torch.Tensor:
+    """One element changed."""
+    changed = weight.clone()
+    changed[SIZE // 2, 3] += 1
+    return changed
+
+
+def pack_plain(weight: torch.Tensor) -> nn.Module:
+    from vllm.model_executor.layers import utils
+
+    layer = Linear(weight)
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    return nn.ModuleDict({"proj": layer})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_weight_that_a_cpu_kernel_packed_away(listening: None, dtype: torch.dtype) -> None:
+    plain, same, other = (pack_plain(weight) for weight in (drawn(dtype), drawn(dtype), one_more(drawn(dtype))))
+    assert not plain["proj"].weight.numel(), "this kernel hides nothing: another is needed"
+    assert value(plain) == value(same)
+    assert value(plain) != value(other)
+    reading = drawn(dtype, 3, SIZE)
+    assert not torch.equal(
+        plain["proj"].cpu_linear(reading, plain["proj"].weight, None), other["proj"].cpu_linear(reading, other["proj"].weight, None)
+    )
+
+
+def test_a_weight_that_was_packed_away_before_anybody_listened() -> None:
+    from vllm.model_executor.layers import utils
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    layer = Linear(drawn())
+    getattr(utils.dispatch_cpu_unquantized_gemm, "__wrapped__", utils.dispatch_cpu_unquantized_gemm)(layer, remove_weight=True)
+    with pytest.raises(Unreadable, match="proj"):
+        value(nn.ModuleDict({"proj": layer}))
+
+
+def test_a_reload_of_a_packed_weight(listening: None) -> None:
+    """vLLM gives the layer a new parameter and packs again."""
+    from vllm.model_executor.layers import utils
+
+    model = pack_plain(drawn())
+    before = value(model)
+    for weight, equal in ((one_more(drawn()), False), (drawn(), True)):
+        model["proj"].weight = nn.Parameter(weight, requires_grad=False)
+        utils.dispatch_cpu_unquantized_gemm(model["proj"], remove_weight=True)
+        assert (value(model) == before) is equal
+
+
+def pack_int8(weight: torch.Tensor, scale: torch.Tensor) -> nn.Module:
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearLayerConfig
+
+    kind: Any = Int8ScaledMMLinearLayerConfig
+    fields = {"is_static_input_scheme": False, "is_channelwise": True, "input_symmetric": True}
+    others = {name: None for name in kind.__dataclass_fields__ if name not in fields}
+    config = kind.__new__(kind)
+    for name, given in {**others, **fields}.items():
+        object.__setattr__(config, name, given)
+    layer = Linear(weight, weight_scale=scale)
+    kernel = CPUInt8ScaledMMLinearKernel.__new__(CPUInt8ScaledMMLinearKernel)
+    kernel.config, kernel.layer_param_names = config, ("weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj")
+    kernel.process_weights_after_loading(layer)
+    return nn.ModuleDict({"proj": layer})
+
+
+def test_a_quantised_weight_of_eight_bits_and_its_scales(listening: None) -> None:
+    weight, scale = drawn(torch.int8), drawn(torch.float32, SIZE, 1, seed=2).abs()
+    plain, same = pack_int8(weight, scale), pack_int8(weight.clone(), scale.clone())
+    assert value(plain) == value(same)
+    scaled = scale.clone()
+    scaled[SIZE - 1] *= 1.5
+    others = {value(pack_int8(one_more(weight), scale)), value(pack_int8(weight, scaled))}
+    assert len(others | {value(plain)}) == 3
+
+
+def test_weights_of_four_bits_as_gptq_and_awq_keep_them() -> None:
+    """Packed integers, zero points, scales and an order of groups, all visible."""
+
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.quant_method = object()
+            self.input_size_per_partition = self.output_size_per_partition = SIZE
+            integers = torch.arange(SIZE * SIZE // 8, dtype=torch.int32)
+            self.qweight = nn.Parameter(integers.view(SIZE // 8, SIZE).clone(), requires_grad=False)
+            self.qzeros = nn.Parameter(torch.zeros(1, SIZE // 8, dtype=torch.int32), requires_grad=False)
+            self.scales = nn.Parameter(torch.ones(1, SIZE, dtype=torch.bfloat16), requires_grad=False)
+            self.g_idx = nn.Parameter(torch.zeros(SIZE, dtype=torch.int32), requires_grad=False)
+
+    model = nn.ModuleDict({"proj": Packed()})
+    seen = {value(model)}
+    for name in ("qweight", "qzeros", "scales", "g_idx"):
+        with torch.no_grad():
+            getattr(model["proj"], name).view(-1)[-1] += 1
+        seen.add(value(model))
+    assert len(seen) == 5
+
+
+def test_a_head_that_is_tied_to_the_embedding_and_packed_for_itself(listening: None) -> None:
+    """vLLM keeps the embedding's tensor for look-ups and packs a copy of it for the head."""
+    from vllm.model_executor.layers import utils
+
+    def tied(weight: torch.Tensor) -> nn.Module:
+        embed = Linear(weight)
+        head = Linear(weight)
+        head.weight = embed.weight
+        utils.dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+        assert embed.weight.numel()
+        return nn.ModuleDict({"embed": embed, "head": head})
+
+    assert value(tied(drawn())) == value(tied(drawn())) != value(tied(one_more(drawn())))
+
+
+def test_a_packed_weight_of_a_drafter(listening: None) -> None:
+    model = pack_plain(drawn())
+    drafts = [pack_plain(weight) for weight in (drawn(seed=5), drawn(seed=5), one_more(drawn(seed=5)))]
+    same, again, other = (value(model, draft) for draft in drafts)
+    assert same == again
+    assert len({same, other, value(model)}) == 3
+
+
+class Vision(nn.Module):
+    """A tower as of Qwen2-VL: patches by a convolution, blocks, a merger; beside a language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.patch_embed = nn.Conv3d(3, 8, (2, 4, 4), bias=False)
+        self.rotary = nn.Module()
+        self.rotary.register_buffer("inv_freq", torch.arange(4.0), persistent=False)
+        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16)])
+        self.merger = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+
+
+CHANGES: dict[str, Callable[[Vision], torch.Tensor]] = {
+    "patches": lambda vision: vision.patch_embed.weight,
+    "frequencies": lambda vision: vision.rotary.inv_freq,
+    "attention": lambda vision: vision.blocks[0].self_attn.in_proj_weight,
+    "merger": lambda vision: vision.merger[1].bias,
+}
+
+
+@pytest.mark.parametrize("place", list(CHANGES))
+def test_a_weight_of_a_vision_tower(place: str) -> None:
+    def model(change: float = 0.0) -> nn.Module:
+        vision = Vision()
+        with torch.no_grad():
+            CHANGES[place](vision).view(-1)[-1] += change
+        return nn.ModuleDict({"visual": vision, "language_model": nn.ModuleDict({"norm": nn.LayerNorm(8)})})
+
+    assert value(model()) == value(model()) != value(model(1.0))
