@@ -93,7 +93,7 @@ LAYERS = (
     Layer("model", DEV, ("tests/model",), 420, beside=True),
     Layer("store", ENGINE, ("tests/store",), 100, 2, real=True),
     Layer("cluster", DEV, ("tests/cluster",), 300, 3, real=True),
-    Layer("engine", ENGINE, ("tests/engine",), 600, real=True, without=("tests/engine/test_matrix.py",)),
+    Layer("engine", ENGINE, ("tests/engine",), 960, real=True, without=("tests/engine/test_matrix.py",)),
     Layer("e2e", DEV, ("tests/e2e",), 480, real=True),
 )
 GROUPS = {"unit": ("unit", "fence", "model", "security", "unit-connector"), "engine": ("engine", "matrix")}

@@ -11,6 +11,7 @@ import json
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -44,6 +45,9 @@ WRITER = ("--worker-extension-cls", "hack.soak.weights_writer.Writer")
 BLOCK_TOKENS = 128
 OPENING = 2 * BLOCK_TOKENS + 4
 """Tokens of the prompt of a request that is watched: two blocks, and the third soon begun."""
+MAX_TOKENS = 1700
+"""Of its answer, which nobody waits for."""
+MAX_PREFIXES = 4
 FLIPPED = "model.layers.0.self_attn.k_norm.weight"
 """Times -1: every key of the first layer points the other way, and doing it again takes it back, bit by bit."""
 EMBEDDING = "model.embed_tokens.weight"
@@ -77,12 +81,17 @@ def flip(tensors: dict[str, Any]) -> None:
 
 
 class Stream:
-    """A request whose tokens are seen as they come."""
+    """A request whose tokens are seen as they come.
 
-    def __init__(self, engine: Engine, prompt: Sequence[int], max_tokens: int) -> None:
+    Attributes:
+        enough: it is given up with its next token.
+    """
+
+    def __init__(self, engine: Engine, prompt: Sequence[int]) -> None:
         self.prompt, self.tokens = list(prompt), list[int]()
         self.error: BaseException | None = None
-        self._engine, self._max_tokens = engine, max_tokens
+        self._engine = engine
+        self.enough = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -92,10 +101,11 @@ class Stream:
         return self.prompt + self.tokens
 
     def end(self) -> None:
-        """Wait for the last token."""
+        """Give the request up."""
+        self.enough = True
         self._thread.join(120.0)
         assert self.error is None, f"a request failed: {self.error!r}"
-        assert len(self.tokens) == self._max_tokens, f"{len(self.tokens)} of {self._max_tokens} tokens"
+        assert not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
@@ -108,7 +118,7 @@ class Stream:
         body = {
             "model": self._engine.model,
             "prompt": self.prompt,
-            "max_tokens": self._max_tokens,
+            "max_tokens": MAX_TOKENS,
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
@@ -117,6 +127,8 @@ class Stream:
         }
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         for line in connection.getresponse():
+            if self.enough:
+                break
             text = line.decode().strip().removeprefix("data: ")
             if text.startswith("{"):
                 for choice in json.loads(text)["choices"]:
@@ -125,10 +137,10 @@ class Stream:
 
 
 class Streams:
-    """Some requests to one engine at once. As a context manager they have ended when it is left."""
+    """Some requests to one engine at once, given up when the context is left: what is seen of them may be late on a loaded machine."""
 
-    def __init__(self, engine: Engine, prompts: Iterable[Sequence[int]], max_tokens: int) -> None:
-        self.all = [Stream(engine, prompt, max_tokens) for prompt in prompts]
+    def __init__(self, engine: Engine, prompts: Iterable[Sequence[int]]) -> None:
+        self.all = [Stream(engine, prompt) for prompt in prompts]
 
     def arrive(self, num_tokens: int, num_requests: int | None = None) -> None:
         """Return once that many of them (default: all) have so many tokens."""
@@ -148,12 +160,15 @@ class Streams:
 
     def __exit__(self, *_: object) -> None:
         for stream in self.all:
+            stream.enough = True
+        for stream in self.all:
             stream.end()
 
     def prefixes(self) -> Iterator[list[int]]:
-        """Everything that they were asked and answered, cut behind every block from the last of the prompt on."""
+        """What they were asked and answered, cut behind every block from the last of the prompt on: the first of these and the last."""
         for stream in self.all:
-            yield from (stream.whole[:end] for end in range(OPENING, len(stream.whole) + 1, BLOCK_TOKENS))
+            ends = list(range(OPENING, len(stream.whole) + 1, BLOCK_TOKENS))
+            yield from (stream.whole[:end] for end in (*ends[: MAX_PREFIXES - 1], *ends[MAX_PREFIXES - 1 :][-1:]))
 
 
 class Orders:
@@ -191,14 +206,8 @@ class Lab:
     def __init__(
         self, folder: Path, pool: Pool, mooncake: Mooncake, servers: ServerNursery, weights: Weights, prompts: Prompts, reference: Reference
     ) -> None:
-        self.folder, self.pool, self.mooncake, self.weights, self.prompts, self.reference = (
-            folder,
-            pool,
-            mooncake,
-            weights,
-            prompts,
-            reference,
-        )
+        self.folder, self.pool, self.mooncake = folder, pool, mooncake
+        self.weights, self.prompts, self.reference = weights, prompts, reference
         self.local_bytes: int | None = L1_BYTES
         self.num_shards = 1
         self.args: tuple[str, ...] = ()
@@ -315,7 +324,7 @@ class Lab:
 
 
 class Traffic:
-    """Requests to some engines, one after the other on each, from now on until the end.
+    """Requests to some engines, one after the other on each, from now on until the end; an engine named twice gets two at a time.
 
     Attributes:
         asked: (engine, prompt, when it began, when it had ended, answer, cached tokens).
@@ -323,7 +332,7 @@ class Traffic:
 
     def __init__(self, engines: Sequence[Engine], prompts: Sequence[Sequence[int]]) -> None:
         self.asked: list[tuple[Engine, Sequence[int], float, float, tuple[int, ...], int]] = []
-        self._prompts = prompts
+        self._engines, self._prompts = engines, prompts
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._threads = [threading.Thread(target=self._run, args=(engine,), daemon=True) for engine in engines]
@@ -343,12 +352,8 @@ class Traffic:
         began = time.monotonic()
 
         def done() -> bool:
-            counts = dict.fromkeys(range(len(self._threads)), 0)
-            engines = list(dict.fromkeys(id(entry[0]) for entry in self.asked))
-            for entry in list(self.asked):
-                if entry[2] >= began:
-                    counts[engines.index(id(entry[0]))] += 1
-            return self._error is not None or all(count >= num_requests for count in counts.values())
+            counts = Counter(id(entry[0]) for entry in list(self.asked) if entry[2] >= began)
+            return self._error is not None or all(counts[id(engine)] >= num_requests for engine in self._engines)
 
         eventually(done, f"{num_requests} more answers of every engine", 60.0)
 

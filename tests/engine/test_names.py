@@ -108,9 +108,10 @@ def test_staggered_pushes_under_traffic(lab: Lab, weights: Weights, prompts: Pro
 def test_a_push_in_the_middle_of_requests(lab: Lab, weights: Weights, prompts: Prompts) -> None:
     lab.have(weights.base)
     for engine, other, others in ((lab.a, lab.b, weights.base), (lab.b, lab.a, weights.new)):
-        with Streams(engine, [prompts(OPENING) for _ in range(NUM_RUNNING + 4)], 300) as streams:
+        with Streams(engine, [prompts(OPENING) for _ in range(NUM_RUNNING + 4)]) as streams:
             streams.arrive(20, NUM_RUNNING)
             lab.push(engine, weights.new)
+            streams.move_on(BLOCK_TOKENS + 10, NUM_RUNNING)
         lab.all_right(streams.prefixes(), (engine, weights.new), (other, others))
     lab.share(weights.new)
 
@@ -143,9 +144,10 @@ def test_half_a_push(lab: Lab, weights: Weights, half: Path) -> None:
 
 def test_half_a_push_in_the_middle_of_requests(lab: Lab, weights: Weights, half: Path, prompts: Prompts) -> None:
     lab.have(weights.base)
-    with Streams(lab.a, [prompts(OPENING) for _ in range(NUM_RUNNING)], 200) as streams:
+    with Streams(lab.a, [prompts(OPENING) for _ in range(NUM_RUNNING)]) as streams:
         streams.arrive(20)
         lab.half_a_push(lab.a, weights.new)
+        streams.move_on(BLOCK_TOKENS + 10)
     lab.all_right(streams.prefixes(), (lab.a, half), (lab.b, weights.base))
     lab.push(lab.a, weights.base)
     lab.all_right(streams.prefixes(), (lab.a, weights.base), (lab.b, weights.base))
@@ -153,16 +155,16 @@ def test_half_a_push_in_the_middle_of_requests(lab: Lab, weights: Weights, half:
 
 
 def test_weights_that_return_while_requests_run(lab: Lab, weights: Weights, prompts: Prompts) -> None:
-    """Base, new, base: requests that began with base compute blocks with new, and end with base. Each waits for blocks that it
-    begins and completes in the middle, and for some that it completes at the end."""
+    """Base, new, base: requests that began with base complete blocks with new, and others when base has returned."""
     lab.have(weights.base)
     asked: list[list[int]] = []
     for _ in range(2):
-        with Streams(lab.a, [prompts(OPENING) for _ in range(NUM_RUNNING + 4)], 480) as streams:
+        with Streams(lab.a, [prompts(OPENING) for _ in range(NUM_RUNNING + 4)]) as streams:
             streams.arrive(10, NUM_RUNNING)
             lab.push(lab.a, weights.new)
-            streams.move_on(BLOCK_TOKENS + 10, 1)
+            streams.move_on(BLOCK_TOKENS + 10, NUM_RUNNING)
             lab.push(lab.a, weights.base)
+            streams.move_on(BLOCK_TOKENS + 10, NUM_RUNNING)
         asked += streams.prefixes()
     lab.all_right(asked, (lab.a, weights.base), (lab.b, weights.base))
     lab.share(weights.base)
@@ -199,9 +201,10 @@ def test_a_parameter_is_written_by_a_call_that_nobody_knows(lab: Lab, weights: W
     lab.have(weights.base)
     old = lab.share(weights.base)
     with lab.written(lab.a):
-        with Streams(lab.a, [prompts(OPENING) for _ in range(NUM_RUNNING)], 300) as streams:
+        with Streams(lab.a, [prompts(OPENING) for _ in range(NUM_RUNNING)]) as streams:
             streams.arrive(20)
             rpc(lab.a, "scale_in_place", name=FLIPPED, factor=-1.0)
+            streams.move_on(BLOCK_TOKENS + 10)
         check(lab.a.complete(old), 0, lab.reference(old, flipped))
         lab.all_right(streams.prefixes(), (lab.a, flipped), (lab.b, weights.base))
         lab.apart(lab.a, flipped, lab.b, weights.base)
@@ -251,12 +254,13 @@ def test_weights_written_past_vllm_in_the_middle_of_requests(
     asked: list[list[int]] = []
     with lab.written(lab.a):
         for times in (1, 2):
-            with Streams(lab.a, [prompts(OPENING) for _ in range(NUM_RUNNING)], 400) as streams:
+            with Streams(lab.a, [prompts(OPENING) for _ in range(NUM_RUNNING)]) as streams:
                 streams.arrive(10)
                 orders(FLIPPED, -1.0)
                 streams.move_on(BLOCK_TOKENS + 10)
                 if times == 2:
                     orders(FLIPPED, -1.0)
+                    streams.move_on(BLOCK_TOKENS + 10)
             asked += streams.prefixes()
             lab.wait_published(epoch + times)
             assert lab.late(lab.a) >= late + times
@@ -267,6 +271,38 @@ def test_weights_written_past_vllm_in_the_middle_of_requests(
                 orders(FLIPPED, -1.0)
                 lab.share(weights.base)
     lab.all_right(asked, (lab.b, weights.base))
+    lab.share(weights.base)
+
+
+def test_weights_written_past_vllm_and_back_within_one_block(lab: Lab, orders: Orders, weights: Weights, prompts: Prompts) -> None:
+    """The steps that begin a block and end it have the right weights, those in the middle have not."""
+    lab.have(weights.base)
+    late = lab.late(lab.a)
+    with lab.written(lab.a):
+        with Streams(lab.a, [prompts(OPENING) for _ in range(NUM_RUNNING)]) as streams:
+            streams.arrive(10)
+            orders(FLIPPED, -1.0)
+            streams.move_on(30)
+            orders(FLIPPED, -1.0)
+            streams.move_on(BLOCK_TOKENS + 10)
+        asked = list(streams.prefixes())
+        lab.all_right(asked, (lab.a, weights.base), (lab.b, weights.base))
+        assert lab.late(lab.a) > late
+    lab.share(weights.base)
+
+
+def test_weights_written_past_vllm_while_every_prompt_is_in_the_cache(lab: Lab, orders: Orders, weights: Weights, flipped: Path) -> None:
+    """Nothing is saved then, and the engine is never idle."""
+    lab.have(weights.base)
+    known = lab.share(weights.base)
+    with lab.written(lab.a), Traffic([lab.a] * 3, [known]) as traffic:
+        for model in (flipped, weights.base):
+            traffic.go_on(6)
+            seen = lab.seen(lab.a)
+            orders(FLIPPED, -1.0)
+            eventually(lambda seen=seen: len(lab.seen(lab.a)) > len(seen), "it has seen that its weights were written")
+            for _ in range(6):
+                lab.right(lab.a, known, model)
     lab.share(weights.base)
 
 

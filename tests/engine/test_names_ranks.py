@@ -80,9 +80,10 @@ def test_a_call_writes_on_one_rank_alone(lab: Lab, weights: Weights, skewed: Pat
     lab.have(weights.base)
     old = lab.share(weights.base)
     with lab.written(lab.a):
-        with Streams(lab.a, [prompts(OPENING) for _ in range(4)], 200) as streams:
+        with Streams(lab.a, [prompts(OPENING) for _ in range(4)]) as streams:
             streams.arrive(20)
             rpc(lab.a, "scale_in_place", name=FLIPPED, factor=-1.0, rank=1)
+            streams.move_on(BLOCK_TOKENS + 10)
         check(lab.a.complete(old), 0, lab.reference(old, skewed))
         lab.all_right(streams.prefixes(), (lab.a, skewed), (lab.b, weights.base))
         lab.apart(lab.a, skewed, lab.b, weights.base)
@@ -100,12 +101,13 @@ def test_one_rank_is_written_to_past_vllm_in_the_middle_of_requests(lab: Lab, we
     asked: list[list[int]] = []
     with lab.written(lab.a):
         for times in (1, 2):
-            with Streams(lab.a, [prompts(OPENING) for _ in range(6)], 300) as streams:
+            with Streams(lab.a, [prompts(OPENING) for _ in range(4)]) as streams:
                 streams.arrive(10)
                 orders(FLIPPED, -1.0)
                 streams.move_on(BLOCK_TOKENS + 10)
                 if times == 2:
                     orders(FLIPPED, -1.0)
+                    streams.move_on(BLOCK_TOKENS + 10)
             asked += streams.prefixes()
             assert whole(lab) > 0
             lab.all_right(streams.prefixes(), (lab.b, weights.base))
