@@ -92,6 +92,10 @@ bench-connector: setup-engine ## Connector: time to first token, vLLM's own conn
 bench-start: setup-engine ## Engine start-up with the connector and without
 	@$(ENGINE) -m bench.engine_start $(ARGS)
 
+bench-weights: ## What naming KV after weights costs (ARGS="digest sample updates" PYTHON=python: torch and xxhash only, also on a GPU)
+	@$(if $(PYTHON),true,$(SETUP) dev engine)
+	@PYTHONPATH=$(CURDIR)/connector $(or $(PYTHON),$(ENGINE)) -m bench.weights $(ARGS)
+
 bench-staging: ## Staging copies against a plain copy of the same machine; torch only, no setup (PYTHON=python ARGS="--json FILE")
 	@$(TORCH) -m bench.staging $(ARGS)
 
@@ -110,4 +114,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-unit test-scheduler test-store test-engine test-cuda test-matrix test-cluster test-e2e simulate simulate-mutants lint generate bench-epoch bench-fence bench-connector bench-start bench-staging soak compat fuzz lock clean
+.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-unit test-scheduler test-store test-engine test-cuda test-matrix test-cluster test-e2e simulate simulate-mutants lint generate bench-epoch bench-fence bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PLAIN_WIDTH = 140
 """Of tables that go to a file or a pipe."""
@@ -85,6 +85,14 @@ def shown(value: float) -> str:
 
 def print_table(rows: Sequence[Row], title: str, console: Console | None = None) -> None:
     """One line for each figure; a row's details are in the JSON file."""
+    try:  # a GPU machine may have torch and nothing else
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        for row in rows:
+            for figure in row.figures:
+                print(f"{row.name}: {figure.name}: {shown(figure.value)} {figure.unit} {figure.verdict}".rstrip())
+        return
     table = Table(title=f"{title}: figure beside aim")
     spread = any(figure.spread for row in rows for figure in row.figures)
     columns = [

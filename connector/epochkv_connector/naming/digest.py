@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import xxhash
 
 DIGEST_BYTES = 32
 ROW_BYTES = 16384
@@ -152,6 +151,9 @@ class _Host:
     """XXH3 of slabs, a few of them at a time: the library lets go of the interpreter while it sums."""
 
     def __init__(self) -> None:
+        import xxhash  # a machine whose weights are on a GPU need not have it
+
+        self._hash: Callable[[Any], bytes] = xxhash.xxh3_128_digest
         self._num_threads = max(1, torch.get_num_threads())
         self._threads = ThreadPoolExecutor(self._num_threads, "epochkv-digest")
         self._sums: list[Future[bytes]] = []
@@ -163,7 +165,7 @@ class _Host:
             self._small.update(data.numpy())
             return
         for slab in data.split(HOST_SLAB_BYTES):
-            self._sums.append(self._threads.submit(xxhash.xxh3_128_digest, slab.numpy()))
+            self._sums.append(self._threads.submit(self._hash, slab.numpy()))
             if len(self._sums) > 4 * self._num_threads:  # a copy of a tensor with gaps lives until it is summed
                 self._sums[-4 * self._num_threads].result()
 
