@@ -16,14 +16,16 @@ from epochkv_connector.naming.digest import in_storage_order, stored
 
 NUM_ELEMENTS = 16384
 """Below the 32768 from which torch spreads work on a CPU over threads, which waits for every one of them on a busy machine."""
-MIN_PER_TENSOR = 16
+MIN_PER_TENSOR = 32
+RUN = 16
+"""Elements that lie together and are drawn together: memory is read by the line."""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
 class _Views:
-    """Strided views of one type on one device, and what they held."""
+    """Strided views of one type and number of dimensions on one device, and what they held."""
 
     views: list[torch.Tensor]
     then: torch.Tensor
@@ -42,7 +44,7 @@ class Sample:
         draw = draw or random.Random()
         visible = [tensor for name, whole in tensors for _, tensor in stored(name, whole) if tensor.numel() and not tensor.is_meta]
         total = sum(tensor.numel() for tensor in visible)
-        groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        groups: dict[tuple[torch.dtype, torch.device, int], list[torch.Tensor]] = {}
         for tensor in visible:
             ordered, _ = in_storage_order(tensor)
             if not ordered.is_contiguous():
@@ -51,7 +53,9 @@ class Sample:
             bits = _BITS.get(tensor.element_size())
             flat = ordered.reshape(-1) if bits is None else ordered.reshape(-1).view(bits)
             wanted = max(MIN_PER_TENSOR, round(num_elements * tensor.numel() / total))
-            groups.setdefault((flat.dtype, flat.device), []).append(_strided(flat, wanted, draw))
+            for view in _runs(flat, wanted, draw):
+                if view.numel():
+                    groups.setdefault((flat.dtype, flat.device, view.dim()), []).append(view)
         self.num_elements = sum(view.numel() for views in groups.values() for view in views)
         self._groups = [_Views(views, torch.cat(views)) for views in groups.values()]
 
@@ -66,7 +70,10 @@ class Sample:
         return self.look()()
 
 
-def _strided(flat: torch.Tensor, wanted: int, draw: random.Random) -> torch.Tensor:
-    """About `wanted` elements at equal distances from a random first one; odd distances, so that no column is followed."""
-    step = max(1, flat.numel() // wanted) | 1
-    return flat[draw.randrange(min(step, flat.numel())) :: step]
+def _runs(flat: torch.Tensor, wanted: int, draw: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
+    """About `wanted` elements: [runs, RUN] at equal distances from a random first one (odd distances, so that no column is followed),
+    and the last elements that make no run."""
+    whole = flat.numel() // RUN
+    rows = flat[: whole * RUN].view(whole, RUN)
+    step = max(1, whole // max(1, wanted // RUN)) | 1
+    return rows[draw.randrange(max(1, min(step, whole))) :: step], flat[whole * RUN :]

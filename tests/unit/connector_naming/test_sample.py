@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from epochkv_connector.naming.sample import MIN_PER_TENSOR, NUM_ELEMENTS, Sample
+from epochkv_connector.naming.sample import MIN_PER_TENSOR, NUM_ELEMENTS, RUN, Sample
 
 Tensors = Sequence[tuple[str, torch.Tensor]]
 
@@ -62,7 +62,7 @@ def test_a_whole_push_of_one_element_in_a_thousand_never_goes_unseen() -> None:
 def test_one_element_shows_as_often_as_its_share_of_the_sample(shape: tuple[int, ...]) -> None:
     tensor = torch.zeros(shape)
     flat, wanted, draws = tensor.view(-1), 20_000, 600
-    step = (flat.numel() // wanted) | 1
+    step = (flat.numel() // RUN // (wanted // RUN)) | 1
     for place in (0, 1, flat.numel() // 2, flat.numel() - 1):
         seen = 0
         for draw in range(draws):
@@ -72,6 +72,16 @@ def test_one_element_shows_as_often_as_its_share_of_the_sample(shape: tuple[int,
             flat[place] = 0
         expected = draws / step
         assert abs(seen - expected) < 5 * math.sqrt(expected), (place, seen, expected)
+
+
+def test_elements_that_make_no_run_are_all_compared() -> None:
+    tensor = torch.zeros(100_003)
+    sample = Sample([("t", tensor)], 100)
+    for place in (100_000, 100_001, 100_002):
+        tensor[place] = 1
+        assert not sample.holds()
+        tensor[place] = 0
+    assert sample.holds()
 
 
 def test_a_column_is_not_missed_for_ever() -> None:
@@ -131,5 +141,5 @@ def test_a_comparison_is_of_the_moment_it_was_made() -> None:
 
 def test_another_draw_is_of_other_elements() -> None:
     tensor = torch.arange(1_000_000)
-    found = {tuple(Sample([("t", tensor)], 100)._groups[0].then.tolist()) for _ in range(5)}
+    found = {tuple(Sample([("t", tensor)], 100)._groups[0].then.flatten().tolist()) for _ in range(5)}
     assert len(found) == 5
