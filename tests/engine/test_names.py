@@ -254,7 +254,7 @@ def test_weights_written_past_vllm_in_the_middle_of_requests(
     asked: list[list[int]] = []
     with lab.written(lab.a):
         for times in (1, 2):
-            with Streams(lab.a, [prompts(OPENING) for _ in range(NUM_RUNNING)]) as streams:
+            with Streams(lab.a, [prompts(OPENING) for _ in range(5)]) as streams:
                 streams.arrive(10)
                 orders(FLIPPED, -1.0)
                 streams.move_on(BLOCK_TOKENS + 10)
@@ -264,13 +264,12 @@ def test_weights_written_past_vllm_in_the_middle_of_requests(
             asked += streams.prefixes()
             lab.wait_published(epoch + times)
             assert lab.late(lab.a) >= late + times
-            lab.all_right(asked, (lab.b, weights.base))
-            lab.all_right(asked, (lab.a, flipped if times == 1 else weights.base))
+            lab.all_right(streams.prefixes(), (lab.b, weights.base), (lab.a, flipped if times == 1 else weights.base))
             if times == 1:
                 lab.apart(lab.a, flipped, lab.b, weights.base)
                 orders(FLIPPED, -1.0)
                 lab.share(weights.base)
-    lab.all_right(asked, (lab.b, weights.base))
+    lab.all_right(asked, (lab.a, weights.base), (lab.b, weights.base))
     lab.share(weights.base)
 
 
