@@ -22,7 +22,7 @@ class BootRecord:
         seq: of that heartbeat.
         key_index: which of the keys that the pool accepts now it came with, 0 the newest.
         epoch: highest epoch heard; a late heartbeat never lowers it.
-        weights_at: when it first reported the weights of its newest heartbeat.
+        weights_at: when it first reported the weights of its newest heartbeat, to whatever hub.
         heard_at: when it was last heard from.
         granted_at: when it was last granted anything.
         live_until: when every grant of the present target is dead by its clock.
@@ -47,7 +47,7 @@ class BootRecord:
         self.heard_at = now
         if beat.seq > self.seq:
             if self.seq < 0 or beat.weights != self.newest.weights:
-                self.weights_at = now
+                self.weights_at = now - beat.weights_age_seconds
             self.seq, self.peer, self.newest, self.key_index = beat.seq, peer, beat, key_index
         self._raise_epoch(beat)
         return before != self._shown()

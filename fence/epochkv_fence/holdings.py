@@ -64,29 +64,32 @@ class Holdings:
 
     def __init__(self) -> None:
         self._counts: dict[str, Counter[bytes]] = {}
+        self._newest_at: dict[str, float] = {}
         self._unequal_at: dict[str, float] = {}
 
-    def change(self, before: Heartbeat | None, after: Heartbeat | None, now: float) -> None:
-        """A boot's newest heartbeat was `before` and is `after`; None: the boot is new, or forgotten."""
+    def change(self, before: Heartbeat | None, after: Heartbeat | None, since: float) -> None:
+        """A boot's newest heartbeat was `before` and is `after`; None: the boot is new, or forgotten. It has reported those
+        weights since then, maybe to a hub before this one."""
         old, new = _holding(before), _holding(after)
         if old == new:
             return
         if new is not None:  # first, or boots that go on holding different weights would seem to agree in between
-            self._add(*new, 1, now)
+            self._newest_at[new[0]] = max(since, self._newest_at.get(new[0], NEVER))
+            self._add(*new, 1)
         if old is not None:
-            self._add(*old, -1, now)
+            self._add(*old, -1)
 
-    def _add(self, fingerprint: str, weights: bytes, number: int, now: float) -> None:
+    def _add(self, fingerprint: str, weights: bytes, number: int) -> None:
         counts = self._counts.setdefault(fingerprint, Counter())
         counts[weights] += number
         if counts[weights] <= 0:
             del counts[weights]
         if len(counts) > 1:
-            self._unequal_at.setdefault(fingerprint, now)
+            self._unequal_at.setdefault(fingerprint, self._newest_at[fingerprint])
         else:
             self._unequal_at.pop(fingerprint, None)
         if not counts:
-            del self._counts[fingerprint]
+            del self._counts[fingerprint], self._newest_at[fingerprint]
 
     def unequal_seconds(self, fingerprint: str, now: float) -> float:
         """For how long boots of this fingerprint have held different weights."""

@@ -260,7 +260,7 @@ class Hub(HubStore):
             self._forget_at = min(self._forget_at, now + self.config.hold_seconds)
         before = None if new else record.newest
         changed = record.hear(peer, beat, now, key_index)
-        self._holdings.change(before, record.newest, now)
+        self._holdings.change(before, record.newest, record.weights_at)
         if beat.weights is not None:
             self._reported.hear(beat.weights, self.config.grace_seconds, now)
         if record.at_least(self.target):

@@ -90,6 +90,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
         stats: counters of the connector, for status and metrics.
         private: this boot's caches were reset alone: it shares nothing before the next epoch. For status only.
         weights: that its ranks hold; None: not known, and `weights_note` says why.
+        weights_age_seconds: for how long this boot has reported so: hubs come and go. For status only.
     """
 
     boot: Boot
@@ -105,6 +106,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     private: bool = False
     weights: Weights | None = None
     weights_note: Text = ""
+    weights_age_seconds: Seconds = 0.0
 
 
 class Grant(msgspec.Struct, frozen=True, tag=True, tag_field="type"):

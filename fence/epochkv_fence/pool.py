@@ -86,7 +86,7 @@ class EngineView:
         key_index: which of the pool's accepted keys it used last, 0 the newest; their number: one that is not accepted any more.
         private: its caches were reset alone, and it shares nothing before the next epoch.
         weights: that its ranks hold, as it said last; None: not known, and `weights_note` says why.
-        weights_since: seconds for which it has reported these, as far as this hub knows.
+        weights_since: seconds for which it has reported these.
         diverged_seconds: for so long it has held these while others of its fingerprint hold other ones; None: it is not live,
             its weights are not known, or they are those of most of its fingerprint.
     """

@@ -177,6 +177,9 @@ class EngineSide:
 
     def _beat(self, engine: Engine, beat: ag.Beat) -> None:
         engine.beats += 1
+        weights = None if engine.note else digest(engine.weights)
+        if weights != engine.reported[0]:
+            engine.reported = weights, self.world.now
         message = Heartbeat(
             engine.agent.boot,
             beat.seq,
@@ -184,8 +187,9 @@ class EngineSide:
             boot_age_seconds=(self.world.now - engine.born) * engine.clock.rate,
             fingerprint=engine.fingerprint,
             private=engine.private_at is not None and engine.private_at == engine.bound,
-            weights=None if engine.note else digest(engine.weights),
+            weights=weights,
             weights_note=engine.note,
+            weights_age_seconds=(self.world.now - engine.reported[1]) * engine.clock.rate,
         )
         self._tell(engine, message)
 

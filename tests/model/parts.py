@@ -198,6 +198,7 @@ class Engine:
     fingerprint: str
     weights: int = 0
     note: str = ""  # why it cannot say which weights it holds; empty: it can
+    reported: tuple[bytes | None, float] = (None, 0.0)  # what its last heartbeat said of them, and since when it says so
     bound: int | None = None
     private_at: int | None = None  # its caches were reset alone at this epoch
     floor_unknown: bool = False  # they were, without a lease: which epoch that was is for the next lease to say

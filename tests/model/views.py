@@ -43,6 +43,7 @@ class Told:
         boots: those that it remembers.
         reported: when weights were last reported, by a heartbeat that was a boot's newest when it came.
         led_at: when it acquired leadership last.
+        newest: since when a boot of a fingerprint has held what it does, of all that held anything, the last.
         unequal: since when remembered boots of a fingerprint hold different weights.
         news: somebody holds others, or has left.
     """
@@ -51,6 +52,7 @@ class Told:
     departed: set[bytes] = field(default_factory=set)
     reported: dict[bytes, float] = field(default_factory=dict)
     led_at: float = float("inf")
+    newest: dict[str, float] = field(default_factory=dict)
     unequal: dict[str, float] = field(default_factory=dict)
     news: bool = False
 
@@ -66,7 +68,9 @@ class Told:
             return False
         new = boot.seq < 0 or (boot.weights, boot.note) != (beat.weights, beat.weights_note)
         if boot.seq < 0 or boot.weights != beat.weights:
-            boot.since = now
+            boot.since = now - beat.weights_age_seconds
+            if beat.weights is not None:
+                self.newest[beat.fingerprint] = max(boot.since, self.newest.get(beat.fingerprint, boot.since))
         boot.seq, boot.weights, boot.note, boot.fingerprint = beat.seq, beat.weights, beat.weights_note, beat.fingerprint
         if beat.weights is not None:
             self.reported[beat.weights] = now
@@ -89,7 +93,9 @@ class Told:
         for boot in self.boots.values():
             if boot.weights is not None:
                 held.setdefault(boot.fingerprint, set()).add(boot.weights)
-        self.unequal = {fingerprint: self.unequal.get(fingerprint, now) for fingerprint, weights in held.items() if len(weights) > 1}
+        self.newest = {fingerprint: at for fingerprint, at in self.newest.items() if fingerprint in held}
+        unequal = [fingerprint for fingerprint, weights in held.items() if len(weights) > 1]
+        self.unequal = {fingerprint: self.unequal.get(fingerprint, self.newest[fingerprint]) for fingerprint in unequal}
 
     def live(self, hub: Hub, now: float) -> dict[bytes, Boot]:
         """Heard from within the last lease, and remembered."""
@@ -171,7 +177,7 @@ class Told:
             return "a boot that is silent or cannot say what it holds is shown as diverged"
         for view in shown.engines:
             seconds = view.diverged_seconds
-            told = min(view.weights_since, now - self.unequal.get(view.fingerprint, now)) if view.boot in wrong else None
+            told = min(view.weights_since, max(0.0, now - self.unequal.get(view.fingerprint, now))) if view.boot in wrong else None
             if (told is None) != (seconds is None) or abs((told or 0.0) - (seconds or 0.0)) > LITTLE:
                 return f"boot {view.boot.hex()[-4:]} has diverged for {told} s, shown are {seconds} s"
         return ""

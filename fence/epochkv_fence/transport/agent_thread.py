@@ -125,6 +125,8 @@ class AgentThread:
         self._key_reader = KeyReader(credentials, self._wake) if credentials is not None else None
         self._keys_due = time.monotonic() + KEYS_SECONDS
         self._born = time.monotonic()
+        self._reported_weights: bytes | None = None
+        self._reported_since = self._born
         self._agent = ag.Agent(boot)
         self._view = self._agent.view
         self._thread = threading.Thread(target=self._run, name="epochkv-agent", daemon=True)
@@ -427,7 +429,13 @@ class AgentThread:
             private=bool(self._hook("private", self._hooks.private, False)),
             weights=weights,
             weights_note=note,
+            weights_age_seconds=self._weights_age(weights, time.monotonic()),
         )
+
+    def _weights_age(self, weights: bytes | None, now: float) -> float:
+        if weights != self._reported_weights:
+            self._reported_weights, self._reported_since = weights, now
+        return now - self._reported_since
 
     def _weights(self) -> tuple[bytes | None, str]:
         unknown: tuple[bytes | None, str] = None, "the engine cannot say what it holds"

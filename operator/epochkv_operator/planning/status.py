@@ -221,13 +221,11 @@ def _reclaim(pool: KVCachePool, hub: HubView, previous: Json) -> Json:
 
 
 def _with_the_past(hub: HubView | None, previous: Json) -> HubView | None:
-    """What an earlier hub found reclaimed is so: nobody writes below the published epoch any more but what the next sweep finds.
-    Engines that an earlier one found apart for too long are so, until they are not."""
+    """What an earlier hub found reclaimed is so: nobody writes below the published epoch any more but what the next sweep finds."""
     if hub is None:
         return None
     done = max(hub.reclaim.epoch, (previous.get("reclaim") or {}).get("epoch") or 0)
-    overdue = hub.overdue or weights.was_overdue(previous)
-    return replace(hub, overdue=overdue, reclaim=replace(hub.reclaim, epoch=min(done, hub.published)))
+    return replace(hub, reclaim=replace(hub.reclaim, epoch=min(done, hub.published)))
 
 
 def _reset(hub: HubView | None, previous: Json, now: datetime, *, partial: bool = False) -> Json:

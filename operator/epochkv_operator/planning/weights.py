@@ -69,12 +69,6 @@ def groups(hub: HubView, previous: Json) -> list[Json]:
     ]
 
 
-def was_overdue(previous: Json) -> bool:
-    """The live status says that engines differ for too long; a new hub does not give them another minute."""
-    found: Json = next((item for item in previous.get("conditions") or [] if item["type"] == _CONDITION), {})
-    return bool(found.get("status") == "False")
-
-
 def short(weights: str) -> str:
     """What people see of the 32 hex digits."""
     return weights[:_ID_CHARACTERS]

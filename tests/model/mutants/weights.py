@@ -48,6 +48,13 @@ class _SinceTheLastBeat(Hub):
         return actions
 
 
+class _BeginsAnew(Hub):
+    """Weights are held since this hub heard of them first."""
+
+    def _heartbeat(self, peer: bytes, beat: Heartbeat, now: float, key_index: int = 0) -> list[ev.Action]:
+        return super()._heartbeat(peer, msgspec.structs.replace(beat, weights_age_seconds=0.0), now, key_index)
+
+
 class _Shows(Hub):
     """Compares engines as `seen` by somebody who got something wrong."""
 
@@ -97,9 +104,9 @@ class _CountsTheSilent(Hub):
 
 
 class _Counting(Holdings):
-    def change(self, before: Heartbeat | None, after: Heartbeat | None, now: float) -> None:
+    def change(self, before: Heartbeat | None, after: Heartbeat | None, since: float) -> None:
         if after is not None:
-            super().change(before, after, now)
+            super().change(before, after, since)
 
 
 class _CountsTheForgotten(Hub):
@@ -111,11 +118,11 @@ class _CountsTheForgotten(Hub):
 
 
 class _Agreeing(Holdings):
-    def change(self, before: Heartbeat | None, after: Heartbeat | None, now: float) -> None:
+    def change(self, before: Heartbeat | None, after: Heartbeat | None, since: float) -> None:
         if before is not None and after is not None and before.weights != after.weights:
-            super().change(before, None, now)
+            super().change(before, None, since)
             before = None
-        super().change(before, after, now)
+        super().change(before, after, since)
 
 
 class _AgreesInBetween(Hub):
@@ -174,6 +181,7 @@ WEIGHTS_MUTANTS = {
     "late heartbeats say what an engine holds": Mutant(Rules(hub=_LateBeatsCount), "4", {**PUSHING, "disorder": 0.9}),
     "other weights are no change": Mutant(Rules(hub=_SaysNothing), "4", PUSHING),
     "weights are held since the last heartbeat": Mutant(Rules(hub=_SinceTheLastBeat), "4"),
+    "weights are held since this hub heard of them": Mutant(Rules(hub=_BeginsAnew), "4"),
     "silent engines hold weights": Mutant(Rules(hub=_CountsTheSilent), "4", PUSHING),
     "engines of different fingerprints diverge": Mutant(Rules(hub=_OneFingerprint), "4", {**PUSHING, "fingerprints": 2}),
     "an engine that cannot say has diverged": Mutant(Rules(hub=_UnknownIsDifferent), "4", PUSHING),

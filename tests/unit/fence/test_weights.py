@@ -113,6 +113,22 @@ def test_engines_that_change_and_go_on_differing_have_differed_all_the_time() ->
     assert diverged(hub) == {2: 15.0}
 
 
+@pytest.mark.parametrize("order", [(1, 2, 3), (3, 2, 1)])
+def test_a_new_hub_learns_from_heartbeats_since_when_engines_differ(order: tuple[int, ...]) -> None:
+    hub = pool()
+    ages = {1: 20.0, 2: 25.0, 3: 900.0}
+    for number in order:
+        hub.beat(number, weights=A if number == 3 else B, weights_age_seconds=ages[number])
+    (seconds,) = diverged(hub).values()
+    assert 20.0 <= seconds <= 25.0, "some time in the push"
+    hub.now += 5.0
+    hub.beat(1, weights=B, weights_age_seconds=25.5)
+    assert diverged(hub) == {3: seconds + 5.0}, "it is taken once"
+    assert [(group[0], group[2]) for group in groups(hub)] == [(B, 30.0), (A, 905.0)]
+    hub.hear(Leave(boot(1)))
+    assert diverged(hub) == {3: seconds + 5.0}, "of as many, the newest count"
+
+
 def test_pushes_that_arrive_one_engine_after_the_other_diverge_no_longer_than_they_take() -> None:
     hub = pool()
     for step in range(20):

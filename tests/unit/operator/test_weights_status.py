@@ -141,14 +141,6 @@ def reason(found: Json) -> tuple[str, str]:
     return condition["status"], condition["reason"]
 
 
-def test_a_new_hub_gives_engines_that_were_apart_no_other_minute() -> None:
-    told = status(replace(LATE, overdue=True), {})
-    assert reason(told) == ("False", "Diverged")
-    assert status(LATE, told) == told
-    assert reason(status(EQUAL, told)) == ("True", "Converged")
-    assert reason(status(LATE, status(EQUAL, told))) == ("True", "Updating")
-
-
 def test_a_hub_that_has_not_heard_from_everybody_takes_nothing_back() -> None:
     told = status(replace(LATE, overdue=True), {})
     for known in ([], LATE.engines[:1]):
