@@ -41,6 +41,15 @@ class Writer:
             self._parameter("model.embed_tokens.weight").copy_(tensors["model.embed_tokens.weight"])
         raise RuntimeError("the push broke off")
 
+    def slow_while(self, path: str, seconds: float) -> None:
+        """From now on every step takes so much longer while that file exists."""
+
+        def wait(*_: object) -> None:
+            if Path(path).exists():
+                time.sleep(seconds)
+
+        self.model_runner.get_model().register_forward_pre_hook(wait)
+
     def write_later(self, folder: str, rank: int | None = None) -> None:
         """From now on a file `NAME` in `folder` with a factor in it scales that parameter, once; `NAME.swap` swaps its storage."""
         if rank in (None, self.rank):

@@ -47,6 +47,7 @@ OPENING = 2 * BLOCK_TOKENS + 4
 """Tokens of the prompt of a request that is watched: two blocks, and the third soon begun."""
 MAX_TOKENS = 1700
 """Of its answer, which nobody waits for."""
+SLOW_SECONDS = 0.005
 MAX_PREFIXES = 4
 FLIPPED = "model.layers.0.self_attn.k_norm.weight"
 """Times -1: every key of the first layer points the other way, and doing it again takes it back, bit by bit."""
@@ -137,9 +138,15 @@ class Stream:
 
 
 class Streams:
-    """Some requests to one engine at once, given up when the context is left: what is seen of them may be late on a loaded machine."""
+    """Some requests to one engine at once, given up when the context is left.
+
+    What is seen of them comes late on a loaded machine. The engine takes its steps slowly meanwhile, or it would be done with all of
+    them before the first tokens are seen.
+    """
 
     def __init__(self, engine: Engine, prompts: Iterable[Sequence[int]]) -> None:
+        self._slow = slow_file(engine)
+        self._slow.touch()
         self.all = [Stream(engine, prompt) for prompt in prompts]
 
     def arrive(self, num_tokens: int, num_requests: int | None = None) -> None:
@@ -163,12 +170,18 @@ class Streams:
             stream.enough = True
         for stream in self.all:
             stream.end()
+        self._slow.unlink()
 
     def prefixes(self) -> Iterator[list[int]]:
         """What they were asked and answered, cut behind every block from the last of the prompt on: the first of these and the last."""
         for stream in self.all:
             ends = list(range(OPENING, len(stream.whole) + 1, BLOCK_TOKENS))
             yield from (stream.whole[:end] for end in (*ends[: MAX_PREFIXES - 1], *ends[MAX_PREFIXES - 1 :][-1:]))
+
+
+def slow_file(engine: Engine) -> Path:
+    """While it exists, an engine that was told `slow_while` takes its steps slowly."""
+    return engine.process.log.with_suffix(".slow")
 
 
 class Orders:
@@ -223,7 +236,10 @@ class Lab:
         self.a, self.b = self.start("A", self.weights.base), self.start("B", self.weights.base)
         for engine in (self.a, self.b):
             engine.wait_ready()
+            rpc(engine, "slow_while", path=str(slow_file(engine)), seconds=SLOW_SECONDS)
         self.pool.wait_engines(2)
+        for engine in (self.a, self.b):
+            self.wait_named(engine)
 
     def start(self, name: str, model: Path, environ: Mapping[str, str] | None = None) -> Engine:
         """One more engine; it may not be ready yet."""
@@ -238,6 +254,11 @@ class Lab:
         """End every engine that was started."""
         with ThreadPoolExecutor() as pool:
             list(pool.map(Engine.end, self._started))
+
+    def wait_named(self, engine: Engine) -> None:
+        """Return once it names what it computes: looks at the weights keep their distance, and take long on a loaded machine."""
+        prompt = self.prompts()
+        eventually(lambda: engine.complete(prompt).cached > 0, "it finds what it has computed")
 
     # ------------------------------------------------------------------ weights
 

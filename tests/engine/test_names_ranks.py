@@ -28,6 +28,7 @@ def lab(
     folder: Path, mooncake: Mooncake, servers: ServerNursery, weights: Weights, prompts: Prompts, reference: Reference
 ) -> Iterator[Lab]:
     with open_pool(folder) as pool:
+        pool.configure(reclaim="Retain")  # or a new epoch removes what `whole` is to look at
         lab = Lab(folder, pool, mooncake, servers, weights, prompts, reference)
         lab.local_bytes, lab.num_shards = None, NUM_RANKS
         lab.args = ("--tensor-parallel-size", str(NUM_RANKS), "--num-gpu-blocks-override", str(GPU_BLOCKS))
