@@ -72,12 +72,12 @@ lint: setup-engine ## ruff, mypy --strict, import walls, generated files up to d
 	@$(ENGINE) -m mypy
 	@.build/venv-engine/bin/lint-imports
 	@$(DEV) -m epochkv_operator.api.generate --check
-	@$(DEV) -m epochkv_connector.reference --check
+	@$(DEV) -m epochkv_connector.config.reference --check
 	@$(DEV) -m hack.sync_chart --check
 
 generate: setup ## Write the CRDs, the API reference and the chart's copies from the models
 	@$(DEV) -m epochkv_operator.api.generate
-	@$(DEV) -m epochkv_connector.reference
+	@$(DEV) -m epochkv_connector.config.reference
 	@$(DEV) -m hack.sync_chart
 
 bench-epoch: setup ## Patch -> published on the demo's cluster: median and max of 20 bumps

@@ -23,8 +23,8 @@ import torch
 from bench import harness
 from bench.harness import Entry
 from bench.report import Figure, Progress, Row, repeated
-from epochkv_connector.naming.digest import digest
-from epochkv_connector.naming.sample import NUM_ELEMENTS, Sample
+from epochkv_connector.weights.digest import digest
+from epochkv_connector.weights.sample import NUM_ELEMENTS, Sample
 
 HIDDEN, LAYERS = 768, 12
 LEARNING_RATES = (1e-5, 3e-6, 1e-6, 3e-7, 1e-7)
@@ -177,7 +177,7 @@ def engine(model: Path, folder: Path, connector: bool) -> Iterator[Any]:
 
 
 def _knows_sources() -> bool:
-    from epochkv_connector.config import ConnectorConfig
+    from epochkv_connector.config.keys import ConnectorConfig
 
     return "weights_source" in ConnectorConfig.__annotations__
 
@@ -203,7 +203,7 @@ def in_process() -> Iterator[Path]:
 
 def decode_row(arguments: argparse.Namespace, progress: Progress) -> Row:
     """Real decode steps of one request, and the comparisons that they made."""
-    from epochkv_connector.naming import rank
+    from epochkv_connector.weights import rank
 
     spent: list[float] = []
     look = rank.Look.__init__
@@ -233,7 +233,7 @@ def decode_row(arguments: argparse.Namespace, progress: Progress) -> Row:
 
 def start_row(arguments: argparse.Namespace, progress: Progress) -> Row:
     """The first look of an engine, beside the rest of its start in the same process: what a start without it takes is the difference."""
-    from epochkv_connector.naming.watch import Watch
+    from epochkv_connector.weights.watch import Watch
 
     ratios, looks, starts = [], [], []
     asked = Watch._look

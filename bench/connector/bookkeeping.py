@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.report import Progress, Row, repeated
-from epochkv_connector.config import ConnectorConfig
-from epochkv_connector.records import JobAck, Phase
+from epochkv_connector.config.keys import ConnectorConfig
 from epochkv_connector.scheduler import hits
 from epochkv_connector.scheduler.core import SchedulerHalf, StepJobs
 from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
+from epochkv_connector.wire.jobs import JobAck, Phase
 
 BLOCK_TOKENS = 16
 PROMPT_TOKENS = 4096

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from bench.connector.bookkeeping import Blocks
 from bench.connector.trace import BLOCK_TOKENS, Trace
 from bench.report import Figure, Progress, Row
-from epochkv_connector.config import ConnectorConfig
-from epochkv_connector.keys import object_key
-from epochkv_connector.records import JobAck, Phase, Source
+from epochkv_connector.config.keys import ConnectorConfig
+from epochkv_connector.naming.keys import object_key
 from epochkv_connector.scheduler.core import SchedulerHalf, StepJobs
 from epochkv_connector.scheduler.views import CacheLayout, Commit, GroupKind, GroupLayout, RequestView, ScheduledRequestView
+from epochkv_connector.wire.jobs import JobAck, Phase, Source
 
 LAYOUT = CacheLayout((GroupLayout(GroupKind.FULL, BLOCK_TOKENS),), BLOCK_TOKENS, 1)
 ROOT, NAMESPACE = b"root", "bench/0123456789abcdef/e1"

@@ -18,9 +18,9 @@ from typing import Any
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from bench.report import Figure, Progress, Row, repeated
-from epochkv_connector.records import JobAck, Phase
-from epochkv_connector.wire import WorkerReport
-from tests.helpers_scheduler import BLOCK, Rig, prompt
+from epochkv_connector.wire.jobs import JobAck, Phase
+from epochkv_connector.wire.steps import WorkerReport
+from tests.support.scheduler import BLOCK, Rig, prompt
 
 RUNNING = (16, 64, 256)
 NEVER_ENDS = 4000

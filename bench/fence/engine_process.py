@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 
-from epochkv_fence.transport import AgentThread, ClientKeys, EngineIdentity
+from epochkv_fence.net import AgentThread, ClientKeys, EngineIdentity
 
 LOOK_SECONDS = 0.002
 

@@ -15,8 +15,8 @@ import threading
 import time
 from pathlib import Path
 
-from epochkv_fence.file_authority import FileAuthority
-from epochkv_fence.transport import HubKeys, HubServer, PoolConfig
+from epochkv_fence.net import HubKeys, HubServer, PoolConfig
+from epochkv_fence.standalone.authority import FileAuthority
 
 
 class TimedAuthority(FileAuthority):

@@ -16,8 +16,8 @@ from typing import Any, Self
 
 import zmq
 
-from epochkv_fence.messages import Bump, BumpStatus, Message, Status, decode, encode
-from epochkv_fence.transport import ClientKeys, HubKeys, generate_keypair
+from epochkv_fence.net import ClientKeys, HubKeys, generate_keypair
+from epochkv_fence.protocol.messages import Bump, BumpStatus, Message, Status, decode, encode
 
 ROOT = Path(__file__).resolve().parents[2]
 TICKS = os.sysconf("SC_CLK_TCK")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.helpers_scheduler import Rig
+from tests.support.scheduler import Rig
 
 TOKENS = 512
 REQUESTS = 100  # at a time, just made, as they are when they reach the scheduler

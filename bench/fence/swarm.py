@@ -21,9 +21,9 @@ import time
 
 import zmq
 
-from epochkv_fence import agent as ag
-from epochkv_fence.messages import Heartbeat, decode, encode
-from epochkv_fence.transport import ClientKeys
+from epochkv_fence.net import ClientKeys
+from epochkv_fence.protocol import agent as ag
+from epochkv_fence.protocol.messages import Heartbeat, decode, encode
 
 STDIN = 0
 MAX_WAIT_SECONDS = 1.0

@@ -13,26 +13,27 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from epochkv_connector import compat, tiers
-from epochkv_connector.compat import KVConnectorBase_V1, KVConnectorRole, KVConnectorTransferResults, SupportsHMA
-from epochkv_connector.compat_kv import why_no_tiers
-from epochkv_connector.config import ConfigError, ConnectorConfig
-from epochkv_connector.devices import check_devices
-from epochkv_connector.fencing import Fence, FencePolicy, PoolIdentity
+from epochkv_connector import tiers
+from epochkv_connector.config.keys import ConfigError, ConnectorConfig
+from epochkv_connector.engine import compat
+from epochkv_connector.engine.compat import KVConnectorBase_V1, KVConnectorRole, KVConnectorTransferResults, SupportsHMA
+from epochkv_connector.engine.devices import check_devices
+from epochkv_connector.engine.kv_caches import why_no_tiers
+from epochkv_connector.engine.memory import check_fits, crowded, gib
+from epochkv_connector.engine.plugin import check
 from epochkv_connector.guard import Guard
-from epochkv_connector.identity import fingerprint
-from epochkv_connector.link import Credentials, FenceHooks, HubLink
-from epochkv_connector.memory import check_fits, crowded, gib
-from epochkv_connector.naming.adapters import Adapters
-from epochkv_connector.naming.engine import EngineRanks, NoRanks, join
-from epochkv_connector.naming.rank import held_by
-from epochkv_connector.naming.watch import Watch
-from epochkv_connector.plugin import check
-from epochkv_connector.scheduling import SchedulerSide
-from epochkv_connector.stats import EpochKVPromMetrics, EpochKVStats
-from epochkv_connector.telemetry import Reporter
-from epochkv_connector.wire import StepMetadata, WorkerReport
-from epochkv_connector.working import Half, RefusingHalf, WorkerSide
+from epochkv_connector.hub_link import Credentials, FenceHooks, HubLink
+from epochkv_connector.metrics.collect import Reporter
+from epochkv_connector.metrics.stats import EpochKVPromMetrics, EpochKVStats
+from epochkv_connector.naming.fence import Fence, FencePolicy, PoolIdentity
+from epochkv_connector.naming.identity import fingerprint
+from epochkv_connector.scheduler.facade import SchedulerSide
+from epochkv_connector.weights.adapters import Adapters
+from epochkv_connector.weights.engine import EngineRanks, NoRanks, join
+from epochkv_connector.weights.rank import held_by
+from epochkv_connector.weights.watch import Watch
+from epochkv_connector.wire.steps import StepMetadata, WorkerReport
+from epochkv_connector.worker.facade import Half, RefusingHalf, WorkerSide
 
 logger = logging.getLogger("vllm.epochkv")
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from epochkv_connector import compat
-from epochkv_connector.compat_kv import describe_layers, describe_platform
-from epochkv_connector.config import ConnectorConfig
-from epochkv_connector.identity import pool_prefix
-from epochkv_connector.keys import object_key, older_pattern, other_weights_pattern
-from epochkv_connector.memory import check_fits
+from epochkv_connector.config.keys import ConnectorConfig
+from epochkv_connector.engine import compat
+from epochkv_connector.engine.kv_caches import describe_layers, describe_platform
+from epochkv_connector.engine.memory import check_fits
+from epochkv_connector.naming.identity import pool_prefix
+from epochkv_connector.naming.keys import object_key, older_pattern, other_weights_pattern
 from epochkv_connector.scheduler.core import SchedulerHalf
 from epochkv_connector.scheduler.index import slot_count
 from epochkv_connector.scheduler.views import KeysOf, LookupClient

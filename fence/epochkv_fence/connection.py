@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 
 if TYPE_CHECKING:
-    from epochkv_fence.transport.keys import ClientKeys
+    from epochkv_fence.net.keys import ClientKeys
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -300,7 +300,7 @@ def read_client_keys(hub: HubRef, environ: Mapping[str, str] | None = None) -> C
     Raises:
         ConfigurationError: a file or variable is missing or holds no key.
     """
-    from epochkv_fence.transport.keys import ClientKeys, CredentialsError
+    from epochkv_fence.net.keys import ClientKeys, CredentialsError
 
     folder = hub.credentials_dir
     tries = RELOAD_TRIES if folder is not None else 1

@@ -16,10 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from epochkv_fence.cli.file_hub import FileHub, HubOptions
-from epochkv_fence.cli.state import retire_previous, rotate_keys
-from epochkv_fence.pool import PoolSnapshot
-from epochkv_fence.store_admin import StoreAdmin
+from epochkv_fence.protocol.pool import PoolSnapshot
+from epochkv_fence.standalone.hub import FileHub, HubOptions
+from epochkv_fence.standalone.state import retire_previous, rotate_keys
+from epochkv_fence.stores.admin import StoreAdmin
 
 T = TypeVar("T")
 GRACE_SECONDS = 3600.0

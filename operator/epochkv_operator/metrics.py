@@ -7,7 +7,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from epochkv_fence.pool import ENGINE_STATES
+from epochkv_fence.protocol.pool import ENGINE_STATES
 
 REGISTRY = CollectorRegistry(auto_describe=True)
 

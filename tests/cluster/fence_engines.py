@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from epochkv_fence.transport import AgentThread, ClientKeys, EngineIdentity
+from epochkv_fence.net import AgentThread, ClientKeys, EngineIdentity
 
 FIRST_WEIGHTS = bytes.fromhex("3f2a9c1e" + "0" * 24)
 

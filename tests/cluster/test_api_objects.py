@@ -27,7 +27,7 @@ from epochkv_operator.planning import (
 )
 from hack.cluster.controlplane import ControlPlane
 from tests.cluster.operator_harness import eventually
-from tests.helpers_planning import CONTEXT, ENGINE_SPECS, POOL_SPECS
+from tests.support.planning import CONTEXT, ENGINE_SPECS, POOL_SPECS
 
 Json = dict[str, Any]
 NAMESPACE = "planned"

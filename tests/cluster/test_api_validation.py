@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hack.cluster.controlplane import ControlPlane
-from tests.helpers_api_corpus import CASES, CHANGES, MOONCAKE, Case, Change
+from tests.support.api_corpus import CASES, CHANGES, MOONCAKE, Case, Change
 
 PLURALS = {"KVCachePool": "kvcachepools", "InferenceEngine": "inferenceengines"}
 NAMESPACE = "default"

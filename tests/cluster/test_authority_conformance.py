@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from epochkv_fence.authority import Authority, AuthorityError, Origin, PoolGone, PoolRecord, Term
-from epochkv_fence.messages import Source
+from epochkv_fence.protocol.authority import Authority, AuthorityError, Origin, PoolGone, PoolRecord, Term
+from epochkv_fence.protocol.messages import Source
 from epochkv_operator.hub.kubernetes import KubernetesAuthority, record_of
 from epochkv_operator.kube.client import KubeClient
 from epochkv_operator.kube.lease import LeaseHolder, new_identity
@@ -18,7 +18,7 @@ from epochkv_operator.kube.store import Store
 from epochkv_operator.metrics import REGISTRY
 from hack.cluster.controlplane import ControlPlane
 from tests.cluster.operator_harness import POOLS, Namespace
-from tests.helpers_authority import Authorities, AuthorityConformance
+from tests.support.authority import Authorities, AuthorityConformance
 
 _numbers = itertools.count()
 

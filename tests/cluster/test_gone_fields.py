@@ -15,7 +15,7 @@ from epochkv_operator.api import parse_engine, parse_pool
 from hack.cluster.controlplane import ControlPlane
 from tests.cluster.operator_harness import ENGINES, POOLS, Namespace, eventually, install_crds
 from tests.cluster.test_api_validation import kubectl, manifest, send
-from tests.helpers_api_corpus import GONE_OF_POOLS, LOCAL
+from tests.support.api_corpus import GONE_OF_POOLS, LOCAL
 
 Json = dict[str, Any]
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from epochkv_fence.transport import ClientKeys
+from epochkv_fence.net import ClientKeys
 from hack.cluster.controlplane import ControlPlane
 from tests.cluster.fault_proxy import Fault, FaultProxy
 from tests.cluster.fence_engines import FenceEngine, client_keys

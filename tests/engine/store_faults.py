@@ -15,7 +15,7 @@ from pathlib import Path
 
 import xxhash
 
-from epochkv_connector import metrics
+from epochkv_connector.metrics import series as metrics
 from hack.engine_api import Answer
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
@@ -24,7 +24,7 @@ from hack.standalone.process import Process
 from hack.standalone.relay import Relay
 from tests.engine.conftest import BLOCKS, CACHED, L1_BYTES, Prompts, Reference, Weights, eventually
 from tests.engine.server_nursery import ServerNursery
-from tests.helpers_store import RawClient
+from tests.support.store import RawClient
 
 LOAD_DEADLINE_SECONDS = 5.0
 # A hung master or store node is given up as late as in production, a starved one not sooner.

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from epochkv_fence.messages import Source
+from epochkv_fence.protocol.messages import Source
 from tests.engine.conftest import CACHED, Pair, Prompts, Reference, check, eventually, fence_lines, settled_keys
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_connector.identity import CODEC_VERSION
+from epochkv_connector.naming.identity import CODEC_VERSION
 from hack.engine_api import EngineError
 from hack.models import Shape
 from tests.engine.conftest import BLOCKS, CACHED, Prompts, Reference, Weights, eventually

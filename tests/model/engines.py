@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from epochkv_fence import agent as ag
-from epochkv_fence.messages import Heartbeat, Message, Reclaimed
+from epochkv_fence.protocol import agent as ag
+from epochkv_fence.protocol.messages import Heartbeat, Message, Reclaimed
 from tests.model.parts import STAYS, STORE_LEASE, WANTS_TO_LEAVE, Engine, Load, Lookup, Violation, digest
 
 if TYPE_CHECKING:

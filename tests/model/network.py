@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from epochkv_fence.messages import Bump, Message, Propose, decode, encode
+from epochkv_fence.protocol.messages import Bump, Message, Propose, decode, encode
 from tests.model.parts import MAX_IN_FLIGHT, Packet
 
 if TYPE_CHECKING:

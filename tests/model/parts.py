@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from epochkv_fence import agent as ag
-from epochkv_fence import hub_events as ev
-from epochkv_fence.agent import Agent
-from epochkv_fence.authority import Term
-from epochkv_fence.hub import Hub
-from epochkv_fence.messages import WEIGHTS_BYTES, Message
-from epochkv_fence.pool import PoolConfig, ReclaimPolicy
+from epochkv_fence.hub import events as ev
+from epochkv_fence.hub.machine import Hub
+from epochkv_fence.protocol import agent as ag
+from epochkv_fence.protocol.agent import Agent
+from epochkv_fence.protocol.authority import Term
+from epochkv_fence.protocol.messages import WEIGHTS_BYTES, Message
+from epochkv_fence.protocol.pool import PoolConfig, ReclaimPolicy
 from tests.model.views import Told
 
 START = 1000.0

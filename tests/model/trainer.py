@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from epochkv_fence.messages import Bump, BumpStatus, Label, Labelled, Message, Status
+from epochkv_fence.protocol.messages import Bump, BumpStatus, Label, Labelled, Message, Status
 from tests.model.parts import SPREAD, digest
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from epochkv_fence.messages import MAX_LABELS, Heartbeat, Reclaim, Status
+from epochkv_fence.protocol.messages import MAX_LABELS, Heartbeat, Reclaim, Status
 
 if TYPE_CHECKING:
-    from epochkv_fence.hub import Hub
-    from epochkv_fence.pool import PoolSnapshot
+    from epochkv_fence.hub.machine import Hub
+    from epochkv_fence.protocol.pool import PoolSnapshot
 
 LITTLE = 1e-6
 

@@ -17,7 +17,7 @@ def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     """Build engines; each is closed at the end."""
     from vllm.v1.core import kv_cache_utils
 
-    from tests.helpers_scheduler import Rig
+    from tests.support.scheduler import Rig
 
     had = hasattr(kv_cache_utils, "NONE_HASH")
     before = getattr(kv_cache_utils, "NONE_HASH", None)

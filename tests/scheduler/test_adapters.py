@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
-from tests.helpers_scheduler import BLOCK, SharedStore, prompt
-from tests.helpers_scheduler_worker import RankAdapters
+from tests.support.scheduler import BLOCK, SharedStore, prompt
+from tests.support.scheduler_worker import RankAdapters
 
 MakeRig = Callable[..., Any]
 LENGTH = 8 * BLOCK + 3

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.core import kv_cache_utils
 
-from tests.helpers_scheduler import BLOCK, RequestStatus, SharedStore, prompt
+from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 MakeRig = Callable[..., Any]
 LENGTH = 8 * BLOCK + 3

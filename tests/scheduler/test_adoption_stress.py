@@ -23,10 +23,10 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
-from epochkv_connector.compat import holds_blocks
-from epochkv_connector.keys import parse_key
-from tests.helpers_scheduler import BLOCK, Rig, SharedStore, prompt
-from tests.helpers_scheduler_worker import Cell, Content
+from epochkv_connector.engine.compat import holds_blocks
+from epochkv_connector.naming.keys import parse_key
+from tests.support.scheduler import BLOCK, Rig, SharedStore, prompt
+from tests.support.scheduler_worker import Cell, Content
 
 MakeRig = Callable[..., Any]
 ADOPTIONS = 1000

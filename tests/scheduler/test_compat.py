@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from tests.helpers_scheduler import BLOCK, SharedStore, prompt
+from tests.support.scheduler import BLOCK, SharedStore, prompt
 
 MakeRig = Callable[..., Any]
 
 
 @pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.0", "0.33.0rc1"])
 def test_tested_versions_are_taken(version: str) -> None:
-    from epochkv_connector import compat
+    from epochkv_connector.engine import compat
 
     compat.check_version(False, version)
 
 
 @pytest.mark.parametrize("version", ["0.29.9", "0.34.0", "1.32.0", "dev"])
 def test_other_versions_are_refused_in_a_sentence(version: str) -> None:
-    from epochkv_connector import compat
+    from epochkv_connector.engine import compat
 
     with pytest.raises(compat.UnsupportedEngine, match=r"0\.30 to 0\.33.*allow_untested_vllm"):
         compat.check_version(False, version)
@@ -32,8 +32,8 @@ def test_other_versions_are_refused_in_a_sentence(version: str) -> None:
 
 
 def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig) -> None:
-    from epochkv_connector import compat
-    from epochkv_connector.identity import fingerprint
+    from epochkv_connector.engine import compat
+    from epochkv_connector.naming.identity import fingerprint
 
     rig = make_rig()
     config, cache = rig.vllm_config, rig.kv_cache_config
@@ -81,8 +81,8 @@ def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig) -> None:
 
 
 def fingerprint_of(rig: Any) -> str:
-    from epochkv_connector import compat
-    from epochkv_connector.identity import fingerprint
+    from epochkv_connector.engine import compat
+    from epochkv_connector.naming.identity import fingerprint
 
     return fingerprint(compat.describe_engine(rig.vllm_config, rig.kv_cache_config))
 
@@ -126,7 +126,7 @@ def test_the_fingerprint_leaves_out_where_the_model_lies_but_for_its_own_code(ma
 def test_the_layout_of_a_rank_names_the_backends_that_vllm_picked_by_itself(make_rig: MakeRig) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    from epochkv_connector import compat_kv
+    from epochkv_connector.engine import kv_caches as compat_kv
 
     rig = make_rig()
     assert rig.vllm_config.attention_config.backend is None, "nobody asked for one"
@@ -152,7 +152,7 @@ def test_the_fingerprint_names_what_cpu_kernels_pack_keys_for(make_rig: MakeRig,
     import torch
     from vllm.v1.attention.backends import cpu_attn
 
-    from epochkv_connector import compat_kv
+    from epochkv_connector.engine import kv_caches as compat_kv
 
     rig = make_rig()
     rig.kv_cache_config.kv_cache_groups[0].kv_cache_spec = dataclasses.replace(
@@ -176,7 +176,7 @@ def test_the_fingerprint_names_what_cpu_kernels_pack_keys_for(make_rig: MakeRig,
 
 
 def test_the_fingerprint_names_rocms_own_order_of_blocks(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector import compat_kv
+    from epochkv_connector.engine import kv_caches as compat_kv
 
     rig = make_rig()
     monkeypatch.setattr(compat_kv, "on_cpu", lambda: False)
@@ -190,7 +190,7 @@ def test_kv_that_would_be_wrong_is_neither_loaded_nor_saved(make_rig: MakeRig, m
     import torch
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from epochkv_connector import compat_kv
+    from epochkv_connector.engine import kv_caches as compat_kv
 
     rig = make_rig()
     config = rig.vllm_config
@@ -248,8 +248,8 @@ def test_mla_on_a_cpu_without_amx_uses_no_tier_and_says_why(
 def test_ranks_that_nobody_brings_together_are_refused(make_rig: MakeRig, role: str) -> None:
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-    from epochkv_connector import compat
     from epochkv_connector.connector import EpochKVConnector
+    from epochkv_connector.engine import compat
 
     rig = make_rig(num_ranks=2)
     parallel = rig.vllm_config.parallel_config
@@ -270,7 +270,7 @@ def test_ranks_that_nobody_brings_together_are_refused(make_rig: MakeRig, role: 
 def test_adapters_are_named_by_how_they_are_applied() -> None:
     from vllm.config import LoRAConfig
 
-    from epochkv_connector import compat
+    from epochkv_connector.engine import compat
 
     def describe(**options: Any) -> str:
         return compat.describe_adapters(SimpleNamespace(lora_config=LoRAConfig(**options)))
@@ -286,8 +286,8 @@ def test_hashes_of_requests_that_we_have_pinned_say_nothing_of_an_adapters_name(
     from vllm.lora.request import LoRARequest
     from vllm.v1.core import kv_cache_utils
 
-    from epochkv_connector import compat
-    from epochkv_connector.identity import Pin
+    from epochkv_connector.engine import compat
+    from epochkv_connector.naming.identity import Pin
 
     monkeypatch.setattr(kv_cache_utils, "_gen_lora_extra_hash_keys", kv_cache_utils._gen_lora_extra_hash_keys)
     compat.hide_adapters_from_hashes()
@@ -305,7 +305,7 @@ def test_hashes_of_requests_that_we_have_pinned_say_nothing_of_an_adapters_name(
 
 
 def test_adapters_of_encoders_are_not_named() -> None:
-    from epochkv_connector import compat
+    from epochkv_connector.engine import compat
 
     def why(multimodal: bool, **lora: bool) -> str | None:
         model = SimpleNamespace(is_multimodal_model=multimodal)
@@ -318,7 +318,7 @@ def test_adapters_of_encoders_are_not_named() -> None:
 
 
 def test_our_lines_are_vllms_with_our_name(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector import compat
+    from epochkv_connector.engine import compat
 
     seen: list[str] = []
 
@@ -335,8 +335,8 @@ def test_our_lines_are_vllms_with_our_name(caplog: pytest.LogCaptureFixture, mon
         compat.share_log_handlers()
         compat.share_log_handlers()  # one for each connector of the process
         logging.getLogger("epochkv_connector.store.link").info("L2 store ready at %s", "h:1")
-        logging.getLogger("epochkv_fence.transport").warning("EpochKV: lost")
-        logging.getLogger("epochkv_fence.transport").debug("nobody asks")
+        logging.getLogger("epochkv_fence.net").warning("EpochKV: lost")
+        logging.getLogger("epochkv_fence.net").debug("nobody asks")
     finally:
         for logger in ours:
             logger.setLevel(logging.NOTSET)
@@ -347,7 +347,7 @@ def test_our_lines_are_vllms_with_our_name(caplog: pytest.LogCaptureFixture, mon
 
 
 def test_a_random_hash_seed_keeps_names_at_home(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector import compat
+    from epochkv_connector.engine import compat
 
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     assert compat.hash_seed_is_random("xxhash")
@@ -364,7 +364,7 @@ def test_a_random_hash_seed_keeps_names_at_home(make_rig: MakeRig, monkeypatch: 
 
 
 def test_the_layout_tells_groups_apart(make_rig: MakeRig) -> None:
-    from epochkv_connector import compat
+    from epochkv_connector.engine import compat
     from epochkv_connector.scheduler.views import GroupKind
 
     rig = make_rig(groups=("48", "full"))
@@ -397,7 +397,7 @@ def test_groups_drop_their_last_block_where_vllm_drops_it(
 ) -> None:
     from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
 
-    from epochkv_connector import compat
+    from epochkv_connector.engine import compat
 
     rig = make_rig(groups=("48", "full"))
     for index in flagged:
@@ -424,7 +424,7 @@ def test_ranks_are_counted_within_the_engine(make_rig: MakeRig, monkeypatch: pyt
     """With data parallelism vLLM's world group spans several engines; keys must name the shard within one."""
     from vllm.distributed import parallel_state
 
-    from epochkv_connector import compat
+    from epochkv_connector.engine import compat
 
     class Group:
         rank_in_group = rank_in_world
@@ -435,8 +435,8 @@ def test_ranks_are_counted_within_the_engine(make_rig: MakeRig, monkeypatch: pyt
 
 
 def test_a_reclaim_walks_the_names_of_each_own_group_and_then_those_of_others(make_rig: MakeRig) -> None:
-    from epochkv_connector.identity import pool_prefix
-    from epochkv_connector.keys import older_pattern, other_weights_pattern
+    from epochkv_connector.naming.identity import pool_prefix
+    from epochkv_connector.naming.keys import older_pattern, other_weights_pattern
 
     class Store(SharedStore):
         asked_to_remove: list[str] = []  # noqa: RUF012
@@ -509,8 +509,8 @@ def test_stats_travel_add_up_and_reach_prometheus(make_rig: MakeRig) -> None:
 def test_registration_by_name_may_be_repeated() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from epochkv_connector import plugin
     from epochkv_connector.connector import EpochKVConnector
+    from epochkv_connector.engine import plugin
 
     plugin.register()
     plugin.register()
@@ -518,9 +518,9 @@ def test_registration_by_name_may_be_repeated() -> None:
 
 
 def test_a_rank_that_cannot_be_staged_answers_every_job_once() -> None:
-    from epochkv_connector.records import BlockMove, LoadJob, Phase, SaveJob
-    from epochkv_connector.wire import StepMetadata
-    from epochkv_connector.working import RefusingHalf, WorkerSide
+    from epochkv_connector.wire.jobs import BlockMove, LoadJob, Phase, SaveJob
+    from epochkv_connector.wire.steps import StepMetadata
+    from epochkv_connector.worker.facade import RefusingHalf, WorkerSide
 
     side = WorkerSide(RefusingHalf(1), 1)
     move = BlockMove(0, 0, 5, 0, b"h")
@@ -542,9 +542,9 @@ def test_a_rank_that_cannot_be_staged_answers_every_job_once() -> None:
 
 def test_what_a_drain_collects_is_kept_for_the_next_results() -> None:
     """An in-process engine drains between steps; a load that ended meanwhile must still be reported to vLLM, once."""
-    from epochkv_connector.records import LoadJob
-    from epochkv_connector.wire import StepMetadata
-    from epochkv_connector.working import RefusingHalf, WorkerSide
+    from epochkv_connector.wire.jobs import LoadJob
+    from epochkv_connector.wire.steps import StepMetadata
+    from epochkv_connector.worker.facade import RefusingHalf, WorkerSide
 
     side = WorkerSide(RefusingHalf(0), 0)
     side.new_step()
@@ -555,9 +555,9 @@ def test_what_a_drain_collects_is_kept_for_the_next_results() -> None:
 
 
 def test_a_half_that_raises_is_replaced_by_one_that_refuses() -> None:
-    from epochkv_connector.records import LoadJob
-    from epochkv_connector.wire import StepMetadata
-    from epochkv_connector.working import RefusingHalf, WorkerSide
+    from epochkv_connector.wire.jobs import LoadJob
+    from epochkv_connector.wire.steps import StepMetadata
+    from epochkv_connector.worker.facade import RefusingHalf, WorkerSide
 
     side = WorkerSide(RefusingHalf(0), 0)
     side.new_step()
@@ -573,7 +573,7 @@ def test_every_pipeline_stage_counts_slots_of_the_same_size(
     make_rig: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, partition: str, expected: int
 ) -> None:
     """4 layers on 3 stages are 1, 2, 1 unless said otherwise; a layer's block of 16 tokens has 2048 bytes here, and ends of 256."""
-    from epochkv_connector import compat
+    from epochkv_connector.engine import compat
 
     if partition:
         monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)

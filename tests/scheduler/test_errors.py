@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers_scheduler import BLOCK, SharedStore, prompt
 from tests.scheduler.test_loads import begin_load, filled, release
+from tests.support.scheduler import BLOCK, SharedStore, prompt
 
 MakeRig = Callable[..., Any]
 LENGTH = 8 * BLOCK + 3
@@ -170,7 +170,7 @@ def test_a_request_that_cannot_be_forgotten_is_not_carried_for_ever(make_rig: Ma
 
 
 def test_an_error_at_the_end_of_a_step_does_not_hold_acknowledgements_back(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector import compat
+    from epochkv_connector.engine import compat
 
     rig = make_rig()
     rig.adopt(0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import zmq
 
-from tests.helpers_scheduler import BLOCK, SharedStore, prompt
+from tests.support.scheduler import BLOCK, SharedStore, prompt
 
 MakeRig = Callable[..., Any]
 LENGTH = 8 * BLOCK + 3
@@ -266,7 +266,7 @@ def test_without_l1_only_clearings_are_told(listened: Callable[..., Any]) -> Non
 
 
 def test_an_error_in_the_events_ends_them_and_nothing_else(listened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector import compat
+    from epochkv_connector.engine import compat
 
     rig, router = listened()
     rig.adopt(0)

@@ -24,8 +24,8 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from epochkv_connector.scheduler.plans import PLAN_TTL_STEPS
-from tests.helpers_scheduler import BLOCK, RequestStatus, SharedStore, prompt
 from tests.scheduler.test_loads import LENGTH, begin_load, filled, release
+from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 MakeRig = Callable[..., Any]
 

@@ -12,7 +12,7 @@ from vllm.config import KVTransferConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
-from tests.helpers_scheduler import BLOCK, RequestStatus, SharedStore, global_root, prompt
+from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, global_root, prompt
 
 MakeRig = Callable[..., Any]
 LENGTH = 8 * BLOCK + 3
@@ -32,7 +32,7 @@ def test_nothing_is_adopted_before_vllm_has_set_its_own_global(make_rig: MakeRig
     original = init_none_hash
 
     def observed(function: Any) -> None:
-        from epochkv_connector.compat import GlobalRoot
+        from epochkv_connector.engine.compat import GlobalRoot
 
         for item in live_ports:
             assert isinstance(item, GlobalRoot)
@@ -41,7 +41,7 @@ def test_nothing_is_adopted_before_vllm_has_set_its_own_global(make_rig: MakeRig
         ready.extend(item.ready() for item in live_ports)
 
     live_ports: list[Any] = []
-    from epochkv_connector import compat
+    from epochkv_connector.engine import compat
 
     class Recorded(compat.GlobalRoot):
         def __init__(self) -> None:
@@ -49,7 +49,7 @@ def test_nothing_is_adopted_before_vllm_has_set_its_own_global(make_rig: MakeRig
             live_ports.append(self)
 
     monkeypatch.setattr(compat, "GlobalRoot", Recorded)
-    monkeypatch.setattr("tests.helpers_scheduler.init_none_hash", observed)
+    monkeypatch.setattr("tests.support.scheduler.init_none_hash", observed)
     make_rig()
     assert ready == [False, True]
 
@@ -105,7 +105,7 @@ def test_without_a_hub_an_engine_uses_l1_under_a_private_root(make_rig: MakeRig)
 def test_a_broken_hub_configuration_is_bypass_said_once(
     make_rig: MakeRig, tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str
 ) -> None:
-    from tests.helpers_scheduler import write_credentials
+    from tests.support.scheduler import write_credentials
 
     credentials = write_credentials(tmp_path / "broken")
     if broken == "secret":
@@ -254,8 +254,8 @@ def test_a_request_fed_by_another_engine_is_private_unless_the_producer_shows_ou
 
 
 def test_foreign_encoder_outputs_with_pushed_weights_are_refused(make_rig: MakeRig) -> None:
-    from epochkv_connector.compat import UnsupportedEngine
     from epochkv_connector.connector import EpochKVConnector
+    from epochkv_connector.engine.compat import UnsupportedEngine
 
     rig = make_rig()
     rig.vllm_config.ec_transfer_config = object()
@@ -270,7 +270,7 @@ def test_a_multiconnector_with_an_untested_sibling_is_refused(make_rig: MakeRig,
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-    from epochkv_connector.compat import UnsupportedEngine
+    from epochkv_connector.engine.compat import UnsupportedEngine
 
     rig = make_rig()
     ours = rig.vllm_config.kv_transfer_config

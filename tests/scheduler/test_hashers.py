@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.pinning import FencedHasher, plain_hasher
-from tests.helpers_scheduler import BLOCK, RequestStatus, global_root, prompt
+from epochkv_connector.naming.pins import FencedHasher, plain_hasher
+from tests.support.scheduler import BLOCK, RequestStatus, global_root, prompt
 
 MakeRig = Callable[..., Any]
 

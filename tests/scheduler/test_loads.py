@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers_scheduler import BLOCK, RequestStatus, SharedStore, prompt
+from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 MakeRig = Callable[..., Any]
 LENGTH = 8 * BLOCK + 3

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.link import FenceHooks
-from tests.helpers_scheduler import BLOCK, RequestStatus, SharedStore, global_root, prompt
+from epochkv_connector.hub_link import FenceHooks
 from tests.scheduler.test_fence import LENGTH, push_out
+from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, global_root, prompt
 
 MakeRig = Callable[..., Any]
 
@@ -61,8 +61,8 @@ def test_an_epoch_that_this_engine_has_not_used_is_kept(make_rig: MakeRig) -> No
 def test_the_hub_is_told_at_once_of_a_local_reset(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the proposal: whoever hears of the reset knows by then that somebody asked for its end."""
     told: list[str] = []
-    monkeypatch.setattr("epochkv_connector.link.HubLink.poke", lambda self: told.append(f"poke {hooks.private()}"))
-    monkeypatch.setattr("epochkv_connector.link.HubLink.propose", lambda self, epoch: told.append(f"propose {epoch}"))
+    monkeypatch.setattr("epochkv_connector.hub_link.HubLink.poke", lambda self: told.append(f"poke {hooks.private()}"))
+    monkeypatch.setattr("epochkv_connector.hub_link.HubLink.propose", lambda self, epoch: told.append(f"propose {epoch}"))
     rig = make_rig()
     hooks = FenceHooks(rig.fence, dict, lambda below, keep: (0, 0), lambda: (None, ""))
     rig.adopt(0)

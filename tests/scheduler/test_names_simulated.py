@@ -24,13 +24,13 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector import fencing
-from epochkv_connector.naming import engine as joining
-from epochkv_connector.naming import watch as watching
-from epochkv_connector.naming.fold import fold
-from tests.helpers_scheduler import BLOCK, RequestStatus, Rig, SharedStore, prompt
-from tests.helpers_scheduler_names import OwnRoot
-from tests.helpers_scheduler_worker import FakeWorker
+from epochkv_connector.naming import fence as fencing
+from epochkv_connector.weights import engine as joining
+from epochkv_connector.weights import watch as watching
+from epochkv_connector.weights.fold import fold
+from tests.support.scheduler import BLOCK, RequestStatus, Rig, SharedStore, prompt
+from tests.support.scheduler_names import OwnRoot
+from tests.support.scheduler_worker import FakeWorker
 
 MakeRig = Callable[..., Any]
 NUM_ACTIONS = 250

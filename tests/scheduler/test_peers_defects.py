@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers_scheduler import BLOCK, RequestStatus, SharedStore, prompt
 from tests.scheduler.test_loads import LENGTH, begin_load, filled, release
+from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 MakeRig = Callable[..., Any]
 

@@ -13,7 +13,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.request import Request
 
-from tests.helpers_scheduler import BLOCK, SharedStore, prompt
+from tests.support.scheduler import BLOCK, SharedStore, prompt
 
 MakeRig = Callable[..., Any]
 WHOLE = 8

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers_scheduler import BLOCK, SharedStore, prompt
+from tests.support.scheduler import BLOCK, SharedStore, prompt
 
 MakeRig = Callable[..., Any]
 KINDS: dict[str, dict[str, Any]] = {

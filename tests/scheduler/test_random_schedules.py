@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from epochkv_connector.records import Source
-from tests.helpers_scheduler import BLOCK, RequestStatus, SharedStore, prompt
+from epochkv_connector.wire.jobs import Source
+from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 MakeRig = Callable[..., Any]
 SEEDS = [*range(int(os.environ.get("EPOCHKV_SEEDS", "16"))), int(os.environ.get("EPOCHKV_SEED", random.SystemRandom().randrange(10**6)))]

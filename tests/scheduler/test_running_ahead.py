@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector import compat
-from tests.helpers_ahead import AheadRig, AsyncRig
-from tests.helpers_scheduler import BLOCK, RequestStatus, Rig, prompt
+from epochkv_connector.engine import compat
+from tests.support.ahead import AheadRig, AsyncRig
+from tests.support.scheduler import BLOCK, RequestStatus, Rig, prompt
 
 MakeRig = Callable[..., Any]
 PRIVATE = {"hub": False}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers_scheduler import BLOCK, SharedStore, prompt
+from tests.support.scheduler import BLOCK, SharedStore, prompt
 
 MakeRig = Callable[..., Any]
 LENGTH = 8 * BLOCK + 3
@@ -69,7 +69,7 @@ def test_without_prefix_caching_the_tiers_still_work(make_rig: MakeRig) -> None:
 
 def test_rehashing_is_spread_over_steps(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a budget that one request exceeds, each step re-hashes one and the others wait their turn."""
-    monkeypatch.setattr("epochkv_connector.fencing.REHASH_BUDGET_SECONDS", 1e-9)
+    monkeypatch.setattr("epochkv_connector.naming.fence.REHASH_BUDGET_SECONDS", 1e-9)
     rig = make_rig(num_blocks=128)
     rig.adopt(0)
     waiting = [rig.add(prompt(seed, LENGTH)) for seed in range(5)]

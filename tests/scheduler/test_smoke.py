@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.helpers_scheduler import BLOCK, SharedStore, prompt
+from tests.support.scheduler import BLOCK, SharedStore, prompt
 
 MakeRig = Callable[..., Any]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers_scheduler import BLOCK, SharedStore, prompt
 from tests.scheduler.test_errors import FailsOnce
+from tests.support.scheduler import BLOCK, SharedStore, prompt
 
 MakeRig = Callable[..., Any]
 
@@ -37,7 +37,7 @@ def hits_by_source(rig: Any) -> dict[str, int]:
 
 
 def has_hit_sources() -> bool:
-    from epochkv_connector import compat
+    from epochkv_connector.engine import compat
 
     return compat.CacheHitSource is not None  # vLLM 0.32 and later
 
@@ -90,7 +90,7 @@ def test_a_hit_from_both_tiers_is_split(make_rig: MakeRig) -> None:
 
 
 def test_everything_that_is_reported_has_a_series(make_rig: MakeRig) -> None:
-    from epochkv_connector import metrics
+    from epochkv_connector.metrics import series as metrics
 
     store = SharedStore()
     rig = quiet(make_rig(store=store))
@@ -147,7 +147,7 @@ def test_tiers_that_could_not_be_built_are_told(make_rig: MakeRig, monkeypatch: 
 
 
 def test_an_l1_that_holds_no_block_is_an_error_at_start(make_rig: MakeRig) -> None:
-    from epochkv_connector.config import ConfigError
+    from epochkv_connector.config.keys import ConfigError
 
     with pytest.raises(ConfigError, match=r"local\.capacity_bytes is 100; one block takes 2304 bytes .* give at least 2304"):
         make_rig(l1_bytes=100)
@@ -155,7 +155,7 @@ def test_an_l1_that_holds_no_block_is_an_error_at_start(make_rig: MakeRig) -> No
 
 def test_an_engine_of_another_layout_finds_nothing_under_its_own_names(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store holds the same tokens, of the same pool and epoch, from an engine with another fingerprint: a miss, by name."""
-    from epochkv_connector import compat
+    from epochkv_connector.engine import compat
 
     store = SharedStore()
     writer = quiet(make_rig(store=store))

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.records import Source
-from tests.helpers_scheduler import BLOCK, RequestStatus, SharedStore, prompt
+from epochkv_connector.wire.jobs import Source
+from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 MakeRig = Callable[..., Any]
 LENGTH = 8 * BLOCK + 1

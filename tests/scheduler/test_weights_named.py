@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector import compat
-from epochkv_connector.naming.adapters import ADAPTER_CALLS
-from epochkv_connector.naming.watch import HARMLESS
-from tests.helpers_scheduler import BLOCK, RequestStatus, Rig, SharedStore, prompt
-from tests.helpers_scheduler_names import several
-from tests.helpers_scheduler_worker import FakeExecutor
+from epochkv_connector.engine import compat
+from epochkv_connector.weights.adapters import ADAPTER_CALLS
+from epochkv_connector.weights.watch import HARMLESS
+from tests.support.scheduler import BLOCK, RequestStatus, Rig, SharedStore, prompt
+from tests.support.scheduler_names import several
+from tests.support.scheduler_worker import FakeExecutor
 
 MakeRig = Callable[..., Any]
 LENGTH = 8 * BLOCK + 3
@@ -777,7 +777,7 @@ def test_engines_whose_weights_no_digest_describes_serve_without_tiers_and_say_w
     change, says = REFUSED[case]
     store = SharedStore()
     if change is None:
-        monkeypatch.setattr("tests.helpers_scheduler.FakeExecutor", RayDistributedExecutor)
+        monkeypatch.setattr("tests.support.scheduler.FakeExecutor", RayDistributedExecutor)
 
     class Refused(Rig):
         def _vllm_config(self, *args: Any) -> Any:

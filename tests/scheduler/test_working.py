@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from epochkv_connector.records import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 from epochkv_connector.store.lanes import Outcome
-from epochkv_connector.wire import StepMetadata
+from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.wire.steps import StepMetadata
+from epochkv_connector.worker.facade import WorkerSide
 from epochkv_connector.worker.layout import GroupSpec
 from epochkv_connector.worker.staging import StagingStream
 from epochkv_connector.worker.worker import WorkerHalf
-from epochkv_connector.working import WorkerSide
-from tests.helpers_store import wait_until
+from tests.support.store import wait_until
 from tests.unit.connector_worker.test_worker_half import NAMESPACE, ObedientStore
 
 NUM_BLOCKS = 8
@@ -117,7 +117,7 @@ def test_a_half_that_breaks_down_owes_nothing_afterwards(raising: str) -> None:
 
 def test_a_copy_under_way_is_reported_when_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reported load's blocks are given to others at once, so a late copy would overwrite somebody else's KV."""
-    monkeypatch.setattr("epochkv_connector.working.REFUSE_SECONDS", 0.05)
+    monkeypatch.setattr("epochkv_connector.worker.facade.REFUSE_SECONDS", 0.05)
     side = Side()
     side.step(saves=[save(1, [move(1, 0)])])
     side.until({(1, Phase.COPIED)})

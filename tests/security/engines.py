@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from epochkv_fence.transport import AgentThread, ClientKeys, EngineIdentity
-from tests.helpers_fence import FakeEngine, eventually
+from epochkv_fence.net import AgentThread, ClientKeys, EngineIdentity
+from tests.support.fence import FakeEngine, eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -25,8 +25,8 @@ from pathlib import Path
 
 import zmq
 
-from epochkv_fence.messages import VERSION_FRAME, Bump, Heartbeat, encode
-from epochkv_fence.transport import ClientKeys, generate_keypair
+from epochkv_fence.net import ClientKeys, generate_keypair
+from epochkv_fence.protocol.messages import VERSION_FRAME, Bump, Heartbeat, encode
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_OPEN = 500

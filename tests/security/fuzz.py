@@ -27,19 +27,19 @@ from random import Random
 import zmq
 
 from epochkv_fence import connection
-from epochkv_fence import hub_events as ev
-from epochkv_fence.agent import Agent, Received, Started
-from epochkv_fence.agent import Send as AgentSend
-from epochkv_fence.authority import PoolRecord, Term
 from epochkv_fence.connection import ConfigurationError, Connection
-from epochkv_fence.hub import Hub
-from epochkv_fence.messages import Grant, Message, WireError, decode, encode
-from epochkv_fence.pool import PoolConfig
-from epochkv_fence.transport.keys import CredentialsError, check_key
-from epochkv_fence.transport.limits import Peers
-from tests.helpers_fence import FenceWorld
+from epochkv_fence.hub import events as ev
+from epochkv_fence.hub.machine import Hub
+from epochkv_fence.net.keys import CredentialsError, check_key
+from epochkv_fence.net.limits import Peers
+from epochkv_fence.protocol.agent import Agent, Received, Started
+from epochkv_fence.protocol.agent import Send as AgentSend
+from epochkv_fence.protocol.authority import PoolRecord, Term
+from epochkv_fence.protocol.messages import Grant, Message, WireError, decode, encode
+from epochkv_fence.protocol.pool import PoolConfig
 from tests.security.generators import BOOTS, document, frames, json_text, value, zmtp
 from tests.security.wire import FakeHub, RawClient, failures, heartbeat
+from tests.support.fence import FenceWorld
 
 Target = Callable[[Random], None]
 BATCH = 200

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from epochkv_fence.messages import (
+from epochkv_fence.protocol.messages import (
     MAX_EPOCH,
     MAX_KEPT,
     TAGS,

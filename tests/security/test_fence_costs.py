@@ -11,14 +11,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from epochkv_fence.messages import Bump, BumpStatus, Error, Heartbeat, Refusal, Status, encode
-from epochkv_fence.trainers import STATUS_PAGE
-from epochkv_fence.transport import ClientKeys, HubServer, generate_keypair
-from epochkv_fence.transport.limits import COST_BURST
-from tests.helpers_fence import POOL, FenceWorld, eventually
+from epochkv_fence.hub.waiters import STATUS_PAGE
+from epochkv_fence.net import ClientKeys, HubServer, generate_keypair
+from epochkv_fence.net.limits import COST_BURST
+from epochkv_fence.protocol.messages import Bump, BumpStatus, Error, Heartbeat, Refusal, Status, encode
 from tests.security.engines import engines
 from tests.security.flooder import flooding
 from tests.security.wire import failures, heartbeat, pool_boots, raw
+from tests.support.fence import POOL, FenceWorld, eventually
 
 LEASE = 6.0
 OTHER = "pool-uid-2"

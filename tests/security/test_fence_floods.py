@@ -14,11 +14,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from epochkv_fence.transport import ClientKeys, HubServer, generate_keypair
-from epochkv_fence.transport.limits import MAX_PEERS, Bucket, Peers
-from tests.helpers_fence import POOL, FenceWorld, eventually
+from epochkv_fence.net import ClientKeys, HubServer, generate_keypair
+from epochkv_fence.net.limits import MAX_PEERS, Bucket, Peers
 from tests.security.flooder import flooding
 from tests.security.wire import failures
+from tests.support.fence import POOL, FenceWorld, eventually
 
 LEASE = 6.0
 OTHER = "pool-uid-2"

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from epochkv_fence import hub_events as ev
-from epochkv_fence.agent import Agent, Received, Started
-from epochkv_fence.authority import PoolRecord, Term
-from epochkv_fence.hub import Hub
-from epochkv_fence.messages import MAX_EPOCH, TAGS, VERSION_FRAME, Heartbeat, Message, WireError, decode, encode
-from epochkv_fence.pool import PoolConfig
-from epochkv_fence.transport.keys import CredentialsError, check_key, generate_keypair
+from epochkv_fence.hub import events as ev
+from epochkv_fence.hub.machine import Hub
+from epochkv_fence.net.keys import CredentialsError, check_key, generate_keypair
+from epochkv_fence.protocol.agent import Agent, Received, Started
+from epochkv_fence.protocol.authority import PoolRecord, Term
+from epochkv_fence.protocol.messages import MAX_EPOCH, TAGS, VERSION_FRAME, Heartbeat, Message, WireError, decode, encode
+from epochkv_fence.protocol.pool import PoolConfig
 from tests.security import fuzz, generators
 
 BOOT = b"B" * 16

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from epochkv_fence.messages import VERSION_FRAME, Bump, BumpStatus, Error, Grant, Refusal, encode
-from epochkv_fence.transport import ClientKeys, HubServer, generate_keypair
+from epochkv_fence.net import ClientKeys, HubServer, generate_keypair
+from epochkv_fence.protocol.messages import VERSION_FRAME, Bump, BumpStatus, Error, Grant, Refusal, encode
 from hack.standalone.relay import Relay
-from tests.helpers_fence import POOL, FenceWorld, eventually
 from tests.security.wire import FakeHub, failures, heartbeat, pool_boots, raw
+from tests.support.fence import POOL, FenceWorld, eventually
 
 
 @pytest.fixture
@@ -69,8 +69,8 @@ def test_another_hubs_key_is_not_spoken_to(world: FenceWorld, hub: HubServer, ca
     assert engine.adopted == []
     assert agent.view.epoch is None
     warnings = [record.name for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warnings.count("epochkv_fence.transport.agent_thread") == 1
-    assert warnings.count("epochkv_fence.transport.router") == len(warnings) - 1 <= 1  # the hub says so, too, once
+    assert warnings.count("epochkv_fence.net.agent_thread") == 1
+    assert warnings.count("epochkv_fence.net.router") == len(warnings) - 1 <= 1  # the hub says so, too, once
 
 
 def test_a_client_speaks_for_its_own_pool_only(world: FenceWorld, hub: HubServer) -> None:

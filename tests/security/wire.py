@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import zmq
 
-from epochkv_fence.messages import Grant, Heartbeat, Message, decode, encode
-from epochkv_fence.transport import ClientKeys, HubServer, KeyPair
-from tests.helpers_fence import POOL, FenceWorld
+from epochkv_fence.net import ClientKeys, HubServer, KeyPair
+from epochkv_fence.protocol.messages import Grant, Heartbeat, Message, decode, encode
+from tests.support.fence import POOL, FenceWorld
 
 FAILURES = ("take_failed", "turns_failed", "tasks_failed", "steps_failed", "unencodable")
 """Counters of what must never happen, whatever clients say."""

@@ -9,7 +9,7 @@ import pytest
 
 from epochkv_connector.store import StoreClient
 from epochkv_connector.store.envelope import NO_LAYOUT
-from tests.helpers_store import Cluster, Memory, cluster, settings
+from tests.support.store import Cluster, Memory, cluster, settings
 
 ConnectTo = Callable[..., StoreClient]
 

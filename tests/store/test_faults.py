@@ -16,10 +16,10 @@ from contextlib import suppress
 
 import pytest
 
-from epochkv_connector.keys import object_key
+from epochkv_connector.naming.keys import object_key
 from epochkv_connector.store import Outcome, State, StoreClient, StoreUnavailable
-from tests.helpers_store import Cluster, Memory, RawClient, RelayProcess, pattern, settings, wait_until
 from tests.store.conftest import ConnectTo
+from tests.support.store import Cluster, Memory, RawClient, RelayProcess, pattern, settings, wait_until
 
 
 def block_keys(count: int) -> list[str]:
@@ -376,7 +376,7 @@ def test_a_full_queue_drops_the_oldest_put(stores: Cluster, connect: ConnectTo) 
 _CLOSE_IN_FLIGHT = """
 import sys, threading
 sys.path[:0] = [{root!r}]
-from tests.helpers_store import Memory, settings
+from tests.support.store import Memory, settings
 from epochkv_connector.store import StoreClient
 memory = Memory(8, 1 << 18)
 client = StoreClient(settings({address!r}), [memory.region])

@@ -10,8 +10,8 @@ import pytest
 
 from epochkv_connector.store import Outcome, prepare_environment
 from epochkv_connector.store.settings import LOAD_SECONDS, status_timeout
-from tests.helpers_store import Cluster, Memory, wait_until
 from tests.store.conftest import ConnectTo
+from tests.support.store import Cluster, Memory, wait_until
 
 SEGMENT_BYTES = 256 << 20
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from epochkv_fence.client import Pool
-from epochkv_fence.mooncake_admin import MooncakeAdmin
-from epochkv_fence.store_admin import Removed, StoreAdminError
-from tests.helpers_fence import eventually
-from tests.helpers_hub import Agents, HubProcess
-from tests.helpers_store import Cluster, RawClient, wait_until
+from epochkv_fence.stores.admin import Removed, StoreAdminError
+from epochkv_fence.stores.mooncake import MooncakeAdmin
+from tests.support.fence import eventually
+from tests.support.hub import Agents, HubProcess
+from tests.support.store import Cluster, RawClient, wait_until
 
 
 def remove_all(stores: Cluster, seconds: float = 10.0) -> Removed:

@@ -6,12 +6,12 @@ import secrets
 
 import pytest
 
-from epochkv_connector.identity import pool_prefix
-from epochkv_connector.keys import object_key, older_pattern, other_weights_pattern
+from epochkv_connector.naming.identity import pool_prefix
+from epochkv_connector.naming.keys import object_key, older_pattern, other_weights_pattern
 from epochkv_connector.store import Outcome, StoreClient
 from epochkv_connector.tiers import SchedulerTiers
-from tests.helpers_store import END_BYTES, Cluster, Memory, RawClient, pattern
 from tests.store.conftest import ConnectTo
+from tests.support.store import END_BYTES, Cluster, Memory, RawClient, pattern
 
 NAMESPACE = "0a1b2c3d/00112233445566ff/e7/w8899aabbccddeeff"
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_connector.keys import object_key
-from epochkv_fence.mooncake_admin import MooncakeAdmin
+from epochkv_connector.naming.keys import object_key
+from epochkv_fence.stores.mooncake import MooncakeAdmin
 from hack.standalone.pool import Pool
-from tests.helpers_store import Cluster, Memory, cluster, wait_until
 from tests.store.conftest import ConnectTo
 from tests.store.test_objects import put
+from tests.support.store import Cluster, Memory, cluster, wait_until
 
 LEASE_SECONDS = 3.0
 

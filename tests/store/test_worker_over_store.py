@@ -8,13 +8,13 @@ from collections import Counter
 import pytest
 import torch
 
-from epochkv_connector.records import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 from epochkv_connector.store import StoreClient
-from epochkv_connector.wire import StepMetadata
+from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.wire.steps import StepMetadata
 from epochkv_connector.worker.layout import GroupSpec, layout_digest
 from epochkv_connector.worker.staging import HostRegion
 from epochkv_connector.worker.worker import WorkerHalf
-from tests.helpers_store import Cluster, settings, wait_until
+from tests.support.store import Cluster, settings, wait_until
 
 LAYERS, BLOCKS, SLOTS = 4, 32, 16
 NAMESPACE = "0a1b2c3d/00112233445566ff/e7/w8899aabbccddeeff"

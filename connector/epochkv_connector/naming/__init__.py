@@ -1,1 +1,1 @@
-"""What names of KV are made of beyond tokens: the weights that the ranks of this engine hold, found out by looking."""
+"""What blocks are named: fingerprint, roots, keys, and when a request's names end."""

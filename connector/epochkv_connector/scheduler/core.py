@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from epochkv_connector.config import ConnectorConfig
-from epochkv_connector.records import JobAck, LoadJob, SaveJob, Source
+from epochkv_connector.config.keys import ConnectorConfig
 from epochkv_connector.scheduler.index import HostIndex, slot_count
 from epochkv_connector.scheduler.jobs import Copied, Ledger, Loaded, Outcome, Released, Stored
 from epochkv_connector.scheduler.lookup import KnownInStore, Lookups
@@ -40,9 +39,10 @@ from epochkv_connector.scheduler.views import (
     ScheduledRequestView,
     Snapshot,
 )
+from epochkv_connector.wire.jobs import JobAck, LoadJob, SaveJob, Source
 
 if TYPE_CHECKING:  # wire imports vLLM, which takes seconds and which the bookkeeping does not need
-    from epochkv_connector.wire import StepMetadata
+    from epochkv_connector.wire.steps import StepMetadata
 
 logger = logging.getLogger(__name__)
 
@@ -292,7 +292,7 @@ class SchedulerHalf:
 
     def build(self, newest_epoch: int) -> StepMetadata:
         """End the step: what the workers are told."""
-        from epochkv_connector.wire import StepMetadata
+        from epochkv_connector.wire.steps import StepMetadata
 
         step = self.end_step()
         return StepMetadata(

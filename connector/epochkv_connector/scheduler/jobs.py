@@ -13,7 +13,7 @@ from operator import attrgetter
 
 import msgspec
 
-from epochkv_connector.records import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 
 _SLOT = attrgetter("slot")
 

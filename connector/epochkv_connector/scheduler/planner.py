@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
-from epochkv_connector.config import ConnectorConfig
-from epochkv_connector.records import BlockMove, Source
+from epochkv_connector.config.keys import ConnectorConfig
 from epochkv_connector.scheduler import hits
 from epochkv_connector.scheduler.found import ABSENT, Found, Span
 from epochkv_connector.scheduler.index import HostIndex, Key
@@ -22,6 +21,7 @@ from epochkv_connector.scheduler.pause import LoadPause
 from epochkv_connector.scheduler.plans import HELD_FRACTION, PLAN_TTL_SECONDS, Plan, PlanTable
 from epochkv_connector.scheduler.tracker import Tracker
 from epochkv_connector.scheduler.views import CacheLayout, GroupKind, Hit, RequestView
+from epochkv_connector.wire.jobs import BlockMove, Source
 
 RING_SHARE = 8
 """A load through the staging ring gets at most this part of it: several go on at a time, and saves find slots, too."""

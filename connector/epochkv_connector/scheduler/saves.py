@@ -11,12 +11,12 @@ from collections.abc import Container
 
 import msgspec
 
-from epochkv_connector.records import BlockMove
 from epochkv_connector.scheduler.hits import align_down
 from epochkv_connector.scheduler.index import HostIndex, Key
 from epochkv_connector.scheduler.lookup import KnownInStore
 from epochkv_connector.scheduler.tracker import Tracker
 from epochkv_connector.scheduler.views import CacheLayout, ScheduledRequestView
+from epochkv_connector.wire.jobs import BlockMove
 
 
 class SaveDraft(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from epochkv_connector.records import Source
+from epochkv_connector.wire.jobs import Source
 
 
 class GroupKind(enum.Enum):

@@ -18,7 +18,7 @@ import struct
 
 import xxhash
 
-from epochkv_connector.identity import CODEC_VERSION
+from epochkv_connector.naming.identity import CODEC_VERSION
 from epochkv_connector.worker.slots import HEADER_BYTES as END_BYTES
 
 LAYOUT_BYTES = 16

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from epochkv_connector.records import BlockMove, LoadJob, Source
 from epochkv_connector.store.lanes import Outcome
+from epochkv_connector.wire.jobs import BlockMove, LoadJob, Source
 from epochkv_connector.worker.rank import JobFailed, Rank
 from epochkv_connector.worker.staging import Pair, StagingStream
 from epochkv_connector.worker.tasks import Load, Stage, remaining

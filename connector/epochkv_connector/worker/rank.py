@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from epochkv_connector.keys import KeyCodecError, epoch_of, object_key, replica_owner
-from epochkv_connector.records import BlockMove
+from epochkv_connector.naming.keys import KeyCodecError, epoch_of, object_key, replica_owner
 from epochkv_connector.store.counters import Counters, Notices
 from epochkv_connector.store.lanes import Ticket, Transfer
+from epochkv_connector.wire.jobs import BlockMove
 from epochkv_connector.worker.staging import Pair, Staging, compute_event
 from epochkv_connector.worker.tasks import BlockStore, Mover
 

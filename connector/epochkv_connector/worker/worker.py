@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from epochkv_connector.records import JobAck, LoadJob, Phase, SaveJob
+from epochkv_connector.wire.jobs import JobAck, LoadJob, Phase, SaveJob
 from epochkv_connector.worker.loading import Loads
 from epochkv_connector.worker.rank import Rank
 from epochkv_connector.worker.saving import Saves

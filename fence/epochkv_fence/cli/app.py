@@ -12,10 +12,10 @@ from typer.core import TyperGroup
 
 from epochkv_fence.cli import asking, hub, keys, update
 from epochkv_fence.cli.exits import Exit
-from epochkv_fence.cli.file_hub import HubError
 from epochkv_fence.cli.render import say_error
 from epochkv_fence.client import ArgumentError, ConfigurationError, HubUnreachable, PoolError, ResetTimeout, WeightsDiverged
-from epochkv_fence.file_authority import StateError
+from epochkv_fence.standalone.authority import StateError
+from epochkv_fence.standalone.hub import HubError
 
 HELP: Final = """KV-cache pools that can be invalidated as a whole, provably.
 

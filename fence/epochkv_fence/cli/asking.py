@@ -14,7 +14,7 @@ from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.gone import gone
 from epochkv_fence.cli.render import Output, Progress, say_error, show_engines, show_reset, show_status, show_wait, show_weights
 from epochkv_fence.client import ConfigurationError, Connection, HubUnreachable, Pool, ResetTimeout, WrongPool
-from epochkv_fence.messages import MAX_EPOCH
+from epochkv_fence.protocol.messages import MAX_EPOCH
 
 RESET_HELP: Final = """Make all KV of the pool unreachable, and wait until that is proved.
 

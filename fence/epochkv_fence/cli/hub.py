@@ -17,9 +17,9 @@ from typing import Annotated, Final
 import typer
 
 from epochkv_fence.cli.exits import Exit
-from epochkv_fence.cli.file_hub import FileHub, HubOptions, joined_environment
 from epochkv_fence.cli.gone import gone
 from epochkv_fence.cli.render import say_error
+from epochkv_fence.standalone.hub import FileHub, HubOptions, joined_environment
 
 HELP: Final = """Serve a pool without Kubernetes. One process; its record and keys are in --state.
 

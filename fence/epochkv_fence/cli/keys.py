@@ -7,8 +7,8 @@ from typing import Annotated, Final
 
 import typer
 
-from epochkv_fence.cli.file_hub import DEFAULT_GRACE_SECONDS
-from epochkv_fence.cli.state import CLIENT_FOLDER, KEEP_SECONDS, accepted_for, retire_previous, rotate_keys
+from epochkv_fence.standalone.hub import DEFAULT_GRACE_SECONDS
+from epochkv_fence.standalone.state import CLIENT_FOLDER, KEEP_SECONDS, accepted_for, retire_previous, rotate_keys
 
 HELP: Final = "Replace the key that speaks for a pool, without an engine losing its lease."
 ROTATE_HELP: Final = """Make a new client key. The running hub accepts it within a second, and the one before as well.

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.status import Status as Spinner
 from rich.table import Table
 
-from epochkv_fence.cli.report import counted
 from epochkv_fence.client import Engine, PoolStatus, Reset, Standing, WeightsReport, WeightsStanding
 from epochkv_fence.client.weights import SHOWN_DIGITS, called, listed, report
+from epochkv_fence.standalone.report import counted
 
 ALONE: Final = "caches reset alone; shared again after the next `epochkv reset`"
 FIRST_LINE_SECONDS: Final = 2.0

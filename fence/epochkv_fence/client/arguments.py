@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from epochkv_fence.messages import CONTROL, MAX_EPOCH
+from epochkv_fence.protocol.messages import CONTROL, MAX_EPOCH
 
 MAX_LABEL: Final = 253
 MAX_JUMP: Final = 1_000_000

@@ -21,7 +21,7 @@ from epochkv_fence.client.errors import HubUnreachable, KeyRefused, PoolError, R
 from epochkv_fence.client.laggards import FIRST_LOOK_SECONDS, LOOK_SECONDS, Laggards
 from epochkv_fence.client.results import OnFailure, PoolStatus, Reset
 from epochkv_fence.client.session import Conversation, Session
-from epochkv_fence.messages import MAX_EPOCH, Bump, BumpStatus, EngineStatus, Status
+from epochkv_fence.protocol.messages import MAX_EPOCH, Bump, BumpStatus, EngineStatus, Status
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from epochkv_fence.client.results import Engine
-from epochkv_fence.messages import EngineStatus, Status
+from epochkv_fence.protocol.messages import EngineStatus, Status
 
 FIRST_LOOK_SECONDS: Final = 0.5
 """Most resets are over by then, and nobody has to be listed for them."""

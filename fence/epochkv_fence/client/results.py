@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from epochkv_fence.messages import EngineStatus, Status
+from epochkv_fence.protocol.messages import EngineStatus, Status
 
 OnFailure = Literal["bypass", "crash"]
 State = Literal["use", "private", "unknown", "behind"]

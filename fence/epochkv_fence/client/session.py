@@ -21,10 +21,10 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from epochkv_fence.connection import ConfigurationError, Connection, check_endpoint
-from epochkv_fence.daemon import on_daemon_thread
-from epochkv_fence.messages import BumpStatus, Error, Labelled, Message, Refusal, Status, WireError, decode, encode
-from epochkv_fence.transport.dealer import MONITORED, configure
-from epochkv_fence.transport.keys import ClientKeys
+from epochkv_fence.net.daemon import on_daemon_thread
+from epochkv_fence.net.dealer import MONITORED, configure
+from epochkv_fence.net.keys import ClientKeys
+from epochkv_fence.protocol.messages import BumpStatus, Error, Labelled, Message, Refusal, Status, WireError, decode, encode
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from epochkv_fence.client.calls import FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, C
 from epochkv_fence.client.errors import HubUnreachable, WeightsDiverged
 from epochkv_fence.client.results import PoolStatus
 from epochkv_fence.client.weights import WeightsReport, WeightsStanding, chosen, held_by_all, outliers, report, why_not
-from epochkv_fence.messages import Label, Labelled
+from epochkv_fence.protocol.messages import Label, Labelled
 
 SETTLE_SECONDS: Final = 0.25
 """After a push has returned, what engines report of it may still be on its way."""

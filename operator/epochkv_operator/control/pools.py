@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import structlog
 
-from epochkv_fence.pool import margin_seconds
+from epochkv_fence.protocol.pool import margin_seconds
 from epochkv_operator.api import InvalidObject, KVCachePool, parse_pool
 from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.keys import Key, engine_key, engines_of

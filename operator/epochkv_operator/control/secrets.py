@@ -23,8 +23,8 @@ from dataclasses import dataclass, field, replace
 
 import structlog
 
-from epochkv_fence.transport import CredentialsError, HubKeys, KeyPair, generate_keypair
-from epochkv_fence.transport.keys import check_key
+from epochkv_fence.net import CredentialsError, HubKeys, KeyPair, generate_keypair
+from epochkv_fence.net.keys import check_key
 from epochkv_operator import metrics
 from epochkv_operator.kube.client import AlreadyExists, Forbidden, Invalid, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import MANAGED_BY, POOL_LABEL, POOLS, SECRETS

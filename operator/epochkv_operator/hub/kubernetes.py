@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from epochkv_fence.authority import AuthorityError, Origin, PoolGone, PoolRecord, Term, merged_labels
-from epochkv_fence.messages import Source
+from epochkv_fence.protocol.authority import AuthorityError, Origin, PoolGone, PoolRecord, Term, merged_labels
+from epochkv_fence.protocol.messages import Source
 from epochkv_operator.kube.client import ApiError, Json, NotFound
 from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.resources import POOLS, ObjectRef
@@ -22,7 +22,7 @@ RECORD_FIELDS = ("targetEpoch", "epoch", "granting", "weightsLabels")
 
 
 class KubernetesAuthority:
-    """`epochkv_fence.authority.Authority` on the API server. Every call ends within `deadline_seconds`."""
+    """`epochkv_fence.protocol.authority.Authority` on the API server. Every call ends within `deadline_seconds`."""
 
     def __init__(self, lease: LeaseHolder, statuses: StatusWriter, deadline_seconds: float = 3.0) -> None:
         self._lease = lease

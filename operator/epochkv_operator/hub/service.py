@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import structlog
 
-from epochkv_fence.authority import PoolRecord, Term
-from epochkv_fence.pool import PoolConfig, PoolSnapshot
-from epochkv_fence.store_admin import StoreAdmin
-from epochkv_fence.transport import HubKeys, HubServer
+from epochkv_fence.net import HubKeys, HubServer
+from epochkv_fence.protocol.authority import PoolRecord, Term
+from epochkv_fence.protocol.pool import PoolConfig, PoolSnapshot
+from epochkv_fence.stores.admin import StoreAdmin
 from epochkv_operator import metrics
 from epochkv_operator.api import KVCachePool
 from epochkv_operator.control.keys import Key, pool_key

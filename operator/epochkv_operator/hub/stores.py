@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ipaddress
 
-from epochkv_fence.mooncake_admin import MooncakeAdmin
+from epochkv_fence.stores.mooncake import MooncakeAdmin
 from epochkv_operator.kube.client import Json
 from epochkv_operator.kube.resources import PODS, POOLS
 from epochkv_operator.kube.store import Store

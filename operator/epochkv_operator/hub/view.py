@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from epochkv_fence.messages import CONTROL
-from epochkv_fence.pool import ENGINE_STATES, EngineView, PoolSnapshot
+from epochkv_fence.protocol.messages import CONTROL
+from epochkv_fence.protocol.pool import ENGINE_STATES, EngineView, PoolSnapshot
 from epochkv_operator import metrics
 from epochkv_operator.planning import PUSH_SECONDS, HubEngine, HubView, KeysView, Outlier, ReclaimView, WeightsGroup
 

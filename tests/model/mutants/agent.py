@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from epochkv_fence import agent as ag
-from epochkv_fence.agent import Agent
-from epochkv_fence.messages import Grant, Propose
+from epochkv_fence.protocol import agent as ag
+from epochkv_fence.protocol.agent import Agent
+from epochkv_fence.protocol.messages import Grant, Propose
 from tests.model.mutants.kind import CALM, DUEL, Mutant
 from tests.model.parts import Rules
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from epochkv_fence import hub_events as ev
-from epochkv_fence.authority import PoolRecord, Term
-from epochkv_fence.boots import NEVER, BootRecord
-from epochkv_fence.hub import Hub
-from epochkv_fence.messages import Grant, Heartbeat, Nudge, Status
-from epochkv_fence.pool_state import Ask, Round
+from epochkv_fence.hub import events as ev
+from epochkv_fence.hub.boots import NEVER, BootRecord
+from epochkv_fence.hub.machine import Hub
+from epochkv_fence.hub.state import Ask, Round
+from epochkv_fence.protocol.authority import PoolRecord, Term
+from epochkv_fence.protocol.messages import Grant, Heartbeat, Nudge, Status
 from tests.model.mutants.kind import DUEL, Mutant
 from tests.model.parts import Rules
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from epochkv_fence import hub_events as ev
-from epochkv_fence.authority import Origin
-from epochkv_fence.hub import Hub
-from epochkv_fence.messages import Reclaim, Reclaimed
-from epochkv_fence.pool import PoolConfig
-from epochkv_fence.reclaim import Reclaimer
-from epochkv_fence.wipe import Wiper
+from epochkv_fence.hub import events as ev
+from epochkv_fence.hub.machine import Hub
+from epochkv_fence.hub.reclaim import Reclaimer
+from epochkv_fence.hub.wipe import Wiper
+from epochkv_fence.protocol.authority import Origin
+from epochkv_fence.protocol.messages import Reclaim, Reclaimed
+from epochkv_fence.protocol.pool import PoolConfig
 from tests.model.mutants.kind import CALM, Mutant
 from tests.model.parts import Rules
 

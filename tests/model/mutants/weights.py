@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import msgspec
 
-from epochkv_fence import hub_events as ev
-from epochkv_fence.authority import PoolRecord, Term
-from epochkv_fence.holdings import Holdings, groups, with_divergence
-from epochkv_fence.hub import Hub
-from epochkv_fence.messages import Heartbeat, Label, Labelled, Status
-from epochkv_fence.pool import EngineView, PoolConfig, PoolSnapshot
+from epochkv_fence.hub import events as ev
+from epochkv_fence.hub.holdings import Holdings, groups, with_divergence
+from epochkv_fence.hub.machine import Hub
+from epochkv_fence.protocol.authority import PoolRecord, Term
+from epochkv_fence.protocol.messages import Heartbeat, Label, Labelled, Status
+from epochkv_fence.protocol.pool import EngineView, PoolConfig, PoolSnapshot
 from tests.model.mutants.kind import Mutant
 from tests.model.mutants.outside import LABELLING
 from tests.model.parts import Rules

@@ -15,12 +15,12 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRAFullModuleWeights, LoRALayerWeights, PackedLoRALayerWeights
 from vllm.lora.request import LoRARequest
 
-from epochkv_connector.naming.adapters import LATER, MAX_ADAPTERS, RETRY_SECONDS, Adapters
-from epochkv_connector.naming.digest import Unreadable
-from epochkv_connector.naming.lora import HeldAdapters, digest_of
-from epochkv_connector.wire import StepMetadata
-from epochkv_connector.working import WorkerSide
-from tests.helpers_scheduler_worker import RankAdapters
+from epochkv_connector.weights.adapters import LATER, MAX_ADAPTERS, RETRY_SECONDS, Adapters
+from epochkv_connector.weights.digest import Unreadable
+from epochkv_connector.weights.lora import HeldAdapters, digest_of
+from epochkv_connector.wire.steps import StepMetadata
+from epochkv_connector.worker.facade import WorkerSide
+from tests.support.scheduler_worker import RankAdapters
 
 A, B = torch.arange(8.0).view(2, 4), torch.arange(10.0, 16.0).view(3, 2)
 
@@ -138,7 +138,7 @@ def test_a_rank_says_why_it_cannot_load() -> None:
 
 
 def test_loading_takes_no_longer_than_a_step_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector.naming import lora
+    from epochkv_connector.weights import lora
 
     monkeypatch.setattr(lora, "LOAD_SECONDS", -1.0)
     rank = Rank()

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epochkv_connector import schema
-from epochkv_connector.config import SCHEMA, ConfigError, ConnectorConfig, DistributedTier, HubRef, LocalTier, PoolRef
+from epochkv_connector.config import schema
+from epochkv_connector.config.keys import SCHEMA, ConfigError, ConnectorConfig, DistributedTier, HubRef, LocalTier, PoolRef
 
 POOL = {"pool": {"name": "policy", "namespace": "default", "uid": "u-1"}}
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epochkv_connector import identity, keys
-from epochkv_connector.identity import IdentityError
+from epochkv_connector.naming import identity, keys
+from epochkv_connector.naming.identity import IdentityError
 
 SECRET = bytes(range(32))
 UID = "6f1c2d3e-0000-4000-8000-000000000001"

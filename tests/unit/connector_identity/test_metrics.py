@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import epochkv_connector
-from epochkv_connector import metrics
+from epochkv_connector.metrics import series as metrics
 from epochkv_connector.scheduler import core
 from epochkv_connector.store import envelope
 from epochkv_connector.store.lanes import Outcome
@@ -60,12 +60,12 @@ def test_no_name_has_two_series() -> None:
 
 
 def literals(folder: str, pattern: str) -> set[str]:
-    """What a pattern's group matches in the sources of a folder."""
-    return {name for path in (SOURCES / folder).glob("*.py") for name in re.findall(pattern, path.read_text())}
+    """What a pattern's group matches in the sources below a folder."""
+    return {name for path in (SOURCES / folder).rglob("*.py") for name in re.findall(pattern, path.read_text())}
 
 
 def test_what_the_scheduler_half_and_the_fence_count_has_a_series() -> None:
-    counted = set(core.COUNTERS) | literals(".", r'counters\["(\w+)"\]') | literals("scheduler", r'_count\["(\w+)"\]')
+    counted = set(core.COUNTERS) | literals("scheduler", r'(?:_count|counters)\["(\w+)"\]') | literals("naming", r'counters\["(\w+)"\]')
     assert len(counted) > 30
     assert {name for name in counted if metrics.COUNTER_OF.find(name) is None} <= metrics.IGNORED
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from epochkv_connector.config import SCHEMA
-from epochkv_connector.reference import PAGE, STRUCTURES, main, markdown
-from epochkv_connector.schema import Rule, Table
+from epochkv_connector.config.keys import SCHEMA
+from epochkv_connector.config.reference import PAGE, STRUCTURES, main, markdown
+from epochkv_connector.config.schema import Rule, Table
 
 ROW = {
     "config_file": ("string", ""),
@@ -67,7 +67,7 @@ def test_what_is_required_is_required_by_both() -> None:
 
 def test_a_page_that_differs_is_noticed_and_written_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--check", "--root", str(tmp_path)]) == 1
-    assert f"{PAGE} is not what the models say: run python -m epochkv_connector.reference" in capsys.readouterr().err
+    assert f"{PAGE} is not what the models say: run python -m epochkv_connector.config.reference" in capsys.readouterr().err
     assert not (tmp_path / PAGE).exists()
     assert main(["--root", str(tmp_path)]) == 0
     assert main(["--check", "--root", str(tmp_path)]) == 0

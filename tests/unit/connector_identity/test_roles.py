@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from vllm.v1.core import kv_cache_utils
 
-from tests.helpers_scheduler import BLOCK, Rig, SharedStore
+from tests.support.scheduler import BLOCK, Rig, SharedStore
 
 TOKENS = list(range(2, 2 + 4 * BLOCK + 3))
 

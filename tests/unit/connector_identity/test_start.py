@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector import compat
-from epochkv_connector.config import ConfigError
+from epochkv_connector.config.keys import ConfigError
 from epochkv_connector.connector import EpochKVConnector
-from epochkv_connector.plugin import check_command_line
+from epochkv_connector.engine import compat
+from epochkv_connector.engine.plugin import check_command_line
 
 POOL = {"name": "p", "uid": "u"}
 
@@ -108,7 +108,7 @@ def test_a_python_program_is_told_before_anything_is_loaded() -> None:
     code = "from vllm import EngineArgs; EngineArgs(model='absent', kv_transfer_config={!r})"
     done = subprocess.run([sys.executable, "-c", code.format(WRONG)], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1].startswith("epochkv_connector.config.ConfigError: " + SENTENCE.partition(": ")[2])
+    assert done.stderr.strip().splitlines()[-1].startswith("epochkv_connector.config.keys.ConfigError: " + SENTENCE.partition(": ")[2])
     given = transfer(local={"capacity_bytes": 1 << 20})
     done = subprocess.run([sys.executable, "-c", code.format(given)], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
@@ -204,7 +204,7 @@ def test_an_untested_version_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -
     check_command_line(option(transfer(allow_untested_vllm=True)))
 
 
-@pytest.mark.parametrize("module", ["connector", "stats", "plugin"])
+@pytest.mark.parametrize("module", ["connector", "metrics.stats", "engine.plugin"])
 def test_a_vllm_without_the_names_we_need_is_a_sentence(tmp_path: Path, module: str) -> None:
     """Before a constructor could look at the version, an import has failed."""
     (tmp_path / "vllm").mkdir()
@@ -214,5 +214,5 @@ def test_a_vllm_without_the_names_we_need_is_a_sentence(tmp_path: Path, module: 
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1
     assert "vLLM 0.11.0 is not supported: EpochKV was tested with 0.30 to 0.33; install one of these" in last
-    if module == "plugin":
+    if module == "engine.plugin":
         assert done.stderr.strip() == last

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from epochkv_connector.naming import digest as naming
-from epochkv_connector.naming.digest import DIGEST_BYTES, Unreadable, digest, in_storage_order
+from epochkv_connector.weights import digest as naming
+from epochkv_connector.weights.digest import DIGEST_BYTES, Unreadable, digest, in_storage_order
 
 Tensors = Sequence[tuple[str, torch.Tensor]]
 Way = str

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from vllm.v1.engine import EngineCoreRequestType
 
-from epochkv_connector.naming import engine as joining
-from epochkv_connector.naming import rank
-from epochkv_connector.naming.adapters import Adapters
-from epochkv_connector.naming.engine import EngineRanks, NoRanks, join
-from epochkv_connector.naming.watch import QUIET_SECONDS, Watch
+from epochkv_connector.weights import engine as joining
+from epochkv_connector.weights import rank
+from epochkv_connector.weights.adapters import Adapters
+from epochkv_connector.weights.engine import EngineRanks, NoRanks, join
+from epochkv_connector.weights.watch import QUIET_SECONDS, Watch
 
 LONG = 10.0
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from epochkv_connector.naming.digest import Unreadable, digest
-from epochkv_connector.naming.held import LEFT_OUT, PACKED, models, packed, weights
-from epochkv_connector.naming.packed import mark
+from epochkv_connector.weights.digest import Unreadable, digest
+from epochkv_connector.weights.held import LEFT_OUT, PACKED, models, packed, weights
+from epochkv_connector.weights.packed import mark
 
 
 class Worker:

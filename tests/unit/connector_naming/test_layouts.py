@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from epochkv_connector.naming import packed as packing
-from epochkv_connector.naming.digest import Unreadable, digest
-from epochkv_connector.naming.held import packed, weights
+from epochkv_connector.weights import packed as packing
+from epochkv_connector.weights.digest import Unreadable, digest
+from epochkv_connector.weights.held import packed, weights
 
 SIZE = 64
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from epochkv_connector.naming import rank
-from epochkv_connector.naming.rank import ask, end_device_work, held_by, is_as_asked
+from epochkv_connector.weights import rank
+from epochkv_connector.weights.rank import ask, end_device_work, held_by, is_as_asked
 
 ids = count()
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.naming import watch as naming
-from epochkv_connector.naming.fold import fold
-from epochkv_connector.naming.watch import (
+from epochkv_connector.weights import watch as naming
+from epochkv_connector.weights.fold import fold
+from epochkv_connector.weights.watch import (
     ASLEEP,
     ENCODING,
     IDLE_SECONDS,

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from epochkv_connector.config import ConnectorConfig
-from epochkv_connector.records import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.config.keys import ConnectorConfig
 from epochkv_connector.scheduler.core import SchedulerHalf, StepJobs
 from epochkv_connector.scheduler.views import (
     CacheLayout,
@@ -25,6 +24,7 @@ from epochkv_connector.scheduler.views import (
     RequestView,
     ScheduledRequestView,
 )
+from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 
 HASH_BLOCK = 4
 SHARDS = 2

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from epochkv_connector.records import Source
 from epochkv_connector.scheduler.lookup import MAX_KEYS_PER_QUERY, READ_LEASE_SECONDS
 from epochkv_connector.scheduler.plans import PLAN_TTL_SECONDS, PLAN_TTL_STEPS
 from epochkv_connector.scheduler.views import CacheLayout, Commit, GroupKind, GroupLayout
+from epochkv_connector.wire.jobs import Source
 from tests.unit.connector_scheduler.rig import (
     FULL,
     HASH_BLOCK,

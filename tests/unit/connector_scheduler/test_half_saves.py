@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from epochkv_connector.records import JobAck, Phase
 from epochkv_connector.scheduler.views import Commit
+from epochkv_connector.wire.jobs import JobAck, Phase
 from tests.unit.connector_scheduler.rig import (
     World,
     chain,

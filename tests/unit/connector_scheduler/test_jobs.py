@@ -7,9 +7,9 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epochkv_connector.records import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 from epochkv_connector.scheduler.jobs import Copied, Ledger, Loaded, Outcome, Released, Stored
 from epochkv_connector.scheduler.tracker import Tracker
+from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 
 BLOCKS = 6
 

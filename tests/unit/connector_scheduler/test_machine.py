@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epochkv_connector.records import LoadJob, Phase, SaveJob, Source
 from epochkv_connector.scheduler.views import CacheLayout, Commit, GroupKind, RequestView
+from epochkv_connector.wire.jobs import LoadJob, Phase, SaveJob, Source
 from tests.unit.connector_scheduler.rig import HASH_BLOCK, LAYOUTS, Snap, World, chain, config, scheduled, snap_of, view
 
 NUM_SCHEDULES = int(os.environ.get("EPOCHKV_SCHEDULES", "5010"))

@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from epochkv_connector.records import LoadJob
 from epochkv_connector.scheduler.pause import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, MAX_FAILURES
 from epochkv_connector.scheduler.views import Commit
+from epochkv_connector.wire.jobs import LoadJob
 from tests.unit.connector_scheduler.rig import World, chain, config, snap_of, view
 
 SNAP = snap_of(1)

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from epochkv_connector.config import ConfigError
-from epochkv_connector.records import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.config.keys import ConfigError
 from epochkv_connector.scheduler.jobs import Copied, Ledger, Loaded, Outcome, Stored
 from epochkv_connector.scheduler.tracker import Tracker
 from epochkv_connector.scheduler.views import Commit
-from epochkv_connector.wire import WorkerReport
+from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.wire.steps import WorkerReport
 from tests.unit.connector_scheduler.rig import LAYOUTS, World, chain, config, scheduled, snap_of, view
 
 SNAP = snap_of(1)

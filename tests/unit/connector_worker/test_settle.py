@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.records import Phase, Source
-from epochkv_connector.wire import StepMetadata
+from epochkv_connector.wire.jobs import Phase, Source
+from epochkv_connector.wire.steps import StepMetadata
 from epochkv_connector.worker import sleeping
 from epochkv_connector.worker import worker as worker_module
+from epochkv_connector.worker.facade import WorkerSide
 from epochkv_connector.worker.staging import StagingStream
-from epochkv_connector.working import WorkerSide
 from tests.unit.connector_worker.test_worker_half import NAMESPACE, ObedientStore, Rig, load, move, save
 
 
@@ -88,7 +88,7 @@ def test_a_half_that_was_given_up_settles_too(monkeypatch: pytest.MonkeyPatch) -
     side.new_step()
     side.finish(StepMetadata(saves=(save(1, [move(3, 0, 30)]),)))
     assert copies.began.wait(10)
-    monkeypatch.setattr("epochkv_connector.working.REFUSE_SECONDS", 0.05)
+    monkeypatch.setattr("epochkv_connector.worker.facade.REFUSE_SECONDS", 0.05)
     monkeypatch.setattr(worker_module, "SETTLE_SECONDS", 0.05)
     side.refuse(StepMetadata())
     side.settle(StepMetadata(settle=True))

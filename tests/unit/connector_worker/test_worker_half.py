@@ -18,16 +18,16 @@ import numpy as np
 import pytest
 import torch
 
-from epochkv_connector.keys import object_key
-from epochkv_connector.records import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.naming.keys import object_key
 from epochkv_connector.store import Outcome, Ticket, Transfer
 from epochkv_connector.store.lanes import resolve
+from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 from epochkv_connector.worker.layout import GroupSpec, LayoutError
 from epochkv_connector.worker.slots import HEADER_BYTES, TRAILER_BYTES
 from epochkv_connector.worker.staging import StagingStream
 from epochkv_connector.worker.tasks import Report
 from epochkv_connector.worker.worker import WorkerHalf
-from tests.helpers_store import wait_until
+from tests.support.store import wait_until
 
 NUM_BLOCKS, NUM_SLOTS, LAYERS = 16, 12, 3
 NAMESPACE = "0a1b2c3d/00112233445566ff/e7/w0123456789abcdef"

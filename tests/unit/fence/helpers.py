@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from epochkv_fence import hub_events as ev
-from epochkv_fence.authority import PoolRecord, Term
-from epochkv_fence.hub import Hub
-from epochkv_fence.messages import Grant, Heartbeat, Message, Nudge
-from epochkv_fence.pool import PoolConfig
+from epochkv_fence.hub import events as ev
+from epochkv_fence.hub.machine import Hub
+from epochkv_fence.protocol.authority import PoolRecord, Term
+from epochkv_fence.protocol.messages import Grant, Heartbeat, Message, Nudge
+from epochkv_fence.protocol.pool import PoolConfig
 
 M = TypeVar("M", bound=Message)
 LEASE, HOLD = 30.0, 33.0

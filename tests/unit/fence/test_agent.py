@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from epochkv_fence.agent import (
+from epochkv_fence.protocol.agent import (
     Adopt,
     Adopted,
     AdoptFailed,
@@ -22,7 +22,7 @@ from epochkv_fence.agent import (
     Started,
     Tick,
 )
-from epochkv_fence.messages import MAX_EPOCH, Grant, Leave, Nudge, Propose, Reclaim
+from epochkv_fence.protocol.messages import MAX_EPOCH, Grant, Leave, Nudge, Propose, Reclaim
 
 BOOT, OTHER = b"B" * 16, b"O" * 16
 LEASE = 30.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from epochkv_fence import hub_events as ev
-from epochkv_fence.authority import Origin, PoolRecord, Term
-from epochkv_fence.messages import MAX_EPOCH, Bump, BumpStatus, Error, Grant, Propose, Refusal, Source, decode, encode
+from epochkv_fence.hub import events as ev
+from epochkv_fence.protocol.authority import Origin, PoolRecord, Term
+from epochkv_fence.protocol.messages import MAX_EPOCH, Bump, BumpStatus, Error, Grant, Propose, Refusal, Source, decode, encode
 from tests.unit.fence.helpers import HOLD, Driver, boot
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from epochkv_fence.client import Pool
-from tests.helpers_cli import inside
-from tests.helpers_fence import FakeEngine, eventually
-from tests.helpers_hub import CLI, Agents, HubProcess, epochkv, free_port, interruptible, using
-from tests.helpers_pushes import NEW, OLD, OTHER, Running, engine_with, push
+from tests.support.cli import inside
+from tests.support.fence import FakeEngine, eventually
+from tests.support.hub import CLI, Agents, HubProcess, epochkv, free_port, interruptible, using
+from tests.support.pushes import NEW, OLD, OTHER, Running, engine_with, push
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from epochkv_fence.client import Pool
-from tests.helpers_fence import eventually
-from tests.helpers_hub import Agents, HubProcess, epochkv, free_port, using
-from tests.helpers_pushes import NEW, OLD, engine_with, push
+from tests.support.fence import eventually
+from tests.support.hub import Agents, HubProcess, epochkv, free_port, using
+from tests.support.pushes import NEW, OLD, engine_with, push
 
 # ------------------------------------------------------------------------------------------------------------------ hub
 

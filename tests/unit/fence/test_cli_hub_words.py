@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_fence.cli.file_hub import FileHub, HubError, HubOptions, split_address, split_listen
-from epochkv_fence.cli.state import exposed_files
 from epochkv_fence.connection import Connection
-from epochkv_fence.transport import generate_keypair
-from tests.helpers_fence import LoopThread, eventually
-from tests.helpers_hub import Agents, HubProcess, epochkv, using
+from epochkv_fence.net import generate_keypair
+from epochkv_fence.standalone.hub import FileHub, HubError, HubOptions, split_address, split_listen
+from epochkv_fence.standalone.state import exposed_files
+from tests.support.fence import LoopThread, eventually
+from tests.support.hub import Agents, HubProcess, epochkv, using
 
 
 def copy_with(folder: Path, target: Path, change: Callable[[Path], None]) -> Path:

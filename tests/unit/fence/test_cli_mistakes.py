@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from epochkv_fence.client import ConfigurationError, Connection, Pool
-from epochkv_fence.transport import generate_keypair
-from tests.helpers_cli import inside
-from tests.helpers_fence import eventually
-from tests.helpers_hub import CLI, HubWorld, hub_world, interruptible
+from epochkv_fence.net import generate_keypair
+from tests.support.cli import inside
+from tests.support.fence import eventually
+from tests.support.hub import CLI, HubWorld, hub_world, interruptible
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from epochkv_fence.client import (
     WeightsReport,
     WeightsStanding,
 )
-from tests.helpers_cli import inside
-from tests.helpers_hub import HubWorld, hub_world
+from tests.support.cli import inside
+from tests.support.hub import HubWorld, hub_world
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_fence.cli.state import retire_previous, rotate_keys
 from epochkv_fence.client import (
     HubUnreachable,
     KeyRefused,
@@ -28,9 +27,10 @@ from epochkv_fence.client import (
 )
 from epochkv_fence.client.session import RESOLVE_SECONDS
 from epochkv_fence.connection import Connection
-from epochkv_fence.transport import generate_keypair
-from tests.helpers_fence import eventually
-from tests.helpers_hub import HubProcess, HubWorld, Switch, free_port, hub_world, together, using
+from epochkv_fence.net import generate_keypair
+from epochkv_fence.standalone.state import retire_previous, rotate_keys
+from tests.support.fence import eventually
+from tests.support.hub import HubProcess, HubWorld, Switch, free_port, hub_world, together, using
 
 
 @pytest.fixture

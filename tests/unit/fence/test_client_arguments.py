@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from epochkv_fence.client import ArgumentError, AsyncPool, Pool, Standing
-from tests.helpers_hub import HubWorld, hub_world
+from tests.support.hub import HubWorld, hub_world
 
 EPOCHS = "give an integer from 0 to 9007199254740991"
 

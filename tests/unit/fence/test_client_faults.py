@@ -16,7 +16,8 @@ import zmq
 
 from epochkv_fence.client import HubUnreachable, Pool, ResetNotRecorded, WeightsDiverged
 from epochkv_fence.connection import Connection
-from epochkv_fence.messages import (
+from epochkv_fence.net import generate_keypair
+from epochkv_fence.protocol.messages import (
     Bump,
     BumpStatus,
     EngineStatus,
@@ -31,10 +32,9 @@ from epochkv_fence.messages import (
     decode,
     encode,
 )
-from epochkv_fence.transport import generate_keypair
-from tests.helpers_fence import FenceWorld, eventually
-from tests.helpers_hub import HubWorld, Switch, hub_world
-from tests.helpers_pushes import NEW, OLD, OTHER
+from tests.support.fence import FenceWorld, eventually
+from tests.support.hub import HubWorld, Switch, hub_world
+from tests.support.pushes import NEW, OLD, OTHER
 
 Question = Status | Bump | Label
 Say = Callable[[list[bytes]], None]

@@ -26,11 +26,11 @@ from epochkv_fence.client import (
     WeightsStanding,
 )
 from epochkv_fence.client.weights import outliers, report
-from epochkv_fence.messages import MAX_LABELS
-from epochkv_fence.transport import EngineIdentity
-from tests.helpers_fence import eventually
-from tests.helpers_hub import Agents, HubProcess, HubWorld, Switch, hub_world
-from tests.helpers_pushes import NEW, OLD, OTHER, Running, engine_with, push
+from epochkv_fence.net import EngineIdentity
+from epochkv_fence.protocol.messages import MAX_LABELS
+from tests.support.fence import eventually
+from tests.support.hub import Agents, HubProcess, HubWorld, Switch, hub_world
+from tests.support.pushes import NEW, OLD, OTHER, Running, engine_with, push
 
 EVERYBODY = ("engine-0", "engine-1", "engine-2")
 

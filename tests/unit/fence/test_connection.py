@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epochkv_connector.config import ConnectorConfig
+from epochkv_connector.config.keys import ConnectorConfig
 from epochkv_fence.connection import (
     CLIENT_PUBLIC_ENV,
     CLIENT_SECRET_ENV,
@@ -27,8 +27,8 @@ from epochkv_fence.connection import (
     HubRef,
     read_client_keys,
 )
-from epochkv_fence.transport import generate_keypair
-from tests.helpers_hub import epochkv
+from epochkv_fence.net import generate_keypair
+from tests.support.hub import epochkv
 
 CONTENT: dict[str, Any] = {"pool": {"name": "policy", "uid": "u-1"}, "hub": {"endpoint": "tcp://hub.example:7700"}}
 SECRET = "5a" * 32

@@ -18,16 +18,16 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_fence.authority import Authority, AuthorityError, Origin, PoolRecord, Term
-from epochkv_fence.file_authority import FileAuthority, StateError, StateHeld
-from epochkv_fence.messages import Source
-from tests.helpers_authority import Authorities, AuthorityConformance
+from epochkv_fence.protocol.authority import Authority, AuthorityError, Origin, PoolRecord, Term
+from epochkv_fence.protocol.messages import Source
+from epochkv_fence.standalone.authority import FileAuthority, StateError, StateHeld
+from tests.support.authority import Authorities, AuthorityConformance
 
 WRITER = """
 import asyncio, sys
-from epochkv_fence.authority import Origin
-from epochkv_fence.file_authority import FileAuthority
-from epochkv_fence.messages import Source
+from epochkv_fence.protocol.authority import Origin
+from epochkv_fence.standalone.authority import FileAuthority
+from epochkv_fence.protocol.messages import Source
 
 async def main():
     authority = await FileAuthority.open(sys.argv[1])
@@ -353,8 +353,8 @@ def run_without_rights(directory: Path, prepare: Callable[[], object]) -> None:
 
 FULL_DISK = """
 import asyncio, resource, sys
-from epochkv_fence.authority import AuthorityError
-from epochkv_fence.file_authority import FileAuthority
+from epochkv_fence.protocol.authority import AuthorityError
+from epochkv_fence.standalone.authority import FileAuthority
 
 async def main():
     authority = await FileAuthority.open(sys.argv[1])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from epochkv_fence import hub_events as ev
-from epochkv_fence.authority import PoolRecord, Term
-from epochkv_fence.hub import MAX_BOOTS
-from epochkv_fence.messages import (
+from epochkv_fence.hub import events as ev
+from epochkv_fence.hub.machine import MAX_BOOTS
+from epochkv_fence.protocol.authority import PoolRecord, Term
+from epochkv_fence.protocol.messages import (
     Bump,
     BumpStatus,
     Error,
@@ -20,7 +20,7 @@ from epochkv_fence.messages import (
     Refusal,
     Status,
 )
-from epochkv_fence.pool import PoolConfig, margin_seconds
+from epochkv_fence.protocol.pool import PoolConfig, margin_seconds
 from tests.unit.fence.helpers import HOLD, LEASE, TERM, Driver, boot
 
 

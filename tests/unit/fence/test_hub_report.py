@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from epochkv_fence.authority import Origin
-from epochkv_fence.cli.file_hub import HubError, advertised, split_listen
-from epochkv_fence.cli.metrics import exposition
-from epochkv_fence.cli.report import compare
-from epochkv_fence.messages import Source
-from epochkv_fence.pool import EngineView, PoolSnapshot
+from epochkv_fence.protocol.authority import Origin
+from epochkv_fence.protocol.messages import Source
+from epochkv_fence.protocol.pool import EngineView, PoolSnapshot
+from epochkv_fence.standalone.hub import HubError, advertised, split_listen
+from epochkv_fence.standalone.metrics import exposition
+from epochkv_fence.standalone.report import compare
 
 W, V = b"w" * 16, b"v" * 16
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from epochkv_fence.cli.state import Keys, ensure_keys, read_keys, retire_previous, rotate_keys, write_client
 from epochkv_fence.client import Connection, Pool
-from epochkv_fence.file_authority import StateError
-from tests.helpers_fence import eventually
-from tests.helpers_hub import hub_world, together, using
+from epochkv_fence.standalone.authority import StateError
+from epochkv_fence.standalone.state import Keys, ensure_keys, read_keys, retire_previous, rotate_keys, write_client
+from tests.support.fence import eventually
+from tests.support.hub import hub_world, together, using
 
 
 def folder_fits(state: Path, keys: Keys) -> None:
@@ -97,7 +97,7 @@ def test_keys_that_are_changed_by_hand_are_named(tmp_path: Path, change: dict[st
 ROTATOR = """
 import sys
 from pathlib import Path
-from epochkv_fence.cli.state import rotate_keys
+from epochkv_fence.standalone.state import rotate_keys
 print("ready", flush=True)
 while True:
     rotate_keys(Path(sys.argv[1]), 0.0)
@@ -141,7 +141,7 @@ def test_a_key_whose_grace_is_over_goes_although_it_is_used(tmp_path: Path) -> N
 KILLED_ROTATION = """
 import os, sys
 from pathlib import Path
-from epochkv_fence.cli import state
+from epochkv_fence.standalone import state
 state._write_credentials = lambda folder, keys: os._exit(9)
 state.rotate_keys(Path(sys.argv[1]), float(sys.argv[2]))
 """
@@ -204,14 +204,14 @@ def test_a_trainers_key_stays_although_no_engine_uses_it(tmp_path: Path, monkeyp
                 agent.poke()
             assert update.report is not None
             assert [group.label for group in update.report.groups] == ["v1"]
-        monkeypatch.setattr("epochkv_fence.cli.state.KEEP_SECONDS", 1.0)
+        monkeypatch.setattr("epochkv_fence.standalone.state.KEEP_SECONDS", 1.0)
         eventually(lambda: len(hub.accepted_keys) == 1, what="no engine uses it, and trainers have had their time")
 
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from epochkv_fence.cli import state
+from epochkv_fence.standalone import state
 with state._locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from epochkv_fence import hub_events as ev
-from epochkv_fence.authority import PoolRecord, Term, merged_labels
-from epochkv_fence.labels import MAX_LABELLING
-from epochkv_fence.messages import MAX_LABELS, Error, Label, Labelled, Refusal
+from epochkv_fence.hub import events as ev
+from epochkv_fence.hub.labels import MAX_LABELLING
+from epochkv_fence.protocol.authority import PoolRecord, Term, merged_labels
+from epochkv_fence.protocol.messages import MAX_LABELS, Error, Label, Labelled, Refusal
 from tests.unit.fence.helpers import Driver
 
 A, B = b"a" * 16, b"b" * 16

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from epochkv_fence.messages import (
+from epochkv_fence.net.keys import ClientKeys, CredentialsError, HubKeys, KeyPair, generate_keypair
+from epochkv_fence.protocol.messages import (
     MAX_KEPT,
     MAX_MESSAGE_BYTES,
     TAGS,
@@ -32,8 +33,7 @@ from epochkv_fence.messages import (
     decode,
     encode,
 )
-from epochkv_fence.pool import PoolConfig
-from epochkv_fence.transport.keys import ClientKeys, CredentialsError, HubKeys, KeyPair, generate_keypair
+from epochkv_fence.protocol.pool import PoolConfig
 
 BOOT = bytes(range(16))
 WEIGHTS = bytes(range(16, 32))

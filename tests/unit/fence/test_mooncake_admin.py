@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from epochkv_fence.mooncake_admin import MooncakeAdmin, _Call, check_admin_url
-from epochkv_fence.store_admin import Removed, StoreAdminError
-from tests.helpers_fence import eventually
+from epochkv_fence.stores.admin import Removed, StoreAdminError
+from epochkv_fence.stores.mooncake import MooncakeAdmin, _Call, check_admin_url
+from tests.support.fence import eventually
 
 Handler = Callable[[socket.socket, str], None]
 OK = b'{"success":true,"removed_count":%d}'
@@ -230,7 +230,7 @@ def test_a_slow_look_up_of_the_name_does_not_make_a_removal_late(monkeypatch: py
         return found
 
     with server(handle) as url:
-        monkeypatch.setattr("epochkv_fence.mooncake_admin.socket.getaddrinfo", slow)
+        monkeypatch.setattr("epochkv_fence.stores.mooncake.socket.getaddrinfo", slow)
         admin = MooncakeAdmin(lambda uid: [url.replace("127.0.0.1", "master.example")], before - time.monotonic())
         started = time.monotonic()
         with pytest.raises(StoreAdminError, match=r"no answer within [\d.]+ s") as told:

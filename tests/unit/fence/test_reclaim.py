@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from epochkv_fence import hub_events as ev
-from epochkv_fence.authority import Term
-from epochkv_fence.messages import Reclaim, Reclaimed
+from epochkv_fence.hub import events as ev
+from epochkv_fence.protocol.authority import Term
+from epochkv_fence.protocol.messages import Reclaim, Reclaimed
 from tests.unit.fence.helpers import HOLD, Driver, boot, config
 
 

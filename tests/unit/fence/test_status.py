@@ -7,10 +7,11 @@ import random
 
 import pytest
 
-from epochkv_fence import hub_events as ev
-from epochkv_fence.authority import Origin, PoolRecord, Term
 from epochkv_fence.client import Engine
-from epochkv_fence.messages import (
+from epochkv_fence.hub import events as ev
+from epochkv_fence.hub.waiters import MAX_QUESTIONS
+from epochkv_fence.protocol.authority import Origin, PoolRecord, Term
+from epochkv_fence.protocol.messages import (
     MAX_LABELS,
     Bump,
     BumpStatus,
@@ -24,7 +25,6 @@ from epochkv_fence.messages import (
     Status,
     encode,
 )
-from epochkv_fence.trainers import MAX_QUESTIONS
 from tests.unit.fence.helpers import HOLD, LEASE, Driver, boot
 
 W = b"w" * 16

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from epochkv_fence.authority import Origin, PoolRecord, Term
-from epochkv_fence.messages import Source
-from epochkv_fence.transport import AgentThread, ClientKeys, HubServer, UnknownPool, generate_keypair
-from tests.helpers_fence import POOL, WEIGHTS, FakeEngine, FenceWorld, eventually
+from epochkv_fence.net import AgentThread, ClientKeys, HubServer, UnknownPool, generate_keypair
+from epochkv_fence.protocol.authority import Origin, PoolRecord, Term
+from epochkv_fence.protocol.messages import Source
+from tests.support.fence import POOL, WEIGHTS, FakeEngine, FenceWorld, eventually
 
 Agents = list[tuple[AgentThread, FakeEngine]]
 

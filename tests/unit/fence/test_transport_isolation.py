@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from epochkv_fence.hub import Hub
-from epochkv_fence.messages import BumpStatus, Grant, Heartbeat, Message
-from epochkv_fence.transport import ClientKeys, HubKeys, HubServer, generate_keypair
-from epochkv_fence.transport.limits import Bucket
-from epochkv_fence.transport.router import Lane, Router
-from epochkv_fence.transport.turns import Line
-from tests.helpers_fence import POOL, FakeEngine, FenceWorld, LoopThread, eventually
+from epochkv_fence.hub.machine import Hub
+from epochkv_fence.net import ClientKeys, HubKeys, HubServer, generate_keypair
+from epochkv_fence.net.fairness import Line
+from epochkv_fence.net.limits import Bucket
+from epochkv_fence.net.router import Lane, Router
+from epochkv_fence.protocol.messages import BumpStatus, Grant, Heartbeat, Message
 from tests.security.wire import heartbeat, raw
+from tests.support.fence import POOL, FakeEngine, FenceWorld, LoopThread, eventually
 
 OTHER = "pool-uid-2"
 LEASE = 3.0

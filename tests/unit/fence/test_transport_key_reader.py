@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from epochkv_fence.transport import ClientKeys, CredentialsError, generate_keypair
-from epochkv_fence.transport.key_reader import MAX_READS, KeyReader
-from tests.helpers_fence import FenceWorld, eventually
+from epochkv_fence.net import ClientKeys, CredentialsError, generate_keypair
+from epochkv_fence.net.key_reader import MAX_READS, KeyReader
+from tests.support.fence import FenceWorld, eventually
 
 LEASE = 3.0
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_fence.transport import AgentThread, ClientKeys, CredentialsError, HubServer, KeyPair, generate_keypair
-from tests.helpers_fence import POOL, FakeEngine, FenceWorld, eventually
+from epochkv_fence.net import AgentThread, ClientKeys, CredentialsError, HubServer, KeyPair, generate_keypair
 from tests.security.wire import heartbeat, raw
+from tests.support.fence import POOL, FakeEngine, FenceWorld, eventually
 
 LEASE = 3.0
 

@@ -11,9 +11,9 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from epochkv_fence.transport import generate_keypair
-from epochkv_fence.transport.reader import BURST_MESSAGES, SocketReader
-from epochkv_fence.transport.zap import ADDRESS, ZapHandler
+from epochkv_fence.net import generate_keypair
+from epochkv_fence.net.reader import BURST_MESSAGES, SocketReader
+from epochkv_fence.net.zap import ADDRESS, ZapHandler
 
 SECONDS = 20
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from epochkv_fence import hub_events as ev
-from epochkv_fence.authority import PoolRecord, Term
-from epochkv_fence.hub import NUDGE_SECONDS, NUDGES_PER_SECOND, Hub
-from epochkv_fence.messages import Grant, Heartbeat, Nudge
-from epochkv_fence.pool import PoolConfig
+from epochkv_fence.hub import events as ev
+from epochkv_fence.hub.machine import NUDGE_SECONDS, NUDGES_PER_SECOND, Hub
+from epochkv_fence.protocol.authority import PoolRecord, Term
+from epochkv_fence.protocol.messages import Grant, Heartbeat, Nudge
+from epochkv_fence.protocol.pool import PoolConfig
 
 
 def boot(number: int) -> bytes:

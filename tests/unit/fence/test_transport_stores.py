@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from epochkv_fence.messages import Label, Labelled, encode
-from epochkv_fence.store_admin import Removed, StoreAdminError
-from epochkv_fence.transport import HubServer, PoolSnapshot
-from tests.helpers_fence import POOL, WEIGHTS, FakeEngine, FenceWorld, eventually
+from epochkv_fence.net import HubServer, PoolSnapshot
+from epochkv_fence.protocol.messages import Label, Labelled, encode
+from epochkv_fence.stores.admin import Removed, StoreAdminError
 from tests.security.wire import raw
+from tests.support.fence import POOL, WEIGHTS, FakeEngine, FenceWorld, eventually
 
 
 @dataclass
@@ -79,7 +79,7 @@ def test_the_store_is_wiped_once_after_publication_and_engines_remove_the_rest(w
 def test_a_store_that_cannot_be_wiped_holds_nothing_up_and_engines_remove_the_keys(
     world: FenceWorld, store: Store, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epochkv_fence.wipe.WIPE_SECONDS", 2.0)
+    monkeypatch.setattr("epochkv_fence.hub.wipe.WIPE_SECONDS", 2.0)
     store.failing, store.hanging = how == "fails", how == "hangs"
     hub = world.hub(stores=None if how == "is out of reach" else store, store_deadline_seconds=0.2)
     world.lead(hub)

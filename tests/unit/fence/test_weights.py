@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from epochkv_fence import hub_events as ev
-from epochkv_fence.authority import PoolRecord, Term
-from epochkv_fence.holdings import MAX_WEIGHTS
-from epochkv_fence.messages import Leave, Reclaim, Reclaimed
-from epochkv_fence.pool import EngineView
+from epochkv_fence.hub import events as ev
+from epochkv_fence.hub.holdings import MAX_WEIGHTS
+from epochkv_fence.protocol.authority import PoolRecord, Term
+from epochkv_fence.protocol.messages import Leave, Reclaim, Reclaimed
+from epochkv_fence.protocol.pool import EngineView
 from tests.unit.fence.helpers import HOLD, LEASE, Driver, boot, config
 
 GRACE = 600.0

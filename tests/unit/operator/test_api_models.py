@@ -12,7 +12,7 @@ import pytest
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool, quantity
 from epochkv_operator.api.crd import CRDS, Crd, manifest
 from epochkv_operator.api.generate import main
-from tests.helpers_api_corpus import CASES, CHANGES, Case
+from tests.support.api_corpus import CASES, CHANGES, Case
 
 Json = dict[str, Any]
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from epochkv_connector.config import ConnectorConfig
+from epochkv_connector.config.keys import ConnectorConfig
 from epochkv_operator.planning import Context, InvalidTemplate, connection, desired_engine, desired_pool
-from tests.helpers_planning import CONTEXT, ENGINE_SPECS, POOL_SPECS, containers, engine, one, pool, variables
+from tests.support.planning import CONTEXT, ENGINE_SPECS, POOL_SPECS, containers, engine, one, pool, variables
 
 Json = dict[str, Any]
 GOLDEN = Path(__file__).parent / "golden"

@@ -22,7 +22,7 @@ from epochkv_operator.planning import (
     pool_conditions,
     pool_status,
 )
-from tests.helpers_planning import CONTEXT, engine, one, pool
+from tests.support.planning import CONTEXT, engine, one, pool
 
 Json = dict[str, Any]
 NOW = datetime(2026, 3, 1, 12, 0, 0, 123456, tzinfo=UTC)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from epochkv_operator.planning import Observed, Plan, plan_engine, plan_pool
-from tests.helpers_planning import CONTEXT, ENGINE_SPECS, POOL_SPECS, containers, engine, one, pool
+from tests.support.planning import CONTEXT, ENGINE_SPECS, POOL_SPECS, containers, engine, one, pool
 
 Json = dict[str, Any]
 

@@ -11,7 +11,7 @@ import pytest
 
 from epochkv_operator.planning import HubEngine, HubView, Observed, Outlier, WeightsGroup, engine_status, pool_conditions, pool_status
 from epochkv_operator.planning.weights import summary
-from tests.helpers_planning import CONTEXT, engine, pool
+from tests.support.planning import CONTEXT, engine, pool
 
 Json = dict[str, Any]
 NOW = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)

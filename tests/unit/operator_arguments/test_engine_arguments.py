@@ -13,7 +13,7 @@ import pytest
 
 from epochkv_operator.api.engine import FORBIDDEN_ARG, OWNED_ARG
 from epochkv_operator.planning import desired_engine
-from tests.helpers_planning import CONTEXT, ENGINE_SPECS, containers, engine, one, pool
+from tests.support.planning import CONTEXT, ENGINE_SPECS, containers, engine, one, pool
 
 FORBIDDEN = ("--kv-transfer-config", "--kv-offloading-size", "--kv-offloading-backend", "--config")
 OWNED = ("--model", "--revision", "--tensor-parallel-size", "-tp", "--host", "--port", "--uds")

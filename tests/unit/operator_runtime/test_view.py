@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from epochkv_fence.authority import Origin
-from epochkv_fence.messages import Source
-from epochkv_fence.pool import EngineView, PoolSnapshot, WeightsView
+from epochkv_fence.protocol.authority import Origin
+from epochkv_fence.protocol.messages import Source
+from epochkv_fence.protocol.pool import EngineView, PoolSnapshot, WeightsView
 from epochkv_operator.hub.view import Told, export, key_view, view_of
 from epochkv_operator.metrics import REGISTRY, forget_pool
 

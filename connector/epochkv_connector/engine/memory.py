@@ -1,0 +1,121 @@
+"""How much memory this process may use, so that an L1 that cannot exist is an error at start and not a kill under load.
+
+How large a block is only the loaded model tells; what no model could make right is said before one is loaded.
+
+A host region is touched as a whole when it is mapped: one that is larger than the container's limit would have the kernel end
+the engine at its start, without a word. Sources: cgroup v2 `memory.max` and v1 `memory.limit_in_bytes` of this process's group and
+of every group above it that is visible, and the machine's physical memory.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from epochkv_connector.config.keys import EXTRA, ConfigError, ConnectorConfig
+from epochkv_connector.worker.slots import slot_stride
+
+ROOT = Path("/")
+UNLIMITED_V1 = 1 << 60
+"""cgroup v1 says "no limit" as the largest multiple of a page below 2**63."""
+SMALLEST_SLOT_BYTES = slot_stride([1])
+"""A block of any model takes at least this."""
+CROWDED_FRACTION = 0.8
+"""Of the limit: an engine has weights, or copies of them while it loads, and some GB of its own besides L1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Bytes, and who says so."""
+
+    num_bytes: int
+    source: str
+
+
+def memory_limit(root: Path = ROOT) -> Limit | None:
+    """The smallest limit that holds for this process; None: none can be read.
+
+    Args:
+        root: for tests: where `proc` and `sys` are.
+    """
+    limits = [limit for limit in (*_cgroup_limits(root), _physical(root)) if limit is not None]
+    return min(limits, key=lambda limit: limit.num_bytes, default=None)
+
+
+def check_fits(num_bytes: int, key: str, value: int, root: Path = ROOT) -> None:
+    """Raise `ConfigError` if `num_bytes` of host memory cannot be had on this machine.
+
+    Args:
+        num_bytes: what the ranks on this machine will take together.
+        key, value: the configuration key it comes from.
+    """
+    limit = memory_limit(root)
+    if limit is not None and num_bytes > limit.num_bytes:
+        raise ConfigError(
+            f"{EXTRA}: {key} is {value}, which takes {num_bytes} bytes ({gib(num_bytes)}) on this machine; it must stay below "
+            f"{limit.num_bytes} bytes ({gib(limit.num_bytes)}, {limit.source}) with room for vLLM; lower {key}, or raise that limit"
+        )
+
+
+def crowded(num_bytes: int, root: Path = ROOT) -> Limit | None:
+    """The limit that `num_bytes` of host memory leave little of; None: there is room, or nobody knows."""
+    limit = memory_limit(root)
+    return limit if limit is not None and num_bytes > CROWDED_FRACTION * limit.num_bytes else None
+
+
+def check_holds_something(config: ConnectorConfig) -> None:
+    """Raise `ConfigError` if no block of any model fits into L1: the number was probably not meant as bytes."""
+    if config.local is not None and config.local.capacity_bytes < SMALLEST_SLOT_BYTES:
+        num_bytes = config.local.capacity_bytes
+        raise ConfigError(
+            f"{EXTRA}: local.capacity_bytes is {num_bytes}; it must be at least {SMALLEST_SLOT_BYTES}, as no block takes less; "
+            f"{num_bytes} GiB would be {num_bytes << 30}; or leave local out for no L1"
+        )
+
+
+def gib(num_bytes: int) -> str:
+    """For people."""
+    return f"{num_bytes / (1 << 30):.1f} GiB"
+
+
+def _physical(root: Path) -> Limit | None:
+    for line in _read(root / "proc/meminfo").splitlines():
+        name, _, rest = line.partition(":")
+        words = rest.split()
+        if name == "MemTotal" and words and words[0].isdigit():
+            return Limit(int(words[0]) * 1024, "the machine's memory")
+    return None
+
+
+def _cgroup_limits(root: Path) -> list[Limit | None]:
+    found: list[Limit | None] = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if controllers == "":
+            found += _up(root / "sys/fs/cgroup", group, "memory.max")
+        elif "memory" in controllers.split(","):
+            found += _up(root / "sys/fs/cgroup/memory", group, "memory.limit_in_bytes")
+    return found
+
+
+def _up(mount: Path, group: str, name: str) -> list[Limit | None]:
+    """The limits of a group and of all above it. A container sees its own group as the mount's root, whatever `group` says."""
+    folder = Path(os.path.normpath(str(mount) + "/" + group))
+    folders = [folder, *folder.parents] if folder.is_relative_to(mount) else [mount]
+    return [_limit(place / name) for place in folders if place.is_relative_to(mount)]
+
+
+def _limit(path: Path) -> Limit | None:
+    text = _read(path).strip()
+    if not text.isdigit() or int(text) >= UNLIMITED_V1:
+        return None
+    return Limit(int(text), f"{path.name} of its cgroup")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeError):
+        return ""

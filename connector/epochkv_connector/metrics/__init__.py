@@ -1,0 +1,1 @@
+"""What the connector counts, and how vLLM and Prometheus get it."""

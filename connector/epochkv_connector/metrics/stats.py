@@ -1,0 +1,158 @@
+"""What the connector tells vLLM's logger and Prometheus: one class for both halves, because vLLM merges them.
+
+Counters travel as increments since the last report and are added; gauges travel as values and the latest wins, those of
+worker ranks apart for each rank. All are dictionaries of numbers, so that they survive the trip to the API process.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from epochkv_connector.engine.compat import KVConnectorPromMetrics, KVConnectorStats
+from epochkv_connector.metrics import series as metrics
+from epochkv_connector.metrics.series import PREFIX, Family
+
+logger = logging.getLogger("vllm.epochkv.stats")
+
+COUNTERS, GAUGES, RANKS = "counters", "gauges", "ranks"
+
+
+def _numbers(values: object, *, finite: bool) -> dict[str, float]:
+    """The numbers of a report, by name."""
+    if not isinstance(values, dict):
+        return {}
+    return {str(name): value for name, value in values.items() if isinstance(value, (int, float)) and (not finite or math.isfinite(value))}
+
+
+@dataclass
+class EpochKVStats(KVConnectorStats):
+    """`data = {"counters": {name: increment}, "gauges": {name: value}, "ranks": {rank: {name: value}}}`."""
+
+    data: dict[str, Any] = field(default_factory=lambda: {COUNTERS: {}, GAUGES: {}, RANKS: {}})
+
+    @classmethod
+    def of(
+        cls,
+        counters: Mapping[str, float],
+        gauges: Mapping[str, float] | None = None,
+        ranks: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> EpochKVStats:
+        """Build from plain numbers. Only increments above zero are kept: the API process dies of a counter that falls."""
+        return cls(
+            {
+                COUNTERS: {name: value for name, value in counters.items() if value > 0},
+                GAUGES: dict(gauges or {}),
+                RANKS: {rank: dict(values) for rank, values in (ranks or {}).items() if values},
+            }
+        )
+
+    @classmethod
+    def received(cls, data: object) -> EpochKVStats:
+        """What another process sent, without whatever in it is no number: an error here would end vLLM's output handler."""
+        found = data if isinstance(data, dict) else {}
+        ranks = found.get(RANKS)
+        return cls.of(
+            _numbers(found.get(COUNTERS), finite=True),
+            _numbers(found.get(GAUGES), finite=False),
+            {str(rank): _numbers(values, finite=False) for rank, values in ranks.items()} if isinstance(ranks, dict) else {},
+        )
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data = {COUNTERS: {}, GAUGES: {}, RANKS: {}}
+
+    def aggregate(self, other: KVConnectorStats) -> EpochKVStats:
+        """Add the other's counters to mine and take its gauges (it is the later one, or another rank)."""
+        mine = self.data.setdefault(COUNTERS, {})
+        for name, value in other.data.get(COUNTERS, {}).items():
+            mine[name] = mine.get(name, 0) + value
+        self.data.setdefault(GAUGES, {}).update(other.data.get(GAUGES, {}))
+        ranks = self.data.setdefault(RANKS, {})
+        for rank, values in other.data.get(RANKS, {}).items():
+            ranks[rank] = {**ranks.get(rank, {}), **values}
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For vLLM's log line."""
+        ranks = {f"{name}[{rank}]": value for rank, values in self.data.get(RANKS, {}).items() for name, value in values.items()}
+        return {**self.data.get(COUNTERS, {}), **self.data.get(GAUGES, {}), **ranks}
+
+    def is_empty(self) -> bool:
+        """True when there is nothing to tell."""
+        return not any(self.data.get(kind) for kind in (COUNTERS, GAUGES, RANKS))
+
+
+class EpochKVPromMetrics(KVConnectorPromMetrics):
+    """Prometheus series `vllm:epochkv_*` (`metrics`), with the labels of vLLM's own.
+
+    Counters exist from the start, at 0, so that a rate over a rare event is not blind to its first one; a gauge exists once
+    it was reported, since 0 would be a claim.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._said: set[str] = set()
+        self._counters = {family.name: self._counter(family) for family in metrics.COUNTERS}
+        self._gauges = {family.name: self._gauge(family) for family in metrics.GAUGES}
+        for family in metrics.COUNTERS:
+            for values in family.series():
+                for labels in per_engine_labelvalues.values():
+                    self._counters[family.name].labels(*labels, *values).inc(0)
+
+    def _counter(self, family: Family) -> Any:
+        labelnames = [*self._labelnames, *family.labels]
+        return self._counter_cls(name=PREFIX + family.name, documentation=family.meaning, labelnames=labelnames)
+
+    def _gauge(self, family: Family) -> Any:
+        labelnames = [*self._labelnames, *(("rank",) if family.per_rank else ()), *family.labels]
+        return self._gauge_cls(
+            name=PREFIX + family.name, documentation=family.meaning, multiprocess_mode="mostrecent", labelnames=labelnames
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Record one report. Never raises, whatever comes: that would end vLLM's output handler, and with it every request."""
+        try:
+            labels = self.per_engine_labelvalues[engine_idx]
+            stats = EpochKVStats.received(transfer_stats_data).data
+            for name, value in stats[COUNTERS].items():
+                if (found := metrics.COUNTER_OF.find(name)) is not None:
+                    self._counters[found[0].name].labels(*labels, *found[1]).inc(value)
+                else:
+                    self._say_unknown(name)
+            self._set(labels, stats[GAUGES].items(), None)
+            for rank, values in stats[RANKS].items():
+                self._set(labels, values.items(), rank if rank == metrics.SCHEDULER_RANK or _is_rank(rank) else metrics.OTHER)
+        except Exception as error:
+            self._say("error", f"metrics of engine {engine_idx} cannot be recorded: {error!r}")
+
+    def _set(self, labels: list[object], values: Iterable[tuple[str, float]], rank: str | None) -> None:
+        for name, value in values:
+            found = metrics.GAUGE_OF.find(name)
+            if found is None or found[0].per_rank is (rank is None):
+                self._say_unknown(name)
+                continue
+            family, own = found
+            self._gauges[family.name].labels(*labels, *(() if rank is None else (rank,)), *own).set(value)
+
+    def _say_unknown(self, name: str) -> None:
+        if name not in metrics.IGNORED:
+            self._say("name", f"{name!r} is reported and has no series")
+
+    def _say(self, kind: str, words: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            logger.warning("EpochKV: %s (said once)", words)
+
+
+def _is_rank(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 5

@@ -1,0 +1,1 @@
+"""Which weights and adapters the ranks of this engine hold, found out by looking."""

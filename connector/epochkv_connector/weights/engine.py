@@ -1,0 +1,196 @@
+"""Joins `watch.Watch` to a running vLLM engine: every call to its workers, every step, and the time when it idles."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from epochkv_connector.weights import rank
+from epochkv_connector.weights.adapters import ADAPTER_CALLS, Adapters
+from epochkv_connector.weights.watch import Watch, is_harmless
+
+logger = logging.getLogger("vllm.epochkv.weights")
+
+MIN_RING_SECONDS = 0.05
+"""A busy engine takes its inputs between steps, and looks with its next step anyway."""
+
+
+class EngineRanks:
+    """The ranks behind an executor of vLLM (`watch.Ranks`)."""
+
+    def __init__(self, executor: Any, engine_id: str) -> None:
+        self._executor = executor
+        self._rpc = executor.collective_rpc  # as it was before `join` put the watch in front of it
+        self._held = rank.held_by(engine_id)
+
+    @property
+    def asleep(self) -> bool:
+        """vLLM says so itself."""
+        return bool(getattr(self._executor, "is_sleeping", False))
+
+    @property
+    def num_writes(self) -> int:
+        """Of the rank in this process, if there is one."""
+        return self._held.writes
+
+    def layouts(self) -> list[str]:
+        """How KV lies on every rank, in hex."""
+        return [bytes(one).hex() for one in self._rpc(rank.layout)]
+
+    def ask(self, number: int) -> Sequence[dict[str, Any]]:
+        """See `rank.ask`."""
+        return list(self._rpc(rank.ask, args=(number,)))
+
+    def ask_adapters(self, number: int, wanted: list[tuple[int, Any, bool]], afresh: bool) -> Sequence[dict[str, Any]]:
+        """See `rank.adapters`."""
+        return list(self._rpc(rank.adapters, args=(number, wanted, afresh)))
+
+    def are_as_asked(self, number: int) -> bool:
+        """See `rank.is_as_asked`."""
+        return all(self._rpc(rank.is_as_asked, args=(number,)))
+
+    def end_device_work(self) -> None:
+        """See `rank.end_device_work`."""
+        self._rpc(rank.end_device_work)
+
+
+class NoRanks:
+    """A scheduler without an engine: there is nobody to ask."""
+
+    asleep = False
+    num_writes = 0
+
+    def layouts(self) -> list[str]:
+        """Nobody."""
+        return []
+
+    def ask(self, number: int) -> Sequence[dict[str, Any]]:
+        """Nobody."""
+        raise RuntimeError("this scheduler has no engine whose ranks could be asked for their weights")
+
+    def ask_adapters(self, number: int, wanted: list[tuple[int, Any, bool]], afresh: bool) -> Sequence[dict[str, Any]]:
+        """Nobody."""
+        raise RuntimeError("this scheduler has no engine whose ranks could be asked for their adapters")
+
+    def are_as_asked(self, number: int) -> bool:
+        """Nobody knows."""
+        return False
+
+    def end_device_work(self) -> None:
+        """Nothing runs."""
+
+
+def join(core: Any, scheduler: Any, watch: Watch, adapters: Adapters, guarded: Callable[[Callable[[], None]], None]) -> None:
+    """Put the watches in front of the executor's calls and the scheduler's steps.
+
+    Args:
+        core: vLLM's EngineCore, whose executor is there already.
+        guarded: runs what must not raise into vLLM.
+    """
+    executor = core.model_executor
+    call = executor.collective_rpc
+    alarm = _Alarm(core, watch, guarded)
+
+    @functools.wraps(call)
+    def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_harmless(method):
+            return _calling_adapters(adapters, call, method, args, kwargs, guarded)
+        guarded(adapters.suspect_all)
+        guarded(lambda: watch.calling(method))
+        alarm.set()
+        if method == "sleep":
+            late = sum(call(rank.settle_for_sleep))
+            if late:
+                raise RuntimeError(f"EpochKV: {late} copies of KV blocks still run, so their memory cannot be unmapped; sleep later")
+        failed = True
+        try:
+            answer = call(method, *args, **kwargs)
+            failed = False
+            return answer
+        finally:
+            guarded(lambda: watch.called(idle=not scheduler.has_requests(), failed=failed))
+
+    executor.collective_rpc = collective_rpc
+    schedule = scheduler.schedule
+
+    @functools.wraps(schedule)
+    def scheduling(*args: Any, **kwargs: Any) -> Any:
+        guarded(watch.before_schedule)
+        guarded(adapters.before_schedule)
+        return schedule(*args, **kwargs)
+
+    scheduler.schedule = scheduling
+    alarm.listen()
+
+
+def _calling_adapters(
+    adapters: Adapters,
+    call: Callable[..., Any],
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    guarded: Callable[[Callable[[], None]], None],
+) -> Any:
+    """A call that leaves the weights of the model alone; it may load, replace or unload an adapter."""
+    if method not in ADAPTER_CALLS:
+        return call(method, *args, **kwargs)
+    what = next(iter(kwargs.get("args") or (args[1] if len(args) > 1 else ())), None)
+    guarded(lambda: adapters.calling(method, what))
+    try:
+        done = call(method, *args, **kwargs)
+    except BaseException:
+        guarded(adapters.suspect_all)
+        raise
+    guarded(adapters.look)
+    return done
+
+
+class _Alarm:
+    """Wakes an engine that waits for work, so that it looks at its weights on its own thread soon after a push.
+
+    An engine in the process of its user has no queue of inputs: it looks with its next step.
+    """
+
+    def __init__(self, core: Any, watch: Watch, guarded: Callable[[Callable[[], None]], None]) -> None:
+        self._core = core
+        self._watch = watch
+        self._guarded = guarded
+        self._lock = threading.Lock()
+        self._armed = False
+
+    def listen(self) -> None:
+        """After each thing that the idle engine is told, see whether it is time to look."""
+        handle = getattr(self._core, "_handle_client_request", None)
+        if handle is None:
+            return
+
+        @functools.wraps(handle)
+        def handling(*args: Any, **kwargs: Any) -> None:
+            handle(*args, **kwargs)
+            if self._watch.pending and not self._core.scheduler.has_requests():
+                self._guarded(self._watch.when_idle)
+
+        self._core._handle_client_request = handling
+
+    def set(self) -> None:
+        """Ring when the engine should look."""
+        with self._lock:
+            if self._armed or getattr(self._core, "input_queue", None) is None:
+                return
+            self._armed = True
+        threading.Thread(target=self._ring, name="epochkv-weights", daemon=True).start()
+
+    def _ring(self) -> None:
+        from vllm.v1.engine import EngineCoreRequestType
+
+        while True:
+            time.sleep(max(MIN_RING_SECONDS, self._watch.quiet_at() - time.monotonic()))
+            with self._lock:
+                if not self._watch.pending:
+                    self._armed = False
+                    return
+            self._core.input_queue.put((EngineCoreRequestType.WAKEUP, None))

@@ -1,0 +1,228 @@
+"""What one worker rank knows of its weights, and the calls that the scheduler half makes on it.
+
+The functions here are sent through vLLM's `Executor.collective_rpc` and get the worker. None of them raises: on several ranks an
+exception would leave the answers of the others in vLLM's queues. Their deadline is kept here, for the same reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from epochkv_connector.weights.digest import Unreadable, digest, parts
+from epochkv_connector.weights.held import homes, models, packed, weights
+from epochkv_connector.weights.lora import HeldAdapters
+from epochkv_connector.weights.sample import Sample
+from epochkv_connector.worker import sleeping
+
+DIGEST_SECONDS = 60.0
+"""Of one digest on one rank: at 5 GB/s, 300 GB. Then the weights are unknown."""
+
+Answer = dict[str, Any]
+"""`number`: of the question; `weights`: 32 bytes, or None; `note`: why None; `bytes`, `seconds`: what was read and how long it took;
+`rank`: whose answer."""
+
+
+class Places:
+    """Where every tensor of a worker lies, by name, and which object keeps it: whoever swaps a storage or a parameter leaves the
+    sample looking at memory that nobody computes with.
+
+    Attributes:
+        lie: addresses.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._steps: list[tuple[Any, Any, Any]] = []
+        self._tensors: list[torch.Tensor] = []
+        for home in homes(worker):
+            self._steps += home.steps
+            self._tensors += (tensor for _, tensor in parts(home.name, home.tensor))
+        self.lie = [tensor.data_ptr() for tensor in self._tensors]
+
+    def stay(self) -> bool:
+        """Whether all still lie and are kept there; for each step, so nothing is enumerated anew."""
+        try:
+            return all(container[key] is kept for container, key, kept in self._steps) and self.lie == [
+                tensor.data_ptr() for tensor in self._tensors
+            ]
+        except (LookupError, RuntimeError):
+            return False
+
+
+@dataclass(slots=True)
+class Held:
+    """What this rank held when it was last asked.
+
+    Attributes:
+        number: of the scheduler half's question.
+        value: its digest; None: unknown.
+        sample: drawn with it; `places`: where every tensor lay, and was kept.
+        writes: calls of `load_weights` that have begun or ended, by whoever made them; `seen`: those before `number`.
+        waits: calls of `end_device_work`.
+        layout: how this rank's KV tensors lie (`worker.layout.layout_digest`); empty: nobody has said.
+        adapters: what it said of its adapters.
+    """
+
+    number: int = -1
+    value: bytes | None = None
+    sample: Sample | None = None
+    places: Places | None = None
+    writes: int = 0
+    seen: int = 0
+    waits: int = 0
+    layout: bytes = b""
+    adapters: HeldAdapters = field(default_factory=HeldAdapters)
+
+    def forget(self) -> None:
+        """Nothing is known any more."""
+        self.value, self.sample, self.places = None, None, None
+
+    def look(self, number: int) -> Look:
+        """Compare what is there with what question `number` found, behind the forward pass that was issued."""
+        return Look(self, number)
+
+
+class Look:
+    """One comparison, made where the device's work has got to; its result waits for the device.
+
+    A call that writes is announced (`end_device_work`), so a write that begins after the announcement is none of this step's.
+    """
+
+    def __init__(self, held: Held, number: int) -> None:
+        self.number = number
+        self._held = held
+        self._writes, self._waits = held.writes, held.waits
+        known = held.sample if held.number == number and held.writes == held.seen and held.places is not None else None
+        stays = known is not None and held.places is not None and held.places.stay()
+        self._compared = known.look() if known is not None and stays else lambda: False
+        self._event = torch.cuda.current_stream().record_event() if known is not None and torch.cuda.is_available() else None
+        self._result: bool | None = None
+
+    def ended(self) -> bool:
+        """The device is past it."""
+        return self._event is None or bool(self._event.query())
+
+    def holds(self) -> bool:
+        """Whether nothing had changed; found out once. Any thread."""
+        if self._result is None:
+            overwritten = self._held.writes != self._writes and self._held.waits == self._waits
+            self._result = not overwritten and self._compared()
+        return self._result
+
+
+_ranks: dict[str, Held] = {}
+"""Of this process, by vLLM's engine id: the worker half of the connector is another object than the worker."""
+
+
+def held_by(engine_id: str) -> Held:
+    """The rank of this process that belongs to this engine; in another process than the worker's it never knows anything."""
+    return _ranks.setdefault(engine_id, Held())
+
+
+def _of(worker: Any) -> Held:
+    return held_by(str(worker.vllm_config.kv_transfer_config.engine_id))
+
+
+def _held(worker: Any) -> Held:
+    held = _of(worker)
+    for _, model in models(worker):
+        _notice_writes(model, held)
+    return held
+
+
+def _notice_writes(model: Any, held: Held) -> None:
+    load = getattr(model, "load_weights", None)
+    if load is None or getattr(load, "epochkv", None) is held:
+        return
+    if hasattr(load, "epochkv"):  # another engine's in this process; anybody else's wrapper stays
+        load = load.__wrapped__
+
+    @functools.wraps(load)
+    def load_weights(*args: Any, **kwargs: Any) -> Any:
+        held.writes += 1
+        held.forget()
+        try:
+            return load(*args, **kwargs)
+        finally:
+            held.writes += 1
+
+    load_weights.epochkv = held  # type: ignore[attr-defined]
+    model.load_weights = load_weights
+
+
+def ask(worker: Any, number: int) -> Answer:
+    """Digest everything this rank holds, and draw a new sample."""
+    began = time.monotonic()
+    answer: Answer = {"number": number, "weights": None, "note": "", "bytes": 0, "seconds": 0.0, "rank": getattr(worker, "rank", 0)}
+    held: Held | None = None
+    try:
+        held = _held(worker)
+        held.forget()
+        writes = held.writes
+        _synchronize()
+        sample = Sample(weights(worker))
+        places = Places(worker)
+        found = digest(weights(worker), packed(worker), deadline=began + DIGEST_SECONDS)
+        if not sample.holds() or places.lie != Places(worker).lie or writes != held.writes:
+            raise Unreadable("weights were written while they were read")
+        held.number, held.value, held.sample, held.places, held.seen = number, found.value, sample, places, writes
+        answer |= {"weights": found.value, "bytes": found.num_bytes}
+    except Unreadable as error:
+        answer["note"] = str(error)
+    except Exception as error:  # whatever this worker is, it has no digest
+        answer["note"] = f"{type(error).__name__}: {error}"
+    if held is not None and held.value is None:
+        held.number = number
+    answer["seconds"] = time.monotonic() - began
+    return answer
+
+
+def adapters(worker: Any, number: int, wanted: list[tuple[int, Any, bool]], afresh: bool) -> Answer:
+    """See `HeldAdapters.ask`; its result is `adapters`, and None with a `note` where this rank has none at all."""
+    answer: Answer = {"number": number, "adapters": None, "note": "", "rank": getattr(worker, "rank", 0)}
+    try:
+        answer["adapters"] = _of(worker).adapters.ask(worker, number, wanted, afresh)
+    except Exception as error:
+        answer["note"] = str(error) if isinstance(error, Unreadable) else f"{type(error).__name__}: {error}"
+    return answer
+
+
+def layout(worker: Any) -> bytes:
+    """See `Held.layout`."""
+    return _of(worker).layout
+
+
+def is_as_asked(worker: Any, number: int) -> bool:
+    """Whether the sample, and the places of all tensors, are those of question `number`."""
+    try:
+        held = _held(worker)
+        return held.places is not None and held.look(number).holds() and held.places.lie == Places(worker).lie
+    except Exception:
+        return False
+
+
+def end_device_work(worker: Any) -> bool:
+    """A call follows that may write weights: wait for what runs on the device, as it may write on another stream, and let go of the
+    sample, which keeps the memory of tensors that it may replace."""
+    try:
+        _synchronize()
+        held = _held(worker)
+        held.waits += 1
+        held.forget()
+        return True
+    except Exception:
+        return False
+
+
+def settle_for_sleep(worker: Any) -> int:
+    """End this rank's copies: sleep unmaps the memory under them. How many still run after the deadline."""
+    return sleeping.settle_for_sleep(str(worker.vllm_config.kv_transfer_config.engine_id))
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

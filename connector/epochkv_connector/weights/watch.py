@@ -1,0 +1,315 @@
+"""When an engine looks at its weights, and what it calls them meanwhile: the scheduler half's state machine.
+
+KV is a function of tokens and weights, so names carry a digest of the weights that the ranks hold (`rank.ask`). Whatever may have
+written to them is followed by a look before the next step is scheduled, and nothing is named between the two:
+
+- an RPC to the workers that is not known to be harmless, whoever made it: it is marked before it is delegated;
+- `load_weights` of a model, called in this very process;
+- a step that saved and whose sample was not what the digest had been made of (`late`);
+- the first step after a pause: somebody may have written past vLLM.
+
+Pure: ranks, names and time are arguments. Scheduler thread, but for `told`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from epochkv_connector.weights.fold import fold
+
+logger = logging.getLogger("vllm.epochkv.weights")
+
+HARMLESS = frozenset(
+    (
+        "check_health",
+        "compile_or_warm_up_model",
+        "compute_weight_checksums",
+        "determine_available_memory",
+        "execute_dummy_batch",
+        "execute_model",
+        "get_kv_cache_spec",
+        "get_kv_connector_handshake_metadata",
+        "get_supported_kv_cache_layouts",
+        "get_supported_tasks",
+        "list_loras",
+        "add_lora",
+        "pin_lora",
+        "remove_lora",
+        "profile",
+        "release_late_interaction_query_cache",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "sample_tokens",
+        "shutdown",
+        "supports_draft_weight_updates",
+        "synchronize_device",
+        "take_draft_token_ids",
+    )
+)
+"""Methods of vLLM's workers that leave weights alone; any other one costs a digest."""
+
+IDLE_SECONDS = 0.5
+"""A step that follows the one before by more compares the samples first."""
+QUIET_SECONDS = 0.25
+"""An idle engine looks when no suspicious call came for so long: a push may be hundreds of calls."""
+PAUSE_SECONDS = 1.0
+"""A call that comes so long after the last look is the first of a push, or a lone one."""
+RETRY_SECONDS = 1.0
+"""Between two looks while the ranks cannot say what they hold; at least ten times what the last one took."""
+SHARE = 4
+"""Of the time, one in so many parts may go into looks: a push in hundreds of calls, with steps between them, costs no more."""
+REMEMBERED = 64
+"""Questions whose answer is remembered, for ranks that report late."""
+SHOWN_DIGITS = 8
+STARTED = "a weight update was started and is not finished"
+WRITING = "they are being written"
+ENCODING = "outputs of the encoder that was there before are in use still"
+ASLEEP = "the engine sleeps"
+MIXED = b""
+"""Outputs of an encoder that steps made with weights that nobody knows: the weights that were named last may have come back since."""
+
+
+def is_harmless(method: Any) -> bool:
+    """Whether a call of this method of the workers leaves weights alone."""
+    return isinstance(method, str) and method in HARMLESS
+
+
+class Ranks(Protocol):
+    """The worker ranks of this engine."""
+
+    @property
+    def asleep(self) -> bool:
+        """Memory of weights may be unmapped."""
+
+    @property
+    def num_writes(self) -> int:
+        """Another number: `load_weights` of a model in this process was called."""
+
+    def ask(self, number: int) -> Sequence[dict[str, Any]]:
+        """`rank.ask` on every rank. May raise."""
+
+    def are_as_asked(self, number: int) -> bool:
+        """`rank.is_as_asked` on every rank. May raise."""
+
+    def end_device_work(self) -> None:
+        """`rank.end_device_work` on every rank. May raise."""
+
+
+class Names(Protocol):
+    """What is named after the weights."""
+
+    def hold(self, weights: bytes | None, note: str) -> None:
+        """The engine holds these from now on; None: nobody knows, and `note` says why. Called when either changes."""
+
+    def end(self, weights: bytes) -> None:
+        """Blocks under names of these were computed with others: the names are used here no more in this epoch."""
+
+    def tell(self) -> None:
+        """`Watch.told` has changed, and nothing else."""
+
+    def clear_encoder(self) -> bool:
+        """Forget outputs of an encoder that were made with other weights; False: some are in use still."""
+
+
+class Watch:
+    """See the module's docstring.
+
+    Attributes:
+        value: 32 bytes; None: unknown.
+        told: (`value`, why it is None). Any thread.
+        number: of the last question to the ranks.
+        seconds: what it took.
+        counters: `looks`, `changes`, `unknown`, `late` (ranks saw a change after a step), `unseen` (changes found on an idle engine).
+    """
+
+    def __init__(self, ranks: Ranks, names: Names, num_ranks: int, clock: Callable[[], float], *, has_encoder: bool = False) -> None:
+        self.value: bytes | None = None
+        self.told: tuple[bytes | None, str] = (None, "nobody has looked yet")
+        self.number = 0
+        self.seconds = 0.0
+        self.counters: Counter[str] = Counter()
+        self._ranks = ranks
+        self._names = names
+        self._num_ranks = num_ranks
+        self._clock = clock
+        self._encoded: bytes | None = None  # with these the encoder's cached outputs were made; None: there are none
+        self._has_encoder = has_encoder
+        self._waiting: bytes | None = None  # known, and to be named as soon as the encoder's outputs are gone
+        self._suspicion = "the engine has started"
+        self._suspected_at = clock()
+        self._look_at = 0.0
+        self._started = False  # a transfer that may write after its calls have returned
+        self._stepped = False  # since the device was last waited for
+        self._sampled = False  # ranks hold samples
+        self._writes = ranks.num_writes
+        self._scheduled_at = self._looked_at = clock()
+        self._found: dict[int, bytes] = {}
+        self._refused = False
+
+    def refuse(self, why: str) -> None:
+        """No digest says what KV of this engine depends on, so the ranks are never asked."""
+        self._refused = True
+        self.told = (None, why)
+
+    # ------------------------------------------------------------------ what happens
+
+    def calling(self, method: Any) -> None:
+        """Workers are about to be called with something that is not known to be harmless: weights are suspected before it begins."""
+        if self._refused:
+            return
+        name = method if isinstance(method, str) else getattr(method, "__name__", "a function")
+        self.suspect(f"{name} was called on the workers")
+        self._end_device_work()
+        if "weight_update" in name or name == "reload_weights":
+            self._started = name.startswith(("start_", "skyrl_start_"))
+
+    def called(self, *, idle: bool, failed: bool = False) -> None:
+        """Such a call has returned. What it left, also if it failed, is what the ranks hold.
+
+        An idle engine looks at once, unless it did just before: then calls come one after another, and until they are over nobody
+        is told that the weights are known.
+        """
+        if failed:
+            self._started = False
+            self.suspect("a call on the workers has failed")
+        if idle and self.pending and self._clock() >= max(self._look_at, self._looked_at + PAUSE_SECONDS):
+            self._look()
+        elif self._suspicion and self.told[0] is not None:
+            self.told = (None, WRITING)
+            self._names.tell()
+
+    def suspect(self, why: str) -> None:
+        """Weights may be other ones from now on."""
+        self._suspicion, self._suspected_at = why, self._clock()
+
+    def late(self, number: int) -> None:
+        """A rank saw, behind a step, that it held other weights than those that question `number` found."""
+        value = self._found.pop(number, None)
+        if value is None:
+            return
+        self.counters["late"] += 1
+        self._names.end(value)
+        if number == self.number or value == self.value:
+            self._encoded = MIXED
+            self.suspect("they changed during a step")
+            self._set(None, "they changed during a step")
+
+    def _end_device_work(self) -> None:
+        """A call may write on another stream while a forward pass runs, and samples keep the memory of weights that it replaces."""
+        if not (self._stepped or self._sampled):
+            return
+        self._stepped = self._sampled = False
+        try:
+            self._ranks.end_device_work()
+        except Exception as error:
+            logger.warning("EpochKV: the device was not waited for before weights may be written: %r", error)
+
+    # ------------------------------------------------------------------ when it looks
+
+    @property
+    def pending(self) -> bool:
+        """The engine should look as soon as it is quiet."""
+        return bool(self._suspicion) and not self._refused and not self._ranks.asleep
+
+    def quiet_at(self) -> float:
+        """When an idle engine should look; by the clock."""
+        return max(self._suspected_at + QUIET_SECONDS, self._look_at)
+
+    def when_idle(self) -> None:
+        """Nothing is scheduled now: look if it is time."""
+        if self.pending and self._clock() >= self.quiet_at():
+            self._look()
+
+    def before_schedule(self) -> None:
+        """Afterwards `value` is what the ranks hold, or None."""
+        if self._refused:
+            return
+        now = self._clock()
+        if self._ranks.num_writes != self._writes:
+            self._writes = self._ranks.num_writes
+            self.suspect("load_weights was called")
+        if self._ranks.asleep:
+            self._set(None, ASLEEP)
+            self.suspect("the engine has slept")
+        elif self._suspicion:
+            if now >= self._look_at:
+                self._look()
+            elif self.value is not None:
+                self._set(None, WRITING)
+        elif now - self._scheduled_at > IDLE_SECONDS and not self._as_asked():
+            self.counters["unseen"] += 1
+            self.suspect("they changed while the engine was idle")
+            self._look()
+        elif self._waiting is not None:
+            self._name(self._waiting, "the encoder's outputs are gone")
+        if self.value is None:
+            self._encoded = MIXED
+        self._scheduled_at = self._clock()
+        self._stepped = True
+
+    def _as_asked(self) -> bool:
+        try:
+            return (self.value is None and self._waiting is None) or self._ranks.are_as_asked(self.number)
+        except Exception as error:
+            logger.warning("EpochKV: the ranks did not say whether their weights are the same: %r", error)
+            return False
+
+    def _look(self) -> None:
+        why, self._suspicion = self._suspicion, ""
+        self._writes, self._waiting = self._ranks.num_writes, None
+        if self._started:
+            self._set(None, STARTED)
+            return
+        self.number += 1
+        self.counters["looks"] += 1
+        self._sampled = True
+        began = self._clock()
+        value, note = self._ask()
+        now = self._looked_at = self._clock()
+        self.seconds = now - began
+        self._look_at = now + (SHARE - 1) * self.seconds
+        if value is None:
+            self._suspicion, self._look_at = why, now + max(RETRY_SECONDS, 10 * self.seconds)
+            self._set(None, note)
+            return
+        self._found[self.number] = value
+        while len(self._found) > REMEMBERED:
+            del self._found[next(iter(self._found))]
+        self._name(value, why)
+
+    def _ask(self) -> tuple[bytes | None, str]:
+        try:
+            answers = sorted(self._ranks.ask(self.number), key=lambda answer: int(answer["rank"]))
+            if len(answers) != self._num_ranks or any(answer["number"] != self.number for answer in answers):
+                return None, f"{len(answers)} of {self._num_ranks} ranks answered, or they answered another question"
+        except Exception as error:
+            return None, f"the ranks could not be asked: {error!r}"
+        silent = next((answer for answer in answers if not isinstance(answer["weights"], bytes)), None)
+        if silent is not None:
+            return None, f"rank {silent['rank']}: {silent['note']}"
+        return fold(answer["weights"] for answer in answers), ""
+
+    def _name(self, value: bytes, why: str) -> None:
+        """Outputs of an encoder are cached by what was encoded alone, so they outlive its weights: first they have to go."""
+        if self._has_encoder and self._encoded not in (None, value) and not self._names.clear_encoder():
+            self._waiting = value
+            self._set(None, ENCODING)
+            return
+        self._encoded, self._waiting = value, None
+        self._set(value, "", why)
+
+    def _set(self, value: bytes | None, note: str, why: str = "") -> None:
+        if (value, note) == self.told and value == self.value:  # what is told may be ahead of what is named
+            return
+        if value is not None:
+            self.counters["changes"] += 1
+            logger.info("EpochKV: weights %s, seen in %.1f ms (%s)", value.hex()[:SHOWN_DIGITS], 1e3 * self.seconds, why)
+        else:
+            self.counters["unknown"] += 1
+            level = logging.INFO if note in (ASLEEP, STARTED, WRITING) else logging.WARNING
+            logger.log(level, "EpochKV: the weights are unknown, so nothing is reused or saved: %s", note)
+        self.value, self.told = value, (value, note)
+        self._names.hold(value, note)

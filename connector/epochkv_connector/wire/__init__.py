@@ -1,0 +1,1 @@
+"""What the two halves of the connector send each other."""

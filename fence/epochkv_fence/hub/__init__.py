@@ -1,0 +1,1 @@
+"""The hub's half of the fence: one state machine per pool. Pure."""

@@ -1,0 +1,113 @@
+"""A file hub's metrics and health over HTTP, in Prometheus' text format, with the names that the operator uses."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Final
+
+from epochkv_fence.protocol.pool import ENGINE_STATES, PoolSnapshot
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+REQUEST_SECONDS: Final = 5.0
+
+
+def exposition(pool: str, snapshot: PoolSnapshot, counters: dict[str, int]) -> str:
+    """All metrics of one pool."""
+    labels = f'namespace="",pool="{_escaped(pool)}"'
+    states = [view.state for view in snapshot.engines]
+    lines: list[str] = []
+
+    def family(name: str, kind: str, text: str, values: list[tuple[str, float]]) -> None:
+        lines.extend((f"# HELP {name} {text}", f"# TYPE {name} {kind}"))
+        lines.extend(f"{name}{{{extra}}} {int(value) if value == int(value) else value}" for extra, value in values)
+
+    family("epochkv_hub_leading", "gauge", "1 while this hub leads", [(labels, float(snapshot.leading))])
+    family("epochkv_pool_target_epoch", "gauge", "Highest epoch recorded for the pool", [(labels, snapshot.target)])
+    family("epochkv_pool_published_epoch", "gauge", "Highest epoch proved: no engine uses an older one", [(labels, snapshot.published)])
+    if snapshot.reset_seconds is not None:
+        family("epochkv_pool_last_reset_seconds", "gauge", "Time the latest reset took", [(labels, snapshot.reset_seconds)])
+    family(
+        "epochkv_pool_engines",
+        "gauge",
+        f"Engine processes heard of, by state ({', '.join(ENGINE_STATES)})",
+        [(f'{labels},state="{state}"', states.count(state)) for state in ENGINE_STATES],
+    )
+    family(
+        "epochkv_pool_weights_diverged_engines",
+        "gauge",
+        "Live engines that hold other weights than most of their fingerprint",
+        [(labels, len(snapshot.diverged))],
+    )
+    family("epochkv_pool_carried_requests", "gauge", "Requests that run under older epochs", [(labels, snapshot.carried)])
+    family(
+        "epochkv_pool_reclaimed_keys_total",
+        "counter",
+        "Keys of older epochs and weights removed from the store",
+        [(labels, snapshot.reclaimed_keys)],
+    )
+    family("epochkv_pool_reclaimed_bytes_total", "counter", "Bytes of them, as far as known", [(labels, snapshot.reclaimed_bytes)])
+    family(
+        "epochkv_hub_messages_total",
+        "counter",
+        "Messages and connections by outcome",
+        [(f'{labels},outcome="{_escaped(name)}"', value) for name, value in sorted(counters.items())],
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+class _IPv6Server(ThreadingHTTPServer):
+    address_family = socket.AF_INET6
+
+
+class MetricsServer:
+    """Answers `/metrics` and `/healthz` on threads of its own.
+
+    Args:
+        render: the metrics, called on those threads; may raise, which is answered with 503.
+        healthy: whether the hub leads.
+    """
+
+    def __init__(self, address: tuple[str, int], render: Callable[[], str], healthy: Callable[[], bool]) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            timeout = REQUEST_SECONDS
+
+            def do_GET(self) -> None:
+                status, body = 404, "see /metrics and /healthz\n"
+                try:
+                    if self.path == "/metrics":
+                        status, body = 200, render()
+                    elif self.path == "/healthz":
+                        status, body = (200, "ok\n") if healthy() else (503, "not leading\n")
+                except Exception as error:
+                    status, body = 503, f"{error}\n"
+                content = body.encode()
+                self.send_response(status)
+                self.send_header("Content-Type", CONTENT_TYPE)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Scrapes are no news."""
+
+        host, port = address
+        self._server = (_IPv6Server if host.startswith("[") else ThreadingHTTPServer)((host.strip("[]").replace("*", ""), port), Handler)
+        self._server.daemon_threads = True
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="epochkv-metrics", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(2.0)

@@ -1,0 +1,162 @@
+"""What a hub's log says: transitions only, one line each, by comparing two snapshots. Pure."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from epochkv_fence.client.weights import called, listed
+from epochkv_fence.protocol.pool import EngineView, PoolSnapshot
+
+MAX_LINES: Final = 10
+"""Of one kind from one comparison; more engines than that become one line with their number."""
+PUSH_SECONDS: Final = 60.0
+"""While weights are pushed engines differ: for so long that is no news."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the log; `fields` are for readers that are programs."""
+
+    level: int
+    text: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+def counted(number: int, noun: str) -> str:
+    """Such as `1 engine`, `2 engines`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def engine_name(view: EngineView) -> str:
+    """As the client names it."""
+    name = view.pod or view.engine or view.boot.hex()[:8]
+    return f"{name}/{view.rank}" if view.rank else name
+
+
+def compare(before: PoolSnapshot | None, now: PoolSnapshot) -> list[Line]:
+    """What happened between two snapshots of one pool."""
+    lines: list[Line] = []
+    if now.leading if before is None else before.leading != now.leading:
+        lines.append(_leading(now))
+    if before is None:
+        before = PoolSnapshot(now.uid, now.leading, now.target, now.published, now.asked, [], [], 0, None, None, None, now.reclaimed)
+    lines += _engines(before, now)
+    if before.leading or not now.leading:  # what the record held when this hub began to lead is told by that line alone
+        lines += _epochs(before, now)
+    lines += _weights(before, now)
+    lines += _memory(before, now)
+    return lines
+
+
+def _leading(now: PoolSnapshot) -> Line:
+    if now.leading:
+        return Line(
+            logging.INFO, f"leading: epoch {now.target}, published {now.published}", {"target": now.target, "published": now.published}
+        )
+    return Line(logging.WARNING, "not leading: nothing is granted or published")
+
+
+def _epochs(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
+    if now.target > before.target:
+        who = f" by {now.origin.source.value.lower()}" if now.origin is not None else ""
+        to_go = sum(view.alive and not view.converged for view in now.engines)
+        engines = f"{to_go} of {counted(_alive(now), 'engine')} to go" if _alive(now) else "no engine is there"
+        text = f"epoch {now.target} recorded, asked for{who}; {engines}"
+        yield Line(logging.INFO, text, {"target": now.target, "origin": now.origin.source.value if now.origin else ""})
+    if now.published > before.published:
+        took = f" after {now.reset_seconds:.3f} s" if now.reset_seconds is not None and now.published == now.target else ""
+        text = f"epoch {now.published} published{took}: no engine uses an older one"
+        keep = "running request keeps what it held" if now.carried == 1 else "running requests keep what they held"
+        carried = f"; {now.carried} {keep}" if now.carried else ""
+        # Below what was published; the next epoch may be asked for already, and nobody at it yet.
+        late = [view for view in now.engines if view.alive and (view.epoch is None or view.epoch < now.published)]
+        behind = f"; not acknowledged, fenced by {'its lease' if len(late) == 1 else 'their leases'}: {_names(late)}" if late else ""
+        yield Line(
+            logging.WARNING if late else logging.INFO,
+            text + carried + behind,
+            {
+                "published": now.published,
+                "seconds": now.reset_seconds,
+                "carried": now.carried,
+                "laggards": [engine_name(view) for view in late[:MAX_LINES]],
+            },
+        )
+
+
+def _engines(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
+    known = {view.boot: view for view in before.engines}
+    here = {view.boot: view for view in now.engines}
+    joined = [view for boot, view in here.items() if boot not in known]
+    silent = [view for boot, view in here.items() if not view.alive and boot in known and known[boot].alive]
+    back = [view for boot, view in here.items() if view.alive and boot in known and not known[boot].alive]
+    gone = [view for boot, view in known.items() if boot not in here]
+    yield from _each(joined, logging.INFO, "joined", "engines joined")
+    yield from _each(back, logging.INFO, "is heard again", "engines are heard again")
+    yield from _each(silent, logging.WARNING, "is silent: its lease is over", "engines are silent: their leases are over")
+    yield from _each(gone, logging.INFO, "is gone", "engines are gone")
+
+
+def _each(views: list[EngineView], level: int, one: str, many: str) -> Iterable[Line]:
+    if len(views) > MAX_LINES:
+        yield Line(level, f"{len(views)} {many}", {"engines": len(views)})
+        return
+    for view in views:
+        yield Line(level, f"engine {engine_name(view)} {one}", {"engine": engine_name(view), "boot": view.boot.hex()})
+
+
+def _weights(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
+    known = {view.boot: view for view in before.engines}
+    changed: dict[bytes, list[EngineView]] = {}
+    unknown: list[EngineView] = []
+    for view in now.engines:
+        old = known.get(view.boot)
+        if not view.alive or (old is not None and (old.weights, old.weights_note) == (view.weights, view.weights_note)):
+            continue
+        if view.weights is not None:
+            changed.setdefault(view.weights, []).append(view)
+        elif view.weights_note:
+            unknown.append(view)
+    for weights, views in list(changed.items())[:MAX_LINES]:
+        what = f"weights {called(weights.hex(), now.labels.get(weights, ''))}"
+        text = f"engine {engine_name(views[0])} holds {what}" if len(views) == 1 else f"{len(views)} engines hold {what}: {_names(views)}"
+        yield Line(logging.INFO, text, {"weights": weights.hex(), "engines": len(views)})
+    for view in unknown[:MAX_LINES]:
+        yield Line(
+            logging.INFO, f"the weights of engine {engine_name(view)} are unknown: {view.weights_note}", {"engine": engine_name(view)}
+        )
+    if len(unknown) > MAX_LINES:
+        yield Line(logging.INFO, f"the weights of {len(unknown)} engines are unknown", {"engines": len(unknown)})
+    yield from _divergence(before, now)
+    for weights, label in now.labels.items():
+        if before.leading and before.labels.get(weights) != label:
+            yield Line(logging.INFO, f"weights {weights.hex()[:8]} are called {label}", {"weights": weights.hex(), "label": label})
+
+
+def _divergence(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
+    """Engines differ while weights are pushed; for longer than that they have missed one."""
+    old, new = ([view for view in snapshot.diverged if (view.diverged_seconds or 0.0) > PUSH_SECONDS] for snapshot in (before, now))
+    if new and not old:
+        hold = "holds" if len(new) == 1 else "hold"
+        text = f"{counted(len(new), 'engine')} {hold} other weights than most for more than {PUSH_SECONDS:g} s: {_names(new)}"
+        yield Line(logging.WARNING, text, {"diverged": len(new)})
+    elif old and not now.diverged:
+        yield Line(logging.INFO, "the engines of each fingerprint hold the same weights again")
+
+
+def _memory(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
+    if now.wipe_failed and not before.wipe_failed:
+        yield Line(logging.WARNING, "the store could not be emptied; nobody finds the old keys, and they are removed one by one instead")
+    if now.reclaimed > before.reclaimed and now.reclaimed_keys:  # a pool without a store has nothing to tell
+        text = f"the store holds no keys below epoch {now.reclaimed}; {now.reclaimed_keys} removed so far"
+        yield Line(logging.INFO, text, {"below": now.reclaimed, "keys": now.reclaimed_keys, "bytes": now.reclaimed_bytes})
+
+
+def _alive(now: PoolSnapshot) -> int:
+    return sum(view.alive for view in now.engines)
+
+
+def _names(views: list[EngineView]) -> str:
+    return listed([engine_name(view) for view in views])

@@ -1,0 +1,135 @@
+"""A `Rig` whose scheduler runs ahead of its model, as vLLM's does: with async scheduling a step is scheduled before the results
+of the one before it are in, and with draft tokens a step may give several tokens, or take some back.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request
+
+from tests.support.scheduler import BLOCK, Rig
+
+REJECTED = ("a draft that was not taken", b"")
+
+
+class AheadRig(Rig):
+    """Steps run on the "device" in order, as soon as they are scheduled; the scheduler hears of them `depth` - 1 steps later.
+
+    `source` says how many drafts are proposed and accepted.
+    """
+
+    depth = 1
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.source = random.Random(kwargs.pop("seed", 0))
+        super().__init__(*args, **kwargs)
+        self.tokens: dict[str, list[int]] = {}  # what the device knows; the scheduler hears of the last ones later
+        self._in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
+
+    def step(self) -> Any:
+        """Schedule and issue one step, then take in results until fewer than `depth` are under way."""
+        output = self.scheduler.schedule()
+        self.issue(output)
+        while self._in_flight and (len(self._in_flight) >= self.depth or not output.num_scheduled_tokens):
+            self.take_in()
+        return output
+
+    def issue(self, output: Any) -> None:
+        """The device runs a step."""
+        metadata = output.kv_connector_metadata
+        if metadata.settle:
+            for worker in self.workers:
+                worker.settle()
+        runner = self._forward(output)
+        for worker in self.workers:
+            worker.start_step(metadata)
+        runner.kv_connector_output = self._connector_output(output)
+        self._in_flight.append((output, runner))
+
+    def take_in(self) -> None:
+        """Tell the scheduler of the oldest step that it does not know the results of."""
+        output, runner = self._in_flight.popleft()
+        for core_outputs in self.scheduler.update_from_output(output, runner).values():
+            for item in core_outputs.outputs:
+                self.outputs.setdefault(item.request_id, []).extend(item.new_token_ids)
+                if item.finish_reason is not None:
+                    self.finished.add(item.request_id)
+        for request_id in self.scheduler.finished_recving_kv_req_ids - self.scheduler.failed_recving_kv_req_ids:
+            self.recorded_weights.setdefault(request_id, self.weights)
+        if self.num_drafts and self.depth == 1:
+            names = [request.request_id for request in self.scheduler.running]
+            proposed = [[7] * self.source.randint(0, self.num_drafts) for _ in names]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, proposed))
+
+    def run(self, max_steps: int = 200) -> int:
+        """As `Rig.run`, and nothing is under way."""
+        count = super().run(max_steps)
+        while self._in_flight:
+            self.take_in()
+        return count
+
+    def preempt_all(self) -> None:
+        """As a reset of running requests does it. vLLM refuses it while a step is under way that may write to their blocks."""
+        while self._in_flight:
+            self.take_in()
+        self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+
+    def _forward(self, output: Any) -> ModelRunnerOutput:
+        order, sampled = [], []
+        admitted = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
+        for request_id, num_scheduled in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[request_id]
+            tokens = self.tokens.setdefault(request_id, list(request.all_token_ids))
+            num_drafts = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+            given = num_scheduled - num_drafts
+            begin = request.num_computed_tokens - num_scheduled  # optimistic: counts drafts that are not verified yet
+            is_chunk = begin + given < len(tokens)
+            start = begin if is_chunk else len(tokens) - given
+            self.cached.setdefault(request_id, start)
+            self._check(request, start, request_id in admitted)
+            order.append(request_id)
+            sampled.append([] if is_chunk else self._sample_some(request, num_drafts))
+            self._compute(request, start, start + given + max(0, len(sampled[-1]) - 1))
+            self._spoil(request, start + given + max(0, len(sampled[-1]) - 1), start + num_scheduled)
+        return ModelRunnerOutput(req_ids=order, req_id_to_index={name: i for i, name in enumerate(order)}, sampled_token_ids=sampled)
+
+    def _sample_some(self, request: Request, num_drafts: int) -> list[int]:
+        """Accepted drafts, and one more."""
+        tokens = self.tokens[request.request_id]
+        new = [self.source.randrange(3, 500) for _ in range(1 + self.source.randint(0, num_drafts))]
+        tokens.extend(new)
+        return new
+
+    def _digests(self, request: Request) -> list[bytes]:
+        from tests.support.scheduler_worker import Prefixes
+
+        return self._prefixes.setdefault(request.request_id, Prefixes()).of(self.tokens[request.request_id])
+
+    def _spoil(self, request: Request, start: int, end: int) -> None:
+        """KV of drafts that were rejected."""
+        for group_blocks in self._blocks(request):
+            for position in range(start, end):
+                block = group_blocks[position // BLOCK] if position // BLOCK < len(group_blocks) else 0
+                if block != self.block_pool.null_block.block_id:
+                    content = list(self.gpu.get(block, (None,) * BLOCK))
+                    content[position % BLOCK] = REJECTED
+                    self.gpu[block] = tuple(content)
+
+
+class AsyncRig(AheadRig):
+    """vLLM's default: one step ahead."""
+
+    scheduler_class: type[Scheduler] = AsyncScheduler
+    depth = 2
+
+    def _vllm_config(self, *args: Any, **kwargs: Any) -> Any:
+        config = super()._vllm_config(*args, **kwargs)
+        config.scheduler_config.async_scheduling = True
+        assert config.max_concurrent_batches == self.depth
+        return config

@@ -1,0 +1,323 @@
+"""What every authority must do, as one suite: `epochkv_fence.protocol.authority`'s promises, terms, crashes and late writes.
+
+Subclass `AuthorityConformance` in a module of tests, name the class `Test...` and say in `authorities` how such a thing is
+made; pytest fixtures reach it through an autouse fixture that sets attributes. Nothing here knows what is behind it.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import itertools
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+import pytest
+
+from epochkv_fence.protocol.authority import Authority, AuthorityError, Origin, PoolGone, PoolRecord, Term, merged_labels
+from epochkv_fence.protocol.messages import MAX_EPOCH, MAX_LABELS, Source
+
+BODY_SECONDS = 120.0
+TRAINER, OWNER, ENGINE = Origin(Source.TRAINER), Origin(Source.SPEC), Origin(Source.ENGINE)
+
+
+def source_of(epoch: int) -> Origin:
+    """One for each epoch, so that a mix of two writes shows."""
+    return (TRAINER, OWNER, ENGINE)[epoch % 3]
+
+
+class Authorities(Protocol):
+    """One durable memory with one pool in it, and processes that lead one after the other.
+
+    Attributes:
+        uid: of the pool, which nobody has written to yet.
+    """
+
+    uid: str
+
+    async def take_over(self) -> tuple[Authority, Term]:
+        """Another process takes the lead. The one before may be dead; whoever asks it afterwards may get an
+        `AuthorityError`, and what it still writes may land late."""
+
+
+Body = Callable[[Authorities], Awaitable[None]]
+
+
+class AuthorityConformance(abc.ABC):
+    """The suite. Every test gets a fresh memory and a fresh pool."""
+
+    @abc.abstractmethod
+    def authorities(self) -> AbstractAsyncContextManager[Authorities]:
+        """Fresh ones, removed when the context ends."""
+
+    def run(self, body: Body) -> None:
+        """Run a test in a loop of its own, with a deadline."""
+
+        async def go() -> None:
+            async with self.authorities() as world:
+                async with asyncio.timeout(BODY_SECONDS):
+                    await body(world)
+
+        asyncio.run(go())
+
+    # ------------------------------------------------------------------ terms (promise 1)
+
+    def test_only_the_current_term_is_verified(self) -> None:
+        async def body(world: Authorities) -> None:
+            authority, term = await world.take_over()
+            assert await authority.verify(term)
+            assert not await authority.verify(Term(term.holder, term.transitions - 1))
+            assert not await authority.verify(Term(term.holder, term.transitions + 1))
+            assert not await authority.verify(Term(term.holder + "x", term.transitions))
+            assert await authority.verify(term)
+
+        self.run(body)
+
+    def test_a_term_ends_with_the_next_one(self) -> None:
+        async def body(world: Authorities) -> None:
+            first, old = await world.take_over()
+            assert await first.verify(old)
+            second, new = await world.take_over()
+            assert new.holder != old.holder
+            assert await second.verify(new)
+            assert not await second.verify(old)
+            with contextlib.suppress(AuthorityError):  # a process that is gone cannot say; it must not say yes
+                assert not await first.verify(old)
+
+        self.run(body)
+
+    def test_transitions_only_grow(self) -> None:
+        async def body(world: Authorities) -> None:
+            terms = [(await world.take_over())[1] for _ in range(4)]
+            numbers = [term.transitions for term in terms]
+            assert numbers == sorted(set(numbers))
+            assert len({term.holder for term in terms}) == len(terms)
+
+        self.run(body)
+
+    # ------------------------------------------------------------------ reading (promise 2)
+
+    def test_a_new_pool_remembers_nothing(self) -> None:
+        async def body(world: Authorities) -> None:
+            authority, _ = await world.take_over()
+            assert await authority.load(world.uid) == PoolRecord(0, 0, False, None)
+
+        self.run(body)
+
+    def test_what_returned_is_seen_at_once_and_by_the_next_process(self) -> None:
+        async def body(world: Authorities) -> None:
+            first, _ = await world.take_over()
+            for epoch in (1, 2, 5):
+                await first.record(world.uid, epoch, TRAINER)
+                assert await first.load(world.uid) == PoolRecord(epoch, 0, False, TRAINER)
+            await first.publish(world.uid, 4)
+            await first.note_granting(world.uid)
+            wanted = PoolRecord(5, 4, True, TRAINER)
+            assert await first.load(world.uid) == wanted
+            second, _ = await world.take_over()
+            assert await second.load(world.uid) == wanted
+
+        self.run(body)
+
+    def test_a_pool_that_is_none_is_gone(self) -> None:
+        async def body(world: Authorities) -> None:
+            authority, _ = await world.take_over()
+            other = "00000000-0000-4000-8000-000000000000"
+            with pytest.raises(PoolGone):
+                await authority.load(other)
+            with pytest.raises(PoolGone):
+                await authority.record(other, 1)
+            with pytest.raises(PoolGone):
+                await authority.publish(other, 1)
+            with pytest.raises(PoolGone):
+                await authority.note_granting(other)
+            assert await authority.load(world.uid) == PoolRecord()
+
+        self.run(body)
+
+    # ------------------------------------------------------------------ writing (promise 3)
+
+    def test_record_raises_target_and_origin_together_or_leaves_both(self) -> None:
+        async def body(world: Authorities) -> None:
+            authority, _ = await world.take_over()
+            await authority.record(world.uid, 3, TRAINER)
+            for epoch, origin in ((2, OWNER), (3, ENGINE), (0, None), (3, None)):
+                await authority.record(world.uid, epoch, origin)
+                assert await authority.load(world.uid) == PoolRecord(3, 0, False, TRAINER)
+            await authority.record(world.uid, 4, OWNER)
+            assert await authority.load(world.uid) == PoolRecord(4, 0, False, OWNER)
+            await authority.record(world.uid, 5, ENGINE)
+            assert await authority.load(world.uid) == PoolRecord(5, 0, False, ENGINE)
+
+        self.run(body)
+
+    def test_publish_never_falls_and_never_passes_the_target(self) -> None:
+        async def body(world: Authorities) -> None:
+            authority, _ = await world.take_over()
+            await authority.record(world.uid, 6, TRAINER)
+            await authority.publish(world.uid, 4)
+            for epoch in (0, 3, 4):
+                await authority.publish(world.uid, epoch)
+                assert await authority.load(world.uid) == PoolRecord(6, 4, False, TRAINER)
+            with contextlib.suppress(AuthorityError):  # either refused, or the lost target comes back with it
+                await authority.publish(world.uid, 9)
+            record = await authority.load(world.uid)
+            assert record in (PoolRecord(6, 4, False, TRAINER), PoolRecord(9, 9, False, TRAINER))
+
+        self.run(body)
+
+    def test_the_note_stays(self) -> None:
+        async def body(world: Authorities) -> None:
+            authority, _ = await world.take_over()
+            for _ in range(2):
+                await authority.note_granting(world.uid)
+                assert (await authority.load(world.uid)).granting
+            await authority.record(world.uid, 2, TRAINER)
+            await authority.publish(world.uid, 2)
+            successor, _ = await world.take_over()
+            assert (await successor.load(world.uid)).granting
+
+        self.run(body)
+
+    def test_labels_are_added_and_the_newest_stay(self) -> None:
+        async def body(world: Authorities) -> None:
+            first, _ = await world.take_over()
+            known: dict[bytes, str] = {}
+            for number in range(MAX_LABELS + 4):
+                added = {bytes([number]) * 16: f"ü step-{number}", bytes([number, 1]) * 8: "x" * 253}
+                await first.note_labels(world.uid, added)
+                known = merged_labels(known, added)
+            found = (await first.load(world.uid)).labels
+            assert list(found.items()) == list(known.items())
+            assert len(found) == MAX_LABELS
+            oldest = next(iter(known))
+            await first.note_labels(world.uid, {oldest: "again"})
+            await first.record(world.uid, 2, TRAINER)
+            await first.publish(world.uid, 2)
+            second, _ = await world.take_over()
+            record = await second.load(world.uid)
+            assert record == PoolRecord(2, 2, False, TRAINER, merged_labels(known, {oldest: "again"}))
+            assert list(record.labels)[-1] == oldest
+            with pytest.raises(PoolGone):
+                await second.note_labels("00000000-0000-4000-8000-000000000000", known)
+
+        self.run(body)
+
+    def test_of_two_that_label_at_once_neither_is_lost(self) -> None:
+        async def body(world: Authorities) -> None:
+            authority, _ = await world.take_over()
+            added = [{bytes([number]) * 16: f"step-{number}"} for number in range(8)]
+            await asyncio.gather(*(authority.note_labels(world.uid, labels) for labels in added))
+            found = (await authority.load(world.uid)).labels
+            assert dict(found) == {weights: label for labels in added for weights, label in labels.items()}
+
+        self.run(body)
+
+    def test_the_ends_of_the_range_are_kept_exactly(self) -> None:
+        async def body(world: Authorities) -> None:
+            authority, _ = await world.take_over()
+            await authority.record(world.uid, MAX_EPOCH - 1, TRAINER)
+            await authority.record(world.uid, MAX_EPOCH, TRAINER)
+            await authority.publish(world.uid, MAX_EPOCH)
+            assert await authority.load(world.uid) == PoolRecord(MAX_EPOCH, MAX_EPOCH, False, TRAINER)
+
+        self.run(body)
+
+    def test_late_writes_of_a_deposed_process_lower_nothing(self) -> None:
+        async def body(world: Authorities) -> None:
+            first, _ = await world.take_over()
+            await first.record(world.uid, 2, TRAINER)
+            second, _ = await world.take_over()
+            await second.record(world.uid, 7, OWNER)
+            await second.publish(world.uid, 7)
+            await second.note_granting(world.uid)
+            for late in (first.record(world.uid, 3, ENGINE), first.publish(world.uid, 2), first.record(world.uid, 7, ENGINE)):
+                with contextlib.suppress(AuthorityError):
+                    await late
+            assert await second.load(world.uid) == PoolRecord(7, 7, True, OWNER)
+
+        self.run(body)
+
+    def test_a_call_that_is_given_up_lowers_nothing(self) -> None:
+        async def body(world: Authorities) -> None:
+            authority, term = await world.take_over()
+            await authority.record(world.uid, 1, TRAINER)
+            loop = asyncio.get_running_loop()
+            for epoch in range(2, 12):
+                task = loop.create_task(authority.record(world.uid, epoch, TRAINER))
+                await asyncio.sleep(0.0005 * (epoch % 4))
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            before = (await authority.load(world.uid)).target
+            assert 1 <= before <= 11
+            await authority.record(world.uid, 20, OWNER)  # whatever was given up and still lands is below this
+            assert (await authority.load(world.uid)).target == 20
+            assert await authority.verify(term)
+
+        self.run(body)
+
+    def test_many_writers_end_at_the_maximum_and_nobody_sees_a_step_down(self) -> None:
+        async def body(world: Authorities) -> None:
+            authority, _ = await world.take_over()
+            rng = random.Random(4)
+            epochs = [rng.randrange(1, 60) for _ in range(24)]
+            seen: list[PoolRecord] = []
+
+            async def watch() -> None:
+                while True:
+                    seen.append(await authority.load(world.uid))
+                    await asyncio.sleep(0)
+
+            watcher = asyncio.create_task(watch())
+
+            async def write(epoch: int) -> None:
+                await authority.record(world.uid, epoch, source_of(epoch))
+                await authority.publish(world.uid, epoch)
+
+            try:
+                await asyncio.gather(*(write(epoch) for epoch in epochs))
+            finally:
+                watcher.cancel()
+                await asyncio.gather(watcher, return_exceptions=True)
+            top = max(epochs)
+            assert await authority.load(world.uid) == PoolRecord(top, top, False, source_of(top))
+            assert seen
+            for earlier, later in itertools.pairwise(seen):
+                assert earlier.target <= later.target
+                assert earlier.published <= later.published <= later.target
+            for record in seen:
+                assert record.origin == (source_of(record.target) if record.target else None)
+
+        self.run(body)
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_any_sequence_of_calls_and_take_overs_is_a_maximum(self, seed: int) -> None:
+        async def body(world: Authorities) -> None:
+            rng = random.Random(seed)
+            authority, term = await world.take_over()
+            target = published = 0
+            granting, origin = False, None
+            for _ in range(30):
+                match rng.choice(("record", "record", "publish", "note", "verify", "take over")):
+                    case "record":
+                        asked, who = rng.randrange(12), rng.choice((TRAINER, OWNER, ENGINE))
+                        await authority.record(world.uid, asked, who)
+                        if asked > target:
+                            target, origin = asked, who
+                    case "publish":
+                        epoch = rng.randrange(target + 1)
+                        await authority.publish(world.uid, epoch)
+                        published = max(published, epoch)
+                    case "note":
+                        await authority.note_granting(world.uid)
+                        granting = True
+                    case "verify":
+                        assert await authority.verify(term)
+                    case "take over":
+                        authority, term = await world.take_over()
+                assert await authority.load(world.uid) == PoolRecord(target, published, granting, origin)
+
+        self.run(body)

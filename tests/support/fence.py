@@ -1,0 +1,226 @@
+"""Real parts around the fence for tests: an authority in memory, an engine that records what it was told, a loop in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from epochkv_fence.net import AgentThread, ClientKeys, EngineIdentity, HubKeys, HubServer, generate_keypair
+from epochkv_fence.protocol.authority import AuthorityError, Origin, PoolRecord, Term, merged_labels
+from epochkv_fence.protocol.pool import PoolConfig
+
+T = TypeVar("T")
+POOL = "pool-uid-1"
+WEIGHTS = b"initial-weights!"
+
+
+class MemoryAuthority:
+    """Linearizable, because one event loop runs it. `gate` makes every call wait; `failing` makes it fail."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, PoolRecord] = {}
+        self.term: Term | None = None
+        self.calls: list[str] = []
+        self.published: list[tuple[float, int]] = []
+        self.failing = False
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def _enter(self, call: str) -> None:
+        self.calls.append(call)
+        await self.gate.wait()
+        if self.failing:
+            raise AuthorityError("the test's authority is told to fail")
+
+    async def verify(self, term: Term) -> bool:
+        await self._enter("verify")
+        return term == self.term
+
+    async def load(self, pool_uid: str) -> PoolRecord:
+        await self._enter("load")
+        return self.records.get(pool_uid, PoolRecord())
+
+    async def record(self, pool_uid: str, target: int, origin: Origin | None = None) -> None:
+        await self._enter("record")
+        old = self.records.get(pool_uid, PoolRecord())
+        if target > old.target:
+            self.records[pool_uid] = replace(old, target=target, origin=origin)
+
+    async def publish(self, pool_uid: str, epoch: int) -> None:
+        await self._enter("publish")
+        old = self.records.get(pool_uid, PoolRecord())
+        if epoch > old.target:
+            raise AuthorityError(f"epoch {epoch} is above the recorded target {old.target}")
+        self.published.append((time.monotonic(), epoch))
+        self.records[pool_uid] = replace(old, published=max(old.published, epoch))
+
+    async def note_granting(self, pool_uid: str) -> None:
+        await self._enter("note")
+        old = self.records.get(pool_uid, PoolRecord())
+        self.records[pool_uid] = replace(old, granting=True)
+
+    async def note_labels(self, pool_uid: str, labels: Mapping[bytes, str]) -> None:
+        await self._enter("note labels")
+        old = self.records.get(pool_uid, PoolRecord())
+        self.records[pool_uid] = replace(old, labels=merged_labels(old.labels, labels))
+
+
+class FakeEngine:
+    """Hooks of an engine without vLLM: keeps what it adopted. `holds`: its weights, or why it cannot tell."""
+
+    def __init__(self) -> None:
+        self.adopted: list[int] = []
+        self.is_ready = True
+        self.is_busy = False
+        self.num_carried = 0
+        self.reset_at: int | None = None  # epoch at which its caches alone were reset
+        self.left_to_reclaim = 0
+        self.reclaims: list[tuple[int, tuple[bytes, ...]]] = []
+        self.holds: bytes | str = WEIGHTS
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    def adopt(self, epoch: int) -> None:
+        self.adopted.append(epoch)
+
+    def busy(self) -> bool:
+        return self.is_busy
+
+    def carried(self) -> int:
+        return self.num_carried
+
+    def private(self) -> bool:
+        return self.reset_at is not None and self.adopted[-1] <= self.reset_at
+
+    def stats(self) -> dict[str, float]:
+        return {"hits": 1.0}
+
+    def weights(self) -> tuple[bytes | None, str]:
+        return (None, self.holds) if isinstance(self.holds, str) else (self.holds, "")
+
+    def reclaim(self, below: int, keep: tuple[bytes, ...]) -> int | tuple[int, int]:
+        self.reclaims.append((below, keep))
+        left, self.left_to_reclaim = self.left_to_reclaim, 0
+        return left
+
+
+class LoopThread:
+    """An event loop in a thread, so that hub and agents run as apart as they do in real life."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T], timeout: float = 30.0) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout)
+
+    def call(self, work: Callable[[], T], timeout: float = 30.0) -> T:
+        async def wrapper() -> T:
+            return work()
+
+        return self.run(wrapper(), timeout)
+
+    def freeze(self) -> threading.Event:
+        """Stop everything in this loop, as SIGSTOP would, until the event that is returned is set."""
+        thawed, frozen = threading.Event(), threading.Event()
+
+        def sleep() -> None:
+            frozen.set()
+            thawed.wait(60)
+
+        self.loop.call_soon_threadsafe(sleep)
+        assert frozen.wait(10)
+        return thawed
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(5)
+        self.loop.close()
+
+
+def eventually(condition: Callable[[], T], timeout: float = 20.0, what: str = "") -> T:
+    """Poll until the condition holds."""
+    end = time.monotonic() + timeout
+    while True:
+        found = condition()
+        if found:
+            return found
+        if time.monotonic() >= end:
+            raise AssertionError(f"not within {timeout} s: {what or condition}")
+        time.sleep(0.005)
+
+
+class FenceWorld:
+    """Hubs, agents and one authority, over real sockets on loopback."""
+
+    def __init__(self, lease_seconds: float = 30.0, **config: Any) -> None:
+        self.thread = LoopThread()
+        self.authority = self.thread.call(MemoryAuthority)
+        self.hub_pair = HubKeys(*generate_keypair())
+        self.pool_pair = generate_keypair()
+        self.config = PoolConfig(POOL, "default/policy", (self.pool_pair.public,), lease_seconds=lease_seconds, **config)
+        self.hubs: list[HubServer] = []
+        self.agents: list[AgentThread] = []
+        self.changes: list[str] = []
+        self._terms = 0
+
+    @property
+    def client_keys(self) -> ClientKeys:
+        return ClientKeys(self.hub_pair.public, *self.pool_pair)
+
+    def hub(self, bind: str = "tcp://127.0.0.1:0", deadline: float = 1.0, **extra: Any) -> HubServer:
+        async def make() -> HubServer:
+            hub = HubServer(
+                bind, self.hub_pair, self.authority, on_change=self.changes.append, authority_deadline_seconds=deadline, **extra
+            )
+            await hub.start()
+            hub.set_pool(self.config)
+            return hub
+
+        hub = self.thread.run(make())
+        self.hubs.append(hub)
+        return hub
+
+    def lead(self, hub: HubServer) -> Term:
+        def take() -> Term:
+            self._terms += 1
+            term = self.authority.term = Term(f"hub-{id(hub)}", self._terms)
+            hub.lead(term)
+            return term
+
+        return self.thread.call(take)
+
+    def reconfigure(self, **change: Any) -> PoolConfig:
+        """The pool's configuration with some fields replaced."""
+        return replace(self.config, **change)
+
+    def agent(
+        self, endpoint: str, keys: ClientKeys | None = None, engine: FakeEngine | None = None, **extra: Any
+    ) -> tuple[AgentThread, FakeEngine]:
+        """Start an agent; its pod is `rollout-<number>`."""
+        engine = engine or FakeEngine()
+        identity = EngineIdentity("rollout", f"rollout-{len(self.agents)}", 0, "fp")
+        agent = AgentThread(endpoint, keys or self.client_keys, secrets.token_bytes(16), identity, engine, **extra)
+        agent.start()
+        self.agents.append(agent)
+        return agent, engine
+
+    def request(self, hub: HubServer, epoch: int) -> None:
+        self.thread.call(lambda: hub.request(POOL, epoch))
+
+    def published(self) -> int:
+        return self.authority.records.get(POOL, PoolRecord()).published
+
+    def close(self) -> None:
+        for agent in self.agents:
+            agent.stop()
+        for hub in self.hubs:
+            self.thread.run(hub.stop())
+        self.thread.close()

@@ -1,0 +1,309 @@
+"""The file hub as tests use it: in a thread, or as the real process `epochkv hub`; agents that join it by its client folder."""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from epochkv_fence.client import Pool
+from epochkv_fence.connection import Connection
+from epochkv_fence.net import AgentThread, EngineIdentity
+from epochkv_fence.protocol.pool import PoolSnapshot
+from epochkv_fence.standalone.hub import FileHub, HubOptions
+from tests.support.fence import FakeEngine, LoopThread, eventually
+
+CLI = (sys.executable, "-m", "epochkv_fence.cli")
+
+
+def epochkv(*arguments: str, config: Path | None = None, seconds: float = 60.0, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
+    variables = {**os.environ, **environ}
+    variables.pop("EPOCHKV_CONFIG", None)
+    if config is not None:
+        variables["EPOCHKV_CONFIG"] = str(config)
+    return subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=seconds, env=variables, check=False)
+
+
+def free_port() -> int:
+    """A port on loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """For children that are started here: a shell has its background jobs ignore SIGINT, and the tests may be one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Agents:
+    """Engines without vLLM that join by a client folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.all: list[AgentThread] = []
+
+    def start(
+        self, name: str = "", endpoint: str = "", engine: FakeEngine | None = None, identity: EngineIdentity | None = None
+    ) -> tuple[AgentThread, FakeEngine]:
+        """One more; its name is `engine-<number>` unless given."""
+        connection = Connection.load(self.folder, {})
+        engine = engine or FakeEngine()
+        identity = identity or EngineIdentity(name or f"engine-{len(self.all)}", "", 0, "fp")
+        agent = AgentThread(
+            endpoint or connection.hub.endpoint,
+            connection.client_keys(),
+            secrets.token_bytes(16),
+            identity,
+            engine,
+            credentials=connection.client_keys,
+        )
+        agent.start()
+        self.all.append(agent)
+        return agent, engine
+
+    def stop(self) -> None:
+        for agent in self.all:
+            agent.stop()
+
+
+def using(agent: AgentThread, epoch: int) -> bool:
+    """It may use that epoch, under a live lease."""
+    view = agent.view
+    return view.epoch == epoch and time.monotonic() < view.lease_until
+
+
+class HubWorld:
+    """A file hub in a thread, its agents and its clients."""
+
+    def __init__(self, state: Path, **options: Any) -> None:
+        self.options = HubOptions("policy", "tcp://127.0.0.1:0", state, **options)
+        self.thread = LoopThread()
+        self.folder = state / "client"
+        self.hub: FileHub | None = None
+        self.start_hub()
+        self.agents = Agents(self.folder)
+        self.pools: list[Pool] = []
+
+    def start_hub(self) -> FileHub:
+        """Start it, the second time at the address of the first."""
+        hub = FileHub(self.options)
+        self.thread.run(hub.start())
+        self.hub = hub
+        self.options = replace(self.options, listen=hub.server.endpoint)
+        return hub
+
+    def stop_hub(self) -> None:
+        if self.hub is not None:
+            self.thread.run(self.hub.stop())
+            self.hub = None
+
+    def snapshot(self) -> PoolSnapshot:
+        assert self.hub is not None
+        return self.thread.call(self.hub.snapshot)
+
+    def ask(self, epoch: int) -> None:
+        """As the pool's owner does."""
+        hub = self.hub
+        assert hub is not None
+        self.thread.call(lambda: hub.server.request(hub.uid, epoch))
+
+    def serving(self, num_agents: int = 2) -> list[tuple[AgentThread, FakeEngine]]:
+        """Agents that share the present epoch."""
+        agents = [self.agents.start() for _ in range(num_agents)]
+        target = self.snapshot().target
+        eventually(lambda: all(agent.view.epoch == target for agent, _ in agents), what="everyone is granted")
+        return agents
+
+    def connect(self, timeout_s: float = 20.0) -> Pool:
+        pool = Pool.connect(self.folder, timeout_s)
+        self.pools.append(pool)
+        return pool
+
+    def close(self) -> None:
+        for pool in self.pools:
+            pool.close()
+        self.agents.stop()
+        self.stop_hub()
+        self.thread.close()
+
+
+class HubProcess:
+    """The real `epochkv hub`."""
+
+    def __init__(self, state: Path, *options: str, port: int = 0, pool: str = "policy") -> None:
+        self.state, self.folder = state, state / "client"
+        self.port = port or free_port()
+        self.command = [*CLI, "hub", "--pool", pool, "--listen", f"tcp://127.0.0.1:{self.port}", "--state", str(state), *options]
+        self.log = state.parent / f"{state.name}.log"
+        self.child: subprocess.Popen[bytes] | None = None
+
+    def start(self, wait: bool = True) -> HubProcess:
+        """Start (again); returns when it leads."""
+        offset = self.log.stat().st_size if self.log.exists() else 0
+        with self.log.open("ab") as sink:
+            self.child = subprocess.Popen(self.command, stdout=sink, stderr=sink, stdin=subprocess.DEVNULL, start_new_session=True)
+        if wait:
+            eventually(lambda: b"leading" in self.log.read_bytes()[offset:] or self.child_ended(), 60, "the hub leads")
+            assert not self.child_ended(), self.text()
+        return self
+
+    def child_ended(self) -> bool:
+        assert self.child is not None
+        return self.child.poll() is not None
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def send(self, number: signal.Signals) -> None:
+        assert self.child is not None
+        os.kill(self.child.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for the end."""
+        assert self.child is not None
+        self.child.kill()
+        self.child.wait(30)
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Tell it to end; its exit status."""
+        assert self.child is not None
+        if self.child.poll() is None:
+            os.kill(self.child.pid, signal.SIGCONT)
+            os.kill(self.child.pid, number)
+        try:
+            return self.child.wait(30)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
+            raise
+
+    def __enter__(self) -> HubProcess:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
+
+
+class Switch:
+    """A TCP address in front of hubs: forwards to one of them, and can be cut or turned to another, as a Service is."""
+
+    def __init__(self, upstream: int) -> None:
+        self.upstream: int | None = upstream
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._lock = threading.Lock()
+        self.accepted = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"tcp://127.0.0.1:{self.port}"
+
+    def turn(self, upstream: int | None) -> None:
+        """New connections go there (None: nowhere); those there are break."""
+        with self._lock:
+            self.upstream = upstream
+            pairs, self._pairs = self._pairs, []
+        for pair in pairs:
+            for sock in pair:
+                _hang_up(sock)
+
+    def close(self) -> None:
+        self._listener.close()
+        self.turn(None)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            self.accepted += 1
+            with self._lock:
+                port = self.upstream
+            try:
+                if port is None:
+                    raise OSError("cut")
+                server = socket.create_connection(("127.0.0.1", port), 2.0)
+            except OSError:
+                client.close()
+                continue
+            with self._lock:
+                self._pairs.append((client, server))
+            threading.Thread(target=_forward, args=(client, server), daemon=True).start()
+
+
+def _forward(one: socket.socket, other: socket.socket) -> None:
+    try:
+        while True:
+            ready, _, _ = select.select([one, other], [], [], 60.0)
+            for sock in ready:
+                content = sock.recv(65536)
+                if not content:
+                    return
+                (other if sock is one else one).sendall(content)
+    except (OSError, ValueError):
+        return
+    finally:
+        _hang_up(one)
+        _hang_up(other)
+
+
+def _hang_up(sock: socket.socket) -> None:
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
+
+
+def together(works: list[Callable[[], Any]], seconds: float = 120.0) -> list[Any]:
+    """Run in threads at once; their results in order, or the first exception."""
+    results: list[Any] = [None] * len(works)
+    errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    gate = threading.Barrier(len(works))
+
+    def run(index: int) -> None:
+        gate.wait(30)
+        try:
+            results[index] = works[index]()
+        except BaseException as error:
+            errors.put(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(works))]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        assert not thread.is_alive(), "a thread hangs"
+    if not errors.empty():
+        raise errors.get()
+    return results
+
+
+@contextmanager
+def hub_world(state: Path, **options: Any) -> Iterator[HubWorld]:
+    """A world that is taken down."""
+    world = HubWorld(state, **options)
+    try:
+        yield world
+    finally:
+        world.close()
