@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from epochkv_fence.hub.waiters import STATUS_PAGE
+from epochkv_fence.hub.snapshot import STATUS_PAGE
 from epochkv_fence.net import ClientKeys, HubServer, generate_keypair
 from epochkv_fence.net.limits import COST_BURST
 from epochkv_fence.protocol.messages import Bump, BumpStatus, Error, Heartbeat, Refusal, Status, encode

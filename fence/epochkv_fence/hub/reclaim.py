@@ -1,9 +1,12 @@
-"""After publication: have the keys of older epochs removed, and those of weights that no engine holds any more. Gives memory
-back; nothing ever waits for it.
+"""Giving the store's memory back. Nothing ever waits for it, and names keep everybody from what it does not reach.
 
-One engine at a time is asked to remove them by prefix, another one each time, until one finds none; of older epochs once more
-after a pause, for what was being written meanwhile. When no engine can do it, and the store is this pool's alone, the store is
-swept of older epochs instead.
+Keys of older epochs, and of weights that no engine holds any more, are removed by prefix: one engine at a time is asked,
+another one each time, until one finds none; of older epochs once more after a pause, for what was being written meanwhile.
+When no engine can do it, and the store is this pool's alone, the store is swept of older epochs instead.
+
+Under the reclaim policy `RemoveAll` the store is wiped first, which gives memory back at once. Keys that are being read stay,
+and engines remove them by prefix afterwards. A wipe also takes what was made since the publication, so it is done once per
+epoch, and tried again only when the store did not answer.
 """
 
 from __future__ import annotations
@@ -15,10 +18,119 @@ from typing import Final
 
 from epochkv_fence.hub import events as ev
 from epochkv_fence.hub.boots import NEVER, BootRecord
-from epochkv_fence.protocol.messages import Reclaim, Reclaimed
+from epochkv_fence.protocol.messages import MAX_KEPT, Reclaim, Reclaimed
 from epochkv_fence.protocol.pool import PoolConfig
 
 MAX_OPEN: Final = 64
+MAX_WEIGHTS: Final = MAX_KEPT
+WIPE_SECONDS: Final = 60.0
+"""So long after its publication the wipe of an epoch is tried; then its keys are removed by prefix."""
+WIPE_RETRY_SECONDS: Final = 1.0
+
+
+class Wiper:
+    """One wipe after another: of the newest published epoch, when that of the one before has been answered.
+
+    Attributes:
+        failed: the store did not answer in time for the newest published epoch.
+    """
+
+    def __init__(self) -> None:
+        self.failed = False
+        self._wanted: int | None = None
+        self._running: int | None = None
+        self._retry_at = NEVER
+        self._until = NEVER
+
+    @property
+    def open(self) -> bool:
+        """The newest published epoch is to be wiped, and was not yet."""
+        return self._wanted is not None
+
+    def begin(self, epoch: int, now: float) -> None:
+        """`epoch` is published."""
+        self._wanted, self.failed = epoch, False
+        self._retry_at, self._until = NEVER, now + WIPE_SECONDS
+
+    def stop(self) -> None:
+        """Another hub leads, or the policy has changed."""
+        self._wanted = None
+
+    def due_at(self) -> float:
+        """When `next` or `give_up` has something to do."""
+        if self._wanted is None:
+            return math.inf
+        return self._until if self._running is not None else min(self._retry_at, self._until)
+
+    def next(self, now: float) -> int | None:
+        """The epoch to wipe now; asked when `due_at` says so, hence never while a wipe is under way."""
+        if self._wanted is None or now < self._retry_at:
+            return None
+        self._running = self._wanted
+        return self._wanted
+
+    def give_up(self, now: float) -> bool:
+        """Whether it is too late by now; said once."""
+        if self._wanted is None or now < self._until:
+            return False
+        self._wanted, self.failed = None, True
+        return True
+
+    def answered(self, epoch: int) -> bool:
+        """The store has removed what it could; returns whether that is all for the newest published epoch."""
+        if epoch != self._running:
+            return False
+        self._running = None
+        if epoch != self._wanted:
+            return False
+        self._wanted = None
+        return True
+
+    def missed(self, epoch: int, now: float) -> None:
+        """The store did not answer."""
+        if epoch == self._running:
+            self._running = None
+            self._retry_at = now + WIPE_RETRY_SECONDS
+
+
+class Reported:
+    """When each weights were last reported, by whomever. Bounded: what had no room is counted as reported just now."""
+
+    def __init__(self) -> None:
+        self._last: dict[bytes, float] = {}
+        self._lost_at = NEVER
+        self._look_at = math.inf
+
+    def hear(self, weights: bytes, grace: float, now: float) -> None:
+        """An engine holds these."""
+        if weights not in self._last and len(self._last) >= MAX_WEIGHTS:
+            self._lost_at = now
+            self._look_at = min(self._look_at, now + grace)
+            return
+        self._last[weights] = now
+        self._look_at = min(self._look_at, now + grace)
+
+    def within(self, grace: float, now: float) -> list[bytes] | None:
+        """Those of the last `grace` seconds; None: there were too many to remember."""
+        if now < self._lost_at + grace:
+            return None
+        return sorted(weights for weights, at in self._last.items() if now < at + grace)
+
+    def look_at(self) -> float:
+        """When `expire` may find something; never later than the first that expires, while `grace` does not get shorter."""
+        return self._look_at
+
+    def expire(self, grace: float, now: float) -> bool:
+        """Forget those that were not reported for `grace` seconds; returns whether there were any."""
+        over = [weights for weights, at in self._last.items() if now >= at + grace]
+        for weights in over:
+            del self._last[weights]
+        lost = self._lost_at > NEVER and now >= self._lost_at + grace
+        if lost:
+            self._lost_at = NEVER
+        times = [*self._last.values(), *([self._lost_at] if self._lost_at > NEVER else [])]
+        self._look_at = min(times, default=math.inf) + grace
+        return lost or bool(over)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,187 @@
+"""The numbers that a hub must never get wrong: what was asked for, what is durable, what is published, and whether it leads.
+
+Nothing here decides: `resets` moves the numbers, and `rules` says what follows from them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from epochkv_fence.hub import events as ev
+from epochkv_fence.hub.boots import NEVER
+from epochkv_fence.protocol.authority import Origin, PoolRecord, Term
+from epochkv_fence.protocol.messages import MAX_EPOCH
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One ask for an epoch. `seen`: when the hub first saw it, for status."""
+
+    epoch: int
+    seen: float
+    origin: Origin
+
+    @property
+    def possible(self) -> bool:
+        """An epoch that every part of the system can carry."""
+        return 0 <= self.epoch <= MAX_EPOCH
+
+
+@dataclass(slots=True)
+class Leadership:
+    """Of this hub.
+
+    Attributes:
+        term: in which it leads; None while it does not lead or has not read the record.
+        since: when it began to.
+        settled_at: when every grant of another hub is dead.
+    """
+
+    term: Term | None = None
+    since: float = math.inf
+    settled_at: float = math.inf
+
+
+class Record:
+    """What is durable, as far as this hub knows, and which writes are under way: one of each kind at most.
+
+    Attributes:
+        target, published: both were durable before they were raised here.
+        origin: of the target.
+        asked: the highest ask.
+        durable: the target known to be durable in this term.
+        proven: the target that no hub can miss any more when it grants.
+        stored: what the record says is published, as it was read in this term and written since.
+        noted: the note that grants may be out is durable.
+        recording, publishing: the epochs of the writes under way.
+        retry_at: no write before this.
+        started_at, published_at, reset_seconds: of the newest reset, for people.
+    """
+
+    def __init__(self) -> None:
+        self.target = self.published = 0
+        self.origin: Origin | None = None
+        self.asked: Ask | None = None
+        self.durable = self.proven = self.stored = 0
+        self.noted = self.noting = False
+        self.recording: int | None = None
+        self.publishing: int | None = None
+        self.retry_at = NEVER
+        self.started_at: float | None = None
+        self.published_at: float | None = None
+        self.reset_seconds: float | None = None
+
+    def lead(self, found: PoolRecord) -> None:
+        """A term begins, in which `found` was read."""
+        self.noted = found.granting
+        self.durable = self.proven = found.target
+        self.published = max(self.published, found.published)
+        self.stored = found.published  # less than `published` after a restore: then it is published again
+
+    def abandon(self) -> None:
+        """A term ends: whatever becomes of its writes, the next one starts from what it reads."""
+        self.recording = self.publishing = None
+        self.noting = False
+        self.retry_at = NEVER
+
+    # ------------------------------------------------------------------ the target
+
+    @property
+    def wanted(self) -> int:
+        """The target that has to be durable: what was asked for, and never less than what was granted."""
+        return max(self.target, self.asked.epoch if self.asked is not None else 0)
+
+    @property
+    def unwritten(self) -> bool:
+        """A higher target has to become durable, and no write is under way."""
+        return self.recording is None and self.wanted > self.durable
+
+    def ask(self, ask: Ask) -> bool:
+        """The highest epoch asked for counts, and of asks for one epoch the first. Returns whether this one counts."""
+        counts = ask.possible and ask.epoch > self.wanted
+        if counts:
+            self.asked = ask
+        return counts
+
+    def write(self, now: float) -> list[ev.Action]:
+        """The write of the target that is due, if any; after one that failed not at once."""
+        if not self.unwritten or now < self.retry_at:
+            return []
+        self.recording = self.wanted
+        ask = self.asked
+        origin = ask.origin if ask is not None and ask.epoch == self.recording > self.target else self.origin
+        return [ev.Record(self.recording, origin)]
+
+    def written(self, epoch: int) -> None:
+        """The target is durable."""
+        self.recording = None
+        self.durable = max(self.durable, epoch)
+
+    def write_failed(self, now: float) -> None:
+        """It may be durable or not: it is written again."""
+        self.recording = None
+        self.retry_at = now + ev.RETRY_SECONDS
+
+    def raise_target(self, target: int, origin: Origin | None, now: float) -> bool:
+        """`target` is durable; returns whether it is new. `origin`: as found with it, if it was."""
+        if target <= self.target:
+            if origin is not None and target == self.target:
+                self.origin = origin
+            return False
+        ask = self.asked if self.asked is not None and self.asked.epoch == target else None
+        self.origin = ask.origin if origin is None and ask is not None else origin
+        self.target = target
+        self.started_at = ask.seen if ask is not None else now
+        return True
+
+    # ------------------------------------------------------------------ the note that grants may be out
+
+    def note(self) -> list[ev.Action]:
+        """The write of it, if it was not written and is not under way."""
+        if self.noted or self.noting:
+            return []
+        self.noting = True
+        return [ev.NoteGranting()]
+
+    def note_written(self) -> None:
+        """It is durable."""
+        self.noting, self.noted = False, True
+
+    def note_failed(self, now: float) -> None:
+        """It may be durable or not: it is written again."""
+        self.noting = False
+        self.retry_at = now + ev.RETRY_SECONDS
+
+    # ------------------------------------------------------------------ publication
+
+    @property
+    def unpublished(self) -> bool:
+        """The target is durable and not published, and no write of it is under way."""
+        return self.durable >= self.target > self.stored and self.publishing is None
+
+    def publish(self, epoch: int) -> list[ev.Action]:
+        """The write of it, unless it is on record, or one is under way."""
+        if epoch <= self.stored or self.publishing is not None:
+            return []
+        self.publishing = epoch
+        return [ev.Publish(epoch)]
+
+    def publish_written(self, epoch: int) -> None:
+        """It is durable."""
+        self.publishing, self.stored = None, max(self.stored, epoch)
+
+    def publish_failed(self, now: float) -> None:
+        """Perhaps the record was lost (a wiped status, a restored store): record the target again before the next try."""
+        self.publishing = None
+        self.durable = self.proven = 0
+        self.retry_at = now + ev.RETRY_SECONDS
+
+    def raise_published(self, epoch: int, now: float) -> bool:
+        """`epoch` is published, by this hub or another one; returns whether that is new."""
+        if epoch <= self.published:
+            return False
+        self.published, self.published_at = epoch, now
+        if epoch == self.target and self.started_at is not None:
+            self.reset_seconds = now - self.started_at
+        return True
