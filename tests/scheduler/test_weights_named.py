@@ -188,10 +188,11 @@ def test_every_harmless_name_is_accounted_for() -> None:
 def test_vllms_source_shows_that_a_harmless_name_leaves_weights_alone(method: str) -> None:
     owner, function, line = HARMLESS_BECAUSE[method]
     module, _, kind = owner.rpartition(".")
-    held = getattr(getattr(import_module(module), kind), function, None)
-    if held is None:
+    owner_type = getattr(import_module(module), kind)
+    held = [found for name in (function, f"_{function}") if (found := getattr(owner_type, name, None)) is not None]
+    if not held:
         pytest.skip(f"this version of vLLM has no {function}")
-    source = inspect.getsource(inspect.unwrap(held))
+    source = "".join(inspect.getsource(inspect.unwrap(found)) for found in held)  # some versions have it in two halves
     assert line in source
     assert not [writer for writer in WRITERS if writer in source]
 
