@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from epochkv_connector.config.keys import ConnectorConfig
-from epochkv_connector.engine import compat
-from epochkv_connector.engine.kv_caches import describe_layers, describe_platform
-from epochkv_connector.engine.memory import check_fits
+from epochkv_connector.config.memory import check_fits
+from epochkv_connector.engine import topology
+from epochkv_connector.engine.describe import describe_layers, describe_platform
 from epochkv_connector.naming.identity import pool_prefix
 from epochkv_connector.naming.keys import object_key, older_pattern, other_weights_pattern
 from epochkv_connector.scheduler.core import SchedulerHalf
@@ -88,18 +88,18 @@ def build_scheduler_tiers(config: ConnectorConfig, vllm_config: Any, kv_cache_co
     """None when no tier is configured: the fence works alone."""
     if config.local is None and config.distributed is None:
         return None
-    layout = compat.cache_layout(vllm_config, kv_cache_config)
+    layout = topology.cache_layout(vllm_config, kv_cache_config)
     store = make_lookup_client(config) if config.distributed is not None else None
     half = SchedulerHalf(
         config,
         layout,
-        num_ranks=compat.num_worker_ranks(vllm_config),
+        num_ranks=topology.num_worker_ranks(vllm_config),
         store=store,
         ids=itertools.count(1),
         clock=time.monotonic,
-        keys_of=make_keys_of(compat.num_kv_shards(vllm_config, kv_cache_config)) if store is not None else None,
+        keys_of=make_keys_of(topology.num_kv_shards(vllm_config, kv_cache_config)) if store is not None else None,
     )
-    sizes = tuple(object_bytes(compat.group_payload_bytes(group)) for group in kv_cache_config.kv_cache_groups)
+    sizes = tuple(object_bytes(topology.group_payload_bytes(group)) for group in kv_cache_config.kv_cache_groups)
     return SchedulerTiers(half, store, sizes)
 
 
@@ -143,9 +143,9 @@ def build_worker(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any
     Raises:
         LayoutError, ConfigError, OSError, RuntimeError: this engine cannot be staged.
     """
-    layout = compat.cache_layout(vllm_config, kv_cache_config)
-    ranks, rank = compat.num_worker_ranks(vllm_config), compat.worker_rank(vllm_config)
-    shards = compat.num_kv_shards(vllm_config, kv_cache_config)
+    layout = topology.cache_layout(vllm_config, kv_cache_config)
+    ranks, rank = topology.num_worker_ranks(vllm_config), topology.worker_rank(vllm_config)
+    shards = topology.num_kv_shards(vllm_config, kv_cache_config)
     settings = StoreSettings.of(config)
 
     groups = _group_specs(kv_cache_config)
@@ -167,7 +167,7 @@ def build_worker(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any
     half.layout = own_layout
     num_slots = slot_count(config, max(1, layout.slot_bytes), ranks)
     if config.local is None:
-        local_ranks = ranks // compat.num_machines(vllm_config)
+        local_ranks = ranks // topology.num_machines(vllm_config)
         check_fits(num_slots * layout.slot_bytes * local_ranks, "staging_slots", config.staging_slots)
     stride = half.register(kv_caches, groups, num_slots, kv_cache_config.num_blocks)
     if stride > layout.slot_bytes:  # less: a pipeline stage with fewer layers than another

@@ -27,6 +27,8 @@ from epochkv_fence.connection import (
 
 __all__ = ["CONFIG_ENV", "ConfigError", "ConnectorConfig", "DistributedTier", "HubRef", "LocalTier", "PoolRef"]
 
+NAME: Final = "EpochKVConnector"
+"""What `kv_connector` is in vLLM's configuration."""
 EXTRA: Final = "kv_connector_extra_config"
 MAX_BYTES: Final = 1 << 50
 MAX_COUNT: Final = 1 << 31

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from epochkv_connector.engine.compat import KVConnectorPromMetrics, KVConnectorStats
+from epochkv_connector.engine.interface import KVConnectorPromMetrics, KVConnectorStats
 from epochkv_connector.metrics import series as metrics
 from epochkv_connector.metrics.series import PREFIX, Family
 

@@ -4,15 +4,14 @@ The scheduler half decides (which block, which slot, which name), the worker hal
 Jobs carry ids that are never reused and never derived from request ids. Every job is acknowledged by every rank exactly
 once per phase; `WorkerReport.aggregate` only concatenates, so it is associative and commutative, and the scheduler half
 counts ranks down *across* steps (vLLM merges ranks within one step only: `KVOutputAggregator.aggregate`).
-The values themselves live in `records.py`, which does not need vLLM.
+The values themselves live in `jobs`, which does not need vLLM.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
-
+from epochkv_connector.engine.interface import KVConnectorMetadata, KVConnectorWorkerMetadata
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 
 __all__ = ["BlockMove", "JobAck", "LoadJob", "Phase", "SaveJob", "Source", "StepMetadata", "WorkerReport"]
