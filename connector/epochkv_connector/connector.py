@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from epochkv_connector import tiers
+from epochkv_connector import halves
 from epochkv_connector.config.keys import ConfigError, ConnectorConfig
 from epochkv_connector.config.memory import crowded, gib
 from epochkv_connector.engine import blocks, describe, hashing, limits, logs, patches, topology, version
@@ -159,7 +159,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         saves_off = self._why_no_saves()
         if saves_off is not None:
             logger.warning("EpochKV: saves are off: %s", saves_off)
-        self._tiers: tiers.SchedulerTiers | None = self._guard.build("tiers", self._build_tiers, lambda: None)
+        self._tiers: halves.SchedulerTiers | None = self._guard.build("tiers", self._build_tiers, lambda: None)
         self._side = SchedulerSide(
             config,
             fence,
@@ -223,8 +223,8 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             return "kv_role is 'kv_consumer', which loads only; set it to 'kv_both' to save as well"
         return why_no_tiers(self._vllm_config)
 
-    def _build_tiers(self) -> tiers.SchedulerTiers | None:
-        return tiers.build_scheduler_tiers(self._epochkv_config, self._vllm_config, self._kv_cache_config)
+    def _build_tiers(self) -> halves.SchedulerTiers | None:
+        return halves.build_scheduler_tiers(self._epochkv_config, self._vllm_config, self._kv_cache_config)
 
     def _find_local_worker(self) -> WorkerSide | None:
         connector = _local_workers.get(str(self._kv_transfer_config.engine_id))
@@ -357,19 +357,19 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         def build() -> Half:
             if not self._has_tiers:
                 return RefusingHalf(rank)
-            return tiers.build_worker(self._epochkv_config, self._vllm_config, self._kv_cache_config, kv_caches)
+            return halves.build_worker(self._epochkv_config, self._vllm_config, self._kv_cache_config, kv_caches)
 
         half = self._guard.build("register_kv_caches", build, lambda: RefusingHalf(rank))
         held = held_by(self._engine_id)
         held.layout = half.layout
-        self._worker = WorkerSide(half, rank, self._guard.note, look=held.look, adapters=held.adapters)
+        self._worker = WorkerSide(half, self._guard.note, look=held.look, adapters=held.adapters)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """A new step."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is None:  # the runner never registered: answer all the same
             rank = topology.worker_rank(self._vllm_config)
-            self._worker = WorkerSide(RefusingHalf(rank), rank, self._guard.note, adapters=held_by(self._engine_id).adapters)
+            self._worker = WorkerSide(RefusingHalf(rank), self._guard.note, adapters=held_by(self._engine_id).adapters)
         self._worker.new_step()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:

@@ -464,12 +464,12 @@ def test_a_reclaim_walks_the_names_of_each_own_group_and_then_those_of_others(ma
 
 
 def test_an_engine_without_its_store_client_does_not_say_that_nothing_is_left(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector import tiers
+    from epochkv_connector import halves
 
     def broken(*_: Any) -> None:
         raise OSError("no threads left")
 
-    monkeypatch.setattr(tiers, "build_scheduler_tiers", broken)
+    monkeypatch.setattr(halves, "build_scheduler_tiers", broken)
     rig = make_rig(store=SharedStore())
     with pytest.raises(RuntimeError, match="tiers could not be built"):
         rig.connector._reclaim(3, ())
@@ -522,7 +522,7 @@ def test_a_rank_that_cannot_be_staged_answers_every_job_once() -> None:
     from epochkv_connector.wire.steps import StepMetadata
     from epochkv_connector.worker.facade import RefusingHalf, WorkerSide
 
-    side = WorkerSide(RefusingHalf(1), 1)
+    side = WorkerSide(RefusingHalf(1))
     move = BlockMove(0, 0, 5, 0, b"h")
     step = StepMetadata(
         loads=(LoadJob(1, "a", None, (move,), 1.0),),
@@ -546,7 +546,7 @@ def test_what_a_drain_collects_is_kept_for_the_next_results() -> None:
     from epochkv_connector.wire.steps import StepMetadata
     from epochkv_connector.worker.facade import RefusingHalf, WorkerSide
 
-    side = WorkerSide(RefusingHalf(0), 0)
+    side = WorkerSide(RefusingHalf(0))
     side.new_step()
     side.start(StepMetadata(loads=(LoadJob(1, "a", None, (), 1.0),)), idle=False)
     assert [ack.job_id for ack in side.drain(0.0).acks] == [1]
@@ -559,7 +559,7 @@ def test_a_half_that_raises_is_replaced_by_one_that_refuses() -> None:
     from epochkv_connector.wire.steps import StepMetadata
     from epochkv_connector.worker.facade import RefusingHalf, WorkerSide
 
-    side = WorkerSide(RefusingHalf(0), 0)
+    side = WorkerSide(RefusingHalf(0))
     side.new_step()
     side.refuse(StepMetadata(loads=(LoadJob(1, "a", None, (), 1.0),)))
     assert side.results() == ({"a"}, {"a"})

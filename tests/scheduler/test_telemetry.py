@@ -136,13 +136,13 @@ def test_tiers_that_an_error_turned_off_are_told(make_rig: MakeRig, monkeypatch:
 
 
 def test_tiers_that_could_not_be_built_are_told(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector import tiers
+    from epochkv_connector import halves
 
     def fails(*_: Any) -> None:
         raise OSError("no threads left")
 
     assert make_rig(l1_bytes=None).connector._gauges()["broken"] == 0.0  # there are none to build
-    monkeypatch.setattr(tiers, "build_scheduler_tiers", fails)
+    monkeypatch.setattr(halves, "build_scheduler_tiers", fails)
     assert make_rig().connector._gauges()["broken"] == 1.0
 
 

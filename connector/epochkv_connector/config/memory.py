@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from epochkv_connector.config.keys import EXTRA, ConfigError, ConnectorConfig
-from epochkv_connector.worker.slots import slot_stride
+from epochkv_connector.worker.copying.slots import slot_stride
 
 ROOT = Path("/")
 UNLIMITED_V1 = 1 << 60

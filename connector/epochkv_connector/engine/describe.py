@@ -34,7 +34,7 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
     """Everything but weights that changes KV bytes or their layout, as JSON (`identity.fingerprint` digests it). Where the model was
         loaded from does not: what its files said is in its configuration and in the digest of its weights.
 
-    As far as the scheduler process can know it: ranks say how their tensors lie (`worker.layout.layout_digest`). Ranks are
+    As far as the scheduler process can know it: ranks say how their tensors lie (`worker.copying.layout.layout_digest`). Ranks are
         numbered within their engine, so an object of one number holds other heads where tensor-parallel size or the number of
         distinct shards differs. Pickle-based hash algorithms depend on the interpreter's minor version, so that is in for them.
     """

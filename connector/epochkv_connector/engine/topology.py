@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout
-from epochkv_connector.worker.slots import slot_stride
+from epochkv_connector.worker.copying.slots import slot_stride
 
 
 def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:

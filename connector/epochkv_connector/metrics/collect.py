@@ -48,7 +48,7 @@ class Reporter:
         """What the scheduler half tells: its own, the fence's, and its store client's.
 
         Args:
-            tiers: owner of that client (`tiers.SchedulerTiers`); None: there are no tiers.
+            tiers: owner of that client (`halves.SchedulerTiers`); None: there are no tiers.
             gauges: from `gauges`.
         """
         # `dict` copies at once; the agent's thread counts in the fence meanwhile.

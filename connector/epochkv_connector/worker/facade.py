@@ -1,4 +1,4 @@
-"""The worker-facing half of the facade: vLLM's per-step calls in, `worker.WorkerHalf` behind.
+"""The worker-facing half of the facade: vLLM's per-step calls in, `half.WorkerHalf` behind.
 
 Exists because vLLM asks for results and acknowledgements in two calls, and because an idle in-process engine collects
 acknowledgements between steps: whatever a collection brings is kept until the call that it belongs to.
@@ -13,22 +13,25 @@ from typing import Protocol
 from epochkv_connector.weights.lora import HeldAdapters
 from epochkv_connector.wire.jobs import JobAck, LoadJob, Phase, SaveJob, Source
 from epochkv_connector.wire.steps import StepMetadata, WorkerReport
+from epochkv_connector.worker.half import IDLE_WAIT_SECONDS
 from epochkv_connector.worker.tasks import Report
-from epochkv_connector.worker.worker import IDLE_WAIT_SECONDS
 
 REFUSE_SECONDS = 2.0
 """How long a half that raised may take to end its copies before the engine goes on without it."""
 
 
 class Half(Protocol):
-    """`worker.WorkerHalf`, or a stand-in that refuses everything.
+    """`half.WorkerHalf`, or a stand-in that refuses everything.
 
     Attributes:
-        layout: how its KV tensors lie (`worker.layout.layout_digest`); empty: nobody has looked.
+        rank: its number, in the order the scheduler half counts ranks.
+        layout: how its KV tensors lie (`worker.copying.layout.layout_digest`); empty: nobody has looked.
     """
 
     layout: bytes
 
+    @property
+    def rank(self) -> int: ...
     def start_step(self, step: StepMetadata) -> None: ...
     def finish_step(self, as_named: Callable[[], bool] = ...) -> None: ...
     def settle(self) -> None: ...
@@ -45,7 +48,7 @@ class RefusingHalf:
     layout = b""
 
     def __init__(self, rank: int) -> None:
-        self._rank = rank
+        self.rank = rank
         self._failed: set[str] = set()
         self._acks: list[JobAck] = []
 
@@ -53,11 +56,11 @@ class RefusingHalf:
         """Fail the loads, drop the saves, report the poisoned."""
         for load in step.loads:
             self._failed.add(load.request_id)
-            self._acks.append(JobAck(load.job_id, self._rank, Phase.LOADED, 0, 0, failed=True))
+            self._acks.append(JobAck(load.job_id, self.rank, Phase.LOADED, 0, 0, failed=True))
         self._failed.update(step.poisoned)
         for save in step.saves:
             for phase in save.phases:
-                self._acks.append(JobAck(save.job_id, self._rank, phase, save.start_block, 0, failed=True))
+                self._acks.append(JobAck(save.job_id, self.rank, phase, save.start_block, 0, failed=True))
 
     def finish_step(self, as_named: Callable[[], bool] = lambda: True) -> None:
         """Nothing to begin."""
@@ -146,7 +149,7 @@ def _fetched(load: LoadJob) -> tuple[int, ...]:
 
 
 class Look(Protocol):
-    """`naming.rank.Look`: a comparison of weights behind a forward pass."""
+    """`weights.rank.Look`: a comparison of weights behind a forward pass."""
 
     number: int
 
@@ -165,7 +168,6 @@ class WorkerSide:
     def __init__(
         self,
         half: Half,
-        rank: int,
         on_error: Callable[[str, Exception], None] = lambda where, error: None,
         look: Callable[[int], Look] | None = None,
         adapters: HeldAdapters | None = None,
@@ -176,7 +178,6 @@ class WorkerSide:
         self._adapters = adapters or HeldAdapters()
         self._replaced: list[tuple[int, int]] = []
         self._looks: list[Look] = []
-        self._rank = rank
         self._kept = Report(set(), set(), [])
         self._debts = _Debts()
         self._retired: Half | None = None  # it raised; asked for ever, as slots may be released late
@@ -231,7 +232,7 @@ class WorkerSide:
         if not self._started:
             self._debts.take_on(metadata)
         self._started = self._finished = True
-        old, self.half = self.half, RefusingHalf(self._rank)
+        old, self.half = self.half, RefusingHalf(self.half.rank)
         self._retired = old
         with contextlib.suppress(Exception):  # it has raised before; what it cannot end is refused below
             old.shutdown(REFUSE_SECONDS)
@@ -281,7 +282,7 @@ class WorkerSide:
             spared = retired.open_jobs()
         except Exception:  # nobody will ever know more than this
             spared, unknown = set(), True
-        self._collect(self._debts.failing(spared | self.half.open_jobs(), self._rank, unknown=unknown))
+        self._collect(self._debts.failing(spared | self.half.open_jobs(), self.half.rank, unknown=unknown))
 
     def _collect(self, report: Report) -> None:
         owed = self._debts.pay(report)

@@ -15,8 +15,8 @@ from functools import partial
 
 from epochkv_connector.store.lanes import Outcome
 from epochkv_connector.wire.jobs import BlockMove, LoadJob, Source
+from epochkv_connector.worker.copying.staging import Pair, StagingStream
 from epochkv_connector.worker.rank import JobFailed, Rank
-from epochkv_connector.worker.staging import Pair, StagingStream
 from epochkv_connector.worker.tasks import Load, Stage, remaining
 
 

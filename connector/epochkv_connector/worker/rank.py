@@ -1,4 +1,4 @@
-"""What the loads and the saves of one worker rank share: the host region, the store, and which slot holds what.
+"""What the loads and the saves of one worker rank share: its host region, copy threads and store, and which slot holds what.
 
 Everything that more than one thread touches is guarded by `changed`, which is also how the model-runner thread is told
 that something has ended. A job that cannot be done raises `JobFailed` here; `guard` turns that, and anything else, into
@@ -17,8 +17,8 @@ from epochkv_connector.naming.keys import KeyCodecError, epoch_of, object_key, r
 from epochkv_connector.store.counters import Counters, Notices
 from epochkv_connector.store.lanes import Ticket, Transfer
 from epochkv_connector.wire.jobs import BlockMove
-from epochkv_connector.worker.staging import Pair, Staging, compute_event
-from epochkv_connector.worker.tasks import BlockStore, Mover
+from epochkv_connector.worker.copying.staging import HostRegion, Pair, Staging, compute_event
+from epochkv_connector.worker.tasks import BlockStore, Mover, remaining
 
 logger = logging.getLogger(__name__)
 
@@ -31,21 +31,30 @@ class JobFailed(Exception):
         self.reason = reason
 
 
+_KEPT: list[Staging] = []
+"""Regions that a store call in flight may still touch after `close`: they live as long as the process."""
+
+OpenStore = Callable[[HostRegion], BlockStore]
+
+
 class Rank:
-    """One rank's region, store and slots.
+    """One rank's region, copy threads, store and slots. Jobs may be given to it between `open` and `close`.
 
     Attributes:
+        number: in the order the scheduler half counts ranks.
         shard: which KV shard this rank holds.
         replicas, replica: how many ranks hold the same shard, and this one's place among them.
         alone: no other rank holds a part of this engine's weights.
         newest_epoch: highest epoch this rank was told of.
     """
 
-    def __init__(self, shard: int, replicas: int, replica: int, *, alone: bool = True) -> None:
-        self.alone = alone
-        self.shard = shard
-        self.replicas = replicas
-        self.replica = replica
+    def __init__(self, number: int, world_size: int, shard: int | None, num_shards: int | None, replica: int | None) -> None:
+        """See `half.WorkerHalf`."""
+        self.number = number
+        self.alone = world_size == 1
+        self.shard = number if shard is None else shard
+        self.replicas = max(1, world_size // (num_shards or world_size))
+        self.replica = number % self.replicas if replica is None else replica
         self.staging: Staging | None = None
         self.store: BlockStore | None = None
         self.movers: dict[str, Mover] = {}
@@ -56,6 +65,38 @@ class Rank:
         self.changed = threading.Condition()  # re-entrant: a store may answer inside the call that asks it
         self._held: Counter[int] = Counter()  # slot -> transfers that may still touch it
         self._contents: dict[int, tuple[int, bytes]] = {}
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    def open(self, staging: Staging, open_store: OpenStore | None) -> None:
+        """Open the streams of the copy threads, and the store over the region.
+
+        Raises:
+            OSError, RuntimeError: one cannot be opened; `close` ends the rest.
+        """
+        self.staging = staging
+        for name in ("load", "save"):
+            self.movers[name] = Mover(name, staging)
+        if open_store is not None:
+            self.store = open_store(staging.region)
+
+    def close(self, deadline: float) -> bool:
+        """End the threads and close the store. False: a call or copy is still under way, so its memory is kept."""
+        stopped = [mover.stop(remaining(deadline)) for mover in self.movers.values()]
+        clean = all(stopped)
+        if self.store is not None:
+            clean = self.store.close(max(remaining(deadline), 0.1)) and clean
+        if self.staging is not None:
+            if clean:
+                self.staging.region.unpin()
+            else:
+                _KEPT.append(self.staging)
+        return clean
+
+    def tell_epoch(self, epoch: int) -> None:
+        """The engine has adopted this epoch, or had before."""
+        with self.changed:
+            self.newest_epoch = max(self.newest_epoch, epoch)
 
     @property
     def num_held(self) -> int:

@@ -15,7 +15,7 @@ SLEEP_SECONDS = 30.0
 
 
 class Settles(Protocol):
-    """`worker.WorkerHalf`."""
+    """`half.WorkerHalf`."""
 
     def settle_for_sleep(self, timeout: float) -> int: ...
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from epochkv_connector.naming.keys import KeyCodecError, epoch_of
 from epochkv_connector.store import Ticket, Transfer
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob
-from epochkv_connector.worker.staging import Staging, StagingStream
+from epochkv_connector.worker.copying.staging import Staging, StagingStream
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
-"""Builds the tiers from the configuration: the scheduler half with its L2 lookup client, and the worker half.
+"""Builds the two halves from the configuration: the scheduler half with its L2 lookup client, and the worker half of a rank.
 
-Both halves derive slots and shards from the same numbers here, so they cannot disagree.
+Both derive slots and shards from the same numbers here, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from epochkv_connector.scheduler.index import slot_count
 from epochkv_connector.scheduler.views import KeysOf, LookupClient
 from epochkv_connector.store import StoreClient, StoreSettings
 from epochkv_connector.worker import sleeping
-from epochkv_connector.worker.layout import GroupSpec, layout_digest
-from epochkv_connector.worker.slots import object_bytes
-from epochkv_connector.worker.staging import HostRegion
-from epochkv_connector.worker.worker import WorkerHalf
+from epochkv_connector.worker.copying.layout import GroupSpec, layout_digest
+from epochkv_connector.worker.copying.slots import object_bytes
+from epochkv_connector.worker.copying.staging import HostRegion
+from epochkv_connector.worker.half import WorkerHalf
 
 logger = logging.getLogger("vllm.epochkv.tiers")
 
@@ -162,9 +162,9 @@ def build_worker(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any
         world_size=ranks,
         shard=rank // (ranks // shards),
         num_shards=shards,
+        layout=own_layout,
         open_store=open_store if settings is not None else None,
     )
-    half.layout = own_layout
     num_slots = slot_count(config, max(1, layout.slot_bytes), ranks)
     if config.local is None:
         local_ranks = ranks // topology.num_machines(vllm_config)

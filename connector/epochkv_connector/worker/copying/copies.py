@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from epochkv_connector.worker.cuda import Submit
-from epochkv_connector.worker.layout import GroupView
-from epochkv_connector.worker.rows import RowClass, progressions, row_classes
-from epochkv_connector.worker.slots import HEADER_BYTES
+from epochkv_connector.worker.copying.cuda import Submit
+from epochkv_connector.worker.copying.layout import GroupView
+from epochkv_connector.worker.copying.rows import RowClass, progressions, row_classes
+from epochkv_connector.worker.copying.slots import HEADER_BYTES
 
 logger = logging.getLogger(__name__)
 
