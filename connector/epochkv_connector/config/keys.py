@@ -121,10 +121,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     ] = None
     local: Annotated[
         LocalTier | None,
-        Meta(
-            description="L1: host memory of this engine. Without it there is none.",
-            extra={"remedy": "leave local out for no L1"},
-        ),
+        Meta(description="L1: host memory of this engine. Without it there is none.", extra={"remedy": "leave local out for no L1"}),
     ] = None
     distributed: Annotated[
         DistributedTier | None,

@@ -42,55 +42,6 @@ class Half(Protocol):
     def shutdown(self, timeout: float = 5.0) -> bool: ...
 
 
-class RefusingHalf:
-    """Answers every job at once as failed: what a rank without a host region owes the scheduler half."""
-
-    layout = b""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self._failed: set[str] = set()
-        self._acks: list[JobAck] = []
-
-    def start_step(self, step: StepMetadata) -> None:
-        """Fail the loads, drop the saves, report the poisoned."""
-        for load in step.loads:
-            self._failed.add(load.request_id)
-            self._acks.append(JobAck(load.job_id, self.rank, Phase.LOADED, 0, 0, failed=True))
-        self._failed.update(step.poisoned)
-        for save in step.saves:
-            for phase in save.phases:
-                self._acks.append(JobAck(save.job_id, self.rank, phase, save.start_block, 0, failed=True))
-
-    def finish_step(self, as_named: Callable[[], bool] = lambda: True) -> None:
-        """Nothing to begin."""
-
-    def settle(self) -> None:
-        """Nothing is copied."""
-
-    def results(self, wait_seconds: float = 0.0) -> Report:
-        """Everything since the last call."""
-        failed, self._failed = self._failed, set()
-        acks, self._acks = self._acks, []
-        return Report(set(failed), failed, acks)
-
-    def wait_copied(self, timeout: float) -> bool:
-        """Nothing is copied."""
-        return True
-
-    def open_jobs(self) -> set[int]:
-        """Everything is answered at once."""
-        return set()
-
-    def stats(self) -> dict[str, float]:
-        """Nothing is moved."""
-        return {}
-
-    def shutdown(self, timeout: float = 5.0) -> bool:
-        """Nothing to end."""
-        return True
-
-
 class _Debts:
     """What a rank owes the scheduler half and vLLM: one report for each load and poisoned request, one acknowledgement
     for each phase of each job. Whoever pays, nothing is paid twice."""
@@ -146,6 +97,46 @@ class _Debts:
 
 def _fetched(load: LoadJob) -> tuple[int, ...]:
     return tuple(move.slot for move in load.moves if move.source is Source.STORE)
+
+
+class RefusingHalf:
+    """Answers every job at once as failed: what a rank without a host region owes the scheduler half."""
+
+    layout = b""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._owed = _Debts()
+
+    def start_step(self, step: StepMetadata) -> None:
+        """Fail the loads, drop the saves, report the poisoned."""
+        self._owed.take_on(step)
+
+    def finish_step(self, as_named: Callable[[], bool] = lambda: True) -> None:
+        """Nothing to begin."""
+
+    def settle(self) -> None:
+        """Nothing is copied."""
+
+    def results(self, wait_seconds: float = 0.0) -> Report:
+        """Everything since the last call."""
+        return self._owed.pay(self._owed.failing(set(), self.rank))
+
+    def wait_copied(self, timeout: float) -> bool:
+        """Nothing is copied."""
+        return True
+
+    def open_jobs(self) -> set[int]:
+        """Everything is answered at once."""
+        return set()
+
+    def stats(self) -> dict[str, float]:
+        """Nothing is moved."""
+        return {}
+
+    def shutdown(self, timeout: float = 5.0) -> bool:
+        """Nothing to end."""
+        return True
 
 
 class Look(Protocol):

@@ -14,37 +14,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from epochkv_connector.wire.jobs import JobAck, LoadJob, Phase, SaveJob
+from epochkv_connector.wire.jobs import JobAck, Phase
 from epochkv_connector.worker.copying.staging import GroupSpec, HostRegion, Staging
 from epochkv_connector.worker.loading import Loads
 from epochkv_connector.worker.rank import OpenStore, Rank
 from epochkv_connector.worker.saving import Saves
 from epochkv_connector.worker.tasks import BlockStore, Load, Report, Save, is_open, remaining
 
+if TYPE_CHECKING:
+    from epochkv_connector.wire.steps import StepMetadata
+
 IDLE_WAIT_SECONDS = 0.001
 """How long `results` may wait for a completion on a step without scheduled tokens."""
 
 SETTLE_SECONDS = 1.0
 """How long a step waits for copies whose GPU blocks it may write to; later ones count as failed."""
-
-
-class Step(Protocol):
-    """What a step brings (`wire.StepMetadata`)."""
-
-    @property
-    def loads(self) -> Sequence[LoadJob]: ...
-    @property
-    def saves(self) -> Sequence[SaveJob]: ...
-    @property
-    def poisoned(self) -> Sequence[str]: ...
-    @property
-    def newest_epoch(self) -> int: ...
-    @property
-    def agreed(self) -> Sequence[int]: ...
-    @property
-    def refused(self) -> Sequence[int]: ...
 
 
 class WorkerHalf:
@@ -153,7 +139,7 @@ class WorkerHalf:
         """Counters since start: `copy_{load,save}_{bytes,seconds,blocks}`, `{load,save}_jobs`, `{load,save}_failed_<reason>`,
         `save_put_dropped_<reason>`; gauges `held_slots`, `open_loads`, `open_copies`; the store's own as `store_*`."""
         values = self._rank.counters.snapshot()
-        values["held_slots"] = self._rank.num_held
+        values["held_slots"] = self._rank.slots.num_held
         values["open_loads"] = len(self._loads.open)
         values["open_copies"] = len(self._saves.copies)
         if self._rank.store is not None:
@@ -162,7 +148,7 @@ class WorkerHalf:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def start_step(self, step: Step) -> None:
+    def start_step(self, step: StepMetadata) -> None:
         """Take the jobs of a step: loads begin at once, saves with `finish_step`. Never raises."""
         self._saves.submit()  # of a step that had no finish_step: its forward is over by now
         self._rank.tell_epoch(step.newest_epoch)

@@ -18,17 +18,70 @@ from epochkv_connector.store.counters import Counters, Notices
 from epochkv_connector.store.lanes import Ticket, Transfer
 from epochkv_connector.wire.jobs import BlockMove
 from epochkv_connector.worker.copying.staging import HostRegion, Pair, Staging, compute_event
-from epochkv_connector.worker.tasks import BlockStore, Mover, remaining
+from epochkv_connector.worker.tasks import BlockStore, JobFailed, Mover, remaining
 
 logger = logging.getLogger(__name__)
 
 
-class JobFailed(Exception):
-    """A job cannot be done; `reason` is the name of a counter."""
+class Slots:
+    """Which slot holds which block, and which a late store call may still touch. Guarded by `changed`."""
 
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
+    def __init__(self, changed: threading.Condition) -> None:
+        self._changed = changed
+        self._held: Counter[int] = Counter()  # slot -> transfers that may still touch it
+        self._contents: dict[int, tuple[int, bytes]] = {}
+
+    @property
+    def num_held(self) -> int:
+        """Slots that a transfer may still touch."""
+        return len(self._held)
+
+    def check_free(self, moves: Iterable[BlockMove]) -> None:
+        """Refuse to write to slots that a late store call may still touch."""
+        with self._changed:
+            held = [move.slot for move in moves if move.slot in self._held]
+        if held:
+            raise JobFailed("slot_busy", f"slots {held} are still in use by an earlier job's transfer")
+
+    def mismatched(self, moves: Iterable[BlockMove]) -> tuple[int, ...]:
+        """Slots that do not hold the very block that the scheduler half believes they hold."""
+        return tuple(move.slot for move in moves if self._contents.get(move.slot) != (move.group, move.block_hash))
+
+    def check_contents(self, moves: Iterable[BlockMove]) -> None:
+        """Refuse what `mismatched` names."""
+        bad = self.mismatched(moves)
+        if bad:
+            raise JobFailed("slot_mismatch", f"slots {bad} do not hold the blocks that were asked for")
+
+    def empty(self, moves: Iterable[BlockMove]) -> None:
+        """The slots of these moves are about to be overwritten."""
+        with self._changed:
+            for move in moves:
+                self._contents.pop(move.slot, None)
+
+    def fill(self, moves: Iterable[BlockMove]) -> None:
+        """The slots of these moves hold their blocks now."""
+        with self._changed:
+            for move in moves:
+                self._contents[move.slot] = (move.group, move.block_hash)
+
+    def hold(self, slots: tuple[int, ...], ask: Callable[[], Ticket]) -> Ticket:
+        """Ask the store for something; its slots are nobody else's until it has let go of them."""
+        with self._changed:
+            self._held.update(slots)
+        try:
+            ticket = ask()
+        except BaseException:
+            self._release(slots)
+            raise
+        ticket.released.add_done_callback(lambda _: self._release(slots))
+        return ticket
+
+    def _release(self, slots: tuple[int, ...]) -> None:
+        with self._changed:
+            self._held.subtract(slots)
+            self._held = +self._held
+            self._changed.notify_all()
 
 
 _KEPT: list[Staging] = []
@@ -63,8 +116,7 @@ class Rank:
         self.counters = Counters()
         self.notices = Notices(logger)
         self.changed = threading.Condition()  # re-entrant: a store may answer inside the call that asks it
-        self._held: Counter[int] = Counter()  # slot -> transfers that may still touch it
-        self._contents: dict[int, tuple[int, bytes]] = {}
+        self.slots = Slots(self.changed)
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -98,11 +150,6 @@ class Rank:
         with self.changed:
             self.newest_epoch = max(self.newest_epoch, epoch)
 
-    @property
-    def num_held(self) -> int:
-        """Slots that a transfer may still touch."""
-        return len(self._held)
-
     def usable(self) -> Staging:
         """The region.
 
@@ -119,43 +166,12 @@ class Rank:
         """End of the work issued so far on the model's stream (None on CPU). Model-runner thread only."""
         return None if self.staging is None else compute_event(self.staging.device)
 
-    # -- slots ---------------------------------------------------------------------------------------------------
-
     def check_slots(self, moves: Iterable[BlockMove]) -> None:
         """Refuse slots and groups that do not exist."""
         staging = self.usable()
         for move in moves:
             if not (0 <= move.slot < staging.region.num_slots and 0 <= move.group < len(staging.groups)):
                 raise JobFailed("bad_move", f"slot {move.slot} of group {move.group} does not exist")
-
-    def check_free(self, moves: Iterable[BlockMove]) -> None:
-        """Refuse to write to slots that a late store call may still touch."""
-        with self.changed:
-            held = [move.slot for move in moves if move.slot in self._held]
-        if held:
-            raise JobFailed("slot_busy", f"slots {held} are still in use by an earlier job's transfer")
-
-    def mismatched(self, moves: Iterable[BlockMove]) -> tuple[int, ...]:
-        """Slots that do not hold the very block that the scheduler half believes they hold."""
-        return tuple(move.slot for move in moves if self._contents.get(move.slot) != (move.group, move.block_hash))
-
-    def check_contents(self, moves: Iterable[BlockMove]) -> None:
-        """Refuse what `mismatched` names."""
-        bad = self.mismatched(moves)
-        if bad:
-            raise JobFailed("slot_mismatch", f"slots {bad} do not hold the blocks that were asked for")
-
-    def empty(self, moves: Iterable[BlockMove]) -> None:
-        """The slots of these moves are about to be overwritten."""
-        with self.changed:
-            for move in moves:
-                self._contents.pop(move.slot, None)
-
-    def fill(self, moves: Iterable[BlockMove]) -> None:
-        """The slots of these moves hold their blocks now."""
-        with self.changed:
-            for move in moves:
-                self._contents[move.slot] = (move.group, move.block_hash)
 
     # -- the store -----------------------------------------------------------------------------------------------
 
@@ -175,24 +191,6 @@ class Rank:
             return epoch_of(namespace) < self.newest_epoch
         except KeyCodecError:
             return False
-
-    def hold(self, slots: tuple[int, ...], ask: Callable[[], Ticket]) -> Ticket:
-        """Ask the store for something; its slots are nobody else's until it has let go of them."""
-        with self.changed:
-            self._held.update(slots)
-        try:
-            ticket = ask()
-        except BaseException:
-            self._release(slots)
-            raise
-        ticket.released.add_done_callback(lambda _: self._release(slots))
-        return ticket
-
-    def _release(self, slots: tuple[int, ...]) -> None:
-        with self.changed:
-            self._held.subtract(slots)
-            self._held = +self._held
-            self.changed.notify_all()
 
     # -- what is told --------------------------------------------------------------------------------------------
 

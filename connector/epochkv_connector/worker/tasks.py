@@ -24,6 +24,14 @@ OPEN_SECONDS = 60.0
 """For a device to give a copy thread its stream."""
 
 
+class JobFailed(Exception):
+    """A job cannot be done; `reason` is the name of a counter."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
 class BlockStore(Protocol):
     """The L2 store, as `epochkv_connector.store.StoreClient` is."""
 

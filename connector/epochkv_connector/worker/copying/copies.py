@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from epochkv_connector.worker.copying.cuda import Submit
 from epochkv_connector.worker.copying.layout import GroupView
 from epochkv_connector.worker.copying.rows import RowClass, progressions, row_classes
 from epochkv_connector.worker.copying.slots import HEADER_BYTES
+
+if TYPE_CHECKING:
+    from epochkv_connector.worker.copying.staging import HostRegion
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +44,6 @@ MAX_SERIES = 4
 """Rows of one block that lie in so few equally spaced series are written series by series."""
 
 
-class Region(Protocol):
-    """`staging.HostRegion`."""
-
-    stride: int
-    address: int
-    tensor: Tensor
-
-
 class Copies(Protocol):
     """Made and used by one thread. Both return when the bytes are there; `after`: event behind which to begin."""
 
@@ -62,7 +57,7 @@ class Copies(Protocol):
 class CpuCopies:
     """Copies within host memory, on the calling thread alone."""
 
-    def __init__(self, groups: Sequence[GroupView], region: Region) -> None:
+    def __init__(self, groups: Sequence[GroupView], region: HostRegion) -> None:
         self._classes = [[_CpuRows(rows, group.num_blocks, region) for rows in row_classes(group.parts)] for group in groups]
         _use_one_thread_for_copies()
 
@@ -82,7 +77,7 @@ class CpuCopies:
 class _Lens:
     """Both sides of a class of rows in elements of at most `most` bytes: block rows by index, the rows of a slot by stride."""
 
-    def __init__(self, rows: RowClass, num_blocks: int, region: Region, most: int) -> None:
+    def __init__(self, rows: RowClass, num_blocks: int, region: HostRegion, most: int) -> None:
         low = int(rows.addresses.min())
         high = int((rows.addresses + (num_blocks - 1) * rows.block_strides).max()) + rows.num_bytes
         first, spacing = _spacing(rows.offsets)
@@ -110,7 +105,7 @@ class _Lens:
 class _CpuRows:
     """Copies one class of rows of one group."""
 
-    def __init__(self, rows: RowClass, num_blocks: int, region: Region) -> None:
+    def __init__(self, rows: RowClass, num_blocks: int, region: HostRegion) -> None:
         # index_select copies whole rows, fastest with 8 bytes to an element; index_copy_ element by element.
         self._lens = _Lens(rows, num_blocks, region, 8)
         self._wide = _Lens(rows, num_blocks, region, 16)
@@ -170,7 +165,7 @@ class Stream(Protocol):
 class CudaCopies:
     """Copies between device memory and page-locked host memory on a side stream; waits for their own event, never for the device."""
 
-    def __init__(self, groups: Sequence[GroupView], region: Region, stream: Stream, submit: Submit) -> None:
+    def __init__(self, groups: Sequence[GroupView], region: HostRegion, stream: Stream, submit: Submit) -> None:
         self._classes = [row_classes(group.parts) for group in groups]
         self._region = region
         self._stream = stream
