@@ -55,10 +55,10 @@ class SchedulerTiers:
     object_bytes: tuple[int, ...] = ()
 
     def reclaim(self, pool_uid: str, fingerprint: str, below: int, keep: Sequence[bytes] = ()) -> tuple[int, int]:
-        """Remove the pool's L2 keys of the epochs below `below`, and unless `keep` is empty those of all weights that are not in it,
-        of every layout. Blocks: not for the scheduler thread.
+        """Remove the pool's L2 keys of epochs below `below` and, unless `keep` is empty, of all weights that are not in it.
 
-        Keys that the store leases to a reader stay, and puts under way land later: ask again after the store's lease time.
+        Keys of every layout go. Blocks: not for the scheduler thread. Keys that the store leases to a reader stay, and puts under
+        way land later, so ask again after the store's lease time.
 
         Returns:
             How many keys went, and the bytes of those of this engine's own layout: the size of others is not known.
@@ -126,7 +126,7 @@ def _group_specs(kv_cache_config: Any) -> list[GroupSpec]:
 
 
 def layout_of_rank(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]) -> bytes:
-    """What this rank's KV tensors, as registered, and what runs over them make of a block's bytes (`layout_digest`).
+    """Digest of what each byte of a block means on this rank: its tensors, and the kernels that use them (`layout_digest`).
 
     Raises:
         LayoutError: the tensors cannot be cut into blocks.

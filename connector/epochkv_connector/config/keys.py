@@ -1,9 +1,9 @@
 """The connector's configuration: parsed once at the edge, every error names the key, the value and what is allowed.
 
-Comes from `kv_connector_extra_config`; a JSON file with the same schema may be named by `config_file` or the environment
-variable `EPOCHKV_CONFIG`, which may also hold the JSON itself (inline keys win), so that an engine a trainer starts can join
-with a file, or its environment, alone. Pool and hub are those of every client (`epochkv_fence.connection`). Each key is declared
-once, at its field, in the terms of `schema`; the reference page is printed from that.
+The keys come from `kv_connector_extra_config`. `config_file` or the environment variable `EPOCHKV_CONFIG` may name a JSON file
+with the same keys, and the variable may hold the JSON itself; inline keys win. So an engine that a trainer starts can join
+with a file, or its environment, alone. Clients use the same `pool` and `hub` (`epochkv_fence.connection`). Each key is
+declared once, at its field, in the terms of `schema`; the reference page is generated from that.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""One sentence for what is wrong with a key of the configuration, out of the models that declare it.
+"""Says in one sentence what is wrong with a key of the configuration. The models that declare the keys provide the words.
 
-msgspec says "Expected `int`, got `str` - at `$.local`"; whoever reads that in the log of a launcher has to guess which
-value that was and what would do instead. Every sentence here names the key, the value, what is allowed and a remedy; a
-key that does not exist is answered with the nearest one that does. What a key may hold and does is said once, at its field
-(`msgspec.Meta`): types, bounds and description, and in `extra` what msgspec has no word for:
+msgspec says "Expected `int`, got `str` - at `$.local`". A user who reads that in a launcher's log has to guess which value it
+was and what to write instead. Every sentence here names the key, the value, what is allowed and a remedy; an unknown key is
+answered with the nearest known one. A field declares its key once (`msgspec.Meta`): type, bounds, description, and in `extra`
+what msgspec has no term for:
 
 - `allowed`: of a text, what follows "it must be"; `fits`: whether a text is fine
 - `remedy`: what to do, or what leaving an object out means; `unit`: of a number
 
-The reference page (`reference`) is printed from the same. Pure: no vLLM, no I/O.
+The reference page is generated from the same fields (`reference`). Pure: no vLLM, no I/O.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _key(field: inspect.Field) -> Key:
 
 
 def _allowed(kind: inspect.Type, words: Mapping[str, Any]) -> tuple[str, str, Callable[[Any], bool]]:
-    """Its name, what it may hold, and whether a value fits. `true` is no number, nor is `1.0` a whole one."""
+    """The type's name, the values it may hold, and whether a value fits. `true` is not a number, and `1.0` is not a whole one."""
     match kind:
         case inspect.BoolType():
             return "boolean", "true or false", lambda value: isinstance(value, bool)
@@ -204,7 +204,7 @@ def _nearest(name: str, keys: Mapping[str, Key], root: Mapping[str, Key], path: 
 
 
 def every(keys: Mapping[str, Key], path: str = "") -> Iterator[tuple[str, Key]]:
-    """All keys with their full names, those of an object behind it."""
+    """All keys with their full names; an object comes before its keys."""
     for name, key in keys.items():
         yield f"{path}{name}", key
         if key.keys is not None:

@@ -61,7 +61,7 @@ class BlockPoolAdapter:
 
 
 class _Ids(Sequence[int]):
-    """Ids of vLLM's blocks, looked up when asked for: a request has hundreds, and a step needs one or two."""
+    """Ids of vLLM's blocks, looked up on access: a request has hundreds of blocks, and a step needs one or two ids."""
 
     __slots__ = ("_blocks",)
 
@@ -76,7 +76,7 @@ class _Ids(Sequence[int]):
 
 
 def group_block_ids(kv_cache_manager: Any, request_id: str) -> tuple[Sequence[int], ...]:
-    """The GPU blocks of a request by group, as they are now; only to be read, and only during the call they are given to."""
+    """A request's GPU blocks by group. Read them only during the call that they are passed to."""
     return tuple(map(_Ids, kv_cache_manager.get_blocks(request_id).blocks))
 
 
@@ -94,12 +94,12 @@ def num_confirmed_tokens(request: Any, num_scheduled: int, num_drafts: int) -> i
 
 
 def num_final_tokens(request: Any) -> int:
-    """The same for a request that has ended, counting only steps whose results are in."""
+    """As `num_confirmed_tokens`, for a request that has ended: only steps whose results are in count."""
     return int(max(0, min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens)))
 
 
 def num_expected_tokens(request: Any) -> int:
-    """How many tokens of the request may be known once the steps before this one have given their results, at most."""
+    """The largest number of tokens that the request can have once the results of all earlier steps are in."""
     return int(request.num_tokens + request.num_in_flight_tokens)
 
 

@@ -25,18 +25,18 @@ UNKNOWN = "unknown"
 _LORA_CAPACITIES = frozenset(
     ("max_lora_rank", "max_loras", "max_cpu_loras", "max_lora_cls_labels", "default_mm_loras", "specialize_active_lora")
 )
-"""Fields of `LoRAConfig` that do not say how an adapter is applied; every other one does, also those that are yet to come."""
+"""Fields of `LoRAConfig` that do not change how an adapter is applied. Every other field counts, including later ones."""
 
 _VOLATILE_HF_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "_attn_implementation_autoset")
 
 
 def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
-    """Everything but weights that changes KV bytes or their layout, as JSON (`identity.fingerprint` digests it). Where the model was
-        loaded from does not: what its files said is in its configuration and in the digest of its weights.
+    """Everything but weights that changes KV bytes or their layout, as JSON (`identity.fingerprint` digests it).
 
-    As far as the scheduler process can know it: ranks say how their tensors lie (`worker.copying.layout.layout_digest`). Ranks are
-        numbered within their engine, so an object of one number holds other heads where tensor-parallel size or the number of
-        distinct shards differs. Pickle-based hash algorithms depend on the interpreter's minor version, so that is in for them.
+    The path that the model was loaded from is left out: its configuration and the digest of its weights say what it held. The
+    layout of tensors is left out, too: each rank reports its own (`worker.copying.layout.layout_digest`). Tensor-parallel size
+    and number of shards are in, because rank 1 of 2 holds other heads than rank 1 of 4. The interpreter's minor version is in
+    for hash algorithms that pickle.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     algorithm = str(cache.prefix_caching_hash_algo)
@@ -82,7 +82,7 @@ def _describe_group(group: Any) -> dict[str, Any]:
 
 
 def describe_adapters(vllm_config: Any) -> str:
-    """How adapters are applied: every option but those that say how many there may be, as text; empty without adapters."""
+    """How adapters are applied: a digest of every option but the limits on their number. Empty without adapters."""
     lora = getattr(vllm_config, "lora_config", None)
     if lora is None:
         return ""
@@ -150,7 +150,7 @@ def is_shuffled() -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """JSON for the values found in vLLM configurations; addresses never get in."""
+    """JSON of a value of a vLLM configuration, without memory addresses."""
     if value is None or isinstance(value, (bool, int, float, str)):
         plain: Any = value
     elif isinstance(value, dict):
@@ -170,7 +170,7 @@ def _plain(value: Any) -> Any:
 
 
 def _options(config: Any, left_out: frozenset[str] = frozenset()) -> dict[str, Any] | None:
-    """Every field of one of vLLM's configurations, also those that are yet to come; None: there is no such configuration."""
+    """Every field of one of vLLM's configurations, including fields that later versions add. None: there is no such configuration."""
     return None if config is None else {key: _plain(value) for key, value in vars(config).items() if key not in left_out}
 
 
@@ -183,7 +183,7 @@ def _model_digest(model_config: Any) -> str:
 
 
 def _remote_code(model: Any) -> list[Any] | None:
-    """Where the model's own code is from; None: it runs vLLM's."""
+    """Where the model's own code comes from; None: the model runs on vLLM's code."""
     if not (getattr(model, "trust_remote_code", False) and getattr(getattr(model, "hf_config", None), "auto_map", None)):
         return None
     return [str(model.model), _plain(getattr(model, "revision", None)), _plain(getattr(model, "code_revision", None))]

@@ -1,10 +1,10 @@
 """KV events of L1, for routers that send a prompt to the engine that holds its blocks.
 
-They go through the GPU block pool's own queue, in one order with vLLM's events: after the `AllBlocksCleared` of an epoch
-change nothing may follow that speaks of names from before. An event carries the tokens of its block, and when a block has
-arrived its request may be gone, so a block is described when its job goes out. Nothing here may harm the bookkeeping that
-calls it: an error ends the events of this engine, and is counted. Knows of vLLM 0.30 to 0.33: the events of
-`distributed.kv_events`, `BlockPool.kv_event_queue`, and `kv_cache_utils` for hashes and extra keys.
+Events go through the GPU block pool's queue, in one order with vLLM's own: no event after the `AllBlocksCleared` of an
+epoch change may carry a name from before it. An event carries the tokens of its block. The request may be gone when the
+block arrives in L1, so a block is described when its job is sent. An error ends the events of this engine and is counted; it
+never reaches the caller. Knows of vLLM 0.30 to 0.33: the events of `distributed.kv_events`, `BlockPool.kv_event_queue`, and
+`kv_cache_utils` for hashes and extra keys.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def has_kv_events(block_pool: Any) -> bool:
 
 
 def about_request(request: Any, start: int, end: int) -> AboutRequest:
-    """The same, for the block of tokens `[start, end)`."""
+    """What `BlockStored` says of the request, for its block of tokens `[start, end)`."""
     extra, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)
     untagged = getattr(kv_cache_utils, "to_event_extra_keys", lambda keys: keys)  # 0.31 and later tag them for the hash
     lora = request.lora_request
@@ -50,7 +50,7 @@ def about_request(request: Any, start: int, end: int) -> AboutRequest:
 
 
 def host_block_stored(name: bytes, group: int, parent: bytes | None, tokens: list[int], block_size: int, about: AboutRequest | None) -> Any:
-    """`BlockStored` for a block in host memory; without `about` the bare name, as vLLM's own offloading announces blocks."""
+    """`BlockStored` for a block in host memory. Without `about` it carries the name alone, as vLLM's own offloading does."""
     from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
 
     known = about or AboutRequest(None, None, None, None)
@@ -107,10 +107,10 @@ class Described:
 
 
 class HostEvents:
-    """`scheduler.views.NameListener` that tells routers. Scheduler thread only.
+    """The `scheduler.views.NameListener` that tells routers. Scheduler thread only.
 
     Args:
-        on_error: told of the error that ended the events.
+        on_error: called with the error that ended the events.
     """
 
     def __init__(self, on_error: Callable[[str, Exception], None]) -> None:
@@ -129,7 +129,7 @@ class HostEvents:
         return len(self._announced)
 
     def bind(self, block_pool: Any, half: SchedulerHalf | None) -> None:
-        """vLLM's pool, whose queue is used, and the half whose L1 is told of (None: there is no L1)."""
+        """Use the queue of vLLM's pool, and report the L1 of this half (None: there is no L1)."""
         self._pool = block_pool
         if half is not None and has_kv_events(block_pool):
             self._sizes = [group.block_size for group in half.layout.groups]
@@ -141,7 +141,7 @@ class HostEvents:
     # -- what goes out ---------------------------------------------------------------------------------------------
 
     def offer(self, requests: Mapping[str, Any], jobs: Iterable[SaveJob | LoadJob]) -> None:
-        """Jobs go out that will fill slots of L1, for some of these requests (by id)."""
+        """Describe the blocks that these jobs will bring into L1. `requests`: all that live, by id."""
         if not self._over:
             self._safely(lambda: self._offer_all(requests, jobs))
 
@@ -196,13 +196,13 @@ class HostEvents:
             self._put(host_block_removed(key[1], key[0]))
 
     def found_again(self, keys: Iterable[Key]) -> None:
-        """An earlier root is back, and so are these blocks; they are told once everything was cleared."""
+        """These blocks can be found again, because an earlier root is back. `cleared` announces them."""
         self._found = list(keys)
 
     # -- everything --------------------------------------------------------------------------------------------------
 
     def cleared(self, *, drop_pending: bool) -> None:
-        """The names changed: routers forget everything, then hear what is findable all the same."""
+        """The names changed: tell routers to forget everything, then announce the blocks that can still be found."""
         queue_all_blocks_cleared(self._pool, drop_pending=drop_pending)
         self._safely(self._cleared)
 

@@ -35,7 +35,7 @@ class GlobalRoot:
         kv_cache_utils.NONE_HASH = root
 
     def is_bound(self, root: bytes) -> bool:
-        """Whether the global is this very object (somebody else may have overwritten it)."""
+        """Whether the global is this very object; another engine of the process may have overwritten it."""
         return kv_cache_utils.NONE_HASH is root
 
 

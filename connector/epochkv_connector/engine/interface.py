@@ -1,7 +1,7 @@
-"""What nothing works without: the classes of vLLM that ours derive from, and its module of block hashes.
+"""The names of vLLM that the connector cannot do without: base classes of connectors, and the module of block hashes.
 
-Knows of vLLM 0.30 to 0.33: the modules that define them. Whoever needs one imports it from here, so that a version that is
-too far away is refused with a sentence.
+Everything imports them from here, so that a vLLM without them is refused with a sentence. Knows of vLLM 0.30 to 0.33: the
+modules that define them.
 """
 
 from __future__ import annotations

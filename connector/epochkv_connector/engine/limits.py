@@ -1,4 +1,4 @@
-"""What cannot be served, each with a sentence that says what to change: no start, no tiers, no names or no adapters.
+"""What the connector cannot serve, each with a sentence that says what to change: no start, no tiers, no names, no adapters.
 
 Whether an engine may start is decided in `check_start` alone. It is asked twice: before a model is loaded, by whoever makes
 an engine (`plugin`), and by the connector in every process of the engine, which may have been started without the plugin.
@@ -19,7 +19,7 @@ from epochkv_connector.engine.topology import has_ranks_here, l1_share
 from epochkv_connector.engine.version import UnsupportedEngine, check_version
 
 ALLOWED_SIBLINGS: frozenset[str] = frozenset({NAME})
-"""What may stand, once, beside us in a MultiConnector: connectors that keep block hashes per request would outlive a re-hash."""
+"""Children that a MultiConnector may have. Any other could keep block hashes of a request from before it was hashed again."""
 
 
 def check_start(vllm_config: Any, extra: Mapping[str, Any], siblings: Sequence[str], *, here: bool = True) -> ConnectorConfig:
@@ -99,7 +99,7 @@ def check_launcher(backend: object, num_ranks: int) -> None:
 
 
 def why_no_tiers(vllm_config: Any) -> str | None:
-    """Why KV that leaves this engine's blocks, or comes into them, would be wrong or unused; None: it would not."""
+    """Why KV must neither leave nor enter this engine's blocks, in words; None: it may."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if describe.on_cpu() and bool(getattr(model, "use_mla", False)) and not _cpu_mla_reads_context(vllm_config):
         return (

@@ -1,4 +1,4 @@
-"""Our log lines among vLLM's. Knows of vLLM: the logger `vllm` and its handlers."""
+"""Puts our log lines among vLLM's. Knows of vLLM: the logger `vllm` and its handlers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PREFIX = "EpochKV"
 
 
 class _Ours(logging.Handler):
-    """Hands records to vLLM's handlers, under our name: vLLM's lines show a file's name, and nobody knows ours."""
+    """Hands records to vLLM's handlers, with our name in front: vLLM's lines show only a file's name."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """As `logging.Handler.emit`."""
@@ -22,8 +22,9 @@ class _Ours(logging.Handler):
 
 
 def share_log_handlers() -> None:
-    """Let our packages log as vLLM does (time, level, module, process); without handlers their lines would be bare, and
-    INFO would be lost. Does nothing where somebody has set up logging for them.
+    """Let our packages log as vLLM does (time, level, module, process). Without handlers INFO lines would be lost.
+
+    Does nothing where the user has set up logging for our packages.
     """
     handlers = logging.getLogger("vllm").handlers
     for name in ("epochkv_connector", "epochkv_fence"):

@@ -1,4 +1,4 @@
-"""Where vLLM has no hook: its functions that are wrapped, and its objects that are found among our callers.
+"""What stands in for hooks that vLLM lacks: functions of vLLM that we wrap, and objects that we find among our callers.
 
 Knows of vLLM 0.30 to 0.33: `EngineArgs.create_engine_config`, `kv_cache_utils._gen_lora_extra_hash_keys`,
 `KVCacheManager.reset_prefix_cache`, the constructors of `EngineCore`, `Scheduler` and `MultiConnector`, the input queue of
@@ -17,7 +17,7 @@ from epochkv_connector.naming.pins import PIN_ATTRIBUTE
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Have `around(function, *args, **kwargs)` run in place of the owner's function, unless it does already or there is none."""
+    """Run `around(function, *args, **kwargs)` in place of the owner's function. A second call changes nothing, nor does a missing name."""
     function = getattr(owner, name, None)
     if function is None or hasattr(function, "__wrapped__"):
         return
@@ -30,10 +30,10 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def after_arguments(check: Callable[[Any], None]) -> None:
-    """Have `check` see each configuration that vLLM makes of an engine's arguments, before anything is loaded.
+    """Call `check` with each configuration that vLLM makes of an engine's arguments, before anything is loaded.
 
-    Whoever makes an engine, vLLM's commands or a program, does so with `EngineArgs`, whose constructor loads plugins: where
-    nobody has imported it, this process makes no engine of its own.
+    vLLM's commands and Python programs alike make engines with `EngineArgs`, whose constructor loads plugins. A process that
+    has not imported it when plugins are loaded makes no engine of its own.
     """
 
     def create(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +45,7 @@ def after_arguments(check: Callable[[Any], None]) -> None:
 
 
 def before_packing(mark: Callable[[Any], None]) -> None:
-    """Have `mark` see each layer before a CPU kernel packs its weights away, at load and at every reload."""
+    """Call `mark` with each layer before a CPU kernel packs its weights away, at load and at every reload."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -69,7 +69,7 @@ def before_packing(mark: Callable[[Any], None]) -> None:
 
 
 def hide_adapters_from_hashes() -> None:
-    """Keep an adapter's name and path out of the block hashes of requests that we have pinned: their root says which adapter it is."""
+    """Leave an adapter's name and path out of the block hashes of pinned requests: their root says which adapter it is."""
 
     def unless_pinned(keys_of: Callable[[Any], list[Any]], request: Any) -> list[Any]:
         pin = getattr(request, PIN_ATTRIBUTE, None)
@@ -79,7 +79,7 @@ def hide_adapters_from_hashes() -> None:
 
 
 def before_reset(kv_cache_manager: Any, action: Callable[[], object]) -> None:
-    """Have `action` run each time before vLLM clears its own prefix cache; vLLM tells connectors afterwards, if at all."""
+    """Run `action` each time before vLLM clears its own prefix cache; vLLM tells connectors afterwards, if at all."""
     clear = kv_cache_manager.reset_prefix_cache
 
     def reset_prefix_cache() -> bool:
@@ -90,19 +90,19 @@ def before_reset(kv_cache_manager: Any, action: Callable[[], object]) -> None:
 
 
 def wake(engine_core: Any) -> None:
-    """Have an engine core that waits for work run through its loop once."""
+    """Make an engine core that waits for work go through its loop once."""
     from vllm.v1.engine import EngineCoreRequestType
 
     engine_core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
 
 
 def builders() -> tuple[Any | None, Any | None]:
-    """The engine core and the scheduler that are building us, if they are."""
+    """The engine core and the scheduler whose constructors are running, if any."""
     return _builder("EngineCore"), _builder("Scheduler")
 
 
 def _builder(kind: str) -> Any | None:
-    """The object of this class, or of one derived from it, whose `__init__` is building us."""
+    """The caller of this class, or of one derived from it, whose `__init__` is running."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -113,7 +113,7 @@ def _builder(kind: str) -> Any | None:
 
 
 def sibling_names() -> list[str]:
-    """Children of the MultiConnector that is building us, ours among them; empty: there is none.
+    """Children of the MultiConnector that makes this connector, ours among them; empty: there is none.
 
     The children's configuration does not name the parent (each child gets a copy with its own `kv_transfer_config`),
     so the parent is looked up among the callers.

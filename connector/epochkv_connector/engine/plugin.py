@@ -1,12 +1,10 @@
-"""What vLLM calls first in every process (`vllm.general_plugins` entry point): registers the connector, has configurations checked
-before a model is loaded, and has weights looked at before a kernel packs them away.
+"""The entry point that vLLM calls first in every process (`vllm.general_plugins`).
 
-`kv_connector_module_path` suffices for the connector alone; a MultiConnector rebuilds its children's stats through the
-registry, so as a child it must be registered.
-
-vLLM makes connectors after it has loaded the model, in processes of their own: a wrong key would end the start minutes later,
-under one trace for each process. So what vLLM makes of its arguments is checked as soon as it has made it, in the process
-that the user started; vLLM's own commands then end with one line. Knows of vLLM: `KVConnectorFactory`.
+It registers the connector: `kv_connector_module_path` suffices for the connector alone, but a MultiConnector rebuilds its
+children's stats through the registry. It has weights digested before a kernel packs them away. And it checks configurations
+early: vLLM makes connectors after it has loaded the model, in processes of their own, so a wrong key would end the start
+minutes later, with one trace per process. The check runs as soon as vLLM has made its configuration, in the process that
+the user started. vLLM's own commands then end with one line. Knows of vLLM: `KVConnectorFactory`.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ def check(vllm_config: Any) -> None:
 
     Raises:
         ConfigError, UnsupportedEngine: the message says what to change.
-        SystemExit: the same in one line, where vLLM's own command runs.
+        SystemExit: the same as one line, in a command of vLLM.
     """
     try:
         limits.check_before_load(vllm_config)
@@ -49,6 +47,6 @@ def check(vllm_config: Any) -> None:
 
 
 def is_command_of_vllm() -> bool:
-    """Whether this process runs `vllm ...` or `python -m vllm...`, and no program that could catch an error."""
+    """Whether this process runs `vllm ...` or `python -m vllm...`, rather than a program that could catch an error."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     return module.name.startswith("vllm.") if module is not None else Path(sys.argv[0]).name == "vllm"

@@ -29,9 +29,10 @@ def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
 
 
 def _largest_payloads(vllm_config: Any, kv_cache_config: Any) -> list[int]:
-    """Bytes of one block by group, on the pipeline stage that has most layers, so that every rank counts the same slots.
+    """Bytes of one block by group, on the pipeline stage with the most layers, so that every rank counts the same slots.
 
-    A rank knows its own layers only (the scheduler those of rank 0). Several groups: its own, as nothing says how stages cut them.
+    A rank knows only its own layers, and the scheduler only those of rank 0. With several groups they are all that is known:
+    nothing tells how the stages cut them.
     """
     groups, stages = kv_cache_config.kv_cache_groups, int(vllm_config.parallel_config.pipeline_parallel_size)
     if stages == 1 or len(groups) != 1 or type(groups[0].kv_cache_spec).__name__ == "UniformTypeKVCacheSpecs":
@@ -64,14 +65,14 @@ def num_machines(vllm_config: Any) -> int:
 
 
 def has_ranks_here(vllm_config: Any) -> bool:
-    """Whether ranks of the engine are surely on the machine of the process that makes it."""
+    """Whether ranks of the engine are certain to run on the machine of the process that makes it."""
     parallel = vllm_config.parallel_config
     started_here = parallel.distributed_executor_backend in ("mp", "uni") and getattr(parallel, "data_parallel_backend", "mp") == "mp"
     return started_here and int(parallel.data_parallel_size_local) > 0
 
 
 def l1_share(vllm_config: Any, num_bytes: int) -> int:
-    """What of an engine's L1 is on one machine."""
+    """The bytes of an engine's L1 that are on one machine."""
     return num_bytes // num_machines(vllm_config)
 
 

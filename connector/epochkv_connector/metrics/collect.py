@@ -37,7 +37,7 @@ class Reporter:
         self._at = float("-inf")
 
     def due(self) -> bool:
-        """Whether the last report is a second old; if so, another one begins now."""
+        """Whether the last report is at least a second old; if so, the next one begins now."""
         now = time.monotonic()
         due = now - self._at >= INTERVAL_SECONDS
         if due:

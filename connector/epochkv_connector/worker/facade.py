@@ -1,7 +1,7 @@
-"""The worker-facing half of the facade: vLLM's per-step calls in, `half.WorkerHalf` behind.
+"""Translates vLLM's per-step calls on a worker into calls of `half.WorkerHalf`.
 
-Exists because vLLM asks for results and acknowledgements in two calls, and because an idle in-process engine collects
-acknowledgements between steps: whatever a collection brings is kept until the call that it belongs to.
+vLLM asks for results and for acknowledgements in two calls, and an idle in-process engine collects acknowledgements between
+steps. So everything that a half reports is kept here until the call that it belongs to.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Half(Protocol):
 
 class _Debts:
     """What a rank owes the scheduler half and vLLM: one report for each load and poisoned request, one acknowledgement
-    for each phase of each job. Whoever pays, nothing is paid twice."""
+    for each phase of each job. Nothing is paid twice, whichever half pays."""
 
     def __init__(self) -> None:
         self.loads: dict[int, LoadJob] = {}
@@ -52,7 +52,7 @@ class _Debts:
         self._reports: set[str] = set()
 
     def take_on(self, step: StepMetadata) -> None:
-        """A step's orders. Job ids are never reused, so an order that comes twice is one."""
+        """Add the jobs of a step. Job ids are never reused, so a job that comes twice counts once."""
         self._reports.update(step.poisoned)
         for load in step.loads:
             self.loads[load.job_id] = load
@@ -61,7 +61,7 @@ class _Debts:
             self.saves[save.job_id] = (save, set(save.phases))
 
     def pay(self, report: Report) -> Report:
-        """What of a half's report is owed."""
+        """The part of a half's report that is owed; it is owed no more."""
         finished = report.finished_recving & self._reports
         self._reports -= finished
         return Report(finished, report.failed_recving & finished, [ack for ack in report.acks if self._is_owed(ack)])
@@ -81,7 +81,7 @@ class _Debts:
         """A report that fails everything owed, except the jobs in `spared`.
 
         Args:
-            unknown: nobody can tell whether the store still writes to the slots of these loads; so they stay busy for ever.
+            unknown: it is not known whether the store still writes to the slots of these loads, so they stay busy for ever.
         """
         acks = [
             JobAck(job_id, rank, Phase.LOADED, 0, 0, failed=True, busy_slots=_fetched(load) if unknown else ())
@@ -206,8 +206,7 @@ class WorkerSide:
             self.half.finish_step(as_named if self._adapters.are_as_asked(metadata.adapters) else lambda: False)
 
     def _compare(self, number: int) -> Callable[[], bool]:
-        """Whether the forward pass that was issued last used the weights that names of this step say. What cannot be compared has
-        changed."""
+        """Whether the last forward pass used the weights that this step's names say. Weights that cannot be compared count as changed."""
         if number < 0 or self._look is None:
             return lambda: number < 0
         look = self._look(number)

@@ -1,4 +1,4 @@
-"""What the loads and the saves of one worker rank share: its host region, copy threads and store, and which slot holds what.
+"""What the loads and saves of one rank share: host region, copy threads, store, and the contents of slots.
 
 Everything that more than one thread touches is guarded by `changed`, which is also how the model-runner thread is told
 that something has ended. A job that cannot be done raises `JobFailed` here; `guard` turns that, and anything else, into
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Slots:
-    """Which slot holds which block, and which a late store call may still touch. Guarded by `changed`."""
+    """Which block each slot holds, and which slots a late store call may still touch. Guarded by `changed`."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
@@ -66,7 +66,7 @@ class Slots:
                 self._contents[move.slot] = (move.group, move.block_hash)
 
     def hold(self, slots: tuple[int, ...], ask: Callable[[], Ticket]) -> Ticket:
-        """Ask the store for something; its slots are nobody else's until it has let go of them."""
+        """Ask the store for a transfer; no other job gets these slots until the store has let go of them."""
         with self._changed:
             self._held.update(slots)
         try:
@@ -146,7 +146,7 @@ class Rank:
         return clean
 
     def tell_epoch(self, epoch: int) -> None:
-        """The engine has adopted this epoch, or had before."""
+        """The engine has adopted this epoch, or a later one before."""
         with self.changed:
             self.newest_epoch = max(self.newest_epoch, epoch)
 

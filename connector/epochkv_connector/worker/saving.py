@@ -176,7 +176,7 @@ class Saves:
             self._rank.guard(partial(self._begin_put, save), partial(self._fail_put, save))
 
     def refuse(self, job_id: int, reason: str = "other_rank", detail: str = "another rank has not copied it") -> None:
-        """Some rank has not: a shard alone is of no use, and beside one of other weights it would be wrong."""
+        """Some rank has not copied this save: a lone shard is useless, and beside a shard of other weights it would be wrong."""
         with self._rank.changed:
             save = self.waiting.pop(job_id, None)
         if save is not None:

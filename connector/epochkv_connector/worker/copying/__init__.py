@@ -1,1 +1,1 @@
-"""Bytes between GPU blocks and host slots: how blocks and slots are laid out, and who copies on which device. Knows no job."""
+"""Moves bytes between GPU blocks and host slots: layouts, the host region, and copies for each kind of device. Knows no jobs."""

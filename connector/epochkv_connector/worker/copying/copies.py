@@ -38,7 +38,7 @@ ELEMENTS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16
 
 POLL_SECONDS = 0.001
 SAY_SECONDS = 30.0
-"""How often it is said that copies of a failed job have not ended."""
+"""How often the log says that copies of a failed job have not ended."""
 
 MAX_SERIES = 4
 """Rows of one block that lie in so few equally spaced series are written series by series."""
@@ -163,7 +163,7 @@ class Stream(Protocol):
 
 
 class CudaCopies:
-    """Copies between device memory and page-locked host memory on a side stream; waits for their own event, never for the device."""
+    """Copies between device memory and page-locked host memory on a side stream. Waits for its own event, never for the device."""
 
     def __init__(self, groups: Sequence[GroupView], region: HostRegion, stream: Stream, submit: Submit) -> None:
         self._classes = [row_classes(group.parts) for group in groups]
@@ -194,10 +194,10 @@ class CudaCopies:
         return torch.cat(device), torch.cat(host), torch.cat(sizes)
 
     def _copy(self, to: Tensor, source: Tensor, sizes: Tensor, after: Any) -> None:
-        """Issue, and wait. No error leaves before what was issued has ended: the blocks of a job that failed are given to others.
+        """Issue copies and wait. An error is raised only when they have ended: the blocks of a failed job are given to others.
 
-        So this has no deadline: a job whose copies never end is never reported, and its blocks stay taken, which is said every
-        `SAY_SECONDS`. Whoever waits for jobs (a step, sleep, shutdown) has a deadline of their own.
+        So this has no deadline. A job whose copies never end is never reported, its blocks stay taken, and the log says so every
+        `SAY_SECONDS`. Callers that wait for jobs (a step, sleep, shutdown) have deadlines of their own.
         """
         try:
             self._stream.behind(after)
