@@ -4,7 +4,7 @@ The scheduler half decides (which block, which slot, which name), the worker hal
 Jobs carry ids that are never reused and never derived from request ids. Every job is acknowledged by every rank exactly
 once per phase; `WorkerReport.aggregate` only concatenates, so it is associative and commutative, and the scheduler half
 counts ranks down *across* steps (vLLM merges ranks within one step only: `KVOutputAggregator.aggregate`).
-The values themselves live in `jobs`, which does not need vLLM.
+The values themselves live in `jobs.py`, which does not need vLLM.
 """
 
 from __future__ import annotations
