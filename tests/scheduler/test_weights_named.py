@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.engine import compat
+from epochkv_connector.engine import blocks
 from epochkv_connector.weights.adapters import ADAPTER_CALLS
 from epochkv_connector.weights.watch import HARMLESS
 from tests.support.scheduler import BLOCK, RequestStatus, Rig, SharedStore, prompt
@@ -274,7 +274,7 @@ def test_a_push_while_a_request_is_preempted(make_rig: MakeRig) -> None:
     for _ in range(3):
         rig.step()
     rig.scheduler._preempt_request(rig.scheduler.running.pop(), 0.0)
-    assert not compat.holds_blocks(request)
+    assert not blocks.holds_blocks(request)
     rig.weights = "w1"
     rig.run()
     assert rig.fence.pin_of(request).saveable  # it holds nothing, so it is named anew
@@ -880,8 +880,8 @@ PLACES: dict[str, Callable[[Any], tuple[Any, str]]] = {
     "side.hold": lambda rig: (rig.side, "hold"),
     "fence.hold": lambda rig: (rig.fence, "hold"),
     "fence.strand": lambda rig: (rig.fence, "strand"),
-    "compat.num_named_blocks": lambda rig: (compat, "num_named_blocks"),
-    "compat.holds_blocks": lambda rig: (compat, "holds_blocks"),
+    "blocks.num_named_blocks": lambda rig: (blocks, "num_named_blocks"),
+    "blocks.holds_blocks": lambda rig: (blocks, "holds_blocks"),
     "side._apply": lambda rig: (rig.side, "_apply"),
 }
 

@@ -20,7 +20,7 @@ def brings_kv(params: Mapping[str, Any]) -> bool:
 
 
 class RootPort(Protocol):
-    """vLLM's module global (`compat.GlobalRoot`)."""
+    """vLLM's module global (`hashing.GlobalRoot`)."""
 
     def ready(self) -> bool: ...
     def bind(self, root: bytes) -> None: ...
@@ -28,7 +28,7 @@ class RootPort(Protocol):
 
 
 class HashPort(Protocol):
-    """vLLM's block hashing (`compat.BlockHashing`)."""
+    """vLLM's block hashing (`hashing.BlockHashing`)."""
 
     hash_block_size: int
 

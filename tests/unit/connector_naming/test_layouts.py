@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from epochkv_connector.engine import patches
 from epochkv_connector.weights import packed as packing
 from epochkv_connector.weights.digest import Unreadable, digest
 from epochkv_connector.weights.held import packed, weights
@@ -77,7 +78,7 @@ def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     current_platform.import_kernels()
     kernel: Any = CPUInt8ScaledMMLinearKernel
     pack, process = utils.dispatch_cpu_unquantized_gemm, kernel.process_weights_after_loading
-    packing.listen()
+    patches.before_packing(packing.mark)
     yield
     monkeypatch.undo()
     utils.dispatch_cpu_unquantized_gemm, kernel.process_weights_after_loading = pack, process
