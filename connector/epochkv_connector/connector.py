@@ -44,7 +44,7 @@ def _nothing() -> None:
 
 
 class _EngineNames:
-    """What is named after the weights of this engine (`naming.watch.Names`). An error of ours leaves nothing named."""
+    """What is named after the weights of this engine (`weights.watch.Names`). An error of ours leaves nothing named."""
 
     def __init__(self, side: SchedulerSide, core: Any | None, scheduler: Any | None, guard: Guard) -> None:
         self._side = side
