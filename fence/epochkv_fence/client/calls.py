@@ -1,4 +1,4 @@
-"""Everything that a client may ask of a hub, on one session; the synchronous and the asyncio face share it."""
+"""Everything that a client may ask of a hub. The synchronous and the asyncio pool share it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from epochkv_fence.connection import Connection
 
 
 class Calls:
-    """What is asked, by subject."""
+    """The calls on one session, by subject."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -20,7 +20,7 @@ class Calls:
 
 
 async def open_calls(connection: Connection, timeout_s: float) -> Calls:
-    """Connect, on the background loop; proves that a hub answers and which pool it is."""
+    """Connect, on the background loop, and prove that a hub answers and serves the right pool."""
     session = Session(connection)
     await session.start()
     calls = Calls(session)

@@ -14,17 +14,17 @@ from epochkv_fence.protocol.messages import EngineStatus, Status
 FIRST_RETRY_SECONDS: Final = 0.25
 MAX_RETRY_SECONDS: Final = 2.0
 REFUSED_SECONDS: Final = 2.0
-"""A hub that starts refuses keys until it knows its pools; a key that is refused for longer is wrong."""
+"""A starting hub refuses keys until it knows its pools; a key that it refuses for longer is wrong."""
 
 
 class Looks:
-    """What a client sees of its pool, on one session."""
+    """Looks at the pool of one session."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
 
     async def greet(self, timeout_s: float) -> None:
-        """Is there a hub, does it take our key, and is it the right pool? A key that stays refused is not waited for."""
+        """Prove that a hub answers, takes our key and serves the right pool. It does not wait long for a hub that refuses the key."""
         with self.session.conversation() as conversation:
             await self.page(conversation, None, time.monotonic() + timeout_s, REFUSED_SECONDS)
 
@@ -33,7 +33,7 @@ class Looks:
         return await self.look(time.monotonic() + timeout_s)
 
     async def look(self, until: float) -> PoolStatus:
-        """The same, by a moment of our monotonic clock."""
+        """`status`, until a moment of our monotonic clock."""
         page, engines = await self.engines(until)
         pool = self.session.connection.pool
         return PoolStatus.of(pool.name, pool.uid, page, engines)
@@ -51,7 +51,7 @@ class Looks:
         return first, list(found.values())
 
     async def page(self, conversation: Conversation, after: bytes | None, until: float, refused_seconds: float = math.inf) -> Status:
-        """The page of the pool's state after this boot (None: the first page)."""
+        """The page of the pool's state that begins after this boot (None: the first page)."""
         pause = FIRST_RETRY_SECONDS
         while True:
             conversation.ask(Status(conversation.request, after=after))
@@ -74,6 +74,6 @@ class Looks:
             )
 
     async def unreachable(self) -> HubUnreachable:
-        """To be raised: why there was no answer."""
+        """The error to raise, which says why no hub answered."""
         kind = KeyRefused if self.session.refused_seconds > 0 else HubUnreachable
         return kind(f"no answer from the hub at {self.session.connection.hub.endpoint}: {await self.session.explain()}")

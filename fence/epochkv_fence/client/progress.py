@@ -1,4 +1,4 @@
-"""How far a call is, for people who wait for it."""
+"""Tells people who wait how far a call is."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Progress = Callable[["Standing"], None]
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How far a reset is, for people who wait.
+    """How far a reset is.
 
     Attributes:
-        laggards: number of engines that have not acknowledged; `names` are theirs once it takes longer.
+        laggards: how many engines have not acknowledged; `names` has their names once the reset takes longer.
     """
 
     epoch: int
@@ -29,7 +29,7 @@ class Standing:
 
 
 class Teller:
-    """Calls the caller's `progress`, which only looks on: whatever it raises is logged once, and never ends a call."""
+    """Calls the caller's `progress`. That only looks on, so whatever it raises goes to the log once and never ends a call."""
 
     def __init__(self, progress: Callable[[Any], None] | None) -> None:
         self._progress = progress
@@ -37,7 +37,7 @@ class Teller:
         self._told: object = None
 
     def again(self) -> None:
-        """Tell the next one also when nothing has changed."""
+        """Tell the next standing even if it is the same."""
         self._told = None
 
     def __call__(self, standing: object) -> None:

@@ -32,7 +32,7 @@ class ResetAsk:
     """One reset from its call to its end.
 
     Attributes:
-        names: of live engines below the epoch, as they were listed last; `late` remembers also those that fell silent.
+        names: the live engines below the epoch in the newest listing; `late` also remembers those that fell silent.
     """
 
     epoch: int
@@ -44,7 +44,7 @@ class ResetAsk:
     late: Laggards = field(default_factory=Laggards)
 
     def take(self, answer: BumpStatus) -> None:
-        """An answer that is older than another one says nothing."""
+        """Take an answer, unless a newer one came before it."""
         if self.newest is None or answer.published >= self.newest.published:
             self.newest = answer
 
@@ -100,7 +100,7 @@ class Resets:
             looking.cancel()
 
     async def _watch(self, ask: ResetAsk) -> None:
-        """Whom the epoch waits for, once it takes longer: who is silent for a lease is listed no more when it is published."""
+        """Note whom the epoch waits for, once it takes longer. After publication the hub no longer lists engines that fell silent."""
         await asyncio.sleep(FIRST_LOOK_SECONDS)
         while True:
             if ask.recorded and not ask.published:
@@ -151,7 +151,7 @@ class Resets:
         )
 
     async def _see(self, late: Laggards, epoch: int) -> tuple[str, ...]:
-        """Best effort: the names of live engines below `epoch`, which `late` remembers."""
+        """The names of live engines below `epoch`, which `late` remembers; empty if no hub answers soon."""
         with contextlib.suppress(PoolError):
             return late.look(*await self._looks.engines(time.monotonic() + MAX_RETRY_SECONDS), epoch)
         return ()
@@ -168,7 +168,7 @@ class Resets:
     # ------------------------------------------------------------------ waiting
 
     async def wait(self, epoch: int, timeout_s: float, progress: Progress | None = None) -> Reset:
-        """See `Pool.wait`. Asks for nothing."""
+        """See `Pool.wait`. It asks for no epoch."""
         called_at = time.monotonic()
         until, late = called_at + timeout_s, Laggards()
         with self._session.conversation() as conversation:
@@ -199,7 +199,7 @@ class Resets:
     async def _wait(
         self, conversation: Conversation, page: Status, epoch: int, called_at: float, until: float, late: Laggards, tell: Teller
     ) -> None:
-        """Until it is published, or the time is over."""
+        """Look until the epoch is published, or the time is over."""
         pause, look_at = FIRST_POLL_SECONDS, called_at + FIRST_LOOK_SECONDS
         names: tuple[str, ...] = ()
         while True:

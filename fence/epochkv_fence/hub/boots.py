@@ -1,4 +1,7 @@
-"""What a hub remembers about engine boots, in memory only."""
+"""What a hub remembers about engine boots.
+
+It keeps this in memory only: a new leader waits until older grants are dead, and every engine sends heartbeats.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class BootRecord:
     below_until: float = NEVER
 
     def hear(self, peer: bytes, beat: Heartbeat, now: float, key_index: int = 0) -> bool:
-        """Take a heartbeat; returns whether anything that status shows has changed."""
+        """Take a heartbeat; return whether it changes anything that status shows."""
         before = self._shown()
         self.heard_at = now
         if beat.seq > self.seq:
@@ -61,12 +64,12 @@ class BootRecord:
         return before != self._shown()
 
     def grant(self, now: float, until: float) -> None:
-        """It is granted the present target now; the grant is dead after `until`."""
+        """The hub grants it the present target now; the grant is dead after `until`."""
         self.granted_at = now
         self.live_until = max(self.live_until, until)
 
     def keys_changed(self, before: Sequence[str], now: Sequence[str]) -> None:
-        """The pool accepts other keys: what this boot used last has another place among them, or none (behind them all)."""
+        """The pool accepts other keys, so the key of this boot has another place among them. A key that is gone counts as the oldest."""
         key = before[self.key_index] if self.key_index < len(before) else None
         self.key_index = now.index(key) if key in now else len(now)
 
@@ -83,11 +86,11 @@ class BootRecord:
         return self.epoch is not None and self.epoch >= epoch
 
     def alive(self, config: PoolConfig, now: float) -> bool:
-        """Heard from within the last lease."""
+        """The hub heard from it within the last lease."""
         return now < self.heard_at + config.lease_seconds
 
     def dead_at(self, hold: float) -> float:
-        """When it may be forgotten: silent for a lease and margin (`hold`), and every grant it had is dead."""
+        """When the hub may forget it: it was silent for a lease and margin (`hold`), and all its grants are dead."""
         return max(self.heard_at + hold, self.granted_at + hold, self.live_until, self.below_until)
 
     def view(self, target: int, config: PoolConfig, now: float) -> EngineView:
@@ -115,15 +118,15 @@ class BootRecord:
 
 
 class Boots:
-    """All of one pool.
+    """All boots of one pool.
 
     Attributes:
-        known: those remembered.
-        behind: those of them that are not at the target, in a replayable order.
-        departed: those that said that they have left, the newest last.
-        holdings: what those remembered hold.
-        forget_at: when to look for those to forget.
-        nudge_at: when to nudge those behind again.
+        known: the boots that the hub remembers.
+        behind: those of them below the target, in an order that a replay repeats.
+        departed: boots that have left, the newest last.
+        holdings: which weights the known boots hold.
+        forget_at: when to look for boots to forget.
+        nudge_at: when to nudge the boots behind again.
     """
 
     def __init__(self) -> None:
@@ -135,7 +138,7 @@ class Boots:
         self.nudge_at = math.inf
 
     def hear(self, peer: bytes, beat: Heartbeat, key_index: int, *, target: int, hold: float, now: float) -> bool:
-        """Take a heartbeat; returns whether anything that status shows has changed. `hold`: seconds that a boot is remembered."""
+        """Take a heartbeat; return whether it changes anything that status shows. The hub remembers a silent boot for `hold` seconds."""
         record = self.known.get(beat.boot)
         before = record.newest if record is not None else None
         if record is None:
@@ -149,15 +152,14 @@ class Boots:
         return changed or before is None
 
     def leave(self, boot: bytes, now: float) -> bool:
-        """It has no lease any more, and takes none: nobody waits for it, and its late heartbeats do not count. Returns whether
-        it was known."""
+        """This boot gave up its lease and takes no other, so late heartbeats must not bring it back. Returns whether it was known."""
         self.departed[boot] = None
         while len(self.departed) > MAX_BOOTS:
             del self.departed[next(iter(self.departed))]
         return self._drop(boot, now)
 
     def forget(self, may_forget: Callable[[BootRecord], bool], hold: float, now: float) -> list[bytes]:
-        """Forget those that may be forgotten; returns them."""
+        """Forget the boots that `may_forget` names; return them."""
         over = [boot for boot, record in self.known.items() if may_forget(record)]
         for boot in over:
             self._drop(boot, now)
@@ -179,23 +181,23 @@ class Boots:
         self.behind = {boot: None for boot, record in self.known.items() if not record.at_least(target)}
 
     def nudge(self, now: float) -> list[ev.Action]:
-        """Those behind are to send a heartbeat."""
+        """Ask the boots behind for a heartbeat, which a grant of the new target can answer."""
         self.nudge_at = now + max(NUDGE_SECONDS, len(self.behind) / NUDGES_PER_SECOND)
         return [ev.Send(self.known[boot].peer, Nudge(boot)) for boot in self.behind]
 
     @property
     def highest_epoch(self) -> int:
-        """That any of them has reported."""
+        """The highest epoch that any known boot has reported."""
         return max((record.epoch or 0 for record in self.known.values()), default=0)
 
     @property
     def carried(self) -> int:
-        """Requests under older roots, over all of them."""
+        """How many requests all known boots carry under older roots."""
         return min(sum(record.newest.carried for record in self.known.values()), MAX_COUNT)
 
 
 class Holdings:
-    """What the remembered boots hold, by fingerprint, and since when those of one fingerprint hold different weights."""
+    """Which weights the known boots of each fingerprint hold, and since when these differ."""
 
     def __init__(self) -> None:
         self._counts: dict[str, Counter[bytes]] = {}
@@ -203,8 +205,10 @@ class Holdings:
         self._unequal_at: dict[str, float] = {}
 
     def change(self, before: Heartbeat | None, after: Heartbeat | None, since: float) -> None:
-        """A boot's newest heartbeat was `before` and is `after`; None: the boot is new, or forgotten. It has reported those
-        weights since then, maybe to a hub before this one."""
+        """A boot's newest heartbeat was `before` (None: the boot is new) and is `after` (None: the hub forgets the boot).
+
+        The boot has reported those weights since `since`, maybe to an earlier hub.
+        """
         old, new = _holding(before), _holding(after)
         if old == new:
             return

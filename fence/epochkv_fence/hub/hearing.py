@@ -83,7 +83,7 @@ def _propose(hub: HubState, epoch: int, now: float) -> list[ev.Action]:
 
 
 def _bump(hub: HubState, peer: bytes, bump: Bump, now: float) -> list[ev.Action]:
-    """Taken also by a hub that does not lead yet, which answers when it does."""
+    """A hub that does not lead yet takes the ask, too, and answers it when it leads."""
     actions = resets.ask(hub, bump.epoch, Origin(Source.TRAINER), now)
     if bump.epoch > hub.record.published:
         hub.waiters.wait(peer, bump.request, bump.epoch)

@@ -1,4 +1,4 @@
-"""What weights are called: for people, kept on record so that it survives a change of hub."""
+"""What people call the weights. The record keeps it, so that it survives a change of hub."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MAX_LABELLING: Final = 256
 
 
 class Labels:
-    """Of one pool.
+    """The labels of one pool.
 
     Attributes:
-        known: durable ones, by the digest of the weights, newest last.
+        known: the durable labels by the digest of their weights, the newest last.
     """
 
     def __init__(self) -> None:
@@ -24,16 +24,16 @@ class Labels:
         self._writing: list[tuple[bytes, Label]] = []
 
     def lead(self, recorded: Mapping[bytes, str]) -> None:
-        """Another hub may have written since: the record counts, not what this one remembers."""
+        """A term begins. Another hub may have written since, so the record counts, not what this one remembers."""
         self.known = dict(recorded)
 
     def found(self, recorded: Mapping[bytes, str]) -> bool:
-        """These are on record, or were; returns whether any of them is new here."""
+        """These labels are on record, or were; return whether any of them is new here."""
         before, self.known = self.known, merged_labels(recorded, self.known)
         return before != self.known
 
     def forget(self) -> list[bytes]:
-        """Another hub leads meanwhile, and may write others; returns who waits for an answer."""
+        """A term ends, and another hub may write other labels. Returns who waits for an answer."""
         peers = [peer for peer, _ in [*self._writing, *self._waiting]]
         self._waiting, self._writing = [], []
         return peers
@@ -41,8 +41,10 @@ class Labels:
     # ------------------------------------------------------------------ asks and writes
 
     def ask(self, peer: bytes, asked: Label) -> Labelled | None:
-        """A trainer wants this label; the answer, if it is durable already. Beyond a limit the oldest ask is dropped: its
-        asker asks again."""
+        """A trainer wants this label; return the answer if the label is durable already.
+
+        Beyond a limit the oldest ask goes, because its trainer asks again.
+        """
         under_way = any(other.weights == asked.weights for _, other in [*self._writing, *self._waiting])
         if self.known.get(asked.weights) == asked.label and not under_way:
             return _answer(asked)
@@ -52,16 +54,16 @@ class Labels:
 
     @property
     def unwritten(self) -> bool:
-        """There is something to write, and no write is under way."""
+        """A label waits to be written, and no write is under way."""
         return bool(self._waiting) and not self._writing
 
     def write(self) -> dict[bytes, str]:
-        """A write of these is under way."""
+        """Begin to write what waits; return it."""
         self._writing, self._waiting = self._waiting, []
         return self._batch()
 
     def written(self, labels: Mapping[bytes, str]) -> list[tuple[bytes, Labelled]]:
-        """They are durable; the answers, of several for the same weights to all who asked."""
+        """These labels are durable; return the answers, to everyone who asked."""
         if labels != self._batch():
             return []
         self.known = merged_labels(self.known, labels)
@@ -70,7 +72,7 @@ class Labels:
         return answers
 
     def write_failed(self, labels: Mapping[bytes, str]) -> None:
-        """They may be durable or not: whoever wants them asks again."""
+        """These labels may be durable or not. Whoever wants them asks again."""
         if labels == self._batch():
             self._writing = []
 

@@ -2,7 +2,7 @@
 
 No I/O, no clock: `step(event, now)` returns what the driver has to do. The driver (`net.server`) runs the leadership reads
 that serve all pools; the model tests run two of these against one authority under a virtual clock.
-What a hub knows is in `state`, the rules of the design page "fence", section 4, are in `rules`.
+`state` has what a hub knows, and `rules` has the rules of the design page "fence", section 4.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ QUESTION_SECONDS: Final = 0.05
 
 
 class Hub:
-    """One pool's hub. `rules` are others than the fence's own only where a test shows that they are needed."""
+    """One pool's hub. A test passes other `rules` to show that the fence needs its own."""
 
     def __init__(self, config: PoolConfig, rules: HubRules = RULES) -> None:
         self.state = HubState(config, rules)
@@ -114,7 +114,7 @@ class Hub:
 
     @property
     def num_boots(self) -> int:
-        """Boots that are remembered."""
+        """How many boots the hub remembers."""
         return len(self.state.boots.known)
 
     def snapshot(self, now: float) -> PoolSnapshot:
@@ -125,7 +125,7 @@ class Hub:
 
     @property
     def round_open(self) -> bool:
-        """The round that began has something that needs its leadership read."""
+        """Something in the present round needs its leadership read."""
         current = self.state.rounds.current
         if current is None:
             return False
@@ -162,8 +162,10 @@ class Hub:
             hub.rounds.current = None
 
     def _finish_round(self, number: int, now: float) -> list[ev.Action]:
-        """After the read, in one step: the epoch from memory, the time of granting, the grants; then the publication, if
-        it was evaluated before the read."""
+        """The read shows that this hub leads. In one step, it takes the epoch from memory, grants it, and answers questions.
+
+        It publishes only what `_begin_round` evaluated, because the read shows that this hub led after that.
+        """
         hub, record = self.state, self.state.record
         current = hub.rounds.take(number, hub.lead.term)
         if current is None:

@@ -1,6 +1,6 @@
-"""The numbers that a hub must never get wrong: what was asked for, what is durable, what is published, and whether it leads.
+"""The numbers that a hub must never get wrong: what somebody asked for, what is durable, what is published.
 
-Nothing here decides: `resets` moves the numbers, and `rules` says what follows from them.
+Nothing here decides. `resets` moves the numbers, and `rules` says what follows from them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from epochkv_fence.protocol.messages import MAX_EPOCH
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One ask for an epoch. `seen`: when the hub first saw it, for status."""
+    """One ask for an epoch, which the hub first saw at `seen`."""
 
     epoch: int
     seen: float
@@ -24,18 +24,18 @@ class Ask:
 
     @property
     def possible(self) -> bool:
-        """An epoch that every part of the system can carry."""
+        """Every part of the system can carry this epoch."""
         return 0 <= self.epoch <= MAX_EPOCH
 
 
 @dataclass(slots=True)
 class Leadership:
-    """Of this hub.
+    """Whether this hub leads.
 
     Attributes:
-        term: in which it leads; None while it does not lead or has not read the record.
-        since: when it began to.
-        settled_at: when every grant of another hub is dead.
+        term: the term in which it leads; None while it does not lead or has not read the record.
+        since: when it began to lead.
+        settled_at: when every grant of an older leader is dead.
     """
 
     term: Term | None = None
@@ -44,19 +44,19 @@ class Leadership:
 
 
 class Record:
-    """What is durable, as far as this hub knows, and which writes are under way: one of each kind at most.
+    """What is durable, as far as this hub knows. At most one write of each kind is under way.
 
     Attributes:
-        target, published: both were durable before they were raised here.
-        origin: of the target.
+        target, published: both were durable before this hub raised them here.
+        origin: who asked for the target.
         asked: the highest ask.
-        durable: the target known to be durable in this term.
+        durable: the target that is surely durable in this term.
         proven: the target that no hub can miss any more when it grants.
-        stored: what the record says is published, as it was read in this term and written since.
-        noted: the note that grants may be out is durable.
+        stored: what the record says is published, as this hub read it in this term and wrote it since.
+        noted, noting: the note that grants may be out is durable, or its write is under way.
         recording, publishing: the epochs of the writes under way.
-        retry_at: no write before this.
-        started_at, published_at, reset_seconds: of the newest reset, for people.
+        retry_at: no write begins before this.
+        started_at, published_at, reset_seconds: when the newest reset began and ended, and how long it took.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Record:
         self.stored = found.published  # less than `published` after a restore: then it is published again
 
     def abandon(self) -> None:
-        """A term ends: whatever becomes of its writes, the next one starts from what it reads."""
+        """A term ends. The next one starts from what it reads, whatever becomes of the writes under way."""
         self.recording = self.publishing = None
         self.noting = False
         self.retry_at = NEVER
@@ -89,12 +89,12 @@ class Record:
 
     @property
     def wanted(self) -> int:
-        """The target that has to be durable: what was asked for, and never less than what was granted."""
+        """The target that must become durable: the highest ask, and never less than what this hub granted."""
         return max(self.target, self.asked.epoch if self.asked is not None else 0)
 
     @property
     def unwritten(self) -> bool:
-        """A higher target has to become durable, and no write is under way."""
+        """A higher target must become durable, and no write is under way."""
         return self.recording is None and self.wanted > self.durable
 
     def ask(self, ask: Ask) -> bool:
@@ -105,7 +105,7 @@ class Record:
         return counts
 
     def write(self, now: float) -> list[ev.Action]:
-        """The write of the target that is due, if any; after one that failed not at once."""
+        """The write of the target, if one is due. After a failure it waits, because the authority may be overloaded."""
         if not self.unwritten or now < self.retry_at:
             return []
         self.recording = self.wanted
@@ -119,12 +119,12 @@ class Record:
         self.durable = max(self.durable, epoch)
 
     def write_failed(self, now: float) -> None:
-        """It may be durable or not: it is written again."""
+        """The target may be durable or not, so the hub writes it again."""
         self.recording = None
         self.retry_at = now + ev.RETRY_SECONDS
 
     def raise_target(self, target: int, origin: Origin | None, now: float) -> bool:
-        """`target` is durable; returns whether it is new. `origin`: as found with it, if it was."""
+        """`target` is durable; return whether it is new. The record names its `origin`, or None where nobody read the record."""
         if target <= self.target:
             if origin is not None and target == self.target:
                 self.origin = origin
@@ -138,18 +138,18 @@ class Record:
     # ------------------------------------------------------------------ the note that grants may be out
 
     def note(self) -> list[ev.Action]:
-        """The write of it, if it was not written and is not under way."""
+        """The write of the note, unless it is durable or under way."""
         if self.noted or self.noting:
             return []
         self.noting = True
         return [ev.NoteGranting()]
 
     def note_written(self) -> None:
-        """It is durable."""
+        """The note is durable."""
         self.noting, self.noted = False, True
 
     def note_failed(self, now: float) -> None:
-        """It may be durable or not: it is written again."""
+        """The note may be durable or not, so the hub writes it again."""
         self.noting = False
         self.retry_at = now + ev.RETRY_SECONDS
 
@@ -157,28 +157,28 @@ class Record:
 
     @property
     def unpublished(self) -> bool:
-        """The target is durable and not published, and no write of it is under way."""
+        """The target is durable but not published, and no publication is under way."""
         return self.durable >= self.target > self.stored and self.publishing is None
 
     def publish(self, epoch: int) -> list[ev.Action]:
-        """The write of it, unless it is on record, or one is under way."""
+        """The write that publishes `epoch`, unless it is on record or a publication is under way."""
         if epoch <= self.stored or self.publishing is not None:
             return []
         self.publishing = epoch
         return [ev.Publish(epoch)]
 
     def publish_written(self, epoch: int) -> None:
-        """It is durable."""
+        """The publication is durable."""
         self.publishing, self.stored = None, max(self.stored, epoch)
 
     def publish_failed(self, now: float) -> None:
-        """Perhaps the record was lost (a wiped status, a restored store): record the target again before the next try."""
+        """The record may be lost (a wiped status, a restored store), so the hub records the target again before the next try."""
         self.publishing = None
         self.durable = self.proven = 0
         self.retry_at = now + ev.RETRY_SECONDS
 
     def raise_published(self, epoch: int, now: float) -> bool:
-        """`epoch` is published, by this hub or another one; returns whether that is new."""
+        """This hub or another one published `epoch`; return whether that is new."""
         if epoch <= self.published:
             return False
         self.published, self.published_at = epoch, now

@@ -1,4 +1,4 @@
-"""When keys are removed from the store: after a publication, when weights become nobody's, and when more can be said of either."""
+"""When the hub has keys removed from the store: after a publication, and when no engine holds certain weights any more."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from epochkv_fence.hub.state import HubState
 
 
 def after_publication(hub: HubState, now: float) -> None:
-    """An epoch is published. What nobody was ever granted for holds no keys."""
+    """An epoch is published. Where no hub ever granted anything, the store holds no keys to wipe."""
     if hub.leading and hub.config.reclaim == "RemoveAll" and hub.record.noted:
         hub.wiper.begin(hub.record.published, now)
     else:
@@ -15,31 +15,31 @@ def after_publication(hub: HubState, now: float) -> None:
 
 
 def older_epochs(hub: HubState, at: float) -> None:
-    """There may be keys of epochs below the published one."""
+    """The store may hold keys of epochs below the published one."""
     if hub.leading and hub.rules.may_remove(hub.config):
         hub.reclaimer.start(hub.record.published, at)
 
 
 def unheld_weights(hub: HubState, at: float) -> None:
-    """There may be keys of weights that nobody holds."""
+    """The store may hold keys of weights that no engine holds."""
     if hub.leading and hub.rules.may_remove(hub.config):
         hub.reclaimer.start_weights(at)
 
 
 def engines_changed(hub: HubState, now: float) -> None:
-    """Engines came or went, or hold other weights, or say now what they hold."""
+    """Engines came, went, or reported other weights, so the hub may know more about which weights somebody holds."""
     if hub.leading and hub.rules.may_remove(hub.config):
         hub.reclaimer.look_again(max(now, hub.rules.engines_known_at(hub.lead, hub.config)))
 
 
 def stop(hub: HubState) -> None:
-    """Another hub leads, or the policy has changed."""
+    """Another hub leads, or the policy changes."""
     hub.reclaimer.stop()
     hub.wiper.stop()
 
 
 def tick(hub: HubState, now: float) -> list[ev.Action]:
-    """What time brings."""
+    """Do what is due by now."""
     actions: list[ev.Action] = []
     if now >= hub.wiper.due_at():
         actions += _wipe(hub, now)
@@ -68,7 +68,7 @@ def _ask_engine(hub: HubState, now: float) -> list[ev.Action]:
 
 
 def _kept(hub: HubState, now: float) -> list[bytes]:
-    """The weights whose keys stay: all that somebody may hold. Empty: that cannot be said now."""
+    """The weights that some engine may hold, so that their keys stay. Empty: the hub cannot tell now."""
     held = hub.reported.within(hub.config.grace_seconds, now)
     if held is None or now < hub.rules.engines_known_at(hub.lead, hub.config):
         return []
@@ -76,7 +76,7 @@ def _kept(hub: HubState, now: float) -> list[bytes]:
 
 
 def answered(hub: HubState, event: ev.Wiped | ev.WipeFailed | ev.Swept | ev.SweepFailed, now: float) -> list[ev.Action]:
-    """The store has answered, or not."""
+    """The store answered, or failed to."""
     match event:
         case ev.Wiped(epoch, keys, num_bytes):
             hub.reclaimer.count(keys, num_bytes)

@@ -1,4 +1,4 @@
-"""The way of an epoch: asked for, durable, told to engines, published. And what becomes of it when leadership changes."""
+"""How an epoch becomes durable, is told to engines and is published, and what a change of leadership does to it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from epochkv_fence.protocol.pool import PoolConfig
 
 
 def acquire(hub: HubState, term: Term, found: PoolRecord, now: float) -> list[ev.Action]:
-    """This hub leads, and has read the record."""
+    """This hub leads, and `found` is what it read after it won the term."""
     abandon(hub)
     hub.lead.term, hub.lead.since = term, now
     # Nobody was ever granted anything: there is no older grant to wait for.
@@ -32,7 +32,7 @@ def acquire(hub: HubState, term: Term, found: PoolRecord, now: float) -> list[ev
 
 
 def abandon(hub: HubState) -> list[ev.Action]:
-    """Forget everything that belongs to a term: what was evaluated and not yet read is void."""
+    """The term ends. The hub forgets what belongs to it, and tells those who wait for an answer."""
     hub.lead.term = None
     hub.lead.since = hub.lead.settled_at = math.inf
     hub.record.abandon()
@@ -41,13 +41,15 @@ def abandon(hub: HubState) -> list[ev.Action]:
 
 
 def not_leading(hub: HubState, peer: bytes) -> ev.Action:
-    """Who does not lead, or has not read the record, does not know the target: a trainer that took an old one for it
-    would ask for an epoch that is long published, and believe that its reset is done."""
+    """The answer of a hub that does not lead. It does not know the target, and an old target would mislead a trainer.
+
+    The trainer would ask for an epoch that is published already, and take its reset for done.
+    """
     return ev.Send(peer, Error(Refusal.NOT_LEADING, f"this hub does not lead pool {hub.config.name} now; ask again"))
 
 
 def configure(hub: HubState, config: PoolConfig, now: float) -> list[ev.Action]:
-    """The pool's configuration was changed: grants made under a longer lease hold for as long."""
+    """The pool's configuration changes. Grants of other hubs may be made under the longer lease, so the wait for them grows."""
     if hub.leading and hub.lead.settled_at > now:
         hub.lead.settled_at += max(0.0, config.hold_seconds - hub.config.hold_seconds)
     before, hub.config = hub.config, config
@@ -65,12 +67,12 @@ def configure(hub: HubState, config: PoolConfig, now: float) -> list[ev.Action]:
 
 
 def ask(hub: HubState, epoch: int, source: Origin, now: float) -> list[ev.Action]:
-    """Somebody asks for `epoch`. Taken also by a hub that does not lead yet."""
+    """Somebody asks for `epoch`. A hub that does not lead yet remembers it, too."""
     return write_target(hub, now) if hub.record.ask(Ask(epoch, now, source)) else []
 
 
 def heal(hub: HubState, epoch: int, now: float) -> list[ev.Action]:
-    """Engines report `epoch`: ask for it again if a restored record has lost it."""
+    """An engine reports `epoch`. If a restored record has lost it, the hub asks for it again."""
     if not hub.leading or not hub.rules.above_record(hub.record, epoch):
         return []
     hub.lead.settled_at = max(hub.lead.settled_at, now + hub.rules.hold_seconds(hub.config))
@@ -78,23 +80,23 @@ def heal(hub: HubState, epoch: int, now: float) -> list[ev.Action]:
 
 
 def write_target(hub: HubState, now: float) -> list[ev.Action]:
-    """Make durable what was asked for, if that is due."""
+    """Make the highest ask durable, if that is due."""
     return hub.record.write(now) if hub.leading else []
 
 
 def note_granting(hub: HubState) -> list[ev.Action]:
-    """Before the first grant of all, note durably that grants may be out."""
+    """Before its first grant, the hub notes durably that grants may be out, so that a later hub waits for them."""
     return hub.record.note() if hub.leading and hub.rounds.beats else []
 
 
 def recorded(hub: HubState, epoch: int, now: float) -> list[ev.Action]:
-    """Only now `epoch` may be granted."""
+    """`epoch` is durable, so the hub may grant it from now on."""
     hub.record.written(epoch)
     return [*raise_target(hub, epoch, None, now), *write_target(hub, now)]
 
 
 def observe(hub: HubState, found: PoolRecord, now: float) -> list[ev.Action]:
-    """A durable target above our own raises ours: an old leader's late Record is harmless."""
+    """Somebody saw the record. A durable target above our own raises ours, so an old leader's late Record is harmless."""
     if not hub.leading:
         return []
     hub.record.noted = hub.record.noted or found.granting
@@ -106,7 +108,7 @@ def observe(hub: HubState, found: PoolRecord, now: float) -> list[ev.Action]:
 
 
 def raise_target(hub: HubState, target: int, origin: Origin | None, now: float) -> list[ev.Action]:
-    """`target` is durable: engines are told, if it is new."""
+    """`target` is durable. If it is new, the hub tells engines."""
     if not hub.record.raise_target(target, origin, now):
         return []
     hub.boots.expect(target)
@@ -118,8 +120,10 @@ def raise_target(hub: HubState, target: int, origin: Origin | None, now: float) 
 
 
 def publish_at(hub: HubState) -> float:
-    """When the target may be published: nobody can be using an epoch below it any more, by anybody's grants. Infinity: there
-    is nothing to publish."""
+    """When the hub may publish the target, because by then no grant of any hub lets an engine use a lower epoch.
+
+    Infinity: there is nothing to publish.
+    """
     if not hub.record.unpublished:
         return math.inf
     behind = (hub.rules.fenced_at(hub.boots.known[boot]) for boot in hub.boots.behind)
@@ -127,13 +131,13 @@ def publish_at(hub: HubState) -> float:
 
 
 def published(hub: HubState, epoch: int, now: float) -> list[ev.Action]:
-    """It is durable that `epoch` is published."""
+    """The publication of `epoch` is durable."""
     hub.record.publish_written(epoch)
     return raise_published(hub, epoch, now)
 
 
 def raise_published(hub: HubState, epoch: int, now: float) -> list[ev.Action]:
-    """`epoch` is published, by this hub or another one: trainers are told, and the store is cleaned, if that is new."""
+    """This hub or another one published `epoch`. If that is new, the hub tells trainers and has old keys removed."""
     if not hub.record.raise_published(epoch, now):
         return []
     removal.after_publication(hub, now)

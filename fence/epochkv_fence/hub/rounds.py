@@ -1,7 +1,7 @@
 """Who waits for a hub: engines for a grant, trainers for the state of the pool or for the publication of their epoch.
 
-Grants and answers to questions need a leadership read that began after the heartbeat or the question came. One read serves
-all that came before it: a round.
+A grant, or an answer to a question, needs a leadership read that began after the heartbeat or question came. One read serves
+everything that came before it; that is a round.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Round:
     """A round whose leadership read is under way.
 
     Attributes:
-        beats: by boot, the peer and the number of the heartbeat to answer.
-        target: the durable one when it began.
-        publish: the epoch that publication was evaluated for, if it may be published.
+        beats: the peer and the number of the heartbeat to answer, by boot.
+        target: the durable target when the round began.
+        publish: the epoch that the hub may publish after the read; None: there is none.
     """
 
     number: int
@@ -36,13 +36,13 @@ class Round:
 
 
 class Rounds:
-    """One after the other.
+    """The rounds of one pool, one after the other.
 
     Attributes:
-        beats, questions: to be answered by the next round.
-        joining: one of those beats is of a boot without a live grant of this hub.
-        current: the one whose leadership read is under way.
-        last_at: when a round began last.
+        beats, questions: what the next round answers.
+        joining: a boot without a live grant of this hub waits among `beats`.
+        current: the round whose leadership read is under way.
+        last_at: when the newest round began.
     """
 
     def __init__(self) -> None:
@@ -59,16 +59,16 @@ class Rounds:
             self.joining = self.joining or now >= max(record.live_until, record.below_until)
 
     def drop(self, boot: bytes) -> None:
-        """It is forgotten."""
+        """The hub forgets this boot."""
         self.beats.pop(boot, None)
 
     def ask(self, peer: bytes, question: Status) -> None:
-        """The next round answers it. Beyond a limit the oldest question is dropped; a client asks again."""
+        """The next round answers this question. Beyond a limit the oldest question goes, because its client asks again."""
         self.questions.append((peer, question))
         del self.questions[:-MAX_QUESTIONS]
 
     def begin(self, number: int, term: Term, target: int, publish: int | None, *, grant: bool, now: float) -> None:
-        """What was heard until now is answered by this round, and nothing that is heard later. `grant`: heartbeats, too."""
+        """A round begins, which answers what came before it and nothing later. Without `grant` it leaves heartbeats to the next one."""
         beats: dict[bytes, tuple[bytes, int]] = {}
         if grant:
             beats, self.beats, self.joining = self.beats, {}, False
@@ -77,7 +77,7 @@ class Rounds:
         self.last_at = now
 
     def take(self, number: int, term: Term | None) -> Round | None:
-        """It ends; None: it is not the current one, or of another term."""
+        """A round ends. None: the number is not that of the current round, or the round is of another term."""
         current = self.current
         if current is None or current.number != number:
             return None
@@ -85,7 +85,7 @@ class Rounds:
         return current if current.term == term else None
 
     def put_back(self, number: int, term: Term | None) -> None:
-        """It ends without an answer: the next one answers those who waited."""
+        """A round ends because the read gave no answer. The next round answers those who waited."""
         current = self.take(number, term)
         if current is not None:
             self.questions[:0] = current.questions
@@ -93,14 +93,14 @@ class Rounds:
                 self.beats.setdefault(boot, beat)
 
     def abandon(self) -> list[bytes]:
-        """The term ends: what was evaluated and not yet read is void. Returns who asked."""
+        """The term ends, and with it the round and what it evaluated. Returns who asked questions."""
         questions = self.questions + (self.current.questions if self.current is not None else [])
         self.questions, self.current = [], None
         return [peer for peer, _ in questions]
 
 
 class Waiters:
-    """Trainers that wait for epochs. In memory only: a trainer asks again until its epoch is published."""
+    """Trainers that wait for epochs. The hub may forget them, because a trainer asks again until its epoch is published."""
 
     def __init__(self) -> None:
         self._epochs: dict[tuple[bytes, int], int] = {}
@@ -109,16 +109,16 @@ class Waiters:
         return bool(self._epochs)
 
     def wait(self, peer: bytes, request: int, epoch: int) -> None:
-        """`peer` is to be told when `epoch` is published; beyond a limit it has to ask again."""
+        """`peer` wants to hear when `epoch` is published. Beyond a limit it must ask again."""
         if len(self._epochs) < MAX_WAITERS:
             self._epochs[peer, request] = epoch
 
     def all(self) -> list[tuple[bytes, int, int]]:
-        """(peer, request, epoch) of those who wait."""
+        """(peer, request, epoch) of every trainer that waits."""
         return [(peer, request, epoch) for (peer, request), epoch in self._epochs.items()]
 
     def served(self, published: int) -> list[tuple[bytes, int, int]]:
-        """(peer, request, epoch) of those whose epoch is published, once."""
+        """Take out the trainers whose epoch is published; return them as `all` does."""
         done = [waiter for waiter in self.all() if waiter[2] <= published]
         for peer, request, _ in done:
             del self._epochs[peer, request]

@@ -1,7 +1,7 @@
 """What a hub may do, rule by rule: the design page "fence", section 4.
 
-Each rule is a function of what it judges and of nothing else. `HubRules` holds all of them, so that the model tests can take
-one away and show that it is needed.
+Each rule is a function of what it judges and of nothing else. `HubRules` holds all rules, so that a model test can replace one
+of them and show that the fence needs it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from epochkv_fence.protocol.pool import PoolConfig
 
 
 def may_grant(record: Record) -> bool:
-    """The note must be durable before the read that a grant rests on, or a later hub would not see it."""
+    """The note must be durable before the leadership read that a grant rests on; otherwise a later hub may miss it."""
     return record.noted
 
 
 def hold_seconds(config: PoolConfig) -> float:
-    """After this a grant made now is dead: the lease, and the margin for clocks at different rates. A new leader waits as long:
-    every grant of an older leader answers a heartbeat sent before now."""
+    """After this time a grant made now is dead: the lease, and a margin for clocks at different rates.
+
+    A new leader waits as long, because every grant of an older leader answers a heartbeat sent before now.
+    """
     return config.hold_seconds
 
 
 def may_forget(boot: BootRecord, config: PoolConfig, now: float) -> bool:
-    """It was silent for a lease and margin; by then every grant it had is dead."""
+    """The boot was silent for a lease and margin, so all its grants are dead."""
     return now >= boot.dead_at(config.hold_seconds)
 
 
@@ -38,25 +40,29 @@ def may_forget(boot: BootRecord, config: PoolConfig, now: float) -> bool:
 
 
 def above_record(record: Record, epoch: int) -> bool:
-    """An engine reports an epoch that is not on record. It was granted it, so it was durable once: the record was rolled back
-    (a restored store). Then what it says about older grants is void, too."""
+    """An engine reports an epoch above the record. A hub granted it, so it was durable once: somebody rolled the record back.
+
+    What such a record says about older grants is void, too.
+    """
     return epoch > max(record.target, record.durable)
 
 
 def proposal_counts(record: Record, epoch: int) -> bool:
-    """Made from an older epoch it does not: somebody's proposal was first, and one bump serves all."""
+    """A proposal made from an older epoch does not count: another one came first, and one reset serves all."""
     return epoch == record.target + 1
 
 
 def may_tell(record: Record, epoch: int) -> bool:
-    """A trainer that is told of its target counts on it when publication does not come in time: after a lease nobody
-    uses older epochs. So it must not hear of a target that only a deposed hub knows, whose Record landed late, while
-    the one that leads goes on granting the epoch before: a read that began after it was durable shows that we lead."""
+    """Whether a trainer may hear that its epoch is the target. It then trusts that nobody uses older epochs after a lease.
+
+    A deposed hub's Record may land late, while the leader goes on granting the epoch before. Only a leadership read that began
+    after the target was durable shows that this hub leads.
+    """
     return record.target <= record.proven or epoch <= record.published
 
 
 def needs_read(question: Status) -> bool:
-    """The first page waits for a leadership read: a hub that was deposed without knowing it knows an old target."""
+    """The first page waits for a leadership read, because a hub that does not know it was deposed tells an old target."""
     return question.first == 0 and question.after is None
 
 
@@ -69,8 +75,7 @@ def settled_at(lead: Leadership) -> float:
 
 
 def fenced_at(boot: BootRecord) -> float:
-    """When it can use no epoch below the target. Only grants *below* the target count: grants of the target never delay
-    publication."""
+    """When this boot can use no epoch below the target. Its grants of the target itself never delay publication."""
     return boot.below_until
 
 
@@ -78,22 +83,22 @@ def fenced_at(boot: BootRecord) -> float:
 
 
 def may_remove(config: PoolConfig) -> bool:
-    """Keys are removed, of older epochs and of weights that nobody holds; else the store's own eviction gets them."""
+    """The pool wants unused keys removed. With `Retain` the store's own eviction removes them."""
     return config.reclaim != "Retain"
 
 
 def can_reclaim(boot: BootRecord, record: Record, config: PoolConfig, now: float) -> bool:
-    """It names its keys with the published epoch, or a later one, and is there to be asked."""
+    """The boot can answer, and names its own keys with the published epoch or a later one."""
     return boot.at_least(record.published) and boot.alive(config, now)
 
 
 def engines_known_at(lead: Leadership, config: PoolConfig) -> float:
-    """By then whoever was there when this hub began to lead, or came back since, has had the time to say what it holds."""
+    """By then every engine has had the time to tell a new leader which weights it holds."""
     return lead.since + config.grace_seconds
 
 
 def says_weights(boot: BootRecord) -> bool:
-    """An engine that cannot say what it holds may hold anything."""
+    """The engine says which weights it holds. One that cannot say may hold any."""
     return boot.newest.weights is not None
 
 

@@ -1,4 +1,4 @@
-"""What a hub shows of a pool: to people and metrics as a snapshot, to trainers as answers to what they ask."""
+"""What a hub shows of a pool: a snapshot for people and metrics, and answers for trainers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from epochkv_fence.protocol.pool import EngineView, PoolConfig, PoolSnapshot, We
 
 STATUS_PAGE: Final = 64
 STATUS_PAGE_BYTES: Final = 40_000
-"""Of names, notes and labels in one page, so that it fits into a message whatever they are."""
+"""At most so many bytes of names, notes and labels go into one page, so that it always fits into a message."""
 
 
 def pool_snapshot(hub: HubState, now: float) -> PoolSnapshot:
@@ -56,7 +56,7 @@ def pool_snapshot(hub: HubState, now: float) -> PoolSnapshot:
 
 
 def groups(engines: Iterable[EngineView], labels: Mapping[bytes, str]) -> list[WeightsView]:
-    """The live engines by the weights they hold: most first, of as many the newest."""
+    """The live engines by the weights they hold. The largest group comes first; of equal groups, the one with the newest weights."""
     found = [
         WeightsView(
             weights=weights,
@@ -71,7 +71,7 @@ def groups(engines: Iterable[EngineView], labels: Mapping[bytes, str]) -> list[W
 
 
 def with_divergence(engines: Sequence[EngineView], holdings: Holdings, now: float) -> list[EngineView]:
-    """The same, saying of each live one that differs from most of its fingerprint for how long it has."""
+    """`engines`, each with how long it has held other weights than most live engines of its fingerprint."""
     majority = {}
     fingerprints: dict[str, list[EngineView]] = {}
     for engine in engines:
@@ -84,7 +84,7 @@ def with_divergence(engines: Sequence[EngineView], holdings: Holdings, now: floa
 
 
 def differs(engine: EngineView, majority: bytes | None) -> bool:
-    """A live engine that holds known weights, and not those."""
+    """A live engine holds other weights than the majority. One that cannot say what it holds differs from nobody."""
     return majority is not None and engine.alive and engine.weights is not None and engine.weights != majority
 
 
@@ -111,7 +111,7 @@ def _since(engines: Iterable[EngineView]) -> float:
 
 
 def answers(hub: HubState, waiters: Sequence[tuple[bytes, int, int]]) -> list[ev.Action]:
-    """To trainers that wait, as (peer, request, epoch). All boots are counted once, however many ask."""
+    """Tell trainers that wait, as (peer, request, epoch), how far the reset is. It counts all boots once, however many ask."""
     if not waiters:
         return []
     counted = BumpStatus(

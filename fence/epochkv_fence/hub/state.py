@@ -1,5 +1,6 @@
-"""Everything a hub knows about one pool, by who owns it. The parts know nothing of each other: what an event does to several
-of them is in `hearing`, `resets`, `removal` and `machine`.
+"""Everything that a hub knows about one pool. Each part owns its own facts and knows no other part.
+
+What an event does to several parts is in `hearing`, `resets`, `removal` and `machine`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from epochkv_fence.protocol.pool import PoolConfig
 
 
 class HubState:
-    """One pool, as the hub in this process knows it."""
+    """One pool, as the hub in this process knows it; `rules` decide what the hub may do."""
 
     def __init__(self, config: PoolConfig, rules: HubRules) -> None:
         self.config = config
