@@ -1,7 +1,7 @@
 """The agent inside an engine: one daemon thread that keeps this boot's lease and adopts epochs.
 
-It dials the hub, never the other way round. Nothing here raises into the engine: without a hub, with a wrong key or with
-garbage on the wire the lease runs out and the engine shares nothing, which is always correct.
+It dials the hub, never the other way round. Nothing here raises into the engine. Without a hub, with a wrong key or with garbage
+on the wire the lease runs out. Then the engine shares nothing, which is always correct.
 """
 
 from __future__ import annotations

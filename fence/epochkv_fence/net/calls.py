@@ -1,5 +1,6 @@
-"""Calls of the hub to what is outside of it, authority and stores: each with a deadline, none ever raises, and a log line
-only when one stops or starts to work.
+"""The hub's calls to the authority and to stores. Each has a deadline, and none ever raises.
+
+The log says only when a call stops or starts to work.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ T = TypeVar("T")
 
 
 class Calls:
-    """Makes the calls, counts and tells of those that fail."""
+    """Makes the calls, and counts those that fail."""
 
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters

@@ -1,7 +1,7 @@
 """The hub of one authority: the pools' state machines, the leadership reads that serve them all, and what they ask to be done.
 
-Everything runs in one event loop: bursts of messages (`router`), one timer for all that is due, and a task with a deadline
-for every call to the authority or a store. A read that does not answer means no grants in that round; only a read that
+Everything runs in one event loop: bursts of messages (`router`) and one timer for all that is due. Every call to the authority or
+a store is a task with a deadline. A read that does not answer means no grants in that round; only a read that
 answers "somebody else" makes this hub step down. A pool whose step fails is tried again, and harms no other pool.
 """
 
