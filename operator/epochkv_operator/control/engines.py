@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
 from epochkv_operator.control.executor import Executor
-from epochkv_operator.control.keys import Key, pool_of
 from epochkv_operator.control.observe import context_for, now, observe
 from epochkv_operator.control.reporter import Reporter, invalid_status
 from epochkv_operator.control.secrets import FenceSecrets
@@ -15,6 +14,7 @@ from epochkv_operator.kube.client import Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import ENGINE_LABEL, ENGINES, POOLS
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Store
+from epochkv_operator.kube.work_keys import Key, pool_of
 from epochkv_operator.planning import Problem, engine_status, plan_engine
 from epochkv_operator.settings import Settings
 

@@ -9,7 +9,6 @@ import structlog
 from epochkv_fence.protocol.pool import margin_seconds
 from epochkv_operator.api import InvalidObject, KVCachePool, parse_pool
 from epochkv_operator.control.executor import Executor
-from epochkv_operator.control.keys import Key, engine_key, engines_of
 from epochkv_operator.control.observe import context_for, now, observe
 from epochkv_operator.control.reporter import Reporter, invalid_status
 from epochkv_operator.control.secrets import FenceKeys, FenceSecrets, SecretConflict
@@ -18,6 +17,7 @@ from epochkv_operator.kube.client import ApiError, Forbidden, Invalid, Json
 from epochkv_operator.kube.resources import POOL_LABEL, POOLS
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Store
+from epochkv_operator.kube.work_keys import Key, engine_key, engines_of
 from epochkv_operator.planning import Problem, epoch_ahead, plan_pool, pool_status
 from epochkv_operator.settings import Settings
 

@@ -20,7 +20,6 @@ from epochkv_operator import metrics
 from epochkv_operator.control import driver
 from epochkv_operator.control.engines import EngineReconciler
 from epochkv_operator.control.executor import Executor
-from epochkv_operator.control.keys import Key, affected, engine_key, engines_of
 from epochkv_operator.control.pools import PoolReconciler
 from epochkv_operator.control.reporter import Reporter
 from epochkv_operator.control.resync import Resync
@@ -35,6 +34,7 @@ from epochkv_operator.kube.queue import WorkQueue
 from epochkv_operator.kube.resources import CHILDREN, LEASES, POOLS, PRIMARY, Resource
 from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.kube.store import Store
+from epochkv_operator.kube.work_keys import Key, affected, engine_key, engines_of
 from epochkv_operator.probes import Probes
 from epochkv_operator.settings import Settings
 
