@@ -66,7 +66,7 @@ simulate: setup ## Fence: random schedules with every fault, any number (SCHEDUL
 simulate-mutants: setup ## Fence: each rule of the protocol taken away must be noticed
 	@$(DEV) -m hack.simulate mutants
 
-lint: setup-engine ## ruff, mypy --strict, import walls, generated files up to date
+lint: setup-engine ## ruff, mypy --strict, import walls, generated files up to date, census
 	@$(DEV) -m ruff check .
 	@$(DEV) -m ruff format --check .
 	@$(ENGINE) -m mypy
@@ -74,6 +74,10 @@ lint: setup-engine ## ruff, mypy --strict, import walls, generated files up to d
 	@$(DEV) -m epochkv_operator.api.generate --check
 	@$(DEV) -m epochkv_connector.config.reference --check
 	@$(DEV) -m hack.sync_chart --check
+	@$(DEV) -m hack.census
+
+census: setup ## Lines, and what is over the bounds of CONTRIBUTING.md (ARGS=-v lists it); fails on import circles
+	@$(DEV) -m hack.census $(ARGS)
 
 generate: setup ## Write the CRDs, the API reference and the chart's copies from the models
 	@$(DEV) -m epochkv_operator.api.generate
@@ -114,4 +118,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-unit test-scheduler test-store test-engine test-cuda test-matrix test-cluster test-e2e simulate simulate-mutants lint generate bench-epoch bench-fence bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean
+.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-unit test-scheduler test-store test-engine test-cuda test-matrix test-cluster test-e2e simulate simulate-mutants lint census generate bench-epoch bench-fence bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean

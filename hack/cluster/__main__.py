@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hack.cluster import binaries
+from hack.cluster import binaries, choose_provider
 from hack.cluster.errors import ClusterError
-from hack.cluster.provider import Provider, provider
+from hack.cluster.provider import Provider
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 console = Console(highlight=False)
@@ -28,7 +28,7 @@ def _report(text: str) -> None:
 
 
 def _cluster(name: str, kind: str | None) -> Provider:
-    return provider(name, kind)
+    return choose_provider(name, kind)
 
 
 @app.command()
