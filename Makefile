@@ -7,7 +7,7 @@ export CLUSTER ?= local
 DEV := .build/venv/bin/python
 ENGINE := .build/venv-engine/bin/python
 SETUP := hack/setup.sh
-TESTS := $(DEV) hack/run_tests.py
+TESTS := $(DEV) -m hack.run_tests
 # For what runs on a GPU machine from a plain checkout: any Python >= 3.11 with torch; nothing is installed.
 TORCH := PYTHONPATH=$(CURDIR)/connector $(or $(PYTHON),python3)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hack import run_tests
-from hack.run_tests import MAX_SECOND_RUNS, Durations, Layer, Run, run_all, run_layer
+from hack.durations import Durations
+from hack.run_tests import MAX_SECOND_RUNS, Layer, Run, run_all, run_layer
 
 FLAKY = """
 import pytest
@@ -101,5 +102,5 @@ def test_a_layer_beside_the_others_is_told_last_and_counts(
     ]
     printed = capfdbinary.readouterr().out.decode()
     assert printed.index("test_it.py") < printed.index("test_aside.py")
-    assert Durations(tmp_path / "durations.json").expected(other) != other.seconds
-    assert Durations(tmp_path / "durations.json").expected(pure) == pure.seconds
+    assert Durations(tmp_path / "durations.json").expected("other", other.seconds) != other.seconds
+    assert Durations(tmp_path / "durations.json").expected("pure", pure.seconds) == pure.seconds
