@@ -36,6 +36,9 @@ down: ## Remove everything that demo made
 test: setup-cluster lint ## Set up everything, pass every test
 	@$(TESTS)
 
+test-fast: setup ## Pure layer for the inner loop: operator, tools, the fence's rules (under a minute, no vLLM)
+	@$(TESTS) fast
+
 test-unit: setup-engine ## Units, the fence over real sockets, its model (no root, minutes)
 	@$(TESTS) unit
 
@@ -118,4 +121,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-unit test-scheduler test-store test-engine test-cuda test-matrix test-cluster test-e2e simulate simulate-mutants lint census generate bench-epoch bench-fence bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean
+.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-fast test-unit test-scheduler test-store test-engine test-cuda test-matrix test-cluster test-e2e simulate simulate-mutants lint census generate bench-epoch bench-fence bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean

@@ -71,9 +71,18 @@ class Run:
         return self.status == 1 and 0 < len(self.failed) <= MAX_SECOND_RUNS and not self.wrong_answer
 
 
+RULES = tuple(
+    f"tests/unit/fence/test_{name}.py"
+    for name in (
+        *("agent", "asks", "hub", "labels", "messages", "reclaim", "refusals"),
+        *("rules_table", "status", "transport_rounds", "transport_turns", "weights", "wipe"),
+    )
+)
+"""Of the fence's tests those that have neither a socket nor a process: part of the layer for the inner loop."""
+
 LAYERS = (
-    Layer("unit", DEV, ("tests/unit/operator", "tests/unit/operator_runtime", "tests/unit/hack", "tests/unit/chart"), 40, 4),
-    Layer("fence", DEV, ("tests/unit/fence",), 150, 4, real=True),
+    Layer("fast", DEV, ("tests/unit/operator", "tests/unit/operator_runtime", "tests/unit/hack", *RULES), 30, 4),
+    Layer("fence", DEV, ("tests/unit/fence",), 150, 4, real=True, without=RULES),
     Layer("security", DEV, ("tests/security",), 100, real=True),
     Layer(
         "unit-connector",
@@ -94,11 +103,11 @@ LAYERS = (
     Layer("matrix", ENGINE, ("tests/engine/test_matrix.py",), 180, real=True, beside=True),
     Layer("model", DEV, ("tests/model",), 420, beside=True),
     Layer("store", ENGINE, ("tests/store",), 100, 2, real=True),
-    Layer("cluster", DEV, ("tests/cluster",), 300, 3, real=True),
+    Layer("cluster", DEV, ("tests/cluster", "tests/unit/chart"), 300, 3, real=True),
     Layer("engine", ENGINE, ("tests/engine",), 960, real=True, without=("tests/engine/test_matrix.py",)),
     Layer("e2e", DEV, ("tests/e2e",), 480, real=True),
 )
-GROUPS = {"unit": ("unit", "fence", "model", "security", "unit-connector"), "engine": ("engine", "matrix")}
+GROUPS = {"unit": ("fast", "fence", "model", "security", "unit-connector"), "engine": ("engine", "matrix")}
 
 
 def forgotten() -> list[str]:

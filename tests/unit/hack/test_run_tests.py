@@ -9,7 +9,7 @@ import pytest
 
 from hack import run_tests
 from hack.durations import Durations
-from hack.run_tests import MAX_SECOND_RUNS, Layer, Run, run_all, run_layer
+from hack.run_tests import LAYERS, MAX_SECOND_RUNS, ROOT, Layer, Run, run_all, run_layer
 
 FLAKY = """
 import pytest
@@ -84,6 +84,10 @@ def test_what_another_layer_runs_is_left_out(tmp_path: Path, monkeypatch: pytest
     found = run_layer(layer, ["-p", "no:cacheprovider"], sys.stdout.buffer)
     assert (found.status, found.summary.split(" in ")[0]) == (0, "1 passed")
     capfd.readouterr()
+
+
+def test_every_path_that_a_layer_names_is_there() -> None:
+    assert [path for layer in LAYERS for path in (*layer.paths, *layer.without) if not (ROOT / path).exists()] == []
 
 
 def test_a_layer_beside_the_others_is_told_last_and_counts(
