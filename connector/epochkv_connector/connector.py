@@ -13,14 +13,12 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from epochkv_connector import tiers
+from epochkv_connector import halves
 from epochkv_connector.config.keys import ConfigError, ConnectorConfig
-from epochkv_connector.engine import compat
-from epochkv_connector.engine.compat import KVConnectorBase_V1, KVConnectorRole, KVConnectorTransferResults, SupportsHMA
-from epochkv_connector.engine.devices import check_devices
-from epochkv_connector.engine.kv_caches import why_no_tiers
-from epochkv_connector.engine.memory import check_fits, crowded, gib
-from epochkv_connector.engine.plugin import check
+from epochkv_connector.config.memory import crowded, gib
+from epochkv_connector.engine import blocks, describe, hashing, limits, logs, patches, topology, version
+from epochkv_connector.engine.interface import KVConnectorBase_V1, KVConnectorRole, KVConnectorTransferResults, SupportsHMA
+from epochkv_connector.engine.limits import why_no_tiers
 from epochkv_connector.guard import Guard
 from epochkv_connector.hub_link import Credentials, FenceHooks, HubLink
 from epochkv_connector.metrics.collect import Reporter
@@ -46,7 +44,7 @@ def _nothing() -> None:
 
 
 class _EngineNames:
-    """What is named after the weights of this engine (`naming.watch.Names`). An error of ours leaves nothing named."""
+    """What is named after the weights of this engine (`weights.watch.Names`). An error of ours leaves nothing named."""
 
     def __init__(self, side: SchedulerSide, core: Any | None, scheduler: Any | None, guard: Guard) -> None:
         self._side = side
@@ -68,7 +66,7 @@ class _EngineNames:
 
     def clear_encoder(self) -> bool:
         """Outputs of the encoder go if nobody refers to them."""
-        if self._core is None or self._scheduler is None or compat.encoder_outputs_in_use(self._scheduler):
+        if self._core is None or self._scheduler is None or blocks.encoder_outputs_in_use(self._scheduler):
             return False
         self._scheduler.reset_encoder_cache()
         self._core.model_executor.reset_encoder_cache()
@@ -80,14 +78,14 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         """Raises:
-        ConfigError, compat.UnsupportedEngine: the engine must not start like this; the message says what to change.
+        ConfigError, version.UnsupportedEngine: the engine must not start like this; the message says what to change.
         """
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        compat.share_log_handlers()
+        logs.share_log_handlers()
         self._guard = Guard()
         try:
             self._epochkv_config = self._checked_config()
-        except (ConfigError, compat.UnsupportedEngine) as error:
+        except (ConfigError, version.UnsupportedEngine) as error:
             logger.error("EpochKV cannot start: %s", error)  # vLLM's traces follow, one for each process
             raise
         self._has_tiers = self._epochkv_config.local is not None or self._epochkv_config.distributed is not None
@@ -103,21 +101,14 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
     # ------------------------------------------------------------------ construction
 
     def _checked_config(self) -> ConnectorConfig:
-        config = ConnectorConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
-        compat.check_version(config.allow_untested_vllm)
-        compat.check_siblings(compat.sibling_names())
-        parallel = self._vllm_config.parallel_config
-        compat.check_launcher(parallel.distributed_executor_backend, int(parallel.world_size))
-        self._refuse_foreign_encoders()
-        check_devices(config)
-        if config.local is not None:
-            share = config.local.capacity_bytes // compat.num_machines(self._vllm_config)
-            check_fits(share, "local.capacity_bytes", config.local.capacity_bytes)
-            self._warn_of_a_tight_l1(share)
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        config = limits.check_start(self._vllm_config, extra, patches.sibling_names())
+        if self._role is KVConnectorRole.SCHEDULER and config.local is not None:
+            self._warn_of_a_tight_l1(topology.l1_share(self._vllm_config, config.local.capacity_bytes))
         return config
 
     def _warn_of_a_tight_l1(self, num_bytes: int) -> None:
-        found = crowded(num_bytes) if self._role is KVConnectorRole.SCHEDULER else None
+        found = crowded(num_bytes)
         if found is not None:
             logger.warning(
                 "EpochKV: L1 takes %s of the %s of %s as it fills: where vLLM needs more than the rest, the kernel ends this engine; "
@@ -127,28 +118,21 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
                 found.source,
             )
 
-    def _refuse_foreign_encoders(self) -> None:
-        if self._vllm_config.ec_transfer_config is not None:
-            raise compat.UnsupportedEngine(
-                "ec_transfer_config is set: encoder outputs of other engines are keyed by content only, whatever weights made them, and "
-                "KV that is computed from them would be under a wrong name; remove ec_transfer_config"
-            )
-
     def _build_scheduler_side(self) -> None:
         config, vllm_config = self._epochkv_config, self._vllm_config
-        self._hashing = compat.BlockHashing(vllm_config.cache_config.prefix_caching_hash_algo)
-        root_port = compat.GlobalRoot()
+        self._hashing = hashing.BlockHashing(vllm_config.cache_config.prefix_caching_hash_algo)
+        root_port = hashing.GlobalRoot()
         credentials = Credentials(config)
-        described = compat.describe_engine(vllm_config, self._kv_cache_config)
-        core, scheduler = compat.builders()
+        described = describe.describe_engine(vllm_config, self._kv_cache_config)
+        core, scheduler = patches.builders()
         ranks = (
             NoRanks() if core is None or scheduler is None else EngineRanks(core.model_executor, str(self._kv_transfer_config.engine_id))
         )
         layouts: list[str] | None = self._guard.run("layouts", ranks.layouts, lambda: None)
         digest = self._fingerprint = fingerprint({**described, "layouts": layouts})
-        adapters = Adapters(ranks, compat.num_worker_ranks(vllm_config), time.monotonic, compat.why_no_adapters(vllm_config))
+        adapters = Adapters(ranks, topology.num_worker_ranks(vllm_config), time.monotonic, limits.why_no_adapters(vllm_config))
         self._link = HubLink(config, credentials)
-        random_seed = compat.hash_seed_is_random(self._hashing.algorithm)
+        random_seed = hashing.hash_seed_is_random(self._hashing.algorithm)
         if random_seed and config.distributed is not None:
             logger.warning(
                 "EpochKV: block hashes (%s) have a random seed in each process, so the distributed tier is off; "
@@ -161,7 +145,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
                 digest,
                 credentials.secret,
                 l2_allowed=not random_seed,
-                adapters_applied=compat.describe_adapters(vllm_config),
+                adapters_applied=describe.describe_adapters(vllm_config),
             ),
             self._policy(credentials, core),
             root_port,
@@ -175,7 +159,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         saves_off = self._why_no_saves()
         if saves_off is not None:
             logger.warning("EpochKV: saves are off: %s", saves_off)
-        self._tiers: tiers.SchedulerTiers | None = self._guard.build("tiers", self._build_tiers, lambda: None)
+        self._tiers: halves.SchedulerTiers | None = self._guard.build("tiers", self._build_tiers, lambda: None)
         self._side = SchedulerSide(
             config,
             fence,
@@ -185,7 +169,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             propose=self._link.propose,
             poke=self._link.poke,
             local_worker=self._find_local_worker,
-            tokens_per_step=compat.tokens_per_step(vllm_config),
+            tokens_per_step=topology.tokens_per_step(vllm_config),
             on_error=self._guard.note,
         )
         self._watch_weights(ranks, adapters, core, scheduler, self._side)
@@ -203,13 +187,13 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         side.watch = watch = Watch(
             ranks,
             _EngineNames(side, core, scheduler, self._guard),
-            compat.num_worker_ranks(self._vllm_config),
+            topology.num_worker_ranks(self._vllm_config),
             time.monotonic,
-            has_encoder=compat.is_multimodal(self._vllm_config),
+            has_encoder=limits.is_multimodal(self._vllm_config),
         )
         side.adapters = adapters
         adapters.join(side, lambda: watch.value is not None and not ranks.asleep)
-        compat.hide_adapters_from_hashes()
+        patches.hide_adapters_from_hashes()
         if side.fence.policy.forced_bypass is not None:
             watch.refuse(side.fence.policy.forced_bypass)
         if isinstance(ranks, EngineRanks):
@@ -220,7 +204,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         return FencePolicy(
             has_hub=credentials.problem is None,
             use_private=self._epochkv_config.hub is None,
-            forced_bypass=compat.why_no_weights(self._vllm_config, getattr(core, "model_executor", None)),
+            forced_bypass=limits.why_no_weights(self._vllm_config, getattr(core, "model_executor", None)),
         )
 
     def _why_no_loads(self) -> str | None:
@@ -239,8 +223,8 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             return "kv_role is 'kv_consumer', which loads only; set it to 'kv_both' to save as well"
         return why_no_tiers(self._vllm_config)
 
-    def _build_tiers(self) -> tiers.SchedulerTiers | None:
-        return tiers.build_scheduler_tiers(self._epochkv_config, self._vllm_config, self._kv_cache_config)
+    def _build_tiers(self) -> halves.SchedulerTiers | None:
+        return halves.build_scheduler_tiers(self._epochkv_config, self._vllm_config, self._kv_cache_config)
 
     def _find_local_worker(self) -> WorkerSide | None:
         connector = _local_workers.get(str(self._kv_transfer_config.engine_id))
@@ -261,16 +245,6 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._tiers.reclaim(self._epochkv_config.pool.uid, self._fingerprint, below, keep)
 
     # ------------------------------------------------------------------ properties vLLM asks for
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No. vLLM asks this before it loads the model, in the process that the user started: a wrong configuration ends here.
-
-        Raises:
-            ConfigError, compat.UnsupportedEngine: the message says what to change.
-        """
-        check(extra_config)
-        return False
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -328,7 +302,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._guard.run(
             "hit_sources",
             lambda: self.side.hit_sources(request, num_external_tokens),
-            lambda: compat.hit_sources(0, num_external_tokens),
+            lambda: blocks.hit_sources(0, num_external_tokens),
         )
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
@@ -378,24 +352,24 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Lay out the host region over the KV tensors; an engine that cannot be staged refuses every job."""
-        rank = compat.worker_rank(self._vllm_config)
+        rank = topology.worker_rank(self._vllm_config)
 
         def build() -> Half:
             if not self._has_tiers:
                 return RefusingHalf(rank)
-            return tiers.build_worker(self._epochkv_config, self._vllm_config, self._kv_cache_config, kv_caches)
+            return halves.build_worker(self._epochkv_config, self._vllm_config, self._kv_cache_config, kv_caches)
 
         half = self._guard.build("register_kv_caches", build, lambda: RefusingHalf(rank))
         held = held_by(self._engine_id)
         held.layout = half.layout
-        self._worker = WorkerSide(half, rank, self._guard.note, look=held.look, adapters=held.adapters)
+        self._worker = WorkerSide(half, self._guard.note, look=held.look, adapters=held.adapters)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """A new step."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is None:  # the runner never registered: answer all the same
-            rank = compat.worker_rank(self._vllm_config)
-            self._worker = WorkerSide(RefusingHalf(rank), rank, self._guard.note, adapters=held_by(self._engine_id).adapters)
+            rank = topology.worker_rank(self._vllm_config)
+            self._worker = WorkerSide(RefusingHalf(rank), self._guard.note, adapters=held_by(self._engine_id).adapters)
         self._worker.new_step()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -453,7 +427,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             return None
         refusing = self._has_tiers and isinstance(self._worker.half, RefusingHalf)
-        stats = self._reporter.worker_stats(self._worker.half, compat.worker_rank(self._vllm_config), refusing=refusing)
+        stats = self._reporter.worker_stats(self._worker.half, topology.worker_rank(self._vllm_config), refusing=refusing)
         return None if stats.is_empty() else stats
 
     def _gauges(self) -> dict[str, float]:

@@ -6,19 +6,13 @@ import ctypes
 import mmap
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from epochkv_connector.store import StoreSettings, Transfer
-from hack.waiting import eventually
 
 END_BYTES = 128
 """Header and trailer of a stored object, by the format's definition."""
-
-
-def wait_until(condition: Callable[[], object], timeout: float, what: str) -> None:
-    """`eventually`, as tests/scheduler calls it."""
-    eventually(condition, what, timeout)
 
 
 def settings(address: str, **changes: object) -> StoreSettings:

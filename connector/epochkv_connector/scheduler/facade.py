@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from epochkv_connector.config.keys import ConnectorConfig
-from epochkv_connector.engine import compat
+from epochkv_connector.engine import blocks, patches
 from epochkv_connector.engine.events import HostEvents
 from epochkv_connector.naming.fence import TAG_KEY, Fence, Repin
 from epochkv_connector.naming.identity import Snapshot
@@ -100,11 +100,11 @@ class SchedulerSide:
     def bind(self, manager: Any, block_pool: Any, hash_block_size_sink: Any) -> None:
         """The cache manager exists: learn the hash block size and reach the GPU block pool."""
         self._pool, self._manager = block_pool, manager
-        compat.before_reset(manager, self.let_go)
-        self._offers.bind(manager, compat.hash_block_size_of(block_pool))
-        hash_block_size_sink.hash_block_size = compat.hash_block_size_of(block_pool)
+        patches.before_reset(manager, self.let_go)
+        self._offers.bind(manager, blocks.hash_block_size_of(block_pool))
+        hash_block_size_sink.hash_block_size = blocks.hash_block_size_of(block_pool)
         if self.half is not None:
-            self.half.bind_block_pool(compat.BlockPoolAdapter(block_pool))
+            self.half.bind_block_pool(blocks.BlockPoolAdapter(block_pool))
         self._events.bind(block_pool, self.half if self._config.local is not None else None)
 
     def _apply(self) -> Snapshot:
@@ -143,8 +143,8 @@ class SchedulerSide:
         if self.half is not None:
             self.half.drop_unsent_saves()  # of requests that have ended: no step compares what they were computed with any more
         for request in self._requests.values():
-            if compat.holds_blocks(request):
-                self.fence.strand(request, compat.num_named_blocks(self._manager, request, self._pool))
+            if blocks.holds_blocks(request):
+                self.fence.strand(request, blocks.num_named_blocks(self._manager, request, self._pool))
         self._apply()
         self.tell()
 
@@ -173,8 +173,8 @@ class SchedulerSide:
             pin = self.fence.pin_of(request)
             if pin is None or pin.adapter not in numbers or self.fence.is_current(pin):
                 continue
-            if compat.holds_blocks(request):
-                self.fence.strand(request, compat.num_named_blocks(self._manager, request, self._pool))
+            if blocks.holds_blocks(request):
+                self.fence.strand(request, blocks.num_named_blocks(self._manager, request, self._pool))
                 self._poison({request_id} & set(loading))
             else:
                 self._renamed(request, self.fence.repin(request, must=False), self._apply())
@@ -246,7 +246,7 @@ class SchedulerSide:
             request_id=request.request_id,
             num_tokens=request.num_tokens,
             block_hashes=request.block_hashes,
-            hash_block_size=compat.hash_block_size_of(self._pool),
+            hash_block_size=blocks.hash_block_size_of(self._pool),
             root=snapshot.root,
         )
 
@@ -255,7 +255,7 @@ class SchedulerSide:
         self.fence.enter_schedule()
         # When the scheduler goes on whatever is said, nothing may be deferred.
         must = bool(request.skip_reading_prefix_cache)
-        outcome = Repin.CARRIED if compat.holds_blocks(request) else self.fence.repin(request, must=must)
+        outcome = Repin.CARRIED if blocks.holds_blocks(request) else self.fence.repin(request, must=must)
         snapshot = self._apply()
         self._renamed(request, outcome, snapshot)
         if must or outcome is Repin.CARRIED:
@@ -331,7 +331,7 @@ class SchedulerSide:
 
     def hit_sources(self, request: Any, num_external: int) -> dict[Any, int]:
         """Which tier supplies how many of the external tokens."""
-        return compat.hit_sources(*self._tokens_by_tier(request.request_id, num_external))
+        return blocks.hit_sources(*self._tokens_by_tier(request.request_id, num_external))
 
     def _tokens_by_tier(self, request_id: str, num_external: int) -> tuple[int, int]:
         sources = self.half.hit_sources(request_id) if self.half is not None else {}
@@ -364,7 +364,7 @@ class SchedulerSide:
             metadata = self.half.build(snapshot.epoch)
             metadata.look = look if look >= 0 or not metadata.saves else self._look_number()
             metadata.adapters, self._used_adapters = tuple(sorted(self._used_adapters)), set()
-            self.counters["tokens_saved"] += sum(save.num_blocks for save in metadata.saves) * compat.hash_block_size_of(self._pool)
+            self.counters["tokens_saved"] += sum(save.num_blocks for save in metadata.saves) * blocks.hash_block_size_of(self._pool)
             self._events.offer(self._requests, (*metadata.saves, *metadata.loads))
             told = {load.request_id for load in metadata.loads}
             self._sent_loads |= told
@@ -568,7 +568,7 @@ class SchedulerSide:
         """
         self._requests.setdefault(request.request_id, request)
         pin = self.fence.pin_of(request)
-        if (pin is not None and pin.alone and self.fence.is_current(pin)) or compat.holds_blocks(request):
+        if (pin is not None and pin.alone and self.fence.is_current(pin)) or blocks.holds_blocks(request):
             return False
         self.fence.isolate(request)
         return True

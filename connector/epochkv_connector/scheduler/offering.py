@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from epochkv_connector.engine import compat
+from epochkv_connector.engine import blocks
 from epochkv_connector.naming.fence import Fence
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.boundaries import Boundaries
@@ -53,8 +53,8 @@ class Offers:
             if request is None:
                 boundaries.forget(request_id)
                 continue
-            confirmed = compat.num_confirmed_tokens(request, scheduled[request_id], len(drafts.get(request_id, ())))
-            boundaries.later(request_id, confirmed - confirmed % size + size - compat.num_expected_tokens(request))
+            confirmed = blocks.num_confirmed_tokens(request, scheduled[request_id], len(drafts.get(request_id, ())))
+            boundaries.later(request_id, confirmed - confirmed % size + size - blocks.num_expected_tokens(request))
             again = request_id in lacked
             view = self._view(request, confirmed, snapshot, again=again)
             if view is not None:
@@ -71,7 +71,7 @@ class Offers:
         pin = self._fence.pin_of(request)
         if pin is None or pin.loading or not pin.admitted:
             return None  # vLLM counts as computed what is being loaded
-        return self._view(request, compat.num_final_tokens(request), snapshot)
+        return self._view(request, blocks.num_final_tokens(request), snapshot)
 
     def _view(self, request: Any, confirmed: int, snapshot: Snapshot, *, again: bool = False) -> ScheduledRequestView | None:
         """The request with its complete blocks, or None if none is new (and not `again`) or none may be saved."""
@@ -89,7 +89,7 @@ class Offers:
             block_hashes=request.block_hashes,
             hash_block_size=self._size,
             root=snapshot.root,
-            group_block_ids=compat.group_block_ids(self._manager, request_id),
+            group_block_ids=blocks.group_block_ids(self._manager, request_id),
         )
 
     def num_blocks(self, request_id: str) -> int:
