@@ -14,8 +14,9 @@ import pytest
 
 from epochkv_operator.planning import PUSH_SECONDS
 from hack.cluster.controlplane import ControlPlane
+from hack.waiting import eventually
 from tests.cluster.fence_engines import FIRST_WEIGHTS, FenceEngine, client_keys
-from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, condition, eventually
+from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, condition
 
 POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 5}}
 A, B = FIRST_WEIGHTS, bytes.fromhex("77aa00ff" + "1" * 24)
