@@ -10,8 +10,7 @@ from typing import Any, Never, NoReturn, Self, TypeVar
 
 from epochkv_fence.client.arguments import check_reset, check_timeout, check_wait, check_weights, refuse_gone
 from epochkv_fence.client.background import Background, closed_meanwhile
-from epochkv_fence.client.calls import Calls, open_calls
-from epochkv_fence.client.pool import CONNECT_SECONDS, LOOK_SECONDS, RESET_SECONDS, WEIGHTS_SECONDS, Config
+from epochkv_fence.client.pool import CONNECT_SECONDS, LOOK_SECONDS, RESET_SECONDS, WEIGHTS_SECONDS, Calls, Config, open_calls
 from epochkv_fence.client.progress import Progress
 from epochkv_fence.client.results import Engine, OnFailure, PoolStatus, Reset
 from epochkv_fence.client.waiting import Update, WeightsProgress

@@ -19,11 +19,13 @@ from typing import Any, Final, Never, NoReturn, Self
 
 from epochkv_fence.client.arguments import check_reset, check_timeout, check_wait, check_weights, refuse_gone
 from epochkv_fence.client.background import Background
-from epochkv_fence.client.calls import Calls, open_calls
 from epochkv_fence.client.errors import PoolError
+from epochkv_fence.client.looks import Looks
 from epochkv_fence.client.progress import Progress
+from epochkv_fence.client.resets import Resets
 from epochkv_fence.client.results import Engine, OnFailure, PoolStatus, Reset
-from epochkv_fence.client.waiting import Update, WeightsProgress
+from epochkv_fence.client.session import Session
+from epochkv_fence.client.waiting import Pushes, Update, WeightsProgress
 from epochkv_fence.client.weights import WeightsReport
 from epochkv_fence.connection import Connection
 
@@ -36,6 +38,29 @@ WEIGHTS_SECONDS: Final = 60.0
 LOOK_SECONDS: Final = 10.0
 EXTRA_SECONDS: Final = 5.0
 """What a call may take beyond its limit, for naming laggards, a last look, a label."""
+
+
+class Calls:
+    """The calls on one session, by subject."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.looks = Looks(session)
+        self.resets = Resets(self.looks)
+        self.pushes = Pushes(self.looks)
+
+
+async def open_calls(connection: Connection, timeout_s: float) -> Calls:
+    """Connect, on the background loop, and prove that a hub answers and serves the right pool."""
+    session = Session(connection)
+    await session.start()
+    calls = Calls(session)
+    try:
+        await calls.looks.greet(timeout_s)
+    except BaseException:
+        await session.close()
+        raise
+    return calls
 
 
 class Pool:

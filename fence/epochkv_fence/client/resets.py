@@ -16,9 +16,8 @@ from typing import Final
 
 from epochkv_fence.client.arguments import check_jump
 from epochkv_fence.client.errors import HubUnreachable, PoolError, ResetNotRecorded, ResetTimeout
-from epochkv_fence.client.laggards import FIRST_LOOK_SECONDS, LOOK_SECONDS, Laggards
 from epochkv_fence.client.looks import MAX_RETRY_SECONDS, Looks
-from epochkv_fence.client.progress import Progress, Standing, Teller
+from epochkv_fence.client.progress import FIRST_LOOK_SECONDS, LOOK_SECONDS, Laggards, Progress, Standing, Teller
 from epochkv_fence.client.results import OnFailure, Reset
 from epochkv_fence.client.session import Conversation
 from epochkv_fence.protocol.messages import MAX_EPOCH, Bump, BumpStatus, Status

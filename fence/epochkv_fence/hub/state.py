@@ -6,9 +6,8 @@ What an event does to several parts is in `hearing`, `resets`, `removal` and `ma
 from __future__ import annotations
 
 from epochkv_fence.hub.boots import Boots
-from epochkv_fence.hub.labels import Labels
 from epochkv_fence.hub.reclaim import Reclaimer, Reported, Wiper
-from epochkv_fence.hub.record import Leadership, Record
+from epochkv_fence.hub.record import Labels, Leadership, Record
 from epochkv_fence.hub.rounds import Rounds, Waiters
 from epochkv_fence.hub.rules import HubRules
 from epochkv_fence.protocol.pool import PoolConfig

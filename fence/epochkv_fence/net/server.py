@@ -80,7 +80,8 @@ class HubServer:
         self._round_began = -math.inf
         self._effects = Effects(authority, authority_deadline_seconds, stores, store_deadline_seconds, self.counters, self._answer)
         self._alarm = Alarm(self._turn, self.counters)
-        self._router = Router(keys, _Reception(self._pools, self._act, self._alarm.now), self.counters)
+        self.reception = Reception(self._pools, self._act, self._alarm.now)
+        self._router = Router(keys, self.reception, self.counters)
         self.endpoint = ""
 
     # ------------------------------------------------------------------ life
@@ -272,8 +273,8 @@ class HubServer:
         return True
 
 
-class _Reception:
-    """Takes what the router receives to the pools."""
+class Reception:
+    """Takes what the router receives to the pools; see `router.Receiver`."""
 
     def __init__(self, pools: Pools, act: Callable[[ServedPool, ev.Event], bool], burst_done: Callable[[], None]) -> None:
         self._act = act

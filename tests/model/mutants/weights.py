@@ -9,8 +9,8 @@ import msgspec
 
 from epochkv_fence.hub import events as ev
 from epochkv_fence.hub.boots import Holdings
-from epochkv_fence.hub.labels import Labels
 from epochkv_fence.hub.machine import Hub
+from epochkv_fence.hub.record import Labels
 from epochkv_fence.hub.snapshot import groups, with_divergence
 from epochkv_fence.hub.state import HubState
 from epochkv_fence.protocol.messages import Heartbeat, Label, Labelled, Status
