@@ -49,7 +49,7 @@ class HubSide:
         """A message comes."""
         now, new = process.clock.read(self.world.now), False
         if isinstance(message, Heartbeat):
-            new = process.told.hear(message, message.boot in process.hub._boots, now)
+            new = process.told.hear(message, message.boot in process.hub.state.boots.known, now)
         elif isinstance(message, Leave):
             process.told.leave(message.boot)
         self.step(process, ev.Heard(peer, message), new_weights=new)
@@ -98,7 +98,9 @@ class HubSide:
         world = self.world
         if page.settling_seconds > 0 or process.term != world.authority.leader:
             return ""
-        missed = [engine for engine in world.engines if world.engine_side.live(engine) and engine.agent.boot not in process.hub._boots]
+        missed = [
+            engine for engine in world.engines if world.engine_side.live(engine) and engine.agent.boot not in process.hub.state.boots.known
+        ]
         return f"does not know e{missed[0].index}, which has a lease" if missed else ""
 
     def _drain(self, process: HubProcess) -> None:

@@ -88,7 +88,7 @@ class Told:
         if not self.news and len(self.boots) == hub.num_boots:
             return
         self.news = False
-        self.boots = {name: boot for name, boot in self.boots.items() if name in hub._boots}
+        self.boots = {name: boot for name, boot in self.boots.items() if name in hub.state.boots.known}
         held: dict[str, set[bytes]] = {}
         for boot in self.boots.values():
             if boot.weights is not None:

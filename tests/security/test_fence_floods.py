@@ -128,7 +128,7 @@ def test_many_connections_of_one_pool_share_its_limit(world: FenceWorld, hub: Hu
     keys = second_pool(world, hub)
 
     def empty() -> None:
-        lane = hub.lane(keys.public)
+        lane = hub.reception.lane(keys.public)
         assert lane is not None
         lane.bucket.fine(lane.bucket.tokens + 10**6)
 

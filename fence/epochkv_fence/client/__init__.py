@@ -2,7 +2,6 @@
 
 from epochkv_fence.client.arguments import ArgumentError
 from epochkv_fence.client.async_pool import AsyncPool
-from epochkv_fence.client.calls import Standing
 from epochkv_fence.client.errors import (
     HubUnreachable,
     KeyRefused,
@@ -14,6 +13,7 @@ from epochkv_fence.client.errors import (
     WrongPool,
 )
 from epochkv_fence.client.pool import Pool
+from epochkv_fence.client.progress import Standing
 from epochkv_fence.client.results import Engine, PoolStatus, Reset
 from epochkv_fence.client.waiting import Update
 from epochkv_fence.client.weights import UnknownWeights, WeightsGroup, WeightsReport, WeightsStanding

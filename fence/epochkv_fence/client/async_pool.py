@@ -10,10 +10,10 @@ from typing import Any, Never, NoReturn, Self, TypeVar
 
 from epochkv_fence.client.arguments import check_reset, check_timeout, check_wait, check_weights, refuse_gone
 from epochkv_fence.client.background import Background, closed_meanwhile
-from epochkv_fence.client.calls import Progress
-from epochkv_fence.client.pool import CONNECT_SECONDS, LOOK_SECONDS, RESET_SECONDS, WEIGHTS_SECONDS, Config, open_calls
+from epochkv_fence.client.pool import CONNECT_SECONDS, LOOK_SECONDS, RESET_SECONDS, WEIGHTS_SECONDS, Calls, Config, open_calls
+from epochkv_fence.client.progress import Progress
 from epochkv_fence.client.results import Engine, OnFailure, PoolStatus, Reset
-from epochkv_fence.client.waiting import Update, WeightsCalls, WeightsProgress
+from epochkv_fence.client.waiting import Update, WeightsProgress
 from epochkv_fence.client.weights import WeightsReport
 from epochkv_fence.connection import Connection
 
@@ -27,7 +27,7 @@ class AsyncPool:
     called on another thread: `loop.call_soon_threadsafe` brings what it is told to a loop. A coroutine function is refused.
     """
 
-    def __init__(self, connection: Connection, background: Background, calls: WeightsCalls) -> None:
+    def __init__(self, connection: Connection, background: Background, calls: Calls) -> None:
         """Use `connect`."""
         self._connection = connection
         self._background = background
@@ -59,7 +59,7 @@ class AsyncPool:
     async def status(self, timeout_s: float = LOOK_SECONDS) -> PoolStatus:
         """As `Pool.status`."""
         check_timeout(timeout_s)
-        return await self._do(self._calls.status(timeout_s))
+        return await self._do(self._calls.looks.status(timeout_s))
 
     async def engines(self, timeout_s: float = LOOK_SECONDS) -> tuple[Engine, ...]:
         """As `Pool.engines`."""
@@ -79,17 +79,17 @@ class AsyncPool:
         """As `Pool.reset`."""
         refuse_gone("reset", gone)
         check_reset(epoch, timeout_s, on_failure, progress, wait=wait, force=force)
-        return await self._do(self._calls.reset(epoch, wait, timeout_s, on_failure, progress, force))
+        return await self._do(self._calls.resets.reset(epoch, wait, timeout_s, on_failure, progress, force))
 
     async def wait(self, epoch: int, timeout_s: float = RESET_SECONDS, progress: Progress | None = None) -> Reset:
         """As `Pool.wait`."""
         check_wait(epoch, timeout_s, progress)
-        return await self._do(self._calls.wait(epoch, timeout_s, progress))
+        return await self._do(self._calls.resets.wait(epoch, timeout_s, progress))
 
     async def weights(self, timeout_s: float = LOOK_SECONDS) -> WeightsReport:
         """As `Pool.weights`."""
         check_timeout(timeout_s)
-        return await self._do(self._calls.weights(timeout_s))
+        return await self._do(self._calls.pushes.weights(timeout_s))
 
     async def wait_weights(
         self,
@@ -101,7 +101,7 @@ class AsyncPool:
     ) -> WeightsReport:
         """As `Pool.wait_weights`."""
         names, digests = check_weights(engines, timeout_s, label, other_than, progress)
-        return await self._do(self._calls.wait_weights(names, timeout_s, label, digests, progress))
+        return await self._do(self._calls.pushes.wait_weights(names, timeout_s, label, digests, progress))
 
     @asynccontextmanager
     async def weight_update(
@@ -116,9 +116,9 @@ class AsyncPool:
         """As `Pool.weight_update`."""
         refuse_gone("weight_update", gone)
         names, _ = check_weights(engines, timeout_s, label, (), progress)
-        update = await self._do(self._calls.begin_update(label, names, timeout_s))
+        update = await self._do(self._calls.pushes.begin_update(label, names, timeout_s))
         yield update
-        update.report = await self._do(self._calls.wait_weights(names, timeout_s, label, update.other_than, progress))
+        update.report = await self._do(self._calls.pushes.wait_weights(names, timeout_s, label, update.other_than, progress))
 
     async def close(self) -> None:
         """Hang up and end the thread. Safe to call twice."""

@@ -19,11 +19,13 @@ from typing import Any, Final, Never, NoReturn, Self
 
 from epochkv_fence.client.arguments import check_reset, check_timeout, check_wait, check_weights, refuse_gone
 from epochkv_fence.client.background import Background
-from epochkv_fence.client.calls import Progress
 from epochkv_fence.client.errors import PoolError
+from epochkv_fence.client.looks import Looks
+from epochkv_fence.client.progress import Progress
+from epochkv_fence.client.resets import Resets
 from epochkv_fence.client.results import Engine, OnFailure, PoolStatus, Reset
 from epochkv_fence.client.session import Session
-from epochkv_fence.client.waiting import Update, WeightsCalls, WeightsProgress
+from epochkv_fence.client.waiting import Pushes, Update, WeightsProgress
 from epochkv_fence.client.weights import WeightsReport
 from epochkv_fence.connection import Connection
 
@@ -38,13 +40,36 @@ EXTRA_SECONDS: Final = 5.0
 """What a call may take beyond its limit, for naming laggards, a last look, a label."""
 
 
+class Calls:
+    """The calls on one session, by subject."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.looks = Looks(session)
+        self.resets = Resets(self.looks)
+        self.pushes = Pushes(self.looks)
+
+
+async def open_calls(connection: Connection, timeout_s: float) -> Calls:
+    """Connect, on the background loop, and prove that a hub answers and serves the right pool."""
+    session = Session(connection)
+    await session.start()
+    calls = Calls(session)
+    try:
+        await calls.looks.greet(timeout_s)
+    except BaseException:
+        await session.close()
+        raise
+    return calls
+
+
 class Pool:
     """One pool, from a program without an event loop. Thread-safe: any number of threads may call at once.
 
     A forked child cannot use its parent's: connect again there. `AsyncPool` is the same for asyncio.
     """
 
-    def __init__(self, connection: Connection, background: Background, calls: WeightsCalls) -> None:
+    def __init__(self, connection: Connection, background: Background, calls: Calls) -> None:
         """Use `connect`."""
         self._connection = connection
         self._background = background
@@ -90,7 +115,7 @@ class Pool:
             HubUnreachable: no hub answered in time.
         """
         check_timeout(timeout_s)
-        return self._background.run(self._calls.status(timeout_s), timeout_s)
+        return self._background.run(self._calls.looks.status(timeout_s), timeout_s)
 
     def engines(self, timeout_s: float = LOOK_SECONDS) -> tuple[Engine, ...]:
         """The live engines, by name.
@@ -132,7 +157,7 @@ class Pool:
         """
         refuse_gone("reset", gone)
         check_reset(epoch, timeout_s, on_failure, progress, wait=wait, force=force)
-        work = self._calls.reset(epoch, wait, timeout_s, on_failure, progress, force)
+        work = self._calls.resets.reset(epoch, wait, timeout_s, on_failure, progress, force)
         return self._background.run(work, timeout_s + EXTRA_SECONDS)
 
     def wait(self, epoch: int, timeout_s: float = RESET_SECONDS, progress: Progress | None = None) -> Reset:
@@ -144,7 +169,7 @@ class Pool:
             ArgumentError (a ValueError, or also a TypeError): an argument cannot be meant.
         """
         check_wait(epoch, timeout_s, progress)
-        return self._background.run(self._calls.wait(epoch, timeout_s, progress), timeout_s + EXTRA_SECONDS)
+        return self._background.run(self._calls.resets.wait(epoch, timeout_s, progress), timeout_s + EXTRA_SECONDS)
 
     def weights(self, timeout_s: float = LOOK_SECONDS) -> WeightsReport:
         """Which live engines hold which weights now.
@@ -153,7 +178,7 @@ class Pool:
             HubUnreachable: no hub answered in time.
         """
         check_timeout(timeout_s)
-        return self._background.run(self._calls.weights(timeout_s), timeout_s)
+        return self._background.run(self._calls.pushes.weights(timeout_s), timeout_s)
 
     def wait_weights(
         self,
@@ -185,7 +210,7 @@ class Pool:
             ArgumentError (a ValueError, or also a TypeError): an argument cannot be meant.
         """
         names, digests = check_weights(engines, timeout_s, label, other_than, progress)
-        work = self._calls.wait_weights(names, timeout_s, label, digests, progress)
+        work = self._calls.pushes.wait_weights(names, timeout_s, label, digests, progress)
         return self._background.run(work, timeout_s + EXTRA_SECONDS)
 
     @contextmanager
@@ -214,9 +239,9 @@ class Pool:
         """
         refuse_gone("weight_update", gone)
         names, _ = check_weights(engines, timeout_s, label, (), progress)
-        update = self._background.run(self._calls.begin_update(label, names, timeout_s), timeout_s)
+        update = self._background.run(self._calls.pushes.begin_update(label, names, timeout_s), timeout_s)
         yield update
-        work = self._calls.wait_weights(names, timeout_s, label, update.other_than, progress)
+        work = self._calls.pushes.wait_weights(names, timeout_s, label, update.other_than, progress)
         update.report = self._background.run(work, timeout_s + EXTRA_SECONDS)
 
     def close(self) -> None:
@@ -239,16 +264,3 @@ class Pool:
 
     def __repr__(self) -> str:
         return f"<Pool {self.name} at {self._connection.hub.endpoint}>"
-
-
-async def open_calls(connection: Connection, timeout_s: float) -> WeightsCalls:
-    """Connect, on the background loop; proves that a hub answers and which pool it is."""
-    session = Session(connection)
-    await session.start()
-    calls = WeightsCalls(session)
-    try:
-        await calls.greet(timeout_s)
-    except BaseException:
-        await session.close()
-        raise
-    return calls

@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final
 
-from epochkv_fence.client.calls import FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, Calls, Teller
 from epochkv_fence.client.errors import HubUnreachable, WeightsDiverged
+from epochkv_fence.client.looks import FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, Looks
+from epochkv_fence.client.progress import Teller
 from epochkv_fence.client.results import PoolStatus
 from epochkv_fence.client.weights import WeightsReport, WeightsStanding, chosen, outliers, report, why_not
 from epochkv_fence.protocol.messages import Label, Labelled
@@ -48,17 +49,20 @@ class Update:
     report: WeightsReport | None = None
 
 
-class WeightsCalls(Calls):
-    """`Calls`, and what a client may ask about weights."""
+class Pushes:
+    """Waits for pushes of weights, and says what weights are called."""
+
+    def __init__(self, looks: Looks) -> None:
+        self._looks = looks
 
     async def weights(self, timeout_s: float) -> WeightsReport:
         """See `Pool.weights`."""
-        status = await self.look(time.monotonic() + timeout_s)
+        status = await self._looks.look(time.monotonic() + timeout_s)
         return report(status.engines, status.labels)
 
     async def begin_update(self, label: str | None, names: Collection[str] | None, timeout_s: float) -> Update:
         """Before the push: note who holds what."""
-        status = await self.look(time.monotonic() + timeout_s)
+        status = await self._looks.look(time.monotonic() + timeout_s)
         engines, _ = chosen(status.engines, names)
         before = report(engines, status.labels)
         return Update(label, before, before.common)
@@ -76,7 +80,7 @@ class WeightsCalls(Calls):
         until, pause, tell = called_at + max(timeout_s, SETTLE_SECONDS), FIRST_POLL_SECONDS, Teller(progress)
         while True:
             began = time.monotonic()
-            status = await self.look(max(until, began + LAST_LOOK_SECONDS))
+            status = await self._looks.look(max(until, began + LAST_LOOK_SECONDS))
             took = time.monotonic() - began
             engines, absent = chosen(status.engines, names)
             problem = why_not(engines, absent, other_than, status.labels, status.engines) or _too_early(status, began - called_at)
@@ -104,7 +108,7 @@ class WeightsCalls(Calls):
             HubUnreachable: none has in time.
         """
         pause = FIRST_RETRY_SECONDS
-        with self.session.conversation() as conversation:
+        with self._looks.session.conversation() as conversation:
             while True:
                 conversation.ask(Label(conversation.request, bytes.fromhex(weights), label))
                 again = min(until, time.monotonic() + pause)
@@ -112,7 +116,7 @@ class WeightsCalls(Calls):
                     if isinstance(answer, Labelled) and (answer.weights.hex(), answer.label) == (weights, label):
                         return
                 if time.monotonic() >= until:
-                    error = await self.unreachable()
+                    error = await self._looks.unreachable()
                     text = f"all engines hold weights {weights[:8]}, and that they are called {label!r} is not known to be noted"
                     raise HubUnreachable(f"{error}. {text}") from error
                 pause = min(2 * pause, MAX_RETRY_SECONDS)

@@ -1,15 +1,26 @@
-"""What a hub remembers about engine boots, in memory only."""
+"""What a hub remembers about engine boots.
+
+It keeps this in memory only: a new leader waits until older grants are dead, and every engine sends heartbeats.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from epochkv_fence.protocol.messages import Heartbeat
+from epochkv_fence.hub import events as ev
+from epochkv_fence.protocol.messages import Heartbeat, Nudge
 from epochkv_fence.protocol.pool import EngineView, PoolConfig
 
-NEVER = -math.inf
+NEVER: Final = -math.inf
+MAX_BOOTS: Final = 10_000
+NUDGE_SECONDS: Final = 0.25
+NUDGES_PER_SECOND: Final = 2_000
+"""Thousands of boots that were just nudged are on their way: nudged again, each would only send another heartbeat."""
+MAX_COUNT: Final = 2**63 - 1
 
 
 @dataclass(slots=True)
@@ -42,7 +53,7 @@ class BootRecord:
     below_until: float = NEVER
 
     def hear(self, peer: bytes, beat: Heartbeat, now: float, key_index: int = 0) -> bool:
-        """Take a heartbeat; returns whether anything that status shows has changed."""
+        """Take a heartbeat; return whether it changes anything that status shows."""
         before = self._shown()
         self.heard_at = now
         if beat.seq > self.seq:
@@ -52,8 +63,13 @@ class BootRecord:
         self._raise_epoch(beat)
         return before != self._shown()
 
+    def grant(self, now: float, until: float) -> None:
+        """The hub grants it the present target now; the grant is dead after `until`."""
+        self.granted_at = now
+        self.live_until = max(self.live_until, until)
+
     def keys_changed(self, before: Sequence[str], now: Sequence[str]) -> None:
-        """The pool accepts other keys: what this boot used last has another place among them, or none (behind them all)."""
+        """The pool accepts other keys, so the key of this boot has another place among them. A key that is gone counts as the oldest."""
         key = before[self.key_index] if self.key_index < len(before) else None
         self.key_index = now.index(key) if key in now else len(now)
 
@@ -70,11 +86,11 @@ class BootRecord:
         return self.epoch is not None and self.epoch >= epoch
 
     def alive(self, config: PoolConfig, now: float) -> bool:
-        """Heard from within the last lease."""
+        """The hub heard from it within the last lease."""
         return now < self.heard_at + config.lease_seconds
 
     def dead_at(self, hold: float) -> float:
-        """When it may be forgotten: silent for a lease and margin (`hold`), and every grant it had is dead."""
+        """When the hub may forget it: it was silent for a lease and margin (`hold`), and all its grants are dead."""
         return max(self.heard_at + hold, self.granted_at + hold, self.live_until, self.below_until)
 
     def view(self, target: int, config: PoolConfig, now: float) -> EngineView:
@@ -99,3 +115,125 @@ class BootRecord:
             weights_note=beat.weights_note,
             weights_since=max(0.0, now - self.weights_at),
         )
+
+
+class Boots:
+    """All boots of one pool.
+
+    Attributes:
+        known: the boots that the hub remembers.
+        behind: those of them below the target, in an order that a replay repeats.
+        departed: boots that have left, the newest last.
+        holdings: which weights the known boots hold.
+        forget_at: when to look for boots to forget.
+        nudge_at: when to nudge the boots behind again.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[bytes, BootRecord] = {}
+        self.behind: dict[bytes, None] = {}
+        self.departed: dict[bytes, None] = {}
+        self.holdings = Holdings()
+        self.forget_at = math.inf
+        self.nudge_at = math.inf
+
+    def hear(self, peer: bytes, beat: Heartbeat, key_index: int, *, target: int, hold: float, now: float) -> bool:
+        """Take a heartbeat; return whether it changes anything that status shows. The hub remembers a silent boot for `hold` seconds."""
+        record = self.known.get(beat.boot)
+        before = record.newest if record is not None else None
+        if record is None:
+            record = self.known[beat.boot] = BootRecord(beat.boot, beat)
+            self.behind[beat.boot] = None
+            self.forget_at = min(self.forget_at, now + hold)
+        changed = record.hear(peer, beat, now, key_index)
+        self.holdings.change(before, record.newest, record.weights_at)
+        if record.at_least(target):
+            self.behind.pop(beat.boot, None)
+        return changed or before is None
+
+    def leave(self, boot: bytes, now: float) -> bool:
+        """This boot gave up its lease and takes no other, so late heartbeats must not bring it back. Returns whether it was known."""
+        self.departed[boot] = None
+        while len(self.departed) > MAX_BOOTS:
+            del self.departed[next(iter(self.departed))]
+        return self._drop(boot, now)
+
+    def forget(self, may_forget: Callable[[BootRecord], bool], hold: float, now: float) -> list[bytes]:
+        """Forget the boots that `may_forget` names; return them."""
+        over = [boot for boot, record in self.known.items() if may_forget(record)]
+        for boot in over:
+            self._drop(boot, now)
+        self.forget_at = now + hold / 3 if self.known else math.inf
+        return over
+
+    def _drop(self, boot: bytes, now: float) -> bool:
+        self.behind.pop(boot, None)
+        record = self.known.pop(boot, None)
+        if record is not None:
+            self.holdings.change(record.newest, None, now)
+        return record is not None
+
+    def expect(self, target: int) -> None:
+        """The target has risen: every grant so far may be below it."""
+        for record in self.known.values():
+            record.below_until = max(record.below_until, record.live_until)
+            record.live_until = NEVER
+        self.behind = {boot: None for boot, record in self.known.items() if not record.at_least(target)}
+
+    def nudge(self, now: float) -> list[ev.Action]:
+        """Ask the boots behind for a heartbeat, which a grant of the new target can answer."""
+        self.nudge_at = now + max(NUDGE_SECONDS, len(self.behind) / NUDGES_PER_SECOND)
+        return [ev.Send(self.known[boot].peer, Nudge(boot)) for boot in self.behind]
+
+    @property
+    def highest_epoch(self) -> int:
+        """The highest epoch that any known boot has reported."""
+        return max((record.epoch or 0 for record in self.known.values()), default=0)
+
+    @property
+    def carried(self) -> int:
+        """How many requests all known boots carry under older roots."""
+        return min(sum(record.newest.carried for record in self.known.values()), MAX_COUNT)
+
+
+class Holdings:
+    """Which weights the known boots of each fingerprint hold, and since when these differ."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Counter[bytes]] = {}
+        self._newest_at: dict[str, float] = {}
+        self._unequal_at: dict[str, float] = {}
+
+    def change(self, before: Heartbeat | None, after: Heartbeat | None, since: float) -> None:
+        """A boot's newest heartbeat was `before` (None: the boot is new) and is `after` (None: the hub forgets the boot).
+
+        The boot has reported those weights since `since`, maybe to an earlier hub.
+        """
+        old, new = _holding(before), _holding(after)
+        if old == new:
+            return
+        if new is not None:  # first, or boots that go on holding different weights would seem to agree in between
+            self._newest_at[new[0]] = max(since, self._newest_at.get(new[0], NEVER))
+            self._add(*new, 1)
+        if old is not None:
+            self._add(*old, -1)
+
+    def _add(self, fingerprint: str, weights: bytes, number: int) -> None:
+        counts = self._counts.setdefault(fingerprint, Counter())
+        counts[weights] += number
+        if counts[weights] <= 0:
+            del counts[weights]
+        if len(counts) > 1:
+            self._unequal_at.setdefault(fingerprint, self._newest_at[fingerprint])
+        else:
+            self._unequal_at.pop(fingerprint, None)
+        if not counts:
+            del self._counts[fingerprint], self._newest_at[fingerprint]
+
+    def unequal_seconds(self, fingerprint: str, now: float) -> float:
+        """For how long boots of this fingerprint have held different weights."""
+        return max(0.0, now - self._unequal_at.get(fingerprint, now))
+
+
+def _holding(beat: Heartbeat | None) -> tuple[str, bytes] | None:
+    return None if beat is None or beat.weights is None else (beat.fingerprint, beat.weights)

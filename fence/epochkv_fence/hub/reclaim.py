@@ -1,9 +1,12 @@
-"""After publication: have the keys of older epochs removed, and those of weights that no engine holds any more. Gives memory
-back; nothing ever waits for it.
+"""Which removals give the store's memory back. Nothing waits for them, because names keep engines from what stays.
 
-One engine at a time is asked to remove them by prefix, another one each time, until one finds none; of older epochs once more
-after a pause, for what was being written meanwhile. When no engine can do it, and the store is this pool's alone, the store is
-swept of older epochs instead.
+Engines remove keys by prefix: those of older epochs, and of weights that no engine holds. The hub asks one engine at a time,
+each time another, until one finds none. Of older epochs it asks once more, because saves under way may land after the first
+answer. When no engine can answer, and the store is this pool's alone, the hub has the store swept instead.
+
+Under the reclaim policy `RemoveAll` the hub has the store wiped first, which gives memory back at once. Keys that somebody
+reads stay, and engines remove them afterwards. A wipe also takes what engines saved since the publication. So the hub wipes
+once per epoch, and tries again only when the store did not answer.
 """
 
 from __future__ import annotations
@@ -15,15 +18,124 @@ from typing import Final
 
 from epochkv_fence.hub import events as ev
 from epochkv_fence.hub.boots import NEVER, BootRecord
-from epochkv_fence.protocol.messages import Reclaim, Reclaimed
+from epochkv_fence.protocol.messages import MAX_KEPT, Reclaim, Reclaimed
 from epochkv_fence.protocol.pool import PoolConfig
 
 MAX_OPEN: Final = 64
+MAX_WEIGHTS: Final = MAX_KEPT
+WIPE_SECONDS: Final = 60.0
+"""The hub tries to wipe for this long after a publication; then engines remove the keys by prefix."""
+WIPE_RETRY_SECONDS: Final = 1.0
+
+
+class Wiper:
+    """Wipes for the newest published epoch, one at a time: the store must answer the wipe before.
+
+    Attributes:
+        failed: the store did not answer in time for the newest published epoch.
+    """
+
+    def __init__(self) -> None:
+        self.failed = False
+        self._wanted: int | None = None
+        self._running: int | None = None
+        self._retry_at = NEVER
+        self._until = NEVER
+
+    @property
+    def open(self) -> bool:
+        """The store was not wiped yet for the newest published epoch."""
+        return self._wanted is not None
+
+    def begin(self, epoch: int, now: float) -> None:
+        """`epoch` is published."""
+        self._wanted, self.failed = epoch, False
+        self._retry_at, self._until = NEVER, now + WIPE_SECONDS
+
+    def stop(self) -> None:
+        """Another hub leads, or the policy has changed."""
+        self._wanted = None
+
+    def due_at(self) -> float:
+        """When `next` or `give_up` has something to do."""
+        if self._wanted is None:
+            return math.inf
+        return self._until if self._running is not None else min(self._retry_at, self._until)
+
+    def next(self, now: float) -> int | None:
+        """The epoch to wipe for now. Callers ask at `due_at`, hence never while a wipe is under way."""
+        if self._wanted is None or now < self._retry_at:
+            return None
+        self._running = self._wanted
+        return self._wanted
+
+    def give_up(self, now: float) -> bool:
+        """Whether it is too late by now; True once."""
+        if self._wanted is None or now < self._until:
+            return False
+        self._wanted, self.failed = None, True
+        return True
+
+    def answered(self, epoch: int) -> bool:
+        """The store removed what it could; return whether that was for the newest published epoch."""
+        if epoch != self._running:
+            return False
+        self._running = None
+        if epoch != self._wanted:
+            return False
+        self._wanted = None
+        return True
+
+    def missed(self, epoch: int, now: float) -> None:
+        """The store did not answer."""
+        if epoch == self._running:
+            self._running = None
+            self._retry_at = now + WIPE_RETRY_SECONDS
+
+
+class Reported:
+    """When any engine last reported each weights. Where there is no room for more, nothing counts as unheld for a while."""
+
+    def __init__(self) -> None:
+        self._last: dict[bytes, float] = {}
+        self._lost_at = NEVER
+        self._look_at = math.inf
+
+    def hear(self, weights: bytes, grace: float, now: float) -> None:
+        """An engine holds these weights."""
+        if weights not in self._last and len(self._last) >= MAX_WEIGHTS:
+            self._lost_at = now
+            self._look_at = min(self._look_at, now + grace)
+            return
+        self._last[weights] = now
+        self._look_at = min(self._look_at, now + grace)
+
+    def within(self, grace: float, now: float) -> list[bytes] | None:
+        """The weights of the last `grace` seconds; None: there were too many to remember."""
+        if now < self._lost_at + grace:
+            return None
+        return sorted(weights for weights, at in self._last.items() if now < at + grace)
+
+    def look_at(self) -> float:
+        """When `expire` may find something. That is never too late while `grace` does not get shorter."""
+        return self._look_at
+
+    def expire(self, grace: float, now: float) -> bool:
+        """Forget weights that no engine reported for `grace` seconds; return whether there were any."""
+        over = [weights for weights, at in self._last.items() if now >= at + grace]
+        for weights in over:
+            del self._last[weights]
+        lost = self._lost_at > NEVER and now >= self._lost_at + grace
+        if lost:
+            self._lost_at = NEVER
+        times = [*self._last.values(), *([self._lost_at] if self._lost_at > NEVER else [])]
+        self._look_at = min(times, default=math.inf) + grace
+        return lost or bool(over)
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """Of one engine. `changes`: of the weights that nobody holds, as many are known to this request; 0: it is not for weights."""
+    """What the hub asked of one engine. `changes` counts how often weights had become unheld by then; 0: it asked for epochs only."""
 
     boot: bytes
     below: int
@@ -31,12 +143,12 @@ class _Request:
 
 
 class Reclaimer:
-    """Whom to ask next, and when to stop.
+    """Decides which engine to ask next, and when to stop.
 
     Attributes:
         due_at: when to ask the next engine; infinity while there is nothing to remove.
-        done_below: highest epoch below which nothing is left, as an engine or the store said.
-        keys, num_bytes: removed so far, as far as it is known.
+        done_below: the highest epoch below which an engine or the store found nothing left.
+        keys, num_bytes: what was removed so far, as far as the hub knows.
     """
 
     def __init__(self) -> None:
@@ -55,34 +167,34 @@ class Reclaimer:
         self._sweeping: int | None = None
 
     def stop(self) -> None:
-        """Ask nobody any more, until `start`."""
+        """Ask no engine any more, until `start`."""
         self.due_at = math.inf
         self._open.clear()
         self._idle_since = self._sweeping = None
 
     def start(self, published: int, at: float) -> None:
-        """Keys below `published` are garbage from now on."""
+        """Keys below `published` are garbage."""
         if published > self._confirmed_below:
             self.due_at = min(self.due_at, at)
 
     def start_weights(self, at: float) -> None:
-        """There may be keys of weights that nobody holds any more."""
+        """The store may hold keys of weights that no engine holds any more."""
         self._changes += 1
         self.look_again(at)
 
     def look_again(self, at: float) -> None:
-        """Which weights may be removed can be said by then, perhaps, if it could not before; after the pause, whoever changes."""
+        """The hub may know by then which weights are unheld. The pause holds all the same, so that changing engines cost little."""
         if self._changes > self._confirmed_changes:
             self.due_at = min(self.due_at, max(at, self._pause_until))
 
     # ------------------------------------------------------------------ by engines
 
     def next(self, published: int, keep: Sequence[bytes], able: Sequence[BootRecord], config: PoolConfig, now: float) -> list[ev.Action]:
-        """One engine is asked; the store itself when there was none for long and it is this pool's alone.
+        """Ask one engine; or the store itself, if it is this pool's alone and no engine was there for long.
 
         Args:
-            keep: the weights whose keys stay; empty: that cannot be said now, and `look_again` tells when it may.
-            able: who can be asked.
+            keep: the weights whose keys stay; empty: the hub cannot tell now, and `look_again` says when it may.
+            able: the boots that can answer.
         """
         epochs, weights = published > self._confirmed_below, self._changes > self._confirmed_changes
         if not epochs and not weights:
@@ -107,12 +219,12 @@ class Reclaimer:
         return []
 
     def _choose(self, able: Sequence[BootRecord]) -> BootRecord:
-        """Another one each time: what one cannot remove, the next one may."""
+        """Take another boot each time, because the next one may remove what this one cannot."""
         self._turn += 1
         return able[self._turn % len(able)]
 
     def _note(self, request: _Request) -> None:
-        """It is sent; some are never answered."""
+        """Remember a request. Some engines never answer, so the oldest requests go."""
         if any(older.below != request.below for older in self._open.values()):
             self._open.clear()
         self._number += 1
@@ -121,8 +233,10 @@ class Reclaimer:
             del self._open[next(iter(self._open))]
 
     def answered(self, answer: Reclaimed, published: int) -> bool:
-        """Take an engine's answer, once, and only of one that was asked; returns whether it says anything new. It proves what
-        its own request asked for, which may be less than what is known by now."""
+        """Take the first answer of an engine to its request; return whether it says anything new.
+
+        It proves what its own request asked for, which may be less than what the hub knows by now.
+        """
         request = self._open.get(answer.number)
         if request is None or (request.boot, request.below) != (answer.boot, answer.below):
             return False
@@ -134,23 +248,23 @@ class Reclaimer:
     # ------------------------------------------------------------------ by the store
 
     def _sweep_due(self, hold: float, now: float) -> bool:
-        """For a lease and margin no engine was there that could do it, and the last answer has come."""
+        """No engine could answer for a lease and margin, and the store is not busy with the sweep before."""
         return self._sweeping is None and self._idle_since is not None and now >= self._idle_since + hold
 
     def swept(self, below: int, keys: int, num_bytes: int | None, published: int) -> bool:
-        """Take the store's answer; returns whether it says anything new."""
+        """Take the store's answer; return whether it says anything new."""
         if self._sweeping != below:
             return False
         self._sweeping = None
         return self._removed(below, keys, num_bytes, published)
 
     def sweep_failed(self, below: int) -> None:
-        """It is asked again after the pause."""
+        """The store failed, so the hub asks it again after the pause."""
         if self._sweeping == below:
             self._sweeping = None
 
     def count(self, keys: int, num_bytes: int | None) -> None:
-        """The store removed this, on whatever occasion."""
+        """Somebody removed this from the store."""
         self.keys += keys
         self.num_bytes += num_bytes or 0
 

@@ -1,74 +1,124 @@
-"""What a hub may do, rule by rule: the design page "fence", section 4. `hub` does it.
+"""What a hub may do, rule by rule: the design page "fence", section 4.
 
-Each method is one rule, so that the model tests can take it away and show that it is needed.
+Each rule is a function of what it judges and of nothing else. `HubRules` holds all rules, so that a model test can replace one
+of them and show that the fence needs it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
 from epochkv_fence.hub.boots import BootRecord
-from epochkv_fence.hub.state import PoolState
+from epochkv_fence.hub.record import Leadership, Record
+from epochkv_fence.protocol.messages import Status
+from epochkv_fence.protocol.pool import PoolConfig
+
+# ------------------------------------------------------------------ granting
 
 
-class HubRules(PoolState):
-    """The conditions, all of them pure: nothing here changes anything."""
+def may_grant(record: Record) -> bool:
+    """The note must be durable before the leadership read that a grant rests on; otherwise a later hub may miss it."""
+    return record.noted
 
-    # ------------------------------------------------------------------ granting
 
-    def _may_grant(self) -> bool:
-        """The note must be durable before the read that a grant rests on, or a later hub would not see it."""
-        return self._noted
+def hold_seconds(config: PoolConfig) -> float:
+    """After this time a grant made now is dead: the lease, and a margin for clocks at different rates.
 
-    def _hold(self) -> float:
-        """After this a grant made now is dead: the lease, and the margin for clocks at different rates."""
-        return self.config.hold_seconds
+    A new leader waits as long, because every grant of an older leader answers a heartbeat sent before now.
+    """
+    return config.hold_seconds
 
-    def _may_tell(self, epoch: int) -> bool:
-        """A trainer that is told of its target counts on it when publication does not come in time: after a lease nobody
-        uses older epochs. So it must not hear of a target that only a deposed hub knows, whose Record landed late, while
-        the one that leads goes on granting the epoch before: a read that began after it was durable shows that we lead."""
-        return self.target <= self._proven or epoch <= self.published
 
-    # ------------------------------------------------------------------ publication
+def may_forget(boot: BootRecord, config: PoolConfig, now: float) -> bool:
+    """The boot was silent for a lease and margin, so all its grants are dead."""
+    return now >= boot.dead_at(config.hold_seconds)
 
-    def _may_publish(self, now: float) -> bool:
-        """Nobody can be using an epoch below the target any more, by anybody's grants."""
-        return self._reset_due(now) and all(self._fenced(self._boots[boot], now) for boot in self._behind)
 
-    def _reset_due(self, now: float) -> bool:
-        """The target is durable and unpublished, no write is under way, and no grant of an older hub can be live."""
-        return (
-            self._durable >= self.target > self._stored
-            and self._publishing is None
-            and now >= self._retry_at
-            and self._led_long_enough(now)
-        )
+# ------------------------------------------------------------------ asks and answers
 
-    def _led_long_enough(self, now: float) -> bool:
-        return now >= self._lead_until
 
-    def _fenced(self, record: BootRecord, now: float) -> bool:
-        """Only grants *below* the target count: grants of the target never delay publication."""
-        return now >= record.below_until
+def above_record(record: Record, epoch: int) -> bool:
+    """An engine reports an epoch above the record. A hub granted it, so it was durable once: somebody rolled the record back.
 
-    def _lead_wait(self) -> float:
-        """How long a new leader waits: every grant of an older leader answers a heartbeat sent before now."""
-        return self.config.hold_seconds
+    What such a record says about older grants is void, too.
+    """
+    return epoch > max(record.target, record.durable)
 
-    # ------------------------------------------------------------------ the store
 
-    def _can_reclaim(self, record: BootRecord, now: float) -> bool:
-        """It names its keys with the published epoch, or a later one, and is there to be asked."""
-        return record.at_least(self.published) and record.alive(self.config, now)
+def proposal_counts(record: Record, epoch: int) -> bool:
+    """A proposal made from an older epoch does not count: another one came first, and one reset serves all."""
+    return epoch == record.target + 1
 
-    def _kept(self, now: float) -> list[bytes]:
-        """The weights whose keys stay: all that somebody may hold. Empty: that cannot be said now."""
-        held = self._reported.within(self.config.grace_seconds, now)
-        return held if held is not None and self._knows_engines(now) and self._knows_weights(now) else []
 
-    def _knows_engines(self, now: float) -> bool:
-        """Whoever was there when this hub began to lead, or came back since, has had the time to say what he holds."""
-        return now >= self._led_at + self.config.grace_seconds
+def may_tell(record: Record, epoch: int) -> bool:
+    """Whether a trainer may hear that its epoch is the target. It then trusts that nobody uses older epochs after a lease.
 
-    def _knows_weights(self, now: float) -> bool:
-        """Every live engine says what it holds: one that cannot say may hold anything."""
-        return all(record.newest.weights is not None for record in self._boots.values() if record.alive(self.config, now))
+    A deposed hub's Record may land late, while the leader goes on granting the epoch before. Only a leadership read that began
+    after the target was durable shows that this hub leads.
+    """
+    return record.target <= record.proven or epoch <= record.published
+
+
+def needs_read(question: Status) -> bool:
+    """The first page waits for a leadership read, because a hub that does not know it was deposed tells an old target."""
+    return question.first == 0 and question.after is None
+
+
+# ------------------------------------------------------------------ publication
+
+
+def settled_at(lead: Leadership) -> float:
+    """When no grant of an older hub can be live."""
+    return lead.settled_at
+
+
+def fenced_at(boot: BootRecord) -> float:
+    """When this boot can use no epoch below the target. Its grants of the target itself never delay publication."""
+    return boot.below_until
+
+
+# ------------------------------------------------------------------ the store
+
+
+def may_remove(config: PoolConfig) -> bool:
+    """The pool wants unused keys removed. With `Retain` the store's own eviction removes them."""
+    return config.reclaim != "Retain"
+
+
+def can_reclaim(boot: BootRecord, record: Record, config: PoolConfig, now: float) -> bool:
+    """The boot can answer, and names its own keys with the published epoch or a later one."""
+    return boot.at_least(record.published) and boot.alive(config, now)
+
+
+def engines_known_at(lead: Leadership, config: PoolConfig) -> float:
+    """By then every engine has had the time to tell a new leader which weights it holds."""
+    return lead.since + config.grace_seconds
+
+
+def says_weights(boot: BootRecord) -> bool:
+    """The engine says which weights it holds. One that cannot say may hold any."""
+    return boot.newest.weights is not None
+
+
+@dataclass(frozen=True, slots=True)
+class HubRules:
+    """The rules that a hub goes by."""
+
+    may_grant: Callable[[Record], bool] = may_grant
+    hold_seconds: Callable[[PoolConfig], float] = hold_seconds
+    may_forget: Callable[[BootRecord, PoolConfig, float], bool] = may_forget
+    above_record: Callable[[Record, int], bool] = above_record
+    proposal_counts: Callable[[Record, int], bool] = proposal_counts
+    may_tell: Callable[[Record, int], bool] = may_tell
+    needs_read: Callable[[Status], bool] = needs_read
+    settled_at: Callable[[Leadership], float] = settled_at
+    fenced_at: Callable[[BootRecord], float] = fenced_at
+    may_remove: Callable[[PoolConfig], bool] = may_remove
+    can_reclaim: Callable[[BootRecord, Record, PoolConfig, float], bool] = can_reclaim
+    engines_known_at: Callable[[Leadership, PoolConfig], float] = engines_known_at
+    says_weights: Callable[[BootRecord], bool] = says_weights
+
+
+RULES: Final = HubRules()

@@ -1,5 +1,6 @@
-"""Calls of the hub to what is outside of it, authority and stores: each with a deadline, none ever raises, and a log line
-only when one stops or starts to work.
+"""The hub's calls to the authority and to stores. Each has a deadline, and none ever raises.
+
+The log says only when a call stops or starts to work.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from epochkv_fence.net.say_once import SayOnce
 from epochkv_fence.protocol.authority import AuthorityError
 from epochkv_fence.stores.admin import StoreAdminError
 
@@ -18,11 +20,11 @@ T = TypeVar("T")
 
 
 class Calls:
-    """Makes the calls, counts and tells of those that fail."""
+    """Makes the calls, and counts those that fail."""
 
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
-        self._said: dict[tuple[str, str], str] = {}
+        self._said: dict[str, SayOnce] = {}
 
     async def call(self, name: str, what: str, seconds: float, call: Callable[[], Awaitable[T]]) -> T | None:
         """What `call` answered; None when it failed or gave no answer in time: it may still take effect.
@@ -47,15 +49,11 @@ class Calls:
 
     def forget(self, name: str) -> None:
         """The pool is gone."""
-        for topic in [topic for topic in self._said if topic[0] == name]:
-            del self._said[topic]
+        self._said.pop(name, None)
 
     def _failed(self, name: str, what: str, state: str, level: int, text: str) -> None:
         self._counters[f"{what}_failed"] += 1
         self._say(name, what, state, level, text)
 
     def _say(self, name: str, topic: str, state: str, level: int, text: str) -> None:
-        """Log once per change of state of a topic."""
-        if self._said.get((name, topic), "") != state:
-            self._said[name, topic] = state
-            logger.log(level, "%s: %s", name, text)
+        self._said.setdefault(name, SayOnce(logger, first=""))(topic, state, level, "%s: %s", name, text)

@@ -1,16 +1,27 @@
-"""A pool as the hub's driver has it: its state machine, and the limits and the line of its clients."""
+"""A pool as the hub's driver has it: its state machine, the limits of its clients, and the care for steps that fail."""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
 
 from epochkv_fence.hub.machine import Hub
 from epochkv_fence.net.fairness import Line
 from epochkv_fence.net.limits import BOOTS_PER_COST, COST_BURST, COST_RATE, POOL_BURST, POOL_RATE, Bucket
 from epochkv_fence.net.router import Lane
 from epochkv_fence.protocol.messages import Bump, Label, Message, Status
-from epochkv_fence.protocol.pool import PoolConfig
+from epochkv_fence.protocol.pool import PoolConfig, PoolSnapshot
+
+logger = logging.getLogger(__name__)
+
+FAILED_STEP_SECONDS: Final = 0.25
+QUIET_SECONDS: Final = 10.0
+"""Between two stack traces of one pool: whoever makes its steps fail may do so without end."""
 
 
 class ServedPool:
@@ -39,10 +50,47 @@ class ServedPool:
         """What taking this message takes from `costs`."""
         return 1.0 + self.hub.num_boots / BOOTS_PER_COST if isinstance(message, Bump | Label | Status) else 0.0
 
-    def tick_at(self) -> float:
-        """When its next tick is due."""
-        return max(self.hub.tick_at(), self.failed_until)
+    def snapshot(self) -> PoolSnapshot:
+        """The pool right now, in Unix seconds."""
+        now = time.monotonic()
+        shift = time.time() - now
+        found = self.hub.snapshot(now)
+        started, published = found.started_at, found.published_at
+        return replace(
+            found,
+            started_at=None if started is None else started + shift,
+            published_at=None if published is None else published + shift,
+        )
 
-    def round_at(self, now: float) -> float:
+    def epochs(self) -> tuple[int, int, bool]:
+        """What the hub's owner is told at once when it changes."""
+        return self.hub.target, self.hub.published, self.hub.term is not None
+
+    # ------------------------------------------------------------------ what is due, whatever fails
+
+    def tick_at(self, counters: Counter[str], now: float) -> float:
+        """When its next tick is due."""
+        return self._due(self.hub.tick_at, counters, now + FAILED_STEP_SECONDS)
+
+    def round_at(self, counters: Counter[str], now: float) -> float:
         """When its next round is due."""
-        return max(self.hub.round_at(now), self.failed_until)
+        return self._due(lambda: self.hub.round_at(now), counters, math.inf)
+
+    def _due(self, look: Callable[[], float], counters: Counter[str], otherwise: float) -> float:
+        try:
+            return max(look(), self.failed_until)
+        except Exception:
+            self.failed(counters)
+            return otherwise
+
+    def failed(self, counters: Counter[str]) -> None:
+        """A step raised what is being handled: count it, and log it now and then."""
+        counters["steps_failed"] += 1
+        now = time.monotonic()
+        if now >= self.quiet_until:
+            self.quiet_until = now + QUIET_SECONDS
+            logger.exception("pool %s: the hub failed to take a step, and tries again; other pools go on", self.config.name)
+
+    def back_off(self) -> None:
+        """A tick or round of it failed, so the next one waits."""
+        self.failed_until = time.monotonic() + FAILED_STEP_SECONDS

@@ -1,7 +1,8 @@
 """Rules of the fence, each taken away: the check of the checker.
 
-The state machines have one small method per rule; a mutant overrides it. Rules that belong to the authority, the drivers,
-the connector or the trainer are flags of the simulated world.
+The hub goes by rules that a mutant replaces one by one (`kind.without`); what else a state machine does is replaced part by
+part, or event by event. Rules that belong to the authority, the drivers, the connector or the trainer are flags of the
+simulated world.
 """
 
 from __future__ import annotations

@@ -5,65 +5,40 @@ from __future__ import annotations
 from dataclasses import replace
 
 from epochkv_fence.hub import events as ev
-from epochkv_fence.hub.boots import NEVER, BootRecord
+from epochkv_fence.hub import resets
+from epochkv_fence.hub.boots import NEVER
 from epochkv_fence.hub.machine import Hub
-from epochkv_fence.hub.state import Ask, Round
-from epochkv_fence.protocol.authority import PoolRecord, Term
-from epochkv_fence.protocol.messages import Grant, Heartbeat, Nudge, Status
-from tests.model.mutants.kind import DUEL, Mutant
+from epochkv_fence.hub.rounds import Round
+from epochkv_fence.hub.state import HubState
+from epochkv_fence.protocol.messages import Grant, Heartbeat, Nudge
+from tests.model.mutants.kind import DUEL, Mutant, deaf, misreading, without
 from tests.model.parts import Rules
 
 
-class _NoLeadWait(Hub):
-    def _led_long_enough(self, now: float) -> bool:
-        return True
-
-
-class _NoMargin(Hub):
-    def _hold(self) -> float:
-        return self.config.lease_seconds
-
-    def _lead_wait(self) -> float:
-        return self.config.lease_seconds
-
-
-class _NoFenceWait(Hub):
-    def _fenced(self, record: BootRecord, now: float) -> bool:
-        return True
-
-
-class _EveryGrantDelays(Hub):
-    """Grants of the target delay its publication, too."""
-
-    def _fenced(self, record: BootRecord, now: float) -> bool:
-        return now >= max(record.below_until, record.live_until)
-
-    def _publish_at(self) -> float:
-        return max(super()._publish_at(), max((self._boots[boot].live_until for boot in self._behind), default=NEVER))
-
-
 class _NoSecondRead(Hub):
-    def _begin_round(self, number: int, now: float) -> list[ev.Action]:
-        actions = super()._begin_round(number, now)
-        current = self._round
-        if current is None or current.publish is None:
+    def step(self, event: ev.Event, now: float) -> list[ev.Action]:
+        actions = super().step(event, now)
+        current = self.state.rounds.current
+        if not isinstance(event, ev.RoundBegan) or current is None or current.publish is None:
             return actions
-        self._publishing, current.publish = current.publish, None
+        epoch, current.publish = current.publish, None
         if not self.round_open:
-            self._round = None
-        return [*actions, ev.Publish(self._publishing)]
+            self.state.rounds.current = None
+        return [*actions, *self.state.record.publish(epoch)]
 
 
 class _EpochBeforeRead(Hub):
     _captured = 0
 
-    def _begin_round(self, number: int, now: float) -> list[ev.Action]:
-        self._captured = self.target
-        return super()._begin_round(number, now)
+    def step(self, event: ev.Event, now: float) -> list[ev.Action]:
+        if isinstance(event, ev.RoundBegan):
+            self._captured = self.target
+        return [self._as_captured(action) for action in super().step(event, now)]
 
-    def _grant(self, record: BootRecord, seq: int, now: float) -> Grant:
-        grant = super()._grant(record, seq, now)
-        return Grant(grant.boot, grant.seq, self._captured, grant.lease_seconds)
+    def _as_captured(self, action: ev.Action) -> ev.Action:
+        if isinstance(action, ev.Send) and isinstance(grant := action.message, Grant):
+            return ev.Send(action.peer, Grant(grant.boot, grant.seq, self._captured, grant.lease_seconds))
+        return action
 
 
 class _KeepsRounds(Hub):
@@ -71,157 +46,89 @@ class _KeepsRounds(Hub):
 
     _kept: Round | None = None
 
-    def _abandon(self) -> list[ev.Action]:
-        self._kept = self._round or self._kept
-        return super()._abandon()
-
-    def _finish_round(self, number: int, now: float) -> list[ev.Action]:
+    def step(self, event: ev.Event, now: float) -> list[ev.Action]:
+        if isinstance(event, ev.SteppedDown | ev.Acquired):
+            self._kept = self.state.rounds.current or self._kept
         kept = self._kept
-        if kept is not None and kept.number == number and kept.publish is not None:
+        if isinstance(event, ev.RoundVerified) and kept is not None and kept.number == event.round and kept.publish is not None:
             self._kept = None
             return [ev.Publish(kept.publish)]
-        return super()._finish_round(number, now)
-
-
-class _GrantBeforeNote(Hub):
-    def _may_grant(self) -> bool:
-        return True
-
-    def round_at(self, now: float) -> float:
-        return now if self._waiting and self.term is not None and self._round is None else super().round_at(now)
+        return super().step(event, now)
 
 
 class _GrantBeforeRecord(Hub):
     """Grants an epoch that was asked for and is not durable yet."""
 
-    def _asked(self, ask: Ask, now: float) -> list[ev.Action]:
-        actions = super()._asked(ask, now)
-        if self.term is not None and self._recording is not None:
-            actions += self._raise_target(self._recording, None, now)
+    def step(self, event: ev.Event, now: float) -> list[ev.Action]:
+        actions = super().step(event, now)
+        for action in actions:
+            if isinstance(action, ev.Record):
+                actions = [*actions, *resets.raise_target(self.state, action.epoch, None, now)]
         return actions
 
 
 class _LateTargetMovesNothing(Hub):
-    def _observe(self, record: PoolRecord, now: float) -> list[ev.Action]:
-        kept = {boot: known.live_until for boot, known in self._boots.items()}
+    def step(self, event: ev.Event, now: float) -> list[ev.Action]:
+        kept = {name: boot.live_until for name, boot in self.state.boots.known.items()}
         before = self.target
-        actions = super()._observe(record, now)
-        if self.target > before:
-            for boot, live_until in kept.items():
-                self._boots[boot].below_until = NEVER
-                self._boots[boot].live_until = live_until
+        actions = super().step(event, now)
+        if isinstance(event, ev.Observed) and self.target > before:
+            for name, live_until in kept.items():
+                self.state.boots.known[name].below_until = NEVER
+                self.state.boots.known[name].live_until = live_until
         return actions
-
-
-class _NewLeaderForgetsTarget(Hub):
-    """Installs its term with whatever target it remembers, not with the one read after the acquiring write."""
-
-    def _acquire(self, term: Term, record: PoolRecord, now: float) -> list[ev.Action]:
-        return super()._acquire(term, replace(record, target=self.target), now)
-
-
-class _ForgetAtOnce(Hub):
-    def _forget(self, now: float) -> list[ev.Action]:
-        for boot in [boot for boot, record in self._boots.items() if now > record.heard_at + 1.0]:
-            self._drop(boot, now)
-        self._forget_at = now + 0.5
-        return []
 
 
 class _HeardMayFall(Hub):
     """A late heartbeat lowers what was heard."""
 
-    def _heartbeat(self, peer: bytes, beat: Heartbeat, now: float, key_index: int = 0) -> list[ev.Action]:
-        record = self._boots.get(beat.boot)
-        if record is not None and beat.epoch is not None:
-            record.epoch = beat.epoch
-        actions = super()._heartbeat(peer, beat, now, key_index)
-        record = self._boots.get(beat.boot)
-        if record is not None and not record.at_least(self.target):
-            self._behind[beat.boot] = None
-            record.below_until = now + self._hold()
+    def step(self, event: ev.Event, now: float) -> list[ev.Action]:
+        beat = event.message if isinstance(event, ev.Heard) else None
+        boot = self.state.boots.known.get(beat.boot) if isinstance(beat, Heartbeat) else None
+        if boot is None or not isinstance(beat, Heartbeat):
+            return super().step(event, now)
+        boot.epoch = boot.epoch if beat.epoch is None else beat.epoch
+        actions = super().step(event, now)
+        if not boot.at_least(self.target):
+            self.state.boots.behind[boot.boot] = None
+            boot.below_until = now + self.config.hold_seconds
         return actions
 
 
-class _NoHealing(Hub):
-    def _heal(self, epoch: int, now: float) -> list[ev.Action]:
-        return []
-
-
-class _RecordsOnce(Hub):
-    """A write of the target that failed is not tried again."""
-
-    def step(self, event: ev.Event, now: float) -> list[ev.Action]:
-        return [] if isinstance(event, ev.RecordFailed) else super().step(event, now)
-
-
-class _PublishesOnce(Hub):
-    def step(self, event: ev.Event, now: float) -> list[ev.Action]:
-        return [] if isinstance(event, ev.PublishFailed) else super().step(event, now)
-
-
-class _ForgetsDropped(Hub):
-    """A round without an answer never ends."""
-
-    def _drop_round(self, number: int) -> list[ev.Action]:
-        return []
-
-
-class _EveryProposalCounts(Hub):
-    """A proposal asks for one above the target, from whatever epoch it was made."""
-
-    def _propose(self, epoch: int, now: float) -> list[ev.Action]:
-        return super()._propose(self.target + 1, now)
-
-
-class _KeepsOldPublished(Hub):
-    """After a restore it believes its own memory of what is published."""
-
-    def _acquire(self, term: Term, record: PoolRecord, now: float) -> list[ev.Action]:
-        return super()._acquire(term, replace(record, published=max(record.published, self.published)), now)
-
-
-class _TellsAtOnce(Hub):
-    """Tells a trainer of a target as soon as its own Record is answered."""
-
-    def _may_tell(self, epoch: int) -> bool:
-        return True
-
-
 class _NudgesWithoutEnd(Hub):
-    def _tick(self, now: float) -> list[ev.Action]:
-        self._nudge_at = now
-        nudges: list[ev.Action] = [ev.Send(record.peer, Nudge(boot)) for boot, record in self._boots.items()] if self.term else []
-        return [*super()._tick(now), *nudges]
+    def step(self, event: ev.Event, now: float) -> list[ev.Action]:
+        boots = self.state.boots
+        if not isinstance(event, ev.Tick):
+            return super().step(event, now)
+        boots.nudge_at = now
+        nudges: list[ev.Action] = [ev.Send(boot.peer, Nudge(name)) for name, boot in boots.known.items()] if self.term else []
+        return [*super().step(event, now), *nudges]
 
     def tick_at(self) -> float:
-        return min(super().tick_at(), self._last_round + 0.5)
+        return min(super().tick_at(), self.state.rounds.last_at + 0.5)
 
 
 class _RoundsWithoutPause(Hub):
     """A leadership read four times a second, whether anybody waits or not."""
 
     def round_at(self, now: float) -> float:
-        return (
-            min(super().round_at(now), self._last_round + 0.25) if self.term is not None and self._round is None else super().round_at(now)
-        )
+        due = super().round_at(now)
+        rounds = self.state.rounds
+        return due if self.term is None or rounds.current is not None else min(due, rounds.last_at + 0.25)
 
     @property
     def round_open(self) -> bool:
-        return self._round is not None
-
-    def _begin_round(self, number: int, now: float) -> list[ev.Action]:
-        actions = super()._begin_round(number, now)
-        if self.term is not None and self._round is None:
-            self._round = Round(number, self.term, {}, 0, None)
-        return actions
+        return self.state.rounds.current is not None
 
 
-class _AnswersWithoutRead(Hub):
-    """Tells a trainer its own target, whether it still leads or not."""
+def _lead_with_own_target(hub: HubState, event: ev.Acquired) -> ev.Event:
+    """Installs its term with whatever target it remembers, not with the one read after the acquiring write."""
+    return replace(event, record=replace(event.record, target=hub.record.target))
 
-    def _question(self, peer: bytes, question: Status, now: float) -> list[ev.Action]:
-        return super()._question(peer, question, now) if self.term is None else [ev.Send(peer, self._status(question, now))]
+
+def _lead_with_own_published(hub: HubState, event: ev.Acquired) -> ev.Event:
+    """After a restore it believes its own memory of what is published."""
+    return replace(event, record=replace(event.record, published=max(event.record.published, hub.record.published)))
 
 
 QUICK = {**DUEL, "takeovers": 1.0}
@@ -240,32 +147,42 @@ AMBUSHED = {
 """Hubs that freeze and do not know that they were deposed, and two who ask for epochs."""
 
 HUB_MUTANTS = {
-    "no waiting after leadership": Mutant(Rules(hub=_NoLeadWait), "4", QUICK),
-    "no margin for slow clocks": Mutant(Rules(hub=_NoMargin), "4", DUEL),
-    "older grants are not waited for": Mutant(Rules(hub=_NoFenceWait), "4", DUEL),
-    "grants of the target delay publication": Mutant(Rules(hub=_EveryGrantDelays), "4"),
+    "no waiting after leadership": Mutant(Rules(hub=without(settled_at=lambda lead: NEVER)), "4", QUICK),
+    "no margin for slow clocks": Mutant(Rules(hub=without(hold_seconds=lambda config: config.lease_seconds)), "4", DUEL),
+    "older grants are not waited for": Mutant(Rules(hub=without(fenced_at=lambda boot: NEVER)), "4", DUEL),
+    "grants of the target delay publication": Mutant(
+        Rules(hub=without(fenced_at=lambda boot: max(boot.below_until, boot.live_until))), "4"
+    ),
     "no second read before publishing": Mutant(Rules(hub=_NoSecondRead), "4", QUICK),
     "the epoch taken before the read": Mutant(Rules(hub=_EpochBeforeRead), "4", DUEL),
     "what an older term evaluated is published": Mutant(
         Rules(hub=_KeepsRounds, read_in_any_term=True), "4", {**QUICK, "steps": 3000, "trouble": 0.1, "freezes": 0.2}
     ),
-    "granting before the note is durable": Mutant(Rules(hub=_GrantBeforeNote), "4", {**QUICK, "steps": 300, "trouble": 0.1}),
+    "granting before the note is durable": Mutant(
+        Rules(hub=without(may_grant=lambda record: True)), "4", {**QUICK, "steps": 300, "trouble": 0.1}
+    ),
     "granting an epoch before it is durable": Mutant(Rules(hub=_GrantBeforeRecord), "4", QUICK),
     "a target seen late leaves older grants uncounted": Mutant(Rules(hub=_LateTargetMovesNothing), "4", {**QUICK, "watch": 1.0}),
-    "a new leader keeps the target it remembers": Mutant(Rules(hub=_NewLeaderForgetsTarget), "4", QUICK),
-    "boots forgotten while their grants live": Mutant(Rules(hub=_ForgetAtOnce), "4"),
-    "heard epochs may fall": Mutant(Rules(hub=_HeardMayFall), "4", {"disorder": 0.9}),
-    "an engine above the record raises nothing": Mutant(Rules(hub=_NoHealing), "4", {"restores": True}),
-    "after a restore a hub believes its memory": Mutant(Rules(hub=_KeepsOldPublished), "4", {"restores": True}),
-    "a failed Record is not tried again": Mutant(Rules(hub=_RecordsOnce), "4"),
-    "a failed Publish is not tried again": Mutant(Rules(hub=_PublishesOnce), "4"),
-    "a round without an answer never ends": Mutant(Rules(hub=_ForgetsDropped), "4"),
-    "a proposal from an older epoch counts": Mutant(
-        Rules(hub=_EveryProposalCounts), "4", {"orders": ("engines reset together",), "engines": 3}
+    "a new leader keeps the target it remembers": Mutant(Rules(hub=misreading(ev.Acquired, _lead_with_own_target)), "4", QUICK),
+    "boots forgotten while their grants live": Mutant(
+        Rules(hub=without(may_forget=lambda boot, config, now: now > boot.heard_at + 1.0)), "4"
     ),
-    "a trainer is told a target without a leadership read": Mutant(Rules(hub=_AnswersWithoutRead), "4", AMBUSHED),
+    "heard epochs may fall": Mutant(Rules(hub=_HeardMayFall), "4", {"disorder": 0.9}),
+    "an engine above the record raises nothing": Mutant(
+        Rules(hub=without(above_record=lambda record, epoch: False)), "4", {"restores": True}
+    ),
+    "after a restore a hub believes its memory": Mutant(
+        Rules(hub=misreading(ev.Acquired, _lead_with_own_published)), "4", {"restores": True}
+    ),
+    "a failed Record is not tried again": Mutant(Rules(hub=deaf(ev.RecordFailed)), "4"),
+    "a failed Publish is not tried again": Mutant(Rules(hub=deaf(ev.PublishFailed)), "4"),
+    "a round without an answer never ends": Mutant(Rules(hub=deaf(ev.RoundDropped)), "4"),
+    "a proposal from an older epoch counts": Mutant(
+        Rules(hub=without(proposal_counts=lambda record, epoch: True)), "4", {"orders": ("engines reset together",), "engines": 3}
+    ),
+    "a trainer is told a target without a leadership read": Mutant(Rules(hub=without(needs_read=lambda question: False)), "4", AMBUSHED),
     "a trainer is told of a target that the leader may not know": Mutant(
-        Rules(hub=_TellsAtOnce),
+        Rules(hub=without(may_tell=lambda record, epoch: True)),
         "4",
         {
             **DUEL,

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from epochkv_fence.hub import events as ev
+from epochkv_fence.hub.machine import Hub
+from epochkv_fence.hub.rules import RULES
+from epochkv_fence.hub.state import HubState
+from epochkv_fence.protocol.pool import PoolConfig
 from tests.model.parts import Rules
 
 
@@ -38,3 +45,45 @@ DUEL: dict[str, Any] = {
 
 CALM: dict[str, Any] = {"takeovers": 0.02, "trouble": 0.03, "freezes": 0.03, "ambush": 0.0, "restores": False, "reconfigures": False}
 """Hardly any trouble, so that there is time for several resets."""
+
+
+# ------------------------------------------------------------------------------------------------------- hubs that lack a rule
+
+MakeHub = Callable[[PoolConfig], Hub]
+
+
+def without(**rules: Any) -> MakeHub:
+    """A hub that goes by these rules instead of the fence's own."""
+    return partial(Hub, rules=replace(RULES, **rules))
+
+
+def with_part(**parts: Callable[[], object]) -> MakeHub:
+    """A hub of which some parts are of another make."""
+
+    def make(config: PoolConfig) -> Hub:
+        hub = Hub(config)
+        for name, kind in parts.items():
+            setattr(hub.state, name, kind())
+        return hub
+
+    return make
+
+
+class _Misreading(Hub):
+    def __init__(self, config: PoolConfig, kind: type[ev.Event], read: Callable[[HubState, Any], ev.Event | None]) -> None:
+        super().__init__(config)
+        self.kind, self.read = kind, read
+
+    def step(self, event: ev.Event, now: float) -> list[ev.Action]:
+        taken = self.read(self.state, event) if isinstance(event, self.kind) else event
+        return [] if taken is None else super().step(taken, now)
+
+
+def misreading(kind: type[ev.Event], read: Callable[[HubState, Any], ev.Event | None]) -> MakeHub:
+    """A hub that takes `read(state, event)` for an event of this kind; None: it takes no such event."""
+    return partial(_Misreading, kind=kind, read=read)
+
+
+def deaf(kind: type[ev.Event]) -> MakeHub:
+    """A hub that takes no such event."""
+    return misreading(kind, lambda *_: None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from epochkv_fence.hub import events as ev
-from epochkv_fence.hub.machine import MAX_BOOTS
+from epochkv_fence.hub.boots import MAX_BOOTS
 from epochkv_fence.protocol.authority import PoolRecord, Term
 from epochkv_fence.protocol.messages import (
     Bump,
@@ -390,7 +390,7 @@ def test_what_is_remembered_of_those_who_left_is_bounded() -> None:
     hub.lead(granting=True)
     for number in range(MAX_BOOTS + 5):
         hub.hear(Leave(number.to_bytes(16, "big")))
-    assert len(hub.hub._departed) == MAX_BOOTS
+    assert len(hub.hub.state.boots.departed) == MAX_BOOTS
 
 
 def test_dead_boots_are_forgotten_after_lease_and_margin_of_silence() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from epochkv_fence.hub import events as ev
-from epochkv_fence.hub.labels import MAX_LABELLING
+from epochkv_fence.hub.record import MAX_LABELLING
 from epochkv_fence.protocol.authority import PoolRecord, Term, merged_labels
 from epochkv_fence.protocol.messages import MAX_LABELS, Error, Label, Labelled, Refusal
 from tests.unit.fence.helpers import Driver

@@ -94,7 +94,7 @@ def test_an_engine_inside_schedule_does_not_say_that_it_leaves(world: FenceWorld
 def test_an_engine_without_a_hub_stops_as_quickly(world: FenceWorld) -> None:
     hub, agents = serving(world)
     world.thread.run(hub.stop())
-    eventually(lambda: agents[0][0]._link is not None and not agents[0][0]._link.connected)
+    eventually(lambda: agents[0][0]._links.current is not None and not agents[0][0]._links.connected)
     began = time.monotonic()
     assert agents[0][0].stop(5.0)
     assert time.monotonic() - began < 5.0

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from epochkv_fence.hub import hearing, resets
 from epochkv_fence.hub.machine import Hub
+from epochkv_fence.hub.state import HubState
 from epochkv_fence.net import ClientKeys, HubKeys, HubServer, generate_keypair
 from epochkv_fence.net.fairness import Line
 from epochkv_fence.net.limits import Bucket
@@ -37,20 +39,32 @@ def second_pool(world: FenceWorld, hub: HubServer) -> ClientKeys:
     return ClientKeys(world.hub_pair.public, *pair)
 
 
-@pytest.mark.parametrize("method", ["_begin_round", "_finish_round", "_heartbeat", "_tick", "tick_at", "round_at", "_recorded", "_acquire"])
+STEPS = [
+    (Hub, "_begin_round"),
+    (Hub, "_finish_round"),
+    (Hub, "_tick"),
+    (Hub, "tick_at"),
+    (Hub, "round_at"),
+    (hearing, "_heartbeat"),
+    (resets, "recorded"),
+    (resets, "acquire"),
+]
+
+
+@pytest.mark.parametrize(("owner", "step"), STEPS, ids=[step for _, step in STEPS])
 def test_a_pool_whose_steps_fail_harms_no_other_and_goes_on_afterwards(
-    world: FenceWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
+    world: FenceWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, owner: Any, step: str
 ) -> None:
-    real = getattr(Hub, method)
+    real = getattr(owner, step)
     broken = threading.Event()
     broken.set()
 
-    def fails(self: Hub, *args: Any, **kwargs: Any) -> Any:
-        if self.config.uid == OTHER and broken.is_set():
+    def fails(hub: Hub | HubState, *args: Any, **kwargs: Any) -> Any:
+        if hub.config.uid == OTHER and broken.is_set():
             raise ArithmeticError("the test breaks this pool")
-        return real(self, *args, **kwargs)
+        return real(hub, *args, **kwargs)
 
-    monkeypatch.setattr(Hub, method, fails)
+    monkeypatch.setattr(owner, step, fails)
     hub = world.hub()
     keys = second_pool(world, hub)
     world.lead(hub)

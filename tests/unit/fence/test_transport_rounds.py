@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from epochkv_fence.hub import events as ev
-from epochkv_fence.hub.machine import NUDGE_SECONDS, NUDGES_PER_SECOND, Hub
+from epochkv_fence.hub.boots import NUDGE_SECONDS, NUDGES_PER_SECOND
+from epochkv_fence.hub.machine import Hub
 from epochkv_fence.protocol.authority import PoolRecord, Term
 from epochkv_fence.protocol.messages import Grant, Heartbeat, Nudge
 from epochkv_fence.protocol.pool import PoolConfig

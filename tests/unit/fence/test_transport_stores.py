@@ -79,7 +79,7 @@ def test_the_store_is_wiped_once_after_publication_and_engines_remove_the_rest(w
 def test_a_store_that_cannot_be_wiped_holds_nothing_up_and_engines_remove_the_keys(
     world: FenceWorld, store: Store, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epochkv_fence.hub.wipe.WIPE_SECONDS", 2.0)
+    monkeypatch.setattr("epochkv_fence.hub.reclaim.WIPE_SECONDS", 2.0)
     store.failing, store.hanging = how == "fails", how == "hangs"
     hub = world.hub(stores=None if how == "is out of reach" else store, store_deadline_seconds=0.2)
     world.lead(hub)

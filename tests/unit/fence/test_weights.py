@@ -7,7 +7,7 @@ import random
 import pytest
 
 from epochkv_fence.hub import events as ev
-from epochkv_fence.hub.holdings import MAX_WEIGHTS
+from epochkv_fence.hub.reclaim import MAX_WEIGHTS
 from epochkv_fence.protocol.authority import PoolRecord, Term
 from epochkv_fence.protocol.messages import Leave, Reclaim, Reclaimed
 from epochkv_fence.protocol.pool import EngineView

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from epochkv_fence.hub import events as ev
-from epochkv_fence.hub.wipe import WIPE_RETRY_SECONDS, WIPE_SECONDS
+from epochkv_fence.hub.reclaim import WIPE_RETRY_SECONDS, WIPE_SECONDS
 from epochkv_fence.protocol.authority import PoolRecord, Term
 from epochkv_fence.protocol.messages import Reclaim
 from tests.unit.fence.helpers import HOLD, LEASE, Driver, config

@@ -1,0 +1,268 @@
+"""The numbers that a hub must never get wrong: what somebody asked for, what is durable, what is published.
+
+`Labels` is what people call the weights; it is on record, too, so that it survives a change of hub.
+Nothing here decides. `resets` moves the numbers, and `rules` says what follows from them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from epochkv_fence.hub import events as ev
+from epochkv_fence.hub.boots import NEVER
+from epochkv_fence.protocol.authority import Origin, PoolRecord, Term, merged_labels
+from epochkv_fence.protocol.messages import MAX_EPOCH, Label, Labelled
+
+MAX_LABELLING: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One ask for an epoch, which the hub first saw at `seen`."""
+
+    epoch: int
+    seen: float
+    origin: Origin
+
+    @property
+    def possible(self) -> bool:
+        """Every part of the system can carry this epoch."""
+        return 0 <= self.epoch <= MAX_EPOCH
+
+
+@dataclass(slots=True)
+class Leadership:
+    """Whether this hub leads.
+
+    Attributes:
+        term: the term in which it leads; None while it does not lead or has not read the record.
+        since: when it began to lead.
+        settled_at: when every grant of an older leader is dead.
+    """
+
+    term: Term | None = None
+    since: float = math.inf
+    settled_at: float = math.inf
+
+
+class Record:
+    """What is durable, as far as this hub knows. At most one write of each kind is under way.
+
+    Attributes:
+        target, published: both were durable before this hub raised them here.
+        origin: who asked for the target.
+        asked: the highest ask.
+        durable: the target that is surely durable in this term.
+        proven: the target that no hub can miss any more when it grants.
+        stored: what the record says is published, as this hub read it in this term and wrote it since.
+        noted, noting: the note that grants may be out is durable, or its write is under way.
+        recording, publishing: the epochs of the writes under way.
+        retry_at: no write begins before this.
+        started_at, published_at, reset_seconds: when the newest reset began and ended, and how long it took.
+    """
+
+    def __init__(self) -> None:
+        self.target = self.published = 0
+        self.origin: Origin | None = None
+        self.asked: Ask | None = None
+        self.durable = self.proven = self.stored = 0
+        self.noted = self.noting = False
+        self.recording: int | None = None
+        self.publishing: int | None = None
+        self.retry_at = NEVER
+        self.started_at: float | None = None
+        self.published_at: float | None = None
+        self.reset_seconds: float | None = None
+
+    def lead(self, found: PoolRecord) -> None:
+        """A term begins, in which `found` was read."""
+        self.noted = found.granting
+        self.durable = self.proven = found.target
+        self.published = max(self.published, found.published)
+        self.stored = found.published  # less than `published` after a restore: then it is published again
+
+    def abandon(self) -> None:
+        """A term ends. The next one starts from what it reads, whatever becomes of the writes under way."""
+        self.recording = self.publishing = None
+        self.noting = False
+        self.retry_at = NEVER
+
+    # ------------------------------------------------------------------ the target
+
+    @property
+    def wanted(self) -> int:
+        """The target that must become durable: the highest ask, and never less than what this hub granted."""
+        return max(self.target, self.asked.epoch if self.asked is not None else 0)
+
+    @property
+    def unwritten(self) -> bool:
+        """A higher target must become durable, and no write is under way."""
+        return self.recording is None and self.wanted > self.durable
+
+    def ask(self, ask: Ask) -> bool:
+        """The highest epoch asked for counts, and of asks for one epoch the first. Returns whether this one counts."""
+        counts = ask.possible and ask.epoch > self.wanted
+        if counts:
+            self.asked = ask
+        return counts
+
+    def write(self, now: float) -> list[ev.Action]:
+        """The write of the target, if one is due. After a failure it waits, because the authority may be overloaded."""
+        if not self.unwritten or now < self.retry_at:
+            return []
+        self.recording = self.wanted
+        ask = self.asked
+        origin = ask.origin if ask is not None and ask.epoch == self.recording > self.target else self.origin
+        return [ev.Record(self.recording, origin)]
+
+    def written(self, epoch: int) -> None:
+        """The target is durable."""
+        self.recording = None
+        self.durable = max(self.durable, epoch)
+
+    def write_failed(self, now: float) -> None:
+        """The target may be durable or not, so the hub writes it again."""
+        self.recording = None
+        self.retry_at = now + ev.RETRY_SECONDS
+
+    def raise_target(self, target: int, origin: Origin | None, now: float) -> bool:
+        """`target` is durable; return whether it is new. The record names its `origin`, or None where nobody read the record."""
+        if target <= self.target:
+            if origin is not None and target == self.target:
+                self.origin = origin
+            return False
+        ask = self.asked if self.asked is not None and self.asked.epoch == target else None
+        self.origin = ask.origin if origin is None and ask is not None else origin
+        self.target = target
+        self.started_at = ask.seen if ask is not None else now
+        return True
+
+    # ------------------------------------------------------------------ the note that grants may be out
+
+    def note(self) -> list[ev.Action]:
+        """The write of the note, unless it is durable or under way."""
+        if self.noted or self.noting:
+            return []
+        self.noting = True
+        return [ev.NoteGranting()]
+
+    def note_written(self) -> None:
+        """The note is durable."""
+        self.noting, self.noted = False, True
+
+    def note_failed(self, now: float) -> None:
+        """The note may be durable or not, so the hub writes it again."""
+        self.noting = False
+        self.retry_at = now + ev.RETRY_SECONDS
+
+    # ------------------------------------------------------------------ publication
+
+    @property
+    def unpublished(self) -> bool:
+        """The target is durable but not published, and no publication is under way."""
+        return self.durable >= self.target > self.stored and self.publishing is None
+
+    def publish(self, epoch: int) -> list[ev.Action]:
+        """The write that publishes `epoch`, unless it is on record or a publication is under way."""
+        if epoch <= self.stored or self.publishing is not None:
+            return []
+        self.publishing = epoch
+        return [ev.Publish(epoch)]
+
+    def publish_written(self, epoch: int) -> None:
+        """The publication is durable."""
+        self.publishing, self.stored = None, max(self.stored, epoch)
+
+    def publish_failed(self, now: float) -> None:
+        """The record may be lost (a wiped status, a restored store), so the hub records the target again before the next try."""
+        self.publishing = None
+        self.durable = self.proven = 0
+        self.retry_at = now + ev.RETRY_SECONDS
+
+    def raise_published(self, epoch: int, now: float) -> bool:
+        """This hub or another one published `epoch`; return whether that is new."""
+        if epoch <= self.published:
+            return False
+        self.published, self.published_at = epoch, now
+        if epoch == self.target and self.started_at is not None:
+            self.reset_seconds = now - self.started_at
+        return True
+
+
+class Labels:
+    """The labels of one pool.
+
+    Attributes:
+        known: the durable labels by the digest of their weights, the newest last.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[bytes, str] = {}
+        self._waiting: list[tuple[bytes, Label]] = []
+        self._writing: list[tuple[bytes, Label]] = []
+
+    def lead(self, recorded: Mapping[bytes, str]) -> None:
+        """A term begins. Another hub may have written since, so the record counts, not what this one remembers."""
+        self.known = dict(recorded)
+
+    def found(self, recorded: Mapping[bytes, str]) -> bool:
+        """These labels are on record, or were; return whether any of them is new here."""
+        before, self.known = self.known, merged_labels(recorded, self.known)
+        return before != self.known
+
+    def forget(self) -> list[bytes]:
+        """A term ends, and another hub may write other labels. Returns who waits for an answer."""
+        peers = [peer for peer, _ in [*self._writing, *self._waiting]]
+        self._waiting, self._writing = [], []
+        return peers
+
+    # ------------------------------------------------------------------ asks and writes
+
+    def ask(self, peer: bytes, asked: Label) -> Labelled | None:
+        """A trainer wants this label; return the answer if the label is durable already.
+
+        Beyond a limit the oldest ask goes, because its trainer asks again.
+        """
+        under_way = any(other.weights == asked.weights for _, other in [*self._writing, *self._waiting])
+        if self.known.get(asked.weights) == asked.label and not under_way:
+            return _answer(asked)
+        self._waiting.append((peer, asked))
+        del self._waiting[:-MAX_LABELLING]
+        return None
+
+    @property
+    def unwritten(self) -> bool:
+        """A label waits to be written, and no write is under way."""
+        return bool(self._waiting) and not self._writing
+
+    def write(self) -> dict[bytes, str]:
+        """Begin to write what waits; return it."""
+        self._writing, self._waiting = self._waiting, []
+        return self._batch()
+
+    def written(self, labels: Mapping[bytes, str]) -> list[tuple[bytes, Labelled]]:
+        """These labels are durable; return the answers, to everyone who asked."""
+        if labels != self._batch():
+            return []
+        self.known = merged_labels(self.known, labels)
+        answers = [(peer, _answer(asked)) for peer, asked in self._writing]
+        self._writing = []
+        return answers
+
+    def write_failed(self, labels: Mapping[bytes, str]) -> None:
+        """These labels may be durable or not. Whoever wants them asks again."""
+        if labels == self._batch():
+            self._writing = []
+
+    def _batch(self) -> dict[bytes, str]:
+        batch: dict[bytes, str] = {}
+        for _, asked in self._writing:
+            batch = merged_labels(batch, {asked.weights: asked.label})
+        return batch
+
+
+def _answer(asked: Label) -> Labelled:
+    return Labelled(asked.request, asked.weights, asked.label)
