@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from epochkv_connector.scheduler.requests import TRANSITIONS, LoadEvent, LoadState
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 MakeRig = Callable[..., Any]
@@ -148,12 +149,7 @@ def test_without_the_cooldown_the_same_load_is_tried_again_and_hangs(make_rig: M
     rig, tokens = filled(make_rig, num_blocks=10)
     rig.workers[0].fail_loads = lambda job: True
     monkeypatch.setattr(rig.half, "_on_loaded", lambda done: None)  # keep the failed blocks in the index: hit again
-
-    class Never(set[str]):
-        def __contains__(self, item: object) -> bool:
-            return False
-
-    monkeypatch.setattr(rig.side, "_cooldown", Never())
+    monkeypatch.setitem(TRANSITIONS, (LoadState.SENT, LoadEvent.FAIL), LoadState.NONE)
     request = rig.add(tokens)
     with pytest.raises(AssertionError, match="not idle"):
         rig.run(50)

@@ -72,18 +72,21 @@ def watch(rig: Any) -> list[int]:
     """Compare each step's choice with a look at every scheduled request; returns where new blocks are counted."""
     offers, chosen, counts = rig.side._offers, rig.side._offers.of_step, [0, 0]
 
+    def num_offered(request_id: str) -> int:
+        return rig.side._requests.get(request_id).num_offered
+
     def naive(output: Any) -> dict[str, int]:
         found = {}
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             request, drafts = rig.scheduler.requests[request_id], output.scheduled_spec_decode_tokens.get(request_id, ())
             confirmed = compat.num_confirmed_tokens(request, num_scheduled, len(drafts))
             complete = min(confirmed // BLOCK, len(request.block_hashes))
-            if complete > offers.num_blocks(request_id) and rig.fence.may_save(rig.fence.pin_of(request)):
+            if complete > num_offered(request_id) and rig.fence.may_save(rig.fence.pin_of(request)):
                 found[request_id] = complete
         return found
 
     def views(half: Any, output: Any, snapshot: Any) -> Iterable[Any]:
-        expected, before = naive(output), {name: offers.num_blocks(name) for name in output.num_scheduled_tokens}
+        expected, before = naive(output), {name: num_offered(name) for name in output.num_scheduled_tokens}
         made = list(chosen(half, output, snapshot))
         complete = {view.request_id: min(view.num_confirmed_tokens // BLOCK, len(view.block_hashes)) for view in made}
         assert {name: n for name, n in complete.items() if n > before[name]} == expected

@@ -17,10 +17,11 @@ from epochkv_connector.naming.fence import TAG_KEY, Fence, Repin
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.core import SchedulerHalf
 from epochkv_connector.scheduler.offering import Offers
+from epochkv_connector.scheduler.requests import LoadEvent, LoadState, Request, Requests
 from epochkv_connector.scheduler.views import Commit, RequestView, ScheduledRequestView
 from epochkv_connector.weights.adapters import Adapters
 from epochkv_connector.weights.watch import Watch
-from epochkv_connector.wire.jobs import Source
+from epochkv_connector.wire.jobs import LoadJob, SaveJob, Source
 from epochkv_connector.wire.steps import StepMetadata, WorkerReport
 
 IDLE_DRAIN_SECONDS = 0.05
@@ -79,20 +80,12 @@ class SchedulerSide:
         self._pool: Any = None
         self._manager: Any = None
         self._applied: Snapshot = fence.snapshot
-        self._requests: dict[str, Any] = {}
+        self._requests = Requests()
         self._offers = Offers(fence, self._requests, tokens_per_step)
-        self._poisoned: set[str] = set()  # loads in flight that must end as failures
-        self._reissued: set[str] = set()  # of these: result stripped once, named in metadata, final report awaited
-        self._doomed: set[str] = set()  # no job was sent; the only report is the final one
-        self._to_name: list[str] = []  # to be reported finished and failed, in the next metadata
-        self._unsent: set[str] = set()  # hits vLLM waits for, whose load no rank was told of yet
-        self._sent_loads: set[str] = set()
         self._events = HostEvents(on_error)
         self._settle = False  # saves have let go of GPU blocks that ranks may still read
         self._used_adapters: set[tuple[int, int]] = set()  # (id, number of the question) of what is saved next
         self._broken = False
-        self._cooldown: set[str] = set()  # a load failed: no external hit until scheduled once
-        self._steps_aside: set[str] = set()  # of these: not asked since
         self.counters: Counter[str] = Counter()
 
     # ------------------------------------------------------------------ life
@@ -113,25 +106,22 @@ class SchedulerSide:
         if snapshot is self._applied:
             return snapshot
         changed_root = snapshot.root != self._applied.root
-        if self.half is not None:
-            self._poison(self._overtaken(self.half, snapshot))
+        self._rename(lambda half: half.adopt(snapshot), "adopt")
         self._applied = snapshot  # from here on an error cannot leave a load unpoisoned
         if changed_root:
             self._events.cleared(drop_pending=False)
         return snapshot
 
-    def _overtaken(self, half: SchedulerHalf, snapshot: Snapshot) -> set[str]:
-        """Requests whose load was overtaken; when the bookkeeping cannot tell, every load that was ever sent out."""
+    def _rename(self, change: Callable[[SchedulerHalf], object], where: str) -> None:
+        """The names changed: what is being loaded must fail, also where the bookkeeping cannot follow; then it is used no more."""
+        self.counters["poisoned_loads"] += self._requests.overtake()
+        if self.half is None:
+            return
         try:
-            return half.adopt(snapshot)
+            change(self.half)
         except Exception as error:
             self._broken = True
-            self._on_error("adopt", error)
-            return set(self._sent_loads)
-
-    def _poison(self, request_ids: set[str]) -> None:
-        self.counters["poisoned_loads"] += len(request_ids - self._poisoned)
-        self._poisoned.update(request_ids)
+            self._on_error(where, error)
 
     # ------------------------------------------------------------------ weights
 
@@ -142,11 +132,14 @@ class SchedulerSide:
             return
         if self.half is not None:
             self.half.drop_unsent_saves()  # of requests that have ended: no step compares what they were computed with any more
-        for request in self._requests.values():
-            if compat.holds_blocks(request):
-                self.fence.strand(request, compat.num_named_blocks(self._manager, request, self._pool))
+        for record in self._requests.live():
+            if compat.holds_blocks(record.vllm):
+                self._strand(record.vllm)
         self._apply()
         self.tell()
+
+    def _strand(self, request: Any) -> None:
+        self.fence.strand(request, compat.num_named_blocks(self._manager, request, self._pool))
 
     def tell(self) -> None:
         """What heartbeats say of the weights has changed."""
@@ -161,23 +154,22 @@ class SchedulerSide:
 
     def adapters_in_use(self) -> dict[int, Any]:
         """A `LoRARequest` for each adapter of a live request; one that loads in place where there is one."""
-        used = (getattr(request, "lora_request", None) for request in self._requests.values())
+        used = (getattr(record.vllm, "lora_request", None) for record in self._requests.live())
         adapters = sorted((one for one in used if one is not None), key=lambda one: bool(getattr(one, "load_inplace", False)))
         return {one.lora_int_id: one for one in adapters}
 
     def adapters_changed(self, numbers: set[int]) -> None:
         """These ids stand for other tensors from now on. Requests that hold blocks go on without names, and what is being loaded for
         them fails; the others are named anew before vLLM looks for them in its cache."""
-        loading = self.half.open_loads() if self.half is not None else set()
-        for request_id, request in self._requests.items():
-            pin = self.fence.pin_of(request)
+        for record in self._requests.live():
+            request, pin = record.vllm, self.fence.pin_of(record.vllm)
             if pin is None or pin.adapter not in numbers or self.fence.is_current(pin):
                 continue
             if compat.holds_blocks(request):
-                self.fence.strand(request, compat.num_named_blocks(self._manager, request, self._pool))
-                self._poison({request_id} & set(loading))
+                self._strand(request)
+                self.counters["poisoned_loads"] += self._requests.on(record, LoadEvent.OVERTAKE)
             else:
-                self._renamed(request, self.fence.repin(request, must=False), self._apply())
+                self._renamed(record, self.fence.repin(request, must=False), self._apply())
 
     def end_adapter(self, value: bytes) -> None:
         """Blocks under names of these tensors were computed with others. Ranks have saved none of them, so nobody else has any."""
@@ -213,7 +205,7 @@ class SchedulerSide:
 
     def on_new_request(self, request: Any) -> None:
         """Pin, and begin the L2 lookup."""
-        self._requests[request.request_id] = request
+        self._requests.see(request)
         adapter = getattr(request, "lora_request", None)
         if self.adapters is not None and adapter is not None:
             self.adapters.arrived(adapter)
@@ -253,17 +245,18 @@ class SchedulerSide:
     def get_num_new_matched_tokens(self, request: Any, num_local: int) -> tuple[int | None, bool]:
         """Answer the scheduler's question; `(None, False)`: drop the local hit and ask again next step."""
         self.fence.enter_schedule()
+        record = self._requests.see(request)
         # When the scheduler goes on whatever is said, nothing may be deferred.
         must = bool(request.skip_reading_prefix_cache)
         outcome = Repin.CARRIED if compat.holds_blocks(request) else self.fence.repin(request, must=must)
         snapshot = self._apply()
-        self._renamed(request, outcome, snapshot)
+        self._renamed(record, outcome, snapshot)
         if must or outcome is Repin.CARRIED:
             return 0, False
         stale_hit = outcome is Repin.DONE and num_local > 0
-        if stale_hit or outcome is Repin.DEFERRED or self._steps_aside_once(request.request_id):
+        if stale_hit or outcome is Repin.DEFERRED or self._steps_aside_once(record):
             return None, False
-        if request.request_id in self._cooldown or not self._usable(request, snapshot):
+        if record.load is LoadState.FAILED or not self._usable(request, snapshot):
             return 0, False
         assert self.half is not None
         hit = self.half.lookup(self._view(request, snapshot), num_local, snapshot)
@@ -271,46 +264,42 @@ class SchedulerSide:
             return None, False
         return hit.num_tokens, hit.num_tokens > 0
 
-    def _renamed(self, request: Any, outcome: Repin, snapshot: Snapshot) -> None:
+    def _renamed(self, record: Request, outcome: Repin, snapshot: Snapshot) -> None:
         """Its blocks may have new names now."""
         if outcome is not Repin.DONE:
             return
-        self._offers.begin_anew(request.request_id)
+        record.num_offered = 0
         if self.half is not None:
-            self.half.abort(request.request_id)
-        self._begin_lookup(request, snapshot)
+            self.half.abort(record.request_id)
+        self._begin_lookup(record.vllm, snapshot)
 
-    def _steps_aside_once(self, request_id: str) -> bool:
+    @staticmethod
+    def _steps_aside_once(record: Request) -> bool:
         """After a failed load "ask again" once: it moves the request out of vLLM's queue of those that hold blocks.
 
         At the head of that queue it would wait for blocks that others behind it hold, and vLLM looks at none of them while it
         does not fit: with a sliding window a load holds fewer blocks than computing takes (seen: a permanent hang).
         """
-        asked_first = request_id in self._steps_aside
-        self._steps_aside.discard(request_id)
+        asked_first, record.steps_aside = record.steps_aside, False
         return asked_first
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external: int) -> None:
         """Commit or abort the plan. Decided on `num_external` alone: a MultiConnector loser gets real blocks and 0."""
         snapshot = self._apply()
-        request_id = request.request_id
         if num_external == 0:
             self.admit(request)
             if self.half is not None:
-                self.half.abort(request_id)
+                self.half.abort(request.request_id)
             return
-        outcome = Commit.NOTHING
+        record, outcome = self._requests.see(request), Commit.NOTHING
         if self.half is not None:
             outcome = self.half.commit(self._view(request, snapshot), blocks.get_block_ids(), num_external, snapshot)
         self.fence.begin_load(request)
-        if outcome is Commit.LOADING:
-            if request_id not in self._unsent and request_id not in self._sent_loads:
-                host, store = self._tokens_by_tier(request_id, num_external)
-                self.counters.update(tokens_hit_host=host, tokens_hit_store=store)
-            self._unsent.add(request_id)
-        else:
-            self._doomed.add(request_id)
-            self._to_name.append(request_id)
+        if outcome is not Commit.LOADING:
+            self._requests.on(record, LoadEvent.DOOM)
+        elif self._requests.on(record, LoadEvent.ACCEPT):
+            host, store = self._tokens_by_tier(request.request_id, num_external)
+            self.counters.update(tokens_hit_host=host, tokens_hit_store=store)
 
     def admit(self, request: Any) -> None:
         """vLLM computes tokens of this request from now on."""
@@ -320,14 +309,13 @@ class SchedulerSide:
 
     def doom(self, request: Any) -> None:
         """An error of ours met an accepted hit: vLLM waits for it, so it must be reported as failed, exactly once."""
-        request_id = request.request_id
         self.fence.begin_load(request)
-        if self.half is not None and request_id in self.half.open_loads():
-            self._poisoned.add(request_id)
-            self._unsent.add(request_id)
-            return
-        self._doomed.add(request_id)
-        self._to_name.append(request_id)
+        record = self._requests.see(request)
+        if self.half is not None and request.request_id in self.half.open_loads():
+            self._requests.on(record, LoadEvent.ACCEPT)
+            self._requests.on(record, LoadEvent.OVERTAKE)
+        else:
+            self._requests.on(record, LoadEvent.DOOM)
 
     def hit_sources(self, request: Any, num_external: int) -> dict[Any, int]:
         """Which tier supplies how many of the external tokens."""
@@ -344,8 +332,7 @@ class SchedulerSide:
         """End of a `schedule()`: emit saves, collect jobs, let acknowledgements go."""
         scheduled: dict[str, int] = scheduler_output.num_scheduled_tokens
         look = -1
-        if self._cooldown:
-            self._cooldown.difference_update(scheduled)
+        self._requests.schedule(scheduled)
         try:
             snapshot = self._apply()
             if snapshot.in_use and scheduled:  # also where nothing is saved: blocks are named, or begun, all the same
@@ -365,27 +352,31 @@ class SchedulerSide:
             metadata.look = look if look >= 0 or not metadata.saves else self._look_number()
             metadata.adapters, self._used_adapters = tuple(sorted(self._used_adapters)), set()
             self.counters["tokens_saved"] += sum(save.num_blocks for save in metadata.saves) * compat.hash_block_size_of(self._pool)
-            self._events.offer(self._requests, (*metadata.saves, *metadata.loads))
-            told = {load.request_id for load in metadata.loads}
-            self._sent_loads |= told
-            self._unsent -= told
+            self._describe(*metadata.saves, *metadata.loads)
+            self._requests.send(load.request_id for load in metadata.loads)
             return self._with_names(metadata)
         finally:
             self.fence.leave_schedule()
+
+    def _describe(self, *jobs: SaveJob | LoadJob) -> None:
+        """Events of L1 tell the tokens of a block, which are known while its request lives."""
+        if jobs:
+            records = {job.request_id: self._requests.get(job.request_id) for job in jobs}
+            self._events.offer({name: record.vllm for name, record in records.items() if record is not None}, jobs)
 
     def _note_adapters(self, views: Iterable[ScheduledRequestView]) -> None:
         """Which adapters the names of what is saved speak of: ranks compare before they save it."""
         if self.adapters is None:
             return
         for view in views:
-            pin = self.fence.pin_of(self._requests[view.request_id])
+            record = self._requests.get(view.request_id)
+            pin = self.fence.pin_of(record.vllm) if record is not None else None
             if pin is not None and pin.adapter:
                 self._used_adapters.add((pin.adapter, self.adapters.number(pin.adapter)))
 
     def _with_names(self, metadata: StepMetadata) -> StepMetadata:
         metadata.settle, self._settle = self._settle, False
-        names, self._to_name = self._to_name, []
-        metadata.poisoned = tuple(dict.fromkeys((*metadata.poisoned, *names)))
+        metadata.poisoned = tuple(dict.fromkeys((*metadata.poisoned, *self._requests.names())))
         return metadata
 
     def emergency_meta(self) -> StepMetadata:
@@ -393,10 +384,7 @@ class SchedulerSide:
         self._broken = True
         if self.half is not None:
             self.half.drop_unsent_saves()
-        unsent, self._unsent = self._unsent, set()
-        self._doomed.update(unsent)
-        self._poisoned.difference_update(unsent)
-        self._to_name.extend(sorted(unsent))
+        self._requests.doom_unsent()
         return self._with_names(StepMetadata(newest_epoch=self._applied.epoch))
 
     def _save_last_blocks(self, half: SchedulerHalf, request: Any) -> None:
@@ -408,7 +396,7 @@ class SchedulerSide:
             view = self._offers.at_end(request, snapshot) if snapshot.in_use else None
             if view is not None:
                 self._note_adapters((view,))
-                self._events.offer({request.request_id: request}, half.collect_saves((view,), snapshot))
+                self._describe(*half.collect_saves((view,), snapshot))
         except Exception as error:
             self._broken = True
             self._on_error("request_finished", error)
@@ -434,17 +422,16 @@ class SchedulerSide:
     def _distrust_loads(self, output: Any) -> None:
         """The bookkeeping has failed: take every success back, as if it was poisoned, and use the tiers no more."""
         self._broken = True
-        known = set(output.failed_recving or ()) | self._reissued | self._doomed
-        unsure = {request_id for request_id in output.finished_recving or () if request_id in self._requests} - known
-        self._take_back(output, unsure)
+        for request_id in set(output.finished_recving or ()) - set(output.failed_recving or ()):
+            record = self._requests.get(request_id)
+            if record is not None and self._requests.on(record, LoadEvent.DISTRUST):
+                self._hide(output, request_id)
 
-    def _take_back(self, output: Any, request_ids: set[str]) -> None:
-        """vLLM has consumed `failed_recving` already, so a success cannot be turned into a failure here: hide it, and have
-        every rank report once more, finished and failed."""
-        if request_ids:
-            output.finished_recving = set(output.finished_recving) - request_ids
-            self._reissued.update(request_ids)
-            self._to_name.extend(sorted(request_ids))
+    @staticmethod
+    def _hide(output: Any, request_id: str) -> None:
+        """vLLM has consumed `failed_recving` already, so a success cannot be turned into a failure here: hide it. Every rank reports
+        once more, finished and failed."""
+        output.finished_recving = set(output.finished_recving) - {request_id}
 
     def _count_acks(self, half: SchedulerHalf, report: WorkerReport) -> None:
         """One by one: what one acknowledgement breaks must not keep the blocks of others."""
@@ -457,26 +444,16 @@ class SchedulerSide:
 
     def _record_loads(self, output: Any) -> None:
         failed = set(output.failed_recving or ())
-        stripped: set[str] = set()
-        for request_id in output.finished_recving or ():
-            request = self._requests.get(request_id)
-            final = request_id in failed or request_id in self._reissued or request_id in self._doomed
-            if request_id in self._poisoned and not final and request is not None:
-                stripped.add(request_id)
+        for request_id in tuple(output.finished_recving or ()):
+            record = self._requests.report(request_id, failed=request_id in failed)
+            if record is None:
                 continue
-            self._close_load(request_id)
-            if request is None:
+            if record.load is LoadState.REPEATED:
+                self._hide(output, request_id)
                 continue
             if request_id in failed:
-                self._cooldown.add(request_id)
-                self._steps_aside.add(request_id)
-                self._offers.begin_anew(request_id)
-            self.fence.end_load(request, succeeded=request_id not in failed)
-        self._take_back(output, stripped)
-
-    def _close_load(self, request_id: str) -> None:
-        for open_ids in (self._poisoned, self._reissued, self._doomed, self._sent_loads):
-            open_ids.discard(request_id)
+                record.num_offered = 0  # they are computed again
+            self.fence.end_load(record.vllm, succeeded=request_id not in failed)
 
     def _drain_when_idle(self) -> None:
         """An in-process engine never steps after its last request: collect device-to-host acknowledgements here."""
@@ -494,12 +471,8 @@ class SchedulerSide:
         if self.half is not None:
             self._save_last_blocks(self.half, request)
         self.fence.release(request)
-        self._requests.pop(request_id, None)
+        self._requests.finish(request_id)
         self._offers.forget(request_id)
-        self._cooldown.discard(request_id)
-        self._steps_aside.discard(request_id)
-        if request_id not in self._reissued:
-            self._poisoned.discard(request_id)
         if self.half is not None:
             self.half.finish(request_id)
         return False, ({TAG_KEY: tag} if tag is not None else None)
@@ -519,7 +492,7 @@ class SchedulerSide:
     def has_pending_work(self) -> bool:
         """Keep a multiprocess engine stepping: a save holds GPU blocks, ranks wait for word, or a poisoned load is not finally
         reported. All have deadlines."""
-        if self._poisoned or self._reissued or self._doomed:
+        if self._requests.must_fail:
             return True
         return self.half is not None and (self.half.holds_gpu_blocks() or self.half.owes_word())
 
@@ -539,23 +512,13 @@ class SchedulerSide:
         """vLLM's own reset: clear on every tier. Always True: the names make it true."""
         rotated = self.fence.reset()
         self._apply()
-        if self.half is not None:
-            self._poison(self._cleared(self.half))
+        self._rename(lambda half: half.reset(), "reset")
         self._events.cleared(drop_pending=True)
         self.counters["local_resets"] += 1
         if rotated:
             self._ask_for_next_epoch()
             self._poke()
         return True
-
-    def _cleared(self, half: SchedulerHalf) -> set[str]:
-        """Requests whose load the reset overtook. When the bookkeeping cannot be cleared, it is used no more."""
-        try:
-            return half.reset()
-        except Exception as error:
-            self._broken = True
-            self._on_error("reset", error)
-            return set(self._sent_loads)
 
     # ------------------------------------------------------------------ errors
 
@@ -566,7 +529,7 @@ class SchedulerSide:
             Whether it has new names now, so that a local hit found before must be dropped. A request that is alone under a
             current root already keeps its names.
         """
-        self._requests.setdefault(request.request_id, request)
+        self._requests.see(request)
         pin = self.fence.pin_of(request)
         if (pin is not None and pin.alone and self.fence.is_current(pin)) or compat.holds_blocks(request):
             return False
@@ -576,15 +539,7 @@ class SchedulerSide:
     def leak_report(self) -> dict[str, int]:
         """What is still open; all zero when the engine is idle and every acknowledgement arrived."""
         report = {
-            "requests": len(self._requests),
-            "poisoned": len(self._poisoned),
-            "reissued": len(self._reissued),
-            "doomed": len(self._doomed),
-            "cooldown": len(self._cooldown),
-            "steps_aside": len(self._steps_aside),
-            "sent_loads": len(self._sent_loads),
-            "unsent_loads": len(self._unsent),
-            "to_name": len(self._to_name),
+            **self._requests.leak_report(),
             **self._offers.leak_report(),
             "carried": self.fence.carried() + self.fence.carried_sessions(),
         }

@@ -6,7 +6,7 @@ looked at that can have (`scheduler.boundaries`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from epochkv_connector.engine import compat
@@ -14,23 +14,22 @@ from epochkv_connector.naming.fence import Fence
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.boundaries import Boundaries
 from epochkv_connector.scheduler.core import SchedulerHalf
+from epochkv_connector.scheduler.requests import Request, Requests
 from epochkv_connector.scheduler.views import ScheduledRequestView
 
 
 class Offers:
-    """What was offered of each request.
+    """Finds requests with blocks to offer; `Request.num_offered` says how many were.
 
     Args:
-        requests: all that live, by id; read only.
         tokens_per_step: new tokens that a request may get in one step, at most.
     """
 
-    def __init__(self, fence: Fence, requests: Mapping[str, Any], tokens_per_step: int) -> None:
+    def __init__(self, fence: Fence, requests: Requests, tokens_per_step: int) -> None:
         self._fence = fence
         self._requests = requests
         self._boundaries = Boundaries(tokens_per_step)
         self._under: Snapshot | None = None  # what held when requests were last looked at
-        self._num_blocks: dict[str, int] = {}
         self._manager: Any = None
         self._size = 0
 
@@ -49,14 +48,15 @@ class Offers:
         boundaries.start(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         lacked = half.continuable_saves(scheduled)
         for request_id in dict.fromkeys((*boundaries.due(scheduled), *lacked)):
-            request = self._requests.get(request_id)
-            if request is None:
+            record = self._requests.get(request_id)
+            if record is None:
                 boundaries.forget(request_id)
                 continue
+            request = record.vllm
             confirmed = compat.num_confirmed_tokens(request, scheduled[request_id], len(drafts.get(request_id, ())))
             boundaries.later(request_id, confirmed - confirmed % size + size - compat.num_expected_tokens(request))
             again = request_id in lacked
-            view = self._view(request, confirmed, snapshot, again=again)
+            view = self._view(record, confirmed, snapshot, again=again)
             if view is not None:
                 yield view
             elif again:
@@ -68,43 +68,34 @@ class Offers:
         With async scheduling the last token of a block is known a step after its KV was computed, and vLLM schedules no step
         after the one that gives the last token of `max_tokens`.
         """
-        pin = self._fence.pin_of(request)
-        if pin is None or pin.loading or not pin.admitted:
+        record, pin = self._requests.get(request.request_id), self._fence.pin_of(request)
+        if record is None or pin is None or pin.loading or not pin.admitted:
             return None  # vLLM counts as computed what is being loaded
-        return self._view(request, compat.num_final_tokens(request), snapshot)
+        return self._view(record, compat.num_final_tokens(request), snapshot)
 
-    def _view(self, request: Any, confirmed: int, snapshot: Snapshot, *, again: bool = False) -> ScheduledRequestView | None:
+    def _view(self, record: Request, confirmed: int, snapshot: Snapshot, *, again: bool = False) -> ScheduledRequestView | None:
         """The request with its complete blocks, or None if none is new (and not `again`) or none may be saved."""
-        request_id = request.request_id
+        request: Any = record.vllm
         complete = min(confirmed // self._size, len(request.block_hashes))
-        if complete <= self._num_blocks.get(request_id, 0) and not again:
+        if complete <= record.num_offered and not again:
             return None
         pin = self._fence.pin_of(request)
         if pin is None or not self._fence.may_save(pin):
             return None
-        self._num_blocks[request_id] = complete
+        record.num_offered = complete
         return ScheduledRequestView(
-            request_id=request_id,
+            request_id=record.request_id,
             num_confirmed_tokens=confirmed,
             block_hashes=request.block_hashes,
             hash_block_size=self._size,
             root=snapshot.root,
-            group_block_ids=compat.group_block_ids(self._manager, request_id),
+            group_block_ids=compat.group_block_ids(self._manager, record.request_id),
         )
-
-    def num_blocks(self, request_id: str) -> int:
-        """How many blocks of the request were offered, from its first on."""
-        return self._num_blocks.get(request_id, 0)
-
-    def begin_anew(self, request_id: str) -> None:
-        """Its blocks have new names, or are computed again: none was offered. It holds no blocks, so it will be started again."""
-        self._num_blocks.pop(request_id, None)
 
     def forget(self, request_id: str) -> None:
         """The request is finished."""
-        self._num_blocks.pop(request_id, None)
         self._boundaries.forget(request_id)
 
     def leak_report(self) -> dict[str, int]:
         """All zero when no request lives."""
-        return {"offered": len(self._num_blocks), "boundaries": len(self._boundaries)}
+        return {"boundaries": len(self._boundaries)}

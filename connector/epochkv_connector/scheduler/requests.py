@@ -1,0 +1,209 @@
+"""One record per request, and the one place that knows what vLLM waits for on its behalf.
+
+vLLM counts the reports of a load: it dies of one that it does not wait for, and waits for ever for one that does not come.
+What may be told to it depends on more than whether bytes arrived: names may have changed while they were on their way, no
+rank may ever have been told, or the request may have ended. So each load has one state, and one table says what an event
+makes of it.
+
+Every operation looks at the requests it names, and at no other: hundreds run, and few of them load.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+class LoadState(enum.Enum):
+    """What vLLM waits for on behalf of one request, and how it must end."""
+
+    NONE = "none"  # nothing
+    ACCEPTED = "accepted"  # a load that no rank was told of yet
+    OVERTAKEN = "overtaken"  # the same; names have changed since, so it must end as a failure
+    SENT = "sent"  # a load that ranks were told of
+    POISONED = "poisoned"  # the same; names have changed since, so its success must not reach vLLM
+    REPEATED = "repeated"  # its success was hidden from vLLM; every rank is asked to report once more, as failed
+    DOOMED = "doomed"  # a hit of which no rank was told, nor will be; every rank is asked to report it as failed
+    FAILED = "failed"  # nothing; the last load failed, and the request was not scheduled since
+
+
+class LoadEvent(enum.Enum):
+    """What happens to a load."""
+
+    ACCEPT = "vLLM has allocated blocks for the hit"
+    DOOM = "no rank will be told of the hit"
+    SEND = "ranks are told"
+    OVERTAKE = "names have changed"
+    SUCCEED = "all ranks have reported success"
+    FAIL = "all ranks have reported, and vLLM knows that it failed"
+    DISTRUST = "all ranks have reported success, and nobody knows whether that is true"
+    SCHEDULE = "vLLM computes tokens of the request"
+    FINISH = "the request has ended"
+
+
+TRANSITIONS: dict[tuple[LoadState, LoadEvent], LoadState] = {
+    (LoadState.NONE, LoadEvent.ACCEPT): LoadState.ACCEPTED,
+    (LoadState.NONE, LoadEvent.DOOM): LoadState.DOOMED,
+    (LoadState.NONE, LoadEvent.FAIL): LoadState.FAILED,  # of another connector beside this one
+    (LoadState.NONE, LoadEvent.DISTRUST): LoadState.REPEATED,
+    (LoadState.ACCEPTED, LoadEvent.SEND): LoadState.SENT,
+    (LoadState.ACCEPTED, LoadEvent.OVERTAKE): LoadState.OVERTAKEN,
+    (LoadState.ACCEPTED, LoadEvent.DOOM): LoadState.DOOMED,
+    (LoadState.OVERTAKEN, LoadEvent.SEND): LoadState.POISONED,
+    (LoadState.OVERTAKEN, LoadEvent.DOOM): LoadState.DOOMED,
+    (LoadState.OVERTAKEN, LoadEvent.FINISH): LoadState.ACCEPTED,  # nobody will use what it brings
+    (LoadState.SENT, LoadEvent.OVERTAKE): LoadState.POISONED,
+    (LoadState.SENT, LoadEvent.SUCCEED): LoadState.NONE,
+    (LoadState.SENT, LoadEvent.FAIL): LoadState.FAILED,
+    (LoadState.SENT, LoadEvent.DISTRUST): LoadState.REPEATED,
+    (LoadState.POISONED, LoadEvent.SUCCEED): LoadState.REPEATED,
+    (LoadState.POISONED, LoadEvent.FAIL): LoadState.FAILED,
+    (LoadState.POISONED, LoadEvent.DISTRUST): LoadState.REPEATED,
+    (LoadState.POISONED, LoadEvent.FINISH): LoadState.SENT,
+    (LoadState.REPEATED, LoadEvent.SUCCEED): LoadState.NONE,
+    (LoadState.REPEATED, LoadEvent.FAIL): LoadState.FAILED,
+    (LoadState.DOOMED, LoadEvent.SUCCEED): LoadState.NONE,
+    (LoadState.DOOMED, LoadEvent.FAIL): LoadState.FAILED,
+    (LoadState.FAILED, LoadEvent.ACCEPT): LoadState.ACCEPTED,
+    (LoadState.FAILED, LoadEvent.DOOM): LoadState.DOOMED,
+    (LoadState.FAILED, LoadEvent.SCHEDULE): LoadState.NONE,
+    (LoadState.FAILED, LoadEvent.FINISH): LoadState.NONE,
+}
+"""Every other event changes nothing: it comes twice, or too late."""
+
+_UNSENT = (LoadState.ACCEPTED, LoadState.OVERTAKEN)
+_NAMED = (LoadState.REPEATED, LoadState.DOOMED)
+_MUST_FAIL = (LoadState.OVERTAKEN, LoadState.POISONED, *_NAMED)
+
+
+@dataclass(slots=True)
+class Request:
+    """One request.
+
+    Attributes:
+        vllm: vLLM's own object; None: it has ended, and its load is not reported yet.
+        load: see `LoadState`; only `Requests` changes it.
+        steps_aside: its load has failed, and it was not asked about since.
+        num_offered: how many of its blocks were offered to the tiers, from the first on.
+    """
+
+    request_id: str
+    vllm: Any | None
+    load: LoadState = LoadState.NONE
+    steps_aside: bool = False
+    num_offered: int = 0
+
+
+class Requests:
+    """All requests that live, and those that ended before their load did. Iterates over the ids of the former."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, Request] = {}
+        self._ended: dict[str, Request] = {}
+        self._in: dict[LoadState, dict[str, Request]] = {state: {} for state in LoadState if state is not LoadState.NONE}
+        self._to_name: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._live)
+
+    def live(self) -> Iterable[Request]:
+        """Every request that lives."""
+        return self._live.values()
+
+    def get(self, request_id: str) -> Request | None:
+        """The record of a request that lives."""
+        return self._live.get(request_id)
+
+    def see(self, request: Any) -> Request:
+        """The record of vLLM's request, made when it is first seen."""
+        request_id = request.request_id
+        record = self._live.get(request_id)
+        if record is None:
+            record = self._live[request_id] = self._ended.pop(request_id, Request(request_id, request))
+        record.vllm = request
+        return record
+
+    def finish(self, request_id: str) -> None:
+        """The request has ended; what vLLM waits for on its behalf still has to be reported."""
+        record = self._live.pop(request_id, None)
+        if record is None:
+            return
+        record.vllm = None
+        self.on(record, LoadEvent.FINISH)
+        if record.load is not LoadState.NONE:
+            self._ended[request_id] = record
+
+    # -- loads -------------------------------------------------------------------------------------------------------
+
+    def on(self, record: Request, event: LoadEvent) -> bool:
+        """Something happens to the request's load. Returns whether that changes anything."""
+        after = TRANSITIONS.get((record.load, event))
+        if after is None:
+            return False
+        self._move(record, after)
+        if after in _NAMED:
+            self._to_name.add(record.request_id)
+        return True
+
+    def _move(self, record: Request, after: LoadState) -> None:
+        if record.load is not LoadState.NONE:
+            del self._in[record.load][record.request_id]
+        record.load = after
+        if after is not LoadState.NONE:
+            self._in[after][record.request_id] = record
+
+    def overtake(self) -> int:
+        """Names have changed: no load that vLLM waits for may succeed. Returns how many could have."""
+        return sum(self.on(record, LoadEvent.OVERTAKE) for record in self._of(LoadState.ACCEPTED, LoadState.SENT))
+
+    def send(self, request_ids: Iterable[str]) -> None:
+        """Ranks are told of these loads."""
+        for request_id in request_ids:
+            record = self._live.get(request_id) or self._ended.get(request_id)
+            if record is not None:
+                self.on(record, LoadEvent.SEND)
+
+    def doom_unsent(self) -> None:
+        """No rank will be told of the loads that wait for it."""
+        for record in self._of(*_UNSENT):
+            self.on(record, LoadEvent.DOOM)
+
+    def report(self, request_id: str, *, failed: bool) -> Request | None:
+        """All ranks have reported a load. Returns the record if the request lives."""
+        ended = self._ended.pop(request_id, None)
+        if ended is not None:
+            self._move(ended, LoadState.NONE)
+        record = self._live.get(request_id)
+        if record is not None:
+            self.on(record, LoadEvent.FAIL if failed else LoadEvent.SUCCEED)
+            record.steps_aside = record.steps_aside or failed
+        return record
+
+    def schedule(self, scheduled: Container[str]) -> None:
+        """vLLM computes tokens of these requests."""
+        for record in self._of(LoadState.FAILED):
+            if record.request_id in scheduled:
+                self.on(record, LoadEvent.SCHEDULE)
+
+    def _of(self, *states: LoadState) -> list[Request]:
+        return [record for state in states for record in self._in[state].values()]
+
+    def names(self) -> list[str]:
+        """Requests that every rank is to report as failed, each once."""
+        names, self._to_name = sorted(self._to_name), set()
+        return names
+
+    @property
+    def must_fail(self) -> bool:
+        """Whether vLLM waits for a load that must end as a failure."""
+        return any(self._in[state] for state in _MUST_FAIL)
+
+    def leak_report(self) -> dict[str, int]:
+        """All zero when no request lives and every load is reported."""
+        loads = {f"{state.value}_loads": len(records) for state, records in self._in.items()}
+        return {"requests": len(self._live), "ended_requests": len(self._ended), "to_name": len(self._to_name), **loads}
