@@ -19,7 +19,7 @@ from epochkv_connector.scheduler.index import Key
 from epochkv_connector.wire.jobs import BlockMove, LoadJob, SaveJob, Source
 
 if TYPE_CHECKING:
-    from epochkv_connector.scheduler.core import SchedulerHalf
+    from epochkv_connector.scheduler.bookkeeping import Bookkeeping
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +58,15 @@ class HostEvents:
     def __len__(self) -> int:
         return len(self._announced)
 
-    def bind(self, block_pool: Any, half: SchedulerHalf | None) -> None:
-        """vLLM's pool, whose queue is used, and the half whose L1 is told of (None: there is no L1)."""
+    def bind(self, block_pool: Any, books: Bookkeeping | None) -> None:
+        """vLLM's pool, whose queue is used, and the bookkeeping whose L1 is told of (None: there is no L1)."""
         self._pool = block_pool
-        if half is not None and compat.has_kv_events(block_pool):
-            self._sizes = [group.block_size for group in half.layout.groups]
+        if books is not None and compat.has_kv_events(block_pool):
+            self._sizes = [group.block_size for group in books.stock.layout.groups]
             self._hash_block_size = compat.hash_block_size_of(block_pool)
-            self._max_offered = 2 * half.num_slots
+            self._max_offered = 2 * books.stock.index.num_slots
             self._over = False
-            half.listener = self
+            books.stock.listener = self
 
     # -- what goes out ---------------------------------------------------------------------------------------------
 

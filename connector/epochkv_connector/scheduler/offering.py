@@ -13,8 +13,8 @@ from epochkv_connector.engine import compat
 from epochkv_connector.naming.fence import Fence
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.boundaries import Boundaries
-from epochkv_connector.scheduler.core import SchedulerHalf
 from epochkv_connector.scheduler.requests import Request, Requests
+from epochkv_connector.scheduler.saves import SavePlanner
 from epochkv_connector.scheduler.views import ScheduledRequestView
 
 
@@ -23,6 +23,9 @@ class Offers:
 
     Args:
         tokens_per_step: new tokens that a request may get in one step, at most.
+
+    Attributes:
+        hash_block_size: tokens of a hash block; known before the first step.
     """
 
     def __init__(self, fence: Fence, requests: Requests, tokens_per_step: int) -> None:
@@ -31,22 +34,22 @@ class Offers:
         self._boundaries = Boundaries(tokens_per_step)
         self._under: Snapshot | None = None  # what held when requests were last looked at
         self._manager: Any = None
-        self._size = 0
+        self.hash_block_size = 0
 
     def bind(self, kv_cache_manager: Any, hash_block_size: int) -> None:
         """The cache manager exists; before the first step."""
-        self._manager, self._size = kv_cache_manager, hash_block_size
+        self._manager, self.hash_block_size = kv_cache_manager, hash_block_size
 
-    def of_step(self, half: SchedulerHalf, scheduler_output: Any, snapshot: Snapshot) -> Iterable[ScheduledRequestView]:
+    def of_step(self, saves: SavePlanner, scheduler_output: Any, snapshot: Snapshot) -> Iterable[ScheduledRequestView]:
         """Requests with something new to save: another complete block, or slots for what was left out before."""
-        size, boundaries = self._size, self._boundaries
+        size, boundaries = self.hash_block_size, self._boundaries
         scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
         if snapshot is not self._under:
             self._under = snapshot
             boundaries.start(self._requests)  # what may be saved is another matter now
         boundaries.start(new.req_id for new in scheduler_output.scheduled_new_reqs)
         boundaries.start(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
-        lacked = half.continuable_saves(scheduled)
+        lacked = saves.continuable(scheduled)
         for request_id in dict.fromkeys((*boundaries.due(scheduled), *lacked)):
             record = self._requests.get(request_id)
             if record is None:
@@ -60,7 +63,7 @@ class Offers:
             if view is not None:
                 yield view
             elif again:
-                half.give_up_save(request_id)
+                saves.give_up(request_id)
 
     def at_end(self, request: Any, snapshot: Snapshot) -> ScheduledRequestView | None:
         """The request if it has blocks that are complete only now that it has ended. While it has its blocks.
@@ -76,7 +79,7 @@ class Offers:
     def _view(self, record: Request, confirmed: int, snapshot: Snapshot, *, again: bool = False) -> ScheduledRequestView | None:
         """The request with its complete blocks, or None if none is new (and not `again`) or none may be saved."""
         request: Any = record.vllm
-        complete = min(confirmed // self._size, len(request.block_hashes))
+        complete = min(confirmed // self.hash_block_size, len(request.block_hashes))
         if complete <= record.num_offered and not again:
             return None
         pin = self._fence.pin_of(request)
@@ -87,7 +90,7 @@ class Offers:
             request_id=record.request_id,
             num_confirmed_tokens=confirmed,
             block_hashes=request.block_hashes,
-            hash_block_size=self._size,
+            hash_block_size=self.hash_block_size,
             root=snapshot.root,
             group_block_ids=compat.group_block_ids(self._manager, record.request_id),
         )

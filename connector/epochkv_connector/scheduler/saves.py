@@ -1,4 +1,4 @@
-"""Which blocks of the running requests are worth saving now.
+"""Which blocks of the running requests are saved, and what becomes of their saves.
 
 A block is saved once: what L1 holds, what another job is saving and what L2 is known to hold is left out. How far a
 request has been looked at is remembered, so a step costs only its new blocks; slots are taken unit by unit (all groups
@@ -7,16 +7,16 @@ of one alignment unit or none), and what finds no slot is tried again while the 
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable, Sequence
 
 import msgspec
 
 from epochkv_connector.scheduler.hits import align_down
-from epochkv_connector.scheduler.index import HostIndex, Key
-from epochkv_connector.scheduler.lookup import KnownInStore
-from epochkv_connector.scheduler.tracker import Tracker
-from epochkv_connector.scheduler.views import CacheLayout, ScheduledRequestView
-from epochkv_connector.wire.jobs import BlockMove
+from epochkv_connector.scheduler.index import Key
+from epochkv_connector.scheduler.jobs import Copied, Outcome, Released, Stored
+from epochkv_connector.scheduler.stock import Stock
+from epochkv_connector.scheduler.views import BlockPoolPort, ScheduledRequestView, Snapshot
+from epochkv_connector.wire.jobs import BlockMove, JobAck, SaveJob
 
 
 class SaveDraft(msgspec.Struct, frozen=True):
@@ -38,31 +38,20 @@ class _Cursor(msgspec.Struct, frozen=True):
 class SavePlanner:
     """Chooses, and takes slots. The names under way are told back with `over`."""
 
-    def __init__(self, layout: CacheLayout, index: HostIndex, known: KnownInStore, tracker: Tracker | None = None) -> None:
-        self._layout = layout
-        self._index = index
-        self._known = known
-        self._tracker = tracker
+    def __init__(self, stock: Stock) -> None:
+        self._layout = stock.layout
+        self._index = stock.index
+        self._known = stock.known
+        self._tracker = stock.tracker
         self._cursors: dict[str, _Cursor] = {}
         self._saving: set[Key] = set()
         self._needs: dict[str, int] = {}  # request -> slots that its next unit needs and did not find
         self._lacking: dict[int, dict[str, None]] = {}  # the same by number of slots, the longest deferred first
         self.num_deferred = 0
 
-    @property
-    def num_cursors(self) -> int:
-        """Requests being followed."""
-        return len(self._cursors)
-
-    @property
-    def num_saving(self) -> int:
-        """Names under way."""
-        return len(self._saving)
-
-    @property
-    def num_lacking(self) -> int:
-        """Requests whose save waits for slots."""
-        return len(self._needs)
+    def leak_report(self) -> dict[str, int]:
+        """All zero when no request lives and no save is open."""
+        return {"names_saving": len(self._saving), "save_cursors": len(self._cursors), "saves_lacking_slots": len(self._needs)}
 
     def continuable(self, scheduled: Container[str]) -> list[str]:
         """Of these requests, those whose save was deferred and finds slots now: no more than there are slots for."""
@@ -168,3 +157,133 @@ class SavePlanner:
                     continue
                 wanted.append((group, block, gpu_blocks[block], name, slot, put))
         return wanted
+
+
+class Saves:
+    """From blocks that are worth saving to jobs, and what their end gives back.
+
+    Attributes:
+        planner: chooses the blocks.
+        pool: vLLM's GPU blocks; None: not bound yet, so nothing is saved.
+    """
+
+    def __init__(self, stock: Stock) -> None:
+        self.planner = SavePlanner(stock)
+        self.pool: BlockPoolPort | None = None
+        self._stock = stock
+        self._jobs: list[SaveJob] = []
+        self._scale: dict[int, int] = {}  # hash blocks per block, by group; an engine has one hash block size
+        self._agreed: list[int] = []  # saves that ranks wait to hear of
+        self._refused: list[int] = []
+
+    # -- what is saved -----------------------------------------------------------------------------------------------
+
+    def collect(self, views: Iterable[ScheduledRequestView], snap: Snapshot) -> Sequence[SaveJob]:
+        """Take slots and GPU references for new blocks of these requests: after all lookups of a step, or between steps.
+
+        Only blocks named under the current root are saved: to L1, to L2 when the root is shared, or to both.
+
+        Returns:
+            The jobs that go out with the next metadata for it.
+        """
+        first, namespace = len(self._jobs), self._stock.namespace(snap)
+        if not self._stock.is_usable or self.pool is None or (self._stock.config.local is None and namespace is None):
+            return ()
+        for view in views:
+            if view.root == snap.root:
+                draft = self.planner.draft(view, namespace, self.pool.null_block_id)
+                if draft is not None:
+                    self._open(draft, view.hash_block_size, self.pool)
+        return self._jobs[first:]
+
+    def _open(self, draft: SaveDraft, hash_block_size: int, pool: BlockPoolPort) -> None:
+        job = SaveJob(
+            job_id=next(self._stock.ids),
+            request_id=draft.request_id,
+            namespace=draft.namespace,
+            start_block=draft.start_token // hash_block_size,
+            num_blocks=(draft.end_token - draft.start_token) // hash_block_size,
+            moves=draft.moves,
+            deadline_seconds=self._stock.config.job_deadline_seconds,
+        )
+        gpu_blocks = tuple(move.gpu_block for move in draft.moves if move.copy)
+        pool.touch(gpu_blocks)
+        if not self._scale:
+            self._scale = {index: group.block_size // hash_block_size for index, group in enumerate(self._stock.layout.groups)}
+        self._stock.ledger.open_save(job, gpu_blocks, self._scale, self._stock.clock())
+        self._jobs.append(job)
+        self._stock.counts["saves_emitted"] += 1
+
+    # -- what goes out -----------------------------------------------------------------------------------------------
+
+    def end_step(self) -> tuple[tuple[SaveJob, ...], tuple[int, ...], tuple[int, ...]]:
+        """The step's jobs, and earlier saves that every rank has copied, or some rank has not."""
+        step = tuple(self._jobs), tuple(self._agreed), tuple(self._refused)
+        self._jobs, self._agreed, self._refused = [], [], []
+        return step
+
+    def drop_unsent(self) -> None:
+        """The step's jobs reach no worker: end them, so that their GPU blocks and slots come back."""
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            for rank in range(self._stock.ledger.num_ranks):
+                for phase in job.phases:
+                    for outcome in self._stock.ledger.acknowledge(JobAck(job.job_id, rank, phase, job.start_block, 0, failed=True)):
+                        self.apply(outcome)
+
+    def let_go(self) -> bool:
+        """Give the GPU blocks of open saves back before their copies are known to have ended. True if there were any.
+
+        The caller has every rank end them before it writes to a block again (`StepMetadata.settle`).
+        """
+        blocks = self._stock.ledger.let_go()
+        if blocks and self.pool is not None:
+            self.pool.free(blocks)
+        return bool(blocks)
+
+    # -- what has ended ----------------------------------------------------------------------------------------------
+
+    def apply(self, outcome: Outcome) -> None:
+        """Every rank has ended a part of a save, or touches slots of a job no more."""
+        match outcome:
+            case Copied():
+                self._copied(outcome)
+            case Stored():
+                self._stock.counts["blocks_stored"] += len(outcome.stored)
+                if not outcome.abandoned:
+                    self._stock.stored(outcome)
+            case Released():
+                self._stock.index.unpin(outcome.slots)
+
+    def _copied(self, done: Copied) -> None:
+        if done.gpu_blocks and self.pool is not None:
+            self.pool.free(tuple(reversed(done.gpu_blocks)))
+        self.planner.over(done.job.moves)
+        if done.job.namespace is not None and self._stock.ledger.num_ranks > 1:
+            (self._agreed if done.complete else self._refused).append(done.job.job_id)
+        self._stock.counts["blocks_saved"] += len(done.saved)
+        if not done.abandoned:
+            self._stock.copied(done)
+
+    # -- what is open ------------------------------------------------------------------------------------------------
+
+    def is_pending(self) -> bool:
+        """Whether a save may still read GPU blocks, or ranks wait to hear that one may be stored, or may not."""
+        return self._stock.ledger.num_gpu_blocks > 0 or bool(self._agreed or self._refused)
+
+    def holds_gpu_blocks(self) -> bool:
+        """Whether a save may still read GPU blocks."""
+        return self._stock.ledger.num_gpu_blocks > 0
+
+    def would_free_gpu_blocks(self) -> bool:
+        """Whether the end of a save would free a GPU block: one that nobody but the save holds."""
+        pool = self.pool
+        return pool is not None and any(pool.num_references(block) <= 1 for block in self._stock.ledger.gpu_blocks())
+
+    def leak_report(self) -> dict[str, int]:
+        """All zero when no request lives and no save is open."""
+        return {
+            "unsent_saves": len(self._jobs),
+            "unsent_agreements": len(self._agreed) + len(self._refused),
+            **self.planner.leak_report(),
+        }

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from epochkv_connector.scheduler.index import HostIndex
-from epochkv_connector.scheduler.lookup import KnownInStore
+import itertools
+import time
+
 from epochkv_connector.scheduler.saves import SaveDraft, SavePlanner
+from epochkv_connector.scheduler.stock import Stock
 from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout, ScheduledRequestView
+from tests.unit.connector_scheduler.rig import config
 
 ROOT = b"root"
 
@@ -14,10 +17,10 @@ class Saves:
     """A planner over few slots."""
 
     def __init__(self, num_slots: int, num_groups: int = 1) -> None:
-        layout = CacheLayout(tuple(GroupLayout(GroupKind.FULL, 4) for _ in range(num_groups)), 4, 1)
+        layout = CacheLayout(tuple(GroupLayout(GroupKind.FULL, 4) for _ in range(num_groups)), 4, 100)
         self.num_groups = num_groups
-        self.index = HostIndex(num_slots, num_groups, True, lambda key: None)
-        self.planner = SavePlanner(layout, self.index, KnownInStore(10))
+        stock = Stock(config(l1_slots=num_slots), layout, 1, itertools.count(), time.monotonic)
+        self.index, self.planner = stock.index, SavePlanner(stock)
 
     def draft(self, request_id: str, num_blocks: int = 1) -> SaveDraft | None:
         """Offer this many blocks of the request."""
@@ -51,7 +54,7 @@ def test_one_that_needs_more_slots_than_there_are_waits_behind_those_that_need_f
     saves = Saves(2, num_groups=2)
     first = saves.draft("a")
     assert saves.draft("b") is None
-    assert saves.planner.num_lacking == 1
+    assert saves.planner.leak_report()["saves_lacking_slots"] == 1
     assert first is not None
     saves.planner.over(first.moves)
     saves.index.unpin([first.moves[0].slot])
@@ -70,7 +73,7 @@ def test_who_gave_up_or_ended_is_not_asked_for() -> None:
     saves.planner.give_up("b")
     saves.planner.forget_request("c")
     assert saves.planner.continuable(["b", "c", "d"]) == ["d"]
-    assert saves.planner.num_lacking == 1
+    assert saves.planner.leak_report()["saves_lacking_slots"] == 1
     saves.planner.clear()
     assert saves.planner.continuable(["d"]) == []
-    assert saves.planner.num_lacking == 0
+    assert saves.planner.leak_report()["saves_lacking_slots"] == 0
