@@ -4,7 +4,7 @@ It decides and never moves bytes. The facade translates vLLM's calls, pins roots
 hit that is answered is either loaded or refused at once, and everything that is held (host slots, GPU references, plans,
 queries) is given back on every way a request can take.
 
-All of it runs on vLLM's scheduler thread. Order within one step: `hits.answer`, then `loads.commit`, for each waiting
+Order within one step: `hits.answer`, then `loads.commit`, for each waiting
 request; then `saves.collect`; then `end_step`. `on_acks`, `finish`, `adopt` and `reset` come at any other time.
 """
 
