@@ -38,11 +38,17 @@ class LoadDraft:
     abandoned: bool = False
 
 
-def sources_of(layout: CacheLayout, host: Sequence[int], store: Sequence[int], num_tokens: int) -> dict[Source, int]:
-    """Tokens of a hit by tier, given its blocks of each tier by group; counted in the first full-attention group (every token is in
-    it), else in all."""
-    if not any(host) or not any(store):
-        return {Source.STORE if any(store) else Source.HOST: num_tokens}
+def sources_of(layout: CacheLayout, plan: Plan, num_tokens: int) -> dict[Source, int]:
+    """Tokens by tier of a planned hit."""
+    if not plan.num_missing or not plan.num_pinned:
+        return {Source.STORE if plan.num_missing else Source.HOST: num_tokens}
+    store = [span.num_absent for span in plan.spans]
+    return _split(layout, [len(span.slots) - absent for span, absent in zip(plan.spans, store, strict=True)], store, num_tokens)
+
+
+def _split(layout: CacheLayout, host: Sequence[int], store: Sequence[int], num_tokens: int) -> dict[Source, int]:
+    """Tokens of a hit from both tiers, of blocks by group; counted in the first full-attention group (every token is in it), else in
+    all."""
     groups = layout.groups
     counted = next(([index] for index, group in enumerate(groups) if group.kind is GroupKind.FULL), range(len(groups)))
     from_host, from_store = (sum(blocks[index] * groups[index].block_size for index in counted) for blocks in (host, store))
@@ -117,7 +123,7 @@ class Binder:
         blocks = {source: [0] * len(self._layout.groups) for source in Source}
         for move in moves:
             blocks[move.source][move.group] += 1
-        return sources_of(self._layout, blocks[Source.HOST], blocks[Source.STORE], num_tokens)
+        return _split(self._layout, blocks[Source.HOST], blocks[Source.STORE], num_tokens)
 
     def _bind_window(
         self,

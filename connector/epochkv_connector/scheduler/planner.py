@@ -171,9 +171,7 @@ class HitPlanner:
         local = plan.num_local_tokens
         plan.choose([found.locate(group, hits.needed_range(spec, local, total)) for group, spec in enumerate(self._layout.groups)])
         plan.reserved = self._slots_for(plan.num_missing)
-        store = [span.num_absent for span in plan.spans]
-        host = [len(span.slots) - absent for span, absent in zip(plan.spans, store, strict=True)]
-        plan.hit = Hit(total - local, sources_of(self._layout, host, store, total - local))
+        plan.hit = Hit(total - local, sources_of(self._layout, plan, total - local))
 
     def _open(self, plan: Plan, now: float) -> None:
         num_tokens = plan.hit.num_tokens or 0
