@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.connector_scheduler.test_half import BOTH, L1, PROMPT, SNAP, commit, planned, stored
 
 from epochkv_connector.scheduler.views import Commit
 from epochkv_connector.wire.jobs import JobAck, Phase
@@ -15,6 +14,7 @@ from tests.unit.connector_scheduler.rig import (
     snap_of,
     view,
 )
+from tests.unit.connector_scheduler.test_half import BOTH, L1, PROMPT, SNAP, commit, planned, stored
 
 # -- saves -----------------------------------------------------------------------------------------------------------
 
