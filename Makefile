@@ -80,6 +80,18 @@ generate: setup ## Write the CRDs, the API reference and the chart's copies from
 	@$(DEV) -m epochkv_connector.config.reference
 	@$(DEV) -m hack.sync_chart
 
+# The locked requirements where `make lock` has written them, else the ranges that they are compiled from.
+DOCS := .build/venv-docs
+$(DOCS)/.made: $(firstword $(wildcard hack/requirements/docs.txt) hack/requirements/docs.in)
+	@$(or $(PYTHON),python3) -m venv --clear $(DOCS)
+	@$(DOCS)/bin/pip install -q --disable-pip-version-check -r $<
+	@touch $@
+
+.PHONY: docs
+docs: $(DOCS)/.made ## Build the documentation site into .build/site; a broken link or a page outside the nav fails
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	@echo "open .build/site/index.html"
+
 bench-epoch: setup ## Patch -> published on the demo's cluster: median and max of 20 bumps
 	@$(DEV) -m bench.bump_to_published
 

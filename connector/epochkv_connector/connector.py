@@ -12,13 +12,11 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from epochkv_connector import tiers
+from epochkv_connector import halves
 from epochkv_connector.config.keys import ConfigError, ConnectorConfig
-from epochkv_connector.engine import compat
-from epochkv_connector.engine.compat import KVConnectorBase_V1, KVConnectorRole, KVConnectorTransferResults, SupportsHMA
-from epochkv_connector.engine.devices import check_devices
-from epochkv_connector.engine.memory import check_fits, crowded, gib
-from epochkv_connector.engine.plugin import check
+from epochkv_connector.config.memory import crowded, gib
+from epochkv_connector.engine import blocks, limits, logs, patches, topology, version
+from epochkv_connector.engine.interface import KVConnectorBase_V1, KVConnectorRole, KVConnectorTransferResults, SupportsHMA
 from epochkv_connector.guard import Guard
 from epochkv_connector.metrics.collect import Reporter
 from epochkv_connector.metrics.stats import EpochKVPromMetrics, EpochKVStats
@@ -46,14 +44,14 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         """Raises:
-        ConfigError, compat.UnsupportedEngine: the engine must not start like this; the message says what to change.
+        ConfigError, version.UnsupportedEngine: the engine must not start like this; the message says what to change.
         """
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        compat.share_log_handlers()
+        logs.share_log_handlers()
         self._guard = Guard()
         try:
             self._epochkv_config = self._checked_config()
-        except (ConfigError, compat.UnsupportedEngine) as error:
+        except (ConfigError, version.UnsupportedEngine) as error:
             logger.error("EpochKV cannot start: %s", error)  # vLLM's traces follow, one for each process
             raise
         self._has_tiers = self._epochkv_config.local is not None or self._epochkv_config.distributed is not None
@@ -74,21 +72,14 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
     # ------------------------------------------------------------------ construction
 
     def _checked_config(self) -> ConnectorConfig:
-        config = ConnectorConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
-        compat.check_version(config.allow_untested_vllm)
-        compat.check_siblings(compat.sibling_names())
-        parallel = self._vllm_config.parallel_config
-        compat.check_launcher(parallel.distributed_executor_backend, int(parallel.world_size))
-        self._refuse_foreign_encoders()
-        check_devices(config)
-        if config.local is not None:
-            share = config.local.capacity_bytes // compat.num_machines(self._vllm_config)
-            check_fits(share, "local.capacity_bytes", config.local.capacity_bytes)
-            self._warn_of_a_tight_l1(share)
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        config = limits.check_start(self._vllm_config, extra, patches.sibling_names())
+        if self._role is KVConnectorRole.SCHEDULER and config.local is not None:
+            self._warn_of_a_tight_l1(topology.l1_share(self._vllm_config, config.local.capacity_bytes))
         return config
 
     def _warn_of_a_tight_l1(self, num_bytes: int) -> None:
-        found = crowded(num_bytes) if self._role is KVConnectorRole.SCHEDULER else None
+        found = crowded(num_bytes)
         if found is not None:
             logger.warning(
                 "EpochKV: L1 takes %s of the %s of %s as it fills: where vLLM needs more than the rest, the kernel ends this engine; "
@@ -98,28 +89,11 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
                 found.source,
             )
 
-    def _refuse_foreign_encoders(self) -> None:
-        if self._vllm_config.ec_transfer_config is not None:
-            raise compat.UnsupportedEngine(
-                "ec_transfer_config is set: encoder outputs of other engines are keyed by content only, whatever weights made them, and "
-                "KV that is computed from them would be under a wrong name; remove ec_transfer_config"
-            )
-
     def _find_local_worker(self) -> WorkerSide | None:
         connector = _local_workers.get(str(self._kv_transfer_config.engine_id))
         return connector._worker if connector is not None else None
 
     # ------------------------------------------------------------------ properties vLLM asks for
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """No. vLLM asks this before it loads the model, in the process that the user started: a wrong configuration ends here.
-
-        Raises:
-            ConfigError, compat.UnsupportedEngine: the message says what to change.
-        """
-        check(extra_config)
-        return False
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -178,7 +152,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._guard.run(
             "hit_sources",
             lambda: self.side.admission.hit_sources(request, num_external_tokens),
-            lambda: compat.hit_sources(0, num_external_tokens),
+            lambda: blocks.hit_sources(0, num_external_tokens),
         )
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
@@ -229,24 +203,24 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Lay out the host region over the KV tensors; an engine that cannot be staged refuses every job."""
-        rank = compat.worker_rank(self._vllm_config)
+        rank = topology.worker_rank(self._vllm_config)
 
         def build() -> Half:
             if not self._has_tiers:
                 return RefusingHalf(rank)
-            return tiers.build_worker(self._epochkv_config, self._vllm_config, self._kv_cache_config, kv_caches)
+            return halves.build_worker(self._epochkv_config, self._vllm_config, self._kv_cache_config, kv_caches)
 
         half = self._guard.build("register_kv_caches", build, lambda: RefusingHalf(rank))
         held = held_by(self._engine_id)
         held.layout = half.layout
-        self._worker = WorkerSide(half, rank, self._guard.note, look=held.look, adapters=held.adapters)
+        self._worker = WorkerSide(half, self._guard.note, look=held.look, adapters=held.adapters)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """A new step."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is None:  # the runner never registered: answer all the same
-            rank = compat.worker_rank(self._vllm_config)
-            self._worker = WorkerSide(RefusingHalf(rank), rank, self._guard.note, adapters=held_by(self._engine_id).adapters)
+            rank = topology.worker_rank(self._vllm_config)
+            self._worker = WorkerSide(RefusingHalf(rank), self._guard.note, adapters=held_by(self._engine_id).adapters)
         self._worker.new_step()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -304,7 +278,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             return None
         refusing = self._has_tiers and isinstance(self._worker.half, RefusingHalf)
-        stats = self._reporter.worker_stats(self._worker.half, compat.worker_rank(self._vllm_config), refusing=refusing)
+        stats = self._reporter.worker_stats(self._worker.half, topology.worker_rank(self._vllm_config), refusing=refusing)
         return None if stats.is_empty() else stats
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Keeps our exceptions away from vLLM: what raises is counted, logged once per kind, and answered with a miss."""
+"""Keeps our exceptions away from vLLM: each is counted, logged once per kind, and becomes a miss."""
 
 from __future__ import annotations
 

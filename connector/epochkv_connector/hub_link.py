@@ -1,7 +1,7 @@
 """The way to the hub: credentials, the agent's thread, and a reason in words when there is none.
 
-Whatever is wrong (no hub in the configuration, unreadable credentials, an endpoint that is none, a library that fails), the
-engine serves: the fence stays in bypass, the reason is kept for status and logged once.
+The engine serves whatever is wrong: no hub in the configuration, unreadable credentials, a bad endpoint, a library that fails.
+The fence then stays in bypass, and the reason is kept for status and logged once.
 """
 
 from __future__ import annotations

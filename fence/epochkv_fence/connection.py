@@ -22,9 +22,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 if TYPE_CHECKING:
     from epochkv_fence.net.keys import ClientKeys
@@ -76,22 +77,47 @@ class ConfigurationError(ValueError):
     """The pool cannot be reached with what was given; the message names key, file or variable and the remedy."""
 
 
+def is_endpoint(endpoint: str) -> bool:
+    """Whether it looks like `tcp://host:7700`."""
+    match = ENDPOINT.fullmatch(endpoint)
+    return match is not None and 0 < int(match["port"]) < 65536 and len(match["host"]) <= 255 and endpoint.isprintable()
+
+
 class PoolRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The pool. `uid` is never reused, also when a pool of the same name is made again."""
 
-    name: str
-    uid: str
-    namespace: str = ""
+    name: Annotated[str, Meta(description="The pool's name, for people.", extra={"allowed": "the pool's name"})]
+    uid: Annotated[
+        str,
+        Meta(
+            description="What the names of its blocks are made with. Never used again, also when a pool of the same name is made.",
+            extra={"allowed": "the pool's uid"},
+        ),
+    ]
+    namespace: Annotated[str, Meta(description="Its Kubernetes namespace, if it has one.", extra={"allowed": "the pool's namespace"})] = ""
 
 
 class HubRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the hub listens, and the directory with `hub.pub`, `client.pub`, `client.key`, `root.secret`.
+    """Where the hub listens, and the directory with its keys."""
 
-    Without a directory these four come from the environment.
-    """
-
-    endpoint: str
-    credentials_dir: str | None = None
+    endpoint: Annotated[
+        str,
+        Meta(
+            description="Where the hub can be dialled from this engine.",
+            extra={"allowed": "an address like tcp://host:7700", "fits": is_endpoint},
+        ),
+    ]
+    credentials_dir: Annotated[
+        str | None,
+        Meta(
+            description="Its keys; in a file, relative to that file. An engine that cannot read them at its start serves in bypass. "
+            f"Without it they come from `{HUB_PUBLIC_ENV}`, `{CLIENT_PUBLIC_ENV}`, `{CLIENT_SECRET_ENV}` and `{ROOT_SECRET_ENV}`.",
+            extra={
+                "allowed": "the directory with hub.pub, client.pub, client.key and root.secret",
+                "remedy": "leave it out to take them from the environment",
+            },
+        ),
+    ] = None
 
 
 class _Needed(msgspec.Struct, frozen=True):
@@ -283,10 +309,10 @@ def check_endpoint(endpoint: str, what: str) -> tuple[str, int]:
     Raises:
         ConfigurationError: it does not look like `tcp://host:7700`.
     """
-    match = ENDPOINT.fullmatch(endpoint)
-    if match is None or not 0 < int(match["port"]) < 65536 or len(match["host"]) > 255 or not endpoint.isprintable():
+    if not is_endpoint(endpoint):
         raise ConfigurationError(f"{what} is {_shown(endpoint)}; it must look like tcp://host:7700")
-    return match["host"], int(match["port"])
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
 
 
 # -------------------------------------------------------------------------------------------------------------- credentials

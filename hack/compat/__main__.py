@@ -31,8 +31,8 @@ SUMMARY = re.compile(r"^=+ (.*\b(?:passed|failed|errors?)\b.*) =+$", re.MULTILIN
 PIN = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)")
 
 SCHEDULER = ("tests/scheduler",)
-UNIT = ("tests/unit/connector_scheduler", "tests/unit/connector_worker", "tests/unit/connector_identity")
-ENGINE = ("tests/engine/test_sharing.py",)
+UNIT = ("tests/unit/connector_scheduler", "tests/unit/connector_worker", "tests/unit/connector_identity", "tests/unit/connector_naming")
+ENGINE = ("tests/engine/test_sharing.py", "tests/engine/test_names.py")
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import torch
 
-from epochkv_connector.worker import cuda
-from epochkv_connector.worker.copies import CudaCopies
-from epochkv_connector.worker.staging import Pair, StagingStream, compute_event
-from epochkv_connector.worker.streams import SideStream
+from epochkv_connector.worker.copying import cuda
+from epochkv_connector.worker.copying.copies import CudaCopies
+from epochkv_connector.worker.copying.staging import Pair, StagingStream, compute_event
+from epochkv_connector.worker.copying.streams import SideStream
 from tests.cuda.rig import BLOCKS, LAYOUTS, Rig, needs_cuda
 
 SOAK_SECONDS = float(os.environ.get("SOAK_SECONDS", "60"))
@@ -74,7 +74,7 @@ class OnADevice(unittest.TestCase):
         version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
         if version < (12, 8):
             self.skipTest("CUDA 12.8 brought batched copies")
-        with self.assertNoLogs("epochkv_connector.worker.cuda", "WARNING"):
+        with self.assertNoLogs("epochkv_connector.worker.copying.cuda", "WARNING"):
             round_trip(self, Rig())
 
     def test_soak(self) -> None:

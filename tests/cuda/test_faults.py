@@ -8,10 +8,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from epochkv_connector.worker import cuda
-from epochkv_connector.worker.copies import CudaCopies
-from epochkv_connector.worker.staging import HostRegion, Pair, StagingStream, compute_event, pin_chunks
-from epochkv_connector.worker.streams import SideStream
+from epochkv_connector.worker.copying import cuda
+from epochkv_connector.worker.copying.copies import CudaCopies
+from epochkv_connector.worker.copying.staging import HostRegion, Pair, StagingStream, compute_event, pin_chunks
+from epochkv_connector.worker.copying.streams import SideStream
 from tests.cuda.rig import LONG, Rig, is_page_locked, last_error, needs_cuda
 
 MIB = 1 << 20

@@ -153,7 +153,7 @@ def test_l1_of_older_roots_goes_first(make_rig: MakeRig) -> None:
 
 
 def multimodal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("epochkv_connector.engine.compat.is_multimodal", lambda config: True)
+    monkeypatch.setattr("epochkv_connector.engine.limits.is_multimodal", lambda config: True)
 
 
 def test_a_multimodal_engine_shares_until_its_encoders_outputs_are_of_other_weights(
@@ -168,7 +168,7 @@ def test_a_multimodal_engine_shares_until_its_encoders_outputs_are_of_other_weig
     rig.serve(tokens)
     assert rig.cached[rig.serve(tokens)] == 8 * BLOCK
     in_use = [True]
-    monkeypatch.setattr("epochkv_connector.engine.compat.encoder_outputs_in_use", lambda scheduler: in_use[0])
+    monkeypatch.setattr("epochkv_connector.engine.blocks.encoder_outputs_in_use", lambda scheduler: in_use[0])
     rig.weights = "w1"
     rig.serve(tokens)
     assert rig.cached[rig.serve(tokens)] == 0

@@ -266,7 +266,7 @@ def test_without_l1_only_clearings_are_told(listened: Callable[..., Any]) -> Non
 
 
 def test_an_error_in_the_events_ends_them_and_nothing_else(listened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector.engine import compat
+    from epochkv_connector.engine import events
 
     rig, router = listened()
     rig.adopt(0)
@@ -274,7 +274,7 @@ def test_an_error_in_the_events_ends_them_and_nothing_else(listened: Callable[..
     def fails(*_: Any) -> None:
         raise KeyError("an event of another version")
 
-    monkeypatch.setattr(compat, "host_block_stored", fails)
+    monkeypatch.setattr(events, "host_block_stored", fails)
     first = rig.serve(prompt(1, LENGTH))
     rig.block_pool.reset_prefix_cache()
     again = rig.serve(prompt(1, LENGTH))

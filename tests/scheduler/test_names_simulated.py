@@ -34,7 +34,7 @@ from tests.support.scheduler_worker import FakeWorker
 
 MakeRig = Callable[..., Any]
 NUM_ACTIONS = 250
-MUTANT_SCHEDULES = 100
+MUTANT_SCHEDULES = 1000
 SEEDS = [*range(int(os.environ.get("EPOCHKV_SEEDS", "40"))), int(os.environ.get("EPOCHKV_SEED", random.SystemRandom().randrange(10**6)))]
 BLOCKS = 6
 reached: Counter[str] = Counter()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.engine import compat
+from epochkv_connector.engine import blocks
 from tests.support.ahead import AheadRig, AsyncRig
 from tests.support.scheduler import BLOCK, RequestStatus, Rig, prompt
 
@@ -79,7 +79,7 @@ def watch(rig: Any) -> list[int]:
         found = {}
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             request, drafts = rig.scheduler.requests[request_id], output.scheduled_spec_decode_tokens.get(request_id, ())
-            confirmed = compat.num_confirmed_tokens(request, num_scheduled, len(drafts))
+            confirmed = blocks.num_confirmed_tokens(request, num_scheduled, len(drafts))
             complete = min(confirmed // BLOCK, len(request.block_hashes))
             if complete > num_offered(request_id) and rig.fence.may_save(rig.fence.pin_of(request)):
                 found[request_id] = complete

@@ -37,9 +37,9 @@ def hits_by_source(rig: Any) -> dict[str, int]:
 
 
 def has_hit_sources() -> bool:
-    from epochkv_connector.engine import compat
+    from epochkv_connector.engine import blocks
 
-    return compat.CacheHitSource is not None  # vLLM 0.32 and later
+    return blocks.CacheHitSource is not None  # vLLM 0.32 and later
 
 
 def test_tokens_of_hits_are_counted_by_tier_here_and_in_vllm(make_rig: MakeRig) -> None:
@@ -136,26 +136,26 @@ def test_tiers_that_an_error_turned_off_are_told(make_rig: MakeRig, monkeypatch:
 
 
 def test_tiers_that_could_not_be_built_are_told(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector import tiers
+    from epochkv_connector import halves
 
     def fails(*_: Any) -> None:
         raise OSError("no threads left")
 
     assert make_rig(l1_bytes=None).connector.scheduler.gauges()["broken"] == 0.0  # there are none to build
-    monkeypatch.setattr(tiers, "build_scheduler_tiers", fails)
+    monkeypatch.setattr(halves, "build_scheduler_tiers", fails)
     assert make_rig().connector.scheduler.gauges()["broken"] == 1.0
 
 
 def test_an_l1_that_holds_no_block_is_an_error_at_start(make_rig: MakeRig) -> None:
     from epochkv_connector.config.keys import ConfigError
 
-    with pytest.raises(ConfigError, match=r"local\.capacity_bytes is 100; one block takes 2304 bytes .* give at least 2304"):
-        make_rig(l1_bytes=100)
+    with pytest.raises(ConfigError, match=r"local\.capacity_bytes is 1000; one block takes 2304 bytes .* give at least 2304"):
+        make_rig(l1_bytes=1000)
 
 
 def test_an_engine_of_another_layout_finds_nothing_under_its_own_names(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store holds the same tokens, of the same pool and epoch, from an engine with another fingerprint: a miss, by name."""
-    from epochkv_connector.engine import compat
+    from epochkv_connector.engine import describe
 
     store = SharedStore()
     writer = quiet(make_rig(store=store))
@@ -164,8 +164,8 @@ def test_an_engine_of_another_layout_finds_nothing_under_its_own_names(make_rig:
     writer.serve(tokens)
     theirs = set(store.objects)
     assert len(theirs) == 8
-    describe = compat.describe_engine
-    monkeypatch.setattr(compat, "describe_engine", lambda *args, **kwargs: {**describe(*args, **kwargs), "dtype": "bfloat16"})
+    plain = describe.describe_engine
+    monkeypatch.setattr(describe, "describe_engine", lambda *args, **kwargs: {**plain(*args, **kwargs), "dtype": "bfloat16"})
     other = quiet(make_rig(store=store))
     other.adopt(0)
     found = other.serve(tokens)

@@ -13,10 +13,10 @@ import torch
 from epochkv_connector.store.lanes import Outcome
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 from epochkv_connector.wire.steps import StepMetadata
+from epochkv_connector.worker.copying.layout import GroupSpec
+from epochkv_connector.worker.copying.staging import StagingStream
 from epochkv_connector.worker.facade import WorkerSide
-from epochkv_connector.worker.layout import GroupSpec
-from epochkv_connector.worker.staging import StagingStream
-from epochkv_connector.worker.worker import WorkerHalf
+from epochkv_connector.worker.half import WorkerHalf
 from tests.support.store import wait_until
 from tests.unit.connector_worker.test_worker_half import NAMESPACE, ObedientStore
 
@@ -31,7 +31,7 @@ class Side:
         self.half = WorkerHalf(open_store=(lambda region: store) if store else None)
         self.half.register({"l0": self.kv}, [GroupSpec(["l0"], 16)], 6, NUM_BLOCKS)
         self.errors: list[str] = []
-        self.side = WorkerSide(self.half, 0, lambda where, error: self.errors.append(where))
+        self.side = WorkerSide(self.half, lambda where, error: self.errors.append(where))
         self.finished: Counter[str] = Counter()
         self.failed: set[str] = set()
         self.acks: dict[tuple[int, Phase], JobAck] = {}

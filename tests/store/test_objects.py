@@ -6,10 +6,10 @@ import secrets
 
 import pytest
 
+from epochkv_connector.halves import SchedulerTiers
 from epochkv_connector.naming.identity import pool_prefix
 from epochkv_connector.naming.keys import object_key, older_pattern, other_weights_pattern
 from epochkv_connector.store import Outcome, StoreClient
-from epochkv_connector.tiers import SchedulerTiers
 from tests.store.conftest import ConnectTo
 from tests.support.store import END_BYTES, Cluster, Memory, RawClient, pattern
 

@@ -11,9 +11,9 @@ import torch
 from epochkv_connector.store import StoreClient
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 from epochkv_connector.wire.steps import StepMetadata
-from epochkv_connector.worker.layout import GroupSpec, layout_digest
-from epochkv_connector.worker.staging import HostRegion
-from epochkv_connector.worker.worker import WorkerHalf
+from epochkv_connector.worker.copying.layout import GroupSpec, layout_digest
+from epochkv_connector.worker.copying.staging import HostRegion
+from epochkv_connector.worker.half import WorkerHalf
 from tests.support.store import Cluster, settings, wait_until
 
 LAYERS, BLOCKS, SLOTS = 4, 32, 16

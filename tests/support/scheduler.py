@@ -141,7 +141,7 @@ class Rig:
             config["local"] = {"capacity_bytes": l1_bytes}
         if store is not None:
             config["distributed"] = {"master_address": "127.0.0.1:1"}
-            monkeypatch.setattr("epochkv_connector.tiers.make_lookup_client", lambda _config: store)
+            monkeypatch.setattr("epochkv_connector.halves.make_lookup_client", lambda _config: store)
         self.vllm_config = self._vllm_config(tmp, num_blocks, max_batched_tokens, num_ranks, config, transfer, kv_events, caching)
         if not connector:
             self.vllm_config.kv_transfer_config = None

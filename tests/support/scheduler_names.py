@@ -9,7 +9,7 @@ from tests.support.scheduler import SharedStore
 
 
 class OwnRoot:
-    """In place of `compat.GlobalRoot`: requests are hashed with an explicit parent, so nothing reads the global."""
+    """In place of `hashing.GlobalRoot`: requests are hashed with an explicit parent, so nothing reads the global."""
 
     def __init__(self, root: bytes) -> None:
         self._root = root

@@ -278,7 +278,7 @@ class RelayProcess:
 
     def __init__(self, address: str) -> None:
         command = [sys.executable, "-c", self._SOURCE, address]
-        root = Path(__file__).resolve().parent.parent
+        root = Path(__file__).resolve().parents[2]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
         self.address = self._line()
 

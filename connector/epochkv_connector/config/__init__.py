@@ -1,1 +1,1 @@
-"""The keys of the connector's configuration, and one sentence for what is wrong with one."""
+"""The keys of the connector's configuration, and the sentence for a wrong one."""

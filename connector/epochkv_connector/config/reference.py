@@ -1,6 +1,6 @@
 """`python -m epochkv_connector.config.reference [--check]`: write the reference of all keys, or fail when it differs.
 
-Types and defaults are those of the structures in `config`, everything else is said in its table `SCHEMA`. Needs no vLLM.
+The page is generated from the fields of the models in `keys`. Needs no vLLM.
 """
 
 from __future__ import annotations
@@ -8,27 +8,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import msgspec
-
-from epochkv_connector.config.keys import EXTRA, SCHEMA, ConnectorConfig, DistributedTier, HubRef, LocalTier, PoolRef
-from epochkv_connector.config.schema import Rule, Table
+from epochkv_connector.config.keys import EXTRA, KEYS
+from epochkv_connector.config.schema import Key, every
 
 COMMAND: Final = "python -m epochkv_connector.config.reference"
 PAGE: Final = Path("docs/reference/connector-config.md")
-STRUCTURES: Final[dict[str, type[msgspec.Struct]]] = {
-    "": ConnectorConfig,
-    "pool.": PoolRef,
-    "hub.": HubRef,
-    "local.": LocalTier,
-    "distributed.": DistributedTier,
-}
-"""By the prefix of their keys."""
-
-_TYPES: Final[dict[Any, str]] = {int: "integer", float: "number", bool: "boolean"}
 _HEADER: Final = (
     "# Configuration of the connector\n\n"
     f"Generated from the models by `{COMMAND}`; do not edit.\n\n"
@@ -40,33 +27,20 @@ _HEADER: Final = (
 
 def markdown() -> str:
     """The whole page."""
-    return _HEADER + "".join(_rows(SCHEMA, ""))
+    return _HEADER + "".join(_row(name, key) for name, key in every(KEYS))
 
 
-def _rows(table: Table, prefix: str) -> Iterator[str]:
-    fields = {field.name: field for field in msgspec.structs.fields(STRUCTURES[prefix])}
-    for key, rule in table.keys.items():
-        field = fields.get(key)  # none: `config_file`, which says where the others are
-        kind = "object" if isinstance(rule, Table) else _TYPES.get(field.type if field else str, "string")
-        unit, allowed = (f", {rule.unit}" if rule.unit else "", rule.allowed) if isinstance(rule, Rule) else ("", "")
-        cells = (f"`{prefix}{key}`", kind + unit, _default(rule, field), allowed, rule.does)
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
-        if isinstance(rule, Table):
-            yield from _rows(rule, f"{prefix}{key}.")
-
-
-def _default(rule: Rule | Table, field: msgspec.structs.FieldInfo | None) -> str:
-    if not rule.optional:
-        return "required"
-    value = field.default if field else None
-    return "" if value is None or value is msgspec.NODEFAULT else f"`{json.dumps(value)}`"
+def _row(name: str, key: Key) -> str:
+    default = "required" if key.required else "" if key.default is None else f"`{json.dumps(key.default)}`"
+    cells = (f"`{name}`", key.kind, default, "" if key.keys is not None else key.allowed, key.does)
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 when the page is (now) up to date, 1 when `--check` finds a difference."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail when the page differs")
-    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[2], help="root of the repository")
+    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[3], help="root of the repository")
     options = parser.parse_args(arguments)
     path, text = options.root / PAGE, markdown()
     if path.exists() and path.read_text(encoding="utf-8") == text:

@@ -1,9 +1,14 @@
-"""What one key of the configuration may hold, and one sentence for what is wrong with it.
+"""Says in one sentence what is wrong with a key of the configuration. The models that declare the keys provide the words.
 
-msgspec says "Expected `int`, got `str` - at `$.local`"; whoever reads that in the log of a launcher has to guess which
-value that was and what would do instead. Every sentence here names the key, the value, what is allowed and a remedy; a
-key that does not exist is answered with the nearest one that does. The same table is printed as the reference page
-(`reference.py`), so what a key does is said here and nowhere else. Pure: no vLLM, no I/O.
+msgspec says "Expected `int`, got `str` - at `$.local`". A user who reads that in a launcher's log has to guess which value it
+was and what to write instead. Every sentence here names the key, the value, what is allowed and a remedy; an unknown key is
+answered with the nearest known one. A field declares its key once (`msgspec.Meta`): type, bounds, description, and in `extra`
+what msgspec has no term for:
+
+- `allowed`: of a text, what follows "it must be"; `fits`: whether a text is fine
+- `remedy`: what to do, or what leaving an object out means; `unit`: of a number
+
+The reference page is generated from the same fields (`reference`). Pure: no vLLM, no I/O.
 """
 
 from __future__ import annotations
@@ -16,83 +21,97 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+from msgspec import inspect
+
 MAX_SHOWN = 80
 HOST_PORT = re.compile(r"(?:\[[0-9A-Fa-f:.%]+\]|[^\s\[\]/@;,]+):(?P<port>[0-9]{1,5})")
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class Key:
     """What one key may hold.
 
     Attributes:
+        kind: in words, with the unit of a number.
         allowed: follows "it must be" in a sentence.
-        fits: whether a value is fine.
+        fits: whether a value is fine; of an object, whether it is one.
         remedy: what to do; empty: nothing beyond what `allowed` says.
-        optional: may be absent or null.
-        does: what the key is for, in Markdown, for the reference page.
-        unit: of a number.
+        required: may neither be absent nor null.
+        default: None where there is none.
+        does: what the key is for, in Markdown.
+        keys: of an object.
     """
 
+    kind: str
     allowed: str
     fits: Callable[[Any], bool]
-    remedy: str = ""
-    optional: bool = True
-    does: str = ""
-    unit: str = ""
+    remedy: str
+    required: bool
+    default: Any
+    does: str
+    keys: Mapping[str, Key] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A nested object.
-
-    Attributes:
-        remedy: what leaving it out means; for the errors of its keys, too.
-        does: as in `Rule`.
-    """
-
-    keys: Mapping[str, Rule | Table]
-    remedy: str = ""
-    optional: bool = True
-    does: str = ""
+def keys_of(model: type[msgspec.Struct]) -> dict[str, Key]:
+    """The keys of a model, in its order."""
+    found = inspect.type_info(model)
+    assert isinstance(found, inspect.StructType)
+    return _keys_of(found)
 
 
-def whole(low: int, high: int, unit: str, remedy: str = "", *, does: str, optional: bool = True) -> Rule:
-    """A whole number; `true` is none, nor is `1.0`."""
-    return Rule(
-        f"a whole number of {unit} from {low} to {high}",
-        lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
-        remedy,
-        optional,
-        does,
-        unit,
+def _keys_of(model: inspect.StructType) -> dict[str, Key]:
+    return {field.name: _key(field) for field in model.fields}
+
+
+def _key(field: inspect.Field) -> Key:
+    meta = field.type
+    assert isinstance(meta, inspect.Metadata), f"{field.name} has no description"
+    words, inner = meta.extra or {}, meta.type
+    kinds = inner.types if isinstance(inner, inspect.UnionType) else (inner,)
+    one = next(kind for kind in kinds if not isinstance(kind, inspect.NoneType))
+    kind, allowed, fits = _allowed(one, words)
+    nullable = len(kinds) > 1 and not isinstance(one, inspect.StructType)
+    return Key(
+        kind=", ".join(filter(None, (kind, words.get("unit")))),
+        allowed=allowed,
+        fits=(lambda value: value is None or fits(value)) if nullable else fits,
+        remedy=words.get("remedy", ""),
+        required=field.required,
+        default=None if field.required else field.default,
+        does=(meta.extra_json_schema or {})["description"],
+        keys=_keys_of(one) if isinstance(one, inspect.StructType) else None,
     )
 
 
-def number(low: float, high: float, unit: str, *, does: str, above: bool = False) -> Rule:
-    """A finite number from `low` (or above it) to `high`."""
+def _allowed(kind: inspect.Type, words: Mapping[str, Any]) -> tuple[str, str, Callable[[Any], bool]]:
+    """The type's name, the values it may hold, and whether a value fits. `true` is not a number, and `1.0` is not a whole one."""
+    match kind:
+        case inspect.BoolType():
+            return "boolean", "true or false", lambda value: isinstance(value, bool)
+        case inspect.IntType():
+            low, high = _bounds(kind)
+            allowed = f"a whole number of {words['unit']} from {low} to {high}"
+            return "integer", allowed, lambda value: type(value) is int and low <= value <= high
+        case inspect.FloatType():
+            low, high = _bounds(kind)
+            bounds = f"from {low:g} to {high:g}" if kind.gt is None else f"above {kind.gt:g}, at most {high:g}"
+            return "number", f"a number of {words['unit']} {bounds}", lambda value: type(value) in (int, float) and low <= value <= high
+        case inspect.LiteralType(values=values):
+            return "string", " or ".join(f'"{word}"' for word in values), lambda value: isinstance(value, str) and value in values
+        case inspect.StructType():
+            allowed = f"an object with the keys {', '.join(field.name for field in kind.fields)}"
+            return "object", allowed, lambda value: isinstance(value, Mapping)
+    fits = words.get("fits", lambda value: True)
+    return "string", words["allowed"], lambda value: isinstance(value, str) and fits(value)
 
-    def fits(value: Any) -> bool:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            return False
-        return (low < value if above else low <= value) and value <= high
 
-    bounds = f"{'above' if above else 'from'} {low:g}{',' if above else ''} {'at most' if above else 'to'} {high:g}"
-    return Rule(f"a number of {unit} {bounds}", fits, does=does, unit=unit)
-
-
-def choice(*words: str, does: str) -> Rule:
-    """One of a few words."""
-    return Rule(" or ".join(f'"{word}"' for word in words), lambda value: isinstance(value, str) and value in words, does=does)
-
-
-def flag(does: str) -> Rule:
-    """A truth value."""
-    return Rule("true or false", lambda value: isinstance(value, bool), does=does)
-
-
-def text(allowed: str, fits: Callable[[str], bool], *, does: str, remedy: str = "", optional: bool = True) -> Rule:
-    """A string that `fits`."""
-    return Rule(allowed, lambda value: isinstance(value, str) and fits(value), remedy, optional, does)
+def _bounds(kind: inspect.IntType | inspect.FloatType) -> tuple[float, float]:
+    """The least and the largest value."""
+    least = math.nextafter(kind.gt, math.inf) if kind.gt is not None else kind.ge
+    assert least is not None, "a number without a least value"
+    assert kind.le is not None, "a number without a largest value"
+    return least, kind.le
 
 
 def is_host_port(value: str) -> bool:
@@ -113,77 +132,80 @@ def shown(value: Any) -> str:
     return rendered if len(rendered) <= MAX_SHOWN else rendered[:MAX_SHOWN] + "..."
 
 
-def problem(document: Mapping[str, Any], table: Table) -> tuple[str, str] | None:
+def problem(document: Mapping[str, Any], keys: Mapping[str, Key]) -> tuple[str, str] | None:
     """The first thing that is wrong: the top-level key it is under, and a sentence. None: nothing."""
-    return next(_problems(document, table, table, ""), None)
+    return next(_problems(document, keys, keys, "", ""), None)
 
 
-def _problems(document: Mapping[str, Any], table: Table, root: Table, path: str) -> Iterator[tuple[str, str]]:
-    for key, value in document.items():
-        if key not in table.keys:
-            yield _top(path, str(key)), _unknown(str(key), value, table, root, path)
-    for key, rule in table.keys.items():
-        name = f"{path}{key}"
-        if document.get(key) is None:
-            if not rule.optional:
-                state = "null" if key in document else "missing"
-                allowed = rule.allowed if isinstance(rule, Rule) else f"an object with the keys {', '.join(rule.keys)}"
-                yield _top(path, key), _sentence(name, state, allowed, rule.remedy or table.remedy)
-            elif key in document and not isinstance(rule, Table) and not rule.fits(None):
-                yield _top(path, key), _sentence(name, "null", rule.allowed, rule.remedy or "leave the key out for its default")
-        elif isinstance(rule, Rule):
-            if not rule.fits(document[key]):
-                yield _top(path, key), _sentence(name, shown(document[key]), rule.allowed, _hint(document[key], rule) or rule.remedy)
-        elif not isinstance(document[key], Mapping):
-            allowed = f"an object with the keys {', '.join(rule.keys)}"
-            yield _top(path, key), _sentence(name, shown(document[key]), allowed, rule.remedy)
-        else:
-            yield from _problems(document[key], rule, root, f"{name}.")
+def _problems(
+    document: Mapping[str, Any], keys: Mapping[str, Key], root: Mapping[str, Key], path: str, remedy: str
+) -> Iterator[tuple[str, str]]:
+    for name, value in document.items():
+        if name not in keys:
+            yield _top(path, str(name)), _unknown(str(name), value, keys, root, path)
+    for name, key in keys.items():
+        value = document.get(name)
+        if name in document and key.keys is not None and isinstance(value, Mapping):
+            yield from _problems(value, key.keys, root, f"{path}{name}.", key.remedy)
+        elif (said := _wrong(name in document, value, key, remedy)) is not None:
+            yield _top(path, name), f"{path}{name} {said}"
+
+
+def _wrong(given: bool, value: Any, key: Key, remedy: str) -> str | None:
+    """What is wrong with one value. `remedy`: of the object that the key is in."""
+    if value is None and key.required:
+        return _sentence("null" if given else "missing", key.allowed, key.remedy or remedy)
+    if not given or (value is None and key.keys is not None) or key.fits(value):
+        return None
+    if value is None:
+        return _sentence("null", key.allowed, key.remedy or "leave the key out for its default")
+    return _sentence(shown(value), key.allowed, _hint(value, key) or key.remedy)
 
 
 def _top(path: str, key: str) -> str:
     return path.split(".", 1)[0] if path else key
 
 
-def _sentence(name: str, state: str, allowed: str, remedy: str) -> str:
-    return f"{name} is {state}; it must be {allowed}" + (f"; {remedy}" if remedy else "")
+def _sentence(state: str, allowed: str, remedy: str) -> str:
+    return f"is {state}; it must be {allowed}" + (f"; {remedy}" if remedy else "")
 
 
-def _hint(value: Any, rule: Rule) -> str:
+def _hint(value: Any, key: Key) -> str:
     """What a value of the wrong kind probably means."""
     if isinstance(value, str):
         try:
             meant = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return ""
-        return "write it without quotes" if rule.fits(meant) else ""
-    if isinstance(value, float) and value.is_integer() and rule.fits(int(value)):
+        return "write it without quotes" if key.fits(meant) else ""
+    if isinstance(value, float) and value.is_integer() and key.fits(int(value)):
         return "write it without a decimal point"
     return ""
 
 
-def _unknown(key: str, value: Any, table: Table, root: Table, path: str) -> str:
-    known = f"the keys{f' of {path[:-1]}' if path else ''} are: {', '.join(sorted(table.keys))}"
-    nearest = _nearest(key, table, root, path)
+def _unknown(name: str, value: Any, keys: Mapping[str, Key], root: Mapping[str, Key], path: str) -> str:
+    known = f"the keys{f' of {path[:-1]}' if path else ''} are: {', '.join(sorted(keys))}"
+    nearest = _nearest(name, keys, root, path)
     meant = f"did you mean {nearest}? " if nearest else ""
-    return f"{shown(path + key)[1:-1]} is {shown(value)}, but there is no such key; {meant}{known}"
+    return f"{shown(path + name)[1:-1]} is {shown(value)}, but there is no such key; {meant}{known}"
 
 
-def _nearest(key: str, table: Table, root: Table, path: str) -> str | None:
-    """The full name of the key that was probably meant: of this table, else of any."""
-    own = difflib.get_close_matches(key.lower(), list(table.keys), n=1)
-    everywhere = dict(_names(root, ""))
-    same = [name for name, last in everywhere.items() if last == key.lower()]
+def _nearest(name: str, keys: Mapping[str, Key], root: Mapping[str, Key], path: str) -> str | None:
+    """The full name of the key that was probably meant: of this object, else of any."""
+    own = difflib.get_close_matches(name.lower(), list(keys), n=1)
+    everywhere = {full: full.rpartition(".")[2] for full, _ in every(root)}
+    same = [full for full, last in everywhere.items() if last == name.lower()]
     if same and not own:
         return same[0]
     if own:
         return path + own[0]
-    close = difflib.get_close_matches(key.lower(), list(everywhere.values()), n=1)
-    return next((name for name, last in everywhere.items() if close and last == close[0]), None)
+    close = difflib.get_close_matches(name.lower(), list(everywhere.values()), n=1)
+    return next((full for full, last in everywhere.items() if close and last == close[0]), None)
 
 
-def _names(table: Table, path: str) -> Iterator[tuple[str, str]]:
-    for key, rule in table.keys.items():
-        yield f"{path}{key}", key
-        if isinstance(rule, Table):
-            yield from _names(rule, f"{path}{key}.")
+def every(keys: Mapping[str, Key], path: str = "") -> Iterator[tuple[str, Key]]:
+    """All keys with their full names; an object comes before its keys."""
+    for name, key in keys.items():
+        yield f"{path}{name}", key
+        if key.keys is not None:
+            yield from every(key.keys, f"{path}{name}.")

@@ -1,9 +1,10 @@
 """KV events of L1, for routers that send a prompt to the engine that holds its blocks.
 
-They go through the GPU block pool's own queue, in one order with vLLM's events: after the `AllBlocksCleared` of an epoch
-change nothing may follow that speaks of names from before. An event carries the tokens of its block, and when a block has
-arrived its request may be gone, so a block is described when its job goes out. Nothing here may harm the bookkeeping that
-calls it: an error ends the events of this engine, and is counted.
+Events go through the GPU block pool's queue, in one order with vLLM's own: no event after the `AllBlocksCleared` of an
+epoch change may carry a name from before it. An event carries the tokens of its block. The request may be gone when the
+block arrives in L1, so a block is described when its job is sent. An error ends the events of this engine and is counted; it
+never reaches the caller. Knows of vLLM 0.30 to 0.33: the events of `distributed.kv_events`, `BlockPool.kv_event_queue`, and
+`kv_cache_utils` for hashes and extra keys.
 """
 
 from __future__ import annotations
@@ -14,12 +15,81 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from epochkv_connector.engine import compat
+from epochkv_connector.engine.blocks import hash_block_size_of
+from epochkv_connector.engine.interface import kv_cache_utils
 from epochkv_connector.scheduler.index import Key
 from epochkv_connector.wire.jobs import BlockMove, LoadJob, SaveJob, Source
 
 if TYPE_CHECKING:
     from epochkv_connector.scheduler.bookkeeping import Bookkeeping
+
+
+@dataclass(frozen=True, slots=True)
+class AboutRequest:
+    """What vLLM's `BlockStored` says of the request that a block was made for."""
+
+    lora_id: int | None
+    lora_name: str | None
+    extra_keys: list[Any] | None
+    session_id: str | None
+
+
+def has_kv_events(block_pool: Any) -> bool:
+    """Whether somebody listens to KV events of this engine."""
+    return bool(getattr(block_pool, "enable_kv_cache_events", False))
+
+
+def about_request(request: Any, start: int, end: int) -> AboutRequest:
+    """What `BlockStored` says of the request, for its block of tokens `[start, end)`."""
+    extra, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)
+    untagged = getattr(kv_cache_utils, "to_event_extra_keys", lambda keys: keys)  # 0.31 and later tag them for the hash
+    lora = request.lora_request
+    return AboutRequest(
+        lora.adapter_id if lora else None, lora.name if lora else None, untagged([extra]), getattr(request, "session_id", None)
+    )
+
+
+def host_block_stored(name: bytes, group: int, parent: bytes | None, tokens: list[int], block_size: int, about: AboutRequest | None) -> Any:
+    """`BlockStored` for a block in host memory. Without `about` it carries the name alone, as vLLM's own offloading does."""
+    from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
+
+    known = about or AboutRequest(None, None, None, None)
+    return BlockStored(
+        block_hashes=[kv_cache_utils.maybe_convert_block_hash(name)],
+        parent_block_hash=kv_cache_utils.maybe_convert_block_hash(parent) if parent is not None else None,
+        token_ids=tokens,
+        block_size=block_size,
+        lora_id=known.lora_id,
+        medium=MEDIUM_CPU,
+        lora_name=known.lora_name,
+        extra_keys=known.extra_keys,
+        group_idx=group,
+        locality="LOCAL",
+        session_id=known.session_id,
+    )
+
+
+def host_block_removed(name: bytes, group: int) -> Any:
+    """`BlockRemoved` for a block in host memory."""
+    from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved
+
+    return BlockRemoved(block_hashes=[kv_cache_utils.maybe_convert_block_hash(name)], medium=MEDIUM_CPU, group_idx=group, locality="LOCAL")
+
+
+def queue_all_blocks_cleared(block_pool: Any, drop_pending: bool) -> None:
+    """Queue one AllBlocksCleared on the block pool's own event queue, so that it precedes events of new blocks.
+
+    Args:
+        block_pool: the bound GPU block pool.
+        drop_pending: forget events not yet taken (a reset), instead of letting them precede the clearing.
+    """
+    if block_pool is None or not getattr(block_pool, "enable_kv_cache_events", False):
+        return
+    from vllm.distributed.kv_events import AllBlocksCleared
+
+    if drop_pending:
+        block_pool.kv_event_queue.clear()
+    block_pool.kv_event_queue.append(AllBlocksCleared())
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +103,14 @@ class Described:
 
     tokens: array[int]
     parent: bytes | None
-    about: compat.AboutRequest
+    about: AboutRequest
 
 
 class HostEvents:
-    """`scheduler.views.NameListener` that tells routers. Scheduler thread only.
+    """The `scheduler.views.NameListener` that tells routers. Scheduler thread only.
 
     Args:
-        on_error: told of the error that ended the events.
+        on_error: called with the error that ended the events.
     """
 
     def __init__(self, on_error: Callable[[str, Exception], None]) -> None:
@@ -61,9 +131,9 @@ class HostEvents:
     def bind(self, block_pool: Any, books: Bookkeeping | None) -> None:
         """vLLM's pool, whose queue is used, and the bookkeeping whose L1 is told of (None: there is no L1)."""
         self._pool = block_pool
-        if books is not None and compat.has_kv_events(block_pool):
+        if books is not None and has_kv_events(block_pool):
             self._sizes = [group.block_size for group in books.stock.layout.groups]
-            self._hash_block_size = compat.hash_block_size_of(block_pool)
+            self._hash_block_size = hash_block_size_of(block_pool)
             self._max_offered = 2 * books.stock.index.num_slots
             self._over = False
             books.stock.listener = self
@@ -71,7 +141,7 @@ class HostEvents:
     # -- what goes out ---------------------------------------------------------------------------------------------
 
     def offer(self, requests: Mapping[str, Any], jobs: Iterable[SaveJob | LoadJob]) -> None:
-        """Jobs go out that will fill slots of L1, for some of these requests (by id)."""
+        """Describe the blocks that these jobs will bring into L1. `requests`: all that live, by id."""
         if not self._over:
             self._safely(lambda: self._offer_all(requests, jobs))
 
@@ -92,7 +162,7 @@ class HostEvents:
         start, names = move.block * size, size // self._hash_block_size
         parent = bytes(request.block_hashes[move.block * names - 1]) if move.block else None
         tokens = array("l", request.all_token_ids[start : start + size])
-        return Described(tokens, parent, compat.about_request(request, start, start + size))
+        return Described(tokens, parent, about_request(request, start, start + size))
 
     # -- what L1 holds ---------------------------------------------------------------------------------------------
 
@@ -110,9 +180,9 @@ class HostEvents:
         group, name = key
         self._announced.add(key)
         self._put(
-            compat.host_block_stored(name, group, None, [], 0, None)
+            host_block_stored(name, group, None, [], 0, None)
             if described is None
-            else compat.host_block_stored(name, group, described.parent, list(described.tokens), self._sizes[group], described.about)
+            else host_block_stored(name, group, described.parent, list(described.tokens), self._sizes[group], described.about)
         )
 
     def left(self, key: Key) -> None:
@@ -123,17 +193,17 @@ class HostEvents:
         self._held.pop(key, None)
         if key in self._announced:
             self._announced.discard(key)
-            self._put(compat.host_block_removed(key[1], key[0]))
+            self._put(host_block_removed(key[1], key[0]))
 
     def found_again(self, keys: Iterable[Key]) -> None:
-        """An earlier root is back, and so are these blocks; they are told once everything was cleared."""
+        """These blocks can be found again, because an earlier root is back. `cleared` announces them."""
         self._found = list(keys)
 
     # -- everything --------------------------------------------------------------------------------------------------
 
     def cleared(self, *, drop_pending: bool) -> None:
-        """The names changed: routers forget everything, then hear what is findable all the same."""
-        compat.queue_all_blocks_cleared(self._pool, drop_pending=drop_pending)
+        """The names changed: tell routers to forget everything, then announce the blocks that can still be found."""
+        queue_all_blocks_cleared(self._pool, drop_pending=drop_pending)
         self._safely(self._cleared)
 
     def _cleared(self) -> None:

@@ -37,7 +37,7 @@ class Reporter:
         self._at = float("-inf")
 
     def due(self) -> bool:
-        """Whether the last report is a second old; if so, another one begins now."""
+        """Whether the last report is at least a second old; if so, the next one begins now."""
         now = time.monotonic()
         due = now - self._at >= INTERVAL_SECONDS
         if due:
@@ -48,7 +48,7 @@ class Reporter:
         """What the scheduler half tells: its own, the fence's, and its store client's.
 
         Args:
-            tiers: owner of that client (`tiers.SchedulerTiers`); None: there are no tiers.
+            tiers: owner of that client (`halves.SchedulerTiers`); None: there are no tiers.
             gauges: from `gauges`.
         """
         # `dict` copies at once; the agent's thread counts in the fence meanwhile.

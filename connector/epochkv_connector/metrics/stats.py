@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from epochkv_connector.engine.compat import KVConnectorPromMetrics, KVConnectorStats
+from epochkv_connector.engine.interface import KVConnectorPromMetrics, KVConnectorStats
 from epochkv_connector.metrics import series as metrics
 from epochkv_connector.metrics.series import PREFIX, Family
 
@@ -52,7 +52,7 @@ class EpochKVStats(KVConnectorStats):
 
     @classmethod
     def received(cls, data: object) -> EpochKVStats:
-        """What another process sent, without whatever in it is no number: an error here would end vLLM's output handler."""
+        """What another process sent, without values that are not numbers: an error here would end vLLM's output handler."""
         found = data if isinstance(data, dict) else {}
         ranks = found.get(RANKS)
         return cls.of(
@@ -120,7 +120,7 @@ class EpochKVPromMetrics(KVConnectorPromMetrics):
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record one report. Never raises, whatever comes: that would end vLLM's output handler, and with it every request."""
+        """Record one report. Never raises: that would end vLLM's output handler, and with it every request."""
         try:
             labels = self.per_engine_labelvalues[engine_idx]
             stats = EpochKVStats.received(transfer_stats_data).data

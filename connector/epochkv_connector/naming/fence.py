@@ -2,7 +2,7 @@
 
 Two threads meet here. The agent thread adopts epochs; the scheduler thread pins requests. *Read the root, hash, store
 the pin* is one operation under the adoption lock: without it 5 of 57 names were wrong under fast adoption, with it 0 of
-824 (`fence.md` section 3). Everything that vLLM could change under us is behind `compat`.
+824 (`fence.md` section 3). Everything that vLLM could change under us is behind `engine`.
 
 What holds now follows from five facts, and is computed from them afresh, never patched: which weights the ranks hold, which
 epoch the hub granted, whether the lease lives, whether somebody reset this engine's caches alone, and whether vLLM's global was
@@ -48,7 +48,7 @@ class PoolIdentity:
     Attributes:
         secret: the pool's root secret; None: no shared root can be made, so nothing is ever shared.
         l2_allowed: False keeps every name inside this engine (random hash seed).
-        adapters_applied: how this engine applies adapters (`compat.describe_adapters`).
+        adapters_applied: how this engine applies adapters (`describe.describe_adapters`).
     """
 
     pool_uid: str

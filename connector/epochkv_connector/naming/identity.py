@@ -103,13 +103,13 @@ def adapter_root(root: bytes, adapter: bytes, applied: str) -> bytes:
 
     Args:
         adapter: digest of the tensors that the ranks hold of it (`naming.adapters`).
-        applied: how this engine applies adapters (`compat.describe_adapters`).
+        applied: how this engine applies adapters (`describe.describe_adapters`).
     """
     return hmac.new(root, _packed(b"adapter", adapter, applied.encode()), hashlib.sha256).digest()
 
 
 def fingerprint(fields: Mapping[str, Any]) -> str:
-    """Digest (64 hex digits) of everything that changes KV bytes or their layout (`compat.describe_engine`).
+    """Digest (64 hex digits) of everything that changes KV bytes or their layout (`describe.describe_engine`).
 
     `fields` must be JSON: an object that JSON cannot represent is an error rather than a digest of its address.
 

@@ -20,7 +20,7 @@ def brings_kv(params: Mapping[str, Any]) -> bool:
 
 
 class RootPort(Protocol):
-    """vLLM's module global (`compat.GlobalRoot`)."""
+    """vLLM's module global (`hashing.GlobalRoot`)."""
 
     def ready(self) -> bool: ...
     def bind(self, root: bytes) -> None: ...
@@ -28,7 +28,7 @@ class RootPort(Protocol):
 
 
 class HashPort(Protocol):
-    """vLLM's block hashing (`compat.BlockHashing`)."""
+    """vLLM's block hashing (`hashing.BlockHashing`)."""
 
     hash_block_size: int
 
@@ -70,9 +70,19 @@ class FencedHasher:
 
     def __call__(self, request: Any) -> list[bytes]:
         pin: Pin | None = getattr(request, PIN_ATTRIBUTE, None)
+        session = bool(getattr(request, "resumable", False))
+        if session:
+            self._cut_off(request)
         if request.block_hashes or pin is None:
             return self.inner(request)
         hashes = self._hashing.chain(request, pin.root, self.inner)
-        if hashes and not getattr(request, "resumable", False):
+        if hashes and not session:
             request._block_hasher = self.inner
         return hashes
+
+    def _cut_off(self, request: Any) -> None:
+        """A session's next input replaces the last token that it sampled. vLLM 0.30 keeps the hash of a block that the token
+        completed, so other tokens would get its name. Later versions cut it off themselves."""
+        size = self._hashing.hash_block_size
+        if size > 0 and not request.num_output_tokens:
+            del request.block_hashes[request.num_computed_tokens // size :]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from epochkv_connector.engine import compat
+from epochkv_connector.engine import blocks
 from epochkv_connector.naming.fence import Repin
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.bookkeeping import Bookkeeping
@@ -73,7 +73,7 @@ class Admission:
         record = self._requests.see(request)
         # When the scheduler goes on whatever is said, nothing may be deferred.
         must = bool(request.skip_reading_prefix_cache)
-        outcome = Repin.CARRIED if compat.holds_blocks(request) else self._fence.repin(request, must=must)
+        outcome = Repin.CARRIED if blocks.holds_blocks(request) else self._fence.repin(request, must=must)
         snapshot = self._state.apply()
         self.renamed(record, outcome, snapshot)
         if must or outcome is Repin.CARRIED:
@@ -144,7 +144,7 @@ class Admission:
 
     def hit_sources(self, request: Any, num_external: int) -> dict[Any, int]:
         """Which tier supplies how many of the external tokens."""
-        return compat.hit_sources(*self._tokens_by_tier(request.request_id, num_external))
+        return blocks.hit_sources(*self._tokens_by_tier(request.request_id, num_external))
 
     def _tokens_by_tier(self, request_id: str, num_external: int) -> tuple[int, int]:
         sources = self._books.loads.sources(request_id) if self._books is not None else {}
@@ -160,7 +160,7 @@ class Admission:
         """
         self._requests.see(request)
         pin = self._fence.pin_of(request)
-        if (pin is not None and pin.alone and self._fence.is_current(pin)) or compat.holds_blocks(request):
+        if (pin is not None and pin.alone and self._fence.is_current(pin)) or blocks.holds_blocks(request):
             return False
         self._fence.isolate(request)
         return True

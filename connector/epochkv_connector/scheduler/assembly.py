@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from epochkv_connector import tiers
+from epochkv_connector import halves
 from epochkv_connector.config.keys import ConnectorConfig
-from epochkv_connector.engine import compat
-from epochkv_connector.engine.kv_caches import why_no_tiers
+from epochkv_connector.engine import blocks, describe, hashing, limits, patches, topology
+from epochkv_connector.engine.limits import why_no_tiers
 from epochkv_connector.guard import Guard
 from epochkv_connector.hub_link import Credentials, FenceHooks, HubLink
 from epochkv_connector.metrics.collect import Reporter
@@ -72,7 +72,7 @@ class _EngineNames:
 
     def clear_encoder(self) -> bool:
         """Outputs of the encoder go if nobody refers to them."""
-        if self._core is None or self._scheduler is None or compat.encoder_outputs_in_use(self._scheduler):
+        if self._core is None or self._scheduler is None or blocks.encoder_outputs_in_use(self._scheduler):
             return False
         self._scheduler.reset_encoder_cache()
         self._core.model_executor.reset_encoder_cache()
@@ -108,24 +108,24 @@ class SchedulerRole:
         self._vllm_config = vllm_config
         self._guard = guard
         self._reporter = reporter
-        self.hashing = compat.BlockHashing(vllm_config.cache_config.prefix_caching_hash_algo)
-        root_port = compat.GlobalRoot()
+        self.hashing = hashing.BlockHashing(vllm_config.cache_config.prefix_caching_hash_algo)
+        root_port = hashing.GlobalRoot()
         credentials = Credentials(config)
-        described = compat.describe_engine(vllm_config, kv_cache_config)
-        core, scheduler = compat.builders()
+        described = describe.describe_engine(vllm_config, kv_cache_config)
+        core, scheduler = patches.builders()
         engine_id = str(vllm_config.kv_transfer_config.engine_id)
         ranks = NoRanks() if core is None or scheduler is None else EngineRanks(core.model_executor, engine_id)
         layouts: list[str] | None = guard.run("layouts", ranks.layouts, lambda: None)
         self.fingerprint = fingerprint({**described, "layouts": layouts})
-        adapters = Adapters(ranks, compat.num_worker_ranks(vllm_config), time.monotonic, compat.why_no_adapters(vllm_config))
+        adapters = Adapters(ranks, topology.num_worker_ranks(vllm_config), time.monotonic, limits.why_no_adapters(vllm_config))
         self._link = HubLink(config, credentials)
         fence = self._build_fence(credentials, root_port, adapters, core)
         loads_off, saves_off = why_no_loads(vllm_config), why_no_saves(vllm_config)
         for what, why in (("loads", loads_off), ("saves", saves_off)):
             if why is not None:
                 logger.warning("EpochKV: %s are off: %s", what, why)
-        self.tiers: tiers.SchedulerTiers | None = guard.build(
-            "tiers", lambda: tiers.build_scheduler_tiers(config, vllm_config, kv_cache_config), lambda: None
+        self.tiers: halves.SchedulerTiers | None = guard.build(
+            "tiers", lambda: halves.build_scheduler_tiers(config, vllm_config, kv_cache_config), lambda: None
         )
         self.side = SchedulerSide(
             config,
@@ -136,15 +136,15 @@ class SchedulerRole:
             propose=self._link.propose,
             poke=self._link.poke,
             local_worker=local_worker,
-            tokens_per_step=compat.tokens_per_step(vllm_config),
+            tokens_per_step=topology.tokens_per_step(vllm_config),
             on_error=guard.note,
         )
         self._watch_weights(ranks, adapters, core, scheduler)
         self._start_link(fence)
 
-    def _build_fence(self, credentials: Credentials, root_port: compat.GlobalRoot, adapters: Adapters, core: Any | None) -> Fence:
+    def _build_fence(self, credentials: Credentials, root_port: hashing.GlobalRoot, adapters: Adapters, core: Any | None) -> Fence:
         config, vllm_config = self._config, self._vllm_config
-        random_seed = compat.hash_seed_is_random(self.hashing.algorithm)
+        random_seed = hashing.hash_seed_is_random(self.hashing.algorithm)
         if random_seed and config.distributed is not None:
             logger.warning(
                 "EpochKV: block hashes (%s) have a random seed in each process, so the distributed tier is off; "
@@ -156,12 +156,12 @@ class SchedulerRole:
             self.fingerprint,
             credentials.secret,
             l2_allowed=not random_seed,
-            adapters_applied=compat.describe_adapters(vllm_config),
+            adapters_applied=describe.describe_adapters(vllm_config),
         )
         policy = FencePolicy(
             has_hub=credentials.problem is None,
             use_private=config.hub is None,
-            forced_bypass=compat.why_no_weights(vllm_config, getattr(core, "model_executor", None)),
+            forced_bypass=limits.why_no_weights(vllm_config, getattr(core, "model_executor", None)),
         )
         return Fence(identity, policy, root_port, self.hashing, adapters, lease_until=self._link.lease_until)
 
@@ -171,13 +171,13 @@ class SchedulerRole:
         weights.watch = watch = Watch(
             ranks,
             _EngineNames(self.side, core, scheduler, self._guard),
-            compat.num_worker_ranks(self._vllm_config),
+            topology.num_worker_ranks(self._vllm_config),
             time.monotonic,
-            has_encoder=compat.is_multimodal(self._vllm_config),
+            has_encoder=limits.is_multimodal(self._vllm_config),
         )
         weights.adapters = adapters
         adapters.join(weights, lambda: watch.value is not None and not ranks.asleep)
-        compat.hide_adapters_from_hashes()
+        patches.hide_adapters_from_hashes()
         if self.side.fence.policy.forced_bypass is not None:
             watch.refuse(self.side.fence.policy.forced_bypass)
         if isinstance(ranks, EngineRanks):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from epochkv_connector.config.keys import ConnectorConfig
-from epochkv_connector.engine import compat
+from epochkv_connector.engine import blocks, patches
 from epochkv_connector.naming.fence import TAG_KEY, Fence
 from epochkv_connector.scheduler.admission import Admission
 from epochkv_connector.scheduler.bookkeeping import Bookkeeping
@@ -65,13 +65,13 @@ class SchedulerSide:
 
     def bind(self, manager: Any, block_pool: Any, hash_block_size_sink: Any) -> None:
         """The cache manager exists: learn the hash block size and reach the GPU block pool."""
-        size = compat.hash_block_size_of(block_pool)
-        compat.before_reset(manager, self.steps.let_go)
+        size = blocks.hash_block_size_of(block_pool)
+        patches.before_reset(manager, self.steps.let_go)
         self.weights.bind(manager, block_pool)
         self.steps.offers.bind(manager, size)
         self.admission.hash_block_size = hash_block_size_sink.hash_block_size = size
         if self.books is not None:
-            self.books.bind_block_pool(compat.BlockPoolAdapter(block_pool))
+            self.books.bind_block_pool(blocks.BlockPoolAdapter(block_pool))
         self.state.events.bind(block_pool, self.books if self._has_l1 else None)
 
     def on_new_request(self, request: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from epochkv_connector.engine import compat
+from epochkv_connector.engine import blocks
 from epochkv_connector.naming.fence import Fence
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.boundaries import Boundaries
@@ -56,8 +56,8 @@ class Offers:
                 boundaries.forget(request_id)
                 continue
             request = record.vllm
-            confirmed = compat.num_confirmed_tokens(request, scheduled[request_id], len(drafts.get(request_id, ())))
-            boundaries.later(request_id, confirmed - confirmed % size + size - compat.num_expected_tokens(request))
+            confirmed = blocks.num_confirmed_tokens(request, scheduled[request_id], len(drafts.get(request_id, ())))
+            boundaries.later(request_id, confirmed - confirmed % size + size - blocks.num_expected_tokens(request))
             again = request_id in lacked
             view = self._view(record, confirmed, snapshot, again=again)
             if view is not None:
@@ -74,7 +74,7 @@ class Offers:
         record, pin = self._requests.get(request.request_id), self._fence.pin_of(request)
         if record is None or pin is None or pin.loading or not pin.admitted:
             return None  # vLLM counts as computed what is being loaded
-        return self._view(record, compat.num_final_tokens(request), snapshot)
+        return self._view(record, blocks.num_final_tokens(request), snapshot)
 
     def _view(self, record: Request, confirmed: int, snapshot: Snapshot, *, again: bool = False) -> ScheduledRequestView | None:
         """The request with its complete blocks, or None if none is new (and not `again`) or none may be saved."""
@@ -92,7 +92,7 @@ class Offers:
             block_hashes=request.block_hashes,
             hash_block_size=self.hash_block_size,
             root=snapshot.root,
-            group_block_ids=compat.group_block_ids(self._manager, record.request_id),
+            group_block_ids=blocks.group_block_ids(self._manager, record.request_id),
         )
 
     def forget(self, request_id: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from epochkv_connector.engine import compat
+from epochkv_connector.engine import blocks
 from epochkv_connector.scheduler.admission import Admission
 from epochkv_connector.scheduler.requests import LoadEvent
 from epochkv_connector.scheduler.state import State
@@ -53,13 +53,13 @@ class WeightChanges:
         if self._books is not None:
             self._books.saves.drop_unsent()  # of requests that have ended: no step compares what they were computed with any more
         for record in self._requests.live():
-            if compat.holds_blocks(record.vllm):
+            if blocks.holds_blocks(record.vllm):
                 self._strand(record.vllm)
         self._state.apply()
         self.tell()
 
     def _strand(self, request: Any) -> None:
-        self._fence.strand(request, compat.num_named_blocks(self._manager, request, self._pool))
+        self._fence.strand(request, blocks.num_named_blocks(self._manager, request, self._pool))
 
     def end(self, weights: bytes) -> None:
         """Blocks under names of these weights were computed with others: they go, here at once, elsewhere with the next epoch."""
@@ -117,7 +117,7 @@ class WeightChanges:
             request, pin = record.vllm, self._fence.pin_of(record.vllm)
             if pin is None or pin.adapter not in numbers or self._fence.is_current(pin):
                 continue
-            if compat.holds_blocks(request):
+            if blocks.holds_blocks(request):
                 self._strand(request)
                 self._state.counters["poisoned_loads"] += self._requests.on(record, LoadEvent.OVERTAKE)
             else:

@@ -58,7 +58,7 @@ class StoreClient:
             settings: see there.
             regions: (address, bytes) of memory that puts and gets use, which must outlive `close`; none: a client for
                 `exists` and `remove_by_prefix` only.
-            layout: how payloads are cut from this rank's KV tensors (`worker.layout.layout_digest`); objects of any other
+            layout: how payloads are cut from this rank's KV tensors (`worker.copying.layout.layout_digest`); objects of any other
                 layout are misses.
         """
         self.settings = settings

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from epochkv_connector.engine.patches import wake
 from epochkv_connector.weights import rank
 from epochkv_connector.weights.adapters import ADAPTER_CALLS, Adapters
 from epochkv_connector.weights.watch import Watch, is_harmless
@@ -185,12 +186,10 @@ class _Alarm:
         threading.Thread(target=self._ring, name="epochkv-weights", daemon=True).start()
 
     def _ring(self) -> None:
-        from vllm.v1.engine import EngineCoreRequestType
-
         while True:
             time.sleep(max(MIN_RING_SECONDS, self._watch.quiet_at() - time.monotonic()))
             with self._lock:
                 if not self._watch.pending:
                     self._armed = False
                     return
-            self._core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
+            wake(self._core)

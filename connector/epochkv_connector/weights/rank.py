@@ -63,7 +63,7 @@ class Held:
         sample: drawn with it; `places`: where every tensor lay, and was kept.
         writes: calls of `load_weights` that have begun or ended, by whoever made them; `seen`: those before `number`.
         waits: calls of `end_device_work`.
-        layout: how this rank's KV tensors lie (`worker.layout.layout_digest`); empty: nobody has said.
+        layout: how this rank's KV tensors lie (`worker.copying.layout.layout_digest`); empty: nobody has said.
         adapters: what it said of its adapters.
     """
 

@@ -1,6 +1,6 @@
 """The jobs and acknowledgements that cross between the connector's halves, as plain values.
 
-Apart from `wire.py` because that module has to import vLLM's base classes, and the scheduler half's bookkeeping
+Apart from `steps.py` because that module has to import vLLM's base classes, and the scheduler half's bookkeeping
 (`scheduler/`) is pure: property tests run thousands of its schedules a second without loading vLLM.
 """
 

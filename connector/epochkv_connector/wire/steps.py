@@ -4,15 +4,14 @@ The scheduler half decides (which block, which slot, which name), the worker hal
 Jobs carry ids that are never reused and never derived from request ids. Every job is acknowledged by every rank exactly
 once per phase; `WorkerReport.aggregate` only concatenates, so it is associative and commutative, and the scheduler half
 counts ranks down *across* steps (vLLM merges ranks within one step only: `KVOutputAggregator.aggregate`).
-The values themselves live in `records.py`, which does not need vLLM.
+The values themselves live in `jobs.py`, which does not need vLLM.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
-
+from epochkv_connector.engine.interface import KVConnectorMetadata, KVConnectorWorkerMetadata
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 
 __all__ = ["BlockMove", "JobAck", "LoadJob", "Phase", "SaveJob", "Source", "StepMetadata", "WorkerReport"]
@@ -29,8 +28,8 @@ class StepMetadata(KVConnectorMetadata):
         newest_epoch: highest epoch adopted; a put of an older namespace that has not begun may be skipped.
         settle: saves of earlier steps hold their GPU blocks no more: their copies must end before this step writes to any.
         look: after the forward pass of this step each rank compares its weights with what it answered to the question of this number
-            (`naming.rank`); -1: nothing is named.
-        adapters: (id, number) of adapters whose requests' blocks are saved, and of the questions (`naming.rank.adapters`) that they are
+            (`weights.rank`); -1: nothing is named.
+        adapters: (id, number) of adapters whose requests' blocks are saved, and of the questions (`weights.rank.adapters`) that they are
             named after.
         agreed, refused: saves of earlier steps that every rank has copied, or some rank has not. With several ranks a block's shards
             go to L2 only when all are known to be of the same weights.

@@ -1,7 +1,7 @@
-"""The worker-facing half of the facade: vLLM's per-step calls in, `worker.WorkerHalf` behind.
+"""Translates vLLM's per-step calls on a worker into calls of `half.WorkerHalf`.
 
-Exists because vLLM asks for results and acknowledgements in two calls, and because an idle in-process engine collects
-acknowledgements between steps: whatever a collection brings is kept until the call that it belongs to.
+vLLM asks for results and for acknowledgements in two calls, and an idle in-process engine collects acknowledgements between
+steps. So everything that a half reports is kept here until the call that it belongs to.
 """
 
 from __future__ import annotations
@@ -13,22 +13,25 @@ from typing import Protocol
 from epochkv_connector.weights.lora import HeldAdapters
 from epochkv_connector.wire.jobs import JobAck, LoadJob, Phase, SaveJob, Source
 from epochkv_connector.wire.steps import StepMetadata, WorkerReport
+from epochkv_connector.worker.half import IDLE_WAIT_SECONDS
 from epochkv_connector.worker.tasks import Report
-from epochkv_connector.worker.worker import IDLE_WAIT_SECONDS
 
 REFUSE_SECONDS = 2.0
 """How long a half that raised may take to end its copies before the engine goes on without it."""
 
 
 class Half(Protocol):
-    """`worker.WorkerHalf`, or a stand-in that refuses everything.
+    """`half.WorkerHalf`, or a stand-in that refuses everything.
 
     Attributes:
-        layout: how its KV tensors lie (`worker.layout.layout_digest`); empty: nobody has looked.
+        rank: its number, in the order the scheduler half counts ranks.
+        layout: how its KV tensors lie (`worker.copying.layout.layout_digest`); empty: nobody has looked.
     """
 
     layout: bytes
 
+    @property
+    def rank(self) -> int: ...
     def start_step(self, step: StepMetadata) -> None: ...
     def finish_step(self, as_named: Callable[[], bool] = ...) -> None: ...
     def settle(self) -> None: ...
@@ -39,58 +42,9 @@ class Half(Protocol):
     def shutdown(self, timeout: float = 5.0) -> bool: ...
 
 
-class RefusingHalf:
-    """Answers every job at once as failed: what a rank without a host region owes the scheduler half."""
-
-    layout = b""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._failed: set[str] = set()
-        self._acks: list[JobAck] = []
-
-    def start_step(self, step: StepMetadata) -> None:
-        """Fail the loads, drop the saves, report the poisoned."""
-        for load in step.loads:
-            self._failed.add(load.request_id)
-            self._acks.append(JobAck(load.job_id, self._rank, Phase.LOADED, 0, 0, failed=True))
-        self._failed.update(step.poisoned)
-        for save in step.saves:
-            for phase in save.phases:
-                self._acks.append(JobAck(save.job_id, self._rank, phase, save.start_block, 0, failed=True))
-
-    def finish_step(self, as_named: Callable[[], bool] = lambda: True) -> None:
-        """Nothing to begin."""
-
-    def settle(self) -> None:
-        """Nothing is copied."""
-
-    def results(self, wait_seconds: float = 0.0) -> Report:
-        """Everything since the last call."""
-        failed, self._failed = self._failed, set()
-        acks, self._acks = self._acks, []
-        return Report(set(failed), failed, acks)
-
-    def wait_copied(self, timeout: float) -> bool:
-        """Nothing is copied."""
-        return True
-
-    def open_jobs(self) -> set[int]:
-        """Everything is answered at once."""
-        return set()
-
-    def stats(self) -> dict[str, float]:
-        """Nothing is moved."""
-        return {}
-
-    def shutdown(self, timeout: float = 5.0) -> bool:
-        """Nothing to end."""
-        return True
-
-
 class _Debts:
     """What a rank owes the scheduler half and vLLM: one report for each load and poisoned request, one acknowledgement
-    for each phase of each job. Whoever pays, nothing is paid twice."""
+    for each phase of each job. Nothing is paid twice, whichever half pays."""
 
     def __init__(self) -> None:
         self.loads: dict[int, LoadJob] = {}
@@ -98,7 +52,7 @@ class _Debts:
         self._reports: set[str] = set()
 
     def take_on(self, step: StepMetadata) -> None:
-        """A step's orders. Job ids are never reused, so an order that comes twice is one."""
+        """Add the jobs of a step. Job ids are never reused, so a job that comes twice counts once."""
         self._reports.update(step.poisoned)
         for load in step.loads:
             self.loads[load.job_id] = load
@@ -107,7 +61,7 @@ class _Debts:
             self.saves[save.job_id] = (save, set(save.phases))
 
     def pay(self, report: Report) -> Report:
-        """What of a half's report is owed."""
+        """The part of a half's report that is owed; it is owed no more."""
         finished = report.finished_recving & self._reports
         self._reports -= finished
         return Report(finished, report.failed_recving & finished, [ack for ack in report.acks if self._is_owed(ack)])
@@ -127,7 +81,7 @@ class _Debts:
         """A report that fails everything owed, except the jobs in `spared`.
 
         Args:
-            unknown: nobody can tell whether the store still writes to the slots of these loads; so they stay busy for ever.
+            unknown: it is not known whether the store still writes to the slots of these loads, so they stay busy for ever.
         """
         acks = [
             JobAck(job_id, rank, Phase.LOADED, 0, 0, failed=True, busy_slots=_fetched(load) if unknown else ())
@@ -145,8 +99,48 @@ def _fetched(load: LoadJob) -> tuple[int, ...]:
     return tuple(move.slot for move in load.moves if move.source is Source.STORE)
 
 
+class RefusingHalf:
+    """Answers every job at once as failed: what a rank without a host region owes the scheduler half."""
+
+    layout = b""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._owed = _Debts()
+
+    def start_step(self, step: StepMetadata) -> None:
+        """Fail the loads, drop the saves, report the poisoned."""
+        self._owed.take_on(step)
+
+    def finish_step(self, as_named: Callable[[], bool] = lambda: True) -> None:
+        """Nothing to begin."""
+
+    def settle(self) -> None:
+        """Nothing is copied."""
+
+    def results(self, wait_seconds: float = 0.0) -> Report:
+        """Everything since the last call."""
+        return self._owed.pay(self._owed.failing(set(), self.rank))
+
+    def wait_copied(self, timeout: float) -> bool:
+        """Nothing is copied."""
+        return True
+
+    def open_jobs(self) -> set[int]:
+        """Everything is answered at once."""
+        return set()
+
+    def stats(self) -> dict[str, float]:
+        """Nothing is moved."""
+        return {}
+
+    def shutdown(self, timeout: float = 5.0) -> bool:
+        """Nothing to end."""
+        return True
+
+
 class Look(Protocol):
-    """`naming.rank.Look`: a comparison of weights behind a forward pass."""
+    """`weights.rank.Look`: a comparison of weights behind a forward pass."""
 
     number: int
 
@@ -165,7 +159,6 @@ class WorkerSide:
     def __init__(
         self,
         half: Half,
-        rank: int,
         on_error: Callable[[str, Exception], None] = lambda where, error: None,
         look: Callable[[int], Look] | None = None,
         adapters: HeldAdapters | None = None,
@@ -176,7 +169,6 @@ class WorkerSide:
         self._adapters = adapters or HeldAdapters()
         self._replaced: list[tuple[int, int]] = []
         self._looks: list[Look] = []
-        self._rank = rank
         self._kept = Report(set(), set(), [])
         self._debts = _Debts()
         self._retired: Half | None = None  # it raised; asked for ever, as slots may be released late
@@ -214,8 +206,7 @@ class WorkerSide:
             self.half.finish_step(as_named if self._adapters.are_as_asked(metadata.adapters) else lambda: False)
 
     def _compare(self, number: int) -> Callable[[], bool]:
-        """Whether the forward pass that was issued last used the weights that names of this step say. What cannot be compared has
-        changed."""
+        """Whether the last forward pass used the weights that this step's names say. Weights that cannot be compared count as changed."""
         if number < 0 or self._look is None:
             return lambda: number < 0
         look = self._look(number)
@@ -231,7 +222,7 @@ class WorkerSide:
         if not self._started:
             self._debts.take_on(metadata)
         self._started = self._finished = True
-        old, self.half = self.half, RefusingHalf(self._rank)
+        old, self.half = self.half, RefusingHalf(self.half.rank)
         self._retired = old
         with contextlib.suppress(Exception):  # it has raised before; what it cannot end is refused below
             old.shutdown(REFUSE_SECONDS)
@@ -281,7 +272,7 @@ class WorkerSide:
             spared = retired.open_jobs()
         except Exception:  # nobody will ever know more than this
             spared, unknown = set(), True
-        self._collect(self._debts.failing(spared | self.half.open_jobs(), self._rank, unknown=unknown))
+        self._collect(self._debts.failing(spared | self.half.open_jobs(), self.half.rank, unknown=unknown))
 
     def _collect(self, report: Report) -> None:
         owed = self._debts.pay(report)

@@ -15,9 +15,9 @@ from functools import partial
 
 from epochkv_connector.store.lanes import Outcome
 from epochkv_connector.wire.jobs import BlockMove, LoadJob, Source
-from epochkv_connector.worker.rank import JobFailed, Rank
-from epochkv_connector.worker.staging import Pair, StagingStream
-from epochkv_connector.worker.tasks import Load, Stage, remaining
+from epochkv_connector.worker.copying.staging import Pair, StagingStream
+from epochkv_connector.worker.rank import Rank
+from epochkv_connector.worker.tasks import JobFailed, Load, Stage, remaining
 
 
 class Loads:
@@ -96,15 +96,15 @@ class Loads:
 
     def _fetch(self, load: Load, moves: Sequence[BlockMove]) -> None:
         rank, store, namespace = self._rank, self._rank.store, load.job.namespace
-        rank.check_free(moves)
+        rank.slots.check_free(moves)
         if load.at and remaining(load.deadline) == 0:  # it passed while the piece before this one was copied
             raise JobFailed("deadline", f"load job {load.job.job_id} missed its deadline")
         if namespace is None or store is None:
             raise JobFailed("no_store", f"load job {load.job.job_id} needs L2, but there is none")
-        rank.empty(moves)
+        rank.slots.empty(moves)
         transfers = [rank.transfer(namespace, move) for move in moves]
         load.busy = tuple(move.slot for move in moves)
-        load.ticket = rank.hold(load.busy, lambda: store.get(transfers, remaining(load.deadline)))
+        load.ticket = rank.slots.hold(load.busy, lambda: store.get(transfers, remaining(load.deadline)))
         load.ticket.done.add_done_callback(lambda done: self._guard(load, partial(self._fetched, load, moves, done)))
 
     def _fetched(self, load: Load, moves: Sequence[BlockMove], done: Future[list[Outcome]]) -> None:
@@ -116,7 +116,7 @@ class Loads:
                 return
             load.filled += tuple(move.slot for move in filled)
             load.bad = tuple(move.slot for move, outcome in zip(moves, outcomes, strict=True) if outcome is not Outcome.OK)
-            self._rank.fill(filled)
+            self._rank.slots.fill(filled)
         if bad is None:
             self._queue_scatter(load)
         else:
@@ -148,8 +148,8 @@ class Loads:
 
     def _copy(self, load: Load, stream: StagingStream) -> None:
         rank = self._rank
-        load.bad = rank.mismatched(load.piece)
-        rank.check_contents(load.piece)
+        load.bad = rank.slots.mismatched(load.piece)
+        rank.slots.check_contents(load.piece)
         pairs = [Pair(move.group, move.gpu_block, move.slot) for move in load.piece]
         began = time.monotonic()
         stream.scatter(pairs, load.after)

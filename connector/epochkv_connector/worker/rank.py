@@ -1,4 +1,4 @@
-"""What the loads and the saves of one worker rank share: the host region, the store, and which slot holds what.
+"""What the loads and saves of one rank share: host region, copy threads, store, and the contents of slots.
 
 Everything that more than one thread touches is guarded by `changed`, which is also how the model-runner thread is told
 that something has ended. A job that cannot be done raises `JobFailed` here; `guard` turns that, and anything else, into
@@ -17,35 +17,97 @@ from epochkv_connector.naming.keys import KeyCodecError, epoch_of, object_key, r
 from epochkv_connector.store.counters import Counters, Notices
 from epochkv_connector.store.lanes import Ticket, Transfer
 from epochkv_connector.wire.jobs import BlockMove
-from epochkv_connector.worker.staging import Pair, Staging, compute_event
-from epochkv_connector.worker.tasks import BlockStore, Mover
+from epochkv_connector.worker.copying.staging import HostRegion, Pair, Staging, compute_event
+from epochkv_connector.worker.tasks import BlockStore, JobFailed, Mover, remaining
 
 logger = logging.getLogger(__name__)
 
 
-class JobFailed(Exception):
-    """A job cannot be done; `reason` is the name of a counter."""
+class Slots:
+    """Which block each slot holds, and which slots a late store call may still touch. Guarded by `changed`."""
 
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
+    def __init__(self, changed: threading.Condition) -> None:
+        self._changed = changed
+        self._held: Counter[int] = Counter()  # slot -> transfers that may still touch it
+        self._contents: dict[int, tuple[int, bytes]] = {}
+
+    @property
+    def num_held(self) -> int:
+        """Slots that a transfer may still touch."""
+        return len(self._held)
+
+    def check_free(self, moves: Iterable[BlockMove]) -> None:
+        """Refuse to write to slots that a late store call may still touch."""
+        with self._changed:
+            held = [move.slot for move in moves if move.slot in self._held]
+        if held:
+            raise JobFailed("slot_busy", f"slots {held} are still in use by an earlier job's transfer")
+
+    def mismatched(self, moves: Iterable[BlockMove]) -> tuple[int, ...]:
+        """Slots that do not hold the very block that the scheduler half believes they hold."""
+        return tuple(move.slot for move in moves if self._contents.get(move.slot) != (move.group, move.block_hash))
+
+    def check_contents(self, moves: Iterable[BlockMove]) -> None:
+        """Refuse what `mismatched` names."""
+        bad = self.mismatched(moves)
+        if bad:
+            raise JobFailed("slot_mismatch", f"slots {bad} do not hold the blocks that were asked for")
+
+    def empty(self, moves: Iterable[BlockMove]) -> None:
+        """The slots of these moves are about to be overwritten."""
+        with self._changed:
+            for move in moves:
+                self._contents.pop(move.slot, None)
+
+    def fill(self, moves: Iterable[BlockMove]) -> None:
+        """The slots of these moves hold their blocks now."""
+        with self._changed:
+            for move in moves:
+                self._contents[move.slot] = (move.group, move.block_hash)
+
+    def hold(self, slots: tuple[int, ...], ask: Callable[[], Ticket]) -> Ticket:
+        """Ask the store for a transfer; no other job gets these slots until the store has let go of them."""
+        with self._changed:
+            self._held.update(slots)
+        try:
+            ticket = ask()
+        except BaseException:
+            self._release(slots)
+            raise
+        ticket.released.add_done_callback(lambda _: self._release(slots))
+        return ticket
+
+    def _release(self, slots: tuple[int, ...]) -> None:
+        with self._changed:
+            self._held.subtract(slots)
+            self._held = +self._held
+            self._changed.notify_all()
+
+
+_KEPT: list[Staging] = []
+"""Regions that a store call in flight may still touch after `close`: they live as long as the process."""
+
+OpenStore = Callable[[HostRegion], BlockStore]
 
 
 class Rank:
-    """One rank's region, store and slots.
+    """One rank's region, copy threads, store and slots. Jobs may be given to it between `open` and `close`.
 
     Attributes:
+        number: in the order the scheduler half counts ranks.
         shard: which KV shard this rank holds.
         replicas, replica: how many ranks hold the same shard, and this one's place among them.
         alone: no other rank holds a part of this engine's weights.
         newest_epoch: highest epoch this rank was told of.
     """
 
-    def __init__(self, shard: int, replicas: int, replica: int, *, alone: bool = True) -> None:
-        self.alone = alone
-        self.shard = shard
-        self.replicas = replicas
-        self.replica = replica
+    def __init__(self, number: int, world_size: int, shard: int | None, num_shards: int | None, replica: int | None) -> None:
+        """See `half.WorkerHalf`."""
+        self.number = number
+        self.alone = world_size == 1
+        self.shard = number if shard is None else shard
+        self.replicas = max(1, world_size // (num_shards or world_size))
+        self.replica = number % self.replicas if replica is None else replica
         self.staging: Staging | None = None
         self.store: BlockStore | None = None
         self.movers: dict[str, Mover] = {}
@@ -54,13 +116,39 @@ class Rank:
         self.counters = Counters()
         self.notices = Notices(logger)
         self.changed = threading.Condition()  # re-entrant: a store may answer inside the call that asks it
-        self._held: Counter[int] = Counter()  # slot -> transfers that may still touch it
-        self._contents: dict[int, tuple[int, bytes]] = {}
+        self.slots = Slots(self.changed)
 
-    @property
-    def num_held(self) -> int:
-        """Slots that a transfer may still touch."""
-        return len(self._held)
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    def open(self, staging: Staging, open_store: OpenStore | None) -> None:
+        """Open the streams of the copy threads, and the store over the region.
+
+        Raises:
+            OSError, RuntimeError: one cannot be opened; `close` ends the rest.
+        """
+        self.staging = staging
+        for name in ("load", "save"):
+            self.movers[name] = Mover(name, staging)
+        if open_store is not None:
+            self.store = open_store(staging.region)
+
+    def close(self, deadline: float) -> bool:
+        """End the threads and close the store. False: a call or copy is still under way, so its memory is kept."""
+        stopped = [mover.stop(remaining(deadline)) for mover in self.movers.values()]
+        clean = all(stopped)
+        if self.store is not None:
+            clean = self.store.close(max(remaining(deadline), 0.1)) and clean
+        if self.staging is not None:
+            if clean:
+                self.staging.region.unpin()
+            else:
+                _KEPT.append(self.staging)
+        return clean
+
+    def tell_epoch(self, epoch: int) -> None:
+        """The engine has adopted this epoch, or a later one before."""
+        with self.changed:
+            self.newest_epoch = max(self.newest_epoch, epoch)
 
     def usable(self) -> Staging:
         """The region.
@@ -78,43 +166,12 @@ class Rank:
         """End of the work issued so far on the model's stream (None on CPU). Model-runner thread only."""
         return None if self.staging is None else compute_event(self.staging.device)
 
-    # -- slots ---------------------------------------------------------------------------------------------------
-
     def check_slots(self, moves: Iterable[BlockMove]) -> None:
         """Refuse slots and groups that do not exist."""
         staging = self.usable()
         for move in moves:
             if not (0 <= move.slot < staging.region.num_slots and 0 <= move.group < len(staging.groups)):
                 raise JobFailed("bad_move", f"slot {move.slot} of group {move.group} does not exist")
-
-    def check_free(self, moves: Iterable[BlockMove]) -> None:
-        """Refuse to write to slots that a late store call may still touch."""
-        with self.changed:
-            held = [move.slot for move in moves if move.slot in self._held]
-        if held:
-            raise JobFailed("slot_busy", f"slots {held} are still in use by an earlier job's transfer")
-
-    def mismatched(self, moves: Iterable[BlockMove]) -> tuple[int, ...]:
-        """Slots that do not hold the very block that the scheduler half believes they hold."""
-        return tuple(move.slot for move in moves if self._contents.get(move.slot) != (move.group, move.block_hash))
-
-    def check_contents(self, moves: Iterable[BlockMove]) -> None:
-        """Refuse what `mismatched` names."""
-        bad = self.mismatched(moves)
-        if bad:
-            raise JobFailed("slot_mismatch", f"slots {bad} do not hold the blocks that were asked for")
-
-    def empty(self, moves: Iterable[BlockMove]) -> None:
-        """The slots of these moves are about to be overwritten."""
-        with self.changed:
-            for move in moves:
-                self._contents.pop(move.slot, None)
-
-    def fill(self, moves: Iterable[BlockMove]) -> None:
-        """The slots of these moves hold their blocks now."""
-        with self.changed:
-            for move in moves:
-                self._contents[move.slot] = (move.group, move.block_hash)
 
     # -- the store -----------------------------------------------------------------------------------------------
 
@@ -134,24 +191,6 @@ class Rank:
             return epoch_of(namespace) < self.newest_epoch
         except KeyCodecError:
             return False
-
-    def hold(self, slots: tuple[int, ...], ask: Callable[[], Ticket]) -> Ticket:
-        """Ask the store for something; its slots are nobody else's until it has let go of them."""
-        with self.changed:
-            self._held.update(slots)
-        try:
-            ticket = ask()
-        except BaseException:
-            self._release(slots)
-            raise
-        ticket.released.add_done_callback(lambda _: self._release(slots))
-        return ticket
-
-    def _release(self, slots: tuple[int, ...]) -> None:
-        with self.changed:
-            self._held.subtract(slots)
-            self._held = +self._held
-            self.changed.notify_all()
 
     # -- what is told --------------------------------------------------------------------------------------------
 

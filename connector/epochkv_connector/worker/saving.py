@@ -13,9 +13,9 @@ from functools import partial
 
 from epochkv_connector.store.lanes import Outcome
 from epochkv_connector.wire.jobs import Phase, SaveJob
-from epochkv_connector.worker.rank import JobFailed, Rank
-from epochkv_connector.worker.staging import Pair, StagingStream
-from epochkv_connector.worker.tasks import Save, Stage, remaining
+from epochkv_connector.worker.copying.staging import Pair, StagingStream
+from epochkv_connector.worker.rank import Rank
+from epochkv_connector.worker.tasks import JobFailed, Save, Stage, remaining
 
 
 class Saves:
@@ -25,7 +25,6 @@ class Saves:
         copies: saves that may still read GPU blocks, by job id.
         puts: saves that are copied and not yet stored or given up, by job id.
         waiting: those of them that other ranks have yet to agree to, by job id.
-        storing: saves whose slots the store may still read, by job id; some of them were given up.
         acks: (save, phase, failed) that were not told yet.
     """
 
@@ -34,7 +33,6 @@ class Saves:
         self.copies: dict[int, Save] = {}
         self.puts: dict[int, Save] = {}
         self.waiting: dict[int, Save] = {}
-        self.storing: dict[int, Save] = {}
         self.acks: list[tuple[Save, Phase, bool]] = []
         self._unsubmitted: list[Save] = []
 
@@ -118,7 +116,7 @@ class Saves:
     def _begin(self, save: Save) -> None:
         rank = self._rank
         rank.check_slots(save.job.moves)
-        rank.check_free(move for move in save.job.moves if move.copy)
+        rank.slots.check_free(move for move in save.job.moves if move.copy)
         rank.movers["save"].submit(partial(self._gather, save))
 
     def _gather(self, save: Save, stream: StagingStream) -> None:
@@ -141,8 +139,8 @@ class Saves:
         if remaining(save.deadline) == 0:
             raise JobFailed("deadline", f"save job {save.job.job_id} missed its deadline")
         fresh = [move for move in save.job.moves if move.copy]
-        rank.empty(fresh)
-        rank.check_contents(move for move in save.job.moves if not move.copy)
+        rank.slots.empty(fresh)
+        rank.slots.check_contents(move for move in save.job.moves if not move.copy)
         pairs = [Pair(move.group, move.gpu_block, move.slot) for move in fresh]
         began = time.monotonic()
         stream.gather(pairs, save.after)
@@ -151,7 +149,7 @@ class Saves:
         if not save.as_named():
             raise JobFailed("weights", f"blocks of save job {save.job.job_id} were computed with other weights than they are named after")
         rank.count_copy("save", pairs, time.monotonic() - began)
-        rank.fill(fresh)
+        rank.slots.fill(fresh)
 
     def _mark_copy_failed(self, save: Save, reason: str, detail: str) -> None:
         save.failed = True
@@ -178,7 +176,7 @@ class Saves:
             self._rank.guard(partial(self._begin_put, save), partial(self._fail_put, save))
 
     def refuse(self, job_id: int, reason: str = "other_rank", detail: str = "another rank has not copied it") -> None:
-        """Some rank has not: a shard alone is of no use, and beside one of other weights it would be wrong."""
+        """Some rank has not copied this save: a lone shard is useless, and beside a shard of other weights it would be wrong."""
         with self._rank.changed:
             save = self.waiting.pop(job_id, None)
         if save is not None:
@@ -195,13 +193,11 @@ class Saves:
             self._acknowledge(save, Phase.STORED, failed=False)
             return
         transfers = [rank.transfer(namespace, move) for move in ours]
-        with rank.changed:  # `cancel_puts` sees the ticket, or this sees the epoch that it was told
+        with rank.changed:  # no newer epoch may be told between the look at it and the put
             if rank.is_stale(namespace):
                 raise JobFailed("stale", f"save job {save.job.job_id} is of an older epoch ({namespace})")
             save.busy = tuple(move.slot for move in ours)
-            save.ticket = rank.hold(save.busy, lambda: store.put(transfers, remaining(save.deadline)))
-            self.storing[save.job.job_id] = save
-        save.ticket.released.add_done_callback(lambda _: self._let_go(save))
+            save.ticket = rank.slots.hold(save.busy, lambda: store.put(transfers, remaining(save.deadline)))
         save.ticket.done.add_done_callback(lambda done: rank.guard(partial(self._stored, save, done), partial(self._fail_put, save)))
 
     def _stored(self, save: Save, done: Future[list[Outcome]]) -> None:
@@ -213,11 +209,6 @@ class Saves:
     def _fail_put(self, save: Save, reason: str, detail: str) -> None:
         self._rank.tell("save_put", reason, detail, word="dropped")
         self._acknowledge(save, Phase.STORED, failed=True)
-
-    def _let_go(self, save: Save) -> None:
-        with self._rank.changed:
-            self.storing.pop(save.job.job_id, None)
-            self._rank.changed.notify_all()
 
     def _acknowledge(self, save: Save, phase: Phase, *, failed: bool) -> None:
         with self._rank.changed:

@@ -1,7 +1,7 @@
-"""vLLM's sleep unmaps the memory of KV blocks under whoever copies from it or to it: the way to end copies before.
+"""Ends copies before vLLM's sleep unmaps the memory of the KV blocks that they read or write.
 
-vLLM tells a connector nothing of sleep, on no version. Whoever sees the executor's `sleep` asks every rank first, in the
-rank's own process and on the thread that will run it.
+No version of vLLM tells a connector of sleep. `weights.engine` intercepts the executor's `sleep` and first asks every rank, in
+the rank's own process and on the thread that will run it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import weakref
 from typing import Protocol
 
 SLEEP_SECONDS = 30.0
-"""For copies of all ranks to end: they move at most one job's blocks each, at the speed of the bus."""
+"""How long the copies of all ranks may take to end: each moves at most one job's blocks, at the speed of the bus."""
 
 
 class Settles(Protocol):
-    """`worker.WorkerHalf`."""
+    """`half.WorkerHalf`."""
 
     def settle_for_sleep(self, timeout: float) -> int: ...
 

@@ -13,15 +13,22 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from epochkv_connector.naming.keys import KeyCodecError, epoch_of
 from epochkv_connector.store import Ticket, Transfer
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob
-from epochkv_connector.worker.staging import Staging, StagingStream
+from epochkv_connector.worker.copying.staging import Staging, StagingStream
 
 logger = logging.getLogger(__name__)
 
 OPEN_SECONDS = 60.0
-"""For a device to give a copy thread its stream."""
+"""How long a device may take to give a copy thread its stream."""
+
+
+class JobFailed(Exception):
+    """A job cannot be done; `reason` is the name of a counter."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
 
 
 class BlockStore(Protocol):
@@ -102,14 +109,6 @@ class Save:
     ticket: Ticket | None = None
     busy: tuple[int, ...] = ()  # slots the ticket reads from
 
-    @property
-    def epoch(self) -> int:
-        """The epoch that the save's names were born in; -1: it has none."""
-        try:
-            return -1 if self.job.namespace is None else epoch_of(self.job.namespace)
-        except KeyCodecError:
-            return -1
-
     def ack(self, rank: int, phase: Phase, *, failed: bool) -> JobAck:
         """The COPIED or STORED acknowledgement: the whole range or nothing of it."""
         return JobAck(
@@ -141,9 +140,9 @@ Work = Callable[[StagingStream], None]
 
 
 class Mover:
-    """A daemon thread that copies in one direction, in order of arrival. Work must not raise; what it raises is logged.
+    """A daemon thread that copies in one direction, in order of arrival. Work must not raise; an exception is only logged.
 
-    Its stream is open when the constructor returns: a CUDA runtime that cannot be used is found before the first job.
+    The constructor returns with an open stream, so a CUDA runtime that cannot be used is noticed before the first job.
     """
 
     def __init__(self, name: str, staging: Staging) -> None:

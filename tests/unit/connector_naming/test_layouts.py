@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from epochkv_connector.engine import patches
 from epochkv_connector.weights import packed as packing
 from epochkv_connector.weights.digest import Unreadable, digest
 from epochkv_connector.weights.held import packed, weights
@@ -56,6 +57,17 @@ def drawn(dtype: torch.dtype = torch.float32, *shape: int, seed: int = 1) -> tor
     return (made * 20).round().clamp(-127, 127).to(dtype) if dtype is torch.int8 else made.to(dtype)
 
 
+def has_cpu_kernels() -> bool:
+    """Wheels of vLLM that are made for CUDA have none."""
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    return hasattr(torch.ops._C, "convert_weight_packed")
+
+
+needs_cpu_kernels = pytest.mark.skipif(not has_cpu_kernels(), reason="this wheel of vLLM has no kernels for CPUs")
+
+
 @pytest.fixture
 def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As the plugin does in every process; undone afterwards."""
@@ -66,7 +78,7 @@ def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     current_platform.import_kernels()
     kernel: Any = CPUInt8ScaledMMLinearKernel
     pack, process = utils.dispatch_cpu_unquantized_gemm, kernel.process_weights_after_loading
-    packing.listen()
+    patches.before_packing(packing.mark)
     yield
     monkeypatch.undo()
     utils.dispatch_cpu_unquantized_gemm, kernel.process_weights_after_loading = pack, process
@@ -87,6 +99,7 @@ def pack_plain(weight: torch.Tensor) -> nn.Module:
     return nn.ModuleDict({"proj": layer})
 
 
+@needs_cpu_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_weight_that_a_cpu_kernel_packed_away(listening: None, dtype: torch.dtype) -> None:
     plain, same, other = (pack_plain(weight) for weight in (drawn(dtype), drawn(dtype), one_more(drawn(dtype))))
@@ -99,6 +112,7 @@ def test_a_weight_that_a_cpu_kernel_packed_away(listening: None, dtype: torch.dt
     )
 
 
+@needs_cpu_kernels
 def test_a_weight_that_was_packed_away_before_anybody_listened() -> None:
     from vllm.model_executor.layers import utils
     from vllm.platforms import current_platform
@@ -139,6 +153,7 @@ def pack_int8(weight: torch.Tensor, scale: torch.Tensor) -> nn.Module:
     return nn.ModuleDict({"proj": layer})
 
 
+@needs_cpu_kernels
 def test_a_quantised_weight_of_eight_bits_and_its_scales(listening: None) -> None:
     weight, scale = drawn(torch.int8), drawn(torch.float32, SIZE, 1, seed=2).abs()
     plain, same = pack_int8(weight, scale), pack_int8(weight.clone(), scale.clone())

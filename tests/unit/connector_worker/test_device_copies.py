@@ -16,10 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epochkv_connector.worker import copies, cuda
-from epochkv_connector.worker.layout import GroupSpec
-from epochkv_connector.worker.rows import progressions, row_classes
-from epochkv_connector.worker.staging import Pair, Staging, pin_chunks
+from epochkv_connector.worker.copying import copies, cuda
+from epochkv_connector.worker.copying.layout import GroupSpec
+from epochkv_connector.worker.copying.rows import progressions, row_classes
+from epochkv_connector.worker.copying.staging import Pair, Staging, pin_chunks
 
 
 @settings(deadline=None)

@@ -12,9 +12,9 @@ import torch
 
 from epochkv_connector import touch
 from epochkv_connector.touch import Touch, write_pages
-from epochkv_connector.worker.layout import GroupSpec
-from epochkv_connector.worker.staging import HostRegion
-from epochkv_connector.worker.worker import WorkerHalf
+from epochkv_connector.worker.copying.layout import GroupSpec
+from epochkv_connector.worker.copying.staging import HostRegion
+from epochkv_connector.worker.half import WorkerHalf
 from tests.unit.connector_worker.test_worker_half import ObedientStore
 
 MIB = 1 << 20

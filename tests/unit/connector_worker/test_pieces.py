@@ -14,7 +14,7 @@ import torch
 from epochkv_connector.naming.keys import object_key
 from epochkv_connector.store import Outcome, Transfer
 from epochkv_connector.wire.jobs import LoadJob, Phase, Source
-from epochkv_connector.worker.staging import StagingStream
+from epochkv_connector.worker.copying.staging import StagingStream
 from tests.support.store import wait_until
 from tests.unit.connector_worker.test_worker_half import LAYERS, NAMESPACE, ObedientStore, Rig, load, move, name_of
 

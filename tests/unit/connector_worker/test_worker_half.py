@@ -22,11 +22,11 @@ from epochkv_connector.naming.keys import object_key
 from epochkv_connector.store import Outcome, Ticket, Transfer
 from epochkv_connector.store.lanes import resolve
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
-from epochkv_connector.worker.layout import GroupSpec, LayoutError
-from epochkv_connector.worker.slots import HEADER_BYTES, TRAILER_BYTES
-from epochkv_connector.worker.staging import StagingStream
+from epochkv_connector.worker.copying.layout import GroupSpec, LayoutError
+from epochkv_connector.worker.copying.slots import HEADER_BYTES, TRAILER_BYTES
+from epochkv_connector.worker.copying.staging import StagingStream
+from epochkv_connector.worker.half import WorkerHalf
 from epochkv_connector.worker.tasks import Report
-from epochkv_connector.worker.worker import WorkerHalf
 from tests.support.store import wait_until
 
 NUM_BLOCKS, NUM_SLOTS, LAYERS = 16, 12, 3

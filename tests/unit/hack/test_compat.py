@@ -10,7 +10,7 @@ import pytest
 
 from hack.compat.__main__ import ROOT, VERSIONS, Version, entries, merged
 
-CONNECTOR = ROOT / "connector/epochkv_connector/engine/compat.py"
+CONNECTOR = ROOT / "connector/epochkv_connector/engine/version.py"
 
 
 def test_every_accepted_version_is_run() -> None:

@@ -1,6 +1,6 @@
-"""Builds the tiers from the configuration: the scheduler half with its L2 lookup client, and the worker half.
+"""Builds the two halves from the configuration: the scheduler half with its L2 lookup client, and the worker half of a rank.
 
-Both halves derive slots and shards from the same numbers here, so they cannot disagree.
+Both derive slots and shards from the same numbers here, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from epochkv_connector.config.keys import ConnectorConfig
-from epochkv_connector.engine import compat
-from epochkv_connector.engine.kv_caches import describe_layers, describe_platform
-from epochkv_connector.engine.memory import check_fits
+from epochkv_connector.config.memory import check_fits
+from epochkv_connector.engine import topology
+from epochkv_connector.engine.describe import describe_layers, describe_platform
 from epochkv_connector.naming.identity import pool_prefix
 from epochkv_connector.naming.keys import object_key, older_pattern, other_weights_pattern
 from epochkv_connector.scheduler.bookkeeping import Bookkeeping
@@ -24,10 +24,10 @@ from epochkv_connector.scheduler.index import slot_count
 from epochkv_connector.scheduler.views import KeysOf, LookupClient
 from epochkv_connector.store import StoreClient, StoreSettings
 from epochkv_connector.worker import sleeping
-from epochkv_connector.worker.layout import GroupSpec, layout_digest
-from epochkv_connector.worker.slots import object_bytes
-from epochkv_connector.worker.staging import HostRegion
-from epochkv_connector.worker.worker import WorkerHalf
+from epochkv_connector.worker.copying.layout import GroupSpec, layout_digest
+from epochkv_connector.worker.copying.slots import object_bytes
+from epochkv_connector.worker.copying.staging import HostRegion
+from epochkv_connector.worker.half import WorkerHalf
 
 logger = logging.getLogger("vllm.epochkv.tiers")
 
@@ -55,10 +55,10 @@ class SchedulerTiers:
     object_bytes: tuple[int, ...] = ()
 
     def reclaim(self, pool_uid: str, fingerprint: str, below: int, keep: Sequence[bytes] = ()) -> tuple[int, int]:
-        """Remove the pool's L2 keys of the epochs below `below`, and unless `keep` is empty those of all weights that are not in it,
-        of every layout. Blocks: not for the scheduler thread.
+        """Remove the pool's L2 keys of epochs below `below` and, unless `keep` is empty, of all weights that are not in it.
 
-        Keys that the store leases to a reader stay, and puts under way land later: ask again after the store's lease time.
+        Keys of every layout go. Blocks: not for the scheduler thread. Keys that the store leases to a reader stay, and puts under
+        way land later, so ask again after the store's lease time.
 
         Returns:
             How many keys went, and the bytes of those of this engine's own layout: the size of others is not known.
@@ -88,18 +88,18 @@ def build_scheduler_tiers(config: ConnectorConfig, vllm_config: Any, kv_cache_co
     """None when no tier is configured: the fence works alone."""
     if config.local is None and config.distributed is None:
         return None
-    layout = compat.cache_layout(vllm_config, kv_cache_config)
+    layout = topology.cache_layout(vllm_config, kv_cache_config)
     store = make_lookup_client(config) if config.distributed is not None else None
     books = Bookkeeping(
         config,
         layout,
-        num_ranks=compat.num_worker_ranks(vllm_config),
+        num_ranks=topology.num_worker_ranks(vllm_config),
         store=store,
         ids=itertools.count(1),
         clock=time.monotonic,
-        keys_of=make_keys_of(compat.num_kv_shards(vllm_config, kv_cache_config)) if store is not None else None,
+        keys_of=make_keys_of(topology.num_kv_shards(vllm_config, kv_cache_config)) if store is not None else None,
     )
-    sizes = tuple(object_bytes(compat.group_payload_bytes(group)) for group in kv_cache_config.kv_cache_groups)
+    sizes = tuple(object_bytes(topology.group_payload_bytes(group)) for group in kv_cache_config.kv_cache_groups)
     return SchedulerTiers(books, store, sizes)
 
 
@@ -126,7 +126,7 @@ def _group_specs(kv_cache_config: Any) -> list[GroupSpec]:
 
 
 def layout_of_rank(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]) -> bytes:
-    """What this rank's KV tensors, as registered, and what runs over them make of a block's bytes (`layout_digest`).
+    """Digest of what each byte of a block means on this rank: its tensors, and the kernels that use them (`layout_digest`).
 
     Raises:
         LayoutError: the tensors cannot be cut into blocks.
@@ -143,9 +143,9 @@ def build_worker(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any
     Raises:
         LayoutError, ConfigError, OSError, RuntimeError: this engine cannot be staged.
     """
-    layout = compat.cache_layout(vllm_config, kv_cache_config)
-    ranks, rank = compat.num_worker_ranks(vllm_config), compat.worker_rank(vllm_config)
-    shards = compat.num_kv_shards(vllm_config, kv_cache_config)
+    layout = topology.cache_layout(vllm_config, kv_cache_config)
+    ranks, rank = topology.num_worker_ranks(vllm_config), topology.worker_rank(vllm_config)
+    shards = topology.num_kv_shards(vllm_config, kv_cache_config)
     settings = StoreSettings.of(config)
 
     groups = _group_specs(kv_cache_config)
@@ -162,12 +162,12 @@ def build_worker(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any
         world_size=ranks,
         shard=rank // (ranks // shards),
         num_shards=shards,
+        layout=own_layout,
         open_store=open_store if settings is not None else None,
     )
-    half.layout = own_layout
     num_slots = slot_count(config, max(1, layout.slot_bytes), ranks)
     if config.local is None:
-        local_ranks = ranks // compat.num_machines(vllm_config)
+        local_ranks = ranks // topology.num_machines(vllm_config)
         check_fits(num_slots * layout.slot_bytes * local_ranks, "staging_slots", config.staging_slots)
     stride = half.register(kv_caches, groups, num_slots, kv_cache_config.num_blocks)
     if stride > layout.slot_bytes:  # less: a pipeline stage with fewer layers than another

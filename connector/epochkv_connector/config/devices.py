@@ -1,7 +1,7 @@
 """Whether this machine can do what `distributed.protocol` asks for.
 
-Mooncake goes on over TCP where it finds no RDMA device, and says so between its other lines: whoever asked for RDMA
-would measure TCP. Source: the kernel lists devices in `/sys/class/infiniband`, where libibverbs looks for them, too.
+Mooncake falls back to TCP where it finds no RDMA device and mentions that only in its log: a user who asked for RDMA would
+measure TCP. Source: the kernel lists devices in `/sys/class/infiniband`, where libibverbs looks for them, too.
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from epochkv_connector.touch import Touch, advise
-from epochkv_connector.worker import cuda
-from epochkv_connector.worker.copies import Copies, CpuCopies, CudaCopies
-from epochkv_connector.worker.layout import GroupSpec, GroupView, KVCache, group_view
-from epochkv_connector.worker.slots import HEADER_BYTES, object_bytes, slot_stride
-from epochkv_connector.worker.streams import SideStream
+from epochkv_connector.worker.copying import cuda
+from epochkv_connector.worker.copying.copies import Copies, CpuCopies, CudaCopies
+from epochkv_connector.worker.copying.layout import GroupSpec, GroupView, KVCache, group_view
+from epochkv_connector.worker.copying.slots import HEADER_BYTES, object_bytes, slot_stride
+from epochkv_connector.worker.copying.streams import SideStream
 
 __all__ = ["GroupSpec", "HostRegion", "Pair", "Staging", "StagingStream"]
 

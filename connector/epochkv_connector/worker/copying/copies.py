@@ -14,15 +14,18 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from epochkv_connector.worker.cuda import Submit
-from epochkv_connector.worker.layout import GroupView
-from epochkv_connector.worker.rows import RowClass, progressions, row_classes
-from epochkv_connector.worker.slots import HEADER_BYTES
+from epochkv_connector.worker.copying.cuda import Submit
+from epochkv_connector.worker.copying.layout import GroupView
+from epochkv_connector.worker.copying.rows import RowClass, progressions, row_classes
+from epochkv_connector.worker.copying.slots import HEADER_BYTES
+
+if TYPE_CHECKING:
+    from epochkv_connector.worker.copying.staging import HostRegion
 
 logger = logging.getLogger(__name__)
 
@@ -35,18 +38,10 @@ ELEMENTS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16
 
 POLL_SECONDS = 0.001
 SAY_SECONDS = 30.0
-"""How often it is said that copies of a failed job have not ended."""
+"""How often the log says that copies of a failed job have not ended."""
 
 MAX_SERIES = 4
 """Rows of one block that lie in so few equally spaced series are written series by series."""
-
-
-class Region(Protocol):
-    """`staging.HostRegion`."""
-
-    stride: int
-    address: int
-    tensor: Tensor
 
 
 class Copies(Protocol):
@@ -62,7 +57,7 @@ class Copies(Protocol):
 class CpuCopies:
     """Copies within host memory, on the calling thread alone."""
 
-    def __init__(self, groups: Sequence[GroupView], region: Region) -> None:
+    def __init__(self, groups: Sequence[GroupView], region: HostRegion) -> None:
         self._classes = [[_CpuRows(rows, group.num_blocks, region) for rows in row_classes(group.parts)] for group in groups]
         _use_one_thread_for_copies()
 
@@ -82,7 +77,7 @@ class CpuCopies:
 class _Lens:
     """Both sides of a class of rows in elements of at most `most` bytes: block rows by index, the rows of a slot by stride."""
 
-    def __init__(self, rows: RowClass, num_blocks: int, region: Region, most: int) -> None:
+    def __init__(self, rows: RowClass, num_blocks: int, region: HostRegion, most: int) -> None:
         low = int(rows.addresses.min())
         high = int((rows.addresses + (num_blocks - 1) * rows.block_strides).max()) + rows.num_bytes
         first, spacing = _spacing(rows.offsets)
@@ -110,7 +105,7 @@ class _Lens:
 class _CpuRows:
     """Copies one class of rows of one group."""
 
-    def __init__(self, rows: RowClass, num_blocks: int, region: Region) -> None:
+    def __init__(self, rows: RowClass, num_blocks: int, region: HostRegion) -> None:
         # index_select copies whole rows, fastest with 8 bytes to an element; index_copy_ element by element.
         self._lens = _Lens(rows, num_blocks, region, 8)
         self._wide = _Lens(rows, num_blocks, region, 16)
@@ -168,9 +163,9 @@ class Stream(Protocol):
 
 
 class CudaCopies:
-    """Copies between device memory and page-locked host memory on a side stream; waits for their own event, never for the device."""
+    """Copies between device memory and page-locked host memory on a side stream. Waits for its own event, never for the device."""
 
-    def __init__(self, groups: Sequence[GroupView], region: Region, stream: Stream, submit: Submit) -> None:
+    def __init__(self, groups: Sequence[GroupView], region: HostRegion, stream: Stream, submit: Submit) -> None:
         self._classes = [row_classes(group.parts) for group in groups]
         self._region = region
         self._stream = stream
@@ -199,10 +194,10 @@ class CudaCopies:
         return torch.cat(device), torch.cat(host), torch.cat(sizes)
 
     def _copy(self, to: Tensor, source: Tensor, sizes: Tensor, after: Any) -> None:
-        """Issue, and wait. No error leaves before what was issued has ended: the blocks of a job that failed are given to others.
+        """Issue copies and wait. An error is raised only when they have ended: the blocks of a failed job are given to others.
 
-        So this has no deadline: a job whose copies never end is never reported, and its blocks stay taken, which is said every
-        `SAY_SECONDS`. Whoever waits for jobs (a step, sleep, shutdown) has a deadline of their own.
+        So this has no deadline. A job whose copies never end is never reported, its blocks stay taken, and the log says so every
+        `SAY_SECONDS`. Callers that wait for jobs (a step, sleep, shutdown) have deadlines of their own.
         """
         try:
             self._stream.behind(after)

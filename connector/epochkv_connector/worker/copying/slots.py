@@ -25,8 +25,3 @@ def slot_stride(payload_bytes: Sequence[int]) -> int:
         raise ValueError(f"payload_bytes is {list(payload_bytes)}; give one positive size for each KV cache group")
     needed = object_bytes(max(payload_bytes))
     return -(-needed // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
-
-
-def num_slots(capacity_bytes: int, payload_bytes: Sequence[int]) -> int:
-    """How many slots fit in `capacity_bytes` of one rank; may be 0."""
-    return capacity_bytes // slot_stride(payload_bytes)

@@ -14,49 +14,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from epochkv_connector.wire.jobs import JobAck, LoadJob, Phase, SaveJob
+from epochkv_connector.wire.jobs import JobAck, Phase
+from epochkv_connector.worker.copying.staging import GroupSpec, HostRegion, Staging
 from epochkv_connector.worker.loading import Loads
-from epochkv_connector.worker.rank import Rank
+from epochkv_connector.worker.rank import OpenStore, Rank
 from epochkv_connector.worker.saving import Saves
-from epochkv_connector.worker.staging import GroupSpec, HostRegion, Staging
-from epochkv_connector.worker.tasks import BlockStore, Load, Mover, Report, Save, is_open, remaining
+from epochkv_connector.worker.tasks import BlockStore, Load, Report, Save, is_open, remaining
+
+if TYPE_CHECKING:
+    from epochkv_connector.wire.steps import StepMetadata
 
 IDLE_WAIT_SECONDS = 0.001
 """How long `results` may wait for a completion on a step without scheduled tokens."""
 
-OpenStore = Callable[[HostRegion], BlockStore]
-
 SETTLE_SECONDS = 1.0
 """How long a step waits for copies whose GPU blocks it may write to; later ones count as failed."""
-
-_KEPT: list[Staging] = []
-"""Regions that a store call in flight may still touch after shutdown: they live as long as the process."""
-
-
-class Step(Protocol):
-    """What a step brings (`wire.StepMetadata`)."""
-
-    @property
-    def loads(self) -> Sequence[LoadJob]: ...
-    @property
-    def saves(self) -> Sequence[SaveJob]: ...
-    @property
-    def poisoned(self) -> Sequence[str]: ...
-    @property
-    def newest_epoch(self) -> int: ...
-    @property
-    def agreed(self) -> Sequence[int]: ...
-    @property
-    def refused(self) -> Sequence[int]: ...
 
 
 class WorkerHalf:
     """One rank's half. Not thread-safe for its callers: the model-runner thread owns it, but for `stats`, which any thread may call.
 
     Attributes:
-        layout: how its KV tensors lie (`layout.layout_digest`).
+        layout: how its KV tensors lie (`copying.layout.layout_digest`); empty: nobody has looked.
     """
 
     def __init__(
@@ -67,6 +48,7 @@ class WorkerHalf:
         shard: int | None = None,
         num_shards: int | None = None,
         replica: int | None = None,
+        layout: bytes = b"",
         open_store: OpenStore | None = None,
     ) -> None:
         """Nothing is allocated before `register`.
@@ -78,18 +60,19 @@ class WorkerHalf:
                 (as vLLM replicates KV heads).
             open_store: makes and starts the L2 client for the host region; None: no L2.
         """
-        self.rank = rank
-        self.layout = b""
-        replicas = max(1, world_size // (num_shards or world_size))
-        self._rank = Rank(
-            rank if shard is None else shard, replicas, rank % replicas if replica is None else replica, alone=world_size == 1
-        )
+        self.layout = layout
+        self._rank = Rank(rank, world_size, shard, num_shards, replica)
         self._open_store = open_store
         self._loads = Loads(self._rank)
         self._saves = Saves(self._rank)
         # Guarded by Rank.changed:
         self._unreleased: list[Load | Save] = []
         self._poisoned: list[str] = []
+
+    @property
+    def rank(self) -> int:
+        """Its number."""
+        return self._rank.number
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -115,15 +98,11 @@ class WorkerHalf:
             LayoutError, ValueError, OSError, RuntimeError: this engine cannot be staged; says why.
         """
         staging = Staging(kv_caches, groups, num_slots, num_blocks)
-        self._rank.staging = staging
         try:
-            for name in ("load", "save"):
-                self._rank.movers[name] = Mover(name, staging)
+            self._rank.open(staging, self._open_store)
         except BaseException:
             self.shutdown(1.0)
             raise
-        if self._open_store is not None:
-            self._rank.store = self._open_store(staging.region)
         return staging.region.stride
 
     @property
@@ -154,22 +133,13 @@ class WorkerHalf:
         self._saves.drop_unsubmitted("shutdown")
         for job_id in list(self._saves.waiting):
             self._saves.refuse(job_id, "shutdown", "the engine shuts down")
-        stopped = [mover.stop(remaining(deadline)) for mover in rank.movers.values()]
-        clean = all(stopped)
-        if rank.store is not None:
-            clean = rank.store.close(max(remaining(deadline), 0.1)) and clean
-        if rank.staging is not None:
-            if clean:
-                rank.staging.region.unpin()
-            else:
-                _KEPT.append(rank.staging)
-        return clean
+        return rank.close(deadline)
 
     def stats(self) -> dict[str, float]:
         """Counters since start: `copy_{load,save}_{bytes,seconds,blocks}`, `{load,save}_jobs`, `{load,save}_failed_<reason>`,
         `save_put_dropped_<reason>`; gauges `held_slots`, `open_loads`, `open_copies`; the store's own as `store_*`."""
         values = self._rank.counters.snapshot()
-        values["held_slots"] = self._rank.num_held
+        values["held_slots"] = self._rank.slots.num_held
         values["open_loads"] = len(self._loads.open)
         values["open_copies"] = len(self._saves.copies)
         if self._rank.store is not None:
@@ -178,12 +148,10 @@ class WorkerHalf:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def start_step(self, step: Step) -> None:
+    def start_step(self, step: StepMetadata) -> None:
         """Take the jobs of a step: loads begin at once, saves with `finish_step`. Never raises."""
         self._saves.submit()  # of a step that had no finish_step: its forward is over by now
-        rank = self._rank
-        with rank.changed:
-            rank.newest_epoch = max(rank.newest_epoch, step.newest_epoch)
+        self._rank.tell_epoch(step.newest_epoch)
         for job_id in step.agreed:
             self._saves.agree(job_id)
         for job_id in step.refused:

@@ -1,7 +1,7 @@
-"""What of the CUDA runtime is called by its C names: page-locking, copies in batches, and the error that it remembers.
+"""Calls the CUDA runtime by its C names: page-locking, copies in batches, and the error that the runtime remembers.
 
-torch has no call for two of them, and its own for page-locking leaves the error of a refusal behind in the thread, where the
-next kernel launch of the model would raise it. Depends on torch only.
+torch has no call for the latter two. Its own page-locking leaves the error of a refusal in the thread, where the model's next
+kernel launch would raise it. Depends on torch only.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def page_lock(address: int, num_bytes: int, library: Any = None) -> None:
 
 
 def page_unlock(address: int) -> None:
-    """Give page-locked memory back to the driver. Never raises: nothing else could be done about it."""
+    """Give page-locked memory back to the driver. Never raises: a caller could do nothing about it."""
     if runtime().cudaHostUnregister(ctypes.c_void_p(address)) != 0:
         runtime().cudaGetLastError()
 

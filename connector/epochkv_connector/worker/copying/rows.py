@@ -1,4 +1,4 @@
-"""Where the bytes of a block lie, as plain addresses: the table that copies on every device are driven by.
+"""Where the bytes of a block lie, as plain addresses: the table that drives copies on every device.
 
 A *row* is a contiguous run of bytes of one block in one tensor; a block's payload is its rows, one after another. Rows of
 one length that are equally spaced in the payload are a `RowClass`. Depends on torch only.

@@ -1,10 +1,10 @@
 """How much memory this process may use, so that an L1 that cannot exist is an error at start and not a kill under load.
 
-How large a block is only the loaded model tells; what no model could make right is said before one is loaded.
+Only the loaded model tells how large a block is; a size that suits no model is refused before one is loaded.
 
-A host region is touched as a whole when it is mapped: one that is larger than the container's limit would have the kernel end
-the engine at its start, without a word. Sources: cgroup v2 `memory.max` and v1 `memory.limit_in_bytes` of this process's group and
-of every group above it that is visible, and the machine's physical memory.
+A host region is touched as a whole when it is mapped. If it exceeded the container's limit, the kernel would end the engine
+without a word. Sources: cgroup v2 `memory.max` and v1 `memory.limit_in_bytes` of this process's group and of every visible
+group above it, and the machine's physical memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from epochkv_connector.config.keys import EXTRA, ConfigError, ConnectorConfig
-from epochkv_connector.worker.slots import slot_stride
+from epochkv_connector.worker.copying.slots import slot_stride
 
 ROOT = Path("/")
 UNLIMITED_V1 = 1 << 60
@@ -27,7 +27,7 @@ CROWDED_FRACTION = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Bytes, and who says so."""
+    """A limit in bytes, and its source in words."""
 
     num_bytes: int
     source: str
@@ -59,7 +59,7 @@ def check_fits(num_bytes: int, key: str, value: int, root: Path = ROOT) -> None:
 
 
 def crowded(num_bytes: int, root: Path = ROOT) -> Limit | None:
-    """The limit that `num_bytes` of host memory leave little of; None: there is room, or nobody knows."""
+    """The limit that `num_bytes` of host memory nearly use up; None: there is room, or no limit is known."""
     limit = memory_limit(root)
     return limit if limit is not None and num_bytes > CROWDED_FRACTION * limit.num_bytes else None
 
@@ -75,7 +75,7 @@ def check_holds_something(config: ConnectorConfig) -> None:
 
 
 def gib(num_bytes: int) -> str:
-    """For people."""
+    """The number as people read it."""
     return f"{num_bytes / (1 << 30):.1f} GiB"
 
 

@@ -1,0 +1,163 @@
+"""What the connector cannot serve, each with a sentence that says what to change: no start, no tiers, no names, no adapters.
+
+Whether an engine may start is decided in `check_start` alone. It is asked twice: before a model is loaded, by whoever makes
+an engine (`plugin`), and by the connector in every process of the engine, which may have been started without the plugin.
+Knows of vLLM 0.30 to 0.33: fields of its configurations, names of executors, `AttentionBackendEnum` of 0.32, and
+`calculate_kv_scales` before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from epochkv_connector.config.devices import check_devices
+from epochkv_connector.config.keys import NAME, ConnectorConfig
+from epochkv_connector.config.memory import check_fits, check_holds_something
+from epochkv_connector.engine import describe
+from epochkv_connector.engine.topology import has_ranks_here, l1_share
+from epochkv_connector.engine.version import UnsupportedEngine, check_version
+
+ALLOWED_SIBLINGS: frozenset[str] = frozenset({NAME})
+"""Children that a MultiConnector may have. Any other could keep block hashes of a request from before it was hashed again."""
+
+
+def check_start(vllm_config: Any, extra: Mapping[str, Any], siblings: Sequence[str], *, here: bool = True) -> ConnectorConfig:
+    """The connector's configuration, if this engine can start with it.
+
+    Args:
+        extra: `kv_connector_extra_config` of our connector.
+        siblings: children of the MultiConnector that ours is in, ours among them; empty: there is none.
+        here: ranks of the engine are on this machine, so its memory and devices count.
+
+    Raises:
+        ConfigError, UnsupportedEngine: it cannot; the message says what to change.
+    """
+    config = ConnectorConfig.parse(extra)
+    check_version(config.allow_untested_vllm)
+    check_siblings(siblings)
+    check_launcher(vllm_config.parallel_config.distributed_executor_backend, int(vllm_config.parallel_config.world_size))
+    if vllm_config.ec_transfer_config is not None:
+        raise UnsupportedEngine(
+            "ec_transfer_config is set: encoder outputs of other engines are keyed by content only, whatever weights made them, and "
+            "KV that is computed from them would be under a wrong name; remove ec_transfer_config"
+        )
+    check_holds_something(config)
+    if here:
+        check_devices(config)
+        if config.local is not None:
+            check_fits(l1_share(vllm_config, config.local.capacity_bytes), "local.capacity_bytes", config.local.capacity_bytes)
+    return config
+
+
+def check_before_load(vllm_config: Any) -> None:
+    """`check_start` for each connector of ours that this engine will make, alone or as a child of a MultiConnector.
+
+    Raises:
+        ConfigError, UnsupportedEngine: as there.
+    """
+    transfer = vllm_config.kv_transfer_config
+    name, extra = getattr(transfer, "kv_connector", None), getattr(transfer, "kv_connector_extra_config", None) or {}
+    children = extra.get("connectors", []) if name == "MultiConnector" else []
+    siblings = [str(child.get("kv_connector")) for child in children]
+    ours = [child.get("kv_connector_extra_config") or {} for child in children if child.get("kv_connector") == NAME]
+    for given in [extra] if name == NAME else ours:
+        check_start(vllm_config, given, siblings, here=has_ranks_here(vllm_config))
+
+
+def check_siblings(names: Sequence[str]) -> None:
+    """Whether these connectors, of which one is ours, may be children of one MultiConnector.
+
+    Raises:
+        UnsupportedEngine: there is one beside ours that is not on the tested list, or ours more than once.
+    """
+    if names.count(NAME) > 1:
+        raise UnsupportedEngine(
+            "MultiConnector holds EpochKVConnector more than once: each would name the same requests anew; keep one of them"
+        )
+    for sibling in names:
+        if sibling not in ALLOWED_SIBLINGS:
+            raise UnsupportedEngine(
+                f"MultiConnector holds {sibling} beside EpochKVConnector: KV that {sibling} brings in would be named "
+                "by hashes it keeps from before an epoch change; remove it from the MultiConnector"
+            )
+
+
+def check_launcher(backend: object, num_ranks: int) -> None:
+    """Whether ranks that are started like this (`distributed_executor_backend`) can have tiers.
+
+    Raises:
+        UnsupportedEngine: every process has a scheduler and one worker, so nobody brings their acknowledgements together.
+    """
+    kinds = {kind.__name__ for kind in backend.__mro__} if isinstance(backend, type) else {str(backend)}
+    if num_ranks > 1 and kinds & {"external_launcher", "ExecutorWithExternalLauncher"}:
+        raise UnsupportedEngine(
+            f"distributed_executor_backend is external_launcher with {num_ranks} ranks: each process schedules for its own rank only "
+            "and would wait for ever for the other ranks to say that a saved block was copied, until no KV block is left; "
+            "use 'mp' or 'ray', or start one engine of one rank in each process"
+        )
+
+
+def why_no_tiers(vllm_config: Any) -> str | None:
+    """Why KV must neither leave nor enter this engine's blocks, in words; None: it may."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if describe.on_cpu() and bool(getattr(model, "use_mla", False)) and not _cpu_mla_reads_context(vllm_config):
+        return (
+            "this model has multi-head latent attention, and vLLM's reference kernel for it, which runs on CPUs without AMX, ignores "
+            "cached context, so every hit would answer wrongly; use a CPU with AMX or a GPU"
+        )
+    quantized = str(cache.cache_dtype) not in ("auto", "float16", "bfloat16", "float32")
+    if quantized and not describe.on_cpu() and describe.is_shuffled():
+        return (
+            "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT is set and KV is quantized: its scales lie outside of the blocks, so no connector can "
+            "restore them; unset it, or set kv_cache_dtype to auto"
+        )
+    if quantized and bool(getattr(cache, "calculate_kv_scales", False)):  # before 0.32
+        return (
+            "calculate_kv_scales is on: each start takes the scales of quantized KV from its first prompt, and another engine would "
+            "read blocks with other ones; turn it off and have the checkpoint bring them"
+        )
+    return None
+
+
+def _cpu_mla_reads_context(vllm_config: Any) -> bool:
+    """Whether a kernel that reads cached context runs (as `CpuPlatform.get_attn_backend_cls` chooses)."""
+    from vllm.v1.attention.backends import registry
+
+    kinds = registry.AttentionBackendEnum.__members__
+    asked = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    if not describe.has_amx() or "AMX_MLA" not in kinds:
+        return False
+    own_kernels = getattr(vllm_config.model_config.hf_config, "model_type", None) == "deepseek_v4"
+    return own_kernels or asked is None or asked is not kinds.get("CPU_MLA")
+
+
+def why_no_weights(vllm_config: Any, executor: Any | None) -> str | None:
+    """Why this engine cannot know the weights that its KV depends on, in words; None: it can."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    offload = getattr(getattr(vllm_config, "offload_config", None), "prefetch", None)
+    kinds = [kind.__name__ for kind in type(executor).__mro__] if executor is not None else []
+    if int(parallel.data_parallel_size) > 1 and bool(getattr(model, "is_moe", False)):
+        return (
+            "experts are spread over data-parallel ranks, so KV depends on weights of other engines, which this one does not see; "
+            "give each engine all experts (data_parallel_size 1)"
+        )
+    if bool(getattr(parallel, "enable_eplb", False)):
+        return "expert rebalancing (enable_eplb) moves experts between ranks while they serve, and no digest of a rank lasts; turn it off"
+    if int(getattr(offload, "offload_group_size", 0) or 0) > 0:
+        return "the prefetch offloader (offload_group_size) swaps weights in and out of the device; use cpu_offload_gb, or no offloading"
+    if "RayDistributedExecutor" in kinds:
+        return "vLLM's old Ray executor makes calls to workers beside running steps; set VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1, or use 'mp'"
+    return None
+
+
+def why_no_adapters(vllm_config: Any) -> str | None:
+    """Why KV of adapters cannot be named by their tensors, in words; None: it can."""
+    if is_multimodal(vllm_config) and getattr(getattr(vllm_config, "lora_config", None), "enable_tower_connector_lora", False):
+        return "outputs of the encoder are cached by an adapter's name, whatever it holds (enable_tower_connector_lora)"
+    return None
+
+
+def is_multimodal(vllm_config: Any) -> bool:
+    """Whether encoder outputs (keyed by content, not by weights) can enter the KV of this engine."""
+    return bool(getattr(vllm_config.model_config, "is_multimodal_model", False))

@@ -1,0 +1,132 @@
+"""What stands in for hooks that vLLM lacks: functions of vLLM that we wrap, and objects that we find among our callers.
+
+Knows of vLLM 0.30 to 0.33: `EngineArgs.create_engine_config`, `kv_cache_utils._gen_lora_extra_hash_keys`,
+`KVCacheManager.reset_prefix_cache`, the constructors of `EngineCore`, `Scheduler` and `MultiConnector`, the input queue of
+`EngineCore`, and the functions of the CPU backend that pack weights (`CPUInt8ScaledMMLinearKernel` of 0.32).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from epochkv_connector.engine.interface import kv_cache_utils
+from epochkv_connector.naming.pins import PIN_ATTRIBUTE
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Run `around(function, *args, **kwargs)` in place of the owner's function. A second call changes nothing, nor does a missing name."""
+    function = getattr(owner, name, None)
+    if function is None or hasattr(function, "__wrapped__"):
+        return
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(function, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def after_arguments(check: Callable[[Any], None]) -> None:
+    """Call `check` with each configuration that vLLM makes of an engine's arguments, before anything is loaded.
+
+    vLLM's commands and Python programs alike make engines with `EngineArgs`, whose constructor loads plugins. A process that
+    has not imported it when plugins are loaded makes no engine of its own.
+    """
+
+    def create(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        config = function(*args, **kwargs)
+        check(config)
+        return config
+
+    _wrap(getattr(sys.modules.get("vllm.engine.arg_utils"), "EngineArgs", None), "create_engine_config", create)
+
+
+def before_packing(mark: Callable[[Any], None]) -> None:
+    """Call `mark` with each layer before a CPU kernel packs its weights away, at load and at every reload."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers import utils
+
+    def pack_layer(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        mark(args[0] if args else kwargs["layer"])
+        return function(*args, **kwargs)
+
+    def process_layer(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        mark(args[1] if len(args) > 1 else kwargs["layer"])
+        return function(*args, **kwargs)
+
+    _wrap(utils, "dispatch_cpu_unquantized_gemm", pack_layer)
+    try:
+        from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+    except ImportError:  # elsewhere in another version: such a layer then hides its weights, and the engine says so
+        return
+    _wrap(CPUInt8ScaledMMLinearKernel, "process_weights_after_loading", process_layer)
+
+
+def hide_adapters_from_hashes() -> None:
+    """Leave an adapter's name and path out of the block hashes of pinned requests: their root says which adapter it is."""
+
+    def unless_pinned(keys_of: Callable[[Any], list[Any]], request: Any) -> list[Any]:
+        pin = getattr(request, PIN_ATTRIBUTE, None)
+        return [] if pin is not None and pin.adapter else list(keys_of(request))
+
+    _wrap(kv_cache_utils, "_gen_lora_extra_hash_keys", unless_pinned)
+
+
+def before_reset(kv_cache_manager: Any, action: Callable[[], object]) -> None:
+    """Run `action` each time before vLLM clears its own prefix cache; vLLM tells connectors afterwards, if at all."""
+    clear = kv_cache_manager.reset_prefix_cache
+
+    def reset_prefix_cache() -> bool:
+        action()
+        return bool(clear())
+
+    kv_cache_manager.reset_prefix_cache = reset_prefix_cache
+
+
+def wake(engine_core: Any) -> None:
+    """Make an engine core that waits for work go through its loop once."""
+    from vllm.v1.engine import EngineCoreRequestType
+
+    engine_core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
+
+
+def builders() -> tuple[Any | None, Any | None]:
+    """The engine core and the scheduler whose constructors are running, if any."""
+    return _builder("EngineCore"), _builder("Scheduler")
+
+
+def _builder(kind: str) -> Any | None:
+    """The caller of this class, or of one derived from it, whose `__init__` is running."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        owner = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__init__" and kind in [base.__name__ for base in type(owner).__mro__]:
+            return owner
+    return None
+
+
+def sibling_names() -> list[str]:
+    """Children of the MultiConnector that makes this connector, ours among them; empty: there is none.
+
+    The children's configuration does not name the parent (each child gets a copy with its own `kv_transfer_config`),
+    so the parent is looked up among the callers.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__init__" and type(owner).__name__ == "MultiConnector":
+            config = frame.f_locals.get("vllm_config")
+            transfer = getattr(config, "kv_transfer_config", None)
+            children = (getattr(transfer, "kv_connector_extra_config", None) or {}).get("connectors", [])
+            return [str(child.get("kv_connector")) for child in children]
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return []

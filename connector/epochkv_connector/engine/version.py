@@ -1,0 +1,40 @@
+"""Which versions of vLLM are accepted.
+
+A renamed global of vLLM would make every name in this project a lie, so other versions are refused at start with a
+sentence (unless `allow_untested_vllm`). Knows of vLLM: `__version__`.
+"""
+
+from __future__ import annotations
+
+import re
+
+import vllm
+
+TESTED_VERSIONS = ((0, 30), (0, 33))
+"""First and last minor version accepted."""
+
+
+class UnsupportedEngine(RuntimeError):
+    """This engine cannot be fenced; the message says what is wrong and what to change."""
+
+
+def unsupported(found: str) -> str:
+    """The sentence for this version."""
+    first, last = TESTED_VERSIONS
+    return f"vLLM {found} is not supported: EpochKV was tested with {first[0]}.{first[1]} to {last[0]}.{last[1]}; install one of these"
+
+
+def check_version(allow_untested: bool, version: str | None = None) -> None:
+    """Raise `UnsupportedEngine` unless vLLM's minor version was tested.
+
+    Args:
+        allow_untested: accept any version (configuration key `allow_untested_vllm`).
+        version: for tests; default `vllm.__version__`.
+    """
+    found = vllm.__version__ if version is None else version
+    match = re.match(r"(\d+)\.(\d+)", found)
+    minor = (int(match[1]), int(match[2])) if match else (-1, -1)
+    first, last = TESTED_VERSIONS
+    if first <= minor <= last or allow_untested:
+        return
+    raise UnsupportedEngine(f"{unsupported(found)}, or set allow_untested_vllm to true in kv_connector_extra_config at your own risk")
