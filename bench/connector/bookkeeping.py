@@ -108,7 +108,7 @@ def measure(num_tokens: int, repeats: int) -> Cost:
             hashes = prompts[number % NUM_PROMPTS]
             view = RequestView(f"r{number}", num_tokens, hashes, BLOCK_TOKENS, ROOT)
             began = clock()
-            found = books.hits._found(view)
+            found = books.hits.find(view)
             walked = hits.longest_hit(LAYOUT, 0, num_tokens - BLOCK_TOKENS, found.present, found.first_absent)
             a = clock()
             hit = books.hits.answer(view, 0, names)

@@ -23,7 +23,7 @@ from bench.report import Figure, Progress, Row
 from epochkv_connector.config.keys import ConnectorConfig
 from epochkv_connector.naming.keys import object_key
 from epochkv_connector.scheduler.bookkeeping import Bookkeeping, StepJobs
-from epochkv_connector.scheduler.views import CacheLayout, Commit, GroupKind, GroupLayout, RequestView, ScheduledRequestView
+from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
 from epochkv_connector.wire.jobs import JobAck, Phase, Source
 
 LAYOUT = CacheLayout((GroupLayout(GroupKind.FULL, BLOCK_TOKENS),), BLOCK_TOKENS, 1)
@@ -97,7 +97,7 @@ class Engine:
         gpu_blocks = [list(range(1, len(hashes) + 1))]
         books.hits.begin(view, names)
         hit = books.hits.answer(view, 0, names).num_tokens or 0
-        if hit and books.loads.commit(view, gpu_blocks, hit, names) is not Commit.LOADING:
+        if hit and not books.loads.commit(view, gpu_blocks, hit, names):
             raise RuntimeError(f"{request_id}: a hit of {hit} tokens was not kept")
         self._work(books.end_step())
         books.saves.collect([ScheduledRequestView(request_id, view.num_tokens, hashes, BLOCK_TOKENS, ROOT, gpu_blocks)], names)

@@ -165,7 +165,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Results of a step."""
-        self._guard.run("update_connector_output", lambda: self.side.update_connector_output(connector_output), _nothing)
+        self._guard.run("update_connector_output", lambda: self.side.steps.take(connector_output), _nothing)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Single-group form of `request_finished_all_groups`."""

@@ -81,7 +81,7 @@ def test_a_load_overtaken_while_our_code_fails_is_no_success(make_rig: MakeRig, 
     output = rig.scheduler.schedule()
     rig.adopt(1, weights="w1")
     release(rig)
-    failure = FailsOnce(rig.side.reports, "_record_loads", monkeypatch)
+    failure = FailsOnce(rig.side.steps, "_record_loads", monkeypatch)
     rig.update(output)
     assert failure.raised
     rig.run()
@@ -124,7 +124,7 @@ def test_saves_that_were_never_sent_give_their_blocks_back(
 def test_a_hit_that_no_rank_is_told_of_is_a_failed_load(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, doomed: bool) -> None:
     rig, tokens = filled(make_rig)
     if doomed:
-        monkeypatch.setattr(rig.books.hits, "accept", lambda *_: None)
+        monkeypatch.setattr(rig.books.loads, "_bind", lambda *_: None)
     failure = FailsOnce(rig.books, "end_step", monkeypatch)
     request = rig.serve(tokens)
     assert failure.raised

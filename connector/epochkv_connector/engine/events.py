@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -140,14 +140,13 @@ class HostEvents:
 
     # -- what goes out ---------------------------------------------------------------------------------------------
 
-    def offer(self, requests: Mapping[str, Any], jobs: Iterable[SaveJob | LoadJob]) -> None:
-        """Describe the blocks that these jobs will bring into L1. `requests`: all that live, by id."""
-        if not self._over:
-            self._safely(lambda: self._offer_all(requests, jobs))
+    def offer(self, find: Callable[[str], Any | None], jobs: Iterable[SaveJob | LoadJob]) -> None:
+        """Describe the blocks that these jobs will bring into L1. `find`: vLLM's request of an id, if it lives."""
+        self._safely(lambda: self._offer_all(find, jobs))
 
-    def _offer_all(self, requests: Mapping[str, Any], jobs: Iterable[SaveJob | LoadJob]) -> None:
+    def _offer_all(self, find: Callable[[str], Any | None], jobs: Iterable[SaveJob | LoadJob]) -> None:
         for job in jobs:
-            if (request := requests.get(job.request_id)) is not None:
+            if (request := find(job.request_id)) is not None:
                 self._offer(request, job)
 
     def _offer(self, request: Any, job: SaveJob | LoadJob) -> None:

@@ -1,7 +1,7 @@
 """The scheduler role: vLLM's questions, and the bookkeeping that answers them.
 
-`assembly` builds it. `facade` holds the parts that vLLM's calls go to, in the order of a request's life: `admission`, `steps`,
-`reports`, and `weight_changes` at any time. They share one `state`, with one record for each request (`requests`).
+`assembly` builds it. `facade` holds the parts that vLLM's calls go to: `admission` of a request, `steps`, and `weight_changes` at any
+time. They share one `state`, with one record for each request (`requests`).
 
 `bookkeeping` decides which block is where, who holds it and what is under way: hits (`planner`), `loads` and `saves` over one
 `stock`. It is pure: no randomness, no vLLM; time, ids and the block pool are arguments.

@@ -14,7 +14,7 @@ from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.bookkeeping import Bookkeeping
 from epochkv_connector.scheduler.requests import LoadEvent, LoadState, Request
 from epochkv_connector.scheduler.state import State
-from epochkv_connector.scheduler.views import Commit, RequestView
+from epochkv_connector.scheduler.views import RequestView
 from epochkv_connector.wire.jobs import Source
 
 
@@ -116,11 +116,11 @@ class Admission:
             self.admit(request)
             self._abort(request.request_id)
             return
-        record, outcome = self._requests.see(request), Commit.NOTHING
+        record, loading = self._requests.see(request), False
         if self._books is not None:
-            outcome = self._books.loads.commit(self._view(request, snapshot), blocks.get_block_ids(), num_external, snapshot)
+            loading = self._books.loads.commit(self._view(request, snapshot), blocks.get_block_ids(), num_external, snapshot)
         self._fence.begin_load(request)
-        if outcome is not Commit.LOADING:
+        if not loading:
             self._requests.on(record, LoadEvent.DOOM)
         elif self._requests.on(record, LoadEvent.ACCEPT):
             host, store = self._tokens_by_tier(request.request_id, num_external)

@@ -21,7 +21,7 @@ from epochkv_connector.metrics.stats import EpochKVStats
 from epochkv_connector.naming.fence import Fence, FencePolicy, PoolIdentity
 from epochkv_connector.naming.identity import fingerprint
 from epochkv_connector.scheduler.facade import SchedulerSide
-from epochkv_connector.scheduler.reports import LocalWorker
+from epochkv_connector.scheduler.steps import LocalWorker
 from epochkv_connector.weights.adapters import Adapters
 from epochkv_connector.weights.engine import EngineRanks, NoRanks, join
 from epochkv_connector.weights.watch import Watch

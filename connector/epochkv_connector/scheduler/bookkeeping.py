@@ -1,18 +1,17 @@
 """The bookkeeping of the tiers: hits, loads and saves over one index and one ledger.
 
-It decides and never moves bytes. The facade translates vLLM's calls, pins roots, and knows what vLLM waits for. Here every
-hit that is answered is either loaded or refused at once, and everything that is held (host slots, GPU references, plans,
-queries) is given back on every way a request can take.
+It decides and never moves bytes. Every hit that is answered is either loaded or refused at once, and everything that is held
+(host slots, GPU references, plans, queries) is given back on every way a request can take.
 
-Order within one step: `hits.answer`, then `loads.commit`, for each waiting
-request; then `saves.collect`; then `end_step`. `on_acks`, `finish`, `adopt` and `reset` come at any other time.
+Order within one step: `hits.answer`, then `loads.commit`, for each waiting request; then `saves.collect`; then `end_step`.
+`on_acks`, `finish`, `adopt` and `reset` come at any other time.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from epochkv_connector.config.keys import ConnectorConfig
 from epochkv_connector.scheduler.jobs import Loaded
@@ -27,43 +26,22 @@ from epochkv_connector.wire.jobs import JobAck, LoadJob, SaveJob
 logger = logging.getLogger(__name__)
 
 COUNTERS = (
-    "lookups",
-    "lookups_deferred",
-    "lookups_missed",
-    "lookups_below_min",
-    "lookups_paused",
-    "hits_shrunk",
-    "tokens_planned_host",
-    "tokens_planned_store",
-    "plans_opened",
-    "plans_committed",
-    "plans_aborted",
-    "plans_expired",
-    "plans_over_cap",
-    "plans_dropped",
-    "loads_doomed",
-    "loads_done",
-    "loads_failed",
-    "blocks_loaded",
-    "saves_emitted",
-    "blocks_saved",
-    "blocks_stored",
+    *("lookups", "lookups_deferred", "lookups_missed", "lookups_below_min", "lookups_paused", "hits_shrunk"),
+    *("tokens_planned_host", "tokens_planned_store"),
+    *("plans_opened", "plans_committed", "plans_aborted", "plans_expired", "plans_over_cap", "plans_dropped"),
+    *("loads_doomed", "loads_done", "loads_failed", "blocks_loaded"),
+    *("saves_emitted", "blocks_saved", "blocks_stored"),
 )
 """Counters in `stats()`, always present."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepJobs:
-    """What ranks are told of one step.
-
-    Attributes:
-        agreed, refused: saves that every rank has copied, or some rank has not (`wire.steps`).
-    """
+class StepJobs(NamedTuple):
+    """What ranks are told of one step: fields of `wire.steps.StepMetadata`, without vLLM's base class."""
 
     loads: tuple[LoadJob, ...]
     saves: tuple[SaveJob, ...]
-    agreed: tuple[int, ...] = ()
-    refused: tuple[int, ...] = ()
+    agreed: tuple[int, ...]
+    refused: tuple[int, ...]
 
 
 class Bookkeeping:
@@ -96,8 +74,7 @@ class Bookkeeping:
             logger.warning("EpochKV answers no hits and saves nothing: %s", layout.problem())
         self._lookups: Lookups | None = None
         if store is not None:
-            if keys_of is None:
-                raise TypeError("Bookkeeping needs keys_of together with store")
+            assert keys_of is not None
             self._lookups = Lookups(store, keys_of, config.lookup_wait_ms / 1e3, config.lookup_deadline_ms / 1e3, clock)
         self.stock = Stock(config, layout, num_ranks, ids, clock)
         self.hits = HitPlanner(self.stock, self._lookups)
@@ -156,10 +133,9 @@ class Bookkeeping:
             "busy_slots": self.stock.ledger.num_busy_slots,
             "jobs": len(self.stock.ledger),
             "loads": self.stock.ledger.num_loads,
-            "unsent_loads": self.loads.num_unsent,
             "gpu_blocks": self.stock.ledger.num_gpu_blocks,
-            "queries": 0 if self._lookups is None else len(self._lookups),
             **self.hits.leak_report(),
+            **self.loads.leak_report(),
             **self.saves.leak_report(),
         }
 
@@ -180,7 +156,7 @@ class Bookkeeping:
             "reads_open": ledger.num_reads,
             "jobs_overdue": ledger.num_overdue(self.stock.clock()),
             "acks_ignored": ledger.ignored_acks,
-            "plans_open": self.hits.num_plans,
+            "plans_open": len(self.hits.plans),
             "tracker_entries": 0 if tracker is None else len(tracker),
             "known_in_store": len(self.stock.known),
             "loads_paused": pause.paused,

@@ -16,11 +16,9 @@ from epochkv_connector.naming.fence import TAG_KEY, Fence
 from epochkv_connector.scheduler.admission import Admission
 from epochkv_connector.scheduler.bookkeeping import Bookkeeping
 from epochkv_connector.scheduler.offering import Offers
-from epochkv_connector.scheduler.reports import LocalWorker, Reports
 from epochkv_connector.scheduler.state import State
-from epochkv_connector.scheduler.steps import Steps
+from epochkv_connector.scheduler.steps import LocalWorker, Steps
 from epochkv_connector.scheduler.weight_changes import WeightChanges
-from epochkv_connector.wire.steps import WorkerReport
 
 
 class SchedulerSide:
@@ -37,7 +35,7 @@ class SchedulerSide:
 
     Attributes:
         state: what the parts share.
-        admission, weights, steps, reports: the parts.
+        admission, weights, steps: the parts.
     """
 
     def __init__(
@@ -60,8 +58,7 @@ class SchedulerSide:
         self.fence, self.books, self.requests, self.counters = fence, books, state.requests, state.counters
         self.admission = Admission(state, loads_off)
         self.weights = WeightChanges(state, self.admission, propose, poke)
-        self.steps = Steps(state, self.weights, Offers(fence, state.requests, tokens_per_step), saves_off)
-        self.reports = Reports(state, local_worker)
+        self.steps = Steps(state, self.weights, Offers(fence, state.requests, tokens_per_step), saves_off, local_worker)
 
     def bind(self, manager: Any, block_pool: Any, hash_block_size_sink: Any) -> None:
         """The cache manager exists: learn the hash block size and reach the GPU block pool."""
@@ -79,13 +76,6 @@ class SchedulerSide:
         self.requests.see(request)
         self.weights.adapter_arrived(request)
         self.admission.arrive(request)
-
-    def update_connector_output(self, output: Any) -> None:
-        """Results of a step."""
-        self.reports.take(output)
-        if isinstance(output.kv_connector_worker_meta, WorkerReport):
-            self.weights.late(output.kv_connector_worker_meta)  # at last: what was just reported cannot be taken back any more
-        self.reports.drain_when_idle()
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; GPU pins protect its saves, so frees are never delayed."""

@@ -46,7 +46,7 @@ class Offers:
         scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
         if snapshot is not self._under:
             self._under = snapshot
-            boundaries.start(self._requests)  # what may be saved is another matter now
+            boundaries.start(record.request_id for record in self._requests)  # what may be saved is another matter now
         boundaries.start(new.req_id for new in scheduler_output.scheduled_new_reqs)
         boundaries.start(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         lacked = saves.continuable(scheduled)

@@ -7,16 +7,16 @@ known. Nothing here waits except for the step's share of an L2 query.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from epochkv_connector.scheduler import hits
-from epochkv_connector.scheduler.binding import Binder, LoadDraft, sources_of
 from epochkv_connector.scheduler.found import ABSENT, Found
 from epochkv_connector.scheduler.index import Key
 from epochkv_connector.scheduler.lookup import READ_LEASE_SECONDS, Lookups, Query, State
 from epochkv_connector.scheduler.plans import HELD_FRACTION, PLAN_TTL_SECONDS, Plan, PlanTable
 from epochkv_connector.scheduler.stock import Stock
 from epochkv_connector.scheduler.views import Hit, RequestView, Snapshot
+from epochkv_connector.wire.jobs import Source
 
 RING_SHARE = 8
 """A load through the staging ring gets at most this part of it: several go on at a time, and saves find slots, too."""
@@ -34,40 +34,36 @@ class HitPlanner:
 
     Args:
         lookups: L2 queries; None: L1 alone.
+
+    Attributes:
+        plans: those that are open, remembered misses included.
     """
 
     def __init__(self, stock: Stock, lookups: Lookups | None) -> None:
         self._stock = stock
         self._lookups = lookups
-        self._config = stock.config
         self._layout = layout = stock.layout
         self._index = stock.index
-        self._known = stock.known
         self._tracker = stock.tracker
         self._count = stock.counts
-        self._clock = stock.clock
-        self._binder = Binder(layout, stock.index, self._found)
-        self._plans = PlanTable()
+        self.plans = PlanTable()
         self._lacking: dict[str, int] = {}  # since which step a request's hit waits for slots
         self._step = 0
         self._unit_blocks = sum(layout.alignment_tokens // max(1, g.block_size) for g in layout.groups) or 1
 
-    @property
-    def num_plans(self) -> int:
-        """Open plans, remembered misses included."""
-        return len(self._plans)
-
     def leak_report(self) -> dict[str, int]:
         """All zero when no request lives."""
-        return {"plans": len(self._plans), "plan_slots": self._plans.num_held, "hits_lacking_slots": len(self._lacking)}
+        queries = 0 if self._lookups is None else len(self._lookups)
+        held, lacking = self.plans.num_held, len(self._lacking)
+        return {"plans": len(self.plans), "plan_slots": held, "hits_lacking_slots": lacking, "queries": queries}
 
     # -- asking --------------------------------------------------------------------------------------------------
 
     def begin(self, req: RequestView, snap: Snapshot) -> None:
         """Start asking L2 for what L1 does not hold, before the scheduler needs the answer. Returns at once."""
         max_tokens = self._max_tokens(req)
-        if self._stock.is_usable and req.root == snap.root and max_tokens >= max(1, self._config.min_load_tokens):
-            self._query(req, self._found(req), 0, max_tokens, self._stock.namespace(snap))
+        if self._stock.is_usable and req.root == snap.root and max_tokens >= max(1, self._stock.config.min_load_tokens):
+            self._query(req, self.find(req), 0, max_tokens, self._stock.namespace(snap))
 
     def answer(self, req: RequestView, num_local_tokens: int, snap: Snapshot) -> Hit:
         """How many tokens beyond the local ones the tiers give, held by a plan; the same question again finds the same plan.
@@ -78,17 +74,18 @@ class HitPlanner:
         self._count["lookups"] += 1
         if not self._stock.is_usable or req.root != snap.root:
             return MISS
-        now, namespace = self._clock(), self._stock.namespace(snap)
-        plan = self._plans.get(req.request_id)
+        now, namespace = self._stock.clock(), self._stock.namespace(snap)
+        plan = self.plans.get(req.request_id)
         if plan is not None:
             if plan.answers(num_local_tokens, req.root, namespace, now):
-                self._plans.refresh(plan, self._step, now)
+                self.plans.refresh(plan, self._step, now)
                 return plan.hit
-            self.drop(req.request_id)
+            self.plans.pop(req.request_id)
+            self.release(plan)
         max_tokens = self._max_tokens(req)
-        if max_tokens - num_local_tokens < max(1, self._config.min_load_tokens):
+        if max_tokens - num_local_tokens < max(1, self._stock.config.min_load_tokens):
             return MISS
-        found = self._found(req)
+        found = self.find(req)
         query = self._query(req, found, num_local_tokens, max_tokens, namespace)
         plan = Plan(req.request_id, req.root, num_local_tokens, MISS, namespace, now + PLAN_TTL_SECONDS)
         if query is not None and self._lookups is not None:
@@ -97,8 +94,8 @@ class HitPlanner:
                 self._count["lookups_deferred"] += 1
                 return ASK_AGAIN
             if state is State.READY and query.found is not None:
-                self._known.add(query.found)
-                self._known.discard(key for key in query.blocks if key not in query.found)
+                self._stock.known.add(query.found)
+                self._stock.known.discard(key for key in query.blocks if key not in query.found)
                 found.remote = query.found
                 plan.valid_until = query.begun_at + READ_LEASE_SECONDS
         whole = hits.longest_hit(self._layout, num_local_tokens, max_tokens, found.present, found.first_absent)
@@ -117,7 +114,8 @@ class HitPlanner:
         full = min(req.num_tokens - 1, len(req.block_hashes) * req.hash_block_size)
         return hits.align_down(max(0, full), self._layout.alignment_tokens)
 
-    def _found(self, req: RequestView) -> Found:
+    def find(self, req: RequestView) -> Found:
+        """Where the blocks of the request's prompt are now."""
         scales = [group.block_size // req.hash_block_size for group in self._layout.groups]
         return Found(self._index, self._tracker, req.block_hashes, scales)
 
@@ -145,7 +143,7 @@ class HitPlanner:
         cap = int(self._index.num_slots * HELD_FRACTION)
         while total > local:
             self._choose(plan, total, found)
-            while self._plans.num_held and self._plans.num_held + plan.num_held > cap:
+            while self.plans.num_held and self.plans.num_held + plan.num_held > cap:
                 self._evict_oldest()
             newly_held = self._index.num_idle(plan.pinned()) + plan.reserved
             excess = newly_held - self._index.num_available
@@ -171,11 +169,18 @@ class HitPlanner:
         local = plan.num_local_tokens
         plan.choose([found.locate(group, hits.needed_range(spec, local, total)) for group, spec in enumerate(self._layout.groups)])
         plan.reserved = self._slots_for(plan.num_missing)
-        plan.hit = Hit(total - local, sources_of(self._layout, plan, total - local))
+        plan.hit = Hit(total - local, self._sources(plan, total - local))
+
+    def _sources(self, plan: Plan, num_tokens: int) -> Mapping[Source, int]:
+        if not plan.num_missing or not plan.num_pinned:
+            return {Source.STORE if plan.num_missing else Source.HOST: num_tokens}
+        store = [span.num_absent for span in plan.spans]
+        host = [len(span.slots) - absent for span, absent in zip(plan.spans, store, strict=True)]
+        return hits.tokens_by_tier(self._layout, host, store, num_tokens)
 
     def _open(self, plan: Plan, now: float) -> None:
         num_tokens = plan.hit.num_tokens or 0
-        if num_tokens < max(1, self._config.min_load_tokens):
+        if num_tokens < max(1, self._stock.config.min_load_tokens):
             self._count["lookups_below_min" if num_tokens else "lookups_missed"] += 1
             plan.hit = MISS
             plan.clear()
@@ -190,73 +195,51 @@ class HitPlanner:
             assert reserved, "a plan was made larger than what is available"
             if self._tracker is not None:
                 self._tracker.use((span.group, name) for span in plan.spans for name in span.names)
-        self._plans.add(plan)
-        self._plans.refresh(plan, self._step, now)
+        self.plans.add(plan)
+        self.plans.refresh(plan, self._step, now)
 
     # -- keeping or dropping -------------------------------------------------------------------------------------
 
-    def accept(
-        self,
-        req: RequestView,
-        root: bytes,
-        num_tokens: int,
-        group_block_ids: Sequence[Sequence[int]],
-        null_block: int,
-    ) -> LoadDraft | None:
-        """Turn the request's plan into a load of `num_tokens`; None if the promise cannot be kept. Ends the plan."""
-        plan = self._plans.pop(req.request_id)
+    def take(self, request_id: str) -> Plan | None:
+        """The request's plan, which is now the caller's to `release`. Its query ends."""
         if self._lookups is not None:
-            self._lookups.drop(req.request_id)
-        if plan is None:
-            return None
-        draft = None
-        if plan.root == root and num_tokens <= (plan.hit.num_tokens or 0):
-            draft = self._binder.bind(req, plan, num_tokens, group_block_ids, null_block)
-        self._release(plan)  # what the draft did not take
-        return draft
+            self._lookups.drop(request_id)
+        return self.plans.pop(request_id)
 
-    def drop(self, request_id: str) -> bool:
-        """End the request's plan. True if it held anything."""
-        plan = self._plans.pop(request_id)
-        if plan is None:
-            return False
-        held = plan.num_held > 0
-        self._release(plan)
-        return held
+    def release(self, plan: Plan) -> None:
+        """Give back what the plan holds."""
+        self._index.unpin(reversed(plan.pinned()))
+        self._index.unreserve(plan.reserved)
+        plan.clear()
 
     def forget_request(self, request_id: str) -> None:
         """The hit was not taken, or the request is over: no plan, no query."""
         self._lacking.pop(request_id, None)
-        if self.drop(request_id):
-            self._count["plans_aborted"] += 1
-        if self._lookups is not None:
-            self._lookups.drop(request_id)
+        plan = self.take(request_id)
+        if plan is not None:
+            self._count["plans_aborted"] += plan.num_held > 0
+            self.release(plan)
 
     def forget_all(self) -> None:
         """The names changed: no plan and no answer holds."""
         self._lacking.clear()
-        for plan in self._plans.pop_all():
+        for plan in self.plans.pop_all():
             self._count["plans_dropped"] += plan.num_held > 0
-            self._release(plan)
+            self.release(plan)
         if self._lookups is not None:
             self._lookups.drop_all()
 
     def end_step(self) -> None:
         """Age the plans; the next step has its own share of waiting."""
         self._step += 1
-        for plan in self._plans.pop_expired(self._step, self._clock()):
+        for plan in self.plans.pop_expired(self._step, self._stock.clock()):
             self._count["plans_expired"] += plan.num_held > 0
-            self._release(plan)
+            self.release(plan)
         if self._lookups is not None:
             self._lookups.new_step()
 
     def _evict_oldest(self) -> None:
-        oldest = self._plans.pop_oldest_holder()
+        oldest = self.plans.pop_oldest_holder()
         assert oldest is not None, "plans hold slots that no plan holds"
-        self._release(oldest)
+        self.release(oldest)
         self._count["plans_over_cap"] += 1
-
-    def _release(self, plan: Plan) -> None:
-        self._index.unpin(reversed(plan.pinned()))
-        self._index.unreserve(plan.reserved)
-        plan.clear()

@@ -11,6 +11,7 @@ Every operation looks at the requests it names, and at no other: hundreds run, a
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -73,10 +74,6 @@ TRANSITIONS: dict[tuple[LoadState, LoadEvent], LoadState] = {
 }
 """Every other event changes nothing: it comes twice, or too late."""
 
-_UNSENT = (LoadState.ACCEPTED, LoadState.OVERTAKEN)
-_NAMED = (LoadState.REPEATED, LoadState.DOOMED)
-_MUST_FAIL = (LoadState.OVERTAKEN, LoadState.POISONED, *_NAMED)
-
 
 @dataclass(slots=True)
 class Request:
@@ -97,9 +94,14 @@ class Request:
 
 
 class Requests:
-    """All requests that live, and those that ended before their load did. Iterates over the ids of the former."""
+    """All requests that live, and those that ended before their load did. Iterates over the former.
 
-    def __init__(self) -> None:
+    Args:
+        counters: `poisoned_loads` are counted in it.
+    """
+
+    def __init__(self, counters: Counter[str]) -> None:
+        self._counters = counters
         self._live: dict[str, Request] = {}
         self._ended: dict[str, Request] = {}
         self._in: dict[LoadState, dict[str, Request]] = {state: {} for state in LoadState if state is not LoadState.NONE}
@@ -108,16 +110,17 @@ class Requests:
     def __len__(self) -> int:
         return len(self._live)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._live)
-
-    def live(self) -> Iterable[Request]:
-        """Every request that lives."""
-        return self._live.values()
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._live.values())
 
     def get(self, request_id: str) -> Request | None:
         """The record of a request that lives."""
         return self._live.get(request_id)
+
+    def vllm(self, request_id: str) -> Any | None:
+        """vLLM's own object, while the request lives."""
+        record = self._live.get(request_id)
+        return None if record is None else record.vllm
 
     def see(self, request: Any) -> Request:
         """The record of vLLM's request, made when it is first seen."""
@@ -146,7 +149,7 @@ class Requests:
         if after is None:
             return False
         self._move(record, after)
-        if after in _NAMED:
+        if after in (LoadState.REPEATED, LoadState.DOOMED):
             self._to_name.add(record.request_id)
         return True
 
@@ -157,9 +160,13 @@ class Requests:
         if after is not LoadState.NONE:
             self._in[after][record.request_id] = record
 
-    def overtake(self) -> int:
-        """Names have changed: no load that vLLM waits for may succeed. Returns how many could have."""
-        return sum(self.on(record, LoadEvent.OVERTAKE) for record in self._of(LoadState.ACCEPTED, LoadState.SENT))
+    def _of(self, *states: LoadState) -> list[Request]:
+        return [record for state in states for record in self._in[state].values()]
+
+    def overtake(self, *only: Request) -> None:
+        """Names have changed, of these requests or of all: no load that vLLM waits for may succeed."""
+        for record in only or self._of(LoadState.ACCEPTED, LoadState.SENT):
+            self._counters["poisoned_loads"] += self.on(record, LoadEvent.OVERTAKE)
 
     def send(self, request_ids: Iterable[str]) -> None:
         """Ranks are told of these loads."""
@@ -170,7 +177,7 @@ class Requests:
 
     def doom_unsent(self) -> None:
         """No rank will be told of the loads that wait for it."""
-        for record in self._of(*_UNSENT):
+        for record in self._of(LoadState.ACCEPTED, LoadState.OVERTAKEN):
             self.on(record, LoadEvent.DOOM)
 
     def report(self, request_id: str, *, failed: bool) -> Request | None:
@@ -190,9 +197,6 @@ class Requests:
             if record.request_id in scheduled:
                 self.on(record, LoadEvent.SCHEDULE)
 
-    def _of(self, *states: LoadState) -> list[Request]:
-        return [record for state in states for record in self._in[state].values()]
-
     def names(self) -> list[str]:
         """Requests that every rank is to report as failed, each once."""
         names, self._to_name = sorted(self._to_name), set()
@@ -201,7 +205,7 @@ class Requests:
     @property
     def must_fail(self) -> bool:
         """Whether vLLM waits for a load that must end as a failure."""
-        return any(self._in[state] for state in _MUST_FAIL)
+        return bool(self._of(LoadState.OVERTAKEN, LoadState.POISONED, LoadState.REPEATED, LoadState.DOOMED))
 
     def leak_report(self) -> dict[str, int]:
         """All zero when no request lives and every load is reported."""

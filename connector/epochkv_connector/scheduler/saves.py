@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 
-import msgspec
-
 from epochkv_connector.scheduler.hits import align_down
 from epochkv_connector.scheduler.index import Key
 from epochkv_connector.scheduler.jobs import Copied, Outcome, Released, Stored
@@ -19,31 +17,16 @@ from epochkv_connector.scheduler.views import BlockPoolPort, ScheduledRequestVie
 from epochkv_connector.wire.jobs import BlockMove, JobAck, SaveJob
 
 
-class SaveDraft(msgspec.Struct, frozen=True):
-    """A save that holds its slots: a contiguous range of tokens and the blocks of it that need something."""
-
-    request_id: str
-    namespace: str | None
-    start_token: int
-    end_token: int
-    moves: tuple[BlockMove, ...]
-
-
-class _Cursor(msgspec.Struct, frozen=True):
-    root: bytes
-    namespace: str | None
-    token: int
-
-
 class SavePlanner:
     """Chooses, and takes slots. The names under way are told back with `over`."""
 
     def __init__(self, stock: Stock) -> None:
+        self._stock = stock
         self._layout = stock.layout
         self._index = stock.index
         self._known = stock.known
         self._tracker = stock.tracker
-        self._cursors: dict[str, _Cursor] = {}
+        self._cursors: dict[str, tuple[bytes, str | None, int]] = {}  # root, namespace, tokens that were looked at
         self._saving: set[Key] = set()
         self._needs: dict[str, int] = {}  # request -> slots that its next unit needs and did not find
         self._lacking: dict[int, dict[str, None]] = {}  # the same by number of slots, the longest deferred first
@@ -71,9 +54,8 @@ class SavePlanner:
         needed = self._needs.pop(request_id, None)
         if needed is None:
             return
-        waiting = self._lacking[needed]
-        del waiting[request_id]
-        if not waiting:
+        del self._lacking[needed][request_id]
+        if not self._lacking[needed]:
             del self._lacking[needed]
 
     def forget_request(self, request_id: str) -> None:
@@ -92,18 +74,14 @@ class SavePlanner:
         self._needs.clear()
         self._lacking.clear()
 
-    def draft(self, view: ScheduledRequestView, namespace: str | None, null_block: int) -> SaveDraft | None:
+    def draft(self, view: ScheduledRequestView, namespace: str | None, null_block: int) -> SaveJob | None:
         """Take slots for the request's new blocks, or None if nothing is to be saved."""
-        unit = self._layout.alignment_tokens
-        known_tokens = min(view.num_confirmed_tokens, len(view.block_hashes) * view.hash_block_size)
-        end = align_down(known_tokens, unit)
-        cursor = self._cursors.get(view.request_id)
-        start = 0
-        if cursor is not None and cursor.root == view.root and cursor.namespace == namespace:
-            start = cursor.token
+        unit, size = self._layout.alignment_tokens, view.hash_block_size
+        end = align_down(min(view.num_confirmed_tokens, len(view.block_hashes) * size), unit)
+        root, under, looked_at = self._cursors.get(view.request_id, (view.root, namespace, 0))
+        start = token = looked_at if (root, under) == (view.root, namespace) else 0
         self.give_up(view.request_id)
         moves: list[BlockMove] = []
-        token = start
         while token < end:
             of_unit = self._moves_of_unit(view, token, namespace, null_block)
             if of_unit is None:
@@ -111,10 +89,11 @@ class SavePlanner:
                 break
             moves.extend(of_unit)
             token += unit
-        self._cursors[view.request_id] = _Cursor(view.root, namespace, token)
+        self._cursors[view.request_id] = (view.root, namespace, token)
         if not moves:
             return None
-        return SaveDraft(view.request_id, namespace, start, token, tuple(moves))
+        job_id, deadline = next(self._stock.ids), self._stock.config.job_deadline_seconds
+        return SaveJob(job_id, view.request_id, namespace, start // size, (token - start) // size, tuple(moves), deadline)
 
     def _moves_of_unit(self, view: ScheduledRequestView, token: int, namespace: str | None, null_block: int) -> list[BlockMove] | None:
         """Blocks of one alignment unit with their slots, or None if the slots cannot be had (nothing is taken)."""
@@ -160,10 +139,9 @@ class SavePlanner:
 
 
 class Saves:
-    """From blocks that are worth saving to jobs, and what their end gives back.
+    """Jobs for blocks that are worth saving, and what their end gives back.
 
     Attributes:
-        planner: chooses the blocks.
         pool: vLLM's GPU blocks; None: not bound yet, so nothing is saved.
     """
 
@@ -191,22 +169,13 @@ class Saves:
             return ()
         for view in views:
             if view.root == snap.root:
-                draft = self.planner.draft(view, namespace, self.pool.null_block_id)
-                if draft is not None:
-                    self._open(draft, view.hash_block_size, self.pool)
+                job = self.planner.draft(view, namespace, self.pool.null_block_id)
+                if job is not None:
+                    self._open(job, view.hash_block_size, self.pool)
         return self._jobs[first:]
 
-    def _open(self, draft: SaveDraft, hash_block_size: int, pool: BlockPoolPort) -> None:
-        job = SaveJob(
-            job_id=next(self._stock.ids),
-            request_id=draft.request_id,
-            namespace=draft.namespace,
-            start_block=draft.start_token // hash_block_size,
-            num_blocks=(draft.end_token - draft.start_token) // hash_block_size,
-            moves=draft.moves,
-            deadline_seconds=self._stock.config.job_deadline_seconds,
-        )
-        gpu_blocks = tuple(move.gpu_block for move in draft.moves if move.copy)
+    def _open(self, job: SaveJob, hash_block_size: int, pool: BlockPoolPort) -> None:
+        gpu_blocks = tuple(move.gpu_block for move in job.moves if move.copy)
         pool.touch(gpu_blocks)
         if not self._scale:
             self._scale = {index: group.block_size // hash_block_size for index, group in enumerate(self._stock.layout.groups)}

@@ -30,9 +30,9 @@ class State:
         self.fence = fence
         self.books = books
         self.on_error = on_error
-        self.requests = Requests()
-        self.events = HostEvents(on_error)
         self.counters: Counter[str] = Counter()
+        self.requests = Requests(self.counters)
+        self.events = HostEvents(on_error)
         self.applied: Snapshot = fence.snapshot
         self.broken = False
 
@@ -54,8 +54,8 @@ class State:
         self.events.cleared(drop_pending=True)
 
     def _rename(self, where: str, change: Callable[[Bookkeeping], None]) -> None:
-        """What is being loaded must fail, also where the bookkeeping cannot follow; then it is used no more."""
-        self.counters["poisoned_loads"] += self.requests.overtake()
+        """What is being loaded must fail, also where the bookkeeping cannot follow."""
+        self.requests.overtake()
         if self.books is not None:
             try:
                 change(self.books)
@@ -63,6 +63,6 @@ class State:
                 self.fail(where, error)
 
     def fail(self, where: str, error: Exception) -> None:
-        """An error left the books in doubt."""
+        """An error left the books in doubt: they are used no more."""
         self.broken = True
         self.on_error(where, error)

@@ -133,14 +133,6 @@ class Hit:
     sources: Mapping[Source, int] = field(default_factory=dict)
 
 
-class Commit(enum.Enum):
-    """What became of a hit that vLLM accepted."""
-
-    NOTHING = enum.auto()  # no load: zero tokens, or the plan was dropped
-    LOADING = enum.auto()  # a load job goes out with the next metadata (or is already under way)
-    DOOMED = enum.auto()  # the promise cannot be kept: no job goes out, and the request must be reported as failed
-
-
 class BlockPoolPort(Protocol):
     """vLLM's GPU block pool, by block id."""
 

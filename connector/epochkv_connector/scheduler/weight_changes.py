@@ -10,7 +10,6 @@ from typing import Any
 
 from epochkv_connector.engine import blocks
 from epochkv_connector.scheduler.admission import Admission
-from epochkv_connector.scheduler.requests import LoadEvent
 from epochkv_connector.scheduler.state import State
 from epochkv_connector.weights.adapters import Adapters
 from epochkv_connector.weights.watch import Watch
@@ -52,7 +51,7 @@ class WeightChanges:
             return
         if self._books is not None:
             self._books.saves.drop_unsent()  # of requests that have ended: no step compares what they were computed with any more
-        for record in self._requests.live():
+        for record in self._requests:
             if blocks.holds_blocks(record.vllm):
                 self._strand(record.vllm)
         self._state.apply()
@@ -106,20 +105,20 @@ class WeightChanges:
 
     def adapters_in_use(self) -> dict[int, Any]:
         """A `LoRARequest` for each adapter of a live request; one that loads in place where there is one."""
-        used = (getattr(record.vllm, "lora_request", None) for record in self._requests.live())
+        used = (getattr(record.vllm, "lora_request", None) for record in self._requests)
         adapters = sorted((one for one in used if one is not None), key=lambda one: bool(getattr(one, "load_inplace", False)))
         return {one.lora_int_id: one for one in adapters}
 
     def adapters_changed(self, numbers: set[int]) -> None:
         """These ids stand for other tensors from now on. Requests that hold blocks go on without names, and what is being loaded for
         them fails; the others are named anew before vLLM looks for them in its cache."""
-        for record in self._requests.live():
+        for record in self._requests:
             request, pin = record.vllm, self._fence.pin_of(record.vllm)
             if pin is None or pin.adapter not in numbers or self._fence.is_current(pin):
                 continue
             if blocks.holds_blocks(request):
                 self._strand(request)
-                self._state.counters["poisoned_loads"] += self._requests.on(record, LoadEvent.OVERTAKE)
+                self._requests.overtake(record)
             else:
                 self._admission.renamed(record, self._fence.repin(request, must=False), self._state.apply())
 

@@ -19,7 +19,6 @@ from epochkv_connector.scheduler.bookkeeping import Bookkeeping, StepJobs
 from epochkv_connector.scheduler.requests import LoadEvent, Requests
 from epochkv_connector.scheduler.views import (
     CacheLayout,
-    Commit,
     GroupKind,
     GroupLayout,
     RequestView,
@@ -283,7 +282,8 @@ class World:
         self.store = Store()
         self.layout = layout
         self.workers = [Worker(rank, self.store) for rank in range(ranks)]
-        self.requests = Requests()
+        self.counters: Counter[str] = Counter()
+        self.requests = Requests(self.counters)
         self.named: list[str] = []  # whom ranks were asked to report as failed, in the last step
         self.books = Bookkeeping(
             cfg,
@@ -305,18 +305,21 @@ class World:
             worker.receive(jobs, self.named)
         return jobs
 
-    def commit(self, request: RequestView, blocks: list[list[int]], num_external: int, snap: Snap) -> Commit:
-        """vLLM takes so much of a hit."""
-        outcome = self.books.loads.commit(request, blocks, num_external, snap)
-        if outcome is not Commit.NOTHING:
-            event = LoadEvent.ACCEPT if outcome is Commit.LOADING else LoadEvent.DOOM
-            self.requests.on(self.requests.see(request), event)
-        return outcome
+    def commit(self, request: RequestView, blocks: list[list[int]], num_external: int, snap: Snap) -> bool | None:
+        """vLLM takes so much of a hit. Returns whether it is loaded; None: it took nothing."""
+        if num_external == 0:
+            self.books.hits.forget_request(request.request_id)
+            return None
+        loading = self.books.loads.commit(request, blocks, num_external, snap)
+        self.requests.on(self.requests.see(request), LoadEvent.ACCEPT if loading else LoadEvent.DOOM)
+        return loading
 
     def rename(self, snap: Snap | None) -> int:
         """New names hold, or (None) everything is cleared. Returns how many loads that overtook."""
         self.books.reset() if snap is None else self.books.adopt(snap)
-        return self.requests.overtake()
+        before = self.counters["poisoned_loads"]
+        self.requests.overtake()
+        return self.counters["poisoned_loads"] - before
 
     def finish(self, request_id: str) -> None:
         """The request is over."""
@@ -371,7 +374,7 @@ class World:
         self.step()
         return blocks
 
-    def load(self, request_id: str, tokens: Sequence[int], snap: Snap, local: int = 0) -> tuple[int, Commit]:
+    def load(self, request_id: str, tokens: Sequence[int], snap: Snap, local: int = 0) -> tuple[int, bool | None]:
         """Look up and accept everything. Returns the tokens answered and what became of them."""
         hit = self.books.hits.answer(view(request_id, tokens, snap.root), local, snap)
         assert hit.num_tokens is not None

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import time
 
-from epochkv_connector.scheduler.saves import SaveDraft, SavePlanner
+from epochkv_connector.scheduler.saves import SavePlanner
 from epochkv_connector.scheduler.stock import Stock
 from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout, ScheduledRequestView
+from epochkv_connector.wire.jobs import SaveJob
 from tests.unit.connector_scheduler.rig import config
 
 ROOT = b"root"
@@ -22,13 +23,13 @@ class Saves:
         stock = Stock(config(l1_slots=num_slots), layout, 1, itertools.count(), time.monotonic)
         self.index, self.planner = stock.index, SavePlanner(stock)
 
-    def draft(self, request_id: str, num_blocks: int = 1) -> SaveDraft | None:
+    def draft(self, request_id: str, num_blocks: int = 1) -> SaveJob | None:
         """Offer this many blocks of the request."""
         hashes = [f"{request_id} {index}".encode() for index in range(num_blocks)]
         blocks = [list(range(1, num_blocks + 1)) for _ in range(self.num_groups)]
         return self.planner.draft(ScheduledRequestView(request_id, 4 * num_blocks, hashes, 4, ROOT, blocks), None, 0)
 
-    def end(self, draft: SaveDraft | None) -> None:
+    def end(self, draft: SaveJob | None) -> None:
         """The save was copied and nothing of it is kept."""
         assert draft is not None
         self.planner.over(draft.moves)

@@ -6,7 +6,7 @@ import pytest
 
 from epochkv_connector.scheduler.lookup import MAX_KEYS_PER_QUERY, READ_LEASE_SECONDS
 from epochkv_connector.scheduler.plans import PLAN_TTL_SECONDS, PLAN_TTL_STEPS
-from epochkv_connector.scheduler.views import CacheLayout, Commit, GroupKind, GroupLayout
+from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout
 from epochkv_connector.wire.jobs import Source
 from tests.unit.connector_scheduler.rig import (
     FULL,
@@ -46,7 +46,7 @@ def test_what_was_saved_is_found_in_l1(cfg, layout) -> None:
     world = World(cfg, layout)
     world.free(world.save("a", PROMPT, SNAP))
     world.books.finish("a")
-    assert world.load("b", PROMPT, SNAP) == (40, Commit.LOADING)
+    assert world.load("b", PROMPT, SNAP) == (40, True)
     (job,) = world.step().loads
     assert {move.source for move in job.moves} == {Source.HOST}
     assert world.books.loads.sources("b") == {}
@@ -62,7 +62,7 @@ def test_what_another_engine_saved_is_found_in_l2(cfg, layout) -> None:
     world = World(cfg, layout)
     stored(world, PROMPT, layout)
     world.books.hits.begin(view("b", PROMPT, SNAP.root), SNAP)
-    assert world.load("b", PROMPT, SNAP) == (40, Commit.LOADING)
+    assert world.load("b", PROMPT, SNAP) == (40, True)
     assert world.books.loads.sources("b") == {Source.STORE: 40}
     (job,) = world.step().loads
     assert {move.source for move in job.moves} == {Source.STORE}
@@ -263,7 +263,7 @@ def planned(cfg=BOTH, layout: CacheLayout = FULL, l1_tokens: int = 20) -> World:
     return world
 
 
-def commit(world: World, num: int, snap=SNAP, blocks=None) -> Commit:
+def commit(world: World, num: int, snap=SNAP, blocks=None) -> bool | None:
     blocks = world.allocate(0, max(num, 0)) if blocks is None else blocks
     return world.commit(view("b", PROMPT, SNAP.root), blocks, num, snap)
 
@@ -271,7 +271,7 @@ def commit(world: World, num: int, snap=SNAP, blocks=None) -> Commit:
 @pytest.mark.parametrize("num", [4, 16, 20, 24, 40])
 def test_a_shrunk_hit_loads_what_was_accepted_and_frees_the_rest(num: int) -> None:
     world = planned()
-    assert commit(world, num) is Commit.LOADING
+    assert commit(world, num) is True
     host = min(num, 20)
     assert world.books.loads.sources("b") == {s: n for s, n in {Source.HOST: host, Source.STORE: num - host}.items() if n}
     report = world.books.leak_report()
@@ -285,14 +285,14 @@ def test_a_shrunk_hit_loads_what_was_accepted_and_frees_the_rest(num: int) -> No
 
 def test_a_second_commit_changes_nothing() -> None:
     world = planned()
-    assert commit(world, 40) is Commit.LOADING
+    assert commit(world, 40) is True
     before = world.books.leak_report()
-    assert commit(world, 40) is Commit.LOADING
+    assert commit(world, 40) is True
     assert world.books.leak_report() == before
     assert len(world.step().loads) == 1
-    assert commit(world, 40) is Commit.LOADING
+    assert commit(world, 40) is True
     assert world.step().loads == ()
-    assert commit(world, 0) is Commit.NOTHING
+    assert commit(world, 0) is None
     assert world.books.loads.is_open("b")
     world.work()
     world.assert_idle()
@@ -300,7 +300,7 @@ def test_a_second_commit_changes_nothing() -> None:
 
 def test_zero_tokens_abort_also_with_real_blocks() -> None:
     world = planned()
-    assert commit(world, 0, blocks=[[1, 2, 3]]) is Commit.NOTHING
+    assert commit(world, 0, blocks=[[1, 2, 3]]) is None
     assert world.books.stats()["plans_aborted"] == 1
     assert world.step().loads == ()
     world.books.finish("b")
@@ -318,8 +318,8 @@ def test_zero_tokens_abort_also_with_real_blocks() -> None:
 )
 def test_a_promise_that_cannot_be_kept_dooms_the_request(num: int, snap, blocks, why: str) -> None:
     world = planned()
-    assert commit(world, num, snap, blocks) is Commit.DOOMED, why
-    assert commit(world, num, snap, blocks) is Commit.DOOMED
+    assert commit(world, num, snap, blocks) is False, why
+    assert commit(world, num, snap, blocks) is False
     step = world.step()
     assert (step.loads, world.named) == ((), ["b"])
     world.books.finish("b")
@@ -328,7 +328,7 @@ def test_a_promise_that_cannot_be_kept_dooms_the_request(num: int, snap, blocks,
 
 def test_a_hit_without_a_plan_is_doomed() -> None:
     world = World(L1)
-    assert commit(world, 8) is Commit.DOOMED
+    assert commit(world, 8) is False
     world.step()
     assert world.named == ["b"]
 
@@ -336,14 +336,14 @@ def test_a_hit_without_a_plan_is_doomed() -> None:
 def test_a_shrunk_window_is_taken_from_l1_or_doomed() -> None:
     # 24 tokens end with the window of blocks 4 and 5 (5 tokens before the next); the plan for 40 holds blocks 8 and 9.
     world = planned(layout=SLIDING_FIRST, l1_tokens=24)
-    assert commit(world, 24) is Commit.LOADING
+    assert commit(world, 24) is True
     (job,) = world.step().loads
     assert [move.block for move in job.moves if move.group == 0] == [4, 5]
     world.work()
     world.books.finish("b")
     world.assert_idle()
     world = planned(layout=SLIDING_FIRST, l1_tokens=24)
-    assert commit(world, 32) is Commit.DOOMED
+    assert commit(world, 32) is False
     world.step()
     world.books.finish("b")
     world.assert_idle()
@@ -353,7 +353,7 @@ def test_a_block_that_vllm_would_cache_unfilled_dooms_the_request() -> None:
     world = planned(layout=SLIDING_FIRST)
     blocks = world.allocate(0, 40)
     blocks[0][6] = world.pool.new()  # below the window, yet allocated: vLLM would cache it under its name
-    assert commit(world, 40, blocks=blocks) is Commit.DOOMED
+    assert commit(world, 40, blocks=blocks) is False
 
 
 def test_a_finished_request_gives_its_plan_back() -> None:
@@ -390,7 +390,7 @@ def test_the_oldest_plan_goes_when_plans_hold_too_much() -> None:
     assert world.books.stats()["plans_over_cap"] == 1
     for request_id, tokens in list(prompts.items())[1:]:
         blocks = world.allocate(0, 20)
-        assert world.commit(view(request_id, tokens, SNAP.root), blocks, 20, SNAP) is Commit.LOADING
+        assert world.commit(view(request_id, tokens, SNAP.root), blocks, 20, SNAP) is True
 
 
 def test_a_hit_is_cut_to_the_slots_that_can_be_had() -> None:
@@ -398,10 +398,10 @@ def test_a_hit_is_cut_to_the_slots_that_can_be_had() -> None:
     stored(world, PROMPT)
     assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 32
     assert world.books.stats()["hits_shrunk"] >= 1
-    assert commit(world, 20) is Commit.LOADING
+    assert commit(world, 20) is True
     assert world.books.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP).num_tokens == 12
     assert world.books.hits.answer(view("d", PROMPT, SNAP.root), 0, SNAP).num_tokens == 12, "c's older plan made room"
-    assert commit(world, 20) is Commit.LOADING
+    assert commit(world, 20) is True
     world.step()
     world.work()
     for request_id in "bcd":
@@ -444,7 +444,7 @@ def test_a_hit_that_lacks_slots_waits_two_steps_for_saves_that_give_theirs_back(
 def test_a_load_longer_than_the_ring_uses_its_slots_in_turns() -> None:
     world = World(config(l2=True, staging_slots=16))
     stored(world, PROMPT)
-    assert world.load("b", PROMPT, SNAP) == (40, Commit.LOADING)
+    assert world.load("b", PROMPT, SNAP) == (40, True)
     (job,) = world.step().loads
     assert [move.block for move in job.moves] == list(range(10))
     assert [move.slot == job.moves[turn % 2].slot for turn, move in enumerate(job.moves)] == [True] * 10
@@ -462,7 +462,7 @@ def test_a_ring_without_a_free_slot_is_a_miss_and_a_shrunk_hit_gives_back_what_i
     stored(world, PROMPT)
     requests = [f"r{number}" for number in range(9)]
     answers = [world.load(request, PROMPT, SNAP) for request in requests]
-    assert answers == [(40, Commit.LOADING)] * 8 + [(0, Commit.NOTHING)]
+    assert answers == [(40, True)] * 8 + [(0, None)]
     assert world.books.leak_report()["reserved_slots"] == 8
     world.step()
     world.work()
@@ -473,13 +473,13 @@ def test_a_ring_without_a_free_slot_is_a_miss_and_a_shrunk_hit_gives_back_what_i
     world = World(config(l2=True, staging_slots=17))
     stored(world, PROMPT)
     for request in requests:
-        assert world.load(request, PROMPT, SNAP) == (40, Commit.LOADING), "the last one gets the only slot that is left"
+        assert world.load(request, PROMPT, SNAP) == (40, True), "the last one gets the only slot that is left"
     assert world.books.leak_report()["reserved_slots"] == 17
     world = World(config(l2=True, staging_slots=40))
     stored(world, PROMPT)
     assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 40
     assert world.books.leak_report()["reserved_slots"] == 5
-    assert world.commit(view("b", PROMPT, SNAP.root), world.allocate(0, 8), 8, SNAP) is Commit.LOADING
+    assert world.commit(view("b", PROMPT, SNAP.root), world.allocate(0, 8), 8, SNAP) is True
     assert world.books.leak_report()["reserved_slots"] == 2, "two blocks need no five slots"
     world.step()
     world.work()
@@ -490,7 +490,7 @@ def test_a_ring_without_a_free_slot_is_a_miss_and_a_shrunk_hit_gives_back_what_i
 def test_a_load_in_turns_that_loses_a_block_is_not_believed_at_all() -> None:
     world = World(config(l2=True, staging_slots=16))
     stored(world, PROMPT)
-    assert world.load("b", PROMPT, SNAP) == (40, Commit.LOADING)
+    assert world.load("b", PROMPT, SNAP) == (40, True)
     world.step()
     world.work("partial")  # the last block; its slot was filled for four others before
     assert world.books.stats()["known_in_store"] == 0
@@ -508,8 +508,8 @@ def test_allocation_for_one_hit_never_takes_blocks_of_another_hit_of_the_step() 
     world.free(world.save("other", [2000 + token for token in range(21)], SNAP))
     world.books.finish("other")
     stored(world, y)
-    assert world.load("y", y, SNAP) == (20, Commit.LOADING)
-    assert world.load("x", x, SNAP) == (20, Commit.LOADING)
+    assert world.load("y", y, SNAP) == (20, True)
+    assert world.load("x", x, SNAP) == (20, True)
     job_y, job_x = world.step().loads
     assert not {move.slot for move in job_y.moves} & {move.slot for move in job_x.moves}
     world.work()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from epochkv_connector.scheduler.views import Commit
 from epochkv_connector.wire.jobs import JobAck, Phase
 from tests.unit.connector_scheduler.rig import (
     World,
@@ -112,7 +111,7 @@ def test_a_partly_failed_save_indexes_what_every_rank_managed() -> None:
 def test_a_block_that_was_gone_is_not_believed_any_more() -> None:
     world = planned()
     world.store.objects.clear()
-    assert commit(world, 40) is Commit.LOADING
+    assert commit(world, 40) is True
     world.step()
     world.work()
     assert world.workers[0].reports == [("b", True)]
@@ -125,14 +124,14 @@ def test_a_block_that_was_gone_is_not_believed_any_more() -> None:
 def test_slots_of_a_timed_out_load_are_nobodys_until_the_rank_says_so() -> None:
     world = World(config(l2=True, staging_slots=20))
     stored(world, PROMPT)
-    assert world.load("b", PROMPT, SNAP) == (40, Commit.LOADING)
+    assert world.load("b", PROMPT, SNAP) == (40, True)
     (job,) = world.step().loads
     world.work("late")
     world.books.finish("b")
     assert not world.books.loads.is_open("b")
     assert world.books.leak_report()["busy_slots"] == 2, "an eighth of the ring"
     stored(world, [1000 + token for token in range(41)])
-    assert world.load("c", [1000 + token for token in range(41)], SNAP) == (40, Commit.LOADING)
+    assert world.load("c", [1000 + token for token in range(41)], SNAP) == (40, True)
     (other,) = world.step().loads
     assert not {move.slot for move in other.moves} & {move.slot for move in job.moves}
     world.books.on_acks(world.workers[0].release())
@@ -144,7 +143,7 @@ def test_slots_of_a_timed_out_load_are_nobodys_until_the_rank_says_so() -> None:
 def test_a_load_that_some_rank_lacks_is_not_indexed() -> None:
     world = World(config(l1_slots=100, l2=True, ranks=2), ranks=2)
     stored(world, PROMPT)
-    assert world.load("b", PROMPT, SNAP) == (40, Commit.LOADING)
+    assert world.load("b", PROMPT, SNAP) == (40, True)
     world.step()
     world.books.on_acks(world.workers[0].work("ok"))
     assert world.books.loads.is_open("b")
@@ -161,7 +160,7 @@ def test_a_load_that_some_rank_lacks_is_not_indexed() -> None:
 @pytest.mark.parametrize("change", ["adopt", "reset"])
 def test_after_a_change_nothing_old_is_found_and_loads_are_named(change: str) -> None:
     world = planned()
-    assert commit(world, 40) is Commit.LOADING
+    assert commit(world, 40) is True
     world.books.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP)
     now = snap_of(2) if change == "adopt" else SNAP
     assert world.rename(now if change == "adopt" else None) == 1
@@ -236,7 +235,7 @@ def test_a_small_tracker_is_the_bound() -> None:
 def test_a_failed_load_leaves_the_tracker() -> None:
     world = World(config(l1_slots=50, tracker=True))
     world.free(world.save("a", PROMPT, SNAP))
-    assert world.load("b", PROMPT, SNAP) == (40, Commit.LOADING)
+    assert world.load("b", PROMPT, SNAP) == (40, True)
     (job,) = world.step().loads
     failed = (job.moves[3].slot, job.moves[5].slot)
     world.books.on_acks([JobAck(job.job_id, 0, Phase.LOADED, 0, 8, True, (), failed)])

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epochkv_connector.scheduler.requests import LoadState
-from epochkv_connector.scheduler.views import CacheLayout, Commit, GroupKind, RequestView
+from epochkv_connector.scheduler.views import CacheLayout, GroupKind, RequestView
 from epochkv_connector.wire.jobs import LoadJob, Phase, SaveJob, Source
 from tests.unit.connector_scheduler.rig import HASH_BLOCK, LAYOUTS, Snap, World, chain, config, scheduled, snap_of, view
 
@@ -159,14 +159,14 @@ class Schedule:
         self.world.compute(live.blocks, request.block_hashes, 0, local)
         outcome = self.world.commit(request, live.blocks, num_external, self.snap)
         if num_external == 0:
-            assert outcome is Commit.NOTHING
+            assert outcome is None
             live.state, live.computed = "running", local
             return
         live.state, live.loaded_to = "loading", local + num_external
-        live.poisoned = outcome is Commit.DOOMED
-        assert self.world.books.loads.is_open(live.request_id) == (outcome is Commit.LOADING)
-        if outcome is Commit.LOADING and self.random.random() < 0.2:
-            assert self.world.commit(request, live.blocks, num_external, self.snap) is Commit.LOADING
+        live.poisoned = outcome is False
+        assert self.world.books.loads.is_open(live.request_id) == (outcome is True)
+        if outcome is True and self.random.random() < 0.2:
+            assert self.world.commit(request, live.blocks, num_external, self.snap) is True
 
     def finish(self) -> None:
         """A request ends, or is cancelled in whatever state it is."""
@@ -176,7 +176,7 @@ class Schedule:
                 live.finished = True
                 self.world.finish(live.request_id)
                 planner = self.world.books.hits
-                assert planner._plans.get(live.request_id) is None, "a cancelled request keeps its plan"
+                assert planner.plans.get(live.request_id) is None, "a cancelled request keeps its plan"
                 assert planner._lookups is None or live.request_id not in planner._lookups._queries
             if live.state != "loading":
                 self._remove(live)

@@ -7,7 +7,6 @@ import logging
 import pytest
 
 from epochkv_connector.scheduler.pause import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, MAX_FAILURES
-from epochkv_connector.scheduler.views import Commit
 from epochkv_connector.wire.jobs import LoadJob
 from tests.unit.connector_scheduler.rig import World, chain, config, snap_of, view
 
@@ -39,7 +38,7 @@ def hit(world: World, number: int) -> int:
 def begin(world: World, number: int) -> LoadJob:
     """A request accepts its hit of 40 tokens."""
     stored(world, number)
-    assert world.load(f"r{number}", prompt(number), SNAP) == (40, Commit.LOADING)
+    assert world.load(f"r{number}", prompt(number), SNAP) == (40, True)
     (job,) = world.step().loads
     return job
 
