@@ -60,10 +60,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerRole(
-                *(self._epochkv_config, self._vllm_config, self._kv_cache_config),
-                guard=self._guard,
-                reporter=self._reporter,
-                local_worker=self._find_local_worker,
+                *(self._epochkv_config, self._vllm_config, self._kv_cache_config), *(self._guard, self._reporter, self._find_local_worker)
             )
         else:
             self._engine_id = str(self._kv_transfer_config.engine_id)
@@ -84,9 +81,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning(
                 "EpochKV: L1 takes %s of the %s of %s as it fills: where vLLM needs more than the rest, the kernel ends this engine; "
                 "lower local.capacity_bytes, or raise that limit",
-                gib(num_bytes),
-                gib(found.num_bytes),
-                found.source,
+                *(gib(num_bytes), gib(found.num_bytes), found.source),
             )
 
     def _find_local_worker(self) -> WorkerSide | None:
@@ -133,11 +128,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             renamed = self._isolate(request)
             return (None if renamed and not request.skip_reading_prefix_cache else 0), False
 
-        return self._guard.run(
-            "get_num_new_matched_tokens",
-            lambda: self.side.admission.answer(request, num_computed_tokens),
-            miss,
-        )
+        return self._guard.run("get_num_new_matched_tokens", lambda: self.side.admission.answer(request, num_computed_tokens), miss)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Commit or abort the plan of the last answer."""
@@ -182,9 +173,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_block_frees(self) -> bool:
         """Whether waiting for a save would release blocks instead of a preemption."""
         return self._guard.run(
-            "has_pending_block_frees",
-            lambda: self.side.books is not None and self.side.books.saves.would_free_gpu_blocks(),
-            lambda: False,
+            "has_pending_block_frees", lambda: self.side.books is not None and self.side.books.saves.would_free_gpu_blocks(), lambda: False
         )
 
     def reset_cache(self) -> bool:
@@ -288,11 +277,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
+        cls, vllm_config: Any, metric_types: dict[Any, Any], labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
     ) -> EpochKVPromMetrics:
         """Prometheus series `vllm:epochkv_*`."""
         return EpochKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

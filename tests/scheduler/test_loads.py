@@ -149,7 +149,7 @@ def test_without_the_cooldown_the_same_load_is_tried_again_and_hangs(make_rig: M
     rig, tokens = filled(make_rig, num_blocks=10)
     rig.workers[0].fail_loads = lambda job: True
     monkeypatch.setattr(rig.books.loads, "loaded", lambda done: None)  # keep the failed blocks in the index: hit again
-    monkeypatch.setitem(TRANSITIONS, (LoadState.SENT, LoadEvent.FAIL), LoadState.NONE)
+    monkeypatch.setitem(TRANSITIONS[LoadState.SENT], LoadEvent.FAIL, LoadState.NONE)
     request = rig.add(tokens)
     with pytest.raises(AssertionError, match="not idle"):
         rig.run(50)

@@ -126,7 +126,7 @@ class Names:
     def _new(self) -> Any:
         rig = self._make(Engine, store=self.store, **self._options)
         rig.fence._roots = OwnRoot(rig.fence.snapshot.root)
-        rig.side.weights._propose = self._proposed
+        rig.side.weights.link.propose = self._proposed
         rig.watch._clock = lambda: self.now
         rig.watch._scheduled_at = rig.watch._suspected_at = self.now
         rig.watch._look_at = 0.0

@@ -413,7 +413,7 @@ def test_engines_with_equal_weights_share_whichever_way_they_got_them(make_rig: 
 def late_hit(rig: Any) -> list[int]:
     """Somebody writes past vLLM while a step is under way; what was asked for."""
     asked: list[int] = []
-    rig.side.weights._propose = asked.append
+    rig.side.weights.link.propose = asked.append
     rig.add(prompt(5, LENGTH))
     output = rig.scheduler.schedule()
     rig.write_past("w1")
@@ -614,7 +614,7 @@ def test_a_rank_that_holds_other_weights_after_the_step_stores_nothing_anywhere(
     rig = make_rig(store=store, num_ranks=2)
     rig.adopt(0)
     asked: list[int] = []
-    rig.side.weights._propose = asked.append
+    rig.side.weights.link.propose = asked.append
     rig.add(TOKENS, max_tokens=4)
     output = rig.scheduler.schedule()
     rig.write_past("w1", rank)
@@ -929,9 +929,9 @@ def test_an_error_of_ours_behind_a_step_never_reaches_vllm_and_leaves_nothing_na
     rig.add(prompt(5, LENGTH), max_tokens=3)
     output = rig.scheduler.schedule()
     rig.write_past("w1")
-    target = {"late": rig.watch, "suspect": rig.watch, "end": rig.fence, "propose": rig.side.weights}[place]
+    target = {"late": rig.watch, "suspect": rig.watch, "end": rig.fence, "propose": rig.side.weights.link}[place]
     with monkeypatch.context() as patched:
-        patched.setattr(target, "_propose" if place == "propose" else place, broken)
+        patched.setattr(target, place, broken)
         rig.update(output)
     assert rig.connector._guard.errors
     rig.run()

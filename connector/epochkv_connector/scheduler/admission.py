@@ -23,15 +23,11 @@ class Admission:
 
     Args:
         loads_off: why loads are never answered, or None.
-
-    Attributes:
-        hash_block_size: tokens of a hash block; known before the first request.
     """
 
     def __init__(self, state: State, loads_off: str | None) -> None:
         self._state, self._fence, self._requests, self._books = state, state.fence, state.requests, state.books
         self._loads_off = loads_off
-        self.hash_block_size = 0
 
     def arrive(self, request: Any) -> None:
         """Pin a new request, and begin its L2 lookup."""
@@ -63,7 +59,7 @@ class Admission:
             request_id=request.request_id,
             num_tokens=request.num_tokens,
             block_hashes=request.block_hashes,
-            hash_block_size=self.hash_block_size,
+            hash_block_size=self._state.hash_block_size,
             root=snapshot.root,
         )
 

@@ -131,10 +131,9 @@ class SchedulerRole:
             config,
             fence,
             self.tiers.books if self.tiers is not None else None,
+            self._link,
             loads_off=loads_off,
             saves_off=saves_off,
-            propose=self._link.propose,
-            poke=self._link.poke,
             local_worker=local_worker,
             tokens_per_step=topology.tokens_per_step(vllm_config),
             on_error=guard.note,
@@ -151,13 +150,8 @@ class SchedulerRole:
                 "set PYTHONHASHSEED to one value in the whole pool, or use --prefix-caching-hash-algo sha256",
                 self.hashing.algorithm,
             )
-        identity = PoolIdentity(
-            config.pool.uid,
-            self.fingerprint,
-            credentials.secret,
-            l2_allowed=not random_seed,
-            adapters_applied=describe.describe_adapters(vllm_config),
-        )
+        applied = describe.describe_adapters(vllm_config)
+        identity = PoolIdentity(config.pool.uid, self.fingerprint, credentials.secret, not random_seed, applied)
         policy = FencePolicy(
             has_hub=credentials.problem is None,
             use_private=config.hub is None,

@@ -105,8 +105,6 @@ class Bookkeeping:
                 else:
                     self.saves.apply(outcome)
 
-    # -- names change --------------------------------------------------------------------------------------------
-
     def adopt(self, snap: Snapshot) -> None:
         """New names hold. Plans, queries and remembered answers go; L1 of another root is first to be evicted."""
         if self.stock.rename(snap.root):
@@ -122,8 +120,6 @@ class Bookkeeping:
     def _abandon(self) -> None:
         self.saves.planner.clear()
         self.loads.abandon()
-
-    # -- what is open --------------------------------------------------------------------------------------------
 
     def leak_report(self) -> dict[str, int]:
         """Everything that must be 0 when no request lives and every job is acknowledged."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from epochkv_connector.config.keys import ConnectorConfig
 from epochkv_connector.engine import blocks, patches
+from epochkv_connector.hub_link import HubLink
 from epochkv_connector.naming.fence import TAG_KEY, Fence
 from epochkv_connector.scheduler.admission import Admission
 from epochkv_connector.scheduler.bookkeeping import Bookkeeping
@@ -26,9 +27,8 @@ class SchedulerSide:
 
     Args:
         books: bookkeeping of the tiers; None when no tier is configured (the fence still works).
+        link: to the hub, which is told of changes of weights and of local resets.
         loads_off, saves_off: why loads are never answered, or nothing is saved; or None.
-        propose: asks the hub for an epoch after a local reset; None: do not ask.
-        poke: has the hub told at once, of a change of weights and of a local reset.
         local_worker: finds the worker half when it lives in this process.
         tokens_per_step: new tokens that a request may get in one step, at most.
         on_error: told of errors that were dealt with here.
@@ -43,33 +43,30 @@ class SchedulerSide:
         config: ConnectorConfig,
         fence: Fence,
         books: Bookkeeping | None,
+        link: HubLink,
         *,
-        loads_off: str | None = None,
-        saves_off: str | None = None,
-        propose: Callable[[int], None] | None = None,
-        poke: Callable[[], None] = lambda: None,
-        local_worker: Callable[[], LocalWorker | None] = lambda: None,
-        tokens_per_step: int = 1,
-        on_error: Callable[[str, Exception], None] = lambda where, error: None,
+        loads_off: str | None,
+        saves_off: str | None,
+        local_worker: Callable[[], LocalWorker | None],
+        tokens_per_step: int,
+        on_error: Callable[[str, Exception], None],
     ) -> None:
         self._has_l1 = config.local is not None
-        self._poke = poke
         self.state = state = State(fence, books, on_error)
         self.fence, self.books, self.requests, self.counters = fence, books, state.requests, state.counters
         self.admission = Admission(state, loads_off)
-        self.weights = WeightChanges(state, self.admission, propose, poke)
-        self.steps = Steps(state, self.weights, Offers(fence, state.requests, tokens_per_step), saves_off, local_worker)
+        self.weights = WeightChanges(state, self.admission, link)
+        self.steps = Steps(state, self.weights, Offers(state, tokens_per_step), saves_off, local_worker)
 
     def bind(self, manager: Any, block_pool: Any, hash_block_size_sink: Any) -> None:
         """The cache manager exists: learn the hash block size and reach the GPU block pool."""
-        size = blocks.hash_block_size_of(block_pool)
+        state = self.state
+        state.manager, state.pool, state.hash_block_size = manager, block_pool, blocks.hash_block_size_of(block_pool)
+        hash_block_size_sink.hash_block_size = state.hash_block_size
         patches.before_reset(manager, self.steps.let_go)
-        self.weights.bind(manager, block_pool)
-        self.steps.offers.bind(manager, size)
-        self.admission.hash_block_size = hash_block_size_sink.hash_block_size = size
         if self.books is not None:
             self.books.bind_block_pool(blocks.BlockPoolAdapter(block_pool))
-        self.state.events.bind(block_pool, self.books if self._has_l1 else None)
+        state.events.bind(block_pool, self.books if self._has_l1 else None)
 
     def on_new_request(self, request: Any) -> None:
         """Pin, and begin the L2 lookup."""
@@ -102,7 +99,7 @@ class SchedulerSide:
         self.counters["local_resets"] += 1
         if rotated:
             self.weights.ask_for_next_epoch()
-            self._poke()
+            self.weights.link.poke()
         return True
 
     @property

@@ -99,8 +99,6 @@ class Loads:
             self._stock.pause.begin(req.request_id)
         return True
 
-    # -- binding -------------------------------------------------------------------------------------------------
-
     def _bind(self, req: RequestView, plan: Plan, num_tokens: int, group_block_ids: Sequence[Sequence[int]]) -> LoadDraft | None:
         """Moves for the accepted tokens; takes their holds out of the plan. None if any block is not covered.
 
@@ -166,8 +164,6 @@ class Loads:
             moves.append(BlockMove(span.group, block, gpu_block, slot, name, Source.STORE if slot == ABSENT else Source.HOST))
         dropped += left.values()
         return True
-
-    # -- under way -----------------------------------------------------------------------------------------------
 
     def sources(self, request_id: str) -> Mapping[Source, int]:
         """Tokens by tier of the hit accepted in this step (for vLLM's metrics)."""

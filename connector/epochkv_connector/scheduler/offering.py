@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from epochkv_connector.engine import blocks
-from epochkv_connector.naming.fence import Fence
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.boundaries import Boundaries
-from epochkv_connector.scheduler.requests import Request, Requests
+from epochkv_connector.scheduler.requests import Request
 from epochkv_connector.scheduler.saves import SavePlanner
+from epochkv_connector.scheduler.state import State
 from epochkv_connector.scheduler.views import ScheduledRequestView
 
 
@@ -23,26 +23,16 @@ class Offers:
 
     Args:
         tokens_per_step: new tokens that a request may get in one step, at most.
-
-    Attributes:
-        hash_block_size: tokens of a hash block; known before the first step.
     """
 
-    def __init__(self, fence: Fence, requests: Requests, tokens_per_step: int) -> None:
-        self._fence = fence
-        self._requests = requests
+    def __init__(self, state: State, tokens_per_step: int) -> None:
+        self._state, self._fence, self._requests = state, state.fence, state.requests
         self._boundaries = Boundaries(tokens_per_step)
         self._under: Snapshot | None = None  # what held when requests were last looked at
-        self._manager: Any = None
-        self.hash_block_size = 0
-
-    def bind(self, kv_cache_manager: Any, hash_block_size: int) -> None:
-        """The cache manager exists; before the first step."""
-        self._manager, self.hash_block_size = kv_cache_manager, hash_block_size
 
     def of_step(self, saves: SavePlanner, scheduler_output: Any, snapshot: Snapshot) -> Iterable[ScheduledRequestView]:
         """Requests with something new to save: another complete block, or slots for what was left out before."""
-        size, boundaries = self.hash_block_size, self._boundaries
+        size, boundaries = self._state.hash_block_size, self._boundaries
         scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
         if snapshot is not self._under:
             self._under = snapshot
@@ -79,7 +69,7 @@ class Offers:
     def _view(self, record: Request, confirmed: int, snapshot: Snapshot, *, again: bool = False) -> ScheduledRequestView | None:
         """The request with its complete blocks, or None if none is new (and not `again`) or none may be saved."""
         request: Any = record.vllm
-        complete = min(confirmed // self.hash_block_size, len(request.block_hashes))
+        complete = min(confirmed // self._state.hash_block_size, len(request.block_hashes))
         if complete <= record.num_offered and not again:
             return None
         pin = self._fence.pin_of(request)
@@ -90,9 +80,9 @@ class Offers:
             request_id=record.request_id,
             num_confirmed_tokens=confirmed,
             block_hashes=request.block_hashes,
-            hash_block_size=self.hash_block_size,
+            hash_block_size=self._state.hash_block_size,
             root=snapshot.root,
-            group_block_ids=blocks.group_block_ids(self._manager, record.request_id),
+            group_block_ids=blocks.group_block_ids(self._state.manager, record.request_id),
         )
 
     def forget(self, request_id: str) -> None:

@@ -44,33 +44,19 @@ class LoadEvent(enum.Enum):
     FINISH = "the request has ended"
 
 
-TRANSITIONS: dict[tuple[LoadState, LoadEvent], LoadState] = {
-    (LoadState.NONE, LoadEvent.ACCEPT): LoadState.ACCEPTED,
-    (LoadState.NONE, LoadEvent.DOOM): LoadState.DOOMED,
-    (LoadState.NONE, LoadEvent.FAIL): LoadState.FAILED,  # of another connector beside this one
-    (LoadState.NONE, LoadEvent.DISTRUST): LoadState.REPEATED,
-    (LoadState.ACCEPTED, LoadEvent.SEND): LoadState.SENT,
-    (LoadState.ACCEPTED, LoadEvent.OVERTAKE): LoadState.OVERTAKEN,
-    (LoadState.ACCEPTED, LoadEvent.DOOM): LoadState.DOOMED,
-    (LoadState.OVERTAKEN, LoadEvent.SEND): LoadState.POISONED,
-    (LoadState.OVERTAKEN, LoadEvent.DOOM): LoadState.DOOMED,
-    (LoadState.OVERTAKEN, LoadEvent.FINISH): LoadState.ACCEPTED,  # nobody will use what it brings
-    (LoadState.SENT, LoadEvent.OVERTAKE): LoadState.POISONED,
-    (LoadState.SENT, LoadEvent.SUCCEED): LoadState.NONE,
-    (LoadState.SENT, LoadEvent.FAIL): LoadState.FAILED,
-    (LoadState.SENT, LoadEvent.DISTRUST): LoadState.REPEATED,
-    (LoadState.POISONED, LoadEvent.SUCCEED): LoadState.REPEATED,
-    (LoadState.POISONED, LoadEvent.FAIL): LoadState.FAILED,
-    (LoadState.POISONED, LoadEvent.DISTRUST): LoadState.REPEATED,
-    (LoadState.POISONED, LoadEvent.FINISH): LoadState.SENT,
-    (LoadState.REPEATED, LoadEvent.SUCCEED): LoadState.NONE,
-    (LoadState.REPEATED, LoadEvent.FAIL): LoadState.FAILED,
-    (LoadState.DOOMED, LoadEvent.SUCCEED): LoadState.NONE,
-    (LoadState.DOOMED, LoadEvent.FAIL): LoadState.FAILED,
-    (LoadState.FAILED, LoadEvent.ACCEPT): LoadState.ACCEPTED,
-    (LoadState.FAILED, LoadEvent.DOOM): LoadState.DOOMED,
-    (LoadState.FAILED, LoadEvent.SCHEDULE): LoadState.NONE,
-    (LoadState.FAILED, LoadEvent.FINISH): LoadState.NONE,
+_S, _E = LoadState, LoadEvent
+
+TRANSITIONS: dict[LoadState, dict[LoadEvent, LoadState]] = {
+    # FAIL without a load: it was another connector's, beside this one.
+    _S.NONE: {_E.ACCEPT: _S.ACCEPTED, _E.DOOM: _S.DOOMED, _E.FAIL: _S.FAILED, _E.DISTRUST: _S.REPEATED},
+    _S.ACCEPTED: {_E.SEND: _S.SENT, _E.OVERTAKE: _S.OVERTAKEN, _E.DOOM: _S.DOOMED},
+    # FINISH: nobody will use what it brings.
+    _S.OVERTAKEN: {_E.SEND: _S.POISONED, _E.DOOM: _S.DOOMED, _E.FINISH: _S.ACCEPTED},
+    _S.SENT: {_E.OVERTAKE: _S.POISONED, _E.SUCCEED: _S.NONE, _E.FAIL: _S.FAILED, _E.DISTRUST: _S.REPEATED},
+    _S.POISONED: {_E.SUCCEED: _S.REPEATED, _E.FAIL: _S.FAILED, _E.DISTRUST: _S.REPEATED, _E.FINISH: _S.SENT},
+    _S.REPEATED: {_E.SUCCEED: _S.NONE, _E.FAIL: _S.FAILED},
+    _S.DOOMED: {_E.SUCCEED: _S.NONE, _E.FAIL: _S.FAILED},
+    _S.FAILED: {_E.ACCEPT: _S.ACCEPTED, _E.DOOM: _S.DOOMED, _E.SCHEDULE: _S.NONE, _E.FINISH: _S.NONE},
 }
 """Every other event changes nothing: it comes twice, or too late."""
 
@@ -141,11 +127,9 @@ class Requests:
         if record.load is not LoadState.NONE:
             self._ended[request_id] = record
 
-    # -- loads -------------------------------------------------------------------------------------------------------
-
     def on(self, record: Request, event: LoadEvent) -> bool:
         """Something happens to the request's load. Returns whether that changes anything."""
-        after = TRANSITIONS.get((record.load, event))
+        after = TRANSITIONS[record.load].get(event)
         if after is None:
             return False
         self._move(record, after)

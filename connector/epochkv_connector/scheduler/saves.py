@@ -154,8 +154,6 @@ class Saves:
         self._agreed: list[int] = []  # saves that ranks wait to hear of
         self._refused: list[int] = []
 
-    # -- what is saved -----------------------------------------------------------------------------------------------
-
     def collect(self, views: Iterable[ScheduledRequestView], snap: Snapshot) -> Sequence[SaveJob]:
         """Take slots and GPU references for new blocks of these requests: after all lookups of a step, or between steps.
 
@@ -183,8 +181,6 @@ class Saves:
         self._jobs.append(job)
         self._stock.counts["saves_emitted"] += 1
 
-    # -- what goes out -----------------------------------------------------------------------------------------------
-
     def end_step(self) -> tuple[tuple[SaveJob, ...], tuple[int, ...], tuple[int, ...]]:
         """The step's jobs, and earlier saves that every rank has copied, or some rank has not."""
         step = tuple(self._jobs), tuple(self._agreed), tuple(self._refused)
@@ -210,8 +206,6 @@ class Saves:
             self.pool.free(blocks)
         return bool(blocks)
 
-    # -- what has ended ----------------------------------------------------------------------------------------------
-
     def apply(self, outcome: Outcome) -> None:
         """Every rank has ended a part of a save, or touches slots of a job no more."""
         match outcome:
@@ -234,8 +228,6 @@ class Saves:
         if not done.abandoned:
             self._stock.copied(done)
 
-    # -- what is open ------------------------------------------------------------------------------------------------
-
     def is_pending(self) -> bool:
         """Whether a save may still read GPU blocks, or ranks wait to hear that one may be stored, or may not."""
         return self._stock.ledger.num_gpu_blocks > 0 or bool(self._agreed or self._refused)
@@ -251,8 +243,4 @@ class Saves:
 
     def leak_report(self) -> dict[str, int]:
         """All zero when no request lives and no save is open."""
-        return {
-            "unsent_saves": len(self._jobs),
-            "unsent_agreements": len(self._agreed) + len(self._refused),
-            **self.planner.leak_report(),
-        }
+        return {"unsent_saves": len(self._jobs), "unsent_agreements": len(self._agreed) + len(self._refused), **self.planner.leak_report()}

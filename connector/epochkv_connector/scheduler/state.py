@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from epochkv_connector.engine.events import HostEvents
 from epochkv_connector.naming.fence import Fence
@@ -23,6 +24,7 @@ class State:
         books: bookkeeping of the tiers; None when no tier is configured (the fence still works).
         on_error: told of errors that were dealt with here.
         applied: the names that the bookkeeping works with.
+        manager, pool, hash_block_size: vLLM's cache manager, its GPU block pool, tokens of a hash block; known before the first request.
         broken: an error left the books in doubt: the tiers stay off until this engine restarts.
     """
 
@@ -35,6 +37,9 @@ class State:
         self.events = HostEvents(on_error)
         self.applied: Snapshot = fence.snapshot
         self.broken = False
+        self.manager: Any = None
+        self.pool: Any = None
+        self.hash_block_size = 0
 
     def apply(self) -> Snapshot:
         """Bring the bookkeeping to what holds now: poison what an adoption overtook. Returns what holds now."""

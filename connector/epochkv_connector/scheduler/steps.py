@@ -39,12 +39,7 @@ class Steps:
     """
 
     def __init__(
-        self,
-        state: State,
-        weights: WeightChanges,
-        offers: Offers,
-        saves_off: str | None,
-        local_worker: Callable[[], LocalWorker | None],
+        self, state: State, weights: WeightChanges, offers: Offers, saves_off: str | None, local_worker: Callable[[], LocalWorker | None]
     ) -> None:
         self._state, self._fence, self._requests, self._books = state, state.fence, state.requests, state.books
         self._weights = weights
@@ -53,8 +48,6 @@ class Steps:
         self._local_worker = local_worker
         self._settle = False  # saves have let go of GPU blocks that ranks may still read
         self._used_adapters: set[tuple[int, int]] = set()  # (id, number of the question) of what is saved next
-
-    # -- what ranks are told -----------------------------------------------------------------------------------------
 
     def build(self, scheduler_output: Any) -> StepMetadata:
         """Emit saves, collect jobs, let acknowledgements go."""
@@ -93,7 +86,7 @@ class Steps:
         if look < 0 and jobs.saves:
             look = self._weights.look_number()
         adapters, self._used_adapters = tuple(sorted(self._used_adapters)), set()
-        self._state.counters["tokens_saved"] += sum(save.num_blocks for save in jobs.saves) * self.offers.hash_block_size
+        self._state.counters["tokens_saved"] += sum(save.num_blocks for save in jobs.saves) * self._state.hash_block_size
         self._state.events.offer(self._requests.vllm, jobs.loads)
         self._requests.send(load.request_id for load in jobs.loads)
         return self._with_names(StepMetadata(**jobs._asdict(), newest_epoch=snapshot.epoch, look=look, adapters=adapters))
@@ -110,8 +103,6 @@ class Steps:
             self._books.saves.drop_unsent()
         self._requests.doom_unsent()
         return self._with_names(StepMetadata(newest_epoch=self._state.applied.epoch))
-
-    # -- between steps -----------------------------------------------------------------------------------------------
 
     def save_last_blocks(self, request: Any) -> None:
         """Save what is complete only now that the request has ended; its blocks are its own until we return."""
@@ -134,8 +125,6 @@ class Steps:
         except Exception as error:
             self._settle = True
             self._state.on_error("let_go", error)
-
-    # -- what ranks report -------------------------------------------------------------------------------------------
 
     def take(self, output: Any) -> None:
         """Hide successes that must not be, record the other loads, count acknowledgements."""

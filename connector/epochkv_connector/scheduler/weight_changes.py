@@ -5,10 +5,10 @@ Requests that hold blocks go on: what they make of them gets no name. All others
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from epochkv_connector.engine import blocks
+from epochkv_connector.hub_link import HubLink
 from epochkv_connector.scheduler.admission import Admission
 from epochkv_connector.scheduler.state import State
 from epochkv_connector.weights.adapters import Adapters
@@ -19,30 +19,18 @@ from epochkv_connector.wire.steps import WorkerReport
 class WeightChanges:
     """Told by `weights.watch` and `weights.adapters`; tells the fence, the requests and the hub.
 
-    Args:
-        propose: asks the hub for an epoch; None: do not ask.
-        poke: has the hub told at once.
-
     Attributes:
+        link: to the hub.
         watch: looks at the weights of the ranks; None: nobody does, so nothing is named.
         adapters: looks at their adapters; None: nobody does, so no request with an adapter is named.
     """
 
-    def __init__(self, state: State, admission: Admission, propose: Callable[[int], None] | None, poke: Callable[[], None]) -> None:
+    def __init__(self, state: State, admission: Admission, link: HubLink) -> None:
         self.watch: Watch | None = None
         self.adapters: Adapters | None = None
         self._state, self._fence, self._requests, self._books = state, state.fence, state.requests, state.books
         self._admission = admission
-        self._propose = propose
-        self._poke = poke
-        self._manager: Any = None
-        self._pool: Any = None
-
-    def bind(self, manager: Any, block_pool: Any) -> None:
-        """The cache manager exists: from now on somebody listens."""
-        self._manager, self._pool = manager, block_pool
-
-    # -- weights -----------------------------------------------------------------------------------------------------
+        self.link = link
 
     def hold(self, weights: bytes | None) -> None:
         """The ranks hold these weights from now on; None: unknown. Requests that hold blocks go on without names."""
@@ -58,7 +46,7 @@ class WeightChanges:
         self.tell()
 
     def _strand(self, request: Any) -> None:
-        self._fence.strand(request, blocks.num_named_blocks(self._manager, request, self._pool))
+        self._fence.strand(request, blocks.num_named_blocks(self._state.manager, request, self._state.pool))
 
     def end(self, weights: bytes) -> None:
         """Blocks under names of these weights were computed with others: they go, here at once, elsewhere with the next epoch."""
@@ -88,20 +76,16 @@ class WeightChanges:
             self._state.on_error("late", error)
             self.break_off()
 
-    # -- the hub -----------------------------------------------------------------------------------------------------
-
     def tell(self) -> None:
         """What heartbeats say of the weights has changed."""
-        if self._manager is not None:  # before that nobody listens yet
-            self._poke()
+        if self._state.manager is not None:  # before that nobody listens yet
+            self.link.poke()
 
     def ask_for_next_epoch(self) -> None:
         """Names of this epoch may be wrong here."""
         epoch = self._fence.proposal()
-        if self._propose is not None and epoch is not None:
-            self._propose(epoch)
-
-    # -- adapters ----------------------------------------------------------------------------------------------------
+        if epoch is not None:
+            self.link.propose(epoch)
 
     def adapters_in_use(self) -> dict[int, Any]:
         """A `LoRARequest` for each adapter of a live request; one that loads in place where there is one."""

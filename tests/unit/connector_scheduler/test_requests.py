@@ -83,7 +83,7 @@ def test_vllm_hears_of_a_load_once_and_of_no_success_whose_names_have_changed(se
 
 def test_a_poisoned_success_is_only_ever_hidden() -> None:
     for state in (LoadState.POISONED, LoadState.OVERTAKEN):
-        assert TRANSITIONS.get((state, LoadEvent.SUCCEED), LoadState.REPEATED) is LoadState.REPEATED
+        assert TRANSITIONS[state].get(LoadEvent.SUCCEED, LoadState.REPEATED) is LoadState.REPEATED
 
 
 def test_an_event_that_means_nothing_changes_nothing() -> None:
