@@ -217,7 +217,7 @@ def test_a_reset_without_a_hub_replaces_the_private_root(make_rig: MakeRig) -> N
 def test_a_local_reset_asks_for_the_next_epoch(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make_rig()
     asked: list[int] = []
-    monkeypatch.setattr(rig.side.weights, "_propose", asked.append)
+    monkeypatch.setattr(rig.side.weights.link, "propose", asked.append)
     rig.adopt(4)
     rig.serve(prompt(1, LENGTH))
     rig.scheduler.reset_prefix_cache(reset_connector=True)

@@ -129,9 +129,9 @@ class HostEvents:
         return len(self._announced)
 
     def bind(self, block_pool: Any, books: Bookkeeping | None) -> None:
-        """vLLM's pool, whose queue is used, and the bookkeeping whose L1 is told of (None: there is no L1)."""
+        """vLLM's pool, whose queue is used, and the bookkeeping whose L1 is told of, if it has one."""
         self._pool = block_pool
-        if books is not None and has_kv_events(block_pool):
+        if books is not None and books.stock.index.indexed and has_kv_events(block_pool):
             self._sizes = [group.block_size for group in books.stock.layout.groups]
             self._hash_block_size = hash_block_size_of(block_pool)
             self._max_offered = 2 * books.stock.index.num_slots

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 from epochkv_connector import halves
@@ -21,7 +20,7 @@ from epochkv_connector.metrics.stats import EpochKVStats
 from epochkv_connector.naming.fence import Fence, FencePolicy, PoolIdentity
 from epochkv_connector.naming.identity import fingerprint
 from epochkv_connector.scheduler.facade import SchedulerSide
-from epochkv_connector.scheduler.steps import LocalWorker
+from epochkv_connector.scheduler.steps import FindWorker
 from epochkv_connector.weights.adapters import Adapters
 from epochkv_connector.weights.engine import EngineRanks, NoRanks, join
 from epochkv_connector.weights.watch import Watch
@@ -53,10 +52,7 @@ class _EngineNames:
     """What is named after the weights of this engine (`weights.watch.Names`). An error of ours leaves nothing named."""
 
     def __init__(self, side: SchedulerSide, core: Any | None, scheduler: Any | None, guard: Guard) -> None:
-        self._weights = side.weights
-        self._core = core
-        self._scheduler = scheduler
-        self._guard = guard
+        self._weights, self._core, self._scheduler, self._guard = side.weights, core, scheduler, guard
 
     def hold(self, weights: bytes | None, note: str) -> None:
         """Names are made of these from now on."""
@@ -96,18 +92,9 @@ class SchedulerRole:
     """
 
     def __init__(
-        self,
-        config: ConnectorConfig,
-        vllm_config: Any,
-        kv_cache_config: Any,
-        guard: Guard,
-        reporter: Reporter,
-        local_worker: Callable[[], LocalWorker | None],
+        self, config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any, guard: Guard, reporter: Reporter, local_worker: FindWorker
     ) -> None:
-        self._config = config
-        self._vllm_config = vllm_config
-        self._guard = guard
-        self._reporter = reporter
+        self._config, self._vllm_config, self._guard, self._reporter = config, vllm_config, guard, reporter
         self.hashing = hashing.BlockHashing(vllm_config.cache_config.prefix_caching_hash_algo)
         root_port = hashing.GlobalRoot()
         credentials = Credentials(config)
@@ -128,12 +115,10 @@ class SchedulerRole:
             "tiers", lambda: halves.build_scheduler_tiers(config, vllm_config, kv_cache_config), lambda: None
         )
         self.side = SchedulerSide(
-            config,
             fence,
             self.tiers.books if self.tiers is not None else None,
             self._link,
-            loads_off=loads_off,
-            saves_off=saves_off,
+            *(loads_off, saves_off),
             local_worker=local_worker,
             tokens_per_step=topology.tokens_per_step(vllm_config),
             on_error=guard.note,

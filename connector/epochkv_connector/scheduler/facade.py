@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from epochkv_connector.config.keys import ConnectorConfig
 from epochkv_connector.engine import blocks, patches
 from epochkv_connector.hub_link import HubLink
 from epochkv_connector.naming.fence import TAG_KEY, Fence
@@ -18,7 +17,7 @@ from epochkv_connector.scheduler.admission import Admission
 from epochkv_connector.scheduler.bookkeeping import Bookkeeping
 from epochkv_connector.scheduler.offering import Offers
 from epochkv_connector.scheduler.state import State
-from epochkv_connector.scheduler.steps import LocalWorker, Steps
+from epochkv_connector.scheduler.steps import FindWorker, Steps
 from epochkv_connector.scheduler.weight_changes import WeightChanges
 
 
@@ -40,18 +39,16 @@ class SchedulerSide:
 
     def __init__(
         self,
-        config: ConnectorConfig,
         fence: Fence,
         books: Bookkeeping | None,
         link: HubLink,
-        *,
         loads_off: str | None,
         saves_off: str | None,
-        local_worker: Callable[[], LocalWorker | None],
+        *,
+        local_worker: FindWorker,
         tokens_per_step: int,
         on_error: Callable[[str, Exception], None],
     ) -> None:
-        self._has_l1 = config.local is not None
         self.state = state = State(fence, books, on_error)
         self.fence, self.books, self.requests, self.counters = fence, books, state.requests, state.counters
         self.admission = Admission(state, loads_off)
@@ -66,7 +63,7 @@ class SchedulerSide:
         patches.before_reset(manager, self.steps.let_go)
         if self.books is not None:
             self.books.bind_block_pool(blocks.BlockPoolAdapter(block_pool))
-        state.events.bind(block_pool, self.books if self._has_l1 else None)
+        state.events.bind(block_pool, self.books)
 
     def on_new_request(self, request: Any) -> None:
         """Pin, and begin the L2 lookup."""

@@ -29,6 +29,9 @@ class LocalWorker(Protocol):
         """Wait for device-to-host copies, at most `timeout` seconds; acknowledgements that are ready."""
 
 
+FindWorker = Callable[[], LocalWorker | None]
+
+
 class Steps:
     """Builds the metadata of each step, and takes its results.
 
@@ -38,9 +41,7 @@ class Steps:
         local_worker: finds the worker half when it lives in this process.
     """
 
-    def __init__(
-        self, state: State, weights: WeightChanges, offers: Offers, saves_off: str | None, local_worker: Callable[[], LocalWorker | None]
-    ) -> None:
+    def __init__(self, state: State, weights: WeightChanges, offers: Offers, saves_off: str | None, local_worker: FindWorker) -> None:
         self._state, self._fence, self._requests, self._books = state, state.fence, state.requests, state.books
         self._weights = weights
         self.offers = offers
