@@ -1,7 +1,7 @@
 """The bookkeeping of the tiers: hits, loads and saves over one index and one ledger.
 
-It decides and never moves bytes. Every hit that is answered is either loaded or refused at once, and everything that is held
-(host slots, GPU references, plans, queries) is given back on every way a request can take.
+It decides and never moves bytes. It loads every hit that it answered, or refuses it at once. What it holds (host slots, GPU
+references, plans, queries) it gives back on every way a request can take.
 
 Order within one step: `hits.answer`, then `loads.commit`, for each waiting request; then `saves.collect`; then `end_step`.
 `on_acks`, `finish`, `adopt` and `reset` come at any other time.

@@ -58,7 +58,7 @@ class Offers:
     def at_end(self, request: Any, snapshot: Snapshot) -> ScheduledRequestView | None:
         """The request if it has blocks that are complete only now that it has ended. While it has its blocks.
 
-        With async scheduling the last token of a block is known a step after its KV was computed, and vLLM schedules no step
+        With async scheduling the last token of a block is known a step after its KV was computed. But vLLM schedules no step
         after the one that gives the last token of `max_tokens`.
         """
         record, pin = self._requests.get(request.request_id), self._fence.pin_of(request)

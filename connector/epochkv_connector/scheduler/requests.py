@@ -149,8 +149,8 @@ class Requests:
 
     def overtake(self, *only: Request) -> None:
         """Names have changed, of these requests or of all: no load that vLLM waits for may succeed."""
-        for record in only or self._of(LoadState.ACCEPTED, LoadState.SENT):
-            self._counters["poisoned_loads"] += self.on(record, LoadEvent.OVERTAKE)
+        overtaken = only or self._of(LoadState.ACCEPTED, LoadState.SENT)
+        self._counters["poisoned_loads"] += sum(self.on(record, LoadEvent.OVERTAKE) for record in overtaken)
 
     def send(self, request_ids: Iterable[str]) -> None:
         """Ranks are told of these loads."""
