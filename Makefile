@@ -7,7 +7,7 @@ export CLUSTER ?= local
 DEV := .build/venv/bin/python
 ENGINE := .build/venv-engine/bin/python
 SETUP := hack/setup.sh
-TESTS := $(DEV) hack/run_tests.py
+TESTS := $(DEV) -m hack.run_tests
 # For what runs on a GPU machine from a plain checkout: any Python >= 3.11 with torch; nothing is installed.
 TORCH := PYTHONPATH=$(CURDIR)/connector $(or $(PYTHON),python3)
 
@@ -35,6 +35,9 @@ down: ## Remove everything that demo made
 
 test: setup-cluster lint ## Set up everything, pass every test
 	@$(TESTS)
+
+test-fast: setup ## Pure layer for the inner loop: operator, tools, the fence's rules (under a minute, no vLLM)
+	@$(TESTS) fast
 
 test-unit: setup-engine ## Units, the fence over real sockets, its model (no root, minutes)
 	@$(TESTS) unit
@@ -66,7 +69,7 @@ simulate: setup ## Fence: random schedules with every fault, any number (SCHEDUL
 simulate-mutants: setup ## Fence: each rule of the protocol taken away must be noticed
 	@$(DEV) -m hack.simulate mutants
 
-lint: setup-engine ## ruff, mypy --strict, import walls, generated files up to date
+lint: setup-engine ## ruff, mypy --strict, import walls, generated files up to date, census
 	@$(DEV) -m ruff check .
 	@$(DEV) -m ruff format --check .
 	@$(ENGINE) -m mypy
@@ -74,6 +77,10 @@ lint: setup-engine ## ruff, mypy --strict, import walls, generated files up to d
 	@$(DEV) -m epochkv_operator.api.generate --check
 	@$(DEV) -m epochkv_connector.config.reference --check
 	@$(DEV) -m hack.sync_chart --check
+	@$(DEV) -m hack.census
+
+census: setup ## Lines, and what is over the bounds of CONTRIBUTING.md (ARGS=-v lists it); fails on import circles
+	@$(DEV) -m hack.census $(ARGS)
 
 generate: setup ## Write the CRDs, the API reference and the chart's copies from the models
 	@$(DEV) -m epochkv_operator.api.generate
@@ -126,4 +133,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-unit test-scheduler test-store test-engine test-cuda test-matrix test-cluster test-e2e simulate simulate-mutants lint generate bench-epoch bench-fence bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean
+.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-fast test-unit test-scheduler test-store test-engine test-cuda test-matrix test-cluster test-e2e simulate simulate-mutants lint census generate bench-epoch bench-fence bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean

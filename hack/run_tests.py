@@ -4,13 +4,13 @@ Expected durations come from the last run on this machine (kept in the cache fol
 Layers that need no CPU at a certain time run beside the others, one after the other at the lowest priority: those mostly wait.
 In layers of real processes up to three tests that failed have one more run by themselves, and are named at the end: a machine
 that stands still for seconds ends leases and deadlines. A wrong answer of an engine has none (docs/decisions/0009-tests.md).
-Usage: python hack/run_tests.py [LAYER ...]      (no layer: all of them)
+
+    python -m hack.run_tests [LAYER ...]      (no layer: all of them)
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -23,6 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
+
+from hack.durations import Durations, clock
 
 ROOT = Path(__file__).resolve().parent.parent
 DEV = ROOT / ".build/venv/bin/python"
@@ -69,9 +71,18 @@ class Run:
         return self.status == 1 and 0 < len(self.failed) <= MAX_SECOND_RUNS and not self.wrong_answer
 
 
+RULES = tuple(
+    f"tests/unit/fence/test_{name}.py"
+    for name in (
+        *("agent", "asks", "hub", "labels", "messages", "reclaim", "refusals"),
+        *("rules_table", "status", "transport_rounds", "transport_turns", "weights", "wipe"),
+    )
+)
+"""Of the fence's tests those that have neither a socket nor a process: part of the layer for the inner loop."""
+
 LAYERS = (
-    Layer("unit", DEV, ("tests/unit/operator", "tests/unit/operator_runtime", "tests/unit/hack", "tests/unit/chart"), 40, 4),
-    Layer("fence", DEV, ("tests/unit/fence",), 150, 4, real=True),
+    Layer("fast", DEV, ("tests/unit/operator", "tests/unit/operator_runtime", "tests/unit/hack", *RULES), 30, 4),
+    Layer("fence", DEV, ("tests/unit/fence",), 150, 4, real=True, without=RULES),
     Layer("security", DEV, ("tests/security",), 100, real=True),
     Layer(
         "unit-connector",
@@ -92,34 +103,11 @@ LAYERS = (
     Layer("matrix", ENGINE, ("tests/engine/test_matrix.py",), 180, real=True, beside=True),
     Layer("model", DEV, ("tests/model",), 420, beside=True),
     Layer("store", ENGINE, ("tests/store",), 100, 2, real=True),
-    Layer("cluster", DEV, ("tests/cluster",), 300, 3, real=True),
+    Layer("cluster", DEV, ("tests/cluster", "tests/unit/chart"), 300, 3, real=True),
     Layer("engine", ENGINE, ("tests/engine",), 960, real=True, without=("tests/engine/test_matrix.py",)),
     Layer("e2e", DEV, ("tests/e2e",), 480, real=True),
 )
-GROUPS = {"unit": ("unit", "fence", "model", "security", "unit-connector"), "engine": ("engine", "matrix")}
-
-
-class Durations:
-    """What each layer took last time here."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self._seconds: dict[str, float] = json.loads(path.read_text())
-        except (OSError, ValueError):
-            self._seconds = {}
-
-    def expected(self, layer: Layer) -> float:
-        return self._seconds.get(layer.name, float(layer.seconds))
-
-    def record(self, layer: Layer, seconds: float) -> None:
-        self._seconds[layer.name] = round(seconds, 1)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(self._seconds, indent=1))
-
-
-def minutes(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+GROUPS = {"unit": ("fast", "fence", "model", "security", "unit-connector"), "engine": ("engine", "matrix")}
 
 
 def forgotten() -> list[str]:
@@ -219,18 +207,18 @@ def run_all(layers: Sequence[Layer], extra: Sequence[str], durations: Durations)
         begun = time.monotonic()
         results[layer.name] = run_layer(layer, extra, output)
         if results[layer.name].status == 0:
-            durations.record(layer, time.monotonic() - begun)
+            durations.record(layer.name, time.monotonic() - begun)
 
     with ThreadPoolExecutor(1) as executor, tempfile.TemporaryFile() as aside:
         running = [executor.submit(run, layer, aside) for layer in beside]
         if beside:
             say(screen, f"==> beside the other layers, at low priority: {', '.join(layer.name for layer in beside)}")
         for index, layer in enumerate(row):
-            left = sum(durations.expected(later) for later in row[index:])
+            left = sum(durations.expected(later.name, later.seconds) for later in row[index:])
             say(
                 screen,
-                f"\n==> layer {index + 1}/{len(row)} {layer.name}: about {minutes(durations.expected(layer))}; "
-                f"elapsed {minutes(time.monotonic() - started)}, about {minutes(left)} left",
+                f"\n==> layer {index + 1}/{len(row)} {layer.name}: about {clock(durations.expected(layer.name, layer.seconds))}; "
+                f"elapsed {clock(time.monotonic() - started)}, about {clock(left)} left",
             )
             run(layer, screen)
         if beside:
@@ -239,7 +227,7 @@ def run_all(layers: Sequence[Layer], extra: Sequence[str], durations: Durations)
                 future.result()
             aside.seek(0)
             shutil.copyfileobj(aside, screen)
-    say(screen, f"\n==> all layers done in {minutes(time.monotonic() - started)}")
+    say(screen, f"\n==> all layers done in {clock(time.monotonic() - started)}")
     return {layer.name: results[layer.name] for layer in layers}
 
 

@@ -10,7 +10,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from hack.demo.stock import stock_connector
 from hack.standalone.engine import Engine, EngineError
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
+from hack.waiting import eventually
 
 BLOCK_TOKENS = 32
 """The smallest that vLLM's CPU attention takes."""
@@ -67,7 +68,7 @@ class Fleet:
         Raises:
             TimeoutError: not within a minute.
         """
-        wait(lambda: len(self.mooncake.keys()) >= num_keys, f"{num_keys} objects in the store, {len(self.mooncake.keys())} are there")
+        eventually(lambda: len(self.mooncake.keys()) >= num_keys, f"{num_keys} objects in the store, {len(self.mooncake.keys())} are there")
 
 
 @contextmanager
@@ -108,7 +109,7 @@ def touch_memory(mooncake: Mooncake, num_bytes: int) -> None:
         for first in range(0, num_bytes // BLOCK_BYTES, TOUCHED_AT_ONCE):
             raw.put([f"touch/{index}" for index in range(first, first + TOUCHED_AT_ONCE)], TOUCHED_AT_ONCE)
         raw.client.remove_by_regex("^touch/", True)
-        wait(lambda: not mooncake.keys(), "the store emptied")
+        eventually(lambda: not mooncake.keys(), "the store emptied")
     finally:
         raw.client.close()
 
@@ -128,15 +129,6 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def wait(condition: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> None:
-    """Poll until it holds. Raises TimeoutError."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {seconds:.0f} s: {what}")
-        time.sleep(0.02)
-
-
 def prompt(seed: str, num_tokens: int) -> list[int]:
     """Token ids that no other seed shares."""
     rng = random.Random(seed)
@@ -152,7 +144,7 @@ def empty_gpu(engine: Engine) -> None:
         except EngineError:  # vLLM's answer while blocks are still on their way
             return False
 
-    wait(emptied, f"{engine.name}: prefix cache emptied")
+    eventually(emptied, f"{engine.name}: prefix cache emptied")
 
 
 def timed_answer(engine: Engine, tokens: Sequence[int], cached: int) -> float:

@@ -13,14 +13,15 @@ import time
 from pathlib import Path
 
 from bench.bump_to_published import Watcher
-from bench.fence.parts import Child, until
+from bench.fence.parts import Child
 from bench.report import Progress, Row, latency_figures
 from epochkv_operator.kube.client import MERGE_PATCH, KubeClient
 from epochkv_operator.kube.resources import POOLS
 from hack.cluster.binaries import build
 from hack.cluster.controlplane import ControlPlane
+from hack.waiting import eventually
 from tests.cluster.fence_engines import client_keys
-from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, eventually, install_crds
+from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, install_crds
 
 POOL = "policy"
 NUM_ENGINES = 16
@@ -53,7 +54,7 @@ def _measure(plane: ControlPlane, folder: Path, bumps: int, progress: Progress) 
         os.environ["KUBECONFIG"] = str(plane.kubeconfig)
         with Child("bench.fence.swarm", settings) as swarm:
             swarm.hear()
-            until(lambda: swarm.ask("state")["live"] == NUM_ENGINES, 60, "engines granted")
+            eventually(lambda: swarm.ask("state")["live"] == NUM_ENGINES, "engines granted", 60)
             samples = asyncio.run(_bump(space.name, bumps, progress))
     seconds = [published for published, _ in samples]
     details = {"bumps": bumps, "seconds": seconds, "patch_seconds": [patched for _, patched in samples]}

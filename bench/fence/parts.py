@@ -200,13 +200,3 @@ def cpu_seconds(pid: int) -> float:
 def rss_bytes(pid: int) -> int:
     """Resident memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
-
-
-def until(condition: Callable[[], bool], seconds: float, what: str, pause: float = 0.2) -> float:
-    """Poll until it holds; returns how long that took. Raises TimeoutError."""
-    began = time.monotonic()
-    while not condition():
-        if time.monotonic() > began + seconds:
-            raise TimeoutError(f"not within {seconds:.0f} s: {what}")
-        time.sleep(pause)
-    return time.monotonic() - began

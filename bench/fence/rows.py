@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.fence.parts import Child, Fence, Trainer, cpu_seconds, rss_bytes, until
+from bench.fence.parts import Child, Fence, Trainer, cpu_seconds, rss_bytes
 from bench.report import Figure, Progress, Row, latency_figures
 from hack.standalone.relay import Relay
+from hack.waiting import eventually
 from tests.security.flooder import flooding
 
 LEASE_SECONDS = 30.0
@@ -64,7 +65,7 @@ def bench(num_engines: int, lease_seconds: float = LEASE_SECONDS) -> Iterator[Be
         trainer = Trainer(fence.endpoint, fence.keys)
         stack.callback(trainer.close)
         made = Bench(fence, swarms, trainer)
-        until(lambda: made.live() == num_engines, JOIN_SECONDS, f"{num_engines} engines granted")
+        eventually(lambda: made.live() == num_engines, f"{num_engines} engines granted", JOIN_SECONDS)
         yield made
 
 
@@ -170,7 +171,7 @@ def hurt(kind: str, victim: Victim, relay: Relay) -> None:
     if kind == "frozen":
         os.kill(victim.child.process.pid, signal.SIGSTOP)
         stat = Path(f"/proc/{victim.child.process.pid}/stat")
-        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", 10, "stopped", 0.001)
+        eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "stopped", 10, pause=0.001)
     elif kind == "killed":
         victim.child.kill()
     else:
@@ -189,12 +190,12 @@ def fault(kind: str, repeats: int, progress: Progress) -> Row:
             relay = Relay(made.fence.endpoint)
             victim = Victim(made.fence, relay.endpoint)
             try:
-                until(victim.live, 20, "the victim is granted", 0.01)
+                eventually(victim.live, "the victim is granted", 20, pause=0.01)
                 time.sleep(FAULT_LEASE_SECONDS * (0.1 + 0.8 * number / repeats))  # anywhere between two heartbeats
                 victim.look()
                 hurt(kind, victim, relay)
                 seconds.append(made.trainer.bump(epoch := epoch + 1, BUMP_SECONDS))
-                until(lambda wanted=epoch: wanted in made.fence.publications(), 10, "the hub says when it published", 0.005)
+                eventually(lambda wanted=epoch: wanted in made.fence.publications(), "the hub says when it published", 10, pause=0.005)
                 at = made.fence.published[epoch]
                 lease, known = victim.lease_at(at)
                 assert (known if known is not None else epoch) < epoch, "the victim was not hurt"
@@ -219,7 +220,7 @@ def hub_restart(num_engines: int, outage_seconds: float, progress: Progress) -> 
     with bench(num_engines) as made, Victim(made.fence, made.fence.endpoint).child_of() as thread:
         hub = made.fence.hub
         assert hub is not None
-        until(thread.live, 20, "the agent's thread is granted", 0.01)
+        eventually(thread.live, "the agent's thread is granted", 20, pause=0.01)
         made.forget()
         began = time.monotonic()
         hub.kill()
@@ -228,8 +229,9 @@ def hub_restart(num_engines: int, outage_seconds: float, progress: Progress) -> 
             progress.step(int(time.monotonic() - began), int(outage_seconds), began)
         made.fence.start_hub()
         restart = time.monotonic() - began
-        rejoined = until(lambda: made.live() == num_engines and thread.live(), JOIN_SECONDS, "every engine granted again", 0.02)
-        until(lambda: made.trainer.status().total > num_engines, JOIN_SECONDS, "the hub heard from every engine", 0.1)
+        eventually(lambda: made.live() == num_engines and thread.live(), "every engine granted again", JOIN_SECONDS, pause=0.02)
+        rejoined = time.monotonic() - began - restart
+        eventually(lambda: made.trainer.status().total > num_engines, "the hub heard from every engine", JOIN_SECONDS, pause=0.1)
         heard = time.monotonic() - began - restart
         gap = max(made.longest_gap(), thread.longest_gap())
         figures = [

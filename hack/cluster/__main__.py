@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -12,9 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hack.cluster import binaries
-from hack.cluster.errors import ClusterError
-from hack.cluster.provider import Provider, provider
+from hack.cluster import binaries, choose_provider
+from hack.cluster.errors import ClusterError, run_command_line
+from hack.cluster.provider import Provider
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 console = Console(highlight=False)
@@ -28,7 +27,7 @@ def _report(text: str) -> None:
 
 
 def _cluster(name: str, kind: str | None) -> Provider:
-    return provider(name, kind)
+    return choose_provider(name, kind)
 
 
 @app.command()
@@ -148,14 +147,5 @@ def node_exec(context: typer.Context, name: Name = DEFAULT_NAME) -> None:
     os.execvp(command[0], command)
 
 
-def main() -> None:
-    """Entry point: known failures are one clear message and exit status 1."""
-    try:
-        app()
-    except ClusterError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-
-
 if __name__ == "__main__":
-    main()
+    run_command_line(app)

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -20,25 +18,12 @@ from hack.cluster.api import Api
 from hack.cluster.binaries import Binaries, locate
 from hack.cluster.components import Layout, apiserver_args, controller_manager_args, etcd_args, write_credentials
 from hack.cluster.errors import ClusterError
-from hack.cluster.process import Component, ProcessTable, wait_for
+from hack.cluster.process import Component, ProcessTable
+from hack.loopback import free_ports
+from hack.waiting import poll
 
 COMPONENTS = ("etcd", "kube-apiserver", "kube-controller-manager")
 _START_SECONDS = 90.0  # a busy two-core machine; usually 5
-
-
-def free_ports(count: int) -> list[int]:
-    """Loopback ports that are free now, below the ephemeral range so that no outgoing connection takes them later."""
-    found: list[int] = []
-    for port in random.sample(range(20000, 32000), 2000):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        found.append(port)
-        if len(found) == count:
-            return found
-    raise ClusterError("no free loopback port between 20000 and 32000: end what listens there")
 
 
 class ControlPlane:
@@ -199,7 +184,7 @@ class ControlPlane:
             dead[:] = [component for component in self.table.all() if not component.alive()]
             return bool(dead) or condition()
 
-        in_time = wait_for(done, _START_SECONDS, 0.1)
+        in_time = poll(done, _START_SECONDS, 0.1)
         if dead:
             raise ClusterError(f"{dead[0].name} ended; last lines of {dead[0].log}:\n{dead[0].tail()}")
         if not in_time:

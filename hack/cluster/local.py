@@ -22,9 +22,10 @@ from hack.cluster.binaries import Binaries, build
 from hack.cluster.components import apiserver_args, controller_manager_args, etcd_args, write_credentials
 from hack.cluster.errors import ClusterError
 from hack.cluster.node import Node, host
-from hack.cluster.process import log_tail, wait_for
+from hack.cluster.process import log_tail
 from hack.cluster.provider import ComponentStatus, Report
 from hack.cluster.state import ClusterState
+from hack.waiting import poll
 
 COMPONENTS = (
     "etcd",
@@ -177,7 +178,7 @@ class LocalCluster:
         if found is None or not found.signal(number):
             raise ClusterError(f"{component} of cluster {self.name} is not running")
         if number == signal.SIGKILL:
-            wait_for(lambda: not found.alive(), 20)
+            poll(lambda: not found.alive(), 20)
 
     # -- internal ------------------------------------------------------------------------------------------------------
 
@@ -303,7 +304,7 @@ class LocalCluster:
             dead[:] = [name for name in ("init", *COMPONENTS) if node.table.get(name) and not node.table.alive(name)]
             return bool(dead) or condition()
 
-        in_time = wait_for(done, _SECONDS, 0.1)
+        in_time = poll(done, _SECONDS, 0.1)
         if dead:
             tail = log_tail(node.table.logs / f"{dead[0]}.log")
             raise ClusterError(f"{dead[0]} of cluster {self.name} ended; its last log lines:\n{tail}")

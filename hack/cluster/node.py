@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hack.cluster.errors import ClusterError
-from hack.cluster.process import Component, ProcessTable, wait_for
+from hack.cluster.process import Component, ProcessTable
 from hack.cluster.state import ClusterState
+from hack.waiting import poll
 
 CGROUPS = Path("/sys/fs/cgroup")
 MARK = "EPOCHKV_CLUSTER_RUN"  # in the environment of everything we start: how `down` finds what has no record
@@ -95,7 +96,7 @@ class Node:
             env=self.environment,
             prefix=["unshare", *_NAMESPACES, "--propagation", "private", "--fork"],
         )
-        if not wait_for(lambda: ready.exists() or not init.alive(), 20) or not ready.exists():
+        if not poll(lambda: ready.exists() or not init.alive(), 20) or not ready.exists():
             raise ClusterError(f"cannot set up the node's namespaces (root is needed):\n{init.tail()}")
         ready.unlink()
 
@@ -150,7 +151,7 @@ class Node:
         for component in self.table.all():
             component.end(grace=0)
             self.table.forget(component.name)
-        if not wait_for(lambda: not _end_marked(self.state.run), 30, 0.1):
+        if not poll(lambda: not _end_marked(self.state.run), 30, 0.1):
             raise ClusterError(f"processes of cluster {self.state.name} do not die: {marked(self.state.run)}")
 
     def disconnect(self) -> None:
@@ -179,7 +180,7 @@ class Node:
         """Remove the cluster's cgroups in every hierarchy (v1) or the one (v2)."""
         for root in _hierarchies():
             folder = root / self.state.cgroup.lstrip("/")
-            if folder.is_dir() and not wait_for(lambda folder=folder: _remove_tree(folder), 20, 0.1):  # type: ignore[misc]
+            if folder.is_dir() and not poll(lambda folder=folder: _remove_tree(folder), 20, 0.1):  # type: ignore[misc]
                 raise ClusterError(f"cgroup {folder} cannot be removed: processes in it: {_processes(folder)}")
             with contextlib.suppress(OSError):
                 folder.parent.rmdir()

@@ -11,12 +11,12 @@ import json
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hack.cluster.errors import ClusterError
+from hack.waiting import poll
 
 # Launchers (`nsenter`) that are children of this Python process: they end with their component and must be reaped.
 _launchers: list[subprocess.Popen[bytes]] = []
@@ -34,16 +34,6 @@ def start_time(pid: int) -> int | None:
         return None
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in "ZX" and num_threads <= 1 else int(fields[19])
-
-
-def wait_for(condition: Callable[[], bool], seconds: float, interval: float = 0.05) -> bool:
-    """Poll until true; False when the deadline passed first."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(interval)
-    return True
 
 
 @dataclass(frozen=True)
@@ -78,10 +68,10 @@ class Component:
         if grace > 0:
             self.signal(signal.SIGCONT)
             self.signal(signal.SIGTERM)
-            if wait_for(lambda: not self.alive(), grace):
+            if poll(lambda: not self.alive(), grace):
                 return
         self.signal(signal.SIGKILL)
-        if not wait_for(lambda: not self.alive(), 20):
+        if not poll(lambda: not self.alive(), 20):
             raise ClusterError(f"{self.name} (pid {self.pid}) does not die: look at /proc/{self.pid}/stack")
 
     def tail(self, lines: int = 15) -> str:
@@ -184,6 +174,6 @@ def _only_child(launcher: int, name: str, log: Path) -> int:
             children[:] = map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split())
         return bool(children) or start_time(launcher) is None
 
-    if not wait_for(seen, 10, 0.01) or not children:
+    if not poll(seen, 10, 0.01) or not children:
         raise ClusterError(f"{name} ended at once; last lines of {log}:\n{log_tail(log)}")
     return children[0]

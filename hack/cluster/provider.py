@@ -1,14 +1,11 @@
-"""What a cluster provider must offer, and the choice between the two."""
+"""What a cluster provider must offer."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
-
-from hack.cluster.errors import ClusterError
 
 Report = Callable[[str], None]
 
@@ -51,17 +48,3 @@ class Provider(Protocol):
     def logs(self, component: str) -> str:
         """Log text of a component."""
         ...
-
-
-def provider(name: str, kind: str | None = None) -> Provider:
-    """The provider that `kind`, else `$CLUSTER`, else `local` names."""
-    chosen = kind or os.environ.get("CLUSTER") or "local"
-    if chosen == "local":
-        from hack.cluster.local import LocalCluster
-
-        return LocalCluster(name)
-    if chosen == "kind":
-        from hack.cluster.kind import KindCluster
-
-        return KindCluster(name)
-    raise ClusterError(f"unknown cluster provider {chosen!r}: use 'local' or 'kind' (option --provider or $CLUSTER)")

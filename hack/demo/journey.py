@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from hack.demo.claims import Claims
-from hack.demo.kube import DemoError, Json, Kube, condition, wait_until
+from hack.demo.kube import DemoError, Json, Kube, condition
 from hack.engine_api import Answer, EngineApi
+from hack.waiting import eventually
 
 NAMESPACE, POOL, ENGINE, REFERENCE, MODEL = "epochkv-demo", "policy", "rollout", "reference", "tiny"
 BASE_WEIGHTS, NEW_WEIGHTS = "/models/base", "/models/new"
@@ -72,10 +73,10 @@ class EpochWatch:
 
     def milliseconds(self, epoch: int, seconds: float) -> float:
         """From the accepted patch to the published epoch."""
-        wait_until(
+        eventually(
             lambda: epoch in self.published and epoch in self.asked,
-            seconds,
             lambda: f"the watch did not show epoch {epoch} published ({self.error or 'no error'})",
+            seconds,
             pause=0.02,
         )
         return (self.published[epoch] - self.asked[epoch]) * 1e3
@@ -267,10 +268,11 @@ class Journey:
         return reader.complete(prompt, ANSWER_TOKENS), right.tokens
 
     def _wait_stored(self, epoch: int, blocks: int) -> None:
-        wait_until(
+        eventually(
             lambda: self.stored_blocks(epoch) >= blocks,
-            60.0,
             lambda: f"{self.stored_blocks(epoch)} of {blocks} blocks of epoch {epoch} are in the store",
+            60.0,
+            0.5,
         )
 
     def _same(self, what: str, answers: Sequence[Answer], expected: Sequence[tuple[int, ...]]) -> None:

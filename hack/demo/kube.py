@@ -9,8 +9,7 @@ import json
 import ssl
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -151,15 +150,6 @@ def condition(obj: Json, name: str) -> Json:
     """A condition of an object's status; empty when it is not there."""
     conditions = (obj.get("status") or {}).get("conditions") or []
     return next((found for found in conditions if found["type"] == name), {})
-
-
-def wait_until(ready: Callable[[], bool], seconds: float, what: Callable[[], str], pause: float = 0.5) -> None:
-    """Poll `ready` until it is true; raise DemoError with `what()` when `seconds` have passed."""
-    deadline = time.monotonic() + seconds
-    while not ready():
-        if time.monotonic() > deadline:
-            raise DemoError(f"after {seconds:.0f} s: {what()}")
-        time.sleep(pause)
 
 
 def _material(section: Json, name: str) -> bytes:

@@ -1,46 +1,17 @@
-"""Progress of a long job: which step, how long it has run, how long it usually takes on this machine.
-
-Expected durations come from the last run (kept in the cache folder), else from the number given in code.
-"""
+"""Progress of a long job: which step, how long it has run, how long it usually takes on this machine."""
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-
-def clock(seconds: float) -> str:
-    """Minutes and seconds, such as 1:05."""
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
-class Durations:
-    """Seconds that each named step took last time here. A file that cannot be read counts as empty."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self._seconds: dict[str, float] = {str(key): float(value) for key, value in json.loads(path.read_text()).items()}
-        except (OSError, ValueError, AttributeError):
-            self._seconds = {}
-
-    def expected(self, name: str, default: float) -> float:
-        """Seconds; `default` when the step never ran here."""
-        return self._seconds.get(name, default)
-
-    def record(self, name: str, seconds: float) -> None:
-        """Remember for the next run."""
-        self._seconds[name] = round(seconds, 1)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(self._seconds, indent=1, sort_keys=True) + "\n")
+from hack.durations import Durations, clock
 
 
 class Progress:

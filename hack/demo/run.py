@@ -12,8 +12,9 @@ from rich.table import Table
 
 from hack.cluster.binaries import cache_root
 from hack.demo.journey import ENGINE, NAMESPACE, POOL, Journey
-from hack.demo.progress import Durations, Progress, clock
+from hack.demo.progress import Progress
 from hack.demo.setup import Setup
+from hack.durations import Durations, clock
 
 STEPS = 14
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hack import models
-from hack.cluster import binaries
+from hack.cluster import binaries, choose_provider
 from hack.cluster.environment import ENV_CLAIM, provide_folder
-from hack.cluster.provider import Provider, provider
+from hack.cluster.provider import Provider
 from hack.demo.journey import ENGINE, NAMESPACE, POOL, REFERENCE
 from hack.demo.kube import DemoError, Json, Kube, condition
 from hack.images.builder import Builder
@@ -38,7 +38,7 @@ class Setup:
     @property
     def provider(self) -> Provider:
         """The cluster's provider, chosen by `$CLUSTER`."""
-        return provider(self.cluster)
+        return choose_provider(self.cluster)
 
     @property
     def work(self) -> Path:

@@ -22,13 +22,14 @@ from hack import models
 from hack.cluster.binaries import cache_root
 from hack.demo.claims import Claims
 from hack.demo.journey import ANSWER_TOKENS, BLOCKS, CACHED, PROMPT_TOKENS, Prompt, make_prompts
-from hack.demo.kube import wait_until
-from hack.demo.progress import Durations, Progress, clock
+from hack.demo.progress import Progress
+from hack.durations import Durations, clock
 from hack.engine_api import Answer
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
 from hack.standalone.process import nothing_left
+from hack.waiting import eventually
 
 STEPS = 6
 
@@ -147,7 +148,7 @@ def late_reset(a: Engine, b: Engine, mooncake: Mooncake, weights: Weights, promp
     a.reset_prefix_cache(external=True)
     progress.note("B still has the old weights and serves the prompt; its KV goes to the store")
     b.complete(prompt, ANSWER_TOKENS)
-    wait_until(lambda: len(mooncake.keys()) >= BLOCKS, 30.0, lambda: f"the store has {len(mooncake.keys())} of {BLOCKS} blocks")
+    eventually(lambda: len(mooncake.keys()) >= BLOCKS, lambda: f"the store has {len(mooncake.keys())} of {BLOCKS} blocks", 30.0, 0.5)
     progress.note("A, with the new weights, gets the prompt")
     return a.complete(prompt, ANSWER_TOKENS)
 
@@ -160,10 +161,11 @@ def catch_up(
     pool.wait_engines(2)
     before = set(mooncake.keys())
     first = a.complete(prompt, ANSWER_TOKENS)
-    wait_until(
+    eventually(
         lambda: len(set(mooncake.keys()) - before) >= BLOCKS,
-        30.0,
         lambda: f"A stored {len(set(mooncake.keys()) - before)} of {BLOCKS} blocks",
+        30.0,
+        0.5,
     )
     second = b.complete(prompt, ANSWER_TOKENS)
     claims.equal("EpochKV: tokens that B takes from A with equal weights", second.cached, CACHED)

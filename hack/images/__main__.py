@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from hack.cluster.errors import ClusterError
+from hack.cluster.errors import run_command_line
 from hack.images.builder import Builder
 from hack.images.recipe import IMAGES, image
 
@@ -38,14 +37,5 @@ def prune() -> None:
     _report(f"removed {folder}")
 
 
-def main() -> None:
-    """Entry point: known failures are one clear message and exit status 1."""
-    try:
-        app()
-    except ClusterError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-
-
 if __name__ == "__main__":
-    main()
+    run_command_line(app)

@@ -14,6 +14,7 @@ import random
 import sys
 import time
 
+from hack.durations import clock
 from tests.model import parts, schedules, world
 from tests.model.mutants import ALL_MUTANTS, MUTANTS, RARE_MUTANTS
 
@@ -59,10 +60,6 @@ def _positive(text: str) -> int:
     return number
 
 
-def _minutes(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
 def _run(args: argparse.Namespace) -> int:
     count = args.schedules
     first = random.SystemRandom().randrange(10**6, 10**9) if args.seed is None else args.seed
@@ -77,9 +74,7 @@ def _run(args: argparse.Namespace) -> int:
         if time.monotonic() - said >= PROGRESS_SECONDS:
             said = time.monotonic()
             left = seconds / max(1, report.schedules) * (count - report.schedules)
-            print(
-                f"{report.schedules:,} of {count:,} schedules, {len(report.failures)} violations, about {_minutes(left)} left", flush=True
-            )
+            print(f"{report.schedules:,} of {count:,} schedules, {len(report.failures)} violations, about {clock(left)} left", flush=True)
 
     report = schedules.run(first, count, focus=args.focus, steps=args.steps, processes=args.processes, progress=progress)
     print(", ".join(f"{number:,} {what}" for what, number in sorted(report.counts.items())))

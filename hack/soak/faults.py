@@ -70,12 +70,6 @@ def freeze(process: Process, actor: Actor, seconds: float) -> None:
         actor.tally.note(f"{actor.name} goes on")
 
 
-def kill(process: Process) -> None:
-    """SIGKILL, and wait for the end."""
-    process.signal(signal.SIGKILL)
-    process.popen.wait(30)
-
-
 def start_again(start: Callable[[], Process], started: Callable[[], Process | None], tally: Tally) -> None:
     """Start what was killed; again if it cannot (a port that is not free yet, a machine without a thread to spare), five times.
 
@@ -107,12 +101,13 @@ class Master(Actor):
         if kind == "stop":
             freeze(mooncake.master, self, seconds)
         elif kind == "kill":
-            kill(mooncake.master)
+            mooncake.master.kill()
             self.fault("kill")
             self.stop.wait(seconds)
             start_again(mooncake.start_master, lambda: mooncake.master, self.tally)
         else:
-            mooncake.admin("api/v1/remove_all?force=true", "POST")
+            with suppress(OSError):
+                mooncake.flush()
             self.fault("wipe")
 
 
@@ -133,7 +128,7 @@ class StoreNode(Actor):
         elif frozen:
             freeze(self._process, self, seconds)
         else:
-            kill(self._process)
+            self._process.kill()
             self.fault("kill")
             self.stop.wait(seconds)
             self._process = self.world.mooncake.start_store(wait=False)
@@ -150,7 +145,7 @@ class Hub(Actor):
         if frozen:
             freeze(hub.process, self, seconds)
         else:
-            kill(hub.process)
+            hub.process.kill()
             self.fault("kill")
             self.stop.wait(seconds)
             start_again(hub.start, lambda: hub.process, self.tally)

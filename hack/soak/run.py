@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hack import models
+from hack.durations import clock
 from hack.engine_api import EngineApi
 from hack.soak.answers import Prompt, draw, work_out
 from hack.soak.checks import Memory, leaks
@@ -45,11 +46,6 @@ class Verdict:
     updates: int
     hits: int
     ways: int
-
-
-def clock(seconds: float) -> str:
-    """minutes:seconds."""
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 def make_weights(folder: Path) -> list[Path]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -20,12 +19,13 @@ from typing import Any
 from epochkv_fence.client import Pool as TrainerPool
 from epochkv_fence.client import PoolError
 from hack.engine_api import EngineError
+from hack.loopback import free_port
 from hack.soak.answers import BLOCK_TOKENS
 from hack.soak.states import FLIPPED, States
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import transfer_config
-from hack.standalone.process import Popen, Process, ProcessError, free_port
+from hack.standalone.process import Popen, Process, ProcessError
 from hack.standalone.relay import Relay
 
 NUM_ENGINES = 3
@@ -155,8 +155,7 @@ class World:
         """SIGKILL to the whole engine."""
         rank.up = False
         rank.move(2)
-        rank.engine.process.signal(signal.SIGKILL)
-        rank.engine.process.popen.wait(30)
+        rank.engine.process.kill()
 
     def restart(self, rank: Rank) -> None:
         """Start a killed engine again, with the weights that it was given at first."""

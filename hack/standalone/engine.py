@@ -15,8 +15,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from hack.engine_api import EngineApi, EngineError
+from hack.loopback import free_port
 from hack.standalone.mooncake import CLIENT_ENVIRONMENT
-from hack.standalone.process import Popen, Process, free_port
+from hack.standalone.process import Popen, Process
 
 CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import urllib.request
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from hack.standalone.process import Process, free_port, port_open
+from hack.loopback import free_port, port_open
+from hack.standalone.process import Process
 
 # Bounds every RPC and lifts the TCP queue limits; the operator sets the same block on engines and stores.
 CLIENT_ENVIRONMENT = {
@@ -25,18 +25,15 @@ CLIENT_ENVIRONMENT = {
 }
 
 
-def executable(name: str) -> str:
-    """A console script beside the running interpreter (`mooncake_master`)."""
-    return os.path.join(os.path.dirname(sys.executable), name)
-
-
 class Mooncake:
     """One master and `num_stores` store nodes of `segment_bytes` each.
 
-    A key that was asked for or read is leased for `lease_seconds`; a node that was not heard of for `client_ttl_seconds` is dropped.
+    A key that was asked for or read is leased for `lease_seconds`; a node that was not heard of for `client_ttl_seconds` is
+    dropped. `python` has Mooncake beside it; `host` is the master's address, and `admin_port` its own for administration.
 
     Attributes:
         address: host:port of the master.
+        store_ports: where the nodes answer HTTP requests, in order of their start.
     """
 
     def __init__(
@@ -46,72 +43,82 @@ class Mooncake:
         segment_bytes: int = 256 << 20,
         lease_seconds: float = 10.0,
         client_ttl_seconds: int = 10,
+        *,
+        host: str = "127.0.0.1",
+        admin_port: int = 0,
+        python: Path | str = sys.executable,
     ) -> None:
         self.directory, self.num_stores, self.segment_bytes = directory, num_stores, segment_bytes
         self.lease_seconds, self.client_ttl_seconds = lease_seconds, client_ttl_seconds
-        self.rpc_port, self.admin_port = free_port(), free_port()
-        self.address = f"127.0.0.1:{self.rpc_port}"
+        self.host, self.rpc_port, self.admin_port = host, free_port(), admin_port or free_port()
+        self.address = f"{host}:{self.rpc_port}"
         self.master: Process | None = None
         self.stores: list[Process] = []
+        self.store_ports: list[int] = []
+        self._python = Path(python)
 
     def start_master(self) -> Process:
-        """Start (or start again) the master; returns once it accepts connections."""
+        """Start (or start again) the master, which is empty; returns once it accepts connections."""
         command = [
-            executable("mooncake_master"), "--rpc_address=127.0.0.1", f"--rpc_port={self.rpc_port}", "--rpc_thread_num=2",
-            "--metrics_host=127.0.0.1",
-            f"--metrics_port={self.admin_port}", f"--client_ttl={self.client_ttl_seconds}",
+            str(self._python.parent / "mooncake_master"), f"--rpc_address={self.host}", f"--rpc_port={self.rpc_port}", "--rpc_thread_num=2",
+            f"--metrics_host={self.host}", f"--metrics_port={self.admin_port}", f"--client_ttl={self.client_ttl_seconds}",
             f"--default_kv_lease_ttl={int(self.lease_seconds * 1000)}", "--eviction_high_watermark_ratio=0.85",
             "--eviction_ratio=0.10", "--put_start_discard_timeout_sec=30", "--logtostderr=true",
         ]  # fmt: skip
         self.master = Process("mooncake_master", command, self.directory / "master.log")
-        self.master.wait_until(lambda: port_open(self.rpc_port), 20, "accepting connections")
+        self.master.wait_until(self.answers, 20, "accepting connections")
         return self.master
 
-    def start_store(self, wait: bool = True) -> Process:
-        """Add a store node; with `wait`, return once its segment is mounted."""
+    def answers(self) -> bool:
+        """The master accepts connections."""
+        return port_open(self.rpc_port, self.host)
+
+    def start_store(self, segment_bytes: int = 0, wait: bool = True) -> Process:
+        """Add a store node, of another size if given; with `wait`, return once its segment is mounted."""
         before = self.segments()
-        port = free_port()
+        self.store_ports.append(free_port())
         environ = {
             **CLIENT_ENVIRONMENT,
             "MOONCAKE_MASTER": self.address,
             "MOONCAKE_TE_META_DATA_SERVER": "P2PHANDSHAKE",
             "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1",
             "MOONCAKE_PROTOCOL": "tcp",
-            "MOONCAKE_GLOBAL_SEGMENT_SIZE": str(self.segment_bytes),
+            "MOONCAKE_GLOBAL_SEGMENT_SIZE": str(segment_bytes or self.segment_bytes),
             "MOONCAKE_LOCAL_BUFFER_SIZE": str(16 << 20),
         }
-        command = [
-            sys.executable,
-            "-m",
-            "epochkv_connector.storenode",
-            "--port",
-            str(port),
-            "--max-wait-time",
-            "60",
-        ]
-        store = Process(f"mooncake store {len(self.stores)}", command, self.directory / f"store-{len(self.stores)}.log", environ)
+        service = ["-m", "epochkv_connector.storenode", "--port", str(self.store_ports[-1]), "--max-wait-time", "60"]
+        name = f"mooncake store {len(self.stores)}"
+        store = Process(name, [str(self._python), *service], self.directory / f"store-{len(self.stores)}.log", environ)
         self.stores.append(store)
         if wait:
             store.wait_until(lambda: bool(self.segments() - before), 60, "mounted")
         return store
 
     def segments(self) -> set[str]:
-        """Names of mounted segments, as the master tells on its admin port."""
-        return set(self.admin("get_all_segments").split())
+        """Names of mounted segments, as the master tells on its admin port; none while it does not answer."""
+        try:
+            return set(self.admin("get_all_segments").split())
+        except OSError:
+            return set()
 
     def keys(self) -> list[str]:
-        """Every key in the store."""
+        """Every key in the store.
+
+        Raises:
+            OSError: the master does not answer, which is no empty store.
+        """
         return self.admin("get_all_keys").split()
 
+    def flush(self) -> None:
+        """Remove everything by force, also what is being read. Raises as `keys`."""
+        self.admin("api/v1/remove_all?force=true", "POST")
+
     def admin(self, path: str, method: str = "GET") -> str:
-        """One call of the master's admin port; the text of its answer, empty when it cannot be reached."""
-        try:
-            request = urllib.request.Request(f"http://127.0.0.1:{self.admin_port}/{path}", method=method)
-            with urllib.request.urlopen(request, timeout=5) as answer:
-                text: str = answer.read().decode()
-                return text
-        except OSError:
-            return ""
+        """One call of the master's admin port; the text of its answer. Raises as `keys`."""
+        request = urllib.request.Request(f"http://{self.host}:{self.admin_port}/{path}", method=method)
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            text: str = answer.read().decode()
+            return text
 
     def __enter__(self) -> Self:
         try:

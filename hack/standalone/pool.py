@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from epochkv_fence.protocol.pool import PoolSnapshot
 from epochkv_fence.standalone.hub import FileHub, HubOptions
 from epochkv_fence.standalone.state import retire_previous, rotate_keys
 from epochkv_fence.stores.admin import StoreAdmin
+from hack.waiting import eventually
 
 T = TypeVar("T")
 GRACE_SECONDS = 3600.0
@@ -147,11 +147,7 @@ class Pool:
         return self._run(wrapper())
 
     def _wait(self, ready: Callable[[], bool], seconds: float, what: str) -> None:
-        deadline = time.monotonic() + seconds
-        while not ready():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"pool {self.name}: not {what} after {seconds:.0f} s; the hub knows {self.snapshot()}")
-            time.sleep(0.01)
+        eventually(ready, lambda: f"pool {self.name}: {what}; the hub knows {self.snapshot()}", seconds, 0.01)
 
     def __enter__(self) -> Self:
         self._thread.start()

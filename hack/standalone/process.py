@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+from hack.waiting import eventually, poll
 
 _LEFT_BEHIND_SECONDS = 5.0
 """For what the first process of a group has left behind: it is told to end, too, and killed then."""
@@ -22,23 +23,6 @@ _LEFT_BEHIND_SECONDS = 5.0
 
 class ProcessError(RuntimeError):
     """A child ended or never became ready; the message carries the last lines of its log."""
-
-
-def free_port() -> int:
-    """A TCP port on loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def port_open(port: int, host: str = "127.0.0.1") -> bool:
-    """Does something accept connections there?"""
-    try:
-        with socket.create_connection((host, port), timeout=0.5):
-            return True
-    except OSError:
-        return False
 
 
 Popen = Callable[..., Any]
@@ -86,21 +70,38 @@ class Process:
         Raises:
             ProcessError: the process ended, or `seconds` passed.
         """
-        deadline = time.monotonic() + seconds
-        while not ready():
-            if not self.alive():
-                raise ProcessError(
-                    f"{self.name} ended with status {self.popen.returncode} before {what}; its log {self.log} ends with\n{self.tail()}"
-                )
-            if time.monotonic() > deadline:
-                raise ProcessError(f"{self.name}: not {what} after {seconds:.0f} s; its log {self.log} ends with\n{self.tail()}")
-            time.sleep(0.1)
+        found = poll(lambda: "ready" if ready() else "" if self.alive() else "ended", seconds, 0.1)
+        if found != "ready":
+            why = f"ended with status {self.popen.returncode} before {what}" if found else f"was not {what} after {seconds:.0f} s"
+            raise ProcessError(f"{self.name} {why}; its log {self.log} ends with\n{self.tail()}")
 
     def signal(self, number: signal.Signals) -> None:
-        """Send to the whole group (SIGSTOP, SIGCONT, SIGKILL, ...)."""
+        """Send to the whole group (SIGSTOP, SIGCONT, ...)."""
         os.killpg(self.popen.pid, number)
-        if number == signal.SIGKILL:
-            _living.discard(self)
+
+    def freeze(self) -> None:
+        """SIGSTOP; returns when every thread of the first process stands still."""
+        self.signal(signal.SIGSTOP)
+        eventually(lambda: self._run_states() == {"T"}, f"{self.name} stands still", 10.0, 0.01)
+
+    def thaw(self) -> None:
+        """SIGCONT; returns when it runs."""
+        self.signal(signal.SIGCONT)
+        eventually(lambda: "T" not in self._run_states(), f"{self.name} runs", 10.0, 0.01)
+
+    def _run_states(self) -> set[str]:
+        """The kernel's letters of its threads: R, S, T (stopped), Z."""
+        states = set()
+        for path in Path(f"/proc/{self.popen.pid}/task").glob("*/stat"):
+            with suppress(OSError):  # it ends
+                states.add(path.read_text().rpartition(")")[2].split()[0])
+        return states
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group, and wait for the end. Safe to call twice."""
+        self._group_signal(signal.SIGKILL)
+        self.popen.wait(30.0)
+        _living.discard(self)
 
     def end(self, grace_seconds: float = 10.0, *, whole_group: bool = True) -> None:
         """SIGTERM, then SIGKILL for whatever is left of the group after the grace. Safe to call twice.

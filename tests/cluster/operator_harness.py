@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from hack.cluster.controlplane import ControlPlane, free_ports
+from hack.cluster.controlplane import ControlPlane
+from hack.loopback import free_ports
+from hack.standalone.process import Process
+from hack.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 POOLS = "/apis/epochkv.io/v1alpha1/namespaces/{}/kvcachepools"
@@ -37,18 +37,6 @@ LEASE_SECONDS = 30
 TAKEOVER_SECONDS = 3
 """For those that die, or freeze, and are followed by another one, which has to wait for so long."""
 T = TypeVar("T")
-
-
-def eventually(probe: Callable[[], T], what: str, seconds: float = 30.0) -> T:
-    """The first truthy result of `probe`, asked every 50 ms."""
-    deadline = time.monotonic() + seconds
-    while True:
-        result = probe()
-        if result:
-            return result
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {seconds:g} s: {what}")
-        time.sleep(0.05)
 
 
 class Namespace:
@@ -174,62 +162,29 @@ class OperatorProcess:
         given = [f"--{name}={value}" for name, value in options.items() if value is not None]
         self.command = [sys.executable, "-m", "epochkv_operator", "run", *given]
         python_path = os.pathsep.join(str(ROOT / part) for part in ("fence", "operator"))
-        self.env = {**os.environ, "KUBECONFIG": str(kubeconfig or plane.kubeconfig), "PYTHONPATH": python_path}
-        self.process: subprocess.Popen[bytes] | None = None
+        self.env = {"KUBECONFIG": str(kubeconfig or plane.kubeconfig), "PYTHONPATH": python_path}
+        self.process: Process
 
     def __enter__(self) -> OperatorProcess:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
-        self.kill()
+        self.process.kill()
 
     def start(self) -> OperatorProcess:
-        assert self.process is None or self.process.poll() is not None, f"process {self.process.pid} still runs"
-        with self.log_file.open("ab") as log:
-            self.process = subprocess.Popen(self.command, env=self.env, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+        """Start (again)."""
+        self.process = Process("operator", self.command, self.log_file, self.env, cwd=ROOT)
         return self
-
-    @property
-    def pid(self) -> int:
-        assert self.process is not None
-        return self.process.pid
-
-    def freeze(self) -> None:
-        """SIGSTOP, and wait until the kernel says that every thread has stopped."""
-        os.kill(self.pid, signal.SIGSTOP)
-
-        def stopped() -> bool:
-            states = (path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{self.pid}/task").glob("*/stat"))
-            return all(state == "T" for state in states)
-
-        eventually(stopped, f"process {self.pid} stopped")
-
-    def thaw(self) -> None:
-        """SIGCONT."""
-        os.kill(self.pid, signal.SIGCONT)
-
-    def kill(self) -> None:
-        """SIGKILL and wait; nothing when it has ended."""
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait(10)
 
     def terminate(self, seconds: float = 15.0) -> int:
         """SIGTERM; the exit status."""
-        assert self.process is not None
-        self.process.terminate()
-        return self.process.wait(seconds)
+        self.process.popen.terminate()
+        status: int = self.process.popen.wait(seconds)
+        return status
 
     def wait_ready(self, seconds: float = 60.0) -> OperatorProcess:
         """Until /readyz answers 200: this process leads and its hub is bound."""
-        assert self.process is not None
-
-        def ready() -> bool:
-            assert self.process is not None
-            assert self.process.poll() is None, f"the operator ended with {self.process.returncode}:\n{self.tail()}"
-            return self.http("/readyz")[0] == 200
-
-        eventually(ready, f"operator ready\n{self.tail()}", seconds)
+        self.process.wait_until(lambda: self.http("/readyz")[0] == 200, seconds, "ready")
         return self
 
     def http(self, path: str, seconds: float = 5.0) -> tuple[int, str]:
@@ -261,4 +216,4 @@ class OperatorProcess:
         return [line for line in self.lines() if text in str(line.get("event"))]
 
     def tail(self, count: int = 25) -> str:
-        return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-count:]) if self.log_file.exists() else ""
+        return self.process.tail(count)

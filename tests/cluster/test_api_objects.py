@@ -26,7 +26,7 @@ from epochkv_operator.planning import (
     pool_status,
 )
 from hack.cluster.controlplane import ControlPlane
-from tests.cluster.operator_harness import eventually
+from hack.waiting import eventually
 from tests.support.planning import CONTEXT, ENGINE_SPECS, POOL_SPECS
 
 Json = dict[str, Any]

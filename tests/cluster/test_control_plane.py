@@ -7,7 +7,8 @@ import subprocess
 from pathlib import Path
 
 from hack.cluster.controlplane import COMPONENTS, ControlPlane
-from hack.cluster.process import start_time, wait_for
+from hack.cluster.process import start_time
+from hack.waiting import poll
 
 
 def kubectl(plane: ControlPlane, *args: str, kubeconfig: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -21,14 +22,14 @@ def test_serves_the_pinned_version_and_runs_controllers(control_plane: ControlPl
     assert version["clientVersion"]["gitVersion"] == "v1.34.4"
     assert kubectl(control_plane, "create", "namespace", "controllers").returncode == 0
     # The root CA ConfigMap is made by a controller, not by the API server.
-    assert wait_for(lambda: kubectl(control_plane, "-n", "controllers", "get", "cm", "kube-root-ca.crt").returncode == 0, 30)
+    assert poll(lambda: kubectl(control_plane, "-n", "controllers", "get", "cm", "kube-root-ca.crt").returncode == 0, 30)
 
 
 def test_pod_security_admission_is_on(control_plane: ControlPlane) -> None:
     assert kubectl(control_plane, "create", "namespace", "locked").returncode == 0
     label = "pod-security.kubernetes.io/enforce=restricted"
     assert kubectl(control_plane, "label", "namespace", "locked", label).returncode == 0
-    assert wait_for(lambda: kubectl(control_plane, "-n", "locked", "get", "sa", "default").returncode == 0, 30)
+    assert poll(lambda: kubectl(control_plane, "-n", "locked", "get", "sa", "default").returncode == 0, 30)
     refused = kubectl(control_plane, "-n", "locked", "run", "bad", "--image=any", "--privileged=true")
     assert refused.returncode != 0
     assert "violates PodSecurity" in refused.stderr
@@ -56,7 +57,7 @@ def test_a_stopped_api_server_answers_nothing_until_continued(fresh_control_plan
     plane = fresh_control_plane
     plane.stop("kube-apiserver")
     stat = Path(f"/proc/{plane.component('kube-apiserver').pid}/stat")
-    assert wait_for(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", 10)
+    assert poll(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", 10)
     silent = kubectl(plane, "get", "--raw", "/readyz", "--request-timeout=1s")
     assert silent.returncode != 0
     plane.cont("kube-apiserver")

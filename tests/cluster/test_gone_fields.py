@@ -13,7 +13,8 @@ import yaml
 
 from epochkv_operator.api import parse_engine, parse_pool
 from hack.cluster.controlplane import ControlPlane
-from tests.cluster.operator_harness import ENGINES, POOLS, Namespace, eventually, install_crds
+from hack.waiting import eventually
+from tests.cluster.operator_harness import ENGINES, POOLS, Namespace, install_crds
 from tests.cluster.test_api_validation import kubectl, manifest, send
 from tests.support.api_corpus import GONE_OF_POOLS, LOCAL
 

@@ -16,10 +16,10 @@ import pytest
 from hack.cluster.binaries import build
 from hack.cluster.errors import ClusterError
 from hack.cluster.local import COMPONENTS, LocalCluster
-from hack.cluster.process import wait_for
 from hack.cluster.state import run_root
 from hack.images.builder import Builder
 from hack.images.recipe import image
+from hack.waiting import poll
 from tests.cluster import audit
 
 pytestmark = [
@@ -191,7 +191,7 @@ def test_up_again_changes_nothing_and_repairs_what_died(cluster: Cluster) -> Non
 def test_a_node_that_died_comes_back_with_its_objects_and_pods(cluster: Cluster) -> None:
     killed = cluster.pids()
     cluster.signal("init", signal.SIGKILL)
-    assert wait_for(lambda: not any(line.alive for line in cluster.status()), 20)
+    assert poll(lambda: not any(line.alive for line in cluster.status()), 20)
     cluster.up(print)
     assert set(cluster.pids().values()).isdisjoint(killed.values())
 
@@ -200,7 +200,7 @@ def test_a_node_that_died_comes_back_with_its_objects_and_pods(cluster: Cluster)
         done = cluster.kubectl("-n", "probe", "exec", pods[0], "--", "python3", "-c", CLIENT, "web.probe.svc.cluster.local", check=False)
         return done.returncode == 0 and set(done.stdout.split()[1:]) == set(pods)
 
-    assert wait_for(serving, 90, 1)
+    assert poll(serving, 90, 1)
 
 
 def test_two_clusters_side_by_side_and_nothing_is_left_of_one(cluster: Cluster, other: Cluster) -> None:
@@ -246,7 +246,7 @@ def test_down_works_after_an_up_that_was_killed_and_on_nothing(other: Cluster) -
     command = [sys.executable, "-m", "hack.cluster", "up", "--name", other.name]
     starting = subprocess.Popen(command, stdout=log, stderr=log)
     records = run_root() / other.name / "pids"
-    assert wait_for((records / "etcd.json").exists, 60, 0.01)
+    assert poll((records / "etcd.json").exists, 60, 0.01)
     starting.kill()
     starting.wait()
     # The worst case: the records of processes that run are lost as well.

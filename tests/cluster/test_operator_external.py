@@ -10,8 +10,9 @@ from typing import Any
 
 from epochkv_fence.connection import Connection
 from hack.cluster.controlplane import ControlPlane
+from hack.waiting import eventually
 from tests.cluster.fence_engines import FenceEngine
-from tests.cluster.operator_harness import CHILDREN, TAKEOVER_SECONDS, Namespace, OperatorProcess, condition, eventually
+from tests.cluster.operator_harness import CHILDREN, TAKEOVER_SECONDS, Namespace, OperatorProcess, condition
 
 POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2}}
 
@@ -147,7 +148,7 @@ def test_an_engine_that_lost_nothing_brings_a_restored_pool_back_up(plane: Contr
             namespace.bump("policy", 3)
             eventually(lambda: engine.epoch == 3, f"there; log:\n{operator.tail()}")
             eventually(lambda: namespace.status("policy").get("epoch") == 3, "published")
-            operator.kill()
+            operator.process.kill()
             restore(namespace, "policy", 1)
             assert (namespace.status("policy")["epoch"], namespace.pool("policy")["spec"]["resetEpoch"]) == (1, 1)
             operator.start().wait_ready()

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from hack.waiting import eventually
 from tests.cluster.fault_proxy import Fault, FaultProxy, is_write
-from tests.cluster.operator_harness import CHILDREN, ENGINES, Namespace, OperatorProcess, condition, eventually
+from tests.cluster.operator_harness import CHILDREN, ENGINES, Namespace, OperatorProcess, condition
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
 POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}}

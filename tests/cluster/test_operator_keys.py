@@ -15,9 +15,10 @@ import pytest
 
 from epochkv_fence.net import ClientKeys
 from hack.cluster.controlplane import ControlPlane
+from hack.waiting import eventually
 from tests.cluster.fault_proxy import Fault, FaultProxy
 from tests.cluster.fence_engines import FenceEngine, client_keys
-from tests.cluster.operator_harness import CHILDREN, TAKEOVER_SECONDS, Namespace, OperatorProcess, condition, eventually
+from tests.cluster.operator_harness import CHILDREN, TAKEOVER_SECONDS, Namespace, OperatorProcess, condition
 from tests.cluster.test_operator_faults import OneWrite
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
@@ -164,7 +165,7 @@ def test_a_new_hub_key_goes_into_the_secret_in_place(plane: ControlPlane, namesp
         namespace.create_pool("policy", **POOL)
         before = eventually(lambda: secret(namespace), "the pool's Secret")
         uid = namespace.get(CHILDREN["secrets"], "policy-fence")["metadata"]["uid"]  # type: ignore[index]
-        operator.kill()
+        operator.process.kill()
         namespace.delete(CHILDREN["secrets"], "epochkv-hub")
         operator.start().wait_ready()
         after = eventually(
@@ -211,7 +212,7 @@ def test_an_operator_that_dies_in_mid_rotation_is_followed_by_one_that_goes_on(
         eventually(lambda: stubborn.leased, "joined")
         namespace.patch_spec("policy", keys={"generation": 1})
         eventually(lambda: "previous.pub" in secret(namespace), f"rotated; log:\n{first.tail()}")
-        first.kill()
+        first.process.kill()
         eventually(lambda: not stubborn.leased, "nobody grants")
         second = stack.enter_context(OperatorProcess(plane, namespace.name, tmp_path, hub_port=first.hub_port))
         second.wait_ready()

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.operator_harness import CHILDREN, ENGINES, POOLS, Namespace, OperatorProcess, condition, eventually
+from hack.waiting import eventually
+from tests.cluster.operator_harness import CHILDREN, ENGINES, POOLS, Namespace, OperatorProcess, condition
 
 L1 = {"local": {"capacity": "64Mi"}}
 L2 = {"distributed": {"mooncake": {"store": {"replicas": 1, "segmentSize": "256Mi"}}}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +12,12 @@ from typing import Any
 import pytest
 
 from hack.cluster.controlplane import ControlPlane
+from hack.loopback import port_open
+from hack.standalone.mooncake import Mooncake
+from hack.waiting import eventually
 from tests.cluster.fence_engines import FenceEngine, client_keys
-from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, condition, eventually
-from tests.cluster.store_processes import PoolStore
+from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, condition
+from tests.cluster.store_processes import announce, pool_store, put
 
 
 def pool_spec(policy: str) -> dict[str, Any]:
@@ -24,8 +26,9 @@ def pool_spec(policy: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolStore]:
-    with PoolStore(tmp_path_factory.mktemp("mooncake"), f"127.9.{os.getpid() % 250 + 1}.1") as store:
+def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mooncake]:
+    with pool_store(tmp_path_factory.mktemp("mooncake"), f"127.9.{os.getpid() % 250 + 1}.1") as store:
+        store.stores[0].wait_until(lambda: port_open(store.store_ports[0]), 60, "accepting connections")
         yield store
 
 
@@ -37,12 +40,12 @@ def engine(operator: OperatorProcess, space: Namespace, name: str = "engine-0") 
         yield found
 
 
-def served(operator: OperatorProcess, space: Namespace, store: PoolStore, policy: str, keys: int = 5) -> None:
+def served(operator: OperatorProcess, space: Namespace, store: Mooncake, policy: str, keys: int = 5) -> None:
     """A pool whose store holds `keys` keys, with the operator leading it."""
     operator.wait_ready()
     space.create_pool("policy", **pool_spec(policy))
-    store.announce(space, "policy")
-    store.put(keys)
+    announce(space, "policy", store)
+    put(store, keys)
     assert len(store.keys()) == keys
     eventually(lambda: "targetEpoch" in space.status("policy"), f"served; log:\n{operator.tail()}")
 
@@ -55,7 +58,7 @@ def reclaimed(space: Namespace) -> tuple[str | None, str | None, int | None]:
 
 
 def test_remove_all_wipes_the_store_after_it_has_published(
-    plane: ControlPlane, namespace: Namespace, mooncake: PoolStore, tmp_path: Path
+    plane: ControlPlane, namespace: Namespace, mooncake: Mooncake, tmp_path: Path
 ) -> None:
     with OperatorProcess(plane, namespace.name, tmp_path) as operator:
         served(operator, namespace, mooncake, "RemoveAll")
@@ -73,11 +76,11 @@ def test_remove_all_wipes_the_store_after_it_has_published(
             assert operator.metric("epochkv_pool_reclaimed_bytes") == found["bytes"]
 
 
-def test_a_master_that_hangs_delays_no_publication(plane: ControlPlane, namespace: Namespace, mooncake: PoolStore, tmp_path: Path) -> None:
+def test_a_master_that_hangs_delays_no_publication(plane: ControlPlane, namespace: Namespace, mooncake: Mooncake, tmp_path: Path) -> None:
     with OperatorProcess(plane, namespace.name, tmp_path) as operator:
         served(operator, namespace, mooncake, "RemoveAll")
         with engine(operator, namespace) as reader:
-            os.kill(mooncake.master.popen.pid, signal.SIGSTOP)
+            mooncake.master.freeze()
             try:
                 namespace.bump("policy", 1)
                 eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
@@ -86,13 +89,13 @@ def test_a_master_that_hangs_delays_no_publication(plane: ControlPlane, namespac
                 time.sleep(4)  # the wipe is tried again and again
                 assert reclaimed(namespace)[:2] == ("False", "Reclaiming")
             finally:
-                os.kill(mooncake.master.popen.pid, signal.SIGCONT)
+                mooncake.master.thaw()
             eventually(lambda: mooncake.keys() == [], f"wiped; log:\n{operator.tail()}")
             eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), f"reported; log:\n{operator.tail()}", 60)
 
 
 def test_delete_without_any_engine_is_done_through_the_master(
-    plane: ControlPlane, namespace: Namespace, mooncake: PoolStore, tmp_path: Path
+    plane: ControlPlane, namespace: Namespace, mooncake: Mooncake, tmp_path: Path
 ) -> None:
     with OperatorProcess(plane, namespace.name, tmp_path) as operator:
         served(operator, namespace, mooncake, "Delete")
@@ -104,7 +107,7 @@ def test_delete_without_any_engine_is_done_through_the_master(
         assert (found["policy"], found["epoch"], found["keys"]) == ("Delete", 1, 5)
 
 
-def test_delete_is_asked_of_an_engine(plane: ControlPlane, namespace: Namespace, mooncake: PoolStore, tmp_path: Path) -> None:
+def test_delete_is_asked_of_an_engine(plane: ControlPlane, namespace: Namespace, mooncake: Mooncake, tmp_path: Path) -> None:
     with OperatorProcess(plane, namespace.name, tmp_path) as operator:
         served(operator, namespace, mooncake, "Delete", 2)
         with engine(operator, namespace) as remover:
@@ -115,10 +118,10 @@ def test_delete_is_asked_of_an_engine(plane: ControlPlane, namespace: Namespace,
             found = namespace.status("policy")["reclaim"]
             assert (found["policy"], found["epoch"], found["keys"], found["bytes"]) == ("Delete", 1, 3, 3 * 1000)
             assert len(mooncake.keys()) == 2, "this engine only says so; nobody else removes while it is there"
-    mooncake.clear()
+    mooncake.flush()
 
 
-def test_retain_leaves_everything(plane: ControlPlane, namespace: Namespace, mooncake: PoolStore, tmp_path: Path) -> None:
+def test_retain_leaves_everything(plane: ControlPlane, namespace: Namespace, mooncake: Mooncake, tmp_path: Path) -> None:
     with OperatorProcess(plane, namespace.name, tmp_path) as operator:
         served(operator, namespace, mooncake, "Retain", 2)
         namespace.bump("policy", 1)
@@ -127,4 +130,4 @@ def test_retain_leaves_everything(plane: ControlPlane, namespace: Namespace, moo
         assert len(mooncake.keys()) == 2
         assert reclaimed(namespace)[:2] == (None, None)
         assert namespace.status("policy")["reclaim"] == {"policy": "Retain"}
-    mooncake.clear()
+    mooncake.flush()

@@ -196,9 +196,8 @@ def test_an_operator_killed_after_recording_leaves_a_reset_that_the_next_one_fin
                 engine.hold.set()  # nobody acknowledges, so it cannot be published for a lease and a margin
             namespace.bump("policy", 1)
             eventually(lambda: namespace.status("policy").get("targetEpoch") == 1, f"recorded; log:\n{first.tail()}")
-            first.kill()
-            assert first.process is not None
-            assert first.process.returncode == -9
+            first.process.kill()
+            assert first.process.popen.returncode == -9
             assert namespace.status("policy")["epoch"] == 0
             for engine in found:
                 engine.hold.clear()
@@ -234,15 +233,14 @@ def test_a_frozen_leader_that_wakes_up_after_a_reset_changes_nothing(plane: Cont
         history = stack.enter_context(History(namespace))
         old = holder(namespace)
 
-        leader.freeze()
+        leader.process.freeze()
         standby.wait_ready()
         assert holder(namespace) not in ("", old)
         namespace.bump("policy", 1)
         eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published by the new leader\n{standby.tail()}", 60)
-        leader.thaw()
-        assert leader.process is not None
-        eventually(lambda: leader.process is not None and leader.process.poll() is not None, "the old leader ends")
-        assert leader.process.returncode == 1
+        leader.process.thaw()
+        eventually(lambda: not leader.process.alive(), "the old leader ends")
+        assert leader.process.popen.returncode == 1
         assert leader.logged("operator ends: a part ended")
 
         namespace.bump("policy", 2)
@@ -319,8 +317,7 @@ def test_a_restarted_api_server_costs_nothing_but_time(fresh_control_plane: Cont
             eventually(lambda: space.status("policy").get("epoch") == 2, f"published; log:\n{operator.tail()}", 60)
             eventually(lambda: all(engine.epoch == 2 for engine in found), "adopted")
             assert operator.http("/livez")[0] == 200
-            assert operator.process is not None
-            assert operator.process.poll() is None
+            assert operator.process.alive()
 
 
 def test_a_lower_status_is_refused_by_the_server_itself(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:

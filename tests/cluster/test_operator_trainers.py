@@ -14,9 +14,10 @@ import pytest
 
 from epochkv_fence.client import Pool, PoolError, Reset, WeightsDiverged
 from hack.cluster.controlplane import ControlPlane
+from hack.waiting import eventually
 from tests.cluster.fault_proxy import FaultProxy
 from tests.cluster.fence_engines import FIRST_WEIGHTS, FenceEngine
-from tests.cluster.operator_harness import TAKEOVER_SECONDS, Namespace, OperatorProcess, condition, eventually
+from tests.cluster.operator_harness import TAKEOVER_SECONDS, Namespace, OperatorProcess, condition
 from tests.cluster.test_operator_external import joined, mounted
 from tests.cluster.test_operator_faults import LEASES, OneWrite
 from tests.cluster.test_operator_reset import History, published
@@ -132,7 +133,7 @@ def test_a_reset_survives_the_operator(plane: ControlPlane, namespace: Namespace
         for engine in engines:
             engine.hold.set()  # nothing can be published before we say so
         if moment == "before":
-            first.freeze()
+            first.process.freeze()
         results: list[Reset | PoolError] = []
 
         def train() -> None:
@@ -148,7 +149,7 @@ def test_a_reset_survives_the_operator(plane: ControlPlane, namespace: Namespace
         else:
             time.sleep(1)
             assert namespace.status("policy").get("targetEpoch") == 0, "it was frozen"
-        first.kill()
+        first.process.kill()
         assert not results
         for engine in engines:
             engine.hold.clear()
@@ -234,7 +235,7 @@ def test_a_push_is_proved_and_labelled_without_an_epoch(plane: ControlPlane, nam
         # Back to the weights before, which keep their label over a change of operator.
         engines[0].push(second)
         assert pool.wait_weights(timeout_s=30).groups[0].label == "step-1"
-        operator.kill()
+        operator.process.kill()
         namespace.delete(LEASES, "epochkv-operator")
         operator.start().wait_ready()
         eventually(lambda: pool.status().labels == {second.hex(): "step-1"}, f"remembered; log:\n{operator.tail()}")

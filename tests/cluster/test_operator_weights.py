@@ -14,8 +14,9 @@ import pytest
 
 from epochkv_operator.planning import PUSH_SECONDS
 from hack.cluster.controlplane import ControlPlane
+from hack.waiting import eventually
 from tests.cluster.fence_engines import FIRST_WEIGHTS, FenceEngine, client_keys
-from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, condition, eventually
+from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, condition
 
 POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 5}}
 A, B = FIRST_WEIGHTS, bytes.fromhex("77aa00ff" + "1" * 24)
@@ -63,7 +64,7 @@ def test_a_push_shows_and_one_that_misses_an_engine_is_named_after_a_minute(
             engine.push(B)
             eventually(lambda n=number: held(namespace).get(B.hex()) == n + 1, f"shown; log:\n{operator.tail()}")
         assert list(held(namespace).items()) == [(B.hex(), 2), (A.hex(), 1)], "the most first"
-        eventually(lambda: said(namespace) == ("True", "Updating"), f"told; log:\n{operator.tail()}")
+        eventually(lambda: said(namespace) == ("False", "Updating"), f"told; log:\n{operator.tail()}")
         since = datetime.fromisoformat(namespace.status("policy")["weights"][0]["since"])
         assert began <= since <= datetime.now(UTC)
         assert column(namespace, plane) == "77aa00ff 2/3"
@@ -104,7 +105,7 @@ def test_steady_weights_are_not_written_about_and_survive_the_operator(plane: Co
     """Heartbeats tell ages every third of a lease; the status has times, written once, by whatever operator."""
     with OperatorProcess(plane, namespace.name, tmp_path) as operator, fleet(operator, namespace, 2) as engines:
         engines[0].push(B)
-        eventually(lambda: said(namespace) == ("True", "Updating"), f"told; log:\n{operator.tail()}")
+        eventually(lambda: said(namespace) == ("False", "Updating"), f"told; log:\n{operator.tail()}")
         time.sleep(2)
         before, writes = namespace.versions(), operator.metric("epochkv_operator_api_writes_total")
         time.sleep(8)  # more than a lease

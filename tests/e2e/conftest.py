@@ -21,8 +21,9 @@ import pytest
 import yaml
 
 from hack.demo.journey import NAMESPACE, POOL
-from hack.demo.kube import DemoError, Kube, condition, wait_until
+from hack.demo.kube import DemoError, Kube, condition
 from hack.demo.setup import MANIFESTS, ROOT, SYSTEM, Setup
+from hack.waiting import eventually
 
 OWN_CLUSTER = "e2e-" + hashlib.sha256(str(ROOT).encode()).hexdigest()[:6]
 SECONDS = 600.0
@@ -60,7 +61,7 @@ def namespace(kube: Kube) -> Iterator[str]:
     """The demo's namespace; pools and engines that a test adds carry the label `e2e` and go afterwards."""
     yield NAMESPACE
     kube.kubectl("-n", NAMESPACE, "delete", "ie,kvp", "-l", "e2e", "--wait=true", seconds=180)
-    wait_until(lambda: not kube.pods(NAMESPACE, "e2e=true"), 120, lambda: "pods of deleted engines are still there")
+    eventually(lambda: not kube.pods(NAMESPACE, "e2e=true"), lambda: "pods of deleted engines are still there", 120, 0.5)
 
 
 def engine_manifest(name: str, pool: str | None) -> dict[str, Any]:
@@ -97,7 +98,7 @@ def wait_condition(kube: Kube, plural: str, name: str, kind: str, status: str, s
         found.update(condition(kube.get(path), kind))
         return found.get("status") == status
 
-    wait_until(there, seconds, lambda: f"{plural}/{name}: condition {kind} is {found or 'absent'}, wanted {status}")
+    eventually(there, lambda: f"{plural}/{name}: condition {kind} is {found or 'absent'}, wanted {status}", seconds, 0.5)
     return dict(found)
 
 

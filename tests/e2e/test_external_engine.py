@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -14,9 +13,10 @@ import pytest
 
 from epochkv_fence.client import Pool
 from hack.demo.journey import BASE_WEIGHTS, ENGINE, MODEL, NAMESPACE, NEW_WEIGHTS, POOL, make_prompts
-from hack.demo.kube import Kube, wait_until
+from hack.demo.kube import Kube
 from hack.demo.setup import Setup
 from hack.standalone.engine import Engine
+from hack.waiting import eventually
 from tests.e2e.conftest import connection_folder, forwarded_hub
 
 pytestmark = pytest.mark.timeout(900)
@@ -66,7 +66,7 @@ def test_it_joins_counts_and_leaves(setup: Setup, kube: Kube, tmp_path: Path) ->
             other.reload_weights(BASE_WEIGHTS)
         try:
             engine.wait_ready(500)
-            wait_until(lambda: holds(kube) is not None, 60, lambda: f"its weights are not known: {status(kube)}")
+            eventually(lambda: holds(kube) is not None, lambda: f"its weights are not known: {status(kube)}", 60, 0.5)
             assert status(kube)["engines"]["total"] == before + 1
 
             (prompt,) = make_prompts(8001, 1)
@@ -78,14 +78,14 @@ def test_it_joins_counts_and_leaves(setup: Setup, kube: Kube, tmp_path: Path) ->
             assert update.report is not None
             assert update.report.equal
             pushed = {group.id[:8] for group in update.report.groups}
-            wait_until(lambda: holds(kube) in pushed, 60, lambda: f"not shown: {status(kube)}")
+            eventually(lambda: holds(kube) in pushed, lambda: f"not shown: {status(kube)}", 60, 0.5)
             assert engine.complete(prompt).cached == 0, "KV of the weights before"
 
             epoch = raise_epoch(kube)
             assert engine.complete(prompt).cached == 0
-            wait_until(lambda: (external(kube) or {}).get("epoch") == epoch, 60, lambda: f"not at {epoch}: {status(kube)}")
+            eventually(lambda: (external(kube) or {}).get("epoch") == epoch, lambda: f"not at {epoch}: {status(kube)}", 60, 0.5)
         finally:
-            engine.process.signal(signal.SIGKILL)
+            engine.process.kill()
             engine.end()
-        wait_until(lambda: external(kube) is None, 120, lambda: f"still counted: {status(kube)}")
+        eventually(lambda: external(kube) is None, lambda: f"still counted: {status(kube)}", 120, 0.5)
         assert status(kube)["engines"]["total"] == before

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hack.demo.journey import ANSWER_TOKENS, BLOCKS, MODEL, NEW_WEIGHTS, REFERENCE, make_prompts
-from hack.demo.kube import Kube, wait_until
+from hack.demo.kube import Kube
+from hack.waiting import eventually
 from tests.e2e.conftest import apply, engine_manifest, pool_manifest, wait_condition
 
 pytestmark = pytest.mark.timeout(1500)
@@ -31,7 +32,7 @@ def test_engine_starts_without_master_and_joins_later(kube: Kube, namespace: str
             seen.update(wait_condition(kube, "kvcachepools", "late", kind, "False"))
             return seen["reason"] == "ImagePullFailed"
 
-        wait_until(pull_failed, 120, lambda seen=seen: f"{seen}")
+        eventually(pull_failed, lambda seen=seen: f"{seen}", 120, 0.5)
         assert "epochkv/absent:dev" in seen["message"]
 
     wait_condition(kube, "inferenceengines", "late", "Available", "True")
@@ -57,6 +58,6 @@ def test_engine_starts_without_master_and_joins_later(kube: Kube, namespace: str
         assert engine.complete(prompt, ANSWER_TOKENS).tokens == reference.complete(prompt, ANSWER_TOKENS).tokens
         return stored(kube, namespace, "late") >= BLOCKS
 
-    wait_until(saved, 110, lambda: f"{stored(kube, namespace, 'late')} blocks in the store", pause=2.0)
+    eventually(saved, lambda: f"{stored(kube, namespace, 'late')} blocks in the store", 110, pause=2.0)
     (same,) = kube.engines(namespace, "late", MODEL)
     assert same.name == engine.name, "the engine must join without being replaced"

@@ -29,8 +29,9 @@ from hack.demo.journey import (
     Prompt,
     make_prompts,
 )
-from hack.demo.kube import Json, Kube, condition, wait_until
+from hack.demo.kube import Json, Kube, condition
 from hack.engine_api import Answer, EngineApi
+from hack.waiting import eventually
 from tests.e2e.conftest import connection_folder, forwarded_hub, wait_condition
 
 pytestmark = pytest.mark.timeout(900)
@@ -69,7 +70,7 @@ class Fleet:
 
     def wait_column(self, ends: str) -> str:
         """The column once it ends so."""
-        wait_until(lambda: self.column().endswith(ends), SECONDS, lambda: f"not {ends}: {self.pool()['status']}")
+        eventually(lambda: self.column().endswith(ends), lambda: f"not {ends}: {self.pool()['status']}", SECONDS)
         return self.column()
 
     def right(self, prompt: Prompt) -> tuple[int, ...]:
@@ -152,7 +153,7 @@ class Traffic:
     def wait_more(self, count: int) -> int:
         """After so many more answers, and how many there were before. The next one may have begun before this call."""
         seen = len(self.answers)
-        wait_until(lambda: len(self.answers) >= seen + count, SECONDS, lambda: f"no {count} answers more: {self.errors}")
+        eventually(lambda: len(self.answers) >= seen + count, lambda: f"no {count} answers more: {self.errors}", SECONDS)
         return seen
 
 
@@ -205,10 +206,10 @@ def test_a_push_around_the_client_is_proved_and_labelled(fleet: Fleet, tmp_path:
         assert (first.tokens, second.tokens) == (right, right)
         assert first.cached == 0
         fleet.shares(make_prompts(7003, 1)[0])
-        wait_until(
+        eventually(
             lambda: (fleet.pool()["status"].get("weights") or [{}])[0].get("label") == label,
-            SECONDS,
             lambda: f"not labelled: {fleet.pool()['status']}",
+            SECONDS,
         )
         assert fleet.pool()["status"]["targetEpoch"] == epoch
 
@@ -226,10 +227,10 @@ def test_kubectl_below_the_clients_epoch_is_reported_and_not_applied(fleet: Flee
         again = pool.reset(done.epoch, timeout_s=60)
         assert again.noop
     fleet.patch(resetEpoch=done.epoch - 2)
-    wait_until(
+    eventually(
         lambda: condition(fleet.pool(), "EpochConverged").get("reason") == "EpochAhead",
-        SECONDS,
         lambda: f"not reported: {condition(fleet.pool(), 'EpochConverged')}",
+        SECONDS,
     )
     assert str(done.epoch + 1) in condition(fleet.pool(), "EpochConverged")["message"]  # the number to set
     assert fleet.pool()["status"]["epoch"] == done.epoch

@@ -9,7 +9,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from hack.engine_api import Answer
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
+from hack.waiting import eventually
 from tests.engine.server_nursery import ServerNursery
 
 PROMPT_TOKENS = 1000
@@ -45,18 +46,6 @@ class Weights:
     def after(self, current: Path) -> Path:
         """The next ones to push: never `base`, never those that are there."""
         return self.third if current == self.new else self.new
-
-
-def eventually(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
-    """Poll until true.
-
-    Raises:
-        AssertionError: the deadline passed first.
-    """
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.05)
 
 
 # A loaded machine may answer a lookup later than the 20 ms that an engine waits by default, which is a miss and no fault.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import signal
 import struct
 import threading
 import time
@@ -22,7 +21,8 @@ from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
 from hack.standalone.process import Process
 from hack.standalone.relay import Relay
-from tests.engine.conftest import BLOCKS, CACHED, L1_BYTES, Prompts, Reference, Weights, eventually
+from hack.waiting import eventually
+from tests.engine.conftest import BLOCKS, CACHED, L1_BYTES, Prompts, Reference, Weights
 from tests.engine.server_nursery import ServerNursery
 from tests.support.store import RawClient
 
@@ -34,28 +34,6 @@ STORE = {"lookup_deadline_ms": 1800.0, "job_deadline_seconds": LOAD_DEADLINE_SEC
 KEY = re.compile(rb"[0-9a-f]{8}/[0-9a-f]{16}/e\d+/w[0-9a-f]{16}/g\d+/r\d+/[0-9a-f]+")
 HUNG_SECONDS = 40.0
 """A call that has not returned by then hangs."""
-
-
-def stop(process: Process) -> None:
-    """SIGSTOP; returns when the kernel says that it stands still."""
-    process.signal(signal.SIGSTOP)
-    eventually(lambda: _run_state(process) == "T", f"{process.name} stands still", 10.0)
-
-
-def go_on(process: Process) -> None:
-    """SIGCONT; returns when it runs."""
-    process.signal(signal.SIGCONT)
-    eventually(lambda: _run_state(process) != "T", f"{process.name} runs", 10.0)
-
-
-def kill(process: Process) -> None:
-    """SIGKILL, and wait for the end."""
-    process.signal(signal.SIGKILL)
-    process.popen.wait(30.0)
-
-
-def _run_state(process: Process) -> str:
-    return Path(f"/proc/{process.popen.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
 def series_of(name: str) -> tuple[str, dict[str, str]]:
@@ -164,7 +142,7 @@ class FaultyPair:
         if self.mooncake.client_ttl_seconds == seconds:
             return
         self.mooncake.client_ttl_seconds = seconds
-        kill(self.master)
+        self.master.kill()
         self.mooncake.start_master()
         self.shares()
 

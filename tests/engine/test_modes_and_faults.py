@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from hack.loopback import free_port
 from hack.standalone.engine import CPU_ENVIRONMENT, Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
-from hack.standalone.process import Process, ProcessError, free_port
-from tests.engine.conftest import BLOCKS, CACHED, PATIENT, PATIENT_ENVIRON, Prompts, Reference, Weights, check, eventually, settled_keys
+from hack.standalone.process import Process, ProcessError
+from hack.waiting import eventually
+from tests.engine.conftest import BLOCKS, CACHED, PATIENT, PATIENT_ENVIRON, Prompts, Reference, Weights, check, settled_keys
 
 
 @pytest.fixture(scope="module")

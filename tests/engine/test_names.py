@@ -18,7 +18,8 @@ import pytest
 from hack.standalone.engine import CPU_ENVIRONMENT
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.process import Process
-from tests.engine.conftest import CACHED, PATIENT_ENVIRON, Prompts, Reference, Weights, check, eventually, settled_keys
+from hack.waiting import eventually
+from tests.engine.conftest import CACHED, PATIENT_ENVIRON, Prompts, Reference, Weights, check, settled_keys
 from tests.engine.names_lab import (
     BLOCK_TOKENS,
     EMBEDDING,

@@ -12,7 +12,8 @@ import pytest
 from epochkv_connector.naming.keys import parse_key
 from epochkv_fence import client
 from hack.models import Shape
-from tests.engine.conftest import BLOCKS, CACHED, LEASE_SECONDS, Pair, Prompts, Reference, Weights, check, eventually, settled_keys
+from hack.waiting import eventually
+from tests.engine.conftest import BLOCKS, CACHED, LEASE_SECONDS, Pair, Prompts, Reference, Weights, check, settled_keys
 
 SHAPE = Shape()
 BLOCK_TOKENS, FLOAT_BYTES, HEADER_AND_TRAILER = 128, 4, 256

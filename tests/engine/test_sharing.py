@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from epochkv_fence.protocol.messages import Source
-from tests.engine.conftest import CACHED, Pair, Prompts, Reference, check, eventually, fence_lines, settled_keys
+from hack.waiting import eventually
+from tests.engine.conftest import CACHED, Pair, Prompts, Reference, check, fence_lines, settled_keys
 
 
 def test_b_reuses_what_a_computed(pair: Pair, prompts: Prompts, reference: Reference) -> None:

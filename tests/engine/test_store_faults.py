@@ -20,9 +20,10 @@ import pytest
 from epochkv_connector.naming.identity import CODEC_VERSION
 from hack.engine_api import EngineError
 from hack.models import Shape
-from tests.engine.conftest import BLOCKS, CACHED, Prompts, Reference, Weights, eventually
+from hack.waiting import eventually
+from tests.engine.conftest import BLOCKS, CACHED, Prompts, Reference, Weights
 from tests.engine.server_nursery import ServerNursery
-from tests.engine.store_faults import HUNG_SECONDS, Ambush, FaultyPair, go_on, kill, of_another_codec, stop
+from tests.engine.store_faults import HUNG_SECONDS, Ambush, FaultyPair, of_another_codec
 
 SHAPE = Shape()
 OBJECT_BYTES = 2 * SHAPE.kv_heads * SHAPE.head_dim * 4 * 128 * SHAPE.layers + 256
@@ -45,7 +46,7 @@ def test_a_killed_store_node_costs_its_keys(pair: FaultyPair) -> None:
     pair.nodes_are_forgotten_after(FORGOTTEN_SECONDS)
     prompt, keys = pair.saved()
     before = pair.total(pair.b, "load_failed_store_transfer")
-    kill(pair.store)
+    pair.store.kill()
     assert set(pair.mooncake.keys()) >= keys, "the master knows already"
     assert pair.ask(pair.b, prompt).cached == 0
     pair.grows(pair.b, before, "load_failed_store_transfer")
@@ -60,7 +61,7 @@ def test_a_hung_store_node_costs_a_few_loads_and_then_nothing(pair: FaultyPair) 
     saved = [pair.saved()[0] for _ in range(6)]
     pauses, failed = pair.total(pair.b, "load_pauses"), pair.seen(pair.b, "loads_failed")
     hung = pair.seen(pair.b, *HUNG_LOADS)
-    stop(pair.store)
+    pair.store.freeze()
     try:
         with ThreadPoolExecutor(3) as threads:  # together: three failures in a row
             assert [answer.cached for answer in threads.map(lambda prompt: pair.ask(pair.b, prompt), saved[:3])] == [0, 0, 0]
@@ -73,7 +74,7 @@ def test_a_hung_store_node_costs_a_few_loads_and_then_nothing(pair: FaultyPair) 
             assert [answer.cached for answer in threads.map(lambda prompt: pair.ask(pair.b, prompt), saved[3:])] == [0, 0, 0]
         pair.grows(pair.b, skipped, "lookups_paused")
     finally:
-        go_on(pair.store)
+        pair.store.thaw()
     pair.shares()
     assert pair.total(pair.b, "loads_paused") == 0
 
@@ -82,7 +83,7 @@ def test_a_frozen_master_opens_the_breakers(pair: FaultyPair) -> None:
     prompt, _ = pair.saved()
     before = pair.total(pair.a, "store_breaker_opened")
     late = pair.total(pair.b, "queries_late", "queries_failed")
-    stop(pair.master)
+    pair.master.freeze()
     try:
         assert pair.ask(pair.b, prompt).cached == 0
         pair.ask(pair.a, pair.prompts())  # A puts
@@ -90,7 +91,7 @@ def test_a_frozen_master_opens_the_breakers(pair: FaultyPair) -> None:
         pair.grows(pair.b, late, "queries_late", "queries_failed")
         eventually(lambda: pair.total(pair.a, "store_breaker_open") == 1, "A's breaker is open")
     finally:
-        go_on(pair.master)
+        pair.master.thaw()
     pair.shares()
     eventually(lambda: pair.total(pair.a, "store_breaker_open") == 0, "A's breaker is closed")
 
@@ -98,7 +99,7 @@ def test_a_frozen_master_opens_the_breakers(pair: FaultyPair) -> None:
 def test_a_killed_master_comes_back_empty(pair: FaultyPair) -> None:
     prompt, _ = pair.saved()
     before = pair.total(pair.a, "store_breaker_opened")
-    kill(pair.master)
+    pair.master.kill()
     assert pair.ask(pair.b, prompt).cached == 0
     pair.ask(pair.a, pair.prompts())
     pair.grows(pair.a, before, "store_breaker_opened", seconds=30.0)
@@ -198,7 +199,7 @@ def test_a_store_that_is_wiped_under_a_read_yields_no_wrong_answer(pair: FaultyP
 
     def wipe(delay: float) -> None:
         time.sleep(delay)
-        pair.mooncake.admin("api/v1/remove_all?force=true", "POST")
+        pair.mooncake.flush()
         pair.raw.put_all({f"junk/{len(wipes)}/{number}": junk for number in range(3 * BLOCKS)})
 
     def strike(_: list[str]) -> None:
@@ -217,7 +218,7 @@ def test_a_store_that_is_wiped_under_a_read_yields_no_wrong_answer(pair: FaultyP
         pair.relay.watch = None
     assert len(wipes) >= 3
     pair.grows(pair.b, before, *names)
-    pair.mooncake.admin("api/v1/remove_all?force=true", "POST")
+    pair.mooncake.flush()
     pair.shares()
 
 
@@ -299,7 +300,7 @@ def back_in_use(pair: FaultyPair) -> None:
 def test_control_calls_end_while_a_load_hangs(pair: FaultyPair, call: str) -> None:
     pair.nodes_are_forgotten_after(REMEMBERED_SECONDS)
     prompt, _ = pair.saved()
-    stop(pair.store)
+    pair.store.freeze()
     try:
         with pair.asks_for_a_load(prompt) as asked:
             control(pair, *CONTROL[call])
@@ -309,14 +310,14 @@ def test_control_calls_end_while_a_load_hangs(pair: FaultyPair, call: str) -> No
         assert answer.tokens == expected[: len(answer.tokens) if aborted else None]
         assert answer.cached == 0
     finally:
-        go_on(pair.store)
+        pair.store.thaw()
     back_in_use(pair)
 
 
 def test_control_calls_end_while_the_store_is_dead(pair: FaultyPair) -> None:
     prompt, _ = pair.saved()
-    kill(pair.store)
-    kill(pair.master)
+    pair.store.kill()
+    pair.master.kill()
     for path, undo in CONTROL.values():
         said = control(pair, path, undo)
         assert "HTTP" not in said
@@ -330,14 +331,14 @@ def test_control_calls_end_while_the_store_is_dead(pair: FaultyPair) -> None:
 def test_engines_end_when_told_to_although_the_store_hangs(pair: FaultyPair) -> None:
     """The last test: B ends with master and node frozen and a load under way, A with both dead; both end by themselves."""
     prompt, _ = pair.saved()
-    stop(pair.store)
+    pair.store.freeze()
     with pair.asks_for_a_load(prompt) as asked:
-        stop(pair.master)
+        pair.master.freeze()
         pair.b.process.popen.send_signal(signal.SIGTERM)
         assert pair.b.process.popen.wait(HUNG_SECONDS) in (0, -signal.SIGTERM), pair.b.process.tail()
         assert asked.exception(HUNG_SECONDS) or asked.result()
-    kill(pair.store)
-    kill(pair.master)
+    pair.store.kill()
+    pair.master.kill()
     pair.ask(pair.a, pair.prompts())
     pair.a.process.popen.send_signal(signal.SIGTERM)
     assert pair.a.process.popen.wait(HUNG_SECONDS) in (0, -signal.SIGTERM), pair.a.process.tail()

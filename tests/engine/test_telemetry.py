@@ -14,7 +14,8 @@ import zmq
 from vllm.distributed.kv_events import KVEventBatch
 
 from hack.standalone.engine import Engine
-from tests.engine.conftest import BLOCKS, CACHED, Pair, Prompts, Reference, check, eventually
+from hack.waiting import eventually
+from tests.engine.conftest import BLOCKS, CACHED, Pair, Prompts, Reference, check
 
 PAGE = Path(__file__).parents[2] / "docs/reference/metrics.md"
 

@@ -17,7 +17,8 @@ import pytest
 
 from epochkv_fence import client
 from hack.standalone.engine import Engine
-from tests.engine.conftest import Pair, Prompts, Reference, Weights, check, eventually
+from hack.waiting import eventually
+from tests.engine.conftest import Pair, Prompts, Reference, Weights, check
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from epochkv_connector.worker.copying.layout import GroupSpec
 from epochkv_connector.worker.copying.staging import StagingStream
 from epochkv_connector.worker.facade import WorkerSide
 from epochkv_connector.worker.half import WorkerHalf
-from tests.support.store import wait_until
+from hack.waiting import eventually
 from tests.unit.connector_worker.test_worker_half import NAMESPACE, ObedientStore
 
 NUM_BLOCKS = 8
@@ -67,7 +67,7 @@ class Side:
             self.collect()
             return wanted <= set(self.acks)
 
-        wait_until(arrived, 10.0, f"acknowledgements {wanted}")
+        eventually(arrived, f"acknowledgements {wanted}", 10.0)
 
 
 def move(block: int, slot: int, source: Source = Source.HOST) -> BlockMove:

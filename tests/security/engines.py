@@ -7,40 +7,22 @@ the engine with the fewest got a longer lease).
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 import select
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from contextlib import AbstractContextManager
 
 from epochkv_fence.net import AgentThread, ClientKeys, EngineIdentity
+from tests.security.wire import beside
 from tests.support.fence import FakeEngine, eventually
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-@contextlib.contextmanager
-def engines(endpoint: str, keys: ClientKeys, count: int) -> Iterator[dict[str, int]]:
+def engines(endpoint: str, keys: ClientKeys, count: int) -> AbstractContextManager[dict[str, int]]:
     """Have engines while the block runs, all with a lease at its start. What is yielded is filled with the counts at its end."""
-    counts: dict[str, int] = {}
-    command = [sys.executable, "-m", "tests.security.engines"]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        asked = {"endpoint": endpoint, "keys": [keys.hub_public, keys.public, keys.secret], "count": count}
-        process.stdin.write(json.dumps(asked) + "\n")
-        process.stdin.flush()
-        try:
-            assert process.stdout.readline() == "joined\n"
-            yield counts
-        finally:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-            counts.update(json.loads(process.stdout.readline()))
+    asked = {"endpoint": endpoint, "keys": [keys.hub_public, keys.public, keys.secret], "count": count}
+    return beside("tests.security.engines", asked, "joined")
 
 
 def main() -> None:

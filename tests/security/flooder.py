@@ -10,25 +10,23 @@ handshakes with keys that nobody knows), `connections` (plain TCP connections th
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import secrets
 import select
 import socket
-import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 
 import zmq
 
 from epochkv_fence.net import ClientKeys, generate_keypair
 from epochkv_fence.protocol.messages import VERSION_FRAME, Bump, Heartbeat, encode
+from tests.security.wire import beside
 
-ROOT = Path(__file__).resolve().parents[2]
 MAX_OPEN = 500
 CONNECTIONS = 600
 BUMPS_AT_ONCE = 50
@@ -86,7 +84,7 @@ class Flood:
         except zmq.Again:
             return False
         self.counts["sent"] += 1
-        with contextlib.suppress(zmq.Again):
+        with suppress(zmq.Again):
             dealer.recv_multipart(zmq.NOBLOCK)
             self.counts["answers"] += 1
         return True
@@ -128,24 +126,10 @@ def run(step: Callable[[], bool], rate: float) -> None:
             done += 1
 
 
-@contextlib.contextmanager
-def flooding(kind: str, endpoint: str, rate: float, keys: ClientKeys | None = None) -> Iterator[dict[str, int]]:
+def flooding(kind: str, endpoint: str, rate: float, keys: ClientKeys | None = None) -> AbstractContextManager[dict[str, int]]:
     """Flood while the block runs. What is yielded is filled with the counts at its end."""
-    counts: dict[str, int] = {}
-    command = [sys.executable, "-m", "tests.security.flooder"]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        given = [keys.hub_public, keys.public, keys.secret] if keys is not None else None
-        process.stdin.write(json.dumps({"kind": kind, "endpoint": endpoint, "rate": rate, "keys": given}) + "\n")
-        process.stdin.flush()
-        try:
-            assert process.stdout.readline() == "flooding\n"
-            yield counts
-        finally:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-            counts.update(json.loads(process.stdout.readline()))
+    given = [keys.hub_public, keys.public, keys.secret] if keys is not None else None
+    return beside("tests.security.flooder", {"kind": kind, "endpoint": endpoint, "rate": rate, "keys": given}, "flooding")
 
 
 def main() -> None:

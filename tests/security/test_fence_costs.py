@@ -32,13 +32,6 @@ def world() -> Iterator[FenceWorld]:
     made.close()
 
 
-@pytest.fixture
-def hub(world: FenceWorld) -> HubServer:
-    made = world.hub()
-    world.lead(made)
-    return made
-
-
 def second_pool(world: FenceWorld, hub: HubServer, num_boots: int = 0) -> ClientKeys:
     """Keys of another pool of the same hub, and boots of it that nobody has."""
     pair = generate_keypair()

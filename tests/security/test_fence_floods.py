@@ -31,13 +31,6 @@ def world() -> Iterator[FenceWorld]:
     made.close()
 
 
-@pytest.fixture
-def hub(world: FenceWorld) -> HubServer:
-    made = world.hub()
-    world.lead(made)
-    return made
-
-
 def stands(world: FenceWorld, hub: HubServer, proof: str, at_least: int) -> None:
     """Leases are renewed and an epoch is published by agreement while `proof` counts on."""
     agents = [world.agent(hub.endpoint) for _ in range(3)]

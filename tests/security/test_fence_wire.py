@@ -27,13 +27,6 @@ def world() -> Iterator[FenceWorld]:
     made.close()
 
 
-@pytest.fixture
-def hub(world: FenceWorld) -> HubServer:
-    made = world.hub()
-    world.lead(made)
-    return made
-
-
 # ------------------------------------------------------------------------------------------------------------------ keys
 
 

@@ -9,24 +9,29 @@ import pytest
 
 from epochkv_connector.store import StoreClient
 from epochkv_connector.store.envelope import NO_LAYOUT
-from tests.support.store import Cluster, Memory, cluster, settings
+from hack.standalone.mooncake import Mooncake
+from tests.support.store import Memory, settings
 
 ConnectTo = Callable[..., StoreClient]
 
 
+def mooncake(directory: Path) -> Mooncake:
+    """One node at most, whose read leases last 5 s."""
+    return Mooncake(directory, segment_bytes=64 << 20, lease_seconds=5.0)
+
+
 @pytest.fixture
-def stores(tmp_path: Path) -> Iterator[Cluster]:
-    """A cluster in which nothing runs yet; everything started in it ends with the test."""
-    with cluster(tmp_path) as made:
-        yield made
+def stores(tmp_path: Path) -> Iterator[Mooncake]:
+    """A Mooncake of which nothing runs yet; everything started in it ends with the test."""
+    made = mooncake(tmp_path)
+    yield made
+    made.end()
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mooncake]:
     """A master and one store for the tests of a module that break nothing."""
-    with cluster(tmp_path_factory.mktemp("shared")) as made:
-        made.start_master()
-        made.start_store()
+    with mooncake(tmp_path_factory.mktemp("shared")) as made:
         yield made
 
 

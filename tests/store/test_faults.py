@@ -18,8 +18,10 @@ import pytest
 
 from epochkv_connector.naming.keys import object_key
 from epochkv_connector.store import Outcome, State, StoreClient, StoreUnavailable
+from hack.standalone.mooncake import Mooncake
+from hack.waiting import eventually
 from tests.store.conftest import ConnectTo
-from tests.support.store import Cluster, Memory, RawClient, RelayProcess, pattern, settings, wait_until
+from tests.support.store import Memory, RawClient, RelayProcess, pattern, settings
 
 
 def block_keys(count: int) -> list[str]:
@@ -44,10 +46,10 @@ def why_not(client: StoreClient, keys: Sequence[str]) -> Outcome:
 
 
 def test_a_master_that_is_absent_at_start_is_joined_when_it_appears(
-    stores: Cluster, connect: ConnectTo, caplog: pytest.LogCaptureFixture
+    stores: Mooncake, connect: ConnectTo, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory = Memory(1, 1000)
-    assert not stores.master_answers()
+    assert not stores.answers()
     client = connect(stores.address, memory, wait=False)
     time.sleep(1.0)  # several probes
     assert client.state is State.PROBING
@@ -64,7 +66,7 @@ def test_a_master_that_is_absent_at_start_is_joined_when_it_appears(
     assert get(client, memory, keys) == [Outcome.OK]
 
 
-def test_a_killed_master_costs_one_call_and_its_successor_is_used(stores: Cluster, connect: ConnectTo) -> None:
+def test_a_killed_master_costs_one_call_and_its_successor_is_used(stores: Mooncake, connect: ConnectTo) -> None:
     memory = Memory(2, 1000)
     master = stores.start_master()
     stores.start_store()
@@ -87,11 +89,11 @@ def test_a_killed_master_costs_one_call_and_its_successor_is_used(stores: Cluste
     assert stores.keys() == []
     assert client.exists(keys).result(10) == [False, False]
     assert get(client, memory, keys)[0] is Outcome.ABSENT
-    wait_until(lambda: put(client, memory, keys) == [Outcome.OK] * 2, 30, "store remounted and puts accepted")
+    eventually(lambda: put(client, memory, keys) == [Outcome.OK] * 2, "store remounted and puts accepted", 30)
     assert get(client, memory, keys) == [Outcome.OK] * 2
 
 
-def test_a_frozen_master_is_a_timeout_for_the_caller_and_then_an_open_breaker(stores: Cluster, connect: ConnectTo) -> None:
+def test_a_frozen_master_is_a_timeout_for_the_caller_and_then_an_open_breaker(stores: Mooncake, connect: ConnectTo) -> None:
     memory = Memory(2, 1000)
     master = stores.start_master()
     stores.start_store()
@@ -104,7 +106,7 @@ def test_a_frozen_master_is_a_timeout_for_the_caller_and_then_an_open_breaker(st
     with pytest.raises(StoreUnavailable) as caught:
         lookup.result(10)
     assert caught.value.outcome is Outcome.TIMEOUT
-    wait_until(lambda: client.state is State.PROBING, 10, "breaker open")
+    eventually(lambda: client.state is State.PROBING, "breaker open", 10)
     assert client.stats()["setups"] == 1
     time.sleep(1.0)
     assert client.state is State.PROBING, "a frozen process accepts TCP connections; that alone must not close the breaker"
@@ -144,23 +146,23 @@ def test_setup_is_not_repeated_soon_after_it_failed(connect: ConnectTo) -> None:
     mute = Mute()
     try:
         client = connect(mute.address, wait=False, setup_backoff_seconds=(60.0, 60.0))
-        wait_until(lambda: client.stats().get("setup_failed") == 1, 20, "setup fails")
+        eventually(lambda: client.stats().get("setup_failed") == 1, "setup fails", 20)
         time.sleep(4.0)  # probes go on twice a second
         assert client.stats()["setup_failed"] == 1
         hasty = connect(mute.address, wait=False, setup_backoff_seconds=(0.5, 0.5))
-        wait_until(lambda: hasty.stats().get("setup_failed", 0) >= 3, 20, "the pause decides")
+        eventually(lambda: hasty.stats().get("setup_failed", 0) >= 3, "the pause decides", 20)
     finally:
         mute.close()
 
 
-def test_after_a_setup_in_vain_the_master_is_found_when_it_works(stores: Cluster, connect: ConnectTo) -> None:
+def test_after_a_setup_in_vain_the_master_is_found_when_it_works(stores: Mooncake, connect: ConnectTo) -> None:
     relay = RelayProcess(stores.address)
     try:
         stores.start_master()
         stores.start_store()
         relay.delay(3.0)
         client = connect(relay.address, wait=False, setup_backoff_seconds=(2.0, 60.0))
-        wait_until(lambda: client.stats().get("setup_failed", 0) >= 1, 20, "setup fails while the master is slower than a call may be")
+        eventually(lambda: client.stats().get("setup_failed", 0) >= 1, "setup fails while the master is slower than a call may be", 20)
         relay.delay(0.0)
         assert client.wait_ready(30)
         assert client.exists(block_keys(1)).result(10) == [False]
@@ -171,9 +173,10 @@ def test_after_a_setup_in_vain_the_master_is_found_when_it_works(stores: Cluster
 # -- segment owners -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_store_is_a_miss_and_another_one_takes_over(stores: Cluster, connect: ConnectTo) -> None:
+def test_a_killed_store_is_a_miss_and_another_one_takes_over(stores: Mooncake, connect: ConnectTo) -> None:
     memory = Memory(2, 1000)
-    stores.start_master("--client_ttl=3")
+    stores.client_ttl_seconds = 3
+    stores.start_master()
     store = stores.start_store()
     client = connect(stores.address, memory)
     keys = block_keys(2)
@@ -187,15 +190,16 @@ def test_a_killed_store_is_a_miss_and_another_one_takes_over(stores: Cluster, co
     assert client.ready
 
     stores.start_store()
-    wait_until(lambda: client.exists(keys).result(10) == [False, False], 30, "master dropped the dead segment")
+    eventually(lambda: client.exists(keys).result(10) == [False, False], "master dropped the dead segment", 30)
     assert get(client, memory, keys)[0] is Outcome.ABSENT
     assert put(client, memory, keys) == [Outcome.OK] * 2
     assert get(client, memory, keys) == [Outcome.OK] * 2
 
 
-def test_a_frozen_store_keeps_the_buffers_after_the_deadline(stores: Cluster, connect: ConnectTo) -> None:
+def test_a_frozen_store_keeps_the_buffers_after_the_deadline(stores: Mooncake, connect: ConnectTo) -> None:
     memory = Memory(4, 1 << 18)
-    stores.start_master("--client_ttl=60")
+    stores.client_ttl_seconds = 60
+    stores.start_master()
     store = stores.start_store()
     client = connect(stores.address, memory)
     keys = block_keys(4)
@@ -212,11 +216,11 @@ def test_a_frozen_store_keeps_the_buffers_after_the_deadline(stores: Cluster, co
     assert client.ready, "the master is fine, so lookups go on"
 
     store.thaw()
-    wait_until(lambda: get(client, memory, keys) == [Outcome.OK] * 4, 30, "reads work again")
+    eventually(lambda: get(client, memory, keys) == [Outcome.OK] * 4, "reads work again", 30)
     assert [bytes(memory.payload(slot)) for slot in range(4)] == values
 
 
-def test_without_any_store_puts_are_dropped_and_the_client_stays_ready(stores: Cluster, connect: ConnectTo) -> None:
+def test_without_any_store_puts_are_dropped_and_the_client_stays_ready(stores: Mooncake, connect: ConnectTo) -> None:
     memory = Memory(1, 1000)
     stores.start_master()
     client = connect(stores.address, memory)
@@ -227,10 +231,11 @@ def test_without_any_store_puts_are_dropped_and_the_client_stays_ready(stores: C
     assert client.ready
 
 
-def test_a_full_store_drops_puts_and_recovers(stores: Cluster, connect: ConnectTo) -> None:
+def test_a_full_store_drops_puts_and_recovers(stores: Mooncake, connect: ConnectTo) -> None:
     memory = Memory(16, 1 << 20)
     # Leases of an hour: nothing can be evicted, so full means full.
-    stores.start_master("--default_kv_lease_ttl=3600000")
+    stores.lease_seconds = 3600.0
+    stores.start_master()
     stores.start_store(segment_bytes=16 << 20)
     client = connect(stores.address, memory)
     kept: list[str] = []
@@ -251,12 +256,13 @@ def test_a_full_store_drops_puts_and_recovers(stores: Cluster, connect: ConnectT
     assert bytes(memory.payload(0)) == pattern(len(kept) - 1, 1 << 20)
 
     stores.flush()
-    wait_until(lambda: put(client, memory, block_keys(1)) == [Outcome.OK], 20, "puts accepted again")
+    eventually(lambda: put(client, memory, block_keys(1)) == [Outcome.OK], "puts accepted again", 20)
 
 
-def test_every_transfer_failing_although_the_objects_exist_starts_a_new_client(stores: Cluster, connect: ConnectTo) -> None:
+def test_every_transfer_failing_although_the_objects_exist_starts_a_new_client(stores: Mooncake, connect: ConnectTo) -> None:
     memory = Memory(1, 1000)
-    stores.start_master("--client_ttl=120")  # the dead owner stays listed: the same picture as a poisoned client
+    stores.client_ttl_seconds = 120
+    stores.start_master()  # the dead owner stays listed: the same picture as a poisoned client
     store = stores.start_store()
     client = connect(stores.address, memory, poison_seconds=0.5, poison_calls=3)
     keys = block_keys(1)
@@ -267,12 +273,12 @@ def test_every_transfer_failing_although_the_objects_exist_starts_a_new_client(s
         get(client, memory, keys)
         return client.stats().get("renewed", 0) >= 1
 
-    wait_until(renewed, 30, "client renewed")
+    eventually(renewed, "client renewed", 30)
     assert client.stats()["get_transfer"] >= 3
     assert client.wait_ready(20)
     assert client.stats()["setups"] == 2
     stores.start_store()
-    wait_until(lambda: put(client, memory, block_keys(1)) == [Outcome.OK], 30, "puts go to the living store")
+    eventually(lambda: put(client, memory, block_keys(1)) == [Outcome.OK], "puts go to the living store", 30)
 
 
 # -- races --------------------------------------------------------------------------------------------------------------------
@@ -281,7 +287,7 @@ def test_every_transfer_failing_although_the_objects_exist_starts_a_new_client(s
 class Vandal:
     """Flushes the store by force a moment after it was told to, and fills the memory that becomes free with something else."""
 
-    def __init__(self, stores: Cluster, num_bytes: int) -> None:
+    def __init__(self, stores: Mooncake, num_bytes: int) -> None:
         self._stores = stores
         self._raw = RawClient(stores.address, num_bytes)
         self._junk = [pattern(1001, 1 << 20)] * ((num_bytes >> 20) - 8)
@@ -317,7 +323,7 @@ class Vandal:
         self._raw.close()
 
 
-def test_a_forced_flush_while_reading_never_yields_wrong_bytes(stores: Cluster, connect: ConnectTo) -> None:
+def test_a_forced_flush_while_reading_never_yields_wrong_bytes(stores: Mooncake, connect: ConnectTo) -> None:
     memory = Memory(1, 48 << 20)  # a read takes long enough to be hit
     stores.start_master()
     stores.start_store(segment_bytes=128 << 20)
@@ -351,14 +357,15 @@ def test_a_forced_flush_while_reading_never_yields_wrong_bytes(stores: Cluster, 
     assert seen["foreign"] >= 1, f"the store never handed out foreign bytes in {vandal.flushes} flushes: {seen}"
 
 
-def test_a_full_queue_drops_the_oldest_put(stores: Cluster, connect: ConnectTo) -> None:
+def test_a_full_queue_drops_the_oldest_put(stores: Mooncake, connect: ConnectTo) -> None:
     memory = Memory(6, 1 << 18)
-    stores.start_master("--client_ttl=60")
+    stores.client_ttl_seconds = 60
+    stores.start_master()
     store = stores.start_store()
     client = connect(stores.address, memory, max_queued_puts=3)
     store.freeze()
     running = client.put([memory.transfer(block_keys(1)[0], 0)], 20)
-    wait_until(lambda: client.stats()["in_flight"] == 1, 5, "the first put is in flight")
+    eventually(lambda: client.stats()["in_flight"] == 1, "the first put is in flight", 5)
     waiting = [client.put([memory.transfer(block_keys(1)[0], slot)], 20) for slot in range(1, 6)]
 
     assert [ticket.done.result(1) for ticket in waiting[:2]] == [[Outcome.DROPPED], [Outcome.DROPPED]]
@@ -398,9 +405,10 @@ print([ticket.done.done() for ticket in tickets[2:]], client.exists(keys).except
 
 @pytest.mark.parametrize(("timeout", "expected"), [(0.3, "busy"), (30.0, "idle")])
 def test_closing_with_calls_in_flight_does_not_crash(
-    stores: Cluster, request: pytest.FixtureRequest, timeout: float, expected: str
+    stores: Mooncake, request: pytest.FixtureRequest, timeout: float, expected: str
 ) -> None:
-    stores.start_master("--client_ttl=60")
+    stores.client_ttl_seconds = 60
+    stores.start_master()
     store = stores.start_store()
     script = _CLOSE_IN_FLIGHT.format(root=str(request.config.rootpath), address=stores.address, timeout=timeout)
     child = subprocess.Popen(
@@ -418,7 +426,7 @@ def test_closing_with_calls_in_flight_does_not_crash(
     assert child.returncode == 0
 
 
-def test_a_closed_client_answers_and_stays_closed(stores: Cluster, connect: ConnectTo) -> None:
+def test_a_closed_client_answers_and_stays_closed(stores: Mooncake, connect: ConnectTo) -> None:
     memory = Memory(1, 100)
     stores.start_master()
     stores.start_store()
@@ -434,7 +442,7 @@ def test_a_closed_client_answers_and_stays_closed(stores: Cluster, connect: Conn
     assert client.close(5)
 
 
-def test_closing_before_start_and_while_the_master_is_away_ends_at_once(stores: Cluster) -> None:
+def test_closing_before_start_and_while_the_master_is_away_ends_at_once(stores: Mooncake) -> None:
     for start in (False, True):
         client = StoreClient(settings(stores.address))
         if start:
@@ -444,7 +452,7 @@ def test_closing_before_start_and_while_the_master_is_away_ends_at_once(stores: 
 
 
 def test_missing_variables_are_named_once(
-    stores: Cluster, connect: ConnectTo, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    stores: Mooncake, connect: ConnectTo, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MC_RPC_TIMEOUT_MS", raising=False)
     monkeypatch.delenv("MC_TCP_STATUS_TIMEOUT_SEC", raising=False)

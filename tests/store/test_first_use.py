@@ -10,8 +10,10 @@ import pytest
 
 from epochkv_connector.store import Outcome, prepare_environment
 from epochkv_connector.store.settings import LOAD_SECONDS, status_timeout
+from hack.standalone.mooncake import Mooncake
+from hack.waiting import eventually
 from tests.store.conftest import ConnectTo
-from tests.support.store import Cluster, Memory, wait_until
+from tests.support.store import Memory
 
 SEGMENT_BYTES = 256 << 20
 
@@ -25,12 +27,12 @@ def status_bytes(pid: int, field: str) -> int:
     raise AssertionError(f"no {field}")
 
 
-def test_a_segment_is_touched_before_it_is_mounted(stores: Cluster, connect: ConnectTo) -> None:
+def test_a_segment_is_touched_before_it_is_mounted(stores: Mooncake, connect: ConnectTo) -> None:
     stores.start_master()
     store = stores.start_store(SEGMENT_BYTES)
-    assert status_bytes(store.pid, "VmHWM") >= SEGMENT_BYTES, "untouched memory was mounted"
-    maps = Path(f"/proc/{store.pid}/maps").read_text().splitlines()
-    wait_until(lambda: sum("epochkv-segment" in line for line in maps) == 1, 5, "only Mooncake's mapping is left")
+    assert status_bytes(store.popen.pid, "VmHWM") >= SEGMENT_BYTES, "untouched memory was mounted"
+    maps = Path(f"/proc/{store.popen.pid}/maps").read_text().splitlines()
+    eventually(lambda: sum("epochkv-segment" in line for line in maps) == 1, "only Mooncake's mapping is left", 5)
     memory = Memory(8, 1 << 20)
     client = connect(stores.address, memory)
     wanted = [memory.fill(slot, slot) for slot in range(8)]
@@ -41,33 +43,33 @@ def test_a_segment_is_touched_before_it_is_mounted(stores: Cluster, connect: Con
     assert [bytes(memory.payload(slot)) for slot in range(8)] == wanted
 
 
-def test_a_touched_segment_comes_back_after_the_master(stores: Cluster) -> None:
+def test_a_touched_segment_comes_back_after_the_master(stores: Mooncake) -> None:
     master = stores.start_master()
     stores.start_store(SEGMENT_BYTES)
     name = stores.segments()
     master.kill()
     stores.start_master()
-    wait_until(lambda: stores.segments() == name, 20, "mounted again")
+    eventually(lambda: stores.segments() == name, "mounted again", 20)
 
 
-def test_a_store_that_waits_for_its_master_ends_when_it_is_told(stores: Cluster) -> None:
+def test_a_store_that_waits_for_its_master_ends_when_it_is_told(stores: Mooncake) -> None:
     stores.start_master()
     store = stores.start_store(SEGMENT_BYTES)
     assert stores.master is not None
     stores.master.kill()
     store.kill()
-    store.start()
-    wait_until(lambda: status_bytes(store.pid, "VmHWM") >= SEGMENT_BYTES, 30, "touched without a master")
-    assert store.child is not None
-    store.child.terminate()
-    assert store.child.wait(30) == 0
+    store = stores.start_store(SEGMENT_BYTES, wait=False)
+    eventually(lambda: status_bytes(store.popen.pid, "VmHWM") >= SEGMENT_BYTES, "touched without a master", 30)
+    store.popen.terminate()
+    assert store.popen.wait(30) == 0
 
 
 def test_a_stall_of_a_store_within_half_a_loads_deadline_fails_nothing(
-    stores: Cluster, connect: ConnectTo, monkeypatch: pytest.MonkeyPatch
+    stores: Mooncake, connect: ConnectTo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", str(status_timeout(LOAD_SECONDS)))
-    stores.start_master("--client_ttl=30")
+    stores.client_ttl_seconds = 30
+    stores.start_master()
     store = stores.start_store(SEGMENT_BYTES)
     memory = Memory(4, 1 << 20)
     client = connect(stores.address, memory)

@@ -10,30 +10,32 @@ import pytest
 from epochkv_fence.client import Pool
 from epochkv_fence.stores.admin import Removed, StoreAdminError
 from epochkv_fence.stores.mooncake import MooncakeAdmin
-from tests.support.fence import eventually
+from hack.standalone.mooncake import Mooncake
+from hack.waiting import eventually
 from tests.support.hub import Agents, HubProcess
-from tests.support.store import Cluster, RawClient, wait_until
+from tests.support.store import RawClient
 
 
-def remove_all(stores: Cluster, seconds: float = 10.0) -> Removed:
+def remove_all(stores: Mooncake, seconds: float = 10.0) -> Removed:
     admin = MooncakeAdmin(lambda uid: [f"http://127.0.0.1:{stores.admin_port}"], seconds)
     return asyncio.run(admin.remove_all("u-1"))
 
 
 @pytest.fixture
-def filled(stores: Cluster) -> Cluster:
+def filled(stores: Mooncake) -> Mooncake:
     """Ten keys of 1 MiB, none of which anybody reads."""
-    stores.start_master("--default_kv_lease_ttl=2000")
+    stores.lease_seconds = 2.0
+    stores.start_master()
     stores.start_store()
     client = RawClient(stores.address)
     for number in range(10):
         client.put(f"key-{number}", bytes([number]) * (1 << 20))
     client.close()
-    wait_until(lambda: len(stores.keys()) == 10, 10, "ten keys")
+    eventually(lambda: len(stores.keys()) == 10, "ten keys", 10)
     return stores
 
 
-def test_everything_goes_and_is_counted_until_nothing_is_left(filled: Cluster) -> None:
+def test_everything_goes_and_is_counted_until_nothing_is_left(filled: Mooncake) -> None:
     removed = remove_all(filled)
     assert removed.keys == 10
     assert removed.num_bytes is not None
@@ -42,18 +44,18 @@ def test_everything_goes_and_is_counted_until_nothing_is_left(filled: Cluster) -
     assert remove_all(filled) == Removed(0, 0)
 
 
-def test_what_is_read_stays_until_its_lease_is_over(filled: Cluster) -> None:
+def test_what_is_read_stays_until_its_lease_is_over(filled: Mooncake) -> None:
     reader = RawClient(filled.address)
     try:
         assert reader.get("key-3", 1 << 20) == bytes([3]) * (1 << 20)
         assert remove_all(filled).keys == 9
         assert filled.keys() == ["key-3"]
-        wait_until(lambda: remove_all(filled).keys == 1, 30, "the lease of the reader is over")
+        eventually(lambda: remove_all(filled).keys == 1, "the lease of the reader is over", 30)
     finally:
         reader.close()
 
 
-def test_a_frozen_and_a_dead_master_are_errors_in_time(filled: Cluster) -> None:
+def test_a_frozen_and_a_dead_master_are_errors_in_time(filled: Mooncake) -> None:
     assert filled.master is not None
     filled.master.freeze()
     with pytest.raises(StoreAdminError, match="no answer within"):
@@ -66,29 +68,29 @@ def test_a_frozen_and_a_dead_master_are_errors_in_time(filled: Cluster) -> None:
     assert remove_all(filled).keys == 0
 
 
-def test_the_wrong_port_is_an_error_that_says_so(filled: Cluster) -> None:
+def test_the_wrong_port_is_an_error_that_says_so(filled: Mooncake) -> None:
     admin = MooncakeAdmin(lambda uid: [f"http://127.0.0.1:{filled.rpc_port}"], 3.0)
     with pytest.raises(StoreAdminError):
         asyncio.run(admin.remove_all("u-1"))
     assert len(filled.keys()) == 10
 
 
-def test_a_file_hub_empties_the_store_after_it_has_published(filled: Cluster, tmp_path: Path) -> None:
+def test_a_file_hub_empties_the_store_after_it_has_published(filled: Mooncake, tmp_path: Path) -> None:
     options = ("--reclaim", "RemoveAll", "--store-admin", f"http://127.0.0.1:{filled.admin_port}")
     with HubProcess(tmp_path / "state", *options) as hub, Pool.connect(hub.folder) as pool:
         agents = Agents(hub.folder)
         try:
             agent, engine = agents.start()
-            eventually(lambda: agent.view.epoch == 0)
+            eventually(lambda: agent.view.epoch == 0, "the agent joins")
             assert pool.reset().published
-            wait_until(lambda: filled.keys() == [], 60, "the store is emptied")
-            eventually(lambda: (1, ()) in engine.reclaims, 60, "an engine looks for what was being read")
+            eventually(lambda: filled.keys() == [], "the store is emptied", 60)
+            eventually(lambda: (1, ()) in engine.reclaims, "an engine looks for what was being read", 60)
         finally:
             agents.stop()
 
 
-def test_a_file_hub_sweeps_the_store_when_no_engine_is_left_to_do_it(filled: Cluster, tmp_path: Path) -> None:
+def test_a_file_hub_sweeps_the_store_when_no_engine_is_left_to_do_it(filled: Mooncake, tmp_path: Path) -> None:
     options = ("--store-admin", f"http://127.0.0.1:{filled.admin_port}", "--lease-seconds", "1")
     with HubProcess(tmp_path / "state", *options) as hub, Pool.connect(hub.folder) as pool:
         assert pool.reset().published
-        wait_until(lambda: filled.keys() == [], 60, "the store is swept")
+        eventually(lambda: filled.keys() == [], "the store is swept", 60)

@@ -10,8 +10,9 @@ from epochkv_connector.halves import SchedulerTiers
 from epochkv_connector.naming.identity import pool_prefix
 from epochkv_connector.naming.keys import object_key, older_pattern, other_weights_pattern
 from epochkv_connector.store import Outcome, StoreClient
+from hack.standalone.mooncake import Mooncake
 from tests.store.conftest import ConnectTo
-from tests.support.store import END_BYTES, Cluster, Memory, RawClient, pattern
+from tests.support.store import END_BYTES, Memory, RawClient, pattern
 
 NAMESPACE = "0a1b2c3d/00112233445566ff/e7/w8899aabbccddeeff"
 
@@ -30,7 +31,7 @@ def get(client: StoreClient, memory: Memory, keys: list[str]) -> list[Outcome]:
 
 @pytest.mark.parametrize("payload_bytes", [1, 4096, 300_001])
 @pytest.mark.parametrize("verify_payload", [True, False])
-def test_another_client_reads_exactly_what_was_put(shared: Cluster, connect: ConnectTo, payload_bytes: int, verify_payload: bool) -> None:
+def test_another_client_reads_exactly_what_was_put(shared: Mooncake, connect: ConnectTo, payload_bytes: int, verify_payload: bool) -> None:
     mine, theirs = Memory(9, payload_bytes), Memory(9, payload_bytes)
     writer = connect(shared.address, mine, verify_payload=verify_payload)
     reader = connect(shared.address, theirs, verify_payload=verify_payload)
@@ -44,7 +45,7 @@ def test_another_client_reads_exactly_what_was_put(shared: Cluster, connect: Con
     assert reader.stats()["get_bytes"] == 9 * (payload_bytes + 2 * END_BYTES)
 
 
-def test_first_writer_wins_and_the_second_is_told_ok(shared: Cluster, connect: ConnectTo) -> None:
+def test_first_writer_wins_and_the_second_is_told_ok(shared: Mooncake, connect: ConnectTo) -> None:
     memory = Memory(1, 1000)
     client = connect(shared.address, memory)
     key = unique_key()
@@ -57,7 +58,7 @@ def test_first_writer_wins_and_the_second_is_told_ok(shared: Cluster, connect: C
     assert bytes(memory.payload(0)) == first
 
 
-def test_existence_is_answered_in_order_and_long_questions_are_split(shared: Cluster, connect: ConnectTo) -> None:
+def test_existence_is_answered_in_order_and_long_questions_are_split(shared: Mooncake, connect: ConnectTo) -> None:
     memory = Memory(3, 100)
     client = connect(shared.address, memory)
     lookup = connect(shared.address)  # a client without memory, as the scheduler half has
@@ -74,7 +75,7 @@ def test_existence_is_answered_in_order_and_long_questions_are_split(shared: Clu
     assert lookup.stats()["exists_calls"] - before == 3
 
 
-def test_a_missing_key_is_a_miss_and_stops_the_request(shared: Cluster, connect: ConnectTo) -> None:
+def test_a_missing_key_is_a_miss_and_stops_the_request(shared: Mooncake, connect: ConnectTo) -> None:
     memory = Memory(8, 100)
     client = connect(shared.address, memory, max_call_keys=2)
     keys = [unique_key() for _ in range(8)]
@@ -84,7 +85,7 @@ def test_a_missing_key_is_a_miss_and_stops_the_request(shared: Cluster, connect:
     assert outcomes[4:] == [Outcome.CANCELLED] * 4
 
 
-def test_removal_takes_the_prefix_and_nothing_that_only_looks_like_it(shared: Cluster, connect: ConnectTo) -> None:
+def test_removal_takes_the_prefix_and_nothing_that_only_looks_like_it(shared: Mooncake, connect: ConnectTo) -> None:
     memory = Memory(1, 10)
     client = connect(shared.address, memory)
     pool = secrets.token_hex(4)
@@ -108,7 +109,7 @@ def test_removal_takes_the_prefix_and_nothing_that_only_looks_like_it(shared: Cl
     assert left.isdisjoint({key(3), key(3, other), *old})
 
 
-def test_a_reclaim_counts_keys_of_all_layouts_and_bytes_of_its_own(shared: Cluster, connect: ConnectTo) -> None:
+def test_a_reclaim_counts_keys_of_all_layouts_and_bytes_of_its_own(shared: Mooncake, connect: ConnectTo) -> None:
     memory = Memory(1, 10)
     client = connect(shared.address, memory)
     own, other, uid = secrets.token_hex(8), secrets.token_hex(8), secrets.token_hex(8)
@@ -129,7 +130,7 @@ def test_a_reclaim_counts_keys_of_all_layouts_and_bytes_of_its_own(shared: Clust
     assert tiers.reclaim(uid, own, 10) == (0, 0)
 
 
-def test_leased_objects_survive_a_removal(shared: Cluster, connect: ConnectTo) -> None:
+def test_leased_objects_survive_a_removal(shared: Mooncake, connect: ConnectTo) -> None:
     memory = Memory(1, 10)
     client = connect(shared.address, memory)
     pool = secrets.token_hex(4)
@@ -159,7 +160,7 @@ def sealed(client: StoreClient, memory: Memory, raw: RawClient, seed: int) -> by
         ("zeros", "magic"),
     ],
 )
-def test_foreign_bytes_of_the_right_length_are_refused(shared: Cluster, connect: ConnectTo, what: str, defect: str) -> None:
+def test_foreign_bytes_of_the_right_length_are_refused(shared: Mooncake, connect: ConnectTo, what: str, defect: str) -> None:
     memory = Memory(1, 5000)
     client = connect(shared.address, memory)
     raw = RawClient(shared.address)
@@ -177,7 +178,7 @@ def test_foreign_bytes_of_the_right_length_are_refused(shared: Cluster, connect:
 
 
 def test_an_object_of_another_layout_is_a_miss_that_is_counted_and_said_once(
-    shared: Cluster, connect: ConnectTo, caplog: pytest.LogCaptureFixture
+    shared: Mooncake, connect: ConnectTo, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Engines of one name whose KV tensors differ: equal sizes, sound checksums, other meaning."""
     memory = Memory(3, 5000)
@@ -197,7 +198,7 @@ def test_an_object_of_another_layout_is_a_miss_that_is_counted_and_said_once(
     assert [bytes(memory.payload(slot)) for slot in range(3)] == values
 
 
-def test_one_flipped_bit_anywhere_is_refused(shared: Cluster, connect: ConnectTo) -> None:
+def test_one_flipped_bit_anywhere_is_refused(shared: Mooncake, connect: ConnectTo) -> None:
     memory = Memory(1, 5000)
     client = connect(shared.address, memory)
     raw = RawClient(shared.address)
@@ -217,7 +218,7 @@ def test_one_flipped_bit_anywhere_is_refused(shared: Cluster, connect: ConnectTo
 
 
 @pytest.mark.parametrize(("stored_bytes", "outcome"), [(4000, Outcome.SIZE), (6000, Outcome.ERROR)])
-def test_an_object_of_another_length_is_refused(shared: Cluster, connect: ConnectTo, stored_bytes: int, outcome: Outcome) -> None:
+def test_an_object_of_another_length_is_refused(shared: Mooncake, connect: ConnectTo, stored_bytes: int, outcome: Outcome) -> None:
     memory = Memory(1, 5000)
     client = connect(shared.address, memory)
     raw = RawClient(shared.address)
@@ -227,7 +228,7 @@ def test_an_object_of_another_length_is_refused(shared: Cluster, connect: Connec
     assert get(client, memory, [key]) == [outcome]
 
 
-def test_an_object_without_checksum_is_refused_by_a_reader_that_wants_one(shared: Cluster, connect: ConnectTo) -> None:
+def test_an_object_without_checksum_is_refused_by_a_reader_that_wants_one(shared: Mooncake, connect: ConnectTo) -> None:
     memory = Memory(1, 5000)
     lax = connect(shared.address, memory, verify_payload=False)
     strict = connect(shared.address, memory)

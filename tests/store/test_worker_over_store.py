@@ -14,7 +14,9 @@ from epochkv_connector.wire.steps import StepMetadata
 from epochkv_connector.worker.copying.layout import GroupSpec, layout_digest
 from epochkv_connector.worker.copying.staging import HostRegion
 from epochkv_connector.worker.half import WorkerHalf
-from tests.support.store import Cluster, settings, wait_until
+from hack.standalone.mooncake import Mooncake
+from hack.waiting import eventually
+from tests.support.store import settings
 
 LAYERS, BLOCKS, SLOTS = 4, 32, 16
 NAMESPACE = "0a1b2c3d/00112233445566ff/e7/w8899aabbccddeeff"
@@ -65,15 +67,16 @@ class Engine:
             self.collect()
             return next((ack for ack in self.acks if (ack.job_id, ack.phase) == (job_id, phase)), None)
 
-        wait_until(found, 20, f"job {job_id} {phase.name}")
+        eventually(found, f"job {job_id} {phase.name}", 20)
         ack = found()
         assert ack is not None
         return ack
 
 
 @pytest.fixture
-def engines(stores: Cluster):  # type: ignore[no-untyped-def]
-    stores.start_master("--client_ttl=60")
+def engines(stores: Mooncake):  # type: ignore[no-untyped-def]
+    stores.client_ttl_seconds = 60
+    stores.start_master()
     stores.start_store()
     made = [Engine(stores.address, seed) for seed in (1, 2)]
     yield made
@@ -108,9 +111,10 @@ def test_kv_saved_by_one_worker_is_loaded_by_another(engines: list[Engine]) -> N
     assert torch.equal(two.kv[:, :20], before[:, :20])
 
 
-def test_kv_of_tensors_that_are_laid_out_otherwise_is_a_miss(stores: Cluster) -> None:
+def test_kv_of_tensors_that_are_laid_out_otherwise_is_a_miss(stores: Mooncake) -> None:
     """Equal names, equal sizes, sound checksums; only the number of blocks may differ."""
-    stores.start_master("--client_ttl=60")
+    stores.client_ttl_seconds = 60
+    stores.start_master()
     stores.start_store()
     one, smaller, other = (
         Engine(stores.address, 1),
@@ -133,7 +137,7 @@ def test_kv_of_tensors_that_are_laid_out_otherwise_is_a_miss(stores: Cluster) ->
         assert engine.worker.shutdown(10)
 
 
-def test_a_frozen_store_fails_the_load_at_its_deadline_and_frees_the_slots_later(stores: Cluster, engines: list[Engine]) -> None:
+def test_a_frozen_store_fails_the_load_at_its_deadline_and_frees_the_slots_later(stores: Mooncake, engines: list[Engine]) -> None:
     one, two = engines
     names = [secrets.token_bytes(32) for _ in range(4)]
     one.step(saves=(SaveJob(1, "a", NAMESPACE, 0, 4, moves(4, 3, names, Source.HOST), 20.0),))
@@ -156,7 +160,7 @@ def test_a_frozen_store_fails_the_load_at_its_deadline_and_frees_the_slots_later
         two.step(loads=(LoadJob(job_id, f"r{job_id}", NAMESPACE, moves(4, 20, names, Source.STORE), 5.0),))
         return not two.wait(job_id, Phase.LOADED).failed
 
-    wait_until(loaded, 30, "loads work again")
+    eventually(loaded, "loads work again", 30)
     assert torch.equal(two.kv[:, 20:24], one.kv[:, 3:7])
 
 
@@ -182,7 +186,7 @@ def test_a_load_longer_than_its_slots_arrives_whole(engines: list[Engine]) -> No
 
 
 @pytest.mark.parametrize("victim", ["store", "master"])
-def test_a_store_killed_under_loads_and_saves_leaves_every_job_answered_once(stores: Cluster, engines: list[Engine], victim: str) -> None:
+def test_a_store_killed_under_loads_and_saves_leaves_every_job_answered_once(stores: Mooncake, engines: list[Engine], victim: str) -> None:
     one, two = engines
     names = [secrets.token_bytes(32) for _ in range(8)]
     one.step(saves=(SaveJob(1, "a", NAMESPACE, 0, 8, moves(8, 3, names, Source.HOST), 20.0),))
@@ -195,13 +199,12 @@ def test_a_store_killed_under_loads_and_saves_leaves_every_job_answered_once(sto
         saves=(SaveJob(2, "s", NAMESPACE, 0, 2, tuple(BlockMove(0, i, 1 + i, 8 + i, secrets.token_bytes(32)) for i in range(2)), 8.0),)
     )
     two.wait(2, Phase.COPIED)
-    wait_until(lambda: two.worker.stats()["store_in_flight"] >= 2, 5, "calls are under way")
+    eventually(lambda: two.worker.stats()["store_in_flight"] >= 2, "calls are under way", 5)
     process.kill()
-    assert process.child is not None
-    assert process.child.returncode == -9
+    assert process.popen.returncode == -9
     assert two.wait(1, Phase.LOADED).failed
     two.wait(2, Phase.STORED)
-    wait_until(two.settled, 30, "no slot is held any more")
+    eventually(two.settled, "no slot is held any more", 30)
     assert (two.finished, two.failed) == (["b"], ["b"])
     told = Counter((ack.job_id, ack.phase) for ack in two.acks)
     assert {key for key in told if key[1] is not Phase.RELEASED} == {(1, Phase.LOADED), (2, Phase.COPIED), (2, Phase.STORED)}

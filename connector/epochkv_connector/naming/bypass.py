@@ -18,7 +18,7 @@ class Why(enum.Enum):
 
     OVERWRITTEN = "overwritten"  # somebody else bound vLLM's global
     FORBIDDEN = "forbidden"  # this engine may never share; said at start
-    NO_WEIGHTS = "weights unknown"  # said by `naming.watch`
+    NO_WEIGHTS = "weights unknown"  # said by `weights.watch`
     NO_HUB = "no hub"  # said at start
     UNASSIGNED = "unassigned"  # no grant yet
     LOCAL_RESET = "local reset"

@@ -61,7 +61,7 @@ class Pin:
         loading: an asynchronous load of ours is in flight.
         session: a streaming-input session.
         adapter: vLLM's id of the request's adapter; 0, which vLLM gives to none: there is none.
-        turn: of what that id stood for (`naming.adapters`).
+        turn: of what that id stood for (`weights.adapters`).
     """
 
     root: bytes
@@ -85,7 +85,7 @@ def shared_root(secret: bytes, pool_uid: str, epoch: int, fingerprint: str, weig
     Keyed, so that names cannot be guessed (block hashes may be non-cryptographic).
 
     Args:
-        weights: digest of what the ranks hold (`naming.watch`).
+        weights: digest of what the ranks hold (`weights.watch`).
 
     Raises:
         IdentityError: negative epoch or empty secret, pool uid, fingerprint or weights.
@@ -102,7 +102,7 @@ def adapter_root(root: bytes, adapter: bytes, applied: str) -> bytes:
     """Root for requests that use an adapter.
 
     Args:
-        adapter: digest of the tensors that the ranks hold of it (`naming.adapters`).
+        adapter: digest of the tensors that the ranks hold of it (`weights.adapters`).
         applied: how this engine applies adapters (`describe.describe_adapters`).
     """
     return hmac.new(root, _packed(b"adapter", adapter, applied.encode()), hashlib.sha256).digest()

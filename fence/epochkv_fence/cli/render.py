@@ -83,7 +83,7 @@ def _weights(found: WeightsReport) -> str:
 
 
 def _counted(states: Sequence[str]) -> str:
-    words = (("use", "share"), ("private", "private"), ("unknown", "of unknown weights"), ("behind", "behind"))
+    words = (("use", "in use"), ("private", "private"), ("unknown", "of unknown weights"), ("behind", "behind"))
     return ", ".join(f"{states.count(state)} {word}" for state, word in words)
 
 
@@ -263,4 +263,6 @@ class WeightsProgress(Line):
     @staticmethod
     def text(standing: WeightsStanding) -> str:
         """What is waited for, in words."""
-        return f"waiting for the new weights of {listed(standing.waits_for) if standing.waits_for else 'the engines'}"
+        if not standing.waits_for:
+            return f"waiting: {standing.why}"
+        return f"waiting for the new weights of {listed(standing.waits_for)}"

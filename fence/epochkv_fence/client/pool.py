@@ -172,7 +172,7 @@ class Pool:
             engines: names, each of which has to be a live engine's (without `/rank`: all ranks). None: every engine of the pool.
             timeout_s: for the wait; the last look and the label may take a few seconds more.
             label: what these weights are called from now on, at most 253 characters; of several names the newest counts.
-            other_than: digests (32 hex digits) of weights that are not new, such as `pool.weights().ids` before the push.
+            other_than: digests (32 hex digits) of weights that are not new, such as `pool.weights().common` before the push.
             progress: called on another thread with a `WeightsStanding` after every look. A plain function.
 
         Returns:

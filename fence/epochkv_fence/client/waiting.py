@@ -14,7 +14,7 @@ from typing import Final
 from epochkv_fence.client.calls import FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, Calls, Teller
 from epochkv_fence.client.errors import HubUnreachable, WeightsDiverged
 from epochkv_fence.client.results import PoolStatus
-from epochkv_fence.client.weights import WeightsReport, WeightsStanding, chosen, held_by_all, outliers, report, why_not
+from epochkv_fence.client.weights import WeightsReport, WeightsStanding, chosen, outliers, report, why_not
 from epochkv_fence.protocol.messages import Label, Labelled
 
 SETTLE_SECONDS: Final = 0.25
@@ -60,7 +60,8 @@ class WeightsCalls(Calls):
         """Before the push: note who holds what."""
         status = await self.look(time.monotonic() + timeout_s)
         engines, _ = chosen(status.engines, names)
-        return Update(label, report(engines, status.labels), held_by_all(engines))
+        before = report(engines, status.labels)
+        return Update(label, before, before.common)
 
     async def wait_weights(
         self,
@@ -78,11 +79,11 @@ class WeightsCalls(Calls):
             status = await self.look(max(until, began + LAST_LOOK_SECONDS))
             took = time.monotonic() - began
             engines, absent = chosen(status.engines, names)
-            problem = why_not(engines, absent, other_than, status.labels) or _too_early(status, began - called_at)
+            problem = why_not(engines, absent, other_than, status.labels, status.engines) or _too_early(status, began - called_at)
             if not problem:
                 break
             late = (*absent, *(engine.name for engine in outliers(engines, other_than)))
-            tell(WeightsStanding(report(engines, status.labels), late))
+            tell(WeightsStanding(report(engines, status.labels), late, problem))
             if began >= until:
                 same = "the same, new weights" if other_than else "the same weights"
                 text = f"not all engines of pool {status.name} hold {same} after {timeout_s:g} s: {problem}"

@@ -6,7 +6,7 @@ It is the proof that a push arrived, and it gives the digest a name that people 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -58,8 +58,17 @@ class WeightsReport:
 
     @property
     def ids(self) -> frozenset[str]:
-        """Digests of all weights that somebody holds, such as `wait_weights(other_than=...)` takes."""
+        """Digests of all weights that somebody holds."""
         return frozenset(group.id for group in self.groups)
+
+    @property
+    def common(self) -> frozenset[str]:
+        """Digests that all engines of a fingerprint hold, as far as they say: what a push has to replace.
+
+        Where engines differ before a push, bringing them all to the weights of some is a change, so neither is in here.
+        """
+        kinds = Counter(group.fingerprint for group in self.groups)
+        return frozenset(group.id for group in self.groups if kinds[group.fingerprint] == 1)
 
     @property
     def equal(self) -> bool:
@@ -74,10 +83,17 @@ class WeightsReport:
 
 @dataclass(frozen=True, slots=True)
 class WeightsStanding:
-    """How far a wait for weights is, for people who wait: who holds what, and the names of those that are waited for."""
+    """How far a wait for weights is, for people who wait.
+
+    Attributes:
+        report: who holds what.
+        waits_for: names of the engines that are waited for.
+        why: what is waited for, in words.
+    """
 
     report: WeightsReport
     waits_for: tuple[str, ...]
+    why: str
 
 
 def called(weights: str, label: str) -> str:
@@ -128,24 +144,18 @@ def outliers(engines: Iterable[Engine], other_than: Collection[str]) -> tuple[En
     return tuple(sorted(late, key=lambda engine: engine.name))
 
 
-def held_by_all(engines: Iterable[Engine]) -> frozenset[str]:
-    """Weights that a push has to replace: what all engines of a fingerprint hold, as far as they say.
+def why_not(
+    engines: Sequence[Engine], absent: Sequence[str], other_than: Collection[str], labels: Mapping[str, str], live: Sequence[Engine]
+) -> str:
+    """What is wrong, in words, and who holds what; empty: the engines hold the same, new weights.
 
-    Where they differ before a push, one that brings everybody to either of them is a change, too.
+    Args:
+        live: all engines of the pool, which are shown when none has the names.
     """
-    held: dict[str, set[str]] = defaultdict(set)
-    for engine in engines:
-        if engine.weights:
-            held[engine.fingerprint].add(engine.weights)
-    return frozenset(weights for found in held.values() if len(found) == 1 for weights in found)
-
-
-def why_not(engines: Sequence[Engine], absent: Sequence[str], other_than: Collection[str], labels: Mapping[str, str]) -> str:
-    """What is wrong, in words, and who holds what; empty: the engines hold the same, new weights."""
     late = outliers(engines, other_than)
     if engines and not late and not absent:
         return ""
-    found = report(engines, labels)
+    found = report(engines or live, labels)
     parts = [f"no engine is called {listed(absent)}"] if absent else []
     if found.equal and len(late) == len(engines):
         parts.append("the weights did not change")

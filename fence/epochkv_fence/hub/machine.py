@@ -1,6 +1,6 @@
 """The hub side of the fence as a pure state machine: one pool's target and published epoch, and its grants.
 
-No I/O, no clock: `step(event, now)` returns what the driver has to do. The driver (`transport.hub_server`) runs the
+No I/O, no clock: `step(event, now)` returns what the driver has to do. The driver (`net.server`) runs the
 leadership reads that serve all pools; the model tests run two of these against one authority under a virtual clock.
 The rules are those of the design page "fence", section 4; the small methods are the rules one by one, so that the model
 tests can show that each of them is needed.

@@ -36,10 +36,10 @@ class ApiModel(BaseModel):
     )
 
 
-class StatusModel(ApiModel):
+class StatusModel(BaseModel):
     """Part of a status. Unknown fields are ignored: a newer operator may have written them, and this one must still start."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(**{**ApiModel.model_config, "extra": "ignore"})
 
 
 def rule(cel: str, message: str, *, expression: str | None = None, path: str | None = None, reason: str = "FieldValueInvalid") -> Json:

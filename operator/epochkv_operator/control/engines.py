@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
 from epochkv_operator.control.executor import Executor
-from epochkv_operator.control.keys import Key, pool_of
 from epochkv_operator.control.observe import context_for, now, observe
 from epochkv_operator.control.reporter import Reporter, invalid_status
 from epochkv_operator.control.secrets import FenceSecrets
@@ -15,6 +15,7 @@ from epochkv_operator.kube.client import Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import ENGINE_LABEL, ENGINES, POOLS
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Store
+from epochkv_operator.kube.work_keys import Key, pool_of
 from epochkv_operator.planning import Problem, engine_status, plan_engine
 from epochkv_operator.settings import Settings
 
@@ -22,6 +23,7 @@ from epochkv_operator.settings import Settings
 WAIT_FOR_KEYS_SECONDS = 1.0
 
 
+@dataclass(eq=False)
 class EngineReconciler:
     """Brings engines to what they should be. Raises what another try may solve. `wake`: look at a key again after a
     delay.
@@ -29,28 +31,17 @@ class EngineReconciler:
 
     kind = ENGINES.kind
 
-    def __init__(
-        self,
-        settings: Settings,
-        store: Store,
-        executor: Executor,
-        reporter: Reporter,
-        secrets: FenceSecrets,
-        hub: HubService,
-        client: KubeClient,
-        wake: Callable[[Key, float], None],
-    ) -> None:
-        self._settings = settings
-        self._store = store
-        self._executor = executor
-        self._reporter = reporter
-        self._secrets = secrets
-        self._hub = hub
-        self._client = client
-        self._wake = wake
+    settings: Settings
+    store: Store
+    executor: Executor
+    reporter: Reporter
+    secrets: FenceSecrets
+    hub: HubService
+    client: KubeClient
+    wake: Callable[[Key, float], None]
 
     async def reconcile(self, key: Key) -> None:
-        obj = self._store.get(key.kind, key.namespace, key.name)
+        obj = self.store.get(key.kind, key.namespace, key.name)
         if obj is None:
             raise ObjectGone(f"{key} is gone")
         if obj["metadata"].get("deletionTimestamp"):
@@ -63,18 +54,18 @@ class EngineReconciler:
         except InvalidObject as error:
             # An unreadable pool is not a missing one: nothing is changed until it can be read.
             message = str(error)
-            await self._reporter.report(obj, lambda newest: invalid_status(newest, message, now()))
+            await self.reporter.report(obj, lambda newest: invalid_status(newest, message, now()))
             return
-        if pool is not None and pool.metadata.deletion_timestamp is None and not self._secrets.decided(pool.metadata.uid):
+        if pool is not None and pool.metadata.deletion_timestamp is None and not self.secrets.decided(pool.metadata.uid):
             await self._wait_for_keys(key, obj, engine, pool)
             return
         await self._bring_about(key, obj, engine, pool)
 
     async def _wait_for_keys(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool) -> None:
         """The pool is being reconciled; without its keys the engine would start twice, or wait for a volume."""
-        refusal = self._secrets.refusal(pool.metadata.uid)
+        refusal = self.secrets.refusal(pool.metadata.uid)
         if refusal is None:
-            self._wake(key, WAIT_FOR_KEYS_SECONDS)
+            self.wake(key, WAIT_FOR_KEYS_SECONDS)
             return
         await self._report(key, obj, engine, pool, _not_ready(pool, refusal))
 
@@ -82,36 +73,36 @@ class EngineReconciler:
         """The pool, asked for at the API server before it counts as missing: events of pools and of engines overtake
         each other, and an engine that is first made without its pool starts twice.
         """
-        known = self._store.get(POOLS.kind, namespace, name)
+        known = self.store.get(POOLS.kind, namespace, name)
         if known is not None:
             return known
         try:
-            return await self._client.get(POOLS, namespace, name)
+            return await self.client.get(POOLS, namespace, name)
         except NotFound:
             return None
 
     async def _bring_about(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool | None) -> None:
-        context = context_for(self._settings, self._secrets.known(pool.metadata.uid) if pool is not None else None)
-        children = observe(self._store, key.namespace, ENGINE_LABEL, key.name)
-        problem, again = await self._executor.bring_about(str(key), children, lambda seen: plan_engine(engine, pool, seen, context))
-        refusal = self._secrets.refusal(pool.metadata.uid) if pool is not None else None
+        context = context_for(self.settings, self.secrets.known(pool.metadata.uid) if pool is not None else None)
+        children = observe(self.store, key.namespace, ENGINE_LABEL, key.name)
+        problem, again = await self.executor.bring_about(str(key), children, lambda seen: plan_engine(engine, pool, seen, context))
+        refusal = self.secrets.refusal(pool.metadata.uid) if pool is not None else None
         if pool is not None and refusal is not None:
             problem = problem or _not_ready(pool, refusal)
-        if pool is not None and not self._hub.knows(pool.metadata.uid):
+        if pool is not None and not self.hub.knows(pool.metadata.uid):
             return  # a new hub is about to read the pool's record, and wakes this engine then
         await self._report(key, obj, engine, pool, problem)
-        if pool is not None and (left := self._hub.incomplete_seconds(pool.metadata.uid)) > 0:
-            self._wake(key, left)  # what is not known by then is gone
+        if pool is not None and (left := self.hub.incomplete_seconds(pool.metadata.uid)) > 0:
+            self.wake(key, left)  # what is not known by then is gone
         if again is not None:
             raise again
 
     async def _report(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool | None, problem: Problem | None) -> None:
         def compute(newest: Json) -> Json:
-            view = self._hub.view(pool.metadata.uid) if pool is not None else None
-            seen = observe(self._store, key.namespace, ENGINE_LABEL, key.name, view, problem)
+            view = self.hub.view(pool.metadata.uid) if pool is not None else None
+            seen = observe(self.store, key.namespace, ENGINE_LABEL, key.name, view, problem)
             return engine_status(engine, pool, seen, newest.get("status") or {}, now())
 
-        await self._reporter.report(obj, compute)
+        await self.reporter.report(obj, compute)
 
 
 def _not_ready(pool: KVCachePool, refusal: str) -> Problem:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import structlog
 
 from epochkv_fence.protocol.pool import margin_seconds
 from epochkv_operator.api import InvalidObject, KVCachePool, parse_pool
 from epochkv_operator.control.executor import Executor
-from epochkv_operator.control.keys import Key, engine_key, engines_of
 from epochkv_operator.control.observe import context_for, now, observe
 from epochkv_operator.control.reporter import Reporter, invalid_status
 from epochkv_operator.control.secrets import FenceKeys, FenceSecrets, SecretConflict
@@ -18,6 +18,7 @@ from epochkv_operator.kube.client import ApiError, Forbidden, Invalid, Json
 from epochkv_operator.kube.resources import POOL_LABEL, POOLS
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Store
+from epochkv_operator.kube.work_keys import Key, engine_key, engines_of
 from epochkv_operator.planning import Problem, epoch_ahead, plan_pool, pool_status
 from epochkv_operator.settings import Settings
 
@@ -26,35 +27,26 @@ log = structlog.get_logger(__name__)
 OLD_KEY_SECONDS = 1.0
 
 
+@dataclass(eq=False)
 class PoolReconciler:
     """Brings pools to what they should be. Raises what another try may solve. `wake`: look at a key after a delay."""
 
     kind = POOLS.kind
 
-    def __init__(
-        self,
-        settings: Settings,
-        store: Store,
-        executor: Executor,
-        reporter: Reporter,
-        secrets: FenceSecrets,
-        hub: HubService,
-        wake: Callable[[Key, float], None],
-    ) -> None:
-        self._settings = settings
-        self._store = store
-        self._executor = executor
-        self._reporter = reporter
-        self._secrets = secrets
-        self._hub = hub
-        self._wake = wake
-        self._judged: dict[str, int] = {}
+    settings: Settings
+    store: Store
+    executor: Executor
+    reporter: Reporter
+    secrets: FenceSecrets
+    hub: HubService
+    wake: Callable[[Key, float], None]
+    _judged: dict[str, int] = field(default_factory=dict)
 
     async def reconcile(self, key: Key) -> None:
-        obj = self._store.get(key.kind, key.namespace, key.name)
+        obj = self.store.get(key.kind, key.namespace, key.name)
         if obj is None:
-            self._secrets.forget(key.namespace, key.name)
-            for uid in self._hub.forget(key.namespace, key.name):
+            self.secrets.forget(key.namespace, key.name)
+            for uid in self.hub.forget(key.namespace, key.name):
                 self._judged.pop(uid, None)
                 log.info("pool gone", object=str(key), uid=uid)
             raise ObjectGone(f"{key} is gone")
@@ -64,84 +56,84 @@ class PoolReconciler:
             pool = parse_pool(obj)
         except InvalidObject as error:
             message = str(error)
-            await self._reporter.report(obj, lambda newest: invalid_status(newest, message, now()))
+            await self.reporter.report(obj, lambda newest: invalid_status(newest, message, now()))
             return
         keys, problem, retry = await self._keys(key, obj)
         if keys is not None:
             keys, trouble, late = await self._serve(key, obj, pool, keys)
             problem, retry = problem or trouble, retry or late
-        context = context_for(self._settings, keys)
-        children = observe(self._store, key.namespace, POOL_LABEL, key.name)
-        refused, again = await self._executor.bring_about(str(key), children, lambda seen: plan_pool(pool, seen, context))
+        context = context_for(self.settings, keys)
+        children = observe(self.store, key.namespace, POOL_LABEL, key.name)
+        refused, again = await self.executor.bring_about(str(key), children, lambda seen: plan_pool(pool, seen, context))
         problem, again = problem or refused, retry or again
 
-        if keys is not None and not self._hub.knows(pool.metadata.uid):
+        if keys is not None and not self.hub.knows(pool.metadata.uid):
             return  # a new hub is about to read the pool's record, and wakes this pool then; until then it would look leaderless
 
         def compute(newest: Json) -> Json:
-            seen = observe(self._store, key.namespace, POOL_LABEL, key.name, self._hub.view(pool.metadata.uid), problem)
+            seen = observe(self.store, key.namespace, POOL_LABEL, key.name, self.hub.view(pool.metadata.uid), problem)
             return pool_status(pool, seen, context, newest.get("status") or {}, now())
 
-        await self._reporter.report(obj, compute)
+        await self.reporter.report(obj, compute)
         self._tell_ahead(obj, pool)
-        if (left := self._hub.incomplete_seconds(pool.metadata.uid)) > 0:
-            self._wake(key, left)  # what is not known by then is gone
-        if (left := self._hub.overdue_seconds(pool.metadata.uid)) > 0:
-            self._wake(key, left)
+        if (left := self.hub.incomplete_seconds(pool.metadata.uid)) > 0:
+            self.wake(key, left)  # what is not known by then is gone
+        if (left := self.hub.overdue_seconds(pool.metadata.uid)) > 0:
+            self.wake(key, left)
         if again is not None:
             raise again
 
     async def _keys(self, key: Key, obj: Json) -> tuple[FenceKeys | None, Problem | None, ApiError | None]:
         """The pool's keys, what to tell the user where there are none, and the error to try again on."""
         uid = obj["metadata"]["uid"]
-        decided = self._secrets.decided(uid)
+        decided = self.secrets.decided(uid)
         try:
-            return await self._secrets.ensure(obj), None, None
+            return await self.secrets.ensure(obj), None, None
         except SecretConflict as error:
             return None, Problem("SecretConflict", str(error)), None
         except (Forbidden, Invalid) as error:
-            known = self._secrets.known(uid)  # rights that are being changed do not make known keys wrong
-            return known, None if known else Problem("SecretRefused", str(self._secrets.refusal(uid))), error
+            known = self.secrets.known(uid)  # rights that are being changed do not make known keys wrong
+            return known, None if known else Problem("SecretRefused", str(self.secrets.refusal(uid))), error
         finally:
             if not decided:  # engines wait for this, or for the news that there is something to wait for
-                for engine in engines_of(self._store, key.namespace, key.name):
-                    self._wake(engine_key(key.namespace, engine["metadata"]["name"]), 0.0)
+                for engine in engines_of(self.store, key.namespace, key.name):
+                    self.wake(engine_key(key.namespace, engine["metadata"]["name"]), 0.0)
 
     async def _serve(self, key: Key, obj: Json, pool: KVCachePool, keys: FenceKeys) -> tuple[FenceKeys, Problem | None, ApiError | None]:
         """Have the hub serve the pool, and take the next step of replacing its client key, if one is due. Returns as `_keys`."""
         uid, generation = pool.metadata.uid, pool.spec.keys.generation
         due = keys.previous is None and keys.generation < generation
         if due:
-            self._secrets.draw(uid)
+            self.secrets.draw(uid)
 
         def serve(now: FenceKeys) -> None:
-            accepted = AcceptedKeys(self._secrets.accepted(uid), len(now.accepted), now.generation)
-            self._hub.ensure(pool, accepted)
+            accepted = AcceptedKeys(self.secrets.accepted(uid), len(now.accepted), now.generation)
+            self.hub.ensure(pool, accepted)
 
         # The new key before anybody can have it: an engine that reads the Secret the moment it changes must not be refused.
         serve(keys)
         try:
             if due:
-                keys = await self._secrets.rotate(obj, generation)
+                keys = await self.secrets.rotate(obj, generation)
             elif keys.previous is not None and self._unused(key, pool):
-                keys = await self._secrets.retire(obj)
+                keys = await self.secrets.retire(obj)
         except SecretConflict as error:
             return keys, Problem("SecretConflict", str(error)), None
         except (Forbidden, Invalid) as error:
             return keys, Problem("SecretRefused", f"the pool's keys cannot be replaced: {error.message}"), error
         serve(keys)
         if keys.previous is not None:
-            self._wake(key, OLD_KEY_SECONDS)
+            self.wake(key, OLD_KEY_SECONDS)
         return keys, None, None
 
     def _unused(self, key: Key, pool: KVCachePool) -> bool:
         """Nobody alive has used the older key for as long as a lease can last."""
         lease = float(pool.spec.reset.lease_seconds)
-        return self._hub.old_key_idle_seconds(pool.metadata.uid) >= lease + margin_seconds(lease)
+        return self.hub.old_key_idle_seconds(pool.metadata.uid) >= lease + margin_seconds(lease)
 
     def _tell_ahead(self, obj: Json, pool: KVCachePool) -> None:
         """One Event for each `spec.resetEpoch` that resets nothing, because that epoch was out already."""
-        uid, asked, view = pool.metadata.uid, pool.spec.reset_epoch, self._hub.view(pool.metadata.uid)
+        uid, asked, view = pool.metadata.uid, pool.spec.reset_epoch, self.hub.view(pool.metadata.uid)
         if view is None or view.target < asked:
             return
         seen_before = (obj.get("status") or {}).get("observedGeneration") == pool.metadata.generation
@@ -149,4 +141,4 @@ class PoolReconciler:
         self._judged[uid] = asked
         if asked > before and epoch_ahead(asked, view):
             note = f"spec.resetEpoch {asked} is not applied, epoch {view.target} is out already: set {view.target + 1} or higher"
-            self._reporter.tell(obj, reason="EpochAhead", action="Reset", note=note)
+            self.reporter.tell(obj, reason="EpochAhead", action="Reset", note=note)

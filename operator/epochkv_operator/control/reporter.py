@@ -104,9 +104,9 @@ class Reporter:
             # On first sight nothing has changed yet; the condition itself is the news.
             if previous is None:
                 continue
-            moved = previous["status"] != status and not {reason, previous["reason"]} <= ROUTINE
-            if moved:
-                self._events.emit(obj, warning=status != "True", reason=reason, action=kind, note=message or kind)
+            was_routine, is_routine = previous["reason"] in ROUTINE, reason in ROUTINE
+            if was_routine != is_routine or (previous["status"] != status and not is_routine):
+                self._events.emit(obj, warning=status != "True" and not is_routine, reason=reason, action=kind, note=message or kind)
         self._tell_reset(obj, about, before.get("reset") or {}, after.get("reset") or {})
 
     def _tell_reset(self, obj: Json, about: str, before: Json, after: Json) -> None:

@@ -20,7 +20,6 @@ from epochkv_operator import metrics
 from epochkv_operator.control import driver
 from epochkv_operator.control.engines import EngineReconciler
 from epochkv_operator.control.executor import Executor
-from epochkv_operator.control.keys import Key, affected, engine_key, engines_of
 from epochkv_operator.control.pools import PoolReconciler
 from epochkv_operator.control.reporter import Reporter
 from epochkv_operator.control.resync import Resync
@@ -35,6 +34,7 @@ from epochkv_operator.kube.queue import WorkQueue
 from epochkv_operator.kube.resources import CHILDREN, LEASES, POOLS, PRIMARY, Resource
 from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.kube.store import Store
+from epochkv_operator.kube.work_keys import Key, affected, engine_key, engines_of
 from epochkv_operator.probes import Probes
 from epochkv_operator.settings import Settings
 
@@ -102,10 +102,10 @@ class Operator:
         kopf_task: asyncio.Task[None] | None = None
         try:
             ready = self._prepare(client, lease, resync)
-            if await self._unless_ended(ready):
+            if await self._unless_stopped(ready, *self._tasks):
                 started = asyncio.Event()
                 kopf_task = self._start("watches", driver.drive(self, client, self.settings, started))
-                await self._unless_ended(started.wait())
+                await self._unless_stopped(started.wait(), *self._tasks)
                 self._catch_signals()  # kopf has put its own handlers in their place
             return await self._wait_for_the_end()
         finally:
@@ -202,23 +202,11 @@ class Operator:
         self._tasks[task] = name
         return task
 
-    async def _unless_stopped(self, work: Coroutine[Any, Any, Any]) -> bool:
-        """Run `work`; False when the process was told to stop first. Errors of `work` are raised."""
+    async def _unless_stopped(self, work: Coroutine[Any, Any, Any], *parts: asyncio.Task[None]) -> bool:
+        """Run `work`; False when the process was told to stop, or one of the `parts` ended, first. Errors of `work` are raised."""
         task, stop = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
         try:
-            await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()
-                return True
-            return False
-        finally:
-            await _cancel([task, stop], 2.0)
-
-    async def _unless_ended(self, work: Coroutine[Any, Any, Any]) -> bool:
-        """Run `work` to its end; False when the process was told to stop, or a started part ended, first."""
-        task, stop = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
-        try:
-            await asyncio.wait((task, stop, *self._tasks), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, stop, *parts), return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 task.result()
                 return True

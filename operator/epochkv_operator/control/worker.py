@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Mapping
 import structlog
 
 from epochkv_operator import metrics
-from epochkv_operator.control.keys import Key
 from epochkv_operator.kube.client import ApiError, Conflict, Unavailable
 from epochkv_operator.kube.queue import WorkQueue
 from epochkv_operator.kube.status import ObjectGone
+from epochkv_operator.kube.work_keys import Key
 
 log = structlog.get_logger(__name__)
 DEADLINE_SECONDS = 60.0

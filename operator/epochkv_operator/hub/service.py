@@ -17,12 +17,12 @@ from epochkv_fence.protocol.pool import PoolConfig, PoolSnapshot
 from epochkv_fence.stores.admin import StoreAdmin
 from epochkv_operator import metrics
 from epochkv_operator.api import KVCachePool
-from epochkv_operator.control.keys import Key, pool_key
 from epochkv_operator.hub.kubernetes import KubernetesAuthority, record_of
 from epochkv_operator.hub.view import Told, export, key_view, view_of
 from epochkv_operator.kube.client import Json
 from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.status import StatusWriter
+from epochkv_operator.kube.work_keys import Key, pool_key
 from epochkv_operator.planning import HubView
 
 log = structlog.get_logger(__name__)

@@ -34,7 +34,7 @@ def weights_converged(hub: HubView | None) -> Condition:
     if silent:
         return Condition(_CONDITION, "Unknown", "Unknown", silent)
     if hub.outliers:
-        return Condition(_CONDITION, "True", "Updating", f"weights are being pushed: {_outliers(hub)}")
+        return Condition(_CONDITION, "False", "Updating", f"weights are being pushed: {_outliers(hub)}")
     held = sorted({_called(engine.known_weights, hub) for engine in hub.engines if engine.known_weights is not None})
     text = f"all engines hold {listed(held, _MAX_KINDS)}" if held else "no engine is connected"
     return Condition(_CONDITION, "True", "Converged", text)

@@ -15,7 +15,7 @@ from epochkv_connector.naming.keys import object_key
 from epochkv_connector.store import Outcome, Transfer
 from epochkv_connector.wire.jobs import LoadJob, Phase, Source
 from epochkv_connector.worker.copying.staging import StagingStream
-from tests.support.store import wait_until
+from hack.waiting import eventually
 from tests.unit.connector_worker.test_worker_half import LAYERS, NAMESPACE, ObedientStore, Rig, load, move, name_of
 
 BLOCKS = 7
@@ -149,7 +149,7 @@ def test_what_comes_while_a_piece_is_copied_ends_the_load_behind_that_copy(
     elif end == "shutdown":
         assert not rig.worker.shutdown(0.1), "a copy is under way"
     else:
-        wait_until(lambda: next(iter(rig.worker._loads.open.values())).deadline < time.monotonic(), 5, "past the deadline")
+        eventually(lambda: next(iter(rig.worker._loads.open.values())).deadline < time.monotonic(), "past the deadline", 5)
     rig.collect()
     assert rig.finished == {}, "its blocks are being written"
     go_on.set()

@@ -27,7 +27,7 @@ from epochkv_connector.worker.copying.slots import HEADER_BYTES, TRAILER_BYTES
 from epochkv_connector.worker.copying.staging import StagingStream
 from epochkv_connector.worker.half import WorkerHalf
 from epochkv_connector.worker.tasks import Report
-from tests.support.store import wait_until
+from hack.waiting import eventually
 
 NUM_BLOCKS, NUM_SLOTS, LAYERS = 16, 12, 3
 NAMESPACE = "0a1b2c3d/00112233445566ff/e7/w0123456789abcdef"
@@ -149,7 +149,7 @@ class Rig:
             self.collect(0.001)
             return condition()
 
-        wait_until(poll, timeout, what)
+        eventually(poll, what, timeout)
 
     def until_acked(self, job_id: int, phase: Phase) -> JobAck:
         self.until(lambda: (job_id, phase) in self.acks, f"job {job_id} {phase.name}")
@@ -528,7 +528,7 @@ def test_any_schedule_ends_with_every_job_answered_once(seed: int) -> None:
             loads += 1
     store.policy = lambda kind, transfers: Outcome.DOWN
     rig.worker.finish_step()
-    wait_until(lambda: rig.collect(0.001) and rig.worker.stats()["open_copies"] == 0, 10, "copies over")
+    eventually(lambda: rig.collect(0.001) and rig.worker.stats()["open_copies"] == 0, "copies over", 10)
     store.end_all()
     rig.until(lambda: expected.keys() <= rig.acks.keys(), "every phase acknowledged")
     rig.until(lambda: all((job, Phase.RELEASED) in rig.acks for (job, _), ack in list(rig.acks.items()) if ack.busy_slots), "released")

@@ -211,7 +211,7 @@ def test_an_engine_that_was_reset_alone_is_shown_with_the_remedy(tmp_path: Path)
             eventually(lambda: using(agent, 0))
             engine.reset_at = 0
             agent.poke()
-            eventually(lambda: "1: 0 share, 1 private, 0 of unknown weights, 0 behind" in epochkv("status", config=hub.folder).stdout)
+            eventually(lambda: "1: 0 in use, 1 private, 0 of unknown weights, 0 behind" in epochkv("status", config=hub.folder).stdout)
             remedy = "caches reset alone; shared again after the next `epochkv reset`"
             assert f"cleared: {remedy}" in epochkv("status", config=hub.folder).stdout
             head, row = epochkv("engines", config=hub.folder).stdout.splitlines()
@@ -221,7 +221,7 @@ def test_an_engine_that_was_reset_alone_is_shown_with_the_remedy(tmp_path: Path)
             assert json.loads(epochkv("engines", "-o", "json", config=hub.folder).stdout)[0]["state"] == "private"
             assert epochkv("reset", config=hub.folder).returncode == 0
             status = epochkv("status", config=hub.folder).stdout
-            assert "1: 1 share, 0 private, 0 of unknown weights, 0 behind" in status
+            assert "1: 1 in use, 0 private, 0 of unknown weights, 0 behind" in status
             assert "caches reset alone" not in status
         finally:
             agents.stop()
@@ -230,7 +230,7 @@ def test_an_engine_that_was_reset_alone_is_shown_with_the_remedy(tmp_path: Path)
 def test_an_engine_of_unknown_weights_is_shown_with_its_note(hub: HubProcess, agents: Agents) -> None:
     agent, _ = agents.start("sleeper", engine=engine_with("asleep"))
     eventually(lambda: using(agent, target(hub)))
-    assert "1: 0 share, 0 private, 1 of unknown weights, 0 behind" in epochkv("status", config=hub.folder).stdout
+    assert "1: 0 in use, 0 private, 1 of unknown weights, 0 behind" in epochkv("status", config=hub.folder).stdout
     _, row = epochkv("engines", config=hub.folder).stdout.splitlines()
     assert row.split()[:3] == ["sleeper", "unknown", "-"]
     assert row.split()[-1] == "asleep"

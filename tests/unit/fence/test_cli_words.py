@@ -140,7 +140,7 @@ def test_status_counts_engines_by_what_they_hold(capsys: pytest.CaptureFixture[s
     show_status(status(engines=(ENGINE, replace(ENGINE, name="d"), other, sleeper), labels={"3f" * 16: "step-42"}), Output.TABLE)
     text = capsys.readouterr().out
     assert re.search(r"^weights +0a0a0a0a 2 engines; 3f3f3f3f \(step-42\) 1 engine; unknown 1 engine *$", text, re.M)
-    assert re.search(r"^engines +4: 3 share, 0 private, 1 of unknown weights, 0 behind *$", text, re.M)
+    assert re.search(r"^engines +4: 3 in use, 0 private, 1 of unknown weights, 0 behind *$", text, re.M)
     assert "hub  " not in text
     show_status(status(settling_seconds=12.3), Output.TABLE)
     text = capsys.readouterr().out
@@ -264,6 +264,7 @@ def test_progress_counts_engines() -> None:
     assert Progress().text(Standing(1, True, False, 1, 1)) == "epoch 1: waiting for 1 of 1 engine"
     assert Progress().text(Standing(1, True, False, 4, 3)) == "epoch 1: waiting for 3 of 4 engines"
     names = tuple(f"engine-{number}" for number in range(12))
-    text = WeightsProgress.text(WeightsStanding(WeightsReport(()), names))
+    text = WeightsProgress.text(WeightsStanding(WeightsReport(()), names, "they do not"))
     assert text == f"waiting for the new weights of {', '.join(names[:10])} and 2 more"
-    assert WeightsProgress.text(WeightsStanding(WeightsReport(()), ())) == "waiting for the new weights of the engines"
+    nobody = WeightsStanding(WeightsReport(()), (), "the hub has only begun to lead")
+    assert WeightsProgress.text(nobody) == "waiting: the hub has only begun to lead"

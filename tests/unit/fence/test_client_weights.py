@@ -94,7 +94,7 @@ def test_engines_that_take_them_one_after_the_other(world: HubWorld) -> None:
         if standing.waits_for == tuple(names):  # it is known by now what was pushed last
             push([engines[3 - len(names)]], NEW)
 
-    report = pool.wait_weights(timeout_s=30, label="step-1", other_than=pool.weights().ids, progress=next_one)
+    report = pool.wait_weights(timeout_s=30, label="step-1", other_than=pool.weights().common, progress=next_one)
     assert groups(report) == [(NEW.hex(), "step-1", EVERYBODY)]
     assert told[0].waits_for == EVERYBODY
     assert ("engine-2",) in [standing.waits_for for standing in told]
@@ -105,6 +105,17 @@ def test_a_wait_without_a_label_and_without_a_push(world: HubWorld) -> None:
     holding(world)
     assert groups(pool.wait_weights()) == [(OLD.hex(), "", EVERYBODY)]
     assert pool.status().labels == {}
+
+
+def test_the_engine_that_a_push_missed_gets_it_from_a_second_one(world: HubWorld) -> None:
+    """The weights that most engines hold already are new, then."""
+    engines, pool = holding(world), world.connect()
+    push(engines[:2], NEW)
+    eventually(lambda: pool.weights().ids == {OLD.hex(), NEW.hex()})
+    before = pool.weights().common
+    assert before == frozenset()
+    push(engines[2:], NEW)
+    assert groups(pool.wait_weights(timeout_s=20, other_than=before)) == [(NEW.hex(), "", EVERYBODY)]
 
 
 def test_what_a_push_that_has_returned_left_on_its_way_is_waited_for(world: HubWorld) -> None:
@@ -342,6 +353,8 @@ def test_engines_that_are_named_are_waited_for_alone(world: HubWorld) -> None:
     error = diverged(lambda: pool.wait_weights(["engine-0", "engine-7"], timeout_s=0.5))
     assert error.engines == ("engine-7",)
     assert str(error).endswith(": no engine is called engine-7. Now 3f2a9c1e (canary): engine-0")
+    nobody = diverged(lambda: pool.wait_weights(["engine-7"], timeout_s=0.5))
+    assert str(nobody).endswith(": no engine is called engine-7. Now 0a0a0a0a: engine-1, engine-2; 3f2a9c1e (canary): engine-0")
     with pool.weight_update("step-1", engines=EVERYBODY[1:], timeout_s=20) as update:
         assert update.other_than == {OLD.hex()}
         push(engines[1:], OTHER)
@@ -515,7 +528,7 @@ def test_asyncio_does_all_of_it(world: HubWorld) -> None:
             async with pool.weight_update("step-1", timeout_s=20) as update:
                 push(engines, NEW)
             assert groups(update.report) == [(NEW.hex(), "step-1", EVERYBODY)]
-            assert (await pool.wait_weights(other_than=before.ids)).ids == {NEW.hex()}
+            assert (await pool.wait_weights(other_than=before.common)).ids == {NEW.hex()}
             with pytest.raises(WeightsDiverged) as caught:
                 async with pool.weight_update("step-2", engines=["engine-0"], timeout_s=0.5):
                     pass

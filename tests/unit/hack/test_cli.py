@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from hack.cluster import choose_provider
 from hack.cluster.environment import provide_folder, volume_objects
 from hack.cluster.errors import ClusterError
-from hack.cluster.provider import provider
 
 
 def _run(tmp_path: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -46,7 +46,7 @@ def test_missing_image_archive_is_named(tmp_path: Path) -> None:
 def test_kind_without_docker_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ClusterError, match="docker is not installed"):
-        provider("x", "kind").status()
+        choose_provider("x", "kind").status()
 
 
 def test_static_volume_is_reserved_for_its_claim_and_read_only() -> None:

@@ -11,8 +11,9 @@ from rich.console import Console
 
 from hack.demo.claims import Claims
 from hack.demo.journey import BLOCKS, CACHED, make_prompts
-from hack.demo.kube import DemoError, condition, wait_until
-from hack.demo.progress import Durations, Progress, clock
+from hack.demo.kube import DemoError, condition
+from hack.demo.progress import Progress
+from hack.durations import Durations
 from hack.engine_api import metric_total
 from hack.models import Shape, make
 from hack.sync_chart import BadCrd, template
@@ -98,16 +99,6 @@ def test_metrics_are_summed_over_the_series_with_these_labels() -> None:
     assert metric_total(METRICS, "absent_total", {}) == 0
 
 
-def test_durations_survive_and_nonsense_is_ignored(tmp_path: Path) -> None:
-    path = tmp_path / "cache/durations.json"
-    durations = Durations(path)
-    assert durations.expected("cluster", 30) == 30
-    durations.record("cluster", 12.34)
-    assert Durations(path).expected("cluster", 30) == 12.3
-    path.write_text("[1, 2")
-    assert Durations(path).expected("cluster", 30) == 30
-
-
 def test_progress_counts_steps_and_does_not_swallow_errors(tmp_path: Path) -> None:
     console = Console(width=100, record=True, force_terminal=False)
     progress = Progress(console, Durations(tmp_path / "d.json"), 2)
@@ -120,13 +111,6 @@ def test_progress_counts_steps_and_does_not_swallow_errors(tmp_path: Path) -> No
     assert "halfway" in text
     assert "[1/2] first: done in" in text
     assert "[2/2] second: done" not in text
-    assert clock(65.9) == "1:05"
-
-
-def test_waiting_ends_with_the_reason() -> None:
-    with pytest.raises(DemoError, match="3 of 7 blocks"):
-        wait_until(lambda: False, 0.05, lambda: "3 of 7 blocks", pause=0.01)
-    wait_until(lambda: True, 0.0, lambda: "never said")
 
 
 def test_a_missing_condition_is_empty() -> None:

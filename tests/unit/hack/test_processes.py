@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from hack.cluster.errors import ClusterError
-from hack.cluster.process import ProcessTable, log_tail, start_time, wait_for
+from hack.cluster.process import ProcessTable, log_tail, start_time
+from hack.waiting import poll
 
 IGNORES_TERM = "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
 
@@ -23,7 +24,7 @@ def test_start_log_session_and_end(tmp_path: Path) -> None:
     try:
         assert component.alive()
         assert os.getsid(component.pid) == component.pid
-        assert wait_for(lambda: component.tail() == "hello", 10)
+        assert poll(lambda: component.tail() == "hello", 10)
         # A second table, as a later command makes it, knows the same process.
         assert ProcessTable(tmp_path).get("sleeper") == component
     finally:
@@ -40,7 +41,7 @@ def test_a_reused_pid_is_not_ours(tmp_path: Path) -> None:
         assert started is not None
         table = ProcessTable(tmp_path)
         own = table.start("own", ["sleep", "0.2"])
-        assert wait_for(lambda: not own.alive(), 10)
+        assert poll(lambda: not own.alive(), 10)
         impostor = replace(own, pid=stranger.pid, start=started - 1)
         assert not impostor.alive()
         assert impostor.signal(signal.SIGKILL) is False
@@ -51,7 +52,7 @@ def test_a_reused_pid_is_not_ours(tmp_path: Path) -> None:
 
 def test_what_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     component = ProcessTable(tmp_path).start("deaf", [sys.executable, "-c", IGNORES_TERM])
-    assert wait_for(lambda: component.tail() == "deaf", 20)
+    assert poll(lambda: component.tail() == "deaf", 20)
     component.end(grace=0.2)
     assert not component.alive()
 
@@ -67,7 +68,7 @@ def test_a_stopped_process_is_alive_and_can_be_ended(tmp_path: Path) -> None:
 def test_the_environment_is_not_inherited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_OF_THE_CALLER", "x")
     component = ProcessTable(tmp_path).start("env", ["sh", "-c", "env; echo done; sleep 60"])
-    assert wait_for(lambda: "done" in component.tail(), 10)
+    assert poll(lambda: "done" in component.tail(), 10)
     component.end()
     assert "PATH=" in component.tail(100)
     assert "SECRET_OF_THE_CALLER" not in component.tail(100)

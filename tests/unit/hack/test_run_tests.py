@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hack import run_tests
-from hack.run_tests import MAX_SECOND_RUNS, Durations, Layer, Run, run_all, run_layer
+from hack.durations import Durations
+from hack.run_tests import LAYERS, MAX_SECOND_RUNS, ROOT, Layer, Run, run_all, run_layer
 
 FLAKY = """
 import pytest
@@ -85,6 +86,10 @@ def test_what_another_layer_runs_is_left_out(tmp_path: Path, monkeypatch: pytest
     capfd.readouterr()
 
 
+def test_every_path_that_a_layer_names_is_there() -> None:
+    assert [path for layer in LAYERS for path in (*layer.paths, *layer.without) if not (ROOT / path).exists()] == []
+
+
 def test_a_layer_beside_the_others_is_told_last_and_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
@@ -101,5 +106,5 @@ def test_a_layer_beside_the_others_is_told_last_and_counts(
     ]
     printed = capfdbinary.readouterr().out.decode()
     assert printed.index("test_it.py") < printed.index("test_aside.py")
-    assert Durations(tmp_path / "durations.json").expected(other) != other.seconds
-    assert Durations(tmp_path / "durations.json").expected(pure) == pure.seconds
+    assert Durations(tmp_path / "durations.json").expected("other", other.seconds) != other.seconds
+    assert Durations(tmp_path / "durations.json").expected("pure", pure.seconds) == pure.seconds

@@ -268,7 +268,9 @@ def test_a_seed_replays_prompts_and_faults(tmp_path: Path) -> None:
 
 
 def test_a_broken_actor_is_a_problem(tally: Tally) -> None:
-    class Broken(Recorder):
+    class Broken(Actor):
+        name, calm = "broken", (0.0, 0.001)
+
         def act(self) -> None:
             raise RuntimeError("no such thing")
 

@@ -69,6 +69,21 @@ def test_everybody_is_told_unless_asked_otherwise(tmp_path: Path) -> None:
     assert "the child was told" in process.tail()
 
 
+def test_it_stands_still_and_goes_on_and_is_killed(tmp_path: Path) -> None:
+    count = "import time\nwhile True: print(time.monotonic_ns(), flush=True); time.sleep(0.001)"
+    process = Process("counter", [sys.executable, "-c", count], tmp_path / "log")
+    process.wait_until(lambda: bool(process.tail()), 30.0, "counting")
+    process.freeze()
+    still = process.tail()
+    time.sleep(0.05)
+    assert process.tail() == still
+    process.thaw()
+    process.wait_until(lambda: process.tail() != still, 30.0, "counting again")
+    process.kill()
+    assert (process.alive(), process.popen.returncode) == (False, -signal.SIGKILL)
+    process.kill()
+
+
 @pytest.mark.parametrize("whole_group", [True, False])
 def test_who_is_deaf_or_frozen_is_killed_after_the_grace(tmp_path: Path, whole_group: bool) -> None:
     process = start(tmp_path, "signal.SIG_IGN", "terminate()")
@@ -108,11 +123,11 @@ def test_an_engine_that_never_becomes_ready_is_ended(tmp_path: Path) -> None:
 def test_a_master_ends_when_a_store_node_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     master = "import socket, sys, time\nport = next(arg for arg in sys.argv if arg.startswith('--rpc_port')).split('=')[1]\n"
     master += "server = socket.create_server(('127.0.0.1', int(port)))\ntime.sleep(60)\n"
-    program = script(tmp_path / "master", f"#!{sys.executable}\n{master}")
-    monkeypatch.setattr("hack.standalone.mooncake.executable", lambda name: str(program))
+    script(tmp_path / "mooncake_master", f"#!{sys.executable}\n{master}")
+    script(tmp_path / "python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (tmp_path / "mooncake.py").write_text("raise SystemExit(3)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    mooncake = Mooncake(tmp_path / "logs")
+    mooncake = Mooncake(tmp_path / "logs", python=tmp_path / "python")
     with pytest.raises(ProcessError, match="mooncake store 0 ended with status 3 before mounted"), mooncake:
         raise AssertionError("it has no node")
     assert mooncake.master is not None

@@ -9,11 +9,11 @@ from collections import Counter
 import pytest
 
 from epochkv_operator.control import worker as module
-from epochkv_operator.control.keys import Key, engine_key
 from epochkv_operator.control.worker import Worker
 from epochkv_operator.kube.client import Invalid
 from epochkv_operator.kube.queue import WorkQueue
 from epochkv_operator.kube.status import ObjectGone
+from epochkv_operator.kube.work_keys import Key, engine_key
 
 HEALTHY, GONE, BROKEN = (engine_key("default", name) for name in ("healthy", "gone", "broken"))
 

@@ -1,0 +1,39 @@
+"""TCP ports of this machine's loopback addresses."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that are free now, below the ephemeral range so that no outgoing connection takes them later.
+
+    Raises:
+        OSError: there are not so many.
+    """
+    found: list[int] = []
+    for port in random.SystemRandom().sample(range(20000, 32000), 2000):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError("no free loopback port between 20000 and 32000: end what listens there")
+
+
+def free_port() -> int:
+    """One of them."""
+    return free_ports(1)[0]
+
+
+def port_open(port: int, host: str = "127.0.0.1") -> bool:
+    """Does something accept connections there?"""
+    try:
+        with socket.create_connection((host, port), timeout=0.5):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,32 @@
+"""The loop with a deadline that tools, benchmarks and tests wait with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def poll(probe: Callable[[], T], seconds: float, pause: float = 0.05) -> T:
+    """The first true result of `probe`; the last one, which is not, when `seconds` have passed."""
+    deadline = time.monotonic() + seconds
+    while not (found := probe()) and time.monotonic() < deadline:
+        time.sleep(pause)
+    return found
+
+
+def eventually(probe: Callable[[], T], what: str | Callable[[], str], seconds: float = 30.0, pause: float = 0.05) -> T:
+    """The first true result of `probe`.
+
+    Args:
+        what: is waited for, or a function that says it at the end.
+
+    Raises:
+        TimeoutError: there was none within `seconds`.
+    """
+    found = poll(probe, seconds, pause)
+    if not found:
+        raise TimeoutError(f"not within {seconds:g} s: {what() if callable(what) else what}")
+    return found
