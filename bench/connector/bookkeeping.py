@@ -1,4 +1,4 @@
-"""What a hit costs the scheduler thread: the production `SchedulerHalf` with a full L1, no engine and no store.
+"""What a hit costs the scheduler thread: the production `Bookkeeping` with a full L1, no engine and no store.
 
 A request's way is cut at two places: the walk over its block hashes (what the design calls lookup), and everything that
 then holds and accepts the hit (plan, commit, making the load job).
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from bench.report import Progress, Row, repeated
 from epochkv_connector.config.keys import ConnectorConfig
 from epochkv_connector.scheduler import hits
-from epochkv_connector.scheduler.core import SchedulerHalf, StepJobs
+from epochkv_connector.scheduler.bookkeeping import Bookkeeping, StepJobs
 from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
 from epochkv_connector.wire.jobs import JobAck, Phase
 
@@ -58,27 +58,27 @@ def chain(text: str, num_blocks: int) -> list[bytes]:
     return [hashlib.sha256(f"{text} {index}".encode()).digest() for index in range(num_blocks)]
 
 
-def acknowledge(half: SchedulerHalf, jobs: StepJobs) -> None:
+def acknowledge(books: Bookkeeping, jobs: StepJobs) -> None:
     """One rank that does everything at once."""
     for save in jobs.saves:
-        half.on_acks([JobAck(save.job_id, 0, Phase.COPIED, save.start_block, save.num_blocks)])
+        books.on_acks([JobAck(save.job_id, 0, Phase.COPIED, save.start_block, save.num_blocks)])
     for load in jobs.loads:
-        half.on_acks([JobAck(load.job_id, 0, Phase.LOADED, 0, len(load.moves))])
+        books.on_acks([JobAck(load.job_id, 0, Phase.LOADED, 0, len(load.moves))])
 
 
-def filled_half(prompts: Sequence[Sequence[bytes]], names: Names) -> SchedulerHalf:
+def filled_books(prompts: Sequence[Sequence[bytes]], names: Names) -> Bookkeeping:
     """An L1 twice as large as the prompts, which are saved in it."""
     num_slots = 2 * sum(len(hashes) for hashes in prompts)
     config = ConnectorConfig.parse({"pool": {"name": "p", "namespace": "n", "uid": "u"}, "local": {"capacity_bytes": num_slots}}, {})
-    half = SchedulerHalf(config, LAYOUT, num_ranks=1, store=None, ids=itertools.count(), clock=time.monotonic)
-    half.bind_block_pool(Blocks())
-    half.adopt(names)
+    books = Bookkeeping(config, LAYOUT, num_ranks=1, store=None, ids=itertools.count(), clock=time.monotonic)
+    books.bind_block_pool(Blocks())
+    books.adopt(names)
     for index, hashes in enumerate(prompts):
         blocks = [list(range(1, len(hashes) + 1))]
-        half.collect_saves([ScheduledRequestView(f"s{index}", len(hashes) * BLOCK_TOKENS, hashes, BLOCK_TOKENS, ROOT, blocks)], names)
-        acknowledge(half, half.end_step())
-        half.finish(f"s{index}")
-    return half
+        books.saves.collect([ScheduledRequestView(f"s{index}", len(hashes) * BLOCK_TOKENS, hashes, BLOCK_TOKENS, ROOT, blocks)], names)
+        acknowledge(books, books.end_step())
+        books.finish(f"s{index}")
+    return books
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def measure(num_tokens: int, repeats: int) -> Cost:
     num_blocks = num_tokens // BLOCK_TOKENS
     prompts = [chain(f"prompt {index}", num_blocks) for index in range(NUM_PROMPTS)]
     names = Names()
-    half = filled_half(prompts, names)
+    books = filled_books(prompts, names)
     group_blocks = [list(range(1, num_blocks + 1))]
     cost = Cost([], [], [], [])
     serial = itertools.count()
@@ -108,17 +108,17 @@ def measure(num_tokens: int, repeats: int) -> Cost:
             hashes = prompts[number % NUM_PROMPTS]
             view = RequestView(f"r{number}", num_tokens, hashes, BLOCK_TOKENS, ROOT)
             began = clock()
-            found = half._planner._found(view)
+            found = books.hits.find(view)
             walked = hits.longest_hit(LAYOUT, 0, num_tokens - BLOCK_TOKENS, found.present, found.first_absent)
             a = clock()
-            hit = half.lookup(view, 0, names)
+            hit = books.hits.answer(view, 0, names)
             b = clock()
-            half.commit(view, group_blocks, hit.num_tokens or 0, names)
+            books.loads.commit(view, group_blocks, hit.num_tokens or 0, names)
             c = clock()
-            jobs = half.end_step()
+            jobs = books.end_step()
             d = clock()
-            acknowledge(half, jobs)
-            half.finish(view.request_id)
+            acknowledge(books, jobs)
+            books.finish(view.request_id)
             if hit.num_tokens != walked or walked != num_tokens - BLOCK_TOKENS or len(jobs.loads) != 1:
                 raise RuntimeError(f"a prompt in L1 was answered with {hit.num_tokens} of {num_tokens} tokens")
             walk, lookup, commit, step = walk + a - began, lookup + b - a, commit + c - b, step + d - c

@@ -1,4 +1,4 @@
-"""The chat trace on simulated engines: production bookkeeping (`SchedulerHalf`), no model.
+"""The chat trace on simulated engines: production bookkeeping (`Bookkeeping`), no model.
 
 Each engine has a scheduler half of its own; copies and puts succeed at once, and the shared L2 is a set of names that
 answers existence queries as the store client does. Requests go to the engines in turn, one at a time. The GPU holds
@@ -22,8 +22,8 @@ from bench.connector.trace import BLOCK_TOKENS, Trace
 from bench.report import Figure, Progress, Row
 from epochkv_connector.config.keys import ConnectorConfig
 from epochkv_connector.naming.keys import object_key
-from epochkv_connector.scheduler.core import SchedulerHalf, StepJobs
-from epochkv_connector.scheduler.views import CacheLayout, Commit, GroupKind, GroupLayout, RequestView, ScheduledRequestView
+from epochkv_connector.scheduler.bookkeeping import Bookkeeping, StepJobs
+from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
 from epochkv_connector.wire.jobs import JobAck, Phase, Source
 
 LAYOUT = CacheLayout((GroupLayout(GroupKind.FULL, BLOCK_TOKENS),), BLOCK_TOKENS, 1)
@@ -78,7 +78,7 @@ class Engine:
         if store is not None:
             extra["distributed"] = {"master_address": "none:1"}
         self._store, self._names = store, Names()
-        self._half = SchedulerHalf(
+        self._books = Bookkeeping(
             ConnectorConfig.parse(extra, {}),
             LAYOUT,
             num_ranks=1,
@@ -87,39 +87,39 @@ class Engine:
             clock=time.monotonic,
             keys_of=None if store is None else keys_of,
         )
-        self._half.bind_block_pool(Blocks())
-        self._half.adopt(self._names)
+        self._books.bind_block_pool(Blocks())
+        self._books.adopt(self._names)
 
     def serve(self, request_id: str, hashes: Sequence[bytes]) -> int:
         """Look the prompt up, load what was found, save the rest; blocks that were found."""
-        names, half = self._names, self._half
+        names, books = self._names, self._books
         view = RequestView(request_id, len(hashes) * BLOCK_TOKENS + 1, hashes, BLOCK_TOKENS, ROOT)
         gpu_blocks = [list(range(1, len(hashes) + 1))]
-        half.begin_lookup(view, names)
-        hit = half.lookup(view, 0, names).num_tokens or 0
-        if hit and half.commit(view, gpu_blocks, hit, names) is not Commit.LOADING:
+        books.hits.begin(view, names)
+        hit = books.hits.answer(view, 0, names).num_tokens or 0
+        if hit and not books.loads.commit(view, gpu_blocks, hit, names):
             raise RuntimeError(f"{request_id}: a hit of {hit} tokens was not kept")
-        self._work(half.end_step())
-        half.collect_saves([ScheduledRequestView(request_id, view.num_tokens, hashes, BLOCK_TOKENS, ROOT, gpu_blocks)], names)
-        self._work(half.end_step())
-        half.finish(request_id)
+        self._work(books.end_step())
+        books.saves.collect([ScheduledRequestView(request_id, view.num_tokens, hashes, BLOCK_TOKENS, ROOT, gpu_blocks)], names)
+        self._work(books.end_step())
+        books.finish(request_id)
         return hit // BLOCK_TOKENS
 
     def leaks(self) -> dict[str, int]:
         """What is still held; must be empty when no request lives."""
-        return {name: count for name, count in self._half.leak_report().items() if count}
+        return {name: count for name, count in self._books.leak_report().items() if count}
 
     def _work(self, jobs: StepJobs) -> None:
         for load in jobs.loads:
             filled = tuple(move.slot for move in load.moves if move.source is Source.STORE)
-            self._half.on_acks([JobAck(load.job_id, 0, Phase.LOADED, 0, len(load.moves), filled_slots=filled)])
+            self._books.on_acks([JobAck(load.job_id, 0, Phase.LOADED, 0, len(load.moves), filled_slots=filled)])
         for save in jobs.saves:
-            self._half.on_acks([JobAck(save.job_id, 0, Phase.COPIED, save.start_block, save.num_blocks)])
+            self._books.on_acks([JobAck(save.job_id, 0, Phase.COPIED, save.start_block, save.num_blocks)])
             if save.namespace is not None and self._store is not None:
                 for move in save.moves:
                     if move.put:
                         self._store.keys.update(keys_of(save.namespace, move.group, move.block_hash))
-                self._half.on_acks([JobAck(save.job_id, 0, Phase.STORED, save.start_block, save.num_blocks)])
+                self._books.on_acks([JobAck(save.job_id, 0, Phase.STORED, save.start_block, save.num_blocks)])
 
 
 def hit_rate(trace: Trace, num_engines: int, num_slots: int, shared: bool) -> float:

@@ -1,6 +1,6 @@
 """The connector that vLLM loads: `kv_connector_module_path="epochkv_connector.connector"`.
 
-Thin on purpose: every entry point is one guarded call into `scheduling.SchedulerSide` or the worker half. An exception of
+Thin on purpose: every entry point is one guarded call into `scheduler.facade` or the worker half. An exception of
 ours becomes a miss, is counted and logged once per kind; it never reaches vLLM. Loads are always asynchronous, so
 `start_load_kv` never delays a forward pass and the layer hooks do nothing.
 """
@@ -8,7 +8,6 @@ ours becomes a miss, is counted and logged once per kind; it never reaches vLLM.
 from __future__ import annotations
 
 import logging
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,20 +15,14 @@ from typing import Any
 from epochkv_connector import halves
 from epochkv_connector.config.keys import ConfigError, ConnectorConfig
 from epochkv_connector.config.memory import crowded, gib
-from epochkv_connector.engine import blocks, describe, hashing, limits, logs, patches, topology, version
+from epochkv_connector.engine import blocks, limits, logs, patches, topology, version
 from epochkv_connector.engine.interface import KVConnectorBase_V1, KVConnectorRole, KVConnectorTransferResults, SupportsHMA
-from epochkv_connector.engine.limits import why_no_tiers
 from epochkv_connector.guard import Guard
-from epochkv_connector.hub_link import Credentials, FenceHooks, HubLink
 from epochkv_connector.metrics.collect import Reporter
 from epochkv_connector.metrics.stats import EpochKVPromMetrics, EpochKVStats
-from epochkv_connector.naming.fence import Fence, FencePolicy, PoolIdentity
-from epochkv_connector.naming.identity import fingerprint
+from epochkv_connector.scheduler.assembly import SchedulerRole
 from epochkv_connector.scheduler.facade import SchedulerSide
-from epochkv_connector.weights.adapters import Adapters
-from epochkv_connector.weights.engine import EngineRanks, NoRanks, join
 from epochkv_connector.weights.rank import held_by
-from epochkv_connector.weights.watch import Watch
 from epochkv_connector.wire.steps import StepMetadata, WorkerReport
 from epochkv_connector.worker.facade import Half, RefusingHalf, WorkerSide
 
@@ -43,38 +36,11 @@ def _nothing() -> None:
     return None
 
 
-class _EngineNames:
-    """What is named after the weights of this engine (`weights.watch.Names`). An error of ours leaves nothing named."""
-
-    def __init__(self, side: SchedulerSide, core: Any | None, scheduler: Any | None, guard: Guard) -> None:
-        self._side = side
-        self._core = core
-        self._scheduler = scheduler
-        self._guard = guard
-
-    def hold(self, weights: bytes | None, note: str) -> None:
-        """Names are made of these from now on."""
-        self._guard.run("hold", lambda: self._side.hold(weights), self._side.break_off)
-
-    def end(self, weights: bytes) -> None:
-        """Names of these are used no more."""
-        self._guard.run("end", lambda: self._side.end(weights), self._side.break_off)
-
-    def tell(self) -> None:
-        """The hub should hear of it."""
-        self._side.tell()
-
-    def clear_encoder(self) -> bool:
-        """Outputs of the encoder go if nobody refers to them."""
-        if self._core is None or self._scheduler is None or blocks.encoder_outputs_in_use(self._scheduler):
-            return False
-        self._scheduler.reset_encoder_cache()
-        self._core.model_executor.reset_encoder_cache()
-        return True
-
-
 class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """Host-memory and Mooncake tiers behind vLLM's prefix cache, fenced by weights epochs."""
+    """Host-memory and Mooncake tiers behind vLLM's prefix cache, fenced by weights epochs.
+
+    It has more than 20 methods because vLLM's interface has: all but a few are entry points of vLLM.
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         """Raises:
@@ -90,10 +56,12 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             raise
         self._has_tiers = self._epochkv_config.local is not None or self._epochkv_config.distributed is not None
         self._reporter = Reporter(self._guard.errors)
-        self._side: SchedulerSide | None = None
+        self._scheduler: SchedulerRole | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._build_scheduler_side()
+            self._scheduler = SchedulerRole(
+                *(self._epochkv_config, self._vllm_config, self._kv_cache_config), *(self._guard, self._reporter, self._find_local_worker)
+            )
         else:
             self._engine_id = str(self._kv_transfer_config.engine_id)
             _local_workers[self._engine_id] = self
@@ -113,136 +81,12 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning(
                 "EpochKV: L1 takes %s of the %s of %s as it fills: where vLLM needs more than the rest, the kernel ends this engine; "
                 "lower local.capacity_bytes, or raise that limit",
-                gib(num_bytes),
-                gib(found.num_bytes),
-                found.source,
+                *(gib(num_bytes), gib(found.num_bytes), found.source),
             )
-
-    def _build_scheduler_side(self) -> None:
-        config, vllm_config = self._epochkv_config, self._vllm_config
-        self._hashing = hashing.BlockHashing(vllm_config.cache_config.prefix_caching_hash_algo)
-        root_port = hashing.GlobalRoot()
-        credentials = Credentials(config)
-        described = describe.describe_engine(vllm_config, self._kv_cache_config)
-        core, scheduler = patches.builders()
-        ranks = (
-            NoRanks() if core is None or scheduler is None else EngineRanks(core.model_executor, str(self._kv_transfer_config.engine_id))
-        )
-        layouts: list[str] | None = self._guard.run("layouts", ranks.layouts, lambda: None)
-        digest = self._fingerprint = fingerprint({**described, "layouts": layouts})
-        adapters = Adapters(ranks, topology.num_worker_ranks(vllm_config), time.monotonic, limits.why_no_adapters(vllm_config))
-        self._link = HubLink(config, credentials)
-        random_seed = hashing.hash_seed_is_random(self._hashing.algorithm)
-        if random_seed and config.distributed is not None:
-            logger.warning(
-                "EpochKV: block hashes (%s) have a random seed in each process, so the distributed tier is off; "
-                "set PYTHONHASHSEED to one value in the whole pool, or use --prefix-caching-hash-algo sha256",
-                self._hashing.algorithm,
-            )
-        fence = Fence(
-            PoolIdentity(
-                config.pool.uid,
-                digest,
-                credentials.secret,
-                l2_allowed=not random_seed,
-                adapters_applied=describe.describe_adapters(vllm_config),
-            ),
-            self._policy(credentials, core),
-            root_port,
-            self._hashing,
-            adapters,
-            lease_until=self._link.lease_until,
-        )
-        loads_off = self._why_no_loads()
-        if loads_off is not None:
-            logger.warning("EpochKV: loads are off: %s", loads_off)
-        saves_off = self._why_no_saves()
-        if saves_off is not None:
-            logger.warning("EpochKV: saves are off: %s", saves_off)
-        self._tiers: halves.SchedulerTiers | None = self._guard.build("tiers", self._build_tiers, lambda: None)
-        self._side = SchedulerSide(
-            config,
-            fence,
-            self._tiers.half if self._tiers is not None else None,
-            loads_off=loads_off,
-            saves_off=saves_off,
-            propose=self._link.propose,
-            poke=self._link.poke,
-            local_worker=self._find_local_worker,
-            tokens_per_step=topology.tokens_per_step(vllm_config),
-            on_error=self._guard.note,
-        )
-        self._watch_weights(ranks, adapters, core, scheduler, self._side)
-        hooks = FenceHooks(fence, self._gauges, self._reclaim, self._told)
-        self._link.start(hooks, digest, int(vllm_config.parallel_config.data_parallel_rank or 0))
-        if fence.policy.forced_bypass is not None:
-            logger.warning("EpochKV serves without caches: %s", fence.policy.forced_bypass)
-        elif config.hub is None:
-            logger.info("EpochKV: no hub is configured; this engine is a pool of its own, and its root private")
-
-    def _watch_weights(
-        self, ranks: EngineRanks | NoRanks, adapters: Adapters, core: Any | None, scheduler: Any | None, side: SchedulerSide
-    ) -> None:
-        """Names are made of the weights that the ranks hold, from the first on."""
-        side.watch = watch = Watch(
-            ranks,
-            _EngineNames(side, core, scheduler, self._guard),
-            topology.num_worker_ranks(self._vllm_config),
-            time.monotonic,
-            has_encoder=limits.is_multimodal(self._vllm_config),
-        )
-        side.adapters = adapters
-        adapters.join(side, lambda: watch.value is not None and not ranks.asleep)
-        patches.hide_adapters_from_hashes()
-        if side.fence.policy.forced_bypass is not None:
-            watch.refuse(side.fence.policy.forced_bypass)
-        if isinstance(ranks, EngineRanks):
-            join(core, scheduler, watch, adapters, lambda work: self._guard.run("weights", work, side.break_off))
-        watch.before_schedule()
-
-    def _policy(self, credentials: Credentials, core: Any | None) -> FencePolicy:
-        return FencePolicy(
-            has_hub=credentials.problem is None,
-            use_private=self._epochkv_config.hub is None,
-            forced_bypass=limits.why_no_weights(self._vllm_config, getattr(core, "model_executor", None)),
-        )
-
-    def _why_no_loads(self) -> str | None:
-        if self._kv_transfer_config.kv_role == "kv_producer":
-            return "kv_role is 'kv_producer', which saves only; set it to 'kv_both' to load as well"
-        policy = self._kv_transfer_config.kv_load_failure_policy
-        if policy != "recompute":
-            return (
-                f"kv_load_failure_policy is {policy!r}, so a lost block would fail the request; set it to 'recompute' "
-                "(below a MultiConnector: in this child's own configuration)"
-            )
-        return why_no_tiers(self._vllm_config)
-
-    def _why_no_saves(self) -> str | None:
-        if self._kv_transfer_config.kv_role == "kv_consumer":
-            return "kv_role is 'kv_consumer', which loads only; set it to 'kv_both' to save as well"
-        return why_no_tiers(self._vllm_config)
-
-    def _build_tiers(self) -> halves.SchedulerTiers | None:
-        return halves.build_scheduler_tiers(self._epochkv_config, self._vllm_config, self._kv_cache_config)
 
     def _find_local_worker(self) -> WorkerSide | None:
         connector = _local_workers.get(str(self._kv_transfer_config.engine_id))
         return connector._worker if connector is not None else None
-
-    def _told(self) -> tuple[bytes | None, str]:
-        """What heartbeats say of the weights. Any thread."""
-        policy, watch = self.side.fence.policy, self.side.watch
-        if policy.forced_bypass is not None or watch is None:
-            return None, policy.forced_bypass or ""
-        return watch.told
-
-    def _reclaim(self, below: int, keep: tuple[bytes, ...]) -> tuple[int, int]:
-        if self._tiers is None:
-            if self._epochkv_config.distributed is not None:  # 0 would say that nothing is left
-                raise RuntimeError("this engine has no store client: its tiers could not be built")
-            return 0, 0
-        return self._tiers.reclaim(self._epochkv_config.pool.uid, self._fingerprint, below, keep)
 
     # ------------------------------------------------------------------ properties vLLM asks for
 
@@ -252,56 +96,53 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     @property
+    def scheduler(self) -> SchedulerRole:
+        """Everything of the scheduler role."""
+        assert self._scheduler is not None, "this is the worker role"
+        return self._scheduler
+
+    @property
     def side(self) -> SchedulerSide:
-        """The scheduler half's facade (scheduler role only)."""
-        assert self._side is not None, "this is the worker role"
-        return self._side
+        """What answers vLLM's scheduler (scheduler role only)."""
+        return self.scheduler.side
 
     # ------------------------------------------------------------------ scheduler role
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """The block pool is bound here; nothing else of the manager is kept but `get_block_ids`."""
-        self._kv_cache_manager = kv_cache_manager
-        self.side.bind(kv_cache_manager, kv_cache_manager.block_pool, self._hashing)
+        self.side.bind(kv_cache_manager, kv_cache_manager.block_pool, self.scheduler.hashing)
 
     def on_new_request(self, request: Any) -> None:
         """Pin the request and begin its lookup."""
         self._guard.run("on_new_request", lambda: self.side.on_new_request(request), lambda: self._isolate(request))
 
-    def _isolate(self, request: Any) -> None:
-        self._isolated(request)
-
-    def _isolated(self, request: Any) -> bool:
-        """See `SchedulerSide.isolate`; True also when that fails."""
-        return self._guard.run("isolate", lambda: self.side.isolate(request), lambda: True)
+    def _isolate(self, request: Any) -> bool:
+        """See `Admission.isolate`; True also when that fails."""
+        return self._guard.run("isolate", lambda: self.side.admission.isolate(request), lambda: True)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `SchedulerSide.get_num_new_matched_tokens`."""
+        """See `Admission.answer`."""
 
         def miss() -> tuple[int | None, bool]:
             # vLLM looked into its own cache before it asked: under names that may be old. It drops that hit on None only.
-            renamed = self._isolated(request)
+            renamed = self._isolate(request)
             return (None if renamed and not request.skip_reading_prefix_cache else 0), False
 
-        return self._guard.run(
-            "get_num_new_matched_tokens",
-            lambda: self.side.get_num_new_matched_tokens(request, num_computed_tokens),
-            miss,
-        )
+        return self._guard.run("get_num_new_matched_tokens", lambda: self.side.admission.answer(request, num_computed_tokens), miss)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Commit or abort the plan of the last answer."""
         self._guard.run(
             "update_state_after_alloc",
-            lambda: self.side.update_state_after_alloc(request, blocks, num_external_tokens),
-            lambda: self.side.doom(request) if num_external_tokens else self.side.admit(request),
+            lambda: self.side.admission.allocate(request, blocks, num_external_tokens),
+            lambda: self.side.admission.doom(request) if num_external_tokens else self.side.admission.admit(request),
         )
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """Tokens by tier; counts sum to `num_external_tokens`."""
         return self._guard.run(
             "hit_sources",
-            lambda: self.side.hit_sources(request, num_external_tokens),
+            lambda: self.side.admission.hit_sources(request, num_external_tokens),
             lambda: blocks.hit_sources(0, num_external_tokens),
         )
 
@@ -309,13 +150,13 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Jobs of this step."""
         return self._guard.run(
             "build_connector_meta",
-            lambda: self.side.build_connector_meta(scheduler_output),
-            lambda: self._guard.run("emergency", self.side.emergency_meta, lambda: StepMetadata(settle=True)),
+            lambda: self.side.steps.build(scheduler_output),
+            lambda: self._guard.run("emergency", self.side.steps.emergency, lambda: StepMetadata(settle=True)),
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Results of a step."""
-        self._guard.run("update_connector_output", lambda: self.side.update_connector_output(connector_output), _nothing)
+        self._guard.run("update_connector_output", lambda: self.side.steps.take(connector_output), _nothing)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Single-group form of `request_finished_all_groups`."""
@@ -332,17 +173,16 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_block_frees(self) -> bool:
         """Whether waiting for a save would release blocks instead of a preemption."""
         return self._guard.run(
-            "has_pending_block_frees",
-            lambda: self.side.half is not None and self.side.half.would_free_gpu_blocks(),
-            lambda: False,
+            "has_pending_block_frees", lambda: self.side.books is not None and self.side.books.saves.would_free_gpu_blocks(), lambda: False
         )
 
     def reset_cache(self) -> bool:
         """Clear on every tier. True: the names make it true. False only if they could not be changed."""
-        return self._guard.run("reset_cache", self._reset_side, lambda: False)
 
-    def _reset_side(self) -> bool:
-        return self.side.reset_cache()  # in the worker role there is none
+        def reset() -> bool:
+            return self.side.reset_cache()  # in the worker role there is none
+
+        return self._guard.run("reset_cache", reset, lambda: False)
 
     def take_events(self) -> Iterable[Any]:
         """Events go through the block pool's own queue, in order with its own."""
@@ -422,19 +262,13 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
     def _collect_stats(self) -> EpochKVStats | None:
         if not self._reporter.due():
             return None
-        if self._side is not None:
-            return self._reporter.scheduler_stats(self._side, self._tiers, self._gauges())
+        if self._scheduler is not None:
+            return self._scheduler.stats()
         if self._worker is None:
             return None
         refusing = self._has_tiers and isinstance(self._worker.half, RefusingHalf)
         stats = self._reporter.worker_stats(self._worker.half, topology.worker_rank(self._vllm_config), refusing=refusing)
         return None if stats.is_empty() else stats
-
-    def _gauges(self) -> dict[str, float]:
-        """What holds now. Any thread (heartbeats carry it too)."""
-        if self._side is None:
-            return {}
-        return self._reporter.gauges(self._side, self._link, broken=self._side.broken or (self._has_tiers and self._tiers is None))
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> EpochKVStats:
@@ -443,21 +277,15 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
+        cls, vllm_config: Any, metric_types: dict[Any, Any], labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
     ) -> EpochKVPromMetrics:
         """Prometheus series `vllm:epochkv_*`."""
         return EpochKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Stop the agent, then the tiers; each within its own deadline."""
-        if self._side is not None:
-            self._guard.run("link.stop", self._link.stop, _nothing)
-            if self._tiers is not None:
-                self._guard.run("tiers.close", self._tiers.close, _nothing)
+        """Stop everything, each within its own deadline."""
+        if self._scheduler is not None:
+            self._scheduler.stop()
         worker, self._worker = self._worker, None
         if worker is not None:
             self._guard.run("worker.shutdown", worker.half.shutdown, lambda: False)

@@ -19,7 +19,7 @@ from epochkv_connector.engine import topology
 from epochkv_connector.engine.describe import describe_layers, describe_platform
 from epochkv_connector.naming.identity import pool_prefix
 from epochkv_connector.naming.keys import object_key, older_pattern, other_weights_pattern
-from epochkv_connector.scheduler.core import SchedulerHalf
+from epochkv_connector.scheduler.bookkeeping import Bookkeeping
 from epochkv_connector.scheduler.index import slot_count
 from epochkv_connector.scheduler.views import KeysOf, LookupClient
 from epochkv_connector.store import StoreClient, StoreSettings
@@ -44,13 +44,13 @@ class LookupStore(LookupClient, Protocol):
 
 @dataclass
 class SchedulerTiers:
-    """The scheduler half and what it owns.
+    """The bookkeeping of the scheduler half and what it owns.
 
     Attributes:
         object_bytes: size of an L2 object of this engine, by KV cache group.
     """
 
-    half: SchedulerHalf
+    books: Bookkeeping
     store: LookupStore | None
     object_bytes: tuple[int, ...] = ()
 
@@ -90,7 +90,7 @@ def build_scheduler_tiers(config: ConnectorConfig, vllm_config: Any, kv_cache_co
         return None
     layout = topology.cache_layout(vllm_config, kv_cache_config)
     store = make_lookup_client(config) if config.distributed is not None else None
-    half = SchedulerHalf(
+    books = Bookkeeping(
         config,
         layout,
         num_ranks=topology.num_worker_ranks(vllm_config),
@@ -100,7 +100,7 @@ def build_scheduler_tiers(config: ConnectorConfig, vllm_config: Any, kv_cache_co
         keys_of=make_keys_of(topology.num_kv_shards(vllm_config, kv_cache_config)) if store is not None else None,
     )
     sizes = tuple(object_bytes(topology.group_payload_bytes(group)) for group in kv_cache_config.kv_cache_groups)
-    return SchedulerTiers(half, store, sizes)
+    return SchedulerTiers(books, store, sizes)
 
 
 def make_keys_of(num_shards: int) -> KeysOf:

@@ -190,8 +190,8 @@ class Served:
         if isinstance(connector, EpochKVConnector):
             facts["leaks"] = {name: count for name, count in connector.side.leak_report().items() if count}
             facts["errors"] = dict(connector._guard.errors)
-            if connector.side.half is not None:
-                facts["half"] = connector.side.half.stats()
+            if connector.side.books is not None:
+                facts["half"] = connector.side.books.stats()
         return facts
 
     def _blocks_in_use(self) -> int:

@@ -270,7 +270,7 @@ def test_what_is_being_loaded_for_the_version_before_fails(make: MakeRig, replac
     load(rig, adapter(), "one")
     rig.workers[0].hold_loads = True
     loading = run_a_little(rig, adapter(), tokens)
-    assert rig.half.open_loads() == {loading.request_id}
+    assert rig.books.loads.is_open(loading.request_id)
     replace(rig, "two")
     rig.workers[0].hold_loads = False
     rig.run()
@@ -303,7 +303,7 @@ def test_requests_that_load_in_place_are_named_by_what_they_load(make: MakeRig) 
     assert serve(rig, used, tokens) == ALL
     rig.executor.disk[PATH] = "one"
     assert serve(rig, used, tokens) == ALL
-    assert rig.side.adapters.counters["late"] == 0
+    assert rig.side.weights.adapters.counters["late"] == 0
     rig.check_clean()
 
 
@@ -320,7 +320,7 @@ def test_an_adapter_that_is_read_again_after_an_eviction_keeps_its_name(make: Ma
     assert serve(rig, one, tokens) == ALL
     assert serve(rig, two, tokens) == ALL
     assert rig.executor.adapters[0].loads.count(PATH) >= 2
-    assert rig.side.adapters.counters["late"] == 0
+    assert rig.side.weights.adapters.counters["late"] == 0
     rig.check_clean()
 
 
@@ -334,7 +334,7 @@ def test_files_that_were_overwritten_and_read_again_are_saved_under_no_name(make
     rig.executor.disk[PATH] = "other"
     running = run_a_little(rig, one, prompt(1, LENGTH), 2 * BLOCK)
     assert not store.objects
-    assert rig.side.adapters.counters["late"] >= 1
+    assert rig.side.weights.adapters.counters["late"] >= 1
     rig.run()
     assert running.request_id in rig.finished
     assert not store.objects
@@ -396,7 +396,7 @@ def test_an_error_of_ours_does_not_keep_vllm_from_loading(make: MakeRig, monkeyp
     def broken() -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(rig.side.adapters, "look", broken)
+    monkeypatch.setattr(rig.side.weights.adapters, "look", broken)
     load(rig, adapter(), "one")
     assert rig.executor.adapters[0].loads == [PATH]
     assert rig.connector._guard.errors == {"weights": 1}

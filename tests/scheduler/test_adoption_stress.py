@@ -97,7 +97,7 @@ class PinnedRig(Rig):
         for block in self.block_pool.blocks:
             if block.block_hash is not None:
                 self._compare("GPU", block.block_id, kv_cache_utils.get_block_hash(block.block_hash), self.gpu.get(block.block_id))
-        for (name, slot), worker in ((item, worker) for worker in self.workers for item in self.half._index._maps[0].items()):
+        for (name, slot), worker in ((item, worker) for worker in self.workers for item in self.books.stock.index._maps[0].items()):
             self._compare("L1", slot, name, worker.slots.get(slot))
 
     def _compare(self, tier: str, place: Any, name: bytes, content: Content | None) -> None:
@@ -182,7 +182,7 @@ def many_switches() -> Iterator[None]:
 
 def reached(rig: PinnedRig, agent: Agent, count: Counter[str]) -> dict[str, tuple[float, float]]:
     """What happened so far, and how much of it there has to be."""
-    stats = rig.half.stats()
+    stats = rig.books.stats()
     return {
         "adoptions": (agent.count["adoptions"], ADOPTIONS),
         "adoptions inside schedule()": (agent.count["adoptions inside schedule()"], 50),

@@ -449,19 +449,19 @@ def test_a_reclaim_walks_the_names_of_each_own_group_and_then_those_of_others(ma
 
     store = Store()
     rig = make_rig(store=store, pool_uid="u-1", groups=("full", "64"))
-    own = rig.connector._fingerprint
+    own = rig.connector.scheduler.fingerprint
     block_bytes = 2 * BLOCK * 16 * 4 + 256  # keys and values of a block of float32 with one head of 16; header and trailer
-    assert rig.connector._reclaim(700, ()) == (1011, 11 * block_bytes)
+    assert rig.connector.scheduler.reclaim(700, ()) == (1011, 11 * block_bytes)
     pool = pool_prefix("u-1")
     older = [older_pattern(pool, 700, own, group) for group in (0, 1)] + [older_pattern(pool, 700, own, others=True)]
     assert store.asked_to_remove == older
     store.asked_to_remove.clear()
     keep = (b"k" * 16, b"l" * 16)
-    assert rig.connector._reclaim(700, keep) == (2022, 22 * block_bytes)
+    assert rig.connector.scheduler.reclaim(700, keep) == (2022, 22 * block_bytes)
     others = [other_weights_pattern(pool, keep, own, group) for group in (0, 1)] + [other_weights_pattern(pool, keep, own, others=True)]
     assert store.asked_to_remove == older + others
     store.asked_to_remove.clear()
-    assert rig.connector._reclaim(0, keep) == (1011, 11 * block_bytes)
+    assert rig.connector.scheduler.reclaim(0, keep) == (1011, 11 * block_bytes)
     assert store.asked_to_remove == others
 
 
@@ -474,7 +474,7 @@ def test_an_engine_without_its_store_client_does_not_say_that_nothing_is_left(ma
     monkeypatch.setattr(halves, "build_scheduler_tiers", broken)
     rig = make_rig(store=SharedStore())
     with pytest.raises(RuntimeError, match="tiers could not be built"):
-        rig.connector._reclaim(3, ())
+        rig.connector.scheduler.reclaim(3, ())
 
 
 def test_stats_travel_add_up_and_reach_prometheus(make_rig: MakeRig) -> None:

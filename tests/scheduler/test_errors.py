@@ -41,7 +41,7 @@ def check_unharmed(rig: Any) -> None:
     assert sum(rig.connector._guard.errors.values()) > 0, "nothing was counted"
 
 
-@pytest.mark.parametrize("failing", ["abort", "begin_lookup"])
+@pytest.mark.parametrize("failing", ["forget_request", "begin"])
 def test_a_local_hit_found_under_the_old_root_is_dropped(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     """vLLM looks into its own cache before it asks us; an error in our answer must not let it keep what it found."""
     rig = make_rig(store=SharedStore())
@@ -50,7 +50,7 @@ def test_a_local_hit_found_under_the_old_root_is_dropped(make_rig: MakeRig, monk
     rig.serve(tokens)
     request = rig.add(tokens)
     rig.adopt(1, weights="w1")
-    failure = FailsOnce(rig.half, failing, monkeypatch)
+    failure = FailsOnce(rig.books.hits, failing, monkeypatch)
     rig.run()
     assert failure.raised
     assert rig.cached[request.request_id] == 0
@@ -81,7 +81,7 @@ def test_a_load_overtaken_while_our_code_fails_is_no_success(make_rig: MakeRig, 
     output = rig.scheduler.schedule()
     rig.adopt(1, weights="w1")
     release(rig)
-    failure = FailsOnce(rig.side, "_record_loads", monkeypatch)
+    failure = FailsOnce(rig.side.steps, "_record_loads", monkeypatch)
     rig.update(output)
     assert failure.raised
     rig.run()
@@ -96,14 +96,14 @@ def test_one_acknowledgement_that_cannot_be_applied_loses_no_other(make_rig: Mak
     for seed in (1, 2):
         rig.add(prompt(seed, LENGTH))
     rig.step()
-    failure = FailsOnce(rig.half._index, "insert", monkeypatch)
+    failure = FailsOnce(rig.books.stock.index, "insert", monkeypatch)
     release(rig)
     rig.run()
     assert failure.raised
     check_unharmed(rig)
 
 
-@pytest.mark.parametrize(("owner", "failing"), [("half", "build"), ("half._planner", "end_step"), ("half._saves", "draft")])
+@pytest.mark.parametrize(("owner", "failing"), [("books", "end_step"), ("books.hits", "end_step"), ("books.saves.planner", "draft")])
 def test_saves_that_were_never_sent_give_their_blocks_back(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, owner: str, failing: str
 ) -> None:
@@ -124,8 +124,8 @@ def test_saves_that_were_never_sent_give_their_blocks_back(
 def test_a_hit_that_no_rank_is_told_of_is_a_failed_load(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, doomed: bool) -> None:
     rig, tokens = filled(make_rig)
     if doomed:
-        monkeypatch.setattr(rig.half._planner, "accept", lambda *_: None)
-    failure = FailsOnce(rig.half, "build", monkeypatch)
+        monkeypatch.setattr(rig.books.loads, "_bind", lambda *_: None)
+    failure = FailsOnce(rig.books, "end_step", monkeypatch)
     request = rig.serve(tokens)
     assert failure.raised
     assert rig.cached[request] == 0
@@ -135,7 +135,7 @@ def test_a_hit_that_no_rank_is_told_of_is_a_failed_load(make_rig: MakeRig, monke
 def test_a_report_that_was_not_counted_is_not_asked_for_again(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM dies of a finished load that it does not wait for."""
     rig, tokens = filled(make_rig)
-    failure = FailsOnce(rig.half, "on_acks", monkeypatch)
+    failure = FailsOnce(rig.books, "on_acks", monkeypatch)
     request = rig.serve(tokens, max_tokens=4)
     assert failure.raised
     assert rig.cached[request] == 8 * BLOCK
@@ -146,7 +146,7 @@ def test_what_is_computed_after_an_error_counts_as_used(make_rig: MakeRig, monke
     """Or a reset with requests running would keep the root, and KV of the old weights under it."""
     rig = make_rig()
     rig.adopt(0)
-    failure = FailsOnce(rig.half, "abort", monkeypatch)
+    failure = FailsOnce(rig.books.hits, "forget_request", monkeypatch)
     rig.add(prompt(1, LENGTH), max_tokens=3)
     rig.step()
     assert failure.raised
@@ -161,11 +161,11 @@ def test_what_is_computed_after_an_error_counts_as_used(make_rig: MakeRig, monke
 def test_a_request_that_cannot_be_forgotten_is_not_carried_for_ever(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make_rig()
     rig.adopt(0)
-    failure = FailsOnce(rig.half, "finish", monkeypatch)
+    failure = FailsOnce(rig.books, "finish", monkeypatch)
     rig.serve(prompt(1, LENGTH))
     rig.adopt(1, weights="w1")
     assert failure.raised
-    assert {name: count for name, count in rig.leaks().items() if not name.startswith("half.")} == {}
+    assert {name: count for name, count in rig.leaks().items() if not name.startswith("books.")} == {}
     check_unharmed(rig)
 
 
@@ -190,7 +190,7 @@ def test_a_reset_that_fails_is_no_success(make_rig: MakeRig, monkeypatch: pytest
     rig.serve(tokens)
     FailsOnce(rig.fence, "reset", monkeypatch)
     assert not rig.scheduler.reset_prefix_cache(reset_connector=True)
-    FailsOnce(rig.half, "reset", monkeypatch)
+    FailsOnce(rig.books, "reset", monkeypatch)
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)  # the names changed, which makes it true
     request = rig.serve(tokens)
     assert rig.cached[request] == 0
@@ -203,7 +203,7 @@ def test_blocks_that_requests_hold_anyhow_do_not_put_preemption_off(make_rig: Ma
     rig.workers[0].hold_saves = True
     request = rig.add(prompt(1, LENGTH), max_tokens=4)
     rig.step()
-    assert rig.half.holds_gpu_blocks()
+    assert rig.books.saves.holds_gpu_blocks()
     assert not rig.connector.has_pending_block_frees()  # the end of the save would free nothing
     while request.request_id not in rig.finished:
         rig.step()

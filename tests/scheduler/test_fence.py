@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def test_unassigned_with_pushed_weights_reuses_nothing(make_rig: MakeRig) -> Non
     assert rig.outputs[first] == rig.outputs[second]
     assert store.objects == {}
     assert store.asked == []
-    assert rig.half.stats()["slots_indexed"] == 0
+    assert rig.books.stats()["slots_indexed"] == 0
     rig.check_clean()
 
 
@@ -123,7 +124,7 @@ def test_a_broken_hub_configuration_is_bypass_said_once(
     rig.serve(tokens)
     again = rig.serve(tokens)
     assert rig.cached[again] == 0
-    assert rig.connector._gauges()["hub_unusable"] == 1.0
+    assert rig.connector.scheduler.gauges()["hub_unusable"] == 1.0
     rig.check_clean()
 
 
@@ -205,7 +206,7 @@ def test_an_overwritten_global_is_bypass_for_this_boot(make_rig: MakeRig) -> Non
     assert store.objects == saved
     assert global_root() is foreign  # it is not fought over
     assert rig.fence.counters["root_overwritten"] == 1
-    assert rig.connector._gauges()["root_overwritten"] == 1.0
+    assert rig.connector.scheduler.gauges()["root_overwritten"] == 1.0
     rig.check_clean()
 
 
@@ -299,7 +300,10 @@ def test_a_multiconnector_with_an_untested_sibling_is_refused(make_rig: MakeRig,
 
 @pytest.mark.parametrize(
     "method",
-    ["begin_lookup", "lookup", "commit", "abort", "collect_saves", "build", "on_acks", "adopt", "finish"],
+    [
+        *("hits.begin", "hits.answer", "loads.commit", "hits.forget_request", "saves.collect"),
+        *("end_step", "on_acks", "adopt", "finish"),
+    ],
 )
 def test_an_exception_of_ours_never_reaches_vllm(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
@@ -315,7 +319,7 @@ def test_an_exception_of_ours_never_reaches_vllm(
         raised.append(method)
         raise RuntimeError(f"{method} is broken")
 
-    monkeypatch.setattr(rig.half, method, broken)
+    monkeypatch.setattr(operator.attrgetter(method)(rig.books).__self__, method.rpartition(".")[2], broken)
     request = rig.add(tokens)
     if method == "adopt":
         rig.adopt(1, weights="w1")
@@ -344,10 +348,10 @@ def test_bookkeeping_that_fails_during_an_adoption_still_poisons_what_is_under_w
     rig.step()
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
 
-    def broken(snapshot: Any) -> set[str]:
+    def broken(snapshot: Any) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(rig.half, "adopt", broken)
+    monkeypatch.setattr(rig.books, "adopt", broken)
     rig.adopt(1, weights="w1")
     worker.hold_loads = False
     worker.work()

@@ -15,7 +15,7 @@ MakeRig = Callable[..., Any]
 
 def first_name(rig: Any, request: Any, root: bytes) -> Any:
     """What the request's first block has to be called under this root."""
-    return rig.connector._hashing.first(request, root)
+    return rig.connector.scheduler.hashing.first(request, root)
 
 
 def test_a_long_prompt_is_hashed_by_vllms_own_hasher(make_rig: MakeRig) -> None:

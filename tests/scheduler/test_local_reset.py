@@ -40,7 +40,7 @@ def test_a_local_reset_goes_private_until_the_next_epoch(make_rig: MakeRig) -> N
     assert rig.cached[rig.serve(tokens)] == 0
     assert rig.cached[rig.serve(tokens)] == 0
     assert set(store.objects) == saved
-    assert rig.connector._gauges()["waiting_after_reset"] == 1.0
+    assert rig.connector.scheduler.gauges()["waiting_after_reset"] == 1.0
     rig.adopt(1)
     rig.serve(tokens)
     assert rig.cached[rig.serve(tokens)] == 8 * BLOCK
@@ -110,7 +110,7 @@ def test_vllms_own_reset_does_not_wait_for_saves(make_rig: MakeRig, num_ranks: i
     rig.step()
     assert finished.request_id in rig.finished
     assert running.status is RequestStatus.RUNNING
-    assert rig.half.holds_gpu_blocks()
+    assert rig.books.saves.holds_gpu_blocks()
     assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert rig.block_pool.get_num_free_blocks() == rig.free_at_start
     assert rig.scheduler.has_requests(), "steps go on until the copies are acknowledged"
@@ -146,7 +146,7 @@ def test_what_fails_while_saves_let_go_is_no_error_of_vllms(make_rig: MakeRig, m
     rig = make_rig()
     rig.adopt(0)
     rig.serve(prompt(1, LENGTH))
-    monkeypatch.setattr(rig.half, "let_go", lambda: 1 // 0)
+    monkeypatch.setattr(rig.books.saves, "let_go", lambda: 1 // 0)
     assert rig.scheduler.reset_prefix_cache()
     assert rig.connector._guard.errors["let_go"] == 1
     assert rig.scheduler.schedule().kv_connector_metadata.settle
@@ -217,7 +217,7 @@ def test_a_reset_without_a_hub_replaces_the_private_root(make_rig: MakeRig) -> N
 def test_a_local_reset_asks_for_the_next_epoch(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make_rig()
     asked: list[int] = []
-    monkeypatch.setattr(rig.side, "_propose", asked.append)
+    monkeypatch.setattr(rig.side.weights.link, "propose", asked.append)
     rig.adopt(4)
     rig.serve(prompt(1, LENGTH))
     rig.scheduler.reset_prefix_cache(reset_connector=True)

@@ -46,7 +46,7 @@ def test_a_life_in_one_line_for_each_change(make_rig: MakeRig, caplog: pytest.Lo
     rig.adopt(4)
     lines.one("INFO", "epoch 4 in use")
     rig.lease_until = 0.0
-    rig.connector._gauges()  # as a heartbeat does, without any request
+    rig.connector.scheduler.gauges()  # as a heartbeat does, without any request
     lines.one("WARNING", "lease on epoch 4 is over")
     rig.serve(TOKENS)
     assert lines.new() == []
@@ -63,19 +63,19 @@ def test_an_adoption_whose_lease_is_yet_to_begin_is_no_loss(make_rig: MakeRig, c
     rig, lines = make_rig(), Lines(caplog)
     rig.lease_until = 0.0
     rig.adopt(3)
-    rig.connector._gauges()
+    rig.connector.scheduler.gauges()
     assert lines.new() == []
     rig.lease_until = float("inf")
-    rig.connector._gauges()
+    rig.connector.scheduler.gauges()
     lines.one("INFO", "epoch 3 in use")
     rig.lease_until = 0.0
-    rig.connector._gauges()
+    rig.connector.scheduler.gauges()
     lines.one("WARNING", "lease on epoch 3 is over")
     rig.adopt(4)
-    rig.connector._gauges()
+    rig.connector.scheduler.gauges()
     assert lines.new() == []
     rig.lease_until = float("inf")
-    rig.connector._gauges()
+    rig.connector.scheduler.gauges()
     lines.one("INFO", "epoch 4 in use, back from bypass")
 
 
@@ -86,13 +86,13 @@ def test_a_local_reset_says_what_ends_it(make_rig: MakeRig, caplog: pytest.LogCa
     lines.new()
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
     lines.one("INFO", "caches of this engine were reset", "next epoch, 3, which is asked for")
-    assert rig.connector._gauges()["waiting_after_reset"] == 1.0
+    assert rig.connector.scheduler.gauges()["waiting_after_reset"] == 1.0
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
     rig.serve(TOKENS)
     assert lines.new() == []
     rig.adopt(3)
     lines.one("INFO", "epoch 3 in use, back from bypass")
-    assert rig.connector._gauges()["waiting_after_reset"] == 0.0
+    assert rig.connector.scheduler.gauges()["waiting_after_reset"] == 0.0
     rig.check_clean()
 
 
@@ -115,7 +115,7 @@ def test_a_heartbeat_carries_what_matters_within_its_limits(make_rig: MakeRig) -
     rig = make_rig(store=SharedStore())
     rig.adopt(0)
     rig.serve(TOKENS)
-    gauges = rig.connector._gauges()
+    gauges = rig.connector.scheduler.gauges()
     assert len(gauges) <= 64
     assert all(len(name) <= 64 for name in gauges)
     assert {"waiting_after_reset", "bypass", "root_overwritten", "hub_unusable", "reads_open"} <= set(gauges)

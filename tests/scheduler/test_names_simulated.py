@@ -126,7 +126,7 @@ class Names:
     def _new(self) -> Any:
         rig = self._make(Engine, store=self.store, **self._options)
         rig.fence._roots = OwnRoot(rig.fence.snapshot.root)
-        rig.side._propose = self._proposed
+        rig.side.weights.link.propose = self._proposed
         rig.watch._clock = lambda: self.now
         rig.watch._scheduled_at = rig.watch._suspected_at = self.now
         rig.watch._look_at = 0.0
@@ -350,7 +350,7 @@ class Names:
         assert rig.block_pool.get_num_free_blocks() == rig.free_at_start
         assert not rig.connector._guard.errors, dict(rig.connector._guard.errors)
         reached.update({f"watch_{name}": count for name, count in rig.watch.counters.items()})
-        reached.update({name: int(value) for name, value in rig.half.stats().items() if name in ("loads_done", "blocks_stored")})
+        reached.update({name: int(value) for name, value in rig.books.stats().items() if name in ("loads_done", "blocks_stored")})
         reached["poisoned"] += rig.side.counters["poisoned_loads"]
 
     def finish(self) -> None:
@@ -463,7 +463,7 @@ def an_ended_digest_used_again(patch: pytest.MonkeyPatch, rig: Any) -> None:
 
 
 def a_late_hit_that_proposes_nothing(patch: pytest.MonkeyPatch, rig: Any) -> None:
-    rig.side._ask_for_next_epoch = lambda: None
+    rig.side.weights.ask_for_next_epoch = lambda: None
 
 
 def puts_before_all_ranks_agree(patch: pytest.MonkeyPatch, rig: Any) -> None:
@@ -518,8 +518,8 @@ def failed_calls_unnoticed(patch: pytest.MonkeyPatch, rig: Any) -> None:
 
 
 def unknown_weights_keep_their_name(patch: pytest.MonkeyPatch, rig: Any) -> None:
-    hold = rig.side.hold
-    rig.side.hold = lambda weights: None if weights is None else hold(weights)
+    hold = rig.side.weights.hold
+    rig.side.weights.hold = lambda weights: None if weights is None else hold(weights)
 
 
 MUTANTS = [

@@ -21,7 +21,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_a_write_past_vllm_is_noticed_behind_the_next_step(make_rig: MakeRig, kind: str) -> None:
     rig = make_rig(**KINDS[kind])
     rig.adopt(1)
-    rig.side._broken = kind == "its bookkeeping has failed"
+    rig.side.state.broken = kind == "its bookkeeping has failed"
     tokens = prompt(1, 3 * BLOCK)
     rig.serve(tokens)
     before = rig.serve(tokens)

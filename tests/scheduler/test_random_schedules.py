@@ -63,7 +63,7 @@ class Chaos:
         held = [job for worker in self.rig.workers for job in worker.loads if any(m.source is Source.STORE for m in job.moves)]
         if held:
             self.num_held += 1
-        if self.rig.fence.current().in_use or self.rig.half.stats()["reads_open"]:
+        if self.rig.fence.current().in_use or self.rig.books.stats()["reads_open"]:
             self.fetched_in_bypass = None
         elif self.store is not None:
             fetched = len(self.store.fetched)
@@ -197,7 +197,7 @@ def test_random_schedules(make_rig: MakeRig, tiers: str, seed: int) -> None:
         assert not any(rig.foreign_tokens.values()), f"KV of other tokens: {rig.foreign_tokens}"
         assert not any(rig.stale_tokens.values()), f"KV of other weights: {rig.stale_tokens}"
     chaos.finish()
-    for name, value in (*rig.half.stats().items(), *rig.side.counters.items()):
+    for name, value in (*rig.books.stats().items(), *rig.side.counters.items()):
         reached[name] = reached.get(name, 0) + value
     rig.check_clean()
     reached["held_reads"] = reached.get("held_reads", 0) + chaos.num_held

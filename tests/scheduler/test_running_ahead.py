@@ -47,12 +47,12 @@ def test_the_last_block_is_not_saved_for_a_request_whose_load_never_ended(make_r
     rig.step()
     assert loading.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     assert loading.num_computed_tokens > 0, "vLLM counts as computed what is promised"
-    saves = rig.half.stats()["saves_emitted"]
+    saves = rig.books.stats()["saves_emitted"]
     rig.scheduler.finish_requests(loading.request_id, RequestStatus.FINISHED_ABORTED)
     rig.workers[0].hold_loads = False
     rig.workers[0].work()
     rig.run()
-    assert rig.half.stats()["saves_emitted"] == saves
+    assert rig.books.stats()["saves_emitted"] == saves
     rig.check_clean()
 
 
@@ -61,7 +61,7 @@ def test_a_last_block_whose_save_was_not_sent_is_given_up_when_caches_are_reset(
     request = rig.add(prompt(1, BLOCK + 3), max_tokens=BLOCK - 2)
     while request.request_id not in rig.finished:
         rig.step()
-    assert rig.leaks().get("half.unsent_saves") == 1
+    assert rig.leaks().get("books.unsent_saves") == 1
     assert rig.scheduler.reset_prefix_cache(), "the block is held by nobody that vLLM has to wait for"
     rig.run()
     rig.check_clean()
@@ -70,7 +70,10 @@ def test_a_last_block_whose_save_was_not_sent_is_given_up_when_caches_are_reset(
 
 def watch(rig: Any) -> list[int]:
     """Compare each step's choice with a look at every scheduled request; returns where new blocks are counted."""
-    offers, chosen, counts = rig.side._offers, rig.side._offers.of_step, [0, 0]
+    offers, chosen, counts = rig.side.steps.offers, rig.side.steps.offers.of_step, [0, 0]
+
+    def num_offered(request_id: str) -> int:
+        return rig.side.requests.get(request_id).num_offered
 
     def naive(output: Any) -> dict[str, int]:
         found = {}
@@ -78,13 +81,13 @@ def watch(rig: Any) -> list[int]:
             request, drafts = rig.scheduler.requests[request_id], output.scheduled_spec_decode_tokens.get(request_id, ())
             confirmed = blocks.num_confirmed_tokens(request, num_scheduled, len(drafts))
             complete = min(confirmed // BLOCK, len(request.block_hashes))
-            if complete > offers.num_blocks(request_id) and rig.fence.may_save(rig.fence.pin_of(request)):
+            if complete > num_offered(request_id) and rig.fence.may_save(rig.fence.pin_of(request)):
                 found[request_id] = complete
         return found
 
-    def views(half: Any, output: Any, snapshot: Any) -> Iterable[Any]:
-        expected, before = naive(output), {name: offers.num_blocks(name) for name in output.num_scheduled_tokens}
-        made = list(chosen(half, output, snapshot))
+    def views(saves: Any, output: Any, snapshot: Any) -> Iterable[Any]:
+        expected, before = naive(output), {name: num_offered(name) for name in output.num_scheduled_tokens}
+        made = list(chosen(saves, output, snapshot))
         complete = {view.request_id: min(view.num_confirmed_tokens // BLOCK, len(view.block_hashes)) for view in made}
         assert {name: n for name, n in complete.items() if n > before[name]} == expected
         counts[0] += len(expected)
@@ -177,7 +180,7 @@ def test_a_decoding_request_is_looked_at_once_a_block(make_rig: MakeRig) -> None
         rig.add(prompt(index, BLOCK + index), max_tokens=1000)
     rig.step()
     looked = 0
-    due = rig.side._offers._boundaries.due
+    due = rig.side.steps.offers._boundaries.due
 
     def count(scheduled: Any) -> list[str]:
         nonlocal looked
@@ -185,7 +188,7 @@ def test_a_decoding_request_is_looked_at_once_a_block(make_rig: MakeRig) -> None
         looked += len(found)
         return list(found)
 
-    rig.side._offers._boundaries.due = count
+    rig.side.steps.offers._boundaries.due = count
     for _ in range(4 * BLOCK):
         rig.step()
     assert looked == 16 * 4
@@ -197,9 +200,9 @@ def test_an_error_at_the_end_of_a_request_costs_its_last_block_and_nothing_else(
     def broken(*args: Any) -> None:
         raise RuntimeError("no such block")
 
-    monkeypatch.setattr(rig.side._offers, "at_end", broken)
+    monkeypatch.setattr(rig.side.steps.offers, "at_end", broken)
     assert rig.serve(prompt(1, BLOCK + 3), max_tokens=BLOCK - 2) in rig.finished
     assert rig.connector._guard.errors == {"request_finished": 1}
-    assert rig.side.broken
+    assert rig.side.state.broken
     assert rig.leaks() == {}
     assert rig.block_pool.get_num_free_blocks() == rig.free_at_start

@@ -114,7 +114,7 @@ def test_counters_that_could_not_be_asked_once_are_not_told_twice(make_rig: Make
     rig.serve(prompt(1, 4 * BLOCK))
     assert report(rig)["counters"]["saves_emitted"] >= 1
     with monkeypatch.context() as patch:
-        patch.setattr(rig.half, "stats", lambda: (_ for _ in ()).throw(RuntimeError("dictionary changed size during iteration")))
+        patch.setattr(rig.books, "stats", lambda: (_ for _ in ()).throw(RuntimeError("dictionary changed size during iteration")))
         assert "saves_emitted" not in report(rig)["counters"]
     assert "saves_emitted" not in report(rig)["counters"]
 
@@ -125,13 +125,13 @@ def test_tiers_that_an_error_turned_off_are_told(make_rig: MakeRig, monkeypatch:
     rig.adopt(0)
     rig.serve(prompt(1, 4 * BLOCK))
     assert report(rig)["gauges"]["broken"] == 0.0
-    failure = FailsOnce(rig.half, failing, monkeypatch, after=failing == "on_acks")
+    failure = FailsOnce(rig.books, failing, monkeypatch, after=failing == "on_acks")
     rig.adopt(1, weights="w1")
     rig.serve(prompt(2, 4 * BLOCK))
     rig.serve(prompt(3, 4 * BLOCK))
     assert failure.raised
     assert report(rig)["gauges"]["broken"] == 1.0
-    assert rig.connector._gauges()["broken"] == 1.0  # what a heartbeat carries
+    assert rig.connector.scheduler.gauges()["broken"] == 1.0  # what a heartbeat carries
     assert report(rig)["gauges"]["broken"] == 1.0  # for the rest of this boot
 
 
@@ -141,9 +141,9 @@ def test_tiers_that_could_not_be_built_are_told(make_rig: MakeRig, monkeypatch: 
     def fails(*_: Any) -> None:
         raise OSError("no threads left")
 
-    assert make_rig(l1_bytes=None).connector._gauges()["broken"] == 0.0  # there are none to build
+    assert make_rig(l1_bytes=None).connector.scheduler.gauges()["broken"] == 0.0  # there are none to build
     monkeypatch.setattr(halves, "build_scheduler_tiers", fails)
-    assert make_rig().connector._gauges()["broken"] == 1.0
+    assert make_rig().connector.scheduler.gauges()["broken"] == 1.0
 
 
 def test_an_l1_that_holds_no_block_is_an_error_at_start(make_rig: MakeRig) -> None:

@@ -413,7 +413,7 @@ def test_engines_with_equal_weights_share_whichever_way_they_got_them(make_rig: 
 def late_hit(rig: Any) -> list[int]:
     """Somebody writes past vLLM while a step is under way; what was asked for."""
     asked: list[int] = []
-    rig.side._propose = asked.append
+    rig.side.weights.link.propose = asked.append
     rig.add(prompt(5, LENGTH))
     output = rig.scheduler.schedule()
     rig.write_past("w1")
@@ -455,7 +455,7 @@ def test_an_ended_digest_stays_ended_until_the_next_epoch(make_rig: MakeRig) -> 
         assert found(rig) == 0, "a digest that ended was used again"
         assert found(rig, prompt(5, LENGTH)) == 0
         assert rig.watch.value == old
-        assert rig.connector._gauges()["bypass"] == 1.0
+        assert rig.connector.scheduler.gauges()["bypass"] == 1.0
         assert len(store.objects) == before
     rig.adopt(1)
     assert found(rig) == 0
@@ -514,7 +514,7 @@ def test_a_load_that_ends_with_the_step_of_a_change_leaves_nothing_open(make_rig
 def test_an_engine_without_tiers_sees_a_change_behind_a_step_too(make_rig: MakeRig) -> None:
     rig = make_rig(l1_bytes=None)
     rig.adopt(0)
-    assert rig.half is None
+    assert rig.books is None
     found(rig)
     asked = late_hit(rig)
     assert asked == [1]
@@ -614,7 +614,7 @@ def test_a_rank_that_holds_other_weights_after_the_step_stores_nothing_anywhere(
     rig = make_rig(store=store, num_ranks=2)
     rig.adopt(0)
     asked: list[int] = []
-    rig.side._propose = asked.append
+    rig.side.weights.link.propose = asked.append
     rig.add(TOKENS, max_tokens=4)
     output = rig.scheduler.schedule()
     rig.write_past("w1", rank)
@@ -705,7 +705,7 @@ def test_a_rank_that_cannot_say_makes_the_engine_share_nothing_and_say_so_once(
     rig = make_rig(store=store, num_ranks=2)
     rig.adopt(0)
     found(rig)
-    assert rig.connector._gauges()["weights_known"] == 1.0
+    assert rig.connector.scheduler.gauges()["weights_known"] == 1.0
     before = len(store.objects)
     rig.executor.answers = SILENT[case]
     rig.weights = "w1"
@@ -716,14 +716,14 @@ def test_a_rank_that_cannot_say_makes_the_engine_share_nothing_and_say_so_once(
             rig.watch._look_at = 0.0
     said = {record.getMessage() for record in caplog.records if "weights are unknown" in record.getMessage()}
     assert len(said) == 1
-    assert rig.connector._gauges()["weights_known"] == 0.0
-    assert rig.connector._gauges()["bypass"] == 1.0
+    assert rig.connector.scheduler.gauges()["weights_known"] == 0.0
+    assert rig.connector.scheduler.gauges()["bypass"] == 1.0
     assert len(store.objects) == before
     rig.executor.answers = lambda answer: answer
     rig.watch._look_at = 0.0
     found(rig)
     assert found(rig) == WHOLE
-    assert rig.connector._gauges()["weights_known"] == 1.0
+    assert rig.connector.scheduler.gauges()["weights_known"] == 1.0
     rig.check_clean()
 
 
@@ -800,7 +800,7 @@ def test_engines_whose_weights_no_digest_describes_serve_without_tiers_and_say_w
     assert found(rig) == 0
     assert store.objects == {}
     assert store.asked == []
-    assert rig.connector._gauges()["weights_known"] == 0.0
+    assert rig.connector.scheduler.gauges()["weights_known"] == 0.0
     assert not {"ask", "is_as_asked", "end_device_work"} & set(rig.executor.calls)  # workers are not asked beside running steps
     rig.check_clean()
 
@@ -854,7 +854,7 @@ def test_while_a_request_refers_to_them_nothing_is_named(make_rig: MakeRig) -> N
     assert found(rig) == 0
     assert found(rig) == 0
     assert len(store.objects) == before
-    assert rig.connector._gauges()["weights_known"] == 0.0
+    assert rig.connector.scheduler.gauges()["weights_known"] == 0.0
     assert "reset_encoder_cache" not in rig.executor.calls
     cache.cached["picture"].clear()
     found(rig)
@@ -877,12 +877,12 @@ PLACES: dict[str, Callable[[Any], tuple[Any, str]]] = {
     "watch._look": lambda rig: (rig.watch, "_look"),
     "watch._name": lambda rig: (rig.watch, "_name"),
     "watch._set": lambda rig: (rig.watch, "_set"),
-    "side.hold": lambda rig: (rig.side, "hold"),
+    "weights.hold": lambda rig: (rig.side.weights, "hold"),
     "fence.hold": lambda rig: (rig.fence, "hold"),
     "fence.strand": lambda rig: (rig.fence, "strand"),
     "blocks.num_named_blocks": lambda rig: (blocks, "num_named_blocks"),
     "blocks.holds_blocks": lambda rig: (blocks, "holds_blocks"),
-    "side._apply": lambda rig: (rig.side, "_apply"),
+    "state.apply": lambda rig: (rig.side.state, "apply"),
 }
 
 
@@ -912,7 +912,7 @@ def test_an_error_of_ours_during_a_change_never_reaches_vllm_and_leaves_nothing_
         rig.weights = weights
         assert found(rig, prompt(3, LENGTH)) == 0
     assert len(store.objects) == before
-    assert rig.connector._gauges()["broken"] == 1.0
+    assert rig.connector.scheduler.gauges()["broken"] == 1.0
     assert not any(rig.foreign_tokens.values())
     assert not any(rig.stale_tokens.values())
 
@@ -929,9 +929,9 @@ def test_an_error_of_ours_behind_a_step_never_reaches_vllm_and_leaves_nothing_na
     rig.add(prompt(5, LENGTH), max_tokens=3)
     output = rig.scheduler.schedule()
     rig.write_past("w1")
-    target = {"late": rig.watch, "suspect": rig.watch, "end": rig.fence, "propose": rig.side}[place]
+    target = {"late": rig.watch, "suspect": rig.watch, "end": rig.fence, "propose": rig.side.weights.link}[place]
     with monkeypatch.context() as patched:
-        patched.setattr(target, "_propose" if place == "propose" else place, broken)
+        patched.setattr(target, place, broken)
         rig.update(output)
     assert rig.connector._guard.errors
     rig.run()

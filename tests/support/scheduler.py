@@ -258,7 +258,7 @@ class Rig:
     @property
     def watch(self) -> Any:
         """Our look at the weights."""
-        return self.connector.side.watch
+        return self.connector.side.weights.watch
 
     @property
     def side(self) -> Any:
@@ -271,9 +271,9 @@ class Rig:
         return self.connector.side.fence
 
     @property
-    def half(self) -> Any:
+    def books(self) -> Any:
         """Our bookkeeping."""
-        return self.connector.side.half
+        return self.connector.side.books
 
     def adopt(self, epoch: int, weights: str | None = None) -> None:
         """What the agent thread does for an accepted grant; with `weights`, the engine has them from now on."""

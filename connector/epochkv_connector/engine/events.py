@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from epochkv_connector.scheduler.index import Key
 from epochkv_connector.wire.jobs import BlockMove, LoadJob, SaveJob, Source
 
 if TYPE_CHECKING:
-    from epochkv_connector.scheduler.core import SchedulerHalf
+    from epochkv_connector.scheduler.bookkeeping import Bookkeeping
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,26 +128,25 @@ class HostEvents:
     def __len__(self) -> int:
         return len(self._announced)
 
-    def bind(self, block_pool: Any, half: SchedulerHalf | None) -> None:
-        """Use the queue of vLLM's pool, and report the L1 of this half (None: there is no L1)."""
+    def bind(self, block_pool: Any, books: Bookkeeping | None) -> None:
+        """vLLM's pool, whose queue is used, and the bookkeeping whose L1 is told of, if it has one."""
         self._pool = block_pool
-        if half is not None and has_kv_events(block_pool):
-            self._sizes = [group.block_size for group in half.layout.groups]
+        if books is not None and books.stock.index.indexed and has_kv_events(block_pool):
+            self._sizes = [group.block_size for group in books.stock.layout.groups]
             self._hash_block_size = hash_block_size_of(block_pool)
-            self._max_offered = 2 * half.num_slots
+            self._max_offered = 2 * books.stock.index.num_slots
             self._over = False
-            half.listener = self
+            books.stock.listener = self
 
     # -- what goes out ---------------------------------------------------------------------------------------------
 
-    def offer(self, requests: Mapping[str, Any], jobs: Iterable[SaveJob | LoadJob]) -> None:
-        """Describe the blocks that these jobs will bring into L1. `requests`: all that live, by id."""
-        if not self._over:
-            self._safely(lambda: self._offer_all(requests, jobs))
+    def offer(self, find: Callable[[str], Any | None], jobs: Iterable[SaveJob | LoadJob]) -> None:
+        """Describe the blocks that these jobs will bring into L1. `find`: vLLM's request of an id, if it lives."""
+        self._safely(lambda: self._offer_all(find, jobs))
 
-    def _offer_all(self, requests: Mapping[str, Any], jobs: Iterable[SaveJob | LoadJob]) -> None:
+    def _offer_all(self, find: Callable[[str], Any | None], jobs: Iterable[SaveJob | LoadJob]) -> None:
         for job in jobs:
-            if (request := requests.get(job.request_id)) is not None:
+            if (request := find(job.request_id)) is not None:
                 self._offer(request, job)
 
     def _offer(self, request: Any, job: SaveJob | LoadJob) -> None:

@@ -53,8 +53,8 @@ class Reporter:
         """
         # `dict` copies at once; the agent's thread counts in the fence meanwhile.
         totals: dict[str, float] = {**dict(side.counters), **dict(side.fence.counters), **self._error_counts()}
-        if side.watch is not None:
-            totals |= {f"weights_{name}": float(count) for name, count in dict(side.watch.counters).items()}
+        if side.weights.watch is not None:
+            totals |= {f"weights_{name}": float(count) for name, count in dict(side.weights.watch.counters).items()}
         counted, held = metrics.split({name: value for name, value in gauges.items() if name not in _OWN})
         store, clients = metrics.split(_store_stats(tiers))
         return self._increments({**totals, **counted, **store}, {**_only(gauges, _OWN), **held}, metrics.SCHEDULER_RANK, clients)
@@ -93,9 +93,9 @@ class Reporter:
             "lease_remaining_seconds": max(0.0, link.lease_until() - time.monotonic()),
             "errors": float(sum(dict(self._errors).values())),
         }
-        if side.half is not None:
+        if side.books is not None:
             with contextlib.suppress(RuntimeError):  # a dictionary that the scheduler thread changes meanwhile
-                gauges.update(side.half.stats())
+                gauges.update(side.books.stats())
         return gauges
 
 

@@ -1,5 +1,10 @@
-"""The scheduler half's bookkeeping: which block is where, who holds it, what is under way.
+"""The scheduler role: vLLM's questions, and the bookkeeping that answers them.
 
-Pure: no clock, no randomness, no vLLM; time, ids and the block pool are arguments. All of it runs on vLLM's scheduler
-thread and takes no locks.
+`assembly` builds it. `facade` holds the parts that vLLM's calls go to: `admission` of a request, `steps`, and `weight_changes` at any
+time. They share one `state`, with one record for each request (`requests`).
+
+`bookkeeping` decides which block is where, who holds it and what is under way: hits (`planner`), `loads` and `saves` over one
+`stock`. It is pure: no randomness, no vLLM; time, ids and the block pool are arguments.
+
+All of it runs on vLLM's scheduler thread and takes no locks.
 """

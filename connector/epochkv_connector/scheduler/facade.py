@@ -1,593 +1,117 @@
-"""The scheduler-facing half of the facade: vLLM's calls in, the fence and the tiers' bookkeeping (`scheduler/`) behind.
+"""The scheduler half: one object per EngineCore, made of the parts that answer vLLM's calls.
 
-Runs on vLLM's scheduler thread only. Every rule here that looks odd is one of `fence.md` section 3, found by running
-vLLM. The order inside each method is the point: *first* bring the bookkeeping to what holds now (`_apply`), then act.
+Runs on vLLM's scheduler thread only. Every rule in these parts that looks odd is one of `fence.md` section 3, found by
+running vLLM. The order inside each call is the point: *first* bring the bookkeeping to what holds now
+(`State.apply`), then act. What concerns more than one part is here.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
-from epochkv_connector.config.keys import ConnectorConfig
 from epochkv_connector.engine import blocks, patches
-from epochkv_connector.engine.events import HostEvents
-from epochkv_connector.naming.fence import TAG_KEY, Fence, Repin
-from epochkv_connector.naming.identity import Snapshot
-from epochkv_connector.scheduler.core import SchedulerHalf
+from epochkv_connector.hub_link import HubLink
+from epochkv_connector.naming.fence import TAG_KEY, Fence
+from epochkv_connector.scheduler.admission import Admission
+from epochkv_connector.scheduler.bookkeeping import Bookkeeping
 from epochkv_connector.scheduler.offering import Offers
-from epochkv_connector.scheduler.views import Commit, RequestView, ScheduledRequestView
-from epochkv_connector.weights.adapters import Adapters
-from epochkv_connector.weights.watch import Watch
-from epochkv_connector.wire.jobs import Source
-from epochkv_connector.wire.steps import StepMetadata, WorkerReport
-
-IDLE_DRAIN_SECONDS = 0.05
-"""How long an in-process engine, which never steps after its last request, may wait for device-to-host copies."""
-
-
-class LocalWorker(Protocol):
-    """A worker half in this very process (`working.WorkerSide`)."""
-
-    def drain(self, timeout: float) -> WorkerReport:
-        """Wait for device-to-host copies, at most `timeout` seconds; acknowledgements that are ready."""
+from epochkv_connector.scheduler.state import State
+from epochkv_connector.scheduler.steps import FindWorker, Steps
+from epochkv_connector.scheduler.weight_changes import WeightChanges
 
 
 class SchedulerSide:
-    """One per EngineCore.
-
-    Attributes:
-        watch: looks at the weights of the ranks; None: nobody does, so nothing is named.
-        adapters: looks at their adapters; None: nobody does, so no request with an adapter is named.
+    """See the module's docstring.
 
     Args:
-        half: bookkeeping of the tiers; None when no tier is configured (the fence still works).
-        loads_off: why loads are never answered, or None.
-        propose: asks the hub for an epoch after a local reset; None: do not ask.
-        poke: has the hub told at once, of a change of weights and of a local reset.
+        books: bookkeeping of the tiers; None when no tier is configured (the fence still works).
+        link: to the hub, which is told of changes of weights and of local resets.
+        loads_off, saves_off: why loads are never answered, or nothing is saved; or None.
         local_worker: finds the worker half when it lives in this process.
         tokens_per_step: new tokens that a request may get in one step, at most.
         on_error: told of errors that were dealt with here.
+
+    Attributes:
+        state: what the parts share.
+        admission, weights, steps: the parts.
     """
 
     def __init__(
         self,
-        config: ConnectorConfig,
         fence: Fence,
-        half: SchedulerHalf | None,
+        books: Bookkeeping | None,
+        link: HubLink,
+        loads_off: str | None,
+        saves_off: str | None,
         *,
-        loads_off: str | None = None,
-        saves_off: str | None = None,
-        propose: Callable[[int], None] | None = None,
-        poke: Callable[[], None] = lambda: None,
-        local_worker: Callable[[], LocalWorker | None] = lambda: None,
-        tokens_per_step: int = 1,
-        on_error: Callable[[str, Exception], None] = lambda where, error: None,
+        local_worker: FindWorker,
+        tokens_per_step: int,
+        on_error: Callable[[str, Exception], None],
     ) -> None:
-        self.watch: Watch | None = None
-        self.adapters: Adapters | None = None
-        self._config = config
-        self.fence = fence
-        self.half = half
-        self._loads_off = loads_off
-        self._saves_off = saves_off
-        self._propose = propose
-        self._poke = poke
-        self._local_worker = local_worker
-        self._on_error = on_error
-        self._pool: Any = None
-        self._manager: Any = None
-        self._applied: Snapshot = fence.snapshot
-        self._requests: dict[str, Any] = {}
-        self._offers = Offers(fence, self._requests, tokens_per_step)
-        self._poisoned: set[str] = set()  # loads in flight that must end as failures
-        self._reissued: set[str] = set()  # of these: result stripped once, named in metadata, final report awaited
-        self._doomed: set[str] = set()  # no job was sent; the only report is the final one
-        self._to_name: list[str] = []  # to be reported finished and failed, in the next metadata
-        self._unsent: set[str] = set()  # hits vLLM waits for, whose load no rank was told of yet
-        self._sent_loads: set[str] = set()
-        self._events = HostEvents(on_error)
-        self._settle = False  # saves have let go of GPU blocks that ranks may still read
-        self._used_adapters: set[tuple[int, int]] = set()  # (id, number of the question) of what is saved next
-        self._broken = False
-        self._cooldown: set[str] = set()  # a load failed: no external hit until scheduled once
-        self._steps_aside: set[str] = set()  # of these: not asked since
-        self.counters: Counter[str] = Counter()
-
-    # ------------------------------------------------------------------ life
+        self.state = state = State(fence, books, on_error)
+        self.fence, self.books, self.requests, self.counters = fence, books, state.requests, state.counters
+        self.admission = Admission(state, loads_off)
+        self.weights = WeightChanges(state, self.admission, link)
+        self.steps = Steps(state, self.weights, Offers(state, tokens_per_step), saves_off, local_worker)
 
     def bind(self, manager: Any, block_pool: Any, hash_block_size_sink: Any) -> None:
         """The cache manager exists: learn the hash block size and reach the GPU block pool."""
-        self._pool, self._manager = block_pool, manager
-        patches.before_reset(manager, self.let_go)
-        self._offers.bind(manager, blocks.hash_block_size_of(block_pool))
-        hash_block_size_sink.hash_block_size = blocks.hash_block_size_of(block_pool)
-        if self.half is not None:
-            self.half.bind_block_pool(blocks.BlockPoolAdapter(block_pool))
-        self._events.bind(block_pool, self.half if self._config.local is not None else None)
-
-    def _apply(self) -> Snapshot:
-        """Bring the bookkeeping to what holds now: poison what an adoption overtook. Returns what holds now."""
-        snapshot = self.fence.current()
-        if snapshot is self._applied:
-            return snapshot
-        changed_root = snapshot.root != self._applied.root
-        if self.half is not None:
-            self._poison(self._overtaken(self.half, snapshot))
-        self._applied = snapshot  # from here on an error cannot leave a load unpoisoned
-        if changed_root:
-            self._events.cleared(drop_pending=False)
-        return snapshot
-
-    def _overtaken(self, half: SchedulerHalf, snapshot: Snapshot) -> set[str]:
-        """Requests whose load was overtaken; when the bookkeeping cannot tell, every load that was ever sent out."""
-        try:
-            return half.adopt(snapshot)
-        except Exception as error:
-            self._broken = True
-            self._on_error("adopt", error)
-            return set(self._sent_loads)
-
-    def _poison(self, request_ids: set[str]) -> None:
-        self.counters["poisoned_loads"] += len(request_ids - self._poisoned)
-        self._poisoned.update(request_ids)
-
-    # ------------------------------------------------------------------ weights
-
-    def hold(self, weights: bytes | None) -> None:
-        """The ranks hold these weights from now on; None: unknown. Requests that hold blocks go on without names."""
-        if not self.fence.hold(weights):
-            self.tell()
-            return
-        if self.half is not None:
-            self.half.drop_unsent_saves()  # of requests that have ended: no step compares what they were computed with any more
-        for request in self._requests.values():
-            if blocks.holds_blocks(request):
-                self.fence.strand(request, blocks.num_named_blocks(self._manager, request, self._pool))
-        self._apply()
-        self.tell()
-
-    def tell(self) -> None:
-        """What heartbeats say of the weights has changed."""
-        if self._manager is not None:  # before that nobody listens yet
-            self._poke()
-
-    def end(self, weights: bytes) -> None:
-        """Blocks under names of these weights were computed with others: they go, here at once, elsewhere with the next epoch."""
-        if self.fence.end(weights):
-            self._ask_for_next_epoch()
-        self._apply()
-
-    def adapters_in_use(self) -> dict[int, Any]:
-        """A `LoRARequest` for each adapter of a live request; one that loads in place where there is one."""
-        used = (getattr(request, "lora_request", None) for request in self._requests.values())
-        adapters = sorted((one for one in used if one is not None), key=lambda one: bool(getattr(one, "load_inplace", False)))
-        return {one.lora_int_id: one for one in adapters}
-
-    def adapters_changed(self, numbers: set[int]) -> None:
-        """These ids stand for other tensors from now on. Requests that hold blocks go on without names, and what is being loaded for
-        them fails; the others are named anew before vLLM looks for them in its cache."""
-        loading = self.half.open_loads() if self.half is not None else set()
-        for request_id, request in self._requests.items():
-            pin = self.fence.pin_of(request)
-            if pin is None or pin.adapter not in numbers or self.fence.is_current(pin):
-                continue
-            if blocks.holds_blocks(request):
-                self.fence.strand(request, blocks.num_named_blocks(self._manager, request, self._pool))
-                self._poison({request_id} & set(loading))
-            else:
-                self._renamed(request, self.fence.repin(request, must=False), self._apply())
-
-    def end_adapter(self, value: bytes) -> None:
-        """Blocks under names of these tensors were computed with others. Ranks have saved none of them, so nobody else has any."""
-        self.fence.end(value)
-
-    def break_off(self) -> None:
-        """A change of weights could not be followed: this engine names nothing that anybody finds, until it restarts."""
-        self._broken = True
-        self.fence.forbid()
-
-    def _note_late(self, report: WorkerReport) -> None:
-        """Ranks saw other weights, or adapters, behind a step than those that its blocks are named after."""
-        try:
-            for number in report.late:
-                if self.watch is not None:
-                    self.watch.late(number)
-            for adapter_id, number in report.replaced:
-                if self.adapters is not None:
-                    self.adapters.late(adapter_id, number)
-        except Exception as error:
-            self._on_error("late", error)
-            self.break_off()
-
-    def _look_number(self) -> int:
-        return self.watch.number if self.watch is not None and self.watch.value is not None else -1
-
-    def _ask_for_next_epoch(self) -> None:
-        epoch = self.fence.proposal()
-        if self._propose is not None and epoch is not None:
-            self._propose(epoch)
-
-    # ------------------------------------------------------------------ requests
+        state = self.state
+        state.manager, state.pool, state.hash_block_size = manager, block_pool, blocks.hash_block_size_of(block_pool)
+        hash_block_size_sink.hash_block_size = state.hash_block_size
+        patches.before_reset(manager, self.steps.let_go)
+        if self.books is not None:
+            self.books.bind_block_pool(blocks.BlockPoolAdapter(block_pool))
+        state.events.bind(block_pool, self.books)
 
     def on_new_request(self, request: Any) -> None:
         """Pin, and begin the L2 lookup."""
-        self._requests[request.request_id] = request
-        adapter = getattr(request, "lora_request", None)
-        if self.adapters is not None and adapter is not None:
-            self.adapters.arrived(adapter)
-        self.fence.pin(request)
-        self._begin_lookup(request, self._apply())
-
-    def _usable(self, request: Any, snapshot: Snapshot) -> bool:
-        """Whether the tiers may serve this request now."""
-        pin = self.fence.pin_of(request)
-        return (
-            self.half is not None
-            and not self._broken
-            and self._loads_off is None
-            and snapshot.in_use
-            and pin is not None
-            and pin.saveable
-            and self.fence.is_current(pin)
-            and not request.skip_reading_prefix_cache
-            and not (pin.session and pin.admitted)
-        )
-
-    def _begin_lookup(self, request: Any, snapshot: Snapshot) -> None:
-        if self._usable(request, snapshot):
-            assert self.half is not None
-            self.half.begin_lookup(self._view(request, snapshot), snapshot)
-
-    def _view(self, request: Any, snapshot: Snapshot) -> RequestView:
-        # A current pin is told as the snapshot's root: pins of adapters derive from it and are as current.
-        return RequestView(
-            request_id=request.request_id,
-            num_tokens=request.num_tokens,
-            block_hashes=request.block_hashes,
-            hash_block_size=blocks.hash_block_size_of(self._pool),
-            root=snapshot.root,
-        )
-
-    def get_num_new_matched_tokens(self, request: Any, num_local: int) -> tuple[int | None, bool]:
-        """Answer the scheduler's question; `(None, False)`: drop the local hit and ask again next step."""
-        self.fence.enter_schedule()
-        # When the scheduler goes on whatever is said, nothing may be deferred.
-        must = bool(request.skip_reading_prefix_cache)
-        outcome = Repin.CARRIED if blocks.holds_blocks(request) else self.fence.repin(request, must=must)
-        snapshot = self._apply()
-        self._renamed(request, outcome, snapshot)
-        if must or outcome is Repin.CARRIED:
-            return 0, False
-        stale_hit = outcome is Repin.DONE and num_local > 0
-        if stale_hit or outcome is Repin.DEFERRED or self._steps_aside_once(request.request_id):
-            return None, False
-        if request.request_id in self._cooldown or not self._usable(request, snapshot):
-            return 0, False
-        assert self.half is not None
-        hit = self.half.lookup(self._view(request, snapshot), num_local, snapshot)
-        if hit.num_tokens is None:
-            return None, False
-        return hit.num_tokens, hit.num_tokens > 0
-
-    def _renamed(self, request: Any, outcome: Repin, snapshot: Snapshot) -> None:
-        """Its blocks may have new names now."""
-        if outcome is not Repin.DONE:
-            return
-        self._offers.begin_anew(request.request_id)
-        if self.half is not None:
-            self.half.abort(request.request_id)
-        self._begin_lookup(request, snapshot)
-
-    def _steps_aside_once(self, request_id: str) -> bool:
-        """After a failed load "ask again" once: it moves the request out of vLLM's queue of those that hold blocks.
-
-        At the head of that queue it would wait for blocks that others behind it hold, and vLLM looks at none of them while it
-        does not fit: with a sliding window a load holds fewer blocks than computing takes (seen: a permanent hang).
-        """
-        asked_first = request_id in self._steps_aside
-        self._steps_aside.discard(request_id)
-        return asked_first
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external: int) -> None:
-        """Commit or abort the plan. Decided on `num_external` alone: a MultiConnector loser gets real blocks and 0."""
-        snapshot = self._apply()
-        request_id = request.request_id
-        if num_external == 0:
-            self.admit(request)
-            if self.half is not None:
-                self.half.abort(request_id)
-            return
-        outcome = Commit.NOTHING
-        if self.half is not None:
-            outcome = self.half.commit(self._view(request, snapshot), blocks.get_block_ids(), num_external, snapshot)
-        self.fence.begin_load(request)
-        if outcome is Commit.LOADING:
-            if request_id not in self._unsent and request_id not in self._sent_loads:
-                host, store = self._tokens_by_tier(request_id, num_external)
-                self.counters.update(tokens_hit_host=host, tokens_hit_store=store)
-            self._unsent.add(request_id)
-        else:
-            self._doomed.add(request_id)
-            self._to_name.append(request_id)
-
-    def admit(self, request: Any) -> None:
-        """vLLM computes tokens of this request from now on."""
-        pin = self.fence.pin_of(request)
-        if pin is not None and not pin.loading:
-            self.fence.admit(request)
-
-    def doom(self, request: Any) -> None:
-        """An error of ours met an accepted hit: vLLM waits for it, so it must be reported as failed, exactly once."""
-        request_id = request.request_id
-        self.fence.begin_load(request)
-        if self.half is not None and request_id in self.half.open_loads():
-            self._poisoned.add(request_id)
-            self._unsent.add(request_id)
-            return
-        self._doomed.add(request_id)
-        self._to_name.append(request_id)
-
-    def hit_sources(self, request: Any, num_external: int) -> dict[Any, int]:
-        """Which tier supplies how many of the external tokens."""
-        return blocks.hit_sources(*self._tokens_by_tier(request.request_id, num_external))
-
-    def _tokens_by_tier(self, request_id: str, num_external: int) -> tuple[int, int]:
-        sources = self.half.hit_sources(request_id) if self.half is not None else {}
-        host = min(sources.get(Source.HOST, 0), num_external)
-        return host, num_external - host
-
-    # ------------------------------------------------------------------ steps
-
-    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        """End of a `schedule()`: emit saves, collect jobs, let acknowledgements go."""
-        scheduled: dict[str, int] = scheduler_output.num_scheduled_tokens
-        look = -1
-        if self._cooldown:
-            self._cooldown.difference_update(scheduled)
-        try:
-            snapshot = self._apply()
-            if snapshot.in_use and scheduled:  # also where nothing is saved: blocks are named, or begun, all the same
-                look = self._look_number()
-            if self._broken:
-                metadata = self.emergency_meta()
-                metadata.look = look
-                return metadata
-            if self.half is None:
-                return StepMetadata(newest_epoch=snapshot.epoch, look=look)
-            if snapshot.in_use and scheduled and self._saves_off is None:
-                views = list(self._offers.of_step(self.half, scheduler_output, snapshot))
-                if views:
-                    self._note_adapters(views)
-                    self.half.collect_saves(views, snapshot)
-            metadata = self.half.build(snapshot.epoch)
-            metadata.look = look if look >= 0 or not metadata.saves else self._look_number()
-            metadata.adapters, self._used_adapters = tuple(sorted(self._used_adapters)), set()
-            self.counters["tokens_saved"] += sum(save.num_blocks for save in metadata.saves) * blocks.hash_block_size_of(self._pool)
-            self._events.offer(self._requests, (*metadata.saves, *metadata.loads))
-            told = {load.request_id for load in metadata.loads}
-            self._sent_loads |= told
-            self._unsent -= told
-            return self._with_names(metadata)
-        finally:
-            self.fence.leave_schedule()
-
-    def _note_adapters(self, views: Iterable[ScheduledRequestView]) -> None:
-        """Which adapters the names of what is saved speak of: ranks compare before they save it."""
-        if self.adapters is None:
-            return
-        for view in views:
-            pin = self.fence.pin_of(self._requests[view.request_id])
-            if pin is not None and pin.adapter:
-                self._used_adapters.add((pin.adapter, self.adapters.number(pin.adapter)))
-
-    def _with_names(self, metadata: StepMetadata) -> StepMetadata:
-        metadata.settle, self._settle = self._settle, False
-        names, self._to_name = self._to_name, []
-        metadata.poisoned = tuple(dict.fromkeys((*metadata.poisoned, *names)))
-        return metadata
-
-    def emergency_meta(self) -> StepMetadata:
-        """The bookkeeping has failed: answer what vLLM waits for and no rank was told of, and use the tiers no more."""
-        self._broken = True
-        if self.half is not None:
-            self.half.drop_unsent_saves()
-        unsent, self._unsent = self._unsent, set()
-        self._doomed.update(unsent)
-        self._poisoned.difference_update(unsent)
-        self._to_name.extend(sorted(unsent))
-        return self._with_names(StepMetadata(newest_epoch=self._applied.epoch))
-
-    def _save_last_blocks(self, half: SchedulerHalf, request: Any) -> None:
-        """Save what is complete only now that the request has ended; its blocks are its own until we return."""
-        if self._broken or self._saves_off is not None:
-            return
-        try:
-            snapshot = self._apply()
-            view = self._offers.at_end(request, snapshot) if snapshot.in_use else None
-            if view is not None:
-                self._note_adapters((view,))
-                self._events.offer({request.request_id: request}, half.collect_saves((view,), snapshot))
-        except Exception as error:
-            self._broken = True
-            self._on_error("request_finished", error)
-
-    def update_connector_output(self, output: Any) -> None:
-        """Results of a step: hold back the success of poisoned loads, record the others, count acknowledgements."""
-        self.fence.enter_report()
-        try:
-            self._apply()
-            self._record_loads(output)
-        except Exception as error:
-            self._on_error("record_loads", error)
-            self._distrust_loads(output)
-        finally:
-            self.fence.leave_report()
-        report = output.kv_connector_worker_meta
-        if isinstance(report, WorkerReport):
-            if self.half is not None:
-                self._count_acks(self.half, report)
-            self._note_late(report)  # at last: a load that has just been reported cannot be taken back any more
-        self._drain_when_idle()
-
-    def _distrust_loads(self, output: Any) -> None:
-        """The bookkeeping has failed: take every success back, as if it was poisoned, and use the tiers no more."""
-        self._broken = True
-        known = set(output.failed_recving or ()) | self._reissued | self._doomed
-        unsure = {request_id for request_id in output.finished_recving or () if request_id in self._requests} - known
-        self._take_back(output, unsure)
-
-    def _take_back(self, output: Any, request_ids: set[str]) -> None:
-        """vLLM has consumed `failed_recving` already, so a success cannot be turned into a failure here: hide it, and have
-        every rank report once more, finished and failed."""
-        if request_ids:
-            output.finished_recving = set(output.finished_recving) - request_ids
-            self._reissued.update(request_ids)
-            self._to_name.extend(sorted(request_ids))
-
-    def _count_acks(self, half: SchedulerHalf, report: WorkerReport) -> None:
-        """One by one: what one acknowledgement breaks must not keep the blocks of others."""
-        for ack in report.acks:
-            try:
-                half.on_acks((ack,))
-            except Exception as error:
-                self._broken = True
-                self._on_error("acknowledgement", error)
-
-    def _record_loads(self, output: Any) -> None:
-        failed = set(output.failed_recving or ())
-        stripped: set[str] = set()
-        for request_id in output.finished_recving or ():
-            request = self._requests.get(request_id)
-            final = request_id in failed or request_id in self._reissued or request_id in self._doomed
-            if request_id in self._poisoned and not final and request is not None:
-                stripped.add(request_id)
-                continue
-            self._close_load(request_id)
-            if request is None:
-                continue
-            if request_id in failed:
-                self._cooldown.add(request_id)
-                self._steps_aside.add(request_id)
-                self._offers.begin_anew(request_id)
-            self.fence.end_load(request, succeeded=request_id not in failed)
-        self._take_back(output, stripped)
-
-    def _close_load(self, request_id: str) -> None:
-        for open_ids in (self._poisoned, self._reissued, self._doomed, self._sent_loads):
-            open_ids.discard(request_id)
-
-    def _drain_when_idle(self) -> None:
-        """An in-process engine never steps after its last request: collect device-to-host acknowledgements here."""
-        if self._requests or self.half is None or not self.half.holds_gpu_blocks():
-            return
-        worker = self._local_worker()
-        if worker is None:
-            return
-        self._count_acks(self.half, worker.drain(IDLE_DRAIN_SECONDS))
+        self.requests.see(request)
+        self.weights.adapter_arrived(request)
+        self.admission.arrive(request)
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; GPU pins protect its saves, so frees are never delayed."""
-        request_id = request.request_id
         tag = self.fence.tag(getattr(request, "lora_request", None)) if self._may_hand_off(request) else None
-        if self.half is not None:
-            self._save_last_blocks(self.half, request)
+        self.steps.save_last_blocks(request)
         self.fence.release(request)
-        self._requests.pop(request_id, None)
-        self._offers.forget(request_id)
-        self._cooldown.discard(request_id)
-        self._steps_aside.discard(request_id)
-        if request_id not in self._reissued:
-            self._poisoned.discard(request_id)
-        if self.half is not None:
-            self.half.finish(request_id)
+        self.requests.finish(request.request_id)
+        self.steps.offers.forget(request.request_id)
+        if self.books is not None:
+            self.books.finish(request.request_id)
         return False, ({TAG_KEY: tag} if tag is not None else None)
 
     def _may_hand_off(self, request: Any) -> bool:
         """A P/D producer's request under a current, shareable pin: its KV may be named by our tag."""
         params = request.kv_transfer_params
         pin = self.fence.pin_of(request)
-        return bool(params and params.get("do_remote_decode") and pin is not None and pin.saveable and self.fence.is_current(pin))
-
-    @property
-    def broken(self) -> bool:
-        """Whether an error left the books in doubt: the tiers stay off until this engine restarts."""
-        return self._broken
-
-    @property
-    def has_pending_work(self) -> bool:
-        """Keep a multiprocess engine stepping: a save holds GPU blocks, ranks wait for word, or a poisoned load is not finally
-        reported. All have deadlines."""
-        if self._poisoned or self._reissued or self._doomed:
-            return True
-        return self.half is not None and (self.half.holds_gpu_blocks() or self.half.owes_word())
-
-    # ------------------------------------------------------------------ reset
-
-    def let_go(self) -> None:
-        """vLLM is about to clear its own cache, which it refuses while anybody holds a block of it."""
-        try:
-            if self.half is not None:
-                self.half.drop_unsent_saves()  # of requests that have ended since the last step
-                self._settle = self.half.let_go() or self._settle
-        except Exception as error:
-            self._settle = True
-            self._on_error("let_go", error)
+        return bool(params and params.get("do_remote_decode") and pin is not None and self.fence.may_save(pin))
 
     def reset_cache(self) -> bool:
         """vLLM's own reset: clear on every tier. Always True: the names make it true."""
         rotated = self.fence.reset()
-        self._apply()
-        if self.half is not None:
-            self._poison(self._cleared(self.half))
-        self._events.cleared(drop_pending=True)
+        self.state.apply()
+        self.state.clear()
         self.counters["local_resets"] += 1
         if rotated:
-            self._ask_for_next_epoch()
-            self._poke()
+            self.weights.ask_for_next_epoch()
+            self.weights.link.poke()
         return True
 
-    def _cleared(self, half: SchedulerHalf) -> set[str]:
-        """Requests whose load the reset overtook. When the bookkeeping cannot be cleared, it is used no more."""
-        try:
-            return half.reset()
-        except Exception as error:
-            self._broken = True
-            self._on_error("reset", error)
-            return set(self._sent_loads)
-
-    # ------------------------------------------------------------------ errors
-
-    def isolate(self, request: Any) -> bool:
-        """An error of ours met this request: whatever it computes must be invisible to everybody.
-
-        Returns:
-            Whether it has new names now, so that a local hit found before must be dropped. A request that is alone under a
-            current root already keeps its names.
-        """
-        self._requests.setdefault(request.request_id, request)
-        pin = self.fence.pin_of(request)
-        if (pin is not None and pin.alone and self.fence.is_current(pin)) or blocks.holds_blocks(request):
-            return False
-        self.fence.isolate(request)
-        return True
+    @property
+    def has_pending_work(self) -> bool:
+        """Keep a multiprocess engine stepping: a save holds GPU blocks, ranks wait for word, or a load that must fail is not finally
+        reported. All have deadlines."""
+        return self.requests.must_fail or (self.books is not None and self.books.saves.is_pending())
 
     def leak_report(self) -> dict[str, int]:
         """What is still open; all zero when the engine is idle and every acknowledgement arrived."""
         report = {
-            "requests": len(self._requests),
-            "poisoned": len(self._poisoned),
-            "reissued": len(self._reissued),
-            "doomed": len(self._doomed),
-            "cooldown": len(self._cooldown),
-            "steps_aside": len(self._steps_aside),
-            "sent_loads": len(self._sent_loads),
-            "unsent_loads": len(self._unsent),
-            "to_name": len(self._to_name),
-            **self._offers.leak_report(),
+            **self.requests.leak_report(),
+            **self.steps.offers.leak_report(),
             "carried": self.fence.carried() + self.fence.carried_sessions(),
         }
-        if self.half is not None:
-            report.update({f"half.{name}": count for name, count in self.half.leak_report().items()})
+        if self.books is not None:
+            report.update({f"books.{name}": count for name, count in self.books.leak_report().items()})
         return report

@@ -8,9 +8,10 @@ only where all groups agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout
+from epochkv_connector.wire.jobs import Source
 
 Present = Callable[[int, int], bool]
 """(group, block index in units of the group's block size) -> some tier holds that block."""
@@ -97,3 +98,16 @@ def _sliding_limit(layout: CacheLayout, index: int, local: int, limit: int, pres
         # `block` is missing: every length whose window includes it fails too.
         total = min(total - layout.alignment_tokens, align_down(max(block - margin, 0) * size, layout.alignment_tokens))
     return local
+
+
+def tokens_by_tier(layout: CacheLayout, host: Sequence[int], store: Sequence[int], num_tokens: int) -> dict[Source, int]:
+    """Tokens of a hit, of which so many blocks of each group come from each tier.
+
+    Every token is in the first full-attention group, so that one is counted; without one, all are.
+    """
+    groups = layout.groups
+    counted = next(([index] for index, group in enumerate(groups) if group.kind is GroupKind.FULL), range(len(groups)))
+    from_host, from_store = (sum(blocks[index] * groups[index].block_size for index in counted) for blocks in (host, store))
+    whole = from_host + from_store
+    host_tokens = num_tokens * from_host // whole if whole else 0
+    return {s: n for s, n in ((Source.HOST, host_tokens), (Source.STORE, num_tokens - host_tokens)) if n}

@@ -121,10 +121,6 @@ class Ledger:
         entries = list(self._jobs.values())  # a copy: metrics are read on other threads
         return len({slot for entry in entries for slots in list(entry.busy.values()) for slot in list(slots)})
 
-    def loading(self) -> set[str]:
-        """Requests with a load under way."""
-        return set(self._loading)
-
     def is_loading(self, request_id: str) -> bool:
         """Whether a load of this request is under way."""
         return request_id in self._loading

@@ -56,12 +56,7 @@ class Lookups:
     """
 
     def __init__(
-        self,
-        client: LookupClient,
-        keys_of: KeysOf,
-        wait_seconds: float,
-        deadline_seconds: float,
-        clock: Callable[[], float],
+        self, client: LookupClient, keys_of: KeysOf, wait_seconds: float, deadline_seconds: float, clock: Callable[[], float]
     ) -> None:
         self._client = client
         self._keys_of = keys_of

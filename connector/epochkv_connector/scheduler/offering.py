@@ -6,105 +6,89 @@ looked at that can have (`scheduler.boundaries`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from epochkv_connector.engine import blocks
-from epochkv_connector.naming.fence import Fence
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.boundaries import Boundaries
-from epochkv_connector.scheduler.core import SchedulerHalf
+from epochkv_connector.scheduler.requests import Request
+from epochkv_connector.scheduler.saves import SavePlanner
+from epochkv_connector.scheduler.state import State
 from epochkv_connector.scheduler.views import ScheduledRequestView
 
 
 class Offers:
-    """What was offered of each request.
+    """Finds requests with blocks to offer; `Request.num_offered` says how many were.
 
     Args:
-        requests: all that live, by id; read only.
         tokens_per_step: new tokens that a request may get in one step, at most.
     """
 
-    def __init__(self, fence: Fence, requests: Mapping[str, Any], tokens_per_step: int) -> None:
-        self._fence = fence
-        self._requests = requests
+    def __init__(self, state: State, tokens_per_step: int) -> None:
+        self._state, self._fence, self._requests = state, state.fence, state.requests
         self._boundaries = Boundaries(tokens_per_step)
         self._under: Snapshot | None = None  # what held when requests were last looked at
-        self._num_blocks: dict[str, int] = {}
-        self._manager: Any = None
-        self._size = 0
 
-    def bind(self, kv_cache_manager: Any, hash_block_size: int) -> None:
-        """The cache manager exists; before the first step."""
-        self._manager, self._size = kv_cache_manager, hash_block_size
-
-    def of_step(self, half: SchedulerHalf, scheduler_output: Any, snapshot: Snapshot) -> Iterable[ScheduledRequestView]:
+    def of_step(self, saves: SavePlanner, scheduler_output: Any, snapshot: Snapshot) -> Iterable[ScheduledRequestView]:
         """Requests with something new to save: another complete block, or slots for what was left out before."""
-        size, boundaries = self._size, self._boundaries
+        size, boundaries = self._state.hash_block_size, self._boundaries
         scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
         if snapshot is not self._under:
             self._under = snapshot
-            boundaries.start(self._requests)  # what may be saved is another matter now
+            boundaries.start(record.request_id for record in self._requests)  # what may be saved is another matter now
         boundaries.start(new.req_id for new in scheduler_output.scheduled_new_reqs)
         boundaries.start(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
-        lacked = half.continuable_saves(scheduled)
+        lacked = saves.continuable(scheduled)
         for request_id in dict.fromkeys((*boundaries.due(scheduled), *lacked)):
-            request = self._requests.get(request_id)
-            if request is None:
+            record = self._requests.get(request_id)
+            if record is None:
                 boundaries.forget(request_id)
                 continue
+            request = record.vllm
             confirmed = blocks.num_confirmed_tokens(request, scheduled[request_id], len(drafts.get(request_id, ())))
             boundaries.later(request_id, confirmed - confirmed % size + size - blocks.num_expected_tokens(request))
             again = request_id in lacked
-            view = self._view(request, confirmed, snapshot, again=again)
+            view = self._view(record, confirmed, snapshot, again=again)
             if view is not None:
                 yield view
             elif again:
-                half.give_up_save(request_id)
+                saves.give_up(request_id)
 
     def at_end(self, request: Any, snapshot: Snapshot) -> ScheduledRequestView | None:
         """The request if it has blocks that are complete only now that it has ended. While it has its blocks.
 
-        With async scheduling the last token of a block is known a step after its KV was computed, and vLLM schedules no step
+        With async scheduling the last token of a block is known a step after its KV was computed. But vLLM schedules no step
         after the one that gives the last token of `max_tokens`.
         """
-        pin = self._fence.pin_of(request)
-        if pin is None or pin.loading or not pin.admitted:
+        record, pin = self._requests.get(request.request_id), self._fence.pin_of(request)
+        if record is None or pin is None or pin.loading or not pin.admitted:
             return None  # vLLM counts as computed what is being loaded
-        return self._view(request, blocks.num_final_tokens(request), snapshot)
+        return self._view(record, blocks.num_final_tokens(request), snapshot)
 
-    def _view(self, request: Any, confirmed: int, snapshot: Snapshot, *, again: bool = False) -> ScheduledRequestView | None:
+    def _view(self, record: Request, confirmed: int, snapshot: Snapshot, *, again: bool = False) -> ScheduledRequestView | None:
         """The request with its complete blocks, or None if none is new (and not `again`) or none may be saved."""
-        request_id = request.request_id
-        complete = min(confirmed // self._size, len(request.block_hashes))
-        if complete <= self._num_blocks.get(request_id, 0) and not again:
+        request: Any = record.vllm
+        complete = min(confirmed // self._state.hash_block_size, len(request.block_hashes))
+        if complete <= record.num_offered and not again:
             return None
         pin = self._fence.pin_of(request)
         if pin is None or not self._fence.may_save(pin):
             return None
-        self._num_blocks[request_id] = complete
+        record.num_offered = complete
         return ScheduledRequestView(
-            request_id=request_id,
+            request_id=record.request_id,
             num_confirmed_tokens=confirmed,
             block_hashes=request.block_hashes,
-            hash_block_size=self._size,
+            hash_block_size=self._state.hash_block_size,
             root=snapshot.root,
-            group_block_ids=blocks.group_block_ids(self._manager, request_id),
+            group_block_ids=blocks.group_block_ids(self._state.manager, record.request_id),
         )
-
-    def num_blocks(self, request_id: str) -> int:
-        """How many blocks of the request were offered, from its first on."""
-        return self._num_blocks.get(request_id, 0)
-
-    def begin_anew(self, request_id: str) -> None:
-        """Its blocks have new names, or are computed again: none was offered. It holds no blocks, so it will be started again."""
-        self._num_blocks.pop(request_id, None)
 
     def forget(self, request_id: str) -> None:
         """The request is finished."""
-        self._num_blocks.pop(request_id, None)
         self._boundaries.forget(request_id)
 
     def leak_report(self) -> dict[str, int]:
         """All zero when no request lives."""
-        return {"offered": len(self._num_blocks), "boundaries": len(self._boundaries)}
+        return {"boundaries": len(self._boundaries)}

@@ -1,4 +1,4 @@
-"""From a prompt to a plan, and from an accepted plan to the moves of a load.
+"""From a prompt to a plan: what the tiers can give, held until vLLM accepts it or does not.
 
 The order is what keeps promises: the hit is computed over both tiers, cut to what can be held (referenced L1 blocks plus
 reserved slots), and only then answered; vLLM's allocation turns it into moves, and slots are allocated when the step is
@@ -7,21 +7,16 @@ known. Nothing here waits except for the step's share of an L2 query.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import repeat
+from collections.abc import Mapping
 
-from epochkv_connector.config.keys import ConnectorConfig
 from epochkv_connector.scheduler import hits
-from epochkv_connector.scheduler.found import ABSENT, Found, Span
-from epochkv_connector.scheduler.index import HostIndex, Key
-from epochkv_connector.scheduler.lookup import READ_LEASE_SECONDS, KnownInStore, Lookups, Query, State
-from epochkv_connector.scheduler.pause import LoadPause
+from epochkv_connector.scheduler.found import ABSENT, Found
+from epochkv_connector.scheduler.index import Key
+from epochkv_connector.scheduler.lookup import READ_LEASE_SECONDS, Lookups, Query, State
 from epochkv_connector.scheduler.plans import HELD_FRACTION, PLAN_TTL_SECONDS, Plan, PlanTable
-from epochkv_connector.scheduler.tracker import Tracker
-from epochkv_connector.scheduler.views import CacheLayout, GroupKind, Hit, RequestView
-from epochkv_connector.wire.jobs import BlockMove, Source
+from epochkv_connector.scheduler.stock import Stock
+from epochkv_connector.scheduler.views import Hit, RequestView, Snapshot
+from epochkv_connector.wire.jobs import Source
 
 RING_SHARE = 8
 """A load through the staging ring gets at most this part of it: several go on at a time, and saves find slots, too."""
@@ -34,108 +29,63 @@ MISS = Hit(0)
 ASK_AGAIN = Hit(None)
 
 
-@dataclass(slots=True)
-class LoadDraft:
-    """An accepted hit. Slot -1 in a move: reserved, to be allocated when the step is known.
-
-    Attributes:
-        num_fetched: moves that come from L2.
-        num_reserved: slots for the blocks that are fetched; where there are fewer slots, they are used in turns.
-    """
-
-    request_id: str
-    namespace: str | None
-    moves: list[BlockMove]
-    num_fetched: int
-    num_reserved: int
-    abandoned: bool = False  # the root changed since: its blocks must not be indexed
-
-
-def _moves(span: Span, gpu_blocks: Sequence[int]) -> Iterable[BlockMove]:
-    """One for each of the span's first blocks, into these GPU blocks."""
-    count = len(gpu_blocks)
-    blocks, slots = range(span.first, span.first + count), span.slots[:count]
-    if not span.num_absent:
-        return map(BlockMove, repeat(span.group), blocks, gpu_blocks, slots, span.names)
-    sources = [Source.STORE if slot == ABSENT else Source.HOST for slot in slots]
-    return map(BlockMove, repeat(span.group), blocks, gpu_blocks, slots, span.names, sources)
-
-
 class HitPlanner:
     """Answers lookups and holds what it promised.
 
     Args:
         lookups: L2 queries; None: L1 alone.
-        pause: whether L2 may be asked.
-        slots_due: whether saves are open that will give slots back.
-        counts: counters of the scheduler half, shared.
+
+    Attributes:
+        plans: those that are open, remembered misses included.
     """
 
-    def __init__(
-        self,
-        config: ConnectorConfig,
-        layout: CacheLayout,
-        index: HostIndex,
-        known: KnownInStore,
-        *,
-        tracker: Tracker | None,
-        lookups: Lookups | None,
-        pause: LoadPause,
-        slots_due: Callable[[], bool],
-        counts: Counter[str],
-        clock: Callable[[], float],
-    ) -> None:
-        self._config = config
-        self._slots_due = slots_due
-        self._pause = pause
-        self._layout = layout
-        self._index = index
-        self._known = known
-        self._tracker = tracker
+    def __init__(self, stock: Stock, lookups: Lookups | None) -> None:
+        self._stock = stock
         self._lookups = lookups
-        self._count = counts
-        self._clock = clock
-        self._plans = PlanTable()
+        self._layout = layout = stock.layout
+        self._index = stock.index
+        self._tracker = stock.tracker
+        self._count = stock.counts
+        self.plans = PlanTable()
         self._lacking: dict[str, int] = {}  # since which step a request's hit waits for slots
         self._step = 0
         self._unit_blocks = sum(layout.alignment_tokens // max(1, g.block_size) for g in layout.groups) or 1
 
-    @property
-    def num_plans(self) -> int:
-        """Open plans, remembered misses included."""
-        return len(self._plans)
-
-    @property
-    def num_held(self) -> int:
-        """Slots that plans reference or reserve."""
-        return self._plans.num_held
-
-    @property
-    def num_lacking(self) -> int:
-        """Requests whose hit lacked slots."""
-        return len(self._lacking)
+    def leak_report(self) -> dict[str, int]:
+        """All zero when no request lives."""
+        queries = 0 if self._lookups is None else len(self._lookups)
+        held, lacking = self.plans.num_held, len(self._lacking)
+        return {"plans": len(self.plans), "plan_slots": held, "hits_lacking_slots": lacking, "queries": queries}
 
     # -- asking --------------------------------------------------------------------------------------------------
 
-    def begin(self, req: RequestView, namespace: str | None) -> None:
-        """Start asking L2 for what L1 does not hold. Returns at once."""
+    def begin(self, req: RequestView, snap: Snapshot) -> None:
+        """Start asking L2 for what L1 does not hold, before the scheduler needs the answer. Returns at once."""
         max_tokens = self._max_tokens(req)
-        if max_tokens >= max(1, self._config.min_load_tokens):
-            self._query(req, self._found(req), 0, max_tokens, namespace)
+        if self._stock.is_usable and req.root == snap.root and max_tokens >= max(1, self._stock.config.min_load_tokens):
+            self._query(req, self.find(req), 0, max_tokens, self._stock.namespace(snap))
 
-    def answer(self, req: RequestView, num_local_tokens: int, namespace: str | None) -> Hit:
-        """The hit beyond the local tokens, held by a plan; the same question again finds the same plan."""
-        now = self._clock()
-        plan = self._plans.get(req.request_id)
+    def answer(self, req: RequestView, num_local_tokens: int, snap: Snapshot) -> Hit:
+        """How many tokens beyond the local ones the tiers give, held by a plan; the same question again finds the same plan.
+
+        The hit never covers the last token: vLLM has to compute one, and with a sliding window a load of the whole
+        prompt would leave out a block that this token attends to.
+        """
+        self._count["lookups"] += 1
+        if not self._stock.is_usable or req.root != snap.root:
+            return MISS
+        now, namespace = self._stock.clock(), self._stock.namespace(snap)
+        plan = self.plans.get(req.request_id)
         if plan is not None:
             if plan.answers(num_local_tokens, req.root, namespace, now):
-                self._plans.refresh(plan, self._step, now)
+                self.plans.refresh(plan, self._step, now)
                 return plan.hit
-            self.drop(req.request_id)
+            self.plans.pop(req.request_id)
+            self.release(plan)
         max_tokens = self._max_tokens(req)
-        if max_tokens - num_local_tokens < max(1, self._config.min_load_tokens):
+        if max_tokens - num_local_tokens < max(1, self._stock.config.min_load_tokens):
             return MISS
-        found = self._found(req)
+        found = self.find(req)
         query = self._query(req, found, num_local_tokens, max_tokens, namespace)
         plan = Plan(req.request_id, req.root, num_local_tokens, MISS, namespace, now + PLAN_TTL_SECONDS)
         if query is not None and self._lookups is not None:
@@ -144,8 +94,8 @@ class HitPlanner:
                 self._count["lookups_deferred"] += 1
                 return ASK_AGAIN
             if state is State.READY and query.found is not None:
-                self._known.add(query.found)
-                self._known.discard(key for key in query.blocks if key not in query.found)
+                self._stock.known.add(query.found)
+                self._stock.known.discard(key for key in query.blocks if key not in query.found)
                 found.remote = query.found
                 plan.valid_until = query.begun_at + READ_LEASE_SECONDS
         whole = hits.longest_hit(self._layout, num_local_tokens, max_tokens, found.present, found.first_absent)
@@ -158,13 +108,14 @@ class HitPlanner:
 
     def _await_slots(self, request_id: str) -> bool:
         """Whether a hit that lacks slots is worth asking for again: saves are open, and it has not waited for them yet."""
-        return self._slots_due() and self._step < self._lacking.setdefault(request_id, self._step) + SLOT_WAIT_STEPS
+        return self._stock.ledger.num_saves > 0 and self._step < self._lacking.setdefault(request_id, self._step) + SLOT_WAIT_STEPS
 
     def _max_tokens(self, req: RequestView) -> int:
         full = min(req.num_tokens - 1, len(req.block_hashes) * req.hash_block_size)
         return hits.align_down(max(0, full), self._layout.alignment_tokens)
 
-    def _found(self, req: RequestView) -> Found:
+    def find(self, req: RequestView) -> Found:
+        """Where the blocks of the request's prompt are now."""
         scales = [group.block_size // req.hash_block_size for group in self._layout.groups]
         return Found(self._index, self._tracker, req.block_hashes, scales)
 
@@ -172,7 +123,7 @@ class HitPlanner:
         """The request's L2 query, begun if need be; None when L2 is not to be asked."""
         if self._lookups is None or namespace is None:
             return None
-        if not self._pause.allows():
+        if not self._stock.pause.allows():
             self._count["lookups_paused"] += 1
             return None
         query = self._lookups.get(req.request_id, namespace, req.root)
@@ -192,7 +143,7 @@ class HitPlanner:
         cap = int(self._index.num_slots * HELD_FRACTION)
         while total > local:
             self._choose(plan, total, found)
-            while self._plans.num_held and self._plans.num_held + plan.num_held > cap:
+            while self.plans.num_held and self.plans.num_held + plan.num_held > cap:
                 self._evict_oldest()
             newly_held = self._index.num_idle(plan.pinned()) + plan.reserved
             excess = newly_held - self._index.num_available
@@ -218,17 +169,18 @@ class HitPlanner:
         local = plan.num_local_tokens
         plan.choose([found.locate(group, hits.needed_range(spec, local, total)) for group, spec in enumerate(self._layout.groups)])
         plan.reserved = self._slots_for(plan.num_missing)
-        plan.hit = Hit(total - local, self._sources_of(plan, total - local))
+        plan.hit = Hit(total - local, self._sources(plan, total - local))
 
-    def _sources_of(self, plan: Plan, num_tokens: int) -> dict[Source, int]:
+    def _sources(self, plan: Plan, num_tokens: int) -> Mapping[Source, int]:
         if not plan.num_missing or not plan.num_pinned:
             return {Source.STORE if plan.num_missing else Source.HOST: num_tokens}
         store = [span.num_absent for span in plan.spans]
-        return self._split([len(span.slots) - absent for span, absent in zip(plan.spans, store, strict=True)], store, num_tokens)
+        host = [len(span.slots) - absent for span, absent in zip(plan.spans, store, strict=True)]
+        return hits.tokens_by_tier(self._layout, host, store, num_tokens)
 
     def _open(self, plan: Plan, now: float) -> None:
         num_tokens = plan.hit.num_tokens or 0
-        if num_tokens < max(1, self._config.min_load_tokens):
+        if num_tokens < max(1, self._stock.config.min_load_tokens):
             self._count["lookups_below_min" if num_tokens else "lookups_missed"] += 1
             plan.hit = MISS
             plan.clear()
@@ -243,167 +195,51 @@ class HitPlanner:
             assert reserved, "a plan was made larger than what is available"
             if self._tracker is not None:
                 self._tracker.use((span.group, name) for span in plan.spans for name in span.names)
-        self._plans.add(plan)
-        self._plans.refresh(plan, self._step, now)
-
-    def _split(self, host: Sequence[int], store: Sequence[int], num_tokens: int) -> dict[Source, int]:
-        """Tokens of a hit from both tiers, of blocks by group; counted in the first full-attention group (every token is in it), else
-        in all."""
-        groups = self._layout.groups
-        counted = next(([index] for index, group in enumerate(groups) if group.kind is GroupKind.FULL), range(len(groups)))
-        from_host, from_store = (sum(blocks[index] * groups[index].block_size for index in counted) for blocks in (host, store))
-        whole = from_host + from_store
-        host_tokens = num_tokens * from_host // whole if whole else 0
-        return {s: n for s, n in ((Source.HOST, host_tokens), (Source.STORE, num_tokens - host_tokens)) if n}
-
-    def sources(self, draft: LoadDraft, num_tokens: int) -> dict[Source, int]:
-        """Tokens by tier of an accepted hit."""
-        if draft.num_fetched == 0 or draft.num_fetched == len(draft.moves):
-            return {Source.STORE if draft.num_fetched else Source.HOST: num_tokens}
-        blocks = {source: [0] * len(self._layout.groups) for source in Source}
-        for move in draft.moves:
-            blocks[move.source][move.group] += 1
-        return self._split(blocks[Source.HOST], blocks[Source.STORE], num_tokens)
+        self.plans.add(plan)
+        self.plans.refresh(plan, self._step, now)
 
     # -- keeping or dropping -------------------------------------------------------------------------------------
 
-    def accept(
-        self,
-        req: RequestView,
-        root: bytes,
-        num_tokens: int,
-        group_block_ids: Sequence[Sequence[int]],
-        null_block: int,
-    ) -> LoadDraft | None:
-        """Turn the request's plan into a load of `num_tokens`; None if the promise cannot be kept. Ends the plan."""
-        plan = self._plans.pop(req.request_id)
+    def take(self, request_id: str) -> Plan | None:
+        """The request's plan, which is now the caller's to `release`. Its query ends."""
         if self._lookups is not None:
-            self._lookups.drop(req.request_id)
-        if plan is None:
-            return None
-        draft = None
-        if plan.root == root and num_tokens <= (plan.hit.num_tokens or 0):
-            draft = self._bind(req, plan, num_tokens, group_block_ids, null_block)
-        self._release(plan)  # what the draft did not take
-        return draft
+            self._lookups.drop(request_id)
+        return self.plans.pop(request_id)
 
-    def _bind(
-        self,
-        req: RequestView,
-        plan: Plan,
-        num_tokens: int,
-        group_block_ids: Sequence[Sequence[int]],
-        null_block: int,
-    ) -> LoadDraft | None:
-        """Moves for the accepted tokens; takes their holds out of the plan. None if any block is not covered.
-
-        vLLM caches every block it allocated here under its name, so every one of them must be filled.
-        """
-        total = plan.num_local_tokens + num_tokens
-        moves: list[BlockMove] = []
-        dropped: list[int] = []  # slots of the plan that the load does not use
-        late: list[int] = []
-        for span, spec in zip(plan.spans, self._layout.groups, strict=True):
-            first, end = plan.num_local_tokens // spec.block_size, hits.cdiv(total, spec.block_size)
-            gpu_blocks = group_block_ids[span.group][first:end]
-            if len(gpu_blocks) < end - first or (spec.kind is GroupKind.FULL and null_block in gpu_blocks):
-                self._index.unpin(reversed(late))
-                return None
-            if span.first == first and end - first <= len(span.slots) and null_block not in gpu_blocks:  # which is the rule
-                moves += _moves(span, gpu_blocks)
-                dropped += span.slots[end - first :]
-            elif not self._bind_window(req, span, first, gpu_blocks, null_block, moves, dropped, late):
-                self._index.unpin(reversed(late))
-                return None
-        num_fetched = sum(move.source is Source.STORE for move in moves) if plan.num_missing else 0
-        num_reserved = min(plan.reserved, num_fetched)
-        self._index.unpin(slot for slot in reversed(dropped) if slot != ABSENT)
-        unused = plan.reserved - num_reserved
+    def release(self, plan: Plan) -> None:
+        """Give back what the plan holds."""
+        self._index.unpin(reversed(plan.pinned()))
+        self._index.unreserve(plan.reserved)
         plan.clear()
-        plan.reserved = unused
-        return LoadDraft(req.request_id, plan.namespace, moves, num_fetched, num_reserved)
-
-    def _bind_window(
-        self,
-        req: RequestView,
-        span: Span,
-        first: int,
-        gpu_blocks: Sequence[int],
-        null_block: int,
-        moves: list[BlockMove],
-        dropped: list[int],
-        late: list[int],
-    ) -> bool:
-        """As `_bind` for one group of which vLLM left blocks out, or wants others than were planned; False: they cannot be had."""
-        left = dict(enumerate(span.slots, span.first))
-        for block, gpu_block in enumerate(gpu_blocks, first):
-            if gpu_block == null_block:
-                continue  # out of the window
-            if block in left:
-                slot, name = left.pop(block), span.names[block - span.first]
-            else:
-                found = self._pin_late(req, span.group, block)
-                if found is None:
-                    return False
-                slot, name = found
-                late.append(slot)
-            moves.append(BlockMove(span.group, block, gpu_block, slot, name, Source.STORE if slot == ABSENT else Source.HOST))
-        dropped += left.values()
-        return True
-
-    def _pin_late(self, req: RequestView, group: int, block: int) -> tuple[int, bytes] | None:
-        """A shrunk hit ends with another window: take its blocks from L1 if they are there."""
-        found = self._found(req).blocks(group, block, block + 1)
-        if not found.slots or found.slots[0] == ABSENT:
-            return None
-        slot = found.slots[0]
-        if self._index.is_idle(slot) and self._index.num_available < 1:
-            return None
-        self._index.pin([slot])
-        return slot, found.names[0]
-
-    def drop(self, request_id: str) -> bool:
-        """End the request's plan. True if it held anything."""
-        plan = self._plans.pop(request_id)
-        if plan is None:
-            return False
-        held = plan.num_held > 0
-        self._release(plan)
-        return held
 
     def forget_request(self, request_id: str) -> None:
         """The hit was not taken, or the request is over: no plan, no query."""
         self._lacking.pop(request_id, None)
-        if self.drop(request_id):
-            self._count["plans_aborted"] += 1
-        if self._lookups is not None:
-            self._lookups.drop(request_id)
+        plan = self.take(request_id)
+        if plan is not None:
+            self._count["plans_aborted"] += plan.num_held > 0
+            self.release(plan)
 
     def forget_all(self) -> None:
         """The names changed: no plan and no answer holds."""
         self._lacking.clear()
-        for plan in self._plans.pop_all():
+        for plan in self.plans.pop_all():
             self._count["plans_dropped"] += plan.num_held > 0
-            self._release(plan)
+            self.release(plan)
         if self._lookups is not None:
             self._lookups.drop_all()
 
     def end_step(self) -> None:
         """Age the plans; the next step has its own share of waiting."""
         self._step += 1
-        for plan in self._plans.pop_expired(self._step, self._clock()):
+        for plan in self.plans.pop_expired(self._step, self._stock.clock()):
             self._count["plans_expired"] += plan.num_held > 0
-            self._release(plan)
+            self.release(plan)
         if self._lookups is not None:
             self._lookups.new_step()
 
     def _evict_oldest(self) -> None:
-        oldest = self._plans.pop_oldest_holder()
+        oldest = self.plans.pop_oldest_holder()
         assert oldest is not None, "plans hold slots that no plan holds"
-        self._release(oldest)
+        self.release(oldest)
         self._count["plans_over_cap"] += 1
-
-    def _release(self, plan: Plan) -> None:
-        self._index.unpin(reversed(plan.pinned()))
-        self._index.unreserve(plan.reserved)
-        plan.clear()

@@ -1,4 +1,4 @@
-"""Which blocks of the running requests are worth saving now.
+"""Which blocks of the running requests are saved, and what becomes of their saves.
 
 A block is saved once: what L1 holds, what another job is saving and what L2 is known to hold is left out. How far a
 request has been looked at is remembered, so a step costs only its new blocks; slots are taken unit by unit (all groups
@@ -7,62 +7,34 @@ of one alignment unit or none), and what finds no slot is tried again while the 
 
 from __future__ import annotations
 
-from collections.abc import Container
-
-import msgspec
+from collections.abc import Container, Iterable, Sequence
 
 from epochkv_connector.scheduler.hits import align_down
-from epochkv_connector.scheduler.index import HostIndex, Key
-from epochkv_connector.scheduler.lookup import KnownInStore
-from epochkv_connector.scheduler.tracker import Tracker
-from epochkv_connector.scheduler.views import CacheLayout, ScheduledRequestView
-from epochkv_connector.wire.jobs import BlockMove
-
-
-class SaveDraft(msgspec.Struct, frozen=True):
-    """A save that holds its slots: a contiguous range of tokens and the blocks of it that need something."""
-
-    request_id: str
-    namespace: str | None
-    start_token: int
-    end_token: int
-    moves: tuple[BlockMove, ...]
-
-
-class _Cursor(msgspec.Struct, frozen=True):
-    root: bytes
-    namespace: str | None
-    token: int
+from epochkv_connector.scheduler.index import Key
+from epochkv_connector.scheduler.jobs import Copied, Outcome, Released, Stored
+from epochkv_connector.scheduler.stock import Stock
+from epochkv_connector.scheduler.views import BlockPoolPort, ScheduledRequestView, Snapshot
+from epochkv_connector.wire.jobs import BlockMove, JobAck, SaveJob
 
 
 class SavePlanner:
     """Chooses, and takes slots. The names under way are told back with `over`."""
 
-    def __init__(self, layout: CacheLayout, index: HostIndex, known: KnownInStore, tracker: Tracker | None = None) -> None:
-        self._layout = layout
-        self._index = index
-        self._known = known
-        self._tracker = tracker
-        self._cursors: dict[str, _Cursor] = {}
+    def __init__(self, stock: Stock) -> None:
+        self._stock = stock
+        self._layout = stock.layout
+        self._index = stock.index
+        self._known = stock.known
+        self._tracker = stock.tracker
+        self._cursors: dict[str, tuple[bytes, str | None, int]] = {}  # root, namespace, tokens that were looked at
         self._saving: set[Key] = set()
         self._needs: dict[str, int] = {}  # request -> slots that its next unit needs and did not find
         self._lacking: dict[int, dict[str, None]] = {}  # the same by number of slots, the longest deferred first
         self.num_deferred = 0
 
-    @property
-    def num_cursors(self) -> int:
-        """Requests being followed."""
-        return len(self._cursors)
-
-    @property
-    def num_saving(self) -> int:
-        """Names under way."""
-        return len(self._saving)
-
-    @property
-    def num_lacking(self) -> int:
-        """Requests whose save waits for slots."""
-        return len(self._needs)
+    def leak_report(self) -> dict[str, int]:
+        """All zero when no request lives and no save is open."""
+        return {"names_saving": len(self._saving), "save_cursors": len(self._cursors), "saves_lacking_slots": len(self._needs)}
 
     def continuable(self, scheduled: Container[str]) -> list[str]:
         """Of these requests, those whose save was deferred and finds slots now: no more than there are slots for."""
@@ -82,9 +54,8 @@ class SavePlanner:
         needed = self._needs.pop(request_id, None)
         if needed is None:
             return
-        waiting = self._lacking[needed]
-        del waiting[request_id]
-        if not waiting:
+        del self._lacking[needed][request_id]
+        if not self._lacking[needed]:
             del self._lacking[needed]
 
     def forget_request(self, request_id: str) -> None:
@@ -103,18 +74,14 @@ class SavePlanner:
         self._needs.clear()
         self._lacking.clear()
 
-    def draft(self, view: ScheduledRequestView, namespace: str | None, null_block: int) -> SaveDraft | None:
+    def draft(self, view: ScheduledRequestView, namespace: str | None, null_block: int) -> SaveJob | None:
         """Take slots for the request's new blocks, or None if nothing is to be saved."""
-        unit = self._layout.alignment_tokens
-        known_tokens = min(view.num_confirmed_tokens, len(view.block_hashes) * view.hash_block_size)
-        end = align_down(known_tokens, unit)
-        cursor = self._cursors.get(view.request_id)
-        start = 0
-        if cursor is not None and cursor.root == view.root and cursor.namespace == namespace:
-            start = cursor.token
+        unit, size = self._layout.alignment_tokens, view.hash_block_size
+        end = align_down(min(view.num_confirmed_tokens, len(view.block_hashes) * size), unit)
+        root, under, looked_at = self._cursors.get(view.request_id, (view.root, namespace, 0))
+        start = token = looked_at if (root, under) == (view.root, namespace) else 0
         self.give_up(view.request_id)
         moves: list[BlockMove] = []
-        token = start
         while token < end:
             of_unit = self._moves_of_unit(view, token, namespace, null_block)
             if of_unit is None:
@@ -122,10 +89,11 @@ class SavePlanner:
                 break
             moves.extend(of_unit)
             token += unit
-        self._cursors[view.request_id] = _Cursor(view.root, namespace, token)
+        self._cursors[view.request_id] = (view.root, namespace, token)
         if not moves:
             return None
-        return SaveDraft(view.request_id, namespace, start, token, tuple(moves))
+        job_id, deadline = next(self._stock.ids), self._stock.config.job_deadline_seconds
+        return SaveJob(job_id, view.request_id, namespace, start // size, (token - start) // size, tuple(moves), deadline)
 
     def _moves_of_unit(self, view: ScheduledRequestView, token: int, namespace: str | None, null_block: int) -> list[BlockMove] | None:
         """Blocks of one alignment unit with their slots, or None if the slots cannot be had (nothing is taken)."""
@@ -168,3 +136,111 @@ class SavePlanner:
                     continue
                 wanted.append((group, block, gpu_blocks[block], name, slot, put))
         return wanted
+
+
+class Saves:
+    """Jobs for blocks that are worth saving, and what their end gives back.
+
+    Attributes:
+        pool: vLLM's GPU blocks; None: not bound yet, so nothing is saved.
+    """
+
+    def __init__(self, stock: Stock) -> None:
+        self.planner = SavePlanner(stock)
+        self.pool: BlockPoolPort | None = None
+        self._stock = stock
+        self._jobs: list[SaveJob] = []
+        self._scale: dict[int, int] = {}  # hash blocks per block, by group; an engine has one hash block size
+        self._agreed: list[int] = []  # saves that ranks wait to hear of
+        self._refused: list[int] = []
+
+    def collect(self, views: Iterable[ScheduledRequestView], snap: Snapshot) -> Sequence[SaveJob]:
+        """Take slots and GPU references for new blocks of these requests: after all lookups of a step, or between steps.
+
+        Only blocks named under the current root are saved: to L1, to L2 when the root is shared, or to both.
+
+        Returns:
+            The jobs that go out with the next metadata for it.
+        """
+        first, namespace = len(self._jobs), self._stock.namespace(snap)
+        if not self._stock.is_usable or self.pool is None or (self._stock.config.local is None and namespace is None):
+            return ()
+        for view in views:
+            if view.root == snap.root:
+                job = self.planner.draft(view, namespace, self.pool.null_block_id)
+                if job is not None:
+                    self._open(job, view.hash_block_size, self.pool)
+        return self._jobs[first:]
+
+    def _open(self, job: SaveJob, hash_block_size: int, pool: BlockPoolPort) -> None:
+        gpu_blocks = tuple(move.gpu_block for move in job.moves if move.copy)
+        pool.touch(gpu_blocks)
+        if not self._scale:
+            self._scale = {index: group.block_size // hash_block_size for index, group in enumerate(self._stock.layout.groups)}
+        self._stock.ledger.open_save(job, gpu_blocks, self._scale, self._stock.clock())
+        self._jobs.append(job)
+        self._stock.counts["saves_emitted"] += 1
+
+    def end_step(self) -> tuple[tuple[SaveJob, ...], tuple[int, ...], tuple[int, ...]]:
+        """The step's jobs, and earlier saves that every rank has copied, or some rank has not."""
+        step = tuple(self._jobs), tuple(self._agreed), tuple(self._refused)
+        self._jobs, self._agreed, self._refused = [], [], []
+        return step
+
+    def drop_unsent(self) -> None:
+        """The step's jobs reach no worker: end them, so that their GPU blocks and slots come back."""
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            for rank in range(self._stock.ledger.num_ranks):
+                for phase in job.phases:
+                    for outcome in self._stock.ledger.acknowledge(JobAck(job.job_id, rank, phase, job.start_block, 0, failed=True)):
+                        self.apply(outcome)
+
+    def let_go(self) -> bool:
+        """Give the GPU blocks of open saves back before their copies are known to have ended. True if there were any.
+
+        The caller has every rank end them before it writes to a block again (`StepMetadata.settle`).
+        """
+        blocks = self._stock.ledger.let_go()
+        if blocks and self.pool is not None:
+            self.pool.free(blocks)
+        return bool(blocks)
+
+    def apply(self, outcome: Outcome) -> None:
+        """Every rank has ended a part of a save, or touches slots of a job no more."""
+        match outcome:
+            case Copied():
+                self._copied(outcome)
+            case Stored():
+                self._stock.counts["blocks_stored"] += len(outcome.stored)
+                if not outcome.abandoned:
+                    self._stock.stored(outcome)
+            case Released():
+                self._stock.index.unpin(outcome.slots)
+
+    def _copied(self, done: Copied) -> None:
+        if done.gpu_blocks and self.pool is not None:
+            self.pool.free(tuple(reversed(done.gpu_blocks)))
+        self.planner.over(done.job.moves)
+        if done.job.namespace is not None and self._stock.ledger.num_ranks > 1:
+            (self._agreed if done.complete else self._refused).append(done.job.job_id)
+        self._stock.counts["blocks_saved"] += len(done.saved)
+        if not done.abandoned:
+            self._stock.copied(done)
+
+    def is_pending(self) -> bool:
+        """Whether a save may still read GPU blocks, or ranks wait to hear that one may be stored, or may not."""
+        return self._stock.ledger.num_gpu_blocks > 0 or bool(self._agreed or self._refused)
+
+    def holds_gpu_blocks(self) -> bool:
+        """Whether a save may still read GPU blocks."""
+        return self._stock.ledger.num_gpu_blocks > 0
+
+    def would_free_gpu_blocks(self) -> bool:
+        """Whether the end of a save would free a GPU block: one that nobody but the save holds."""
+        pool = self.pool
+        return pool is not None and any(pool.num_references(block) <= 1 for block in self._stock.ledger.gpu_blocks())
+
+    def leak_report(self) -> dict[str, int]:
+        """All zero when no request lives and no save is open."""
+        return {"unsent_saves": len(self._jobs), "unsent_agreements": len(self._agreed) + len(self._refused), **self.planner.leak_report()}

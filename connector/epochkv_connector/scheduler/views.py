@@ -1,4 +1,4 @@
-"""What the scheduler half is told about vLLM's world: frozen views and small ports, made by the facade.
+"""What the bookkeeping is told about vLLM's world: frozen views and small ports, made by the facade.
 
 They keep the bookkeeping free of vLLM imports, and name exactly what of a request, a block pool or a store it
 depends on.
@@ -131,15 +131,6 @@ class Hit:
 
     num_tokens: int | None
     sources: Mapping[Source, int] = field(default_factory=dict)
-
-
-class Commit(enum.Enum):
-    """What became of a hit that vLLM accepted."""
-
-    NOTHING = enum.auto()  # no load: zero tokens, or the plan was dropped
-    LOADING = enum.auto()  # a load job goes out with the next metadata (or is already under way)
-    DOOMED = enum.auto()  # the promise cannot be kept: the next metadata names the request in `poisoned` and has no job
-    # for it. Its report in finished_recving and failed_recving is the only one, so it must not be stripped.
 
 
 class BlockPoolPort(Protocol):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import epochkv_connector
 from epochkv_connector.metrics import series as metrics
-from epochkv_connector.scheduler import core
+from epochkv_connector.scheduler.bookkeeping import COUNTERS
 from epochkv_connector.store import envelope
 from epochkv_connector.store.lanes import Outcome
 
@@ -65,7 +65,7 @@ def literals(folder: str, pattern: str) -> set[str]:
 
 
 def test_what_the_scheduler_half_and_the_fence_count_has_a_series() -> None:
-    counted = set(core.COUNTERS) | literals("scheduler", r'(?:_count|counters)\["(\w+)"\]') | literals("naming", r'counters\["(\w+)"\]')
+    counted = set(COUNTERS) | literals("scheduler", r'(?:_count|counts|counters)\["(\w+)"\]') | literals("naming", r'counters\["(\w+)"\]')
     assert len(counted) > 30
     assert {name for name in counted if metrics.COUNTER_OF.find(name) is None} <= metrics.IGNORED
 
@@ -97,7 +97,7 @@ def test_what_the_store_client_counts_has_a_series() -> None:
 
 
 def test_every_guarded_place_is_listed() -> None:
-    places = literals(".", r'(?:_guard\.(?:run|build)|_on_error|_step)\(\s*"([\w.]+)"')
+    places = literals(".", r'(?:guard\.(?:run|build)|on_error|\.fail|_rename|_step)\(\s*"([\w.]+)"')
     errors = next(family for family in metrics.COUNTERS if family.name == "errors")
     assert {"get_num_new_matched_tokens", "tiers", "record_loads", "start_step"} <= places
     assert places <= set(errors.values)

@@ -1,4 +1,4 @@
-"""A small world around the scheduler half: GPU blocks, host slots and a store that really hold (names of) bytes.
+"""A small world around the bookkeeping: GPU blocks, host slots and a store that really hold (names of) bytes.
 
 Content is modelled as the name it was computed under, so a block that ends up holding something else than its name says is
 a wrong answer in life. Ranks acknowledge late, in any interleaving, and may fail, drop or time out.
@@ -15,10 +15,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from epochkv_connector.config.keys import ConnectorConfig
-from epochkv_connector.scheduler.core import SchedulerHalf, StepJobs
+from epochkv_connector.scheduler.bookkeeping import Bookkeeping, StepJobs
+from epochkv_connector.scheduler.requests import LoadEvent, Requests
 from epochkv_connector.scheduler.views import (
     CacheLayout,
-    Commit,
     GroupKind,
     GroupLayout,
     RequestView,
@@ -185,10 +185,10 @@ class Worker:
     late: dict[int, SaveJob | LoadJob] = field(default_factory=dict)  # jobs with slots still busy
     reports: list[tuple[str, bool]] = field(default_factory=list)  # request id, failed
 
-    def receive(self, step: StepJobs) -> None:
+    def receive(self, step: StepJobs, named: Sequence[str]) -> None:
         self.todo.extend(("copy", job) for job in step.saves)
         self.todo.extend(("load", job) for job in step.loads)
-        self.reports.extend((request_id, True) for request_id in step.poisoned)
+        self.reports.extend((request_id, True) for request_id in named)
 
     def work(self, how: str = "ok") -> list[JobAck]:
         """Do the next thing; `how`: ok, partial, drop or late (times out while transfers go on)."""
@@ -274,7 +274,7 @@ class Worker:
 
 
 class World:
-    """A scheduler half with its pool, store, ranks and clock."""
+    """The bookkeeping and what vLLM waits for, with pool, store, ranks and clock."""
 
     def __init__(self, cfg: ConnectorConfig, layout: CacheLayout = FULL, ranks: int = 1) -> None:
         self.clock = Clock()
@@ -282,7 +282,10 @@ class World:
         self.store = Store()
         self.layout = layout
         self.workers = [Worker(rank, self.store) for rank in range(ranks)]
-        self.half = SchedulerHalf(
+        self.counters: Counter[str] = Counter()
+        self.requests = Requests(self.counters)
+        self.named: list[str] = []  # whom ranks were asked to report as failed, in the last step
+        self.books = Bookkeeping(
             cfg,
             layout,
             num_ranks=ranks,
@@ -291,20 +294,43 @@ class World:
             clock=self.clock,
             keys_of=keys_of,
         )
-        self.half.bind_block_pool(self.pool)
+        self.books.bind_block_pool(self.pool)
 
     def step(self) -> StepJobs:
         """End a step and hand its jobs to the ranks."""
-        jobs = self.half.end_step()
+        jobs = self.books.end_step()
+        self.requests.send(load.request_id for load in jobs.loads)
+        self.named = self.requests.names()
         for worker in self.workers:
-            worker.receive(jobs)
+            worker.receive(jobs, self.named)
         return jobs
+
+    def commit(self, request: RequestView, blocks: list[list[int]], num_external: int, snap: Snap) -> bool | None:
+        """vLLM takes so much of a hit. Returns whether it is loaded; None: it took nothing."""
+        if num_external == 0:
+            self.books.hits.forget_request(request.request_id)
+            return None
+        loading = self.books.loads.commit(request, blocks, num_external, snap)
+        self.requests.on(self.requests.see(request), LoadEvent.ACCEPT if loading else LoadEvent.DOOM)
+        return loading
+
+    def rename(self, snap: Snap | None) -> int:
+        """New names hold, or (None) everything is cleared. Returns how many loads that overtook."""
+        self.books.reset() if snap is None else self.books.adopt(snap)
+        before = self.counters["poisoned_loads"]
+        self.requests.overtake()
+        return self.counters["poisoned_loads"] - before
+
+    def finish(self, request_id: str) -> None:
+        """The request is over."""
+        self.books.finish(request_id)
+        self.requests.finish(request_id)
 
     def work(self, how: str = "ok") -> None:
         """Every rank does everything."""
         for worker in self.workers:
             while acks := worker.work(how):
-                self.half.on_acks(acks)
+                self.books.on_acks(acks)
 
     def allocate(self, num_local: int, num_total: int) -> list[list[int]]:
         """GPU blocks as vLLM would give them: null below the window of the next token, new ones otherwise."""
@@ -344,21 +370,21 @@ class World:
         blocks = [[] for _ in self.layout.groups]
         end = len(hashes) * HASH_BLOCK // self.layout.alignment_tokens * self.layout.alignment_tokens
         self.compute(blocks, hashes, 0, end)
-        self.half.collect_saves([scheduled(request_id, tokens, snap.root, blocks, end)], snap)
+        self.books.saves.collect([scheduled(request_id, tokens, snap.root, blocks, end)], snap)
         self.step()
         return blocks
 
-    def load(self, request_id: str, tokens: Sequence[int], snap: Snap, local: int = 0) -> tuple[int, Commit]:
+    def load(self, request_id: str, tokens: Sequence[int], snap: Snap, local: int = 0) -> tuple[int, bool | None]:
         """Look up and accept everything. Returns the tokens answered and what became of them."""
-        hit = self.half.lookup(view(request_id, tokens, snap.root), local, snap)
+        hit = self.books.hits.answer(view(request_id, tokens, snap.root), local, snap)
         assert hit.num_tokens is not None
         blocks = self.allocate(local, local + hit.num_tokens)
-        return hit.num_tokens, self.half.commit(view(request_id, tokens, snap.root), blocks, hit.num_tokens, snap)
+        return hit.num_tokens, self.commit(view(request_id, tokens, snap.root), blocks, hit.num_tokens, snap)
 
     def assert_idle(self) -> None:
         """Nothing is held by anybody."""
-        assert {name: count for name, count in self.half.leak_report().items() if count} == {}
-        self.half._index.check()
+        assert {name: count for name, count in self.books.leak_report().items() if count} == {}
+        self.books.stock.index.check()
 
 
 def scheduled(request_id: str, tokens: Sequence[int], root: bytes, blocks: list[list[int]], confirmed: int) -> ScheduledRequestView:

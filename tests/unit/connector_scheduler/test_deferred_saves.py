@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from epochkv_connector.scheduler.index import HostIndex
-from epochkv_connector.scheduler.lookup import KnownInStore
-from epochkv_connector.scheduler.saves import SaveDraft, SavePlanner
+import itertools
+import time
+
+from epochkv_connector.scheduler.saves import SavePlanner
+from epochkv_connector.scheduler.stock import Stock
 from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout, ScheduledRequestView
+from epochkv_connector.wire.jobs import SaveJob
+from tests.unit.connector_scheduler.rig import config
 
 ROOT = b"root"
 
@@ -14,18 +18,18 @@ class Saves:
     """A planner over few slots."""
 
     def __init__(self, num_slots: int, num_groups: int = 1) -> None:
-        layout = CacheLayout(tuple(GroupLayout(GroupKind.FULL, 4) for _ in range(num_groups)), 4, 1)
+        layout = CacheLayout(tuple(GroupLayout(GroupKind.FULL, 4) for _ in range(num_groups)), 4, 100)
         self.num_groups = num_groups
-        self.index = HostIndex(num_slots, num_groups, True, lambda key: None)
-        self.planner = SavePlanner(layout, self.index, KnownInStore(10))
+        stock = Stock(config(l1_slots=num_slots), layout, 1, itertools.count(), time.monotonic)
+        self.index, self.planner = stock.index, SavePlanner(stock)
 
-    def draft(self, request_id: str, num_blocks: int = 1) -> SaveDraft | None:
+    def draft(self, request_id: str, num_blocks: int = 1) -> SaveJob | None:
         """Offer this many blocks of the request."""
         hashes = [f"{request_id} {index}".encode() for index in range(num_blocks)]
         blocks = [list(range(1, num_blocks + 1)) for _ in range(self.num_groups)]
         return self.planner.draft(ScheduledRequestView(request_id, 4 * num_blocks, hashes, 4, ROOT, blocks), None, 0)
 
-    def end(self, draft: SaveDraft | None) -> None:
+    def end(self, draft: SaveJob | None) -> None:
         """The save was copied and nothing of it is kept."""
         assert draft is not None
         self.planner.over(draft.moves)
@@ -51,7 +55,7 @@ def test_one_that_needs_more_slots_than_there_are_waits_behind_those_that_need_f
     saves = Saves(2, num_groups=2)
     first = saves.draft("a")
     assert saves.draft("b") is None
-    assert saves.planner.num_lacking == 1
+    assert saves.planner.leak_report()["saves_lacking_slots"] == 1
     assert first is not None
     saves.planner.over(first.moves)
     saves.index.unpin([first.moves[0].slot])
@@ -70,7 +74,7 @@ def test_who_gave_up_or_ended_is_not_asked_for() -> None:
     saves.planner.give_up("b")
     saves.planner.forget_request("c")
     assert saves.planner.continuable(["b", "c", "d"]) == ["d"]
-    assert saves.planner.num_lacking == 1
+    assert saves.planner.leak_report()["saves_lacking_slots"] == 1
     saves.planner.clear()
     assert saves.planner.continuable(["d"]) == []
-    assert saves.planner.num_lacking == 0
+    assert saves.planner.leak_report()["saves_lacking_slots"] == 0

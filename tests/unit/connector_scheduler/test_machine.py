@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epochkv_connector.scheduler.views import CacheLayout, Commit, GroupKind, RequestView
+from epochkv_connector.scheduler.requests import LoadState
+from epochkv_connector.scheduler.views import CacheLayout, GroupKind, RequestView
 from epochkv_connector.wire.jobs import LoadJob, Phase, SaveJob, Source
 from tests.unit.connector_scheduler.rig import HASH_BLOCK, LAYOUTS, Snap, World, chain, config, scheduled, snap_of, view
 
@@ -56,7 +57,7 @@ class Schedule:
         self.l2 = l2
         self.l1 = l1
         self.snap = snap_of(0)
-        self.world.half.adopt(self.snap)
+        self.world.books.adopt(self.snap)
         self.epoch = 0
         self.live: dict[str, Live] = {}
         self.loads: list[LoadJob] = []
@@ -82,7 +83,7 @@ class Schedule:
             self._elsewhere(tokens, self.snap.namespace)
         self.live[live.request_id] = live
         if self.random.random() < 0.7:
-            self.world.half.begin_lookup(view(live.request_id, tokens, live.root), self.snap)
+            self.world.books.hits.begin(view(live.request_id, tokens, live.root), self.snap)
 
     def _elsewhere(self, tokens: list[int], namespace: str) -> None:
         """Another engine has stored this prompt."""
@@ -94,7 +95,7 @@ class Schedule:
 
     def schedule(self) -> None:
         """One `schedule()` and its step."""
-        half, snap = self.world.half, self.snap
+        books, snap = self.world.books, self.snap
         for live in list(self.live.values()):
             live.asleep -= live.asleep > 0
             if live.state == "waiting" and not live.finished and not live.asleep:
@@ -109,13 +110,13 @@ class Schedule:
             for live in self.live.values()
             if live.state == "running" and not live.finished
         ]
-        half.collect_saves(views, snap)
+        books.saves.collect(views, snap)
         jobs = self.world.step()
         self.saves.update((job.job_id, job) for job in jobs.saves)
         self.loads.extend(jobs.loads)
 
     def _admit(self, live: Live, snap: Snap) -> None:
-        half, request = self.world.half, view(live.request_id, live.tokens, snap.root)
+        books, request = self.world.books, view(live.request_id, live.tokens, snap.root)
         live.root = snap.root  # a waiting request holds no blocks and is re-pinned
         local = 0
         if self.random.random() < 0.3:  # the GPU's own prefix cache has something
@@ -125,13 +126,13 @@ class Schedule:
             hit_tokens = 0
         else:
             if self.ample:
-                half.abort(live.request_id)  # judge what is there now, not what was remembered
-            hit = half.lookup(request, local, snap)
-            held, queries = half.leak_report(), len(self.world.store.queries)
-            again = half.lookup(request, local, snap)
+                books.hits.forget_request(live.request_id)  # judge what is there now, not what was remembered
+            hit = books.hits.answer(request, local, snap)
+            held, queries = books.leak_report(), len(self.world.store.queries)
+            again = books.hits.answer(request, local, snap)
             assert again == hit or hit.num_tokens is None
             if hit.num_tokens is not None:
-                assert half.leak_report() == held, "asking again pinned something"
+                assert books.leak_report() == held, "asking again pinned something"
             assert len(self.world.store.queries) == queries, "asking again looked up again"
             if again.num_tokens is None:
                 return
@@ -156,16 +157,16 @@ class Schedule:
     def _run(self, live: Live, request: RequestView, local: int, num_external: int) -> None:
         live.blocks = self.world.allocate(local, local + num_external)
         self.world.compute(live.blocks, request.block_hashes, 0, local)
-        outcome = self.world.half.commit(request, live.blocks, num_external, self.snap)
+        outcome = self.world.commit(request, live.blocks, num_external, self.snap)
         if num_external == 0:
-            assert outcome is Commit.NOTHING
+            assert outcome is None
             live.state, live.computed = "running", local
             return
         live.state, live.loaded_to = "loading", local + num_external
-        live.poisoned = outcome is Commit.DOOMED
-        assert (live.request_id in self.world.half.open_loads()) == (outcome is Commit.LOADING)
-        if outcome is Commit.LOADING and self.random.random() < 0.2:
-            assert self.world.half.commit(request, live.blocks, num_external, self.snap) is Commit.LOADING
+        live.poisoned = outcome is False
+        assert self.world.books.loads.is_open(live.request_id) == (outcome is True)
+        if outcome is True and self.random.random() < 0.2:
+            assert self.world.commit(request, live.blocks, num_external, self.snap) is True
 
     def finish(self) -> None:
         """A request ends, or is cancelled in whatever state it is."""
@@ -173,9 +174,9 @@ class Schedule:
             live = self.random.choice(list(self.live.values()))
             if not live.finished:
                 live.finished = True
-                self.world.half.finish(live.request_id)
-                planner = self.world.half._planner
-                assert planner._plans.get(live.request_id) is None, "a cancelled request keeps its plan"
+                self.world.finish(live.request_id)
+                planner = self.world.books.hits
+                assert planner.plans.get(live.request_id) is None, "a cancelled request keeps its plan"
                 assert planner._lookups is None or live.request_id not in planner._lookups._queries
             if live.state != "loading":
                 self._remove(live)
@@ -197,7 +198,7 @@ class Schedule:
         worker = self.random.choice(self.world.workers)
         how = how or self.random.choice(OUTCOMES)
         acks = worker.release() if self.random.random() < 0.2 else worker.work(how)
-        self.world.half.on_acks(acks)
+        self.world.books.on_acks(acks)
         for ack in acks:
             if ack.phase is Phase.COPIED:
                 self.copied[ack.job_id] = self.copied.get(ack.job_id, 0) + 1
@@ -221,12 +222,12 @@ class Schedule:
     def _load_over(self, live: Live) -> None:
         failed = live.request_id in self.failed
         self.failed.discard(live.request_id)
-        assert live.request_id not in self.world.half.open_loads()
-        if live.poisoned and not failed:
-            live.poisoned = False  # the success is held back; every rank reports once more
-            self.failed.add(live.request_id)
-            self.world.half.poison([live.request_id])
-            return
+        assert not self.world.books.loads.is_open(live.request_id)
+        record = self.world.requests.report(live.request_id, failed=failed)
+        if record is not None and record.load is LoadState.REPEATED:
+            assert live.poisoned, "a success was held back for nothing"
+            return  # every rank reports once more
+        assert failed or live.finished or not live.poisoned, "vLLM heard of a success under names of before"
         live.poisoned = False
         if not failed:
             self._check_filled(live)
@@ -254,13 +255,13 @@ class Schedule:
     def change_names(self) -> None:
         kind = self.random.randrange(4)
         if kind == 0:
-            overtaken = self.world.half.reset()
+            self.world.rename(None)
         else:
             self.epoch += kind == 1
             self.snap = snap_of(self.epoch, shared=kind != 2)
-            overtaken = self.world.half.adopt(self.snap)
-        for request_id in overtaken:
-            self.live[request_id].poisoned = True
+            self.world.rename(self.snap)
+        for live in self.live.values():
+            live.poisoned = live.state == "loading"
 
     def disturb_store(self) -> None:
         kind = self.random.randrange(12)
@@ -306,25 +307,26 @@ class Schedule:
             elif action != self.change_names or self.random.random() < 0.2:
                 action()
             if number % 5 == 0:
-                self.world.half._index.check()
+                self.world.books.stock.index.check()
         self.end()
 
     def end(self) -> None:
         for live in list(self.live.values()):
             if not live.finished:
                 live.finished = True
-                self.world.half.finish(live.request_id)
+                self.world.finish(live.request_id)
             if live.state != "loading":
                 self._remove(live)
         for _ in range(3):  # a poisoned load needs one more round
             self.world.step()
             for worker in self.world.workers:
                 while acks := worker.work() + worker.release():
-                    self.world.half.on_acks(acks)
+                    self.world.books.on_acks(acks)
             self._reports()
         assert self.live == {}, "a load was never reported"
         assert sum(self.world.pool.refs.values()) == 0, "GPU blocks leaked"
         self.world.assert_idle()
+        assert not any(self.world.requests.leak_report().values())
 
 
 MODES = {"L1": (True, False), "L2": (False, True), "L1+L2": (True, True)}
@@ -360,7 +362,7 @@ def test_the_schedules_exercise_what_they_claim(mode: tuple[bool, bool]) -> None
     for seed in range(80):
         schedule = Schedule(seed, LAYOUTS["sliding first"], l1=mode[0], l2=mode[1], ranks=2, ample=False)
         schedule.run(200)
-        for name, value in schedule.world.half.stats().items():
+        for name, value in schedule.world.books.stats().items():
             seen[name] = seen.get(name, 0) + value
         sources |= {move.source for job in schedule.loads for move in job.moves}
     assert sources == {source for source, on in zip((Source.HOST, Source.STORE), mode, strict=True) if on}

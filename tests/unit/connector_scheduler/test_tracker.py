@@ -16,7 +16,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from epochkv_connector.config.keys import ConfigError
 from epochkv_connector.scheduler.jobs import Copied, Ledger, Loaded, Outcome, Stored
 from epochkv_connector.scheduler.tracker import Tracker
-from epochkv_connector.scheduler.views import Commit
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 from epochkv_connector.wire.steps import WorkerReport
 from tests.unit.connector_scheduler.rig import LAYOUTS, World, chain, config, scheduled, snap_of, view
@@ -127,23 +126,23 @@ def test_a_save_is_found_after_the_last_rank_and_as_far_as_all_ranks_got(tracker
     world = World(config(l1_slots=50, ranks=len(managed), tracker=tracker), ranks=len(managed))
     blocks: list[list[int]] = [[]]
     world.compute(blocks, chain(SNAP.root, PROMPT), 0, 4 * BLOCKS)
-    world.half.adopt(SNAP)
-    world.half.collect_saves([scheduled("a", PROMPT, SNAP.root, blocks, 4 * BLOCKS)], SNAP)
+    world.books.adopt(SNAP)
+    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 4 * BLOCKS)], SNAP)
     (job,) = world.step().saves
 
     def found() -> int | None:
-        world.half.finish("asks")
-        return world.half.lookup(view("asks", PROMPT, SNAP.root), 0, SNAP).num_tokens
+        world.books.finish("asks")
+        return world.books.hits.answer(view("asks", PROMPT, SNAP.root), 0, SNAP).num_tokens
 
     for rank in data.draw(st.permutations(range(len(managed)))):
         assert found() == 0, "a rank has not spoken"
         start, end = managed[rank]
-        world.half.on_acks([JobAck(job.job_id, rank, Phase.COPIED, start, max(0, end - start))])
+        world.books.on_acks([JobAck(job.job_id, rank, Phase.COPIED, start, max(0, end - start))])
         world.step()
     reach = min(end for _, end in managed) if all(start == 0 for start, _ in managed) else 0
     assert found() == 4 * reach
-    world.half.finish("asks")
-    world.half.finish("a")
+    world.books.finish("asks")
+    world.books.finish("a")
     world.assert_idle()
 
 
@@ -151,20 +150,20 @@ def test_a_save_is_found_after_the_last_rank_and_as_far_as_all_ranks_got(tracker
 @settings(max_examples=100, deadline=None)
 def test_the_hull_of_a_failed_load_leaves_the_tracker(missing: list[frozenset[int]]) -> None:
     world = World(config(l1_slots=50, ranks=len(missing), tracker=True), ranks=len(missing))
-    world.half.adopt(SNAP)
+    world.books.adopt(SNAP)
     world.free(world.save("a", PROMPT, SNAP))
-    world.half.finish("a")
-    assert world.load("b", PROMPT, SNAP) == (4 * BLOCKS, Commit.LOADING)
+    world.books.finish("a")
+    assert world.load("b", PROMPT, SNAP) == (4 * BLOCKS, True)
     (job,) = world.step().loads
     for rank, gone in enumerate(missing):
         slots = tuple(job.moves[block].slot for block in sorted(gone))
-        world.half.on_acks([JobAck(job.job_id, rank, Phase.LOADED, 0, BLOCKS - len(gone), bool(gone), (), slots)])
-    world.half.finish("b")
+        world.books.on_acks([JobAck(job.job_id, rank, Phase.LOADED, 0, BLOCKS - len(gone), bool(gone), (), slots)])
+    world.books.finish("b")
     lost = frozenset().union(*missing)
     hull = range(min(lost), max(lost) + 1) if lost else range(0)
-    assert world.half.stats()["tracker_entries"] == BLOCKS - len(hull)
-    assert world.half.lookup(view("c", PROMPT, SNAP.root), 0, SNAP).num_tokens == 4 * (min(lost) if lost else BLOCKS)
-    world.half.finish("c")
+    assert world.books.stats()["tracker_entries"] == BLOCKS - len(hull)
+    assert world.books.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP).num_tokens == 4 * (min(lost) if lost else BLOCKS)
+    world.books.finish("c")
     world.assert_idle()
 
 
@@ -179,14 +178,14 @@ def test_with_an_l2_there_is_no_tracker_and_others_blocks_are_found(layout) -> N
     for group, spec in enumerate(layout.groups):
         for block in range(4 * BLOCKS // spec.block_size):
             world.store.put(SNAP.namespace, group, hashes[(block + 1) * spec.block_size // 4 - 1])
-    assert world.half.lookup(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 4 * BLOCKS
-    assert world.half.stats()["tracker_entries"] == 0
+    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 4 * BLOCKS
+    assert world.books.stats()["tracker_entries"] == 0
 
 
 def test_in_l2_mode_alone_the_tracker_is_not_made() -> None:
     world = World(config(tracker=True))
     world.save("a", PROMPT, SNAP)
-    assert world.half.stats()["tracker_entries"] == 0
+    assert world.books.stats()["tracker_entries"] == 0
 
 
 class TrackerMachine(RuleBasedStateMachine):

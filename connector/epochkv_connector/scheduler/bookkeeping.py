@@ -1,0 +1,163 @@
+"""The bookkeeping of the tiers: hits, loads and saves over one index and one ledger.
+
+It decides and never moves bytes. It loads every hit that it answered, or refuses it at once. What it holds (host slots, GPU
+references, plans, queries) it gives back on every way a request can take.
+
+Order within one step: `hits.answer`, then `loads.commit`, for each waiting request; then `saves.collect`; then `end_step`.
+`on_acks`, `finish`, `adopt` and `reset` come at any other time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from epochkv_connector.config.keys import ConnectorConfig
+from epochkv_connector.scheduler.jobs import Loaded
+from epochkv_connector.scheduler.loads import Loads
+from epochkv_connector.scheduler.lookup import Lookups
+from epochkv_connector.scheduler.planner import HitPlanner
+from epochkv_connector.scheduler.saves import Saves
+from epochkv_connector.scheduler.stock import Stock
+from epochkv_connector.scheduler.views import BlockPoolPort, CacheLayout, KeysOf, LookupClient, Snapshot
+from epochkv_connector.wire.jobs import JobAck, LoadJob, SaveJob
+
+logger = logging.getLogger(__name__)
+
+COUNTERS = (
+    *("lookups", "lookups_deferred", "lookups_missed", "lookups_below_min", "lookups_paused", "hits_shrunk"),
+    *("tokens_planned_host", "tokens_planned_store"),
+    *("plans_opened", "plans_committed", "plans_aborted", "plans_expired", "plans_over_cap", "plans_dropped"),
+    *("loads_doomed", "loads_done", "loads_failed", "blocks_loaded"),
+    *("saves_emitted", "blocks_saved", "blocks_stored"),
+)
+"""Counters in `stats()`, always present."""
+
+
+class StepJobs(NamedTuple):
+    """What ranks are told of one step: fields of `wire.steps.StepMetadata`, without vLLM's base class."""
+
+    loads: tuple[LoadJob, ...]
+    saves: tuple[SaveJob, ...]
+    agreed: tuple[int, ...]
+    refused: tuple[int, ...]
+
+
+class Bookkeeping:
+    """See the module's docstring.
+
+    Args:
+        layout: KV cache groups; a layout with a `problem()` gets no hits and no saves, said once.
+        num_ranks: worker ranks that acknowledge every job (vLLM's world size).
+        store: existence queries; None: lookups end at L1.
+        ids: job ids, never repeating.
+        clock: monotonic seconds.
+        keys_of: names a block's L2 keys; required with `store`.
+
+    Raises:
+        ConfigError: L1 is too small for one block.
+    """
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        layout: CacheLayout,
+        *,
+        num_ranks: int,
+        store: LookupClient | None,
+        ids: Iterator[int],
+        clock: Callable[[], float],
+        keys_of: KeysOf | None = None,
+    ) -> None:
+        if layout.problem():
+            logger.warning("EpochKV answers no hits and saves nothing: %s", layout.problem())
+        self._lookups: Lookups | None = None
+        if store is not None:
+            assert keys_of is not None
+            self._lookups = Lookups(store, keys_of, config.lookup_wait_ms / 1e3, config.lookup_deadline_ms / 1e3, clock)
+        self.stock = Stock(config, layout, num_ranks, ids, clock)
+        self.hits = HitPlanner(self.stock, self._lookups)
+        self.loads = Loads(self.stock, self.hits)
+        self.saves = Saves(self.stock)
+
+    def bind_block_pool(self, pool: BlockPoolPort) -> None:
+        """Give access to vLLM's GPU blocks; before the first `loads.commit` and `saves.collect`."""
+        self.saves.pool, self.loads.null_block = pool, pool.null_block_id
+
+    def finish(self, request_id: str) -> None:
+        """The request is over. A load under way stays until every rank reports it; saves stay until acknowledged."""
+        self.hits.forget_request(request_id)
+        self.saves.planner.forget_request(request_id)
+
+    def end_step(self) -> StepJobs:
+        """End the step: allocate the slots of accepted hits, give out the jobs, age the plans."""
+        loads = self.loads.end_step()
+        self.hits.end_step()
+        return StepJobs(loads, *self.saves.end_step())
+
+    def on_acks(self, acks: Iterable[JobAck]) -> None:
+        """Acknowledgements of any number of ranks, in order."""
+        for ack in acks:
+            for outcome in self.stock.ledger.acknowledge(ack):
+                if isinstance(outcome, Loaded):
+                    self.loads.loaded(outcome)
+                else:
+                    self.saves.apply(outcome)
+
+    def adopt(self, snap: Snapshot) -> None:
+        """New names hold. Plans, queries and remembered answers go; L1 of another root is first to be evicted."""
+        if self.stock.rename(snap.root):
+            self._abandon()
+        self.hits.forget_all()
+
+    def reset(self) -> None:
+        """As `adopt`, and L1 is empty at once."""
+        self.stock.clear()
+        self._abandon()
+        self.hits.forget_all()
+
+    def _abandon(self) -> None:
+        self.saves.planner.clear()
+        self.loads.abandon()
+
+    def leak_report(self) -> dict[str, int]:
+        """Everything that must be 0 when no request lives and every job is acknowledged."""
+        return {
+            "held_slots": self.stock.index.num_held,
+            "reserved_slots": self.stock.index.num_reserved,
+            "busy_slots": self.stock.ledger.num_busy_slots,
+            "jobs": len(self.stock.ledger),
+            "loads": self.stock.ledger.num_loads,
+            "gpu_blocks": self.stock.ledger.num_gpu_blocks,
+            **self.hits.leak_report(),
+            **self.loads.leak_report(),
+            **self.saves.leak_report(),
+        }
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the start, and gauges of now. The one method that may be called on another thread."""
+        index, ledger, tracker, pause = self.stock.index, self.stock.ledger, self.stock.tracker, self.stock.pause
+        values: dict[str, float] = {name: self.stock.counts.get(name, 0) for name in COUNTERS}
+        values |= {
+            "slots": index.num_slots,
+            "slots_indexed": index.num_indexed,
+            "slots_other_roots": index.num_dead,
+            "slots_held": index.num_held,
+            "slots_reserved": index.num_reserved,
+            "slots_busy": ledger.num_busy_slots,
+            "evictions": index.evictions,
+            "saves_deferred": self.saves.planner.num_deferred,
+            "jobs_open": len(ledger),
+            "reads_open": ledger.num_reads,
+            "jobs_overdue": ledger.num_overdue(self.stock.clock()),
+            "acks_ignored": ledger.ignored_acks,
+            "plans_open": len(self.hits.plans),
+            "tracker_entries": 0 if tracker is None else len(tracker),
+            "known_in_store": len(self.stock.known),
+            "loads_paused": pause.paused,
+            "load_pauses": pause.num_pauses,
+        }
+        if self._lookups is not None:
+            values |= self._lookups.stats()
+        return {name: float(value) for name, value in values.items()}

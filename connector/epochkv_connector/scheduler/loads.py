@@ -1,0 +1,204 @@
+"""Hits that vLLM has accepted: from the promise to the job that goes out, and what its end says about L1 and L2.
+
+vLLM may accept fewer tokens than were planned, and with a sliding window a shorter hit ends with another window. So the plan is
+compared with the blocks that vLLM has allocated, and a hit that cannot fill every one of them is refused.
+Slots are allocated when the whole step is known (`scheduler.index`), so an accepted hit waits here as a draft until then.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
+import msgspec
+
+from epochkv_connector.scheduler import hits
+from epochkv_connector.scheduler.found import ABSENT, Span
+from epochkv_connector.scheduler.jobs import Loaded
+from epochkv_connector.scheduler.planner import HitPlanner
+from epochkv_connector.scheduler.plans import Plan
+from epochkv_connector.scheduler.stock import Stock
+from epochkv_connector.scheduler.views import GroupKind, RequestView, Snapshot
+from epochkv_connector.wire.jobs import BlockMove, LoadJob, Source
+
+
+@dataclass(slots=True)
+class LoadDraft:
+    """An accepted hit. Slot -1 in a move: reserved, to be allocated when the step is known.
+
+    Attributes:
+        num_fetched: moves that come from L2.
+        num_reserved: slots for the blocks that are fetched; where there are fewer slots, they are used in turns.
+        sources: tokens by tier.
+        abandoned: the root changed since, so its blocks must not be indexed.
+    """
+
+    request_id: str
+    namespace: str | None
+    moves: list[BlockMove]
+    num_fetched: int
+    num_reserved: int
+    sources: Mapping[Source, int]
+    abandoned: bool = False
+
+
+def _moves(span: Span, gpu_blocks: Sequence[int]) -> Iterable[BlockMove]:
+    """One for each of the span's first blocks, into these GPU blocks."""
+    count = len(gpu_blocks)
+    blocks, slots = range(span.first, span.first + count), span.slots[:count]
+    if not span.num_absent:
+        return map(BlockMove, repeat(span.group), blocks, gpu_blocks, slots, span.names)
+    sources = [Source.STORE if slot == ABSENT else Source.HOST for slot in slots]
+    return map(BlockMove, repeat(span.group), blocks, gpu_blocks, slots, span.names, sources)
+
+
+class Loads:
+    """Accepted hits of this step, and the end of those that went out.
+
+    Attributes:
+        null_block: vLLM's GPU block that holds nothing.
+    """
+
+    def __init__(self, stock: Stock, planner: HitPlanner) -> None:
+        self._stock = stock
+        self._index = stock.index
+        self._planner = planner
+        self._drafts: dict[str, LoadDraft] = {}
+        self.null_block = 0
+
+    def leak_report(self) -> dict[str, int]:
+        """All zero when every accepted hit went out."""
+        return {"unsent_loads": len(self._drafts)}
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether some rank has not reported a load of this request, those accepted in this step included."""
+        return request_id in self._drafts or self._stock.ledger.is_loading(request_id)
+
+    def commit(self, req: RequestView, group_block_ids: Sequence[Sequence[int]], num_tokens: int, snap: Snapshot) -> bool:
+        """vLLM has allocated blocks for a hit, or a part of it. A second call does nothing.
+
+        Returns:
+            Whether a load goes out or is under way. False: the promise cannot be kept (no plan, other root, more tokens than
+            planned, a block that vLLM expects to be filled and the plan does not cover).
+        """
+        if self.is_open(req.request_id):
+            return True
+        plan, draft = self._planner.take(req.request_id), None
+        if plan is not None:
+            if plan.root == snap.root and num_tokens <= (plan.hit.num_tokens or 0):
+                draft = self._bind(req, plan, num_tokens, group_block_ids)
+            self._planner.release(plan)  # what the draft did not take
+        if draft is None:
+            self._stock.counts["loads_doomed"] += 1
+            return False
+        self._stock.counts["plans_committed"] += 1
+        self._drafts[req.request_id] = draft
+        if draft.num_fetched:
+            self._stock.pause.begin(req.request_id)
+        return True
+
+    def _bind(self, req: RequestView, plan: Plan, num_tokens: int, group_block_ids: Sequence[Sequence[int]]) -> LoadDraft | None:
+        """Moves for the accepted tokens; takes their holds out of the plan. None if any block is not covered.
+
+        vLLM caches every block it allocated here under its name, so every one of them must be filled.
+        """
+        total = plan.num_local_tokens + num_tokens
+        moves: list[BlockMove] = []
+        dropped: list[int] = []  # slots of the plan that the load does not use
+        late: list[int] = []
+        for span, spec in zip(plan.spans, self._stock.layout.groups, strict=True):
+            first, end = plan.num_local_tokens // spec.block_size, hits.cdiv(total, spec.block_size)
+            gpu_blocks = group_block_ids[span.group][first:end]
+            has_null = self.null_block in gpu_blocks
+            refused = len(gpu_blocks) < end - first or (spec.kind is GroupKind.FULL and has_null)
+            if not refused and span.first == first and end - first <= len(span.slots) and not has_null:  # which is the rule
+                moves += _moves(span, gpu_blocks)
+                dropped += span.slots[end - first :]
+            elif refused or not self._bind_window(req, span, first, gpu_blocks, moves, dropped, late):
+                self._index.unpin(reversed(late))
+                return None
+        num_fetched = sum(move.source is Source.STORE for move in moves) if plan.num_missing else 0
+        num_reserved = min(plan.reserved, num_fetched)
+        self._index.unpin(slot for slot in reversed(dropped) if slot != ABSENT)
+        unused = plan.reserved - num_reserved
+        plan.clear()
+        plan.reserved = unused
+        sources = self._sources(moves, num_fetched, num_tokens)
+        return LoadDraft(req.request_id, plan.namespace, moves, num_fetched, num_reserved, sources)
+
+    def _sources(self, moves: Sequence[BlockMove], num_fetched: int, num_tokens: int) -> Mapping[Source, int]:
+        if num_fetched in (0, len(moves)):
+            return {Source.STORE if num_fetched else Source.HOST: num_tokens}
+        blocks = {source: [0] * len(self._stock.layout.groups) for source in Source}
+        for move in moves:
+            blocks[move.source][move.group] += 1
+        return hits.tokens_by_tier(self._stock.layout, blocks[Source.HOST], blocks[Source.STORE], num_tokens)
+
+    def _bind_window(
+        self,
+        req: RequestView,
+        span: Span,
+        first: int,
+        gpu_blocks: Sequence[int],
+        moves: list[BlockMove],
+        dropped: list[int],
+        late: list[int],
+    ) -> bool:
+        """As `_bind` for one group of which vLLM left blocks out, or wants others than were planned. False: they cannot be had."""
+        left = dict(enumerate(span.slots, span.first))
+        for block, gpu_block in enumerate(gpu_blocks, first):
+            if gpu_block == self.null_block:
+                continue  # out of the window
+            if block in left:
+                slot, name = left.pop(block), span.names[block - span.first]
+            else:
+                # A shrunk hit ends with another window: take its blocks from L1 if they are there.
+                found = self._planner.find(req).blocks(span.group, block, block + 1)
+                slot, name = (found.slots[0], found.names[0]) if found.slots else (ABSENT, b"")
+                if slot == ABSENT or (self._index.is_idle(slot) and self._index.num_available < 1):
+                    return False
+                self._index.pin([slot])
+                late.append(slot)
+            moves.append(BlockMove(span.group, block, gpu_block, slot, name, Source.STORE if slot == ABSENT else Source.HOST))
+        dropped += left.values()
+        return True
+
+    def sources(self, request_id: str) -> Mapping[Source, int]:
+        """Tokens by tier of the hit accepted in this step (for vLLM's metrics)."""
+        draft = self._drafts.get(request_id)
+        return {} if draft is None else draft.sources
+
+    def end_step(self) -> tuple[LoadJob, ...]:
+        """The jobs of the hits accepted in this step."""
+        now = self._stock.clock()
+        jobs = tuple(self._open(draft, now) for draft in self._drafts.values())
+        self._drafts = {}
+        return jobs
+
+    def _open(self, draft: LoadDraft, now: float) -> LoadJob:
+        moves = tuple(draft.moves)
+        if draft.num_fetched:
+            fresh = itertools.cycle(self._index.allocate(draft.num_reserved, reserved=True))
+            moves = tuple(m if m.source is Source.HOST else msgspec.structs.replace(m, slot=next(fresh)) for m in moves)
+        job = LoadJob(next(self._stock.ids), draft.request_id, draft.namespace, moves, self._stock.config.job_deadline_seconds)
+        self._stock.ledger.open_load(job, now, draft.abandoned, reads=draft.num_fetched > 0)
+        return job
+
+    def abandon(self) -> None:
+        """The names changed: what these hits bring must not be indexed."""
+        for draft in self._drafts.values():
+            draft.abandoned = True
+
+    def loaded(self, done: Loaded) -> None:
+        """Every rank has reported a load."""
+        self._stock.counts["loads_done"] += 1
+        self._stock.counts["loads_failed"] += done.failed
+        self._stock.counts["blocks_loaded"] += len(done.job.moves) - len(done.doubted)
+        fetched = sum(move.source is Source.STORE for move in done.job.moves)
+        if fetched:
+            arrived = not done.failed or len(done.filled) == fetched
+            self._stock.pause.end(done.job.request_id, None if done.abandoned else arrived)
+        if not done.abandoned:
+            self._stock.loaded(done)

@@ -1,0 +1,186 @@
+"""One step: at the end of each `schedule()` what ranks are told, and then what they report.
+
+vLLM has consumed `failed_recving` by the time we hear of it, so a success cannot be turned into a failure here. One whose names
+have changed meanwhile is hidden from vLLM instead, and every rank is asked to report once more, as failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from epochkv_connector.naming.identity import Snapshot
+from epochkv_connector.scheduler.bookkeeping import Bookkeeping
+from epochkv_connector.scheduler.offering import Offers
+from epochkv_connector.scheduler.requests import LoadEvent, LoadState
+from epochkv_connector.scheduler.state import State
+from epochkv_connector.scheduler.views import ScheduledRequestView
+from epochkv_connector.scheduler.weight_changes import WeightChanges
+from epochkv_connector.wire.steps import StepMetadata, WorkerReport
+
+IDLE_DRAIN_SECONDS = 0.05
+"""How long an in-process engine, which never steps after its last request, may wait for device-to-host copies."""
+
+
+class LocalWorker(Protocol):
+    """A worker half in this very process (`worker.facade.WorkerSide`)."""
+
+    def drain(self, timeout: float) -> WorkerReport:
+        """Wait for device-to-host copies, at most `timeout` seconds; acknowledgements that are ready."""
+
+
+FindWorker = Callable[[], LocalWorker | None]
+
+
+class Steps:
+    """Builds the metadata of each step, and takes its results.
+
+    Args:
+        offers: which blocks are offered to the tiers.
+        saves_off: why nothing is saved, or None.
+        local_worker: finds the worker half when it lives in this process.
+    """
+
+    def __init__(self, state: State, weights: WeightChanges, offers: Offers, saves_off: str | None, local_worker: FindWorker) -> None:
+        self._state, self._fence, self._requests, self._books = state, state.fence, state.requests, state.books
+        self._weights = weights
+        self.offers = offers
+        self._saves_off = saves_off
+        self._local_worker = local_worker
+        self._settle = False  # saves have let go of GPU blocks that ranks may still read
+        self._used_adapters: set[tuple[int, int]] = set()  # (id, number of the question) of what is saved next
+
+    def build(self, scheduler_output: Any) -> StepMetadata:
+        """Emit saves, collect jobs, let acknowledgements go."""
+        scheduled: dict[str, int] = scheduler_output.num_scheduled_tokens
+        look = -1
+        self._requests.schedule(scheduled)
+        try:
+            snapshot = self._state.apply()
+            if snapshot.in_use and scheduled:  # also where nothing is saved: blocks are named, or begun, all the same
+                look = self._weights.look_number()
+            if self._state.broken:
+                metadata = self.emergency()
+                metadata.look = look
+                return metadata
+            if self._books is None:
+                return StepMetadata(newest_epoch=snapshot.epoch, look=look)
+            if snapshot.in_use and scheduled and self._saves_off is None:
+                views = list(self.offers.of_step(self._books.saves.planner, scheduler_output, snapshot))
+                if views:
+                    self._collect(self._books, views, snapshot)
+            return self._told(self._books, snapshot, look)
+        finally:
+            self._fence.leave_schedule()
+
+    def _collect(self, books: Bookkeeping, views: Iterable[ScheduledRequestView], snapshot: Snapshot) -> None:
+        """Save what these requests offer. Ranks compare the adapters that the names speak of before they save."""
+        for view in views:
+            pin = self._fence.pin_of(self._requests.vllm(view.request_id))
+            if pin is not None and pin.adapter and self._weights.adapters is not None:
+                self._used_adapters.add((pin.adapter, self._weights.adapters.number(pin.adapter)))
+        # Events of L1 tell the tokens of a block, which are known while its request lives.
+        self._state.events.offer(self._requests.vllm, books.saves.collect(views, snapshot))
+
+    def _told(self, books: Bookkeeping, snapshot: Snapshot, look: int) -> StepMetadata:
+        jobs = books.end_step()
+        if look < 0 and jobs.saves:
+            look = self._weights.look_number()
+        adapters, self._used_adapters = tuple(sorted(self._used_adapters)), set()
+        self._state.counters["tokens_saved"] += sum(save.num_blocks for save in jobs.saves) * self._state.hash_block_size
+        self._state.events.offer(self._requests.vllm, jobs.loads)
+        self._requests.send(load.request_id for load in jobs.loads)
+        return self._with_names(StepMetadata(**jobs._asdict(), newest_epoch=snapshot.epoch, look=look, adapters=adapters))
+
+    def _with_names(self, metadata: StepMetadata) -> StepMetadata:
+        metadata.settle, self._settle = self._settle, False
+        metadata.poisoned = tuple(self._requests.names())
+        return metadata
+
+    def emergency(self) -> StepMetadata:
+        """The bookkeeping has failed: answer what vLLM waits for and no rank was told of, and use the tiers no more."""
+        self._state.broken = True
+        if self._books is not None:
+            self._books.saves.drop_unsent()
+        self._requests.doom_unsent()
+        return self._with_names(StepMetadata(newest_epoch=self._state.applied.epoch))
+
+    def save_last_blocks(self, request: Any) -> None:
+        """Save what is complete only now that the request has ended; its blocks are its own until we return."""
+        if self._books is None or self._state.broken or self._saves_off is not None:
+            return
+        try:
+            snapshot = self._state.apply()
+            view = self.offers.at_end(request, snapshot) if snapshot.in_use else None
+            if view is not None:
+                self._collect(self._books, (view,), snapshot)
+        except Exception as error:
+            self._state.fail("request_finished", error)
+
+    def let_go(self) -> None:
+        """vLLM is about to clear its own cache, which it refuses while anybody holds a block of it."""
+        try:
+            if self._books is not None:
+                self._books.saves.drop_unsent()  # of requests that have ended since the last step
+                self._settle = self._books.saves.let_go() or self._settle
+        except Exception as error:
+            self._settle = True
+            self._state.on_error("let_go", error)
+
+    def take(self, output: Any) -> None:
+        """Hide successes that must not be, record the other loads, count acknowledgements."""
+        self._fence.enter_report()
+        try:
+            self._state.apply()
+            self._record_loads(output)
+        except Exception as error:
+            self._state.fail("record_loads", error)
+            self._distrust_loads(output)
+        finally:
+            self._fence.leave_report()
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self._count_acks(report)
+            self._weights.late(report)  # at last: what was just reported cannot be taken back any more
+        self._drain_when_idle()
+
+    def _record_loads(self, output: Any) -> None:
+        failed = set(output.failed_recving or ())
+        for request_id in tuple(output.finished_recving or ()):
+            record = self._requests.report(request_id, failed=request_id in failed)
+            if record is None:
+                continue
+            if record.load is LoadState.REPEATED:
+                self._hide(output, request_id)
+                continue
+            if request_id in failed:
+                record.num_offered = 0  # its blocks are computed again
+            self._fence.end_load(record.vllm, succeeded=request_id not in failed)
+
+    def _distrust_loads(self, output: Any) -> None:
+        """The bookkeeping has failed: take every success back, as if it was poisoned."""
+        for request_id in set(output.finished_recving or ()) - set(output.failed_recving or ()):
+            record = self._requests.get(request_id)
+            if record is not None and self._requests.on(record, LoadEvent.DISTRUST):
+                self._hide(output, request_id)
+
+    @staticmethod
+    def _hide(output: Any, request_id: str) -> None:
+        output.finished_recving = set(output.finished_recving) - {request_id}
+
+    def _count_acks(self, report: WorkerReport) -> None:
+        """One by one: what one acknowledgement breaks must not keep the blocks of others."""
+        for ack in report.acks:
+            try:
+                if self._books is not None:
+                    self._books.on_acks((ack,))
+            except Exception as error:
+                self._state.fail("acknowledgement", error)
+
+    def _drain_when_idle(self) -> None:
+        """An in-process engine never steps after its last request: collect device-to-host acknowledgements here."""
+        if len(self._requests) or self._books is None or not self._books.saves.holds_gpu_blocks():
+            return
+        worker = self._local_worker()
+        if worker is not None:
+            self._count_acks(worker.drain(IDLE_DRAIN_SECONDS))

@@ -1,0 +1,117 @@
+"""What follows for requests and names when the ranks hold other weights, or other tensors of an adapter.
+
+Requests that hold blocks go on: what they make of them gets no name. All others are named anew before vLLM looks for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from epochkv_connector.engine import blocks
+from epochkv_connector.hub_link import HubLink
+from epochkv_connector.scheduler.admission import Admission
+from epochkv_connector.scheduler.state import State
+from epochkv_connector.weights.adapters import Adapters
+from epochkv_connector.weights.watch import Watch
+from epochkv_connector.wire.steps import WorkerReport
+
+
+class WeightChanges:
+    """Told by `weights.watch` and `weights.adapters`; tells the fence, the requests and the hub.
+
+    Attributes:
+        link: to the hub.
+        watch: looks at the weights of the ranks; None: nobody does, so nothing is named.
+        adapters: looks at their adapters; None: nobody does, so no request with an adapter is named.
+    """
+
+    def __init__(self, state: State, admission: Admission, link: HubLink) -> None:
+        self.watch: Watch | None = None
+        self.adapters: Adapters | None = None
+        self._state, self._fence, self._requests, self._books = state, state.fence, state.requests, state.books
+        self._admission = admission
+        self.link = link
+
+    def hold(self, weights: bytes | None) -> None:
+        """The ranks hold these weights from now on; None: unknown. Requests that hold blocks go on without names."""
+        if not self._fence.hold(weights):
+            self.tell()
+            return
+        if self._books is not None:
+            self._books.saves.drop_unsent()  # of requests that have ended: no step compares what they were computed with any more
+        for record in self._requests:
+            if blocks.holds_blocks(record.vllm):
+                self._strand(record.vllm)
+        self._state.apply()
+        self.tell()
+
+    def _strand(self, request: Any) -> None:
+        self._fence.strand(request, blocks.num_named_blocks(self._state.manager, request, self._state.pool))
+
+    def end(self, weights: bytes) -> None:
+        """Blocks under names of these weights were computed with others: they go, here at once, elsewhere with the next epoch."""
+        if self._fence.end(weights):
+            self.ask_for_next_epoch()
+        self._state.apply()
+
+    def break_off(self) -> None:
+        """A change of weights could not be followed: this engine names nothing that anybody finds, until it restarts."""
+        self._state.broken = True
+        self._fence.forbid()
+
+    def look_number(self) -> int:
+        """Of the question that ranks compare their weights with behind this step; -1: nothing is named."""
+        return self.watch.number if self.watch is not None and self.watch.value is not None else -1
+
+    def late(self, report: WorkerReport) -> None:
+        """Ranks saw other weights, or adapters, behind a step than those that its blocks are named after."""
+        try:
+            for number in report.late:
+                if self.watch is not None:
+                    self.watch.late(number)
+            for adapter_id, number in report.replaced:
+                if self.adapters is not None:
+                    self.adapters.late(adapter_id, number)
+        except Exception as error:
+            self._state.on_error("late", error)
+            self.break_off()
+
+    def tell(self) -> None:
+        """What heartbeats say of the weights has changed."""
+        if self._state.manager is not None:  # before that nobody listens yet
+            self.link.poke()
+
+    def ask_for_next_epoch(self) -> None:
+        """Names of this epoch may be wrong here."""
+        epoch = self._fence.proposal()
+        if epoch is not None:
+            self.link.propose(epoch)
+
+    def adapters_in_use(self) -> dict[int, Any]:
+        """A `LoRARequest` for each adapter of a live request; one that loads in place where there is one."""
+        used = (getattr(record.vllm, "lora_request", None) for record in self._requests)
+        adapters = sorted((one for one in used if one is not None), key=lambda one: bool(getattr(one, "load_inplace", False)))
+        return {one.lora_int_id: one for one in adapters}
+
+    def adapters_changed(self, numbers: set[int]) -> None:
+        """These ids stand for other tensors from now on. Requests that hold blocks go on without names, and what is being loaded for
+        them fails; the others are named anew before vLLM looks for them in its cache."""
+        for record in self._requests:
+            request, pin = record.vllm, self._fence.pin_of(record.vllm)
+            if pin is None or pin.adapter not in numbers or self._fence.is_current(pin):
+                continue
+            if blocks.holds_blocks(request):
+                self._strand(request)
+                self._requests.overtake(record)
+            else:
+                self._admission.renamed(record, self._fence.repin(request, must=False), self._state.apply())
+
+    def end_adapter(self, value: bytes) -> None:
+        """Blocks under names of these tensors were computed with others. Ranks have saved none of them, so nobody else has any."""
+        self._fence.end(value)
+
+    def adapter_arrived(self, request: Any) -> None:
+        """A new request may be the first of its adapter."""
+        adapter = getattr(request, "lora_request", None)
+        if self.adapters is not None and adapter is not None:
+            self.adapters.arrived(adapter)

@@ -1,0 +1,108 @@
+"""The table of a load's states: whatever happens, vLLM hears of a load once, and of no success whose names have changed."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from epochkv_connector.scheduler.requests import TRANSITIONS, LoadEvent, LoadState, Request, Requests
+
+OPEN = set(LoadState) - {LoadState.NONE, LoadState.FAILED}
+
+
+class Load:
+    """One request, ranks that report what they were told, and what vLLM heard."""
+
+    def __init__(self, source: random.Random) -> None:
+        self.source, self.counters = source, Counter[str]()
+        self.requests = Requests(self.counters)
+        self.record: Request = self.requests.see(SimpleNamespace(request_id="r"))
+        self.overtaken = self.told = False
+        self.asked = 0
+
+    def accept(self) -> None:
+        if self.record.vllm is not None and self.record.load not in OPEN:
+            self.requests.on(self.record, LoadEvent.ACCEPT)
+            self.overtaken = False
+
+    def step(self) -> None:
+        if self.source.random() < 0.2:
+            self.requests.doom_unsent()
+        elif self.record.load in (LoadState.ACCEPTED, LoadState.OVERTAKEN):
+            self.requests.send(["r"])
+            self.told = True
+        names = self.requests.names()
+        self.asked += len(names)
+        assert self.asked <= 1, "asked for a second report"
+        assert not (self.asked and self.told), "asked for a report of what is still under way"
+
+    def overtake(self) -> None:
+        before = self.counters["poisoned_loads"]
+        self.requests.overtake()
+        assert self.record.vllm is None or self.counters["poisoned_loads"] - before == (
+            self.record.load in (LoadState.OVERTAKEN, LoadState.POISONED) and not self.overtaken
+        )
+        self.overtaken = True
+
+    def report(self) -> None:
+        if not (self.told or self.asked):
+            return
+        alive = self.record.vllm is not None
+        failed = not self.told or self.source.random() < 0.3
+        self.told, self.asked = False, 0
+        assert (self.requests.report("r", failed=failed) is self.record) == alive
+        if alive and not failed:
+            assert self.record.load is (LoadState.REPEATED if self.overtaken else LoadState.NONE)
+        else:
+            assert self.record.load is (LoadState.FAILED if alive else LoadState.NONE)
+
+    def schedule(self) -> None:
+        self.requests.schedule({"r"} if self.record.load is LoadState.FAILED else ())
+
+    def finish(self) -> None:
+        self.requests.finish("r")
+
+    def run(self) -> None:
+        """Random events, then everything to its end."""
+        for _ in range(30):
+            self.source.choice([self.accept, self.step, self.overtake, self.report, self.schedule])()
+            assert self.requests.must_fail == (self.record.load in OPEN - {LoadState.ACCEPTED, LoadState.SENT})
+        self.finish()
+        for _ in range(40):
+            self.source.choice([self.step, self.overtake, self.report])()
+        assert not any(self.requests.leak_report().values()), self.requests.leak_report()
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_vllm_hears_of_a_load_once_and_of_no_success_whose_names_have_changed(seed: int) -> None:
+    Load(random.Random(seed)).run()
+
+
+def test_a_poisoned_success_is_only_ever_hidden() -> None:
+    for state in (LoadState.POISONED, LoadState.OVERTAKEN):
+        assert TRANSITIONS[state].get(LoadEvent.SUCCEED, LoadState.REPEATED) is LoadState.REPEATED
+
+
+def test_an_event_that_means_nothing_changes_nothing() -> None:
+    requests = Requests(Counter())
+    record = requests.see(SimpleNamespace(request_id="r"))
+    assert not requests.on(record, LoadEvent.OVERTAKE)
+    assert not requests.on(record, LoadEvent.SEND)
+    assert record.load is LoadState.NONE
+    assert requests.report("unknown", failed=True) is None
+
+
+def test_a_request_that_ends_keeps_what_vllm_waits_for() -> None:
+    requests = Requests(Counter())
+    record = requests.see(SimpleNamespace(request_id="r"))
+    requests.on(record, LoadEvent.DOOM)
+    requests.finish("r")
+    assert (len(requests), requests.must_fail, requests.names()) == (0, True, ["r"])
+    again = SimpleNamespace(request_id="r")
+    assert requests.see(again) is record
+    requests.finish("r")
+    assert requests.report("r", failed=True) is None
+    assert not any(requests.leak_report().values())
