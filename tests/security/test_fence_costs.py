@@ -13,7 +13,7 @@ import pytest
 
 from epochkv_fence.hub.snapshot import STATUS_PAGE
 from epochkv_fence.net import ClientKeys, HubServer, generate_keypair
-from epochkv_fence.net.limits import COST_BURST
+from epochkv_fence.net.gate.limits import COST_BURST
 from epochkv_fence.protocol.messages import Bump, BumpStatus, Error, Heartbeat, Refusal, Status, encode
 from tests.security.engines import engines
 from tests.security.flooder import flooding

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 
 from epochkv_fence.net import ClientKeys, HubServer, generate_keypair
-from epochkv_fence.net.limits import MAX_PEERS, Bucket, Peers
+from epochkv_fence.net.gate.limits import MAX_PEERS, Bucket, Peers
 from tests.security.flooder import flooding
 from tests.security.wire import failures
 from tests.support.fence import POOL, FenceWorld, eventually

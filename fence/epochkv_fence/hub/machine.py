@@ -1,6 +1,6 @@
 """The hub side of the fence as a pure state machine: one pool's target and published epoch, and its grants.
 
-No I/O, no clock: `step(event, now)` returns what the driver has to do. The driver (`net.server`) runs the leadership reads
+No I/O, no clock: `step(event, now)` returns what the driver has to do. The driver (`net.serving.server`) runs the leadership reads
 that serve all pools; the model tests run two of these against one authority under a virtual clock.
 `state` has what a hub knows, and `rules` has the rules of the design page "fence", section 4.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from epochkv_fence.net.refusals import MAX_ADDRESSES, MAX_LINES, SAY_SECONDS, Refusals
+from epochkv_fence.net.gate.refusals import MAX_ADDRESSES, MAX_LINES, SAY_SECONDS, Refusals
 
 
 def test_one_line_a_minute_for_an_address_with_what_came_between() -> None:

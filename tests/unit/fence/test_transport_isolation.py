@@ -14,9 +14,9 @@ from epochkv_fence.hub import hearing, resets
 from epochkv_fence.hub.machine import Hub
 from epochkv_fence.hub.state import HubState
 from epochkv_fence.net import ClientKeys, HubKeys, HubServer, generate_keypair
-from epochkv_fence.net.fairness import Line
-from epochkv_fence.net.limits import Bucket
-from epochkv_fence.net.router import Lane, Router
+from epochkv_fence.net.gate.fairness import Line
+from epochkv_fence.net.gate.limits import Bucket
+from epochkv_fence.net.gate.router import Lane, Router
 from epochkv_fence.protocol.messages import BumpStatus, Grant, Heartbeat, Message
 from tests.security.wire import heartbeat, raw
 from tests.support.fence import POOL, FakeEngine, FenceWorld, LoopThread, eventually

@@ -12,8 +12,8 @@ import zmq
 from zmq.utils import z85
 
 from epochkv_fence.net import generate_keypair
-from epochkv_fence.net.reader import BURST_MESSAGES, SocketReader
-from epochkv_fence.net.zap import ADDRESS, ZapHandler
+from epochkv_fence.net.gate.reader import BURST_MESSAGES, SocketReader
+from epochkv_fence.net.gate.zap import ADDRESS, ZapHandler
 
 SECONDS = 20
 

@@ -10,10 +10,10 @@ from typing import Final
 
 import zmq
 
+from epochkv_fence.net.agent.mailbox import Mailbox
 from epochkv_fence.net.dealer import Link, LinkEvent
 from epochkv_fence.net.key_reader import KeyReader
 from epochkv_fence.net.keys import ClientKeys
-from epochkv_fence.net.mailbox import Mailbox
 from epochkv_fence.net.say_once import SayOnce
 from epochkv_fence.protocol.agent import BEATS_PER_LEASE
 

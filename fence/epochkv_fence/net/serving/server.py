@@ -18,13 +18,13 @@ from typing import Final
 import zmq
 
 from epochkv_fence.hub import events as ev
-from epochkv_fence.net.alarm import Alarm
-from epochkv_fence.net.changes import Changes
-from epochkv_fence.net.effects import Effects
+from epochkv_fence.net.gate.router import Lane, Router
 from epochkv_fence.net.keys import HubKeys
-from epochkv_fence.net.pools import Pools
-from epochkv_fence.net.router import Lane, Router
-from epochkv_fence.net.served import ServedPool
+from epochkv_fence.net.serving.alarm import Alarm
+from epochkv_fence.net.serving.changes import Changes
+from epochkv_fence.net.serving.effects import Effects
+from epochkv_fence.net.serving.pools import Pools
+from epochkv_fence.net.serving.served import ServedPool
 from epochkv_fence.protocol.authority import Authority, Origin, PoolRecord, Term
 from epochkv_fence.protocol.messages import Message, Source
 from epochkv_fence.protocol.pool import PoolConfig, PoolSnapshot

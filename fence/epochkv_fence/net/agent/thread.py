@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
+from epochkv_fence.net.agent.engine import AgentHooks, Engine, EngineIdentity
+from epochkv_fence.net.agent.links import Links
+from epochkv_fence.net.agent.mailbox import Mailbox
 from epochkv_fence.net.dealer import Link, LinkEvent
-from epochkv_fence.net.engine import AgentHooks, Engine, EngineIdentity
 from epochkv_fence.net.keys import ClientKeys
-from epochkv_fence.net.links import Links
-from epochkv_fence.net.mailbox import Mailbox
 from epochkv_fence.net.say_once import SayOnce
 from epochkv_fence.protocol import agent as ag
 from epochkv_fence.protocol.messages import Error, Message, Refusal, WireError, decode, encode

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any, Final
 
 from epochkv_fence.hub import events as ev
-from epochkv_fence.net.calls import Calls
-from epochkv_fence.net.served import ServedPool
+from epochkv_fence.net.serving.calls import Calls
+from epochkv_fence.net.serving.served import ServedPool
 from epochkv_fence.protocol.authority import Authority, PoolRecord, Term
 from epochkv_fence.stores.admin import Removed, StoreAdmin, StoreAdminError
 

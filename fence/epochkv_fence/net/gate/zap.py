@@ -12,7 +12,7 @@ from typing import Final
 import zmq
 from zmq.utils import z85
 
-from epochkv_fence.net.reader import SocketReader
+from epochkv_fence.net.gate.reader import SocketReader
 
 ADDRESS: Final = "inproc://zeromq.zap.01"
 VERSION: Final = b"1.0"

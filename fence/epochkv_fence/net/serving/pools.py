@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from epochkv_fence.net.gate.router import Lane
 from epochkv_fence.net.keys import check_key
-from epochkv_fence.net.router import Lane
-from epochkv_fence.net.served import ServedPool
+from epochkv_fence.net.serving.served import ServedPool
 from epochkv_fence.protocol.pool import PoolConfig
 
 

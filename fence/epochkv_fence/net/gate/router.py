@@ -15,12 +15,12 @@ from typing import Final, NamedTuple, Protocol
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from epochkv_fence.net.fairness import Line, Turns, Waiting
+from epochkv_fence.net.gate.fairness import Line, Turns, Waiting
+from epochkv_fence.net.gate.limits import BYTES_PER_TOKEN, GARBAGE_TOKENS, PEER_RATE, Bucket, Peer, Peers
+from epochkv_fence.net.gate.reader import BURST_SECONDS, SocketReader
+from epochkv_fence.net.gate.refusals import Refusals
+from epochkv_fence.net.gate.zap import ZapHandler
 from epochkv_fence.net.keys import HubKeys
-from epochkv_fence.net.limits import BYTES_PER_TOKEN, GARBAGE_TOKENS, PEER_RATE, Bucket, Peer, Peers
-from epochkv_fence.net.reader import BURST_SECONDS, SocketReader
-from epochkv_fence.net.refusals import Refusals
-from epochkv_fence.net.zap import ZapHandler
 from epochkv_fence.protocol.messages import MAX_MESSAGE_BYTES, Error, Message, Refusal, WireError, decode, encode
 
 logger = logging.getLogger(__name__)

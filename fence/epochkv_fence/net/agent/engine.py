@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from epochkv_fence.net.mailbox import Mailbox
+from epochkv_fence.net.agent.mailbox import Mailbox
 from epochkv_fence.net.say_once import SayOnce
 from epochkv_fence.protocol.agent import RemoveOld
 from epochkv_fence.protocol.messages import CONTROL, MAX_STAT_NAME, MAX_STATS, MAX_TEXT, WEIGHTS_BYTES, Heartbeat, Reclaimed

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Final
 
 from epochkv_fence.hub.machine import Hub
-from epochkv_fence.net.fairness import Line
-from epochkv_fence.net.limits import BOOTS_PER_COST, COST_BURST, COST_RATE, POOL_BURST, POOL_RATE, Bucket
-from epochkv_fence.net.router import Lane
+from epochkv_fence.net.gate.fairness import Line
+from epochkv_fence.net.gate.limits import BOOTS_PER_COST, COST_BURST, COST_RATE, POOL_BURST, POOL_RATE, Bucket
+from epochkv_fence.net.gate.router import Lane
 from epochkv_fence.protocol.messages import Bump, Label, Message, Status
 from epochkv_fence.protocol.pool import PoolConfig, PoolSnapshot
 

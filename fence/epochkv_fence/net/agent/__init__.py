@@ -1,0 +1,1 @@
+"""The thread in an engine that holds its lease."""
