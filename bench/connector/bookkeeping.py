@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from bench.report import Progress, Row, repeated
 from epochkv_connector.config.keys import ConnectorConfig
-from epochkv_connector.scheduler import hits
-from epochkv_connector.scheduler.bookkeeping import Bookkeeping, StepJobs
-from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
+from epochkv_connector.scheduler.planning import hits
+from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping, StepJobs
+from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
 from epochkv_connector.wire.jobs import JobAck, Phase
 
 BLOCK_TOKENS = 16

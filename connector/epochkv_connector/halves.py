@@ -19,9 +19,9 @@ from epochkv_connector.engine import topology
 from epochkv_connector.engine.describe import describe_layers, describe_platform
 from epochkv_connector.naming.identity import pool_prefix
 from epochkv_connector.naming.keys import object_key, older_pattern, other_weights_pattern
-from epochkv_connector.scheduler.bookkeeping import Bookkeeping
-from epochkv_connector.scheduler.index import slot_count
-from epochkv_connector.scheduler.views import KeysOf, LookupClient
+from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping
+from epochkv_connector.scheduler.tiers.index import slot_count
+from epochkv_connector.scheduler.tiers.views import KeysOf, LookupClient
 from epochkv_connector.store import StoreClient, StoreSettings
 from epochkv_connector.worker import sleeping
 from epochkv_connector.worker.copying.layout import GroupSpec, layout_digest

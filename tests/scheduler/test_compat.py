@@ -367,7 +367,7 @@ def test_a_random_hash_seed_keeps_names_at_home(make_rig: MakeRig, monkeypatch: 
 
 def test_the_layout_tells_groups_apart(make_rig: MakeRig) -> None:
     from epochkv_connector.engine import topology
-    from epochkv_connector.scheduler.views import GroupKind
+    from epochkv_connector.scheduler.tiers.views import GroupKind
 
     rig = make_rig(groups=("48", "full"))
     layout = topology.cache_layout(rig.vllm_config, rig.kv_cache_config)

@@ -23,7 +23,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from epochkv_connector.scheduler.plans import PLAN_TTL_STEPS
+from epochkv_connector.scheduler.planning.plans import PLAN_TTL_STEPS
 from tests.scheduler.test_loads import LENGTH, begin_load, filled, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from epochkv_connector.engine.blocks import hash_block_size_of
 from epochkv_connector.engine.interface import kv_cache_utils
-from epochkv_connector.scheduler.index import Key
+from epochkv_connector.scheduler.tiers.index import Key
 from epochkv_connector.wire.jobs import BlockMove, LoadJob, SaveJob, Source
 
 if TYPE_CHECKING:
-    from epochkv_connector.scheduler.bookkeeping import Bookkeeping
+    from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Described:
 
 
 class HostEvents:
-    """The `scheduler.views.NameListener` that tells routers. Scheduler thread only.
+    """The `scheduler.tiers.views.NameListener` that tells routers. Scheduler thread only.
 
     Args:
         on_error: called with the error that ended the events.

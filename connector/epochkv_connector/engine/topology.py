@@ -10,7 +10,7 @@ import dataclasses
 import math
 from typing import Any
 
-from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout
+from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout
 from epochkv_connector.worker.copying.slots import slot_stride
 
 

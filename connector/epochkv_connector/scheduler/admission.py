@@ -11,10 +11,10 @@ from typing import Any
 from epochkv_connector.engine import blocks
 from epochkv_connector.naming.fence import Repin
 from epochkv_connector.naming.identity import Snapshot
-from epochkv_connector.scheduler.bookkeeping import Bookkeeping
 from epochkv_connector.scheduler.requests import LoadEvent, LoadState, Request
 from epochkv_connector.scheduler.state import State
-from epochkv_connector.scheduler.views import RequestView
+from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping
+from epochkv_connector.scheduler.tiers.views import RequestView
 from epochkv_connector.wire.jobs import Source
 
 

@@ -14,10 +14,10 @@ from epochkv_connector.engine import blocks, patches
 from epochkv_connector.hub_link import HubLink
 from epochkv_connector.naming.fence import TAG_KEY, Fence
 from epochkv_connector.scheduler.admission import Admission
-from epochkv_connector.scheduler.bookkeeping import Bookkeeping
 from epochkv_connector.scheduler.offering import Offers
 from epochkv_connector.scheduler.state import State
 from epochkv_connector.scheduler.steps import FindWorker, Steps
+from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping
 from epochkv_connector.scheduler.weight_changes import WeightChanges
 
 

@@ -13,9 +13,9 @@ from epochkv_connector.engine import blocks
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.boundaries import Boundaries
 from epochkv_connector.scheduler.requests import Request
-from epochkv_connector.scheduler.saves import SavePlanner
 from epochkv_connector.scheduler.state import State
-from epochkv_connector.scheduler.views import ScheduledRequestView
+from epochkv_connector.scheduler.tiers.saves import SavePlanner
+from epochkv_connector.scheduler.tiers.views import ScheduledRequestView
 
 
 class Offers:

@@ -13,8 +13,8 @@ from typing import Any
 from epochkv_connector.engine.events import HostEvents
 from epochkv_connector.naming.fence import Fence
 from epochkv_connector.naming.identity import Snapshot
-from epochkv_connector.scheduler.bookkeeping import Bookkeeping
 from epochkv_connector.scheduler.requests import Requests
+from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping
 
 
 class State:

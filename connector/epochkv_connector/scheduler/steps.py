@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from epochkv_connector.naming.identity import Snapshot
-from epochkv_connector.scheduler.bookkeeping import Bookkeeping
 from epochkv_connector.scheduler.offering import Offers
 from epochkv_connector.scheduler.requests import LoadEvent, LoadState
 from epochkv_connector.scheduler.state import State
-from epochkv_connector.scheduler.views import ScheduledRequestView
+from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping
+from epochkv_connector.scheduler.tiers.views import ScheduledRequestView
 from epochkv_connector.scheduler.weight_changes import WeightChanges
 from epochkv_connector.wire.steps import StepMetadata, WorkerReport
 

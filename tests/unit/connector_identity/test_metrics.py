@@ -8,7 +8,7 @@ from pathlib import Path
 
 import epochkv_connector
 from epochkv_connector.metrics import series as metrics
-from epochkv_connector.scheduler.bookkeeping import COUNTERS
+from epochkv_connector.scheduler.tiers.bookkeeping import COUNTERS
 from epochkv_connector.store import envelope
 from epochkv_connector.store.lanes import Outcome
 

@@ -15,9 +15,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from epochkv_connector.config.keys import ConnectorConfig
-from epochkv_connector.scheduler.bookkeeping import Bookkeeping, StepJobs
 from epochkv_connector.scheduler.requests import LoadEvent, Requests
-from epochkv_connector.scheduler.views import (
+from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping, StepJobs
+from epochkv_connector.scheduler.tiers.views import (
     CacheLayout,
     GroupKind,
     GroupLayout,

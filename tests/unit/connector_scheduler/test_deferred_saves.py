@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import time
 
-from epochkv_connector.scheduler.saves import SavePlanner
-from epochkv_connector.scheduler.stock import Stock
-from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout, ScheduledRequestView
+from epochkv_connector.scheduler.tiers.saves import SavePlanner
+from epochkv_connector.scheduler.tiers.stock import Stock
+from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout, ScheduledRequestView
 from epochkv_connector.wire.jobs import SaveJob
 from tests.unit.connector_scheduler.rig import config
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epochkv_connector.scheduler import found as found_module
-from epochkv_connector.scheduler.found import ABSENT, Found
-from epochkv_connector.scheduler.hits import one_by_one
-from epochkv_connector.scheduler.index import HostIndex
-from epochkv_connector.scheduler.tracker import Tracker
+from epochkv_connector.scheduler.planning import found as found_module
+from epochkv_connector.scheduler.planning.found import ABSENT, Found
+from epochkv_connector.scheduler.planning.hits import one_by_one
+from epochkv_connector.scheduler.tiers.index import HostIndex
+from epochkv_connector.scheduler.tiers.tracker import Tracker
 
 HASHES = [b"hash %d" % number for number in range(41)]
 SCALES = (1, 2, 4)

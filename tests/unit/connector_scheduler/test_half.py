@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from epochkv_connector.scheduler.lookup import MAX_KEYS_PER_QUERY, READ_LEASE_SECONDS
-from epochkv_connector.scheduler.plans import PLAN_TTL_SECONDS, PLAN_TTL_STEPS
-from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout
+from epochkv_connector.scheduler.planning.lookup import MAX_KEYS_PER_QUERY, READ_LEASE_SECONDS
+from epochkv_connector.scheduler.planning.plans import PLAN_TTL_SECONDS, PLAN_TTL_STEPS
+from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout
 from epochkv_connector.wire.jobs import Source
 from tests.unit.connector_scheduler.rig import (
     FULL,
@@ -215,7 +215,7 @@ def test_all_lookups_of_a_step_share_one_wait(monkeypatch) -> None:
         world.clock.now += timeout
         return type("Done", (), {"not_done": set(futures)})()
 
-    monkeypatch.setattr("epochkv_connector.scheduler.lookup.wait", wait)
+    monkeypatch.setattr("epochkv_connector.scheduler.planning.lookup.wait", wait)
     world = World(config(l2=True, lookup_wait_ms=2.0))
     world.store.answering = False
     for number in range(5):

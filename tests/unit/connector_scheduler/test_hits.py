@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epochkv_connector.scheduler.hits import longest_hit, needed_range
-from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout
+from epochkv_connector.scheduler.planning.hits import longest_hit, needed_range
+from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout
 
 
 def group_strategy(eagle: bool) -> st.SearchStrategy[GroupLayout]:

@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epochkv_connector.scheduler.jobs import Copied, Ledger, Loaded, Outcome, Released, Stored
-from epochkv_connector.scheduler.tracker import Tracker
+from epochkv_connector.scheduler.tiers.jobs import Copied, Ledger, Loaded, Outcome, Released, Stored
+from epochkv_connector.scheduler.tiers.tracker import Tracker
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 
 BLOCKS = 6

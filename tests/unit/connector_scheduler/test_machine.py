@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epochkv_connector.scheduler.requests import LoadState
-from epochkv_connector.scheduler.views import CacheLayout, GroupKind, RequestView
+from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, RequestView
 from epochkv_connector.wire.jobs import LoadJob, Phase, SaveJob, Source
 from tests.unit.connector_scheduler.rig import HASH_BLOCK, LAYOUTS, Snap, World, chain, config, scheduled, snap_of, view
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from epochkv_connector.scheduler.pause import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, MAX_FAILURES
+from epochkv_connector.scheduler.planning.pause import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, MAX_FAILURES
 from epochkv_connector.wire.jobs import LoadJob
 from tests.unit.connector_scheduler.rig import World, chain, config, snap_of, view
 

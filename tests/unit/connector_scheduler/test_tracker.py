@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from epochkv_connector.config.keys import ConfigError
-from epochkv_connector.scheduler.jobs import Copied, Ledger, Loaded, Outcome, Stored
-from epochkv_connector.scheduler.tracker import Tracker
+from epochkv_connector.scheduler.tiers.jobs import Copied, Ledger, Loaded, Outcome, Stored
+from epochkv_connector.scheduler.tiers.tracker import Tracker
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 from epochkv_connector.wire.steps import WorkerReport
 from tests.unit.connector_scheduler.rig import LAYOUTS, World, chain, config, scheduled, snap_of, view

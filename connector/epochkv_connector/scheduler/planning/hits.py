@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from epochkv_connector.scheduler.views import CacheLayout, GroupKind, GroupLayout
+from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout
 from epochkv_connector.wire.jobs import Source
 
 Present = Callable[[int, int], bool]

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 
-from epochkv_connector.scheduler.hits import align_down
-from epochkv_connector.scheduler.index import Key
-from epochkv_connector.scheduler.jobs import Copied, Outcome, Released, Stored
-from epochkv_connector.scheduler.stock import Stock
-from epochkv_connector.scheduler.views import BlockPoolPort, ScheduledRequestView, Snapshot
+from epochkv_connector.scheduler.planning.hits import align_down
+from epochkv_connector.scheduler.tiers.index import Key
+from epochkv_connector.scheduler.tiers.jobs import Copied, Outcome, Released, Stored
+from epochkv_connector.scheduler.tiers.stock import Stock
+from epochkv_connector.scheduler.tiers.views import BlockPoolPort, ScheduledRequestView, Snapshot
 from epochkv_connector.wire.jobs import BlockMove, JobAck, SaveJob
 
 

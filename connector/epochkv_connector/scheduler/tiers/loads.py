@@ -2,7 +2,7 @@
 
 vLLM may accept fewer tokens than were planned, and with a sliding window a shorter hit ends with another window. So the plan is
 compared with the blocks that vLLM has allocated, and a hit that cannot fill every one of them is refused.
-Slots are allocated when the whole step is known (`scheduler.index`), so an accepted hit waits here as a draft until then.
+Slots are allocated when the whole step is known (`scheduler.tiers.index`), so an accepted hit waits here as a draft until then.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from itertools import repeat
 
 import msgspec
 
-from epochkv_connector.scheduler import hits
-from epochkv_connector.scheduler.found import ABSENT, Span
-from epochkv_connector.scheduler.jobs import Loaded
-from epochkv_connector.scheduler.planner import HitPlanner
-from epochkv_connector.scheduler.plans import Plan
-from epochkv_connector.scheduler.stock import Stock
-from epochkv_connector.scheduler.views import GroupKind, RequestView, Snapshot
+from epochkv_connector.scheduler.planning import hits
+from epochkv_connector.scheduler.planning.found import ABSENT, Span
+from epochkv_connector.scheduler.planning.planner import HitPlanner
+from epochkv_connector.scheduler.planning.plans import Plan
+from epochkv_connector.scheduler.tiers.jobs import Loaded
+from epochkv_connector.scheduler.tiers.stock import Stock
+from epochkv_connector.scheduler.tiers.views import GroupKind, RequestView, Snapshot
 from epochkv_connector.wire.jobs import BlockMove, LoadJob, Source
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Final
 
-from epochkv_connector.scheduler.index import HostIndex, Key
-from epochkv_connector.scheduler.tracker import Tracker
+from epochkv_connector.scheduler.tiers.index import HostIndex, Key
+from epochkv_connector.scheduler.tiers.tracker import Tracker
 
 ABSENT: Final = -1
 """In a column of slots: not in L1."""

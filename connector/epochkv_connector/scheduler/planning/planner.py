@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from epochkv_connector.scheduler import hits
-from epochkv_connector.scheduler.found import ABSENT, Found
-from epochkv_connector.scheduler.index import Key
-from epochkv_connector.scheduler.lookup import READ_LEASE_SECONDS, Lookups, Query, State
-from epochkv_connector.scheduler.plans import HELD_FRACTION, PLAN_TTL_SECONDS, Plan, PlanTable
-from epochkv_connector.scheduler.stock import Stock
-from epochkv_connector.scheduler.views import Hit, RequestView, Snapshot
+from epochkv_connector.scheduler.planning import hits
+from epochkv_connector.scheduler.planning.found import ABSENT, Found
+from epochkv_connector.scheduler.planning.lookup import READ_LEASE_SECONDS, Lookups, Query, State
+from epochkv_connector.scheduler.planning.plans import HELD_FRACTION, PLAN_TTL_SECONDS, Plan, PlanTable
+from epochkv_connector.scheduler.tiers.index import Key
+from epochkv_connector.scheduler.tiers.stock import Stock
+from epochkv_connector.scheduler.tiers.views import Hit, RequestView, Snapshot
 from epochkv_connector.wire.jobs import Source
 
 RING_SHARE = 8

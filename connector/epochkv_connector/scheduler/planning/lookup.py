@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
-from epochkv_connector.scheduler.index import Key
-from epochkv_connector.scheduler.views import KeysOf, LookupClient
+from epochkv_connector.scheduler.tiers.index import Key
+from epochkv_connector.scheduler.tiers.views import KeysOf, LookupClient
 
 MAX_KEYS_PER_QUERY = 1024
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from epochkv_connector.scheduler.found import Span
-from epochkv_connector.scheduler.views import Hit
+from epochkv_connector.scheduler.planning.found import Span
+from epochkv_connector.scheduler.tiers.views import Hit
 
 PLAN_TTL_STEPS = 8
 PLAN_TTL_SECONDS = 2.0

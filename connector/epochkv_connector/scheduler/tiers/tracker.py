@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from epochkv_connector.scheduler.index import Key
+from epochkv_connector.scheduler.tiers.index import Key
 
 
 class Tracker:

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from epochkv_connector.config.keys import ConnectorConfig
-from epochkv_connector.scheduler.jobs import Loaded
-from epochkv_connector.scheduler.loads import Loads
-from epochkv_connector.scheduler.lookup import Lookups
-from epochkv_connector.scheduler.planner import HitPlanner
-from epochkv_connector.scheduler.saves import Saves
-from epochkv_connector.scheduler.stock import Stock
-from epochkv_connector.scheduler.views import BlockPoolPort, CacheLayout, KeysOf, LookupClient, Snapshot
+from epochkv_connector.scheduler.planning.lookup import Lookups
+from epochkv_connector.scheduler.planning.planner import HitPlanner
+from epochkv_connector.scheduler.tiers.jobs import Loaded
+from epochkv_connector.scheduler.tiers.loads import Loads
+from epochkv_connector.scheduler.tiers.saves import Saves
+from epochkv_connector.scheduler.tiers.stock import Stock
+from epochkv_connector.scheduler.tiers.views import BlockPoolPort, CacheLayout, KeysOf, LookupClient, Snapshot
 from epochkv_connector.wire.jobs import JobAck, LoadJob, SaveJob
 
 logger = logging.getLogger(__name__)

@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from epochkv_connector.config.keys import ConnectorConfig
-from epochkv_connector.scheduler.index import HostIndex, Key, slot_count
-from epochkv_connector.scheduler.jobs import Copied, Ledger, Loaded, Stored
-from epochkv_connector.scheduler.lookup import KnownInStore
-from epochkv_connector.scheduler.pause import LoadPause
-from epochkv_connector.scheduler.tracker import Tracker
-from epochkv_connector.scheduler.views import CacheLayout, NameListener, Snapshot
+from epochkv_connector.scheduler.planning.lookup import KnownInStore
+from epochkv_connector.scheduler.planning.pause import LoadPause
+from epochkv_connector.scheduler.tiers.index import HostIndex, Key, slot_count
+from epochkv_connector.scheduler.tiers.jobs import Copied, Ledger, Loaded, Stored
+from epochkv_connector.scheduler.tiers.tracker import Tracker
+from epochkv_connector.scheduler.tiers.views import CacheLayout, NameListener, Snapshot
 from epochkv_connector.wire.jobs import BlockMove, Source
 
 KNOWN_IN_STORE_CAPACITY = 100_000
