@@ -120,7 +120,7 @@ def test_a_reclaim_counts_keys_of_all_layouts_and_bytes_of_its_own(shared: Moonc
     current = {object_key(f"{pool}/{fp}/e10/w{kept}", 0, 0, b"x") for fp in (own, other)}
     for name in sorted(old | foreign | current):
         assert put(client, memory, [name]) == [Outcome.OK]
-    tiers = SchedulerTiers(half=None, store=client, object_bytes=(1000, 3))  # type: ignore[arg-type]  # the half reclaims nothing
+    tiers = SchedulerTiers(books=None, store=client, object_bytes=(1000, 3))  # type: ignore[arg-type]  # which reclaims nothing
     assert tiers.reclaim(uid, own, 10) == (4 + 6 + 2, 4 * 1000 + 6 * 3)
     assert current <= set(shared.keys())
     assert not (old | foreign) & set(shared.keys())
