@@ -1,7 +1,6 @@
 """Where an engine stands with its pool, why, and the one line that its log gets when that changes.
 
-Kept apart from the fence so that every way into bypass has a name and a remedy in words: an operator who finds an engine
-without caches reads the reason in its log instead of reconstructing it from five flags.
+Every way into bypass has a name and a remedy here. An operator who finds an engine without caches reads the reason in its log.
 """
 
 from __future__ import annotations

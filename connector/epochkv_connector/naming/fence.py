@@ -1,12 +1,11 @@
 """The fence inside vLLM: which root a request's blocks are named with, and when that changes.
 
-Two threads meet here. The agent thread adopts epochs; the scheduler thread pins requests. *Read the root, hash, store
-the pin* is one operation under the adoption lock: without it 5 of 57 names were wrong under fast adoption, with it 0 of
-824 (`fence.md` section 3). Everything that vLLM could change under us is behind `engine`.
+Two threads meet here. The agent thread adopts epochs; the scheduler thread pins requests. Both take one lock: to read the root,
+to hash, to store the pin. Without it 5 of 57 names were wrong under fast adoption, with it 0 of 824 (docs/design/fence.md,
+section 3). Everything that vLLM could change under us is behind `engine`.
 
-What holds now follows from five facts, and is computed from them afresh, never patched: which weights the ranks hold, which
-epoch the hub granted, whether the lease lives, whether somebody reset this engine's caches alone, and whether vLLM's global was
-overwritten.
+`_why` lists every fact that decides. It is evaluated afresh, never patched. This file is longer than others: it holds what one lock
+protects.
 """
 
 from __future__ import annotations

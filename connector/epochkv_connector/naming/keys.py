@@ -54,7 +54,7 @@ def object_key(namespace: str, group: int, shard: int, block_hash: bytes) -> str
 
 
 def parse_key(key: str) -> BlockKey:
-    """Inverse of `object_key(make_namespace(...), ...)`.
+    """Inverse of `object_key(identity.namespace(...), ...)`.
 
     Raises:
         KeyCodecError: not a block key.

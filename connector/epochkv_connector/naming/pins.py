@@ -55,8 +55,8 @@ class FencedHasher:
     """vLLM's request hasher with the pin as explicit first parent.
 
     One object for all requests, reading the pin from the request: a closure per request would make a reference cycle.
-    A prompt below the hash block size gets its first hash during decode, long after admission; with the global it would
-    put KV of the old epoch under a name of the new one (128 stale tokens with a naive rebind, 0 with the pin).
+    A prompt below the hash block size gets its first hash during decode, long after admission. With vLLM's global, KV of the old
+    epoch would get a name of the new one (128 stale tokens). With the pin, none does.
 
     vLLM calls a hasher for every token, and later blocks continue from the hash before them. So it stands before vLLM's own
     only while the first hash is awaited, and then takes itself away.

@@ -3,8 +3,8 @@
 `assembly` builds it. `facade` holds the parts that vLLM's calls go to: `admission` of a request, `steps`, and `weight_changes` at any
 time. They share one `state`, with one record for each request (`requests`).
 
-`bookkeeping` decides which block is where, who holds it and what is under way: hits (`planner`), `loads` and `saves` over one
-`stock`. It is pure: no randomness, no vLLM; time, ids and the block pool are arguments.
+`tiers.bookkeeping` decides which block is where, who holds it and what is under way: `loads` and `saves` over one `stock`.
+`planning` finds hits. Both are pure: no randomness, no vLLM; time, ids and the block pool are arguments.
 
 All of it runs on vLLM's scheduler thread and takes no locks.
 """

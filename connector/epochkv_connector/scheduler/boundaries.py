@@ -1,7 +1,7 @@
 """When a running request can complete its next block, so that a step looks only at those that may have.
 
-A step of the scheduler takes about 10 us of CPU for each running request; looking at every one of them, to find that 15 of 16
-have no new block, added a tenth to that. A request gets at most so many new tokens a step, so the first step in which its
+A step of the scheduler takes about 10 us of CPU for each running request. Looking at every one of them added a tenth to that, and
+15 of 16 have no new block. A request gets at most so many new tokens a step, so the first step in which its
 next block can be complete is known when the last one was found. It is never late: the number of new tokens is an upper
 bound, and whoever was due and not scheduled stays due.
 """

@@ -1,9 +1,8 @@
 """One record per request, and the one place that knows what vLLM waits for on its behalf.
 
 vLLM counts the reports of a load: it dies of one that it does not wait for, and waits for ever for one that does not come.
-What may be told to it depends on more than whether bytes arrived: names may have changed while they were on their way, no
-rank may ever have been told, or the request may have ended. So each load has one state, and one table says what an event
-makes of it.
+Whether bytes arrived is not all that decides what it may be told. Names may have changed on the way, no rank may know of the load,
+or the request may have ended. So each load has one state, and one table says what an event makes of it.
 
 Every operation looks at the requests it names, and at no other: hundreds run, and few of them load.
 """

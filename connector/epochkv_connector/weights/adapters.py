@@ -1,7 +1,7 @@
 """Which adapters the ranks hold: the scheduler half's state machine, as `watch` is that of the model's weights.
 
-A request that uses an adapter is named by the digest of the tensors that the ranks have loaded for it (`lora`), never by its name,
-its path, its files or vLLM's id. Whatever may have put other tensors in place is followed by a question before the next step is
+A request that uses an adapter is named by the digest of the tensors that the ranks have loaded for it (`lora`). The adapter's name,
+path, files and vLLM's id do not count. Whatever may have put other tensors in place is followed by a question before the next step is
 scheduled:
 
 - a call that loads, unloads or pins an adapter, whoever made it: asked at once, so that requests which follow have their names;

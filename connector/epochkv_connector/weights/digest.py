@@ -1,7 +1,7 @@
 """A digest of tensors where they lie: every byte, its place, the tensors' names, types and shapes. CPU and CUDA.
 
 On the host, slabs go through XXH3 (128 bits), on several threads. On a device, rows of 16 KiB are multiplied by a fixed random
-int8 matrix of 16 columns with exact int32 arithmetic (`torch._int_mm`), the results are the rows of the next level, and the last
+int8 matrix of 16 columns with exact int32 arithmetic (`torch._int_mm`). The results are the rows of the next level. The last
 64 KiB go through SHA-256. Two sets of weights that were not chosen in view of the matrix have one digest with a chance of 2^-128.
 Sums and XOR miss swapped rows and columns, negation and transposition; both ways here see them.
 """

@@ -1,8 +1,8 @@
 """Which tensors of a worker are weights: everything its models hold, less a short list with reasons.
 
 Parameters and buffers by name, and plain tensors that modules keep as attributes, since some kernels put repacked weights there.
-Linear layers that a CPU kernel has packed away are known by the digest that `packed` took of them; a layer that hides its weights
-any other way has no digest, and so has the engine.
+Linear layers that a CPU kernel has packed away are known by the digest that `packed` took of them. If a layer hides its weights in
+any other way, the engine has no digest.
 """
 
 from __future__ import annotations

@@ -28,8 +28,9 @@ Answer = dict[str, Any]
 
 
 class Places:
-    """Where every tensor of a worker lies, by name, and which object keeps it: whoever swaps a storage or a parameter leaves the
-    sample looking at memory that nobody computes with.
+    """Where every tensor of a worker lies, by name, and which object keeps it.
+
+    Whoever swaps a storage or a parameter leaves the sample looking at memory that nobody computes with.
 
     Attributes:
         lie: addresses.
@@ -206,8 +207,7 @@ def is_as_asked(worker: Any, number: int) -> bool:
 
 
 def end_device_work(worker: Any) -> bool:
-    """A call follows that may write weights: wait for what runs on the device, as it may write on another stream, and let go of the
-    sample, which keeps the memory of tensors that it may replace."""
+    """The next call may write weights, on another stream too. Wait for the device, then drop the sample, which keeps old memory alive."""
     try:
         _synchronize()
         held = _held(worker)

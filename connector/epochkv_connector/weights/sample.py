@@ -1,7 +1,7 @@
 """A few elements of every tensor, compared again after each step that saves: weights that were written past vLLM show here.
 
-Not the mechanism, which is the hook on the executor, but its backstop: a push that changes one element in a thousand is missed by
-one comparison with a chance of 4e-8.
+This is the backstop; the hook on the executor is the mechanism. One comparison misses a push of one element in a thousand with a
+chance of 4e-8.
 """
 
 from __future__ import annotations

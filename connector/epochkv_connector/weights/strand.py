@@ -1,7 +1,7 @@
 """Requests that hold blocks go on over a change of weights; what they compute from then on gets names that nobody finds.
 
-Weights return (A, B, A) where epochs never do: a request that went on naming under its root would put KV of B under a name of A,
-which this engine and, once it was saved, every other one would find (4 of 36 answers wrong without this).
+Weights return (A, B, A); epochs never do. A request that went on naming under its root would put KV of B under a name of A. This
+engine, and after a save every other one, would find it (4 of 36 answers wrong without this).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """When an engine looks at its weights, and what it calls them meanwhile: the scheduler half's state machine.
 
-KV is a function of tokens and weights, so names carry a digest of the weights that the ranks hold (`rank.ask`). Whatever may have
-written to them is followed by a look before the next step is scheduled, and nothing is named between the two:
+KV is a function of tokens and weights, so names carry a digest of the weights that the ranks hold (`rank.ask`). The engine looks at
+its start, and again while a rank cannot say. It also looks after whatever may have written to the weights, before the next step is
+scheduled, and names nothing between the two:
 
 - an RPC to the workers that is not known to be harmless, whoever made it: it is marked before it is delegated;
 - `load_weights` of a model, called in this very process;
@@ -58,9 +59,9 @@ QUIET_SECONDS = 0.25
 PAUSE_SECONDS = 1.0
 """A call that comes so long after the last look is the first of a push, or a lone one."""
 RETRY_SECONDS = 1.0
-"""Between two looks while the ranks cannot say what they hold; at least ten times what the last one took."""
+"""Pause between two looks while ranks cannot say what they hold; at least ten times as long as the last look took."""
 SHARE = 4
-"""Of the time, one in so many parts may go into looks: a push in hundreds of calls, with steps between them, costs no more."""
+"""Looks may take one part in this many of the time: a push in hundreds of calls, with steps between them, costs no more."""
 REMEMBERED = 64
 """Questions whose answer is remembered, for ranks that report late."""
 SHOWN_DIGITS = 8

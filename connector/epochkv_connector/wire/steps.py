@@ -25,7 +25,7 @@ class StepMetadata(KVConnectorMetadata):
         loads, saves: jobs born in this step.
         poisoned: request ids whose load must be reported once more, finished *and* failed (fence.md, "Poison"). Also
             names requests for which no load job was ever sent (a hit that could not be kept): reported the same way.
-        newest_epoch: highest epoch adopted; a put of an older namespace that has not begun may be skipped.
+        newest_epoch: highest epoch adopted; a put of an older namespace that has not begun is dropped and reported as failed.
         settle: saves of earlier steps hold their GPU blocks no more: their copies must end before this step writes to any.
         look: after the forward pass of this step each rank compares its weights with what it answered to the question of this number
             (`weights.rank`); -1: nothing is named.

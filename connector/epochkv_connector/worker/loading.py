@@ -1,9 +1,8 @@
 """Loads of one rank: fetch from the store into slots where need be, then copy the slots to GPU blocks.
 
-A load with more blocks than it was given slots names slots more than once. It goes through in *pieces*, cut where a slot
-comes again: a piece is fetched and copied, and the next one is fetched only when that copy has ended and the store has let
-go of the slots. Between pieces a load may be failed like one that has not begun; while a piece is copied it is not, because
-the blocks of a reported load are given to others at once.
+A load with more blocks than it was given slots names slots more than once. It goes through in *pieces*, cut where a slot comes
+again. The next piece is fetched when the last copy has ended and the store has let go of the slots. Between pieces a load may be
+failed like one that has not begun. While a piece is copied it is not: blocks of a reported load are given to others at once.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A pool's record is the pool object's status: `targetEpoch` with its origin in `reset`, `epoch`, `granting`, `weightsLabels`.
 Leadership is the operator's Lease.
 Reads are plain GETs, which the API server answers from a quorum; never a LIST, a watch cache or `resourceVersion=0`.
-Writes are compare-and-swap, on the resourceVersion first and after a conflict on the record's own fields, so a check made on
-the state that was read still holds when the write lands.
+Writes are compare-and-swap: first on the resourceVersion, after a conflict on the record's own fields. So a check made on the state
+that was read still holds when the write lands.
 """
 
 from __future__ import annotations

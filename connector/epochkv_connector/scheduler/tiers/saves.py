@@ -1,8 +1,8 @@
 """Which blocks of the running requests are saved, and what becomes of their saves.
 
-A block is saved once: what L1 holds, what another job is saving and what L2 is known to hold is left out. How far a
-request has been looked at is remembered, so a step costs only its new blocks; slots are taken unit by unit (all groups
-of one alignment unit or none), and what finds no slot is tried again while the request lives.
+A block is saved once: what L1 holds, what another job is saving and what L2 is known to hold is left out. Each request remembers
+how far it was looked at, so a step costs only its new blocks. Slots are taken per alignment unit, for all its groups or none. What
+finds no slot is tried again while the request lives.
 """
 
 from __future__ import annotations
