@@ -63,7 +63,7 @@ class SharedStore:
     def __init__(self) -> None:
         self.keys: set[str] = set()
 
-    def exists(self, keys: Sequence[str]) -> Future[Sequence[bool]]:
+    def exists(self, keys: Sequence[str], timeout: float) -> Future[Sequence[bool]]:
         """As `StoreClient.exists`."""
         answer: Future[Sequence[bool]] = Future()
         answer.set_result([key in self.keys for key in keys])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from epochkv_connector.wire.jobs import Phase
 from tests.scheduler.test_loads import begin_load, filled, release
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 
@@ -211,3 +212,37 @@ def test_blocks_that_requests_hold_anyhow_do_not_put_preemption_off(make_rig: Ma
     release(rig)
     rig.run()
     rig.check_clean()
+
+
+def test_a_lost_acknowledgement_of_a_load_costs_hits_and_no_request(make_rig: MakeRig) -> None:
+    """A rank's report of acknowledgements can be lost to an error of ours. No second load may be promised while that one is open."""
+    rig, tokens = filled(make_rig)
+    request = begin_load(rig, tokens, max_tokens=4)
+    release(rig)
+    lost = [ack for ack in rig.workers[0].acks if ack.phase is Phase.LOADED]
+    assert lost
+    rig.workers[0].acks = [ack for ack in rig.workers[0].acks if ack not in lost]
+    while not rig.scheduler.running:
+        rig.step()
+    assert rig.books.loads.is_open(request.request_id)
+    rig.scheduler._preempt_request(rig.scheduler.running.pop(), 0.0)
+    assert rig.block_pool.reset_prefix_cache()  # L1 still has them
+    rig.run()
+    assert request.request_id in rig.finished
+
+
+def test_loads_that_failed_while_our_code_failed_are_over(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, tokens = filled(make_rig)
+    request = begin_load(rig, tokens, max_tokens=2)
+    rig.workers[0].fail_loads = lambda job: True
+    release(rig)
+    failure = FailsOnce(rig.side.steps, "_record_loads", monkeypatch)
+    rig.step()
+    assert failure.raised
+    rig.adopt(1, weights="w1")
+    rig.run()
+    assert request.request_id in rig.finished
+    rig.adopt(2, weights="w2")
+    rig.serve(prompt(2, LENGTH))
+    check_unharmed(rig)
+    assert rig.side.state.counters["poisoned_loads"] == 0

@@ -301,7 +301,6 @@ GAUGES: tuple[Family, ...] = (
 
 IGNORED = frozenset(
     {
-        "poisoned",  # requests named as failed in metadata: loads_poisoned and loads_doomed say it better
         "errors",  # their sum, for heartbeats
     }
 )

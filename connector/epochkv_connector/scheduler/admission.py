@@ -78,8 +78,8 @@ class Admission:
         if stale_hit or outcome is Repin.DEFERRED or self._steps_aside_once(record):
             return None, False
         books = self._usable(request, snapshot)
-        if books is None or record.load is not LoadState.NONE:
-            return 0, False
+        if books is None or record.load is not LoadState.NONE or books.loads.is_open(record.request_id):
+            return 0, False  # open: a rank's acknowledgement of the load before was lost, and no second job would go out
         hit = books.hits.answer(self._view(request, snapshot), num_local, snapshot)
         return hit.num_tokens, bool(hit.num_tokens)
 

@@ -158,10 +158,13 @@ class Steps:
             self._fence.end_load(record.vllm, succeeded=request_id not in failed)
 
     def _distrust_loads(self, output: Any) -> None:
-        """The bookkeeping has failed: take every success back, as if it was poisoned."""
-        for request_id in set(output.finished_recving or ()) - set(output.failed_recving or ()):
+        """The bookkeeping has failed: take every success back, as if it was poisoned. All other loads end as they were reported."""
+        failed = set(output.failed_recving or ())
+        for request_id in tuple(output.finished_recving or ()):
             record = self._requests.get(request_id)
-            if record is not None and self._requests.on(record, LoadEvent.DISTRUST):
+            if record is None or request_id in failed:
+                self._requests.report(request_id, failed=request_id in failed)
+            elif self._requests.on(record, LoadEvent.DISTRUST):
                 self._hide(output, request_id)
 
     @staticmethod

@@ -20,6 +20,8 @@ from epochkv_operator.planning.status import conditions
 log = structlog.get_logger(__name__)
 #: Written by the hub's authority alone once they exist; here they may only be set for the first time or be raised.
 EPOCH_FIELDS = ("targetEpoch", "epoch")
+#: A push has taken too long: the reason says so, and the status stays False.
+OVERDUE = ("Updating", "Diverged")
 #: These come and go with every reset and push, and cost nobody anything; only where they are stuck they are worth an Event.
 ROUTINE = frozenset({"CarriedRequests", "Drained", "Reclaiming", "Reclaimed", "Updating", "Converged", "Unknown"})
 
@@ -104,9 +106,9 @@ class Reporter:
             # On first sight nothing has changed yet; the condition itself is the news.
             if previous is None:
                 continue
-            was_routine, is_routine = previous["reason"] in ROUTINE, reason in ROUTINE
-            if was_routine != is_routine or (previous["status"] != status and not is_routine):
-                self._events.emit(obj, warning=status != "True" and not is_routine, reason=reason, action=kind, note=message or kind)
+            moved = previous["status"] != status and not {reason, previous["reason"]} <= ROUTINE
+            if moved or (previous["reason"], reason) == OVERDUE:
+                self._events.emit(obj, warning=status != "True", reason=reason, action=kind, note=message or kind)
         self._tell_reset(obj, about, before.get("reset") or {}, after.get("reset") or {})
 
     def _tell_reset(self, obj: Json, about: str, before: Json, after: Json) -> None:

@@ -145,11 +145,13 @@ class Store:
         self.answering = True
         self.failing = False
         self.queries: list[list[str]] = []
+        self.timeouts: list[float] = []
         self.unanswered: list[tuple[Future[Sequence[bool]], list[str]]] = []
 
-    def exists(self, keys: Sequence[str]) -> Future[Sequence[bool]]:
+    def exists(self, keys: Sequence[str], timeout: float) -> Future[Sequence[bool]]:
         future: Future[Sequence[bool]] = Future()
         self.queries.append(list(keys))
+        self.timeouts.append(timeout)
         if self.failing:
             future.set_exception(ConnectionError("store is down"))
         elif self.answering:

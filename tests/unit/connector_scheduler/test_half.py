@@ -196,6 +196,14 @@ def test_a_slow_store_defers_until_the_deadline_then_l1_answers() -> None:
     assert len(world.store.queries) == 1
 
 
+@pytest.mark.parametrize("milliseconds", [20.0, 5000.0])
+def test_the_store_may_take_as_long_as_the_deadline_says(milliseconds: float) -> None:
+    """The client has no limit of its own: one of a second made misses of lookups that were given five."""
+    world = World(config(l2=True, lookup_deadline_ms=milliseconds))
+    world.books.hits.begin(view("b", PROMPT, SNAP.root), SNAP)
+    assert world.store.timeouts == [milliseconds / 1e3]
+
+
 def test_an_answer_that_arrives_in_time_is_used() -> None:
     world = World(L2)
     stored(world, PROMPT)

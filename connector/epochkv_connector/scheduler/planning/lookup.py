@@ -106,7 +106,7 @@ class Lookups:
         futures, batches = [], []
         for start in range(0, len(keys), MAX_KEYS_PER_QUERY):
             batch = keys[start : start + MAX_KEYS_PER_QUERY]
-            futures.append(self._client.exists(batch))
+            futures.append(self._client.exists(batch, self._deadline_seconds))
             batches.append(len(batch))
         query = Query(namespace, root, self._clock(), list(blocks), shards, futures, batches)
         self._queries[request_id] = query

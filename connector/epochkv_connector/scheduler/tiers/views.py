@@ -147,8 +147,9 @@ class BlockPoolPort(Protocol):
 class LookupClient(Protocol):
     """Existence queries against L2, answered on the client's own thread."""
 
-    def exists(self, keys: Sequence[str]) -> Future[Sequence[bool]]:
-        """Never blocks and never raises; at most `lookup.MAX_KEYS_PER_QUERY` keys. Errors travel in the future."""
+    def exists(self, keys: Sequence[str], timeout: float) -> Future[Sequence[bool]]:
+        """Never blocks and never raises; at most `lookup.MAX_KEYS_PER_QUERY` keys. Errors travel in the future, `timeout` seconds
+        from now at the latest."""
 
 
 class NameListener(Protocol):
