@@ -22,7 +22,7 @@ from tests.engine.conftest import BLOCKS, CACHED, PATIENT, PATIENT_ENVIRON, Prom
 
 @pytest.fixture(scope="module")
 def pool(folder: Path) -> Iterator[Pool]:
-    with Pool(folder, lease_seconds=6.0) as pool:
+    with Pool(folder) as pool:  # no test here loses a lease: a short one is lost whenever the machine stands still
         yield pool
 
 
