@@ -115,8 +115,12 @@ def test_a_half_that_breaks_down_owes_nothing_afterwards(raising: str) -> None:
     assert "r9" in side.failed
 
 
-def test_a_copy_under_way_is_reported_when_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reported load's blocks are given to others at once, so a late copy would overwrite somebody else's KV."""
+@pytest.mark.parametrize("num_errors", [1, 2])
+def test_a_copy_under_way_is_reported_when_it_has_ended(monkeypatch: pytest.MonkeyPatch, num_errors: int) -> None:
+    """A reported load's blocks are given to others at once, so a late copy would overwrite somebody else's KV.
+
+    Whatever breaks a step may break the next one, too.
+    """
     monkeypatch.setattr("epochkv_connector.worker.facade.REFUSE_SECONDS", 0.05)
     side = Side()
     side.step(saves=[save(1, [move(1, 0)])])
@@ -133,6 +137,10 @@ def test_a_copy_under_way_is_reported_when_it_has_ended(monkeypatch: pytest.Monk
     side.step(loads=[load(2, [move(1, 0)])])
     assert begun.wait(10.0)
     side.step(raising="start_step", loads=[load(3, [move(1, 0)])])
+    assert side.finished == {"r3": 1}
+    for _ in range(1, num_errors):
+        side.side.refuse(StepMetadata())
+        side.collect()
     assert side.finished == {"r3": 1}
     may_end.set()
     side.until({(2, Phase.LOADED)})

@@ -222,10 +222,10 @@ class WorkerSide:
         if not self._started:
             self._debts.take_on(metadata)
         self._started = self._finished = True
-        old, self.half = self.half, RefusingHalf(self.half.rank)
-        self._retired = old
-        with contextlib.suppress(Exception):  # it has raised before; what it cannot end is refused below
-            old.shutdown(REFUSE_SECONDS)
+        if self._retired is None:
+            self._retired, self.half = self.half, RefusingHalf(self.half.rank)
+            with contextlib.suppress(Exception):  # it has raised before; what it cannot end is refused below
+                self._retired.shutdown(REFUSE_SECONDS)
         self._collect_retired()
 
     def results(self) -> tuple[set[str], set[str]]:
