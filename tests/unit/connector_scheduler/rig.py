@@ -25,6 +25,7 @@ from epochkv_connector.scheduler.tiers.views import (
     ScheduledRequestView,
 )
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+from tests.unit.connector_scheduler.index_check import check_index
 
 HASH_BLOCK = 4
 SHARDS = 2
@@ -386,7 +387,7 @@ class World:
     def assert_idle(self) -> None:
         """Nothing is held by anybody."""
         assert {name: count for name, count in self.books.leak_report().items() if count} == {}
-        self.books.stock.index.check()
+        check_index(self.books.state.index)
 
 
 def scheduled(request_id: str, tokens: Sequence[int], root: bytes, blocks: list[list[int]], confirmed: int) -> ScheduledRequestView:

@@ -38,11 +38,11 @@ def test_gpu_blocks_stay_referenced_until_every_rank_has_copied() -> None:
     world.free(blocks)
     world.books.finish("a")
     world.books.on_acks(world.workers[0].work())
-    assert world.books.saves.holds_gpu_blocks()
+    assert world.books.state.ledger.num_gpu_blocks
     assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 0, "one rank has not confirmed"
     world.books.finish("b")
     world.books.on_acks(world.workers[1].work())
-    assert not world.books.saves.holds_gpu_blocks()
+    assert not world.books.state.ledger.num_gpu_blocks
     assert sum(world.pool.refs.values()) == 0
     world.assert_idle()
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from epochkv_connector.scheduler.requests import LoadState
 from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, RequestView
 from epochkv_connector.wire.jobs import LoadJob, Phase, SaveJob, Source
+from tests.unit.connector_scheduler.index_check import check_index
 from tests.unit.connector_scheduler.rig import HASH_BLOCK, LAYOUTS, Snap, World, chain, config, scheduled, snap_of, view
 
 NUM_SCHEDULES = int(os.environ.get("EPOCHKV_SCHEDULES", "5010"))
@@ -307,7 +308,7 @@ class Schedule:
             elif action != self.change_names or self.random.random() < 0.2:
                 action()
             if number % 5 == 0:
-                self.world.books.stock.index.check()
+                check_index(self.world.books.state.index)
         self.end()
 
     def end(self) -> None:

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epochkv_connector.worker.copying import copies, cuda
+from epochkv_connector.worker.copying.copies import progressions, row_classes
 from epochkv_connector.worker.copying.layout import GroupSpec
-from epochkv_connector.worker.copying.rows import progressions, row_classes
 from epochkv_connector.worker.copying.staging import Pair, Staging, pin_chunks
 
 
