@@ -17,7 +17,7 @@ from contextlib import suppress
 import pytest
 
 from epochkv_connector.naming.keys import object_key
-from epochkv_connector.store import Outcome, State, StoreClient, StoreUnavailable
+from epochkv_connector.store import Outcome, StoreClient, StoreState, StoreUnavailable
 from hack.standalone.mooncake import Mooncake
 from hack.waiting import eventually
 from tests.store.conftest import ConnectTo
@@ -52,7 +52,7 @@ def test_a_master_that_is_absent_at_start_is_joined_when_it_appears(
     assert not stores.answers()
     client = connect(stores.address, memory, wait=False)
     time.sleep(1.0)  # several probes
-    assert client.state is State.PROBING
+    assert client.state is StoreState.PROBING
     keys = block_keys(1)
     assert put(client, memory, keys) == [Outcome.DOWN]
     assert get(client, memory, keys) == [Outcome.DOWN]
@@ -76,7 +76,7 @@ def test_a_killed_master_costs_one_call_and_its_successor_is_used(stores: Moonca
 
     master.kill()
     assert why_not(client, keys) is Outcome.UNREACHABLE
-    assert client.state is State.PROBING
+    assert client.state is StoreState.PROBING
     assert client.stats()["breaker_opened"] == 1
     calls = client.stats()["exists_calls"]
     for _ in range(100):  # answered without a call
@@ -106,10 +106,10 @@ def test_a_frozen_master_is_a_timeout_for_the_caller_and_then_an_open_breaker(st
     with pytest.raises(StoreUnavailable) as caught:
         lookup.result(10)
     assert caught.value.outcome is Outcome.TIMEOUT
-    eventually(lambda: client.state is State.PROBING, "breaker open", 10)
+    eventually(lambda: client.state is StoreState.PROBING, "breaker open", 10)
     assert client.stats()["setups"] == 1
     time.sleep(1.0)
-    assert client.state is State.PROBING, "a frozen process accepts TCP connections; that alone must not close the breaker"
+    assert client.state is StoreState.PROBING, "a frozen process accepts TCP connections; that alone must not close the breaker"
     assert client.stats()["setups"] == 1, "setup holds the GIL and must not be tried on a frozen master"
 
     master.thaw()
@@ -187,7 +187,7 @@ def test_a_killed_store_is_a_miss_and_another_one_takes_over(stores: Mooncake, c
     outcomes = get(client, memory, keys)
     assert outcomes[0] is Outcome.TRANSFER
     assert Outcome.OK not in outcomes
-    assert client.ready
+    assert client.state is StoreState.READY
 
     stores.start_store()
     eventually(lambda: client.exists(keys).result(10) == [False, False], "master dropped the dead segment", 30)
@@ -213,7 +213,7 @@ def test_a_frozen_store_keeps_the_buffers_after_the_deadline(stores: Mooncake, c
     assert client.stats()["in_flight"] == 1
     ticket.released.result(30)
     assert client.stats()["in_flight"] == 0
-    assert client.ready, "the master is fine, so lookups go on"
+    assert client.state is StoreState.READY, "the master is fine, so lookups go on"
 
     store.thaw()
     eventually(lambda: get(client, memory, keys) == [Outcome.OK] * 4, "reads work again", 30)
@@ -228,7 +228,7 @@ def test_without_any_store_puts_are_dropped_and_the_client_stays_ready(stores: M
     assert put(client, memory, keys) == [Outcome.FULL]
     assert get(client, memory, keys) == [Outcome.ABSENT]
     assert client.exists(keys).result(5) == [False]
-    assert client.ready
+    assert client.state is StoreState.READY
 
 
 def test_a_full_store_drops_puts_and_recovers(stores: Mooncake, connect: ConnectTo) -> None:
@@ -432,13 +432,13 @@ def test_a_closed_client_answers_and_stays_closed(stores: Mooncake, connect: Con
     stores.start_store()
     client = connect(stores.address, memory)
     assert client.close(5)
-    assert client.state is State.CLOSED
+    assert client.state is StoreState.CLOSED
     keys = block_keys(1)
     assert put(client, memory, keys) == [Outcome.CLOSED]
     assert get(client, memory, keys) == [Outcome.CLOSED]
     assert why_not(client, keys) is Outcome.CLOSED
     with pytest.raises(StoreUnavailable):
-        client.remove_by_prefix("a/")
+        client.remove_matching("^a/")
     assert client.close(5)
 
 
@@ -448,7 +448,7 @@ def test_closing_before_start_and_while_the_master_is_away_ends_at_once(stores: 
         if start:
             client.start()
         assert client.close(5)
-        assert client.state is State.CLOSED
+        assert client.state is StoreState.CLOSED
 
 
 def test_missing_variables_are_named_once(

@@ -141,7 +141,7 @@ class Rig:
             config["local"] = {"capacity_bytes": l1_bytes}
         if store is not None:
             config["distributed"] = {"master_address": "127.0.0.1:1"}
-            monkeypatch.setattr("epochkv_connector.halves.make_lookup_client", lambda _config: store)
+            monkeypatch.setattr("epochkv_connector.scheduler.build.start_client", lambda _settings: store)
         self.vllm_config = self._vllm_config(tmp, num_blocks, max_batched_tokens, num_ranks, config, transfer, kv_events, caching)
         if not connector:
             self.vllm_config.kv_transfer_config = None
@@ -258,22 +258,22 @@ class Rig:
     @property
     def watch(self) -> Any:
         """Our look at the weights."""
-        return self.connector.side.weights.watch
+        return self.connector.scheduler.weights.watch
 
     @property
     def side(self) -> Any:
         """Our facade."""
-        return self.connector.side
+        return self.connector.scheduler
 
     @property
     def fence(self) -> Any:
         """Our fence."""
-        return self.connector.side.fence
+        return self.connector.scheduler.fence
 
     @property
     def books(self) -> Any:
         """Our bookkeeping."""
-        return self.connector.side.books
+        return self.connector.scheduler.books
 
     def adopt(self, epoch: int, weights: str | None = None) -> None:
         """What the agent thread does for an accepted grant; with `weights`, the engine has them from now on."""

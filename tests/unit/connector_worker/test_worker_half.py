@@ -20,12 +20,12 @@ import torch
 
 from epochkv_connector.naming.keys import object_key
 from epochkv_connector.store import Outcome, Ticket, Transfer
-from epochkv_connector.store.lanes import resolve
+from epochkv_connector.store.queues import resolve
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 from epochkv_connector.worker.copying.layout import GroupSpec, LayoutError
 from epochkv_connector.worker.copying.slots import HEADER_BYTES, TRAILER_BYTES
-from epochkv_connector.worker.copying.staging import StagingStream
-from epochkv_connector.worker.half import WorkerHalf
+from epochkv_connector.worker.copying.staging import Staging, StagingStream
+from epochkv_connector.worker.runner import JobRunner
 from epochkv_connector.worker.tasks import Report
 from hack.waiting import eventually
 
@@ -109,22 +109,23 @@ class ObedientStore:
 
 
 class Rig:
-    """A worker half over random KV tensors, and a collector that insists on exactly once."""
+    """A runner over random KV tensors, and a collector that insists on exactly once."""
 
     def __init__(self, store: ObedientStore | None = None, **ranks: int) -> None:
         raw = np.random.default_rng(1).integers(0, 256, (LAYERS, NUM_BLOCKS, 64), dtype=np.uint8)
         self.kv = torch.from_numpy(raw)
         self.store = store
-        self.worker = WorkerHalf(open_store=(lambda region: store) if store else None, **ranks)
         names = [f"l{i}" for i in range(LAYERS)]
         caches = {name: self.kv[i] for i, name in enumerate(names)}
-        self.worker.register(caches, [GroupSpec(names, 16)], NUM_SLOTS, NUM_BLOCKS)
+        self.staging = Staging(caches, [GroupSpec(names, 16)], NUM_SLOTS, NUM_BLOCKS)
+        open_store: Any = (lambda region: store) if store else None
+        self.worker = JobRunner(self.staging, open_store=open_store, **ranks)  # type: ignore[arg-type]
         self.finished: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
         self.acks: dict[tuple[int, Phase], JobAck] = {}
 
     def address(self, slot: int) -> int:
-        return self.worker.region.slot_address(slot)
+        return self.staging.region.slot_address(slot)
 
     def block(self, block: int) -> bytes:
         return self.kv[:, block].numpy().tobytes()
@@ -434,8 +435,9 @@ def test_jobs_without_a_store_or_a_registration_fail(store: ObedientStore) -> No
     assert rig.until_acked(4, Phase.STORED).failed
     assert rig.until_acked(5, Phase.COPIED).failed
     assert rig.until_acked(6, Phase.COPIED).failed
-    bare = WorkerHalf()
-    bare.start_step(Step(loads=[load(1, [move(8, 5, 30)])], saves=[save(2, [move(3, 0, 30)], NAMESPACE)]))
+    bare = Rig().worker
+    bare.shutdown()
+    bare.start_step(Step(loads=[load(1, [move(8, 5, 30)])], saves=[save(2, [move(3, 0, 30)], NAMESPACE)]))  # type: ignore[arg-type]
     bare.finish_step()
     finished, failed, acks = bare.results()
     assert finished == failed == {"r1"}
@@ -448,7 +450,7 @@ def test_jobs_without_a_store_or_a_registration_fail(store: ObedientStore) -> No
 
 def test_a_layout_that_cannot_be_cut_is_an_error_at_registration() -> None:
     with pytest.raises(LayoutError, match="no dimension"):
-        WorkerHalf().register({"a": torch.zeros(4, 4)}, [GroupSpec(["a"])], 4, num_blocks=3)
+        Staging({"a": torch.zeros(4, 4)}, [GroupSpec(["a"])], 4, num_blocks=3)
 
 
 def test_waiting_for_copies_releases_the_blocks_of_an_idle_engine() -> None:

@@ -1,0 +1,277 @@
+"""The scheduler role: one object per EngineCore, which puts the parts together and passes vLLM's calls to them.
+
+All of it runs on vLLM's scheduler thread, unless a method says otherwise. Every rule in the parts that looks odd is one of
+`fence.md` section 3, found by running vLLM. The order inside each call is the point: *first* bring the bookkeeping to what holds
+now (`SharedState.apply`), then act. What an engine may not do is found out here, once, and logged with what to change.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from epochkv_connector.config.keys import ConnectorConfig
+from epochkv_connector.engine import blocks, describe, hashing, limits, patches, topology
+from epochkv_connector.engine.limits import why_no_tiers
+from epochkv_connector.guard import Guard
+from epochkv_connector.hub_link import FenceHooks, HubLink
+from epochkv_connector.metrics.collect import Reporter
+from epochkv_connector.metrics.stats import EpochKVStats
+from epochkv_connector.naming.fence import TAG_KEY, Fence, FencePolicy, PoolIdentity
+from epochkv_connector.naming.identity import fingerprint
+from epochkv_connector.scheduler import build
+from epochkv_connector.scheduler.admission import Admission
+from epochkv_connector.scheduler.candidates import SaveCandidates
+from epochkv_connector.scheduler.state import SharedState
+from epochkv_connector.scheduler.steps import FindWorker, Steps
+from epochkv_connector.scheduler.weight_changes import WeightChanges
+from epochkv_connector.weights.adapters import Adapters
+from epochkv_connector.weights.engine import EngineRanks, NoRanks, join
+from epochkv_connector.weights.watch import Watch
+from epochkv_fence.protocol.messages import WEIGHTS_BYTES
+
+logger = logging.getLogger("vllm.epochkv")
+
+
+def why_no_loads(vllm_config: Any) -> str | None:
+    """Why this engine must not load, and what to change; None: it may."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer.kv_role == "kv_producer":
+        return "kv_role is 'kv_producer', which saves only; set it to 'kv_both' to load as well"
+    if transfer.kv_load_failure_policy != "recompute":
+        return (
+            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, so a lost block would fail the request; set it to 'recompute' "
+            "(below a MultiConnector: in this child's own configuration)"
+        )
+    return why_no_tiers(vllm_config)
+
+
+def why_no_saves(vllm_config: Any) -> str | None:
+    """Why this engine must not save, and what to change; None: it may."""
+    if vllm_config.kv_transfer_config.kv_role == "kv_consumer":
+        return "kv_role is 'kv_consumer', which loads only; set it to 'kv_both' to save as well"
+    return why_no_tiers(vllm_config)
+
+
+class _EngineNames:
+    """What is named after the weights of this engine (`weights.watch.Names`). An error of ours leaves nothing named."""
+
+    def __init__(self, weights: WeightChanges, core: Any | None, scheduler: Any | None, guard: Guard) -> None:
+        self._weights, self._core, self._scheduler, self._guard = weights, core, scheduler, guard
+        self.tell = weights.tell
+
+    def hold(self, weights: bytes | None, note: str) -> None:
+        self._guard.run("hold", lambda: self._weights.hold(weights), self._weights.break_off)
+
+    def end(self, weights: bytes) -> None:
+        self._guard.run("end", lambda: self._weights.end(weights), self._weights.break_off)
+
+    def clear_encoder(self) -> bool:
+        if self._core is None or self._scheduler is None or blocks.encoder_outputs_in_use(self._scheduler):
+            return False
+        self._scheduler.reset_encoder_cache()
+        self._core.model_executor.reset_encoder_cache()
+        return True
+
+
+class SchedulerRole:
+    """See the module's docstring.
+
+    Args:
+        local_worker: finds the worker role when it lives in this process.
+
+    Raises:
+        ConfigError: the tiers cannot be built as configured.
+
+    Attributes:
+        tiers: None when none is configured, or they could not be built; then `books` is None, too, and the fence works alone.
+        fingerprint: of everything that decides what a byte of a block is (64 hex digits).
+        hashing: vLLM's block hashing.
+        state: what the parts share.
+        admission, weights, steps: the parts.
+    """
+
+    def __init__(
+        self, config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any, guard: Guard, reporter: Reporter, local_worker: FindWorker
+    ) -> None:
+        self._config, self._vllm_config, self._guard, self._reporter = config, vllm_config, guard, reporter
+        self.hashing = hashing.BlockHashing(vllm_config.cache_config.prefix_caching_hash_algo)
+        root_port = hashing.GlobalRoot()
+        described = describe.describe_engine(vllm_config, kv_cache_config)
+        core, scheduler = patches.builders()
+        engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        ranks = NoRanks() if core is None or scheduler is None else EngineRanks(core.model_executor, engine_id)
+        layouts: list[str] | None = guard.run("layouts", ranks.layouts, lambda: None)
+        self.fingerprint = fingerprint({**described, "layouts": layouts})
+        adapters = Adapters(ranks, topology.num_worker_ranks(vllm_config), time.monotonic, limits.why_no_adapters(vllm_config))
+        self._link = HubLink(config)
+        self.fence = self._build_fence(root_port, adapters, core)
+        loads_off, saves_off = why_no_loads(vllm_config), why_no_saves(vllm_config)
+        for what, why in (("loads", loads_off), ("saves", saves_off)):
+            if why is not None:
+                logger.warning("EpochKV: %s are off: %s", what, why)
+        self.tiers: build.Tiers | None = guard.build("tiers", lambda: build.build_tiers(config, vllm_config, kv_cache_config), lambda: None)
+        self.books = None if self.tiers is None else self.tiers.books
+        self.state = state = SharedState(self.fence, self.books, guard.note)
+        self.requests, self.counters = state.requests, state.counters
+        self.admission = Admission(state, loads_off)
+        self.weights = WeightChanges(state, self.admission, self._link)
+        candidates = SaveCandidates(state, topology.tokens_per_step(vllm_config))
+        self.steps = Steps(state, self.weights, candidates, saves_off, local_worker)
+        self._watch_weights(ranks, adapters, core, scheduler)
+        self._start_link()
+
+    def _build_fence(self, root_port: hashing.GlobalRoot, adapters: Adapters, core: Any | None) -> Fence:
+        config, vllm_config = self._config, self._vllm_config
+        random_seed = hashing.hash_seed_is_random(self.hashing.algorithm)
+        if random_seed and config.distributed is not None:
+            logger.warning(
+                "EpochKV: block hashes (%s) have a random seed in each process, so the distributed tier is off; "
+                "set PYTHONHASHSEED to one value in the whole pool, or use --prefix-caching-hash-algo sha256",
+                self.hashing.algorithm,
+            )
+        applied = describe.describe_adapters(vllm_config)
+        identity = PoolIdentity(config.pool.uid, self.fingerprint, self._link.secret, not random_seed, applied)
+        policy = FencePolicy(
+            has_hub=self._link.secret is not None,
+            use_private=config.hub is None,
+            forced_bypass=limits.why_no_weights(vllm_config, getattr(core, "model_executor", None)),
+        )
+        return Fence(identity, policy, root_port, self.hashing, adapters, lease_until=self._link.lease_until)
+
+    def _watch_weights(self, ranks: EngineRanks | NoRanks, adapters: Adapters, core: Any | None, scheduler: Any | None) -> None:
+        """Names are made of the weights that the ranks hold, from the first on."""
+        weights = self.weights
+        weights.watch = watch = Watch(
+            ranks,
+            _EngineNames(weights, core, scheduler, self._guard),
+            topology.num_worker_ranks(self._vllm_config),
+            time.monotonic,
+            has_encoder=limits.is_multimodal(self._vllm_config),
+        )
+        weights.adapters = adapters
+        adapters.join(weights, lambda: watch.value is not None and not ranks.asleep)
+        patches.hide_adapters_from_hashes()
+        if self.fence.policy.forced_bypass is not None:
+            watch.refuse(self.fence.policy.forced_bypass)
+        if isinstance(ranks, EngineRanks):
+            join(core, scheduler, watch, adapters, lambda work: self._guard.run("weights", work, weights.break_off))
+        watch.before_schedule()
+
+    def _start_link(self) -> None:
+        self._link.start(self.hooks(), self.fingerprint, int(self._vllm_config.parallel_config.data_parallel_rank or 0))
+        if self.fence.policy.forced_bypass is not None:
+            logger.warning("EpochKV serves without caches: %s", self.fence.policy.forced_bypass)
+        elif self._config.hub is None:
+            logger.info("EpochKV: no hub is configured; this engine is a pool of its own, and its root private")
+
+    def bind(self, manager: Any) -> None:
+        """The cache manager exists: learn the hash block size and reach the GPU block pool."""
+        state, block_pool = self.state, manager.block_pool
+        state.manager, state.pool, state.hash_block_size = manager, block_pool, blocks.hash_block_size_of(block_pool)
+        self.hashing.hash_block_size = state.hash_block_size
+        patches.before_reset(manager, self.steps.let_go)
+        if self.books is not None:
+            self.books.bind_block_pool(blocks.BlockPoolAdapter(block_pool))
+        state.events.bind(block_pool, self.books)
+
+    def on_new_request(self, request: Any) -> None:
+        """Pin, and begin the L2 lookup."""
+        self.requests.see(request)
+        self.weights.adapter_arrived(request)
+        self.admission.arrive(request)
+
+    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the request; GPU pins protect its saves, so frees are never delayed."""
+        tag = self.fence.tag(getattr(request, "lora_request", None)) if self._may_hand_off(request) else None
+        self.steps.save_last_blocks(request)
+        self.fence.release(request)
+        self.requests.finish(request.request_id)
+        self.steps.candidates.forget(request.request_id)
+        if self.books is not None:
+            self.books.finish(request.request_id)
+        return False, ({TAG_KEY: tag} if tag is not None else None)
+
+    def _may_hand_off(self, request: Any) -> bool:
+        """A P/D producer's request under a current, shareable pin: its KV may be named by our tag."""
+        params = request.kv_transfer_params
+        pin = self.fence.pin_of(request)
+        return bool(params and params.get("do_remote_decode") and pin is not None and self.fence.may_save(pin))
+
+    def reset_cache(self) -> bool:
+        """vLLM's own reset: clear on every tier. Always True: the names make it true."""
+        rotated = self.fence.reset()
+        self.state.apply()
+        self.state.clear()
+        self.counters["local_resets"] += 1
+        if rotated:
+            self.weights.ask_for_next_epoch()
+            self._link.poke()
+        return True
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Keep a multiprocess engine stepping: a save holds GPU blocks, ranks wait for word, or a load that must fail is not finally
+        reported. All have deadlines."""
+        return self.requests.must_fail or (self.books is not None and self.books.saves.is_pending())
+
+    def hooks(self) -> FenceHooks:
+        """What the agent's thread may ask of this engine."""
+        return FenceHooks(
+            ready=self.fence.ready,
+            adopt=self.fence.adopt,
+            busy=self.fence.busy,
+            carried=self.fence.carried,
+            private=lambda: self.fence.waiting_after_reset,
+            weights=self._told,
+            stats=self.gauges,
+            reclaim=self.reclaim,
+        )
+
+    def _told(self) -> tuple[bytes | None, str]:
+        """What heartbeats say of the weights. Any thread."""
+        bypass, watch = self.fence.policy.forced_bypass, self.weights.watch
+        if bypass is not None or watch is None:
+            return None, bypass or ""
+        value, note = watch.told
+        return (None if value is None else value[:WEIGHTS_BYTES]), note
+
+    def reclaim(self, below: int, keep: tuple[bytes, ...]) -> tuple[int, int]:
+        """See `Tiers.reclaim`. Not for the scheduler thread.
+
+        Raises:
+            RuntimeError: the tiers could not be built; 0 would say that nothing is left.
+            StoreUnavailable: the store gave no answer.
+        """
+        if self.tiers is not None:
+            return self.tiers.reclaim(self._config.pool.uid, self.fingerprint, below, keep)
+        if self._config.distributed is not None:
+            raise RuntimeError("this engine has no store client: its tiers could not be built")
+        return 0, 0
+
+    def gauges(self) -> dict[str, float]:
+        """What holds now. Any thread (heartbeats carry it too)."""
+        unbuilt = self.tiers is None and (self._config.local is not None or self._config.distributed is not None)
+        return self._reporter.gauges(self, self._link, broken=self.state.broken or unbuilt)
+
+    def stats(self) -> EpochKVStats:
+        """Counters since the last report, and what holds now."""
+        return self._reporter.scheduler_stats(self, self.tiers, self.gauges())
+
+    def leak_report(self) -> dict[str, int]:
+        """What is still open; all zero when the engine is idle and every acknowledgement arrived."""
+        report = {
+            **self.requests.leak_report(),
+            **self.steps.candidates.leak_report(),
+            "carried": self.fence.carried() + self.fence.carried_sessions(),
+        }
+        if self.books is not None:
+            report.update({f"books.{name}": count for name, count in self.books.leak_report().items()})
+        return report
+
+    def stop(self) -> None:
+        """Stop the agent, then the tiers; each within its own deadline."""
+        self._guard.run("link.stop", self._link.stop, lambda: None)
+        if self.tiers is not None:
+            self._guard.run("tiers.close", self.tiers.close, lambda: None)
