@@ -344,3 +344,8 @@ class KVCachePool(ApiModel):
     """What the pool should be."""
     status: KVCachePoolStatus | None = None
     """What the pool is."""
+
+    @property
+    def mooncake(self) -> Mooncake | None:
+        """The store that the operator runs for the pool, if it does."""
+        return self.spec.distributed.mooncake if self.spec.distributed is not None else None

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import datetime
-from typing import Any
 
 import structlog
 
@@ -15,7 +14,7 @@ from epochkv_operator.kube.events import EventRecorder
 from epochkv_operator.kube.resources import ref_of
 from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.planning import Condition
-from epochkv_operator.planning.status import conditions
+from epochkv_operator.planning.status import conditions, conditions_by_type
 
 log = structlog.get_logger(__name__)
 #: Written by the hub's authority alone once they exist; here they may only be set for the first time or be raised.
@@ -95,8 +94,8 @@ class Reporter:
 
     def _tell(self, obj: Json, before: Json, after: Json) -> None:
         about = f"{obj['kind']} {obj['metadata']['namespace']}/{obj['metadata']['name']}"
-        old = _conditions(before)
-        for kind, condition in _conditions(after).items():
+        old = conditions_by_type(before)
+        for kind, condition in conditions_by_type(after).items():
             previous = old.get(kind)
             if previous is not None and (previous["status"], previous["reason"]) == (condition["status"], condition["reason"]):
                 continue
@@ -121,7 +120,3 @@ class Reporter:
         asker = f", asked for by {after['origin']}" if after.get("origin") else ""
         note = f"epoch {epoch} published{took}{asker}: no engine uses an older one"
         self._events.emit(obj, warning=False, reason="EpochPublished", action="Reset", note=note)
-
-
-def _conditions(status: Json) -> dict[str, dict[str, Any]]:
-    return {condition["type"]: condition for condition in status.get("conditions") or []}

@@ -14,9 +14,10 @@ in `Observed`, and
 the conditions say it. Plans are level-triggered: planning again on the result of a plan yields an empty one.
 """
 
-from epochkv_operator.planning.conditions import engine_conditions, pool_conditions
+from epochkv_operator.planning.conditions import engine_conditions, epoch_ahead, pool_conditions
 from epochkv_operator.planning.connection import connection, connection_hash, transfer_config
 from epochkv_operator.planning.context import (
+    PUSH_SECONDS,
     Condition,
     Context,
     HubEngine,
@@ -30,12 +31,10 @@ from epochkv_operator.planning.context import (
     timestamp,
 )
 from epochkv_operator.planning.engine import desired_engine
-from epochkv_operator.planning.epoch_conditions import epoch_ahead
 from epochkv_operator.planning.merge import InvalidTemplate
 from epochkv_operator.planning.plan import Plan, plan_engine, plan_pool
 from epochkv_operator.planning.pool import desired_pool
 from epochkv_operator.planning.status import engine_status, pool_status
-from epochkv_operator.planning.weights import PUSH_SECONDS
 
 __all__ = [
     "PUSH_SECONDS",
