@@ -11,20 +11,9 @@ from typing import Any
 import pytest
 
 from epochkv_operator.api import parse_engine, parse_pool
-from epochkv_operator.planning import (
-    HubEngine,
-    HubView,
-    KeysView,
-    Observed,
-    Outlier,
-    Plan,
-    ReclaimView,
-    WeightsGroup,
-    engine_status,
-    plan_engine,
-    plan_pool,
-    pool_status,
-)
+from epochkv_operator.planning.context import HubEngine, HubView, KeysView, Observed, Outlier, ReclaimView, WeightsGroup
+from epochkv_operator.planning.plan import Plan, plan_engine, plan_pool
+from epochkv_operator.planning.status import engine_status, pool_status
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
 from tests.support.planning import CONTEXT, ENGINE_SPECS, POOL_SPECS

@@ -16,7 +16,9 @@ from epochkv_operator.kube.resources import ENGINE_LABEL, ENGINES, POOLS
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Store
 from epochkv_operator.kube.work_keys import Key, pool_of
-from epochkv_operator.planning import Problem, engine_status, plan_engine
+from epochkv_operator.planning.context import Problem
+from epochkv_operator.planning.plan import plan_engine
+from epochkv_operator.planning.status import engine_status
 from epochkv_operator.settings import Settings
 
 #: The pool wakes its engines when it has keys; this is for the case that it was not looked at yet.

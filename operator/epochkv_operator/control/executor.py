@@ -12,7 +12,8 @@ from epochkv_operator.kube.apply import Applier
 from epochkv_operator.kube.client import ApiError, Conflict, Forbidden, Invalid, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import by_kind
 from epochkv_operator.kube.store import Store
-from epochkv_operator.planning import Observed, Plan, Problem
+from epochkv_operator.planning.context import Observed, Problem
+from epochkv_operator.planning.plan import Plan
 
 log = structlog.get_logger(__name__)
 

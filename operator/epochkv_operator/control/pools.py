@@ -19,7 +19,10 @@ from epochkv_operator.kube.resources import POOL_LABEL, POOLS
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Store
 from epochkv_operator.kube.work_keys import Key, engine_key, engines_of
-from epochkv_operator.planning import Problem, epoch_ahead, plan_pool, pool_status
+from epochkv_operator.planning.conditions import epoch_ahead
+from epochkv_operator.planning.context import Problem
+from epochkv_operator.planning.plan import plan_pool
+from epochkv_operator.planning.status import pool_status
 from epochkv_operator.settings import Settings
 
 log = structlog.get_logger(__name__)

@@ -13,7 +13,7 @@ from epochkv_operator.kube.client import Json
 from epochkv_operator.kube.events import EventRecorder
 from epochkv_operator.kube.resources import ref_of
 from epochkv_operator.kube.status import StatusWriter
-from epochkv_operator.planning import Condition
+from epochkv_operator.planning.context import Condition
 from epochkv_operator.planning.status import conditions, conditions_by_type
 
 log = structlog.get_logger(__name__)

@@ -37,7 +37,7 @@ def desired_engine(engine: InferenceEngine, pool: KVCachePool | None, context: C
         InvalidTemplate: an override in `spec.template` that belongs to the operator.
     """
     selector = engine_selector(engine.metadata.name)
-    bodies = {
+    bodies: dict[str, Json] = {
         "ServiceAccount": {"automountServiceAccountToken": False},
         "Deployment": {"spec": _deployment(engine, pool, context)},
         "Service": {"spec": podspec.service(selector, "http", ENGINE_PORT)},

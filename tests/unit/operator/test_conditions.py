@@ -8,20 +8,11 @@ from typing import Any
 
 import pytest
 
-from epochkv_operator.planning import (
-    HubEngine,
-    HubView,
-    KeysView,
-    Observed,
-    Problem,
-    ReclaimView,
-    desired_engine,
-    desired_pool,
-    engine_conditions,
-    engine_status,
-    pool_conditions,
-    pool_status,
-)
+from epochkv_operator.planning.conditions import engine_conditions, pool_conditions
+from epochkv_operator.planning.context import HubEngine, HubView, KeysView, Observed, Problem, ReclaimView
+from epochkv_operator.planning.engine import desired_engine
+from epochkv_operator.planning.pool import desired_pool
+from epochkv_operator.planning.status import engine_status, pool_status
 from tests.support.planning import CONTEXT, engine, one, pool
 
 Json = dict[str, Any]

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from epochkv_operator.planning import HubEngine, HubView, Observed, Outlier, WeightsGroup, engine_status, pool_conditions, pool_status
-from epochkv_operator.planning.status import weights_summary
+from epochkv_operator.planning.conditions import pool_conditions
+from epochkv_operator.planning.context import HubEngine, HubView, Observed, Outlier, WeightsGroup
+from epochkv_operator.planning.status import engine_status, pool_status, weights_summary
 from tests.support.planning import CONTEXT, engine, pool
 
 Json = dict[str, Any]
