@@ -1,8 +1,8 @@
 """What both custom resources share: the base model, CEL rules carried by models, quantities, pod overrides, conditions.
 
-The models are the single source of the API. `schema.py` turns them into CRDs, so a CEL rule stands next to the Python check
-that says the same: the API server refuses bad input with a sentence, and the operator, which may meet objects that were stored under
-an older CRD, refuses the same objects for the same reason.
+The models are the single source of the API. `crd.py` turns them into CRDs, so a CEL rule stands next to the Python check
+that says the same. The API server refuses bad input with a sentence. The operator may meet objects that were stored under an
+older CRD, and refuses those for the same reason.
 """
 
 from __future__ import annotations
