@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hack.cluster.errors import ClusterError
+from hack.cluster.provider import ClusterError
 
 TOOLS = Path(__file__).parent / "tools"
 KUBERNETES_VERSION = "v1.34.4"
@@ -68,7 +68,6 @@ MODULES = (
     Module("helm", {"helm": "helm.sh/helm/v3/cmd/helm"}, "-s -w", 80),
     Module("coredns", {"coredns": "github.com/coredns/coredns"}, "-s -w", 100),
 )
-_MODULE_OF = {binary: module for module in MODULES for binary in module.packages}
 
 
 def cache_root() -> Path:

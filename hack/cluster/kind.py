@@ -8,8 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from hack.cluster.errors import ClusterError
-from hack.cluster.provider import ComponentStatus, Report
+from hack.cluster.provider import ClusterError, ComponentStatus, Report
 from hack.cluster.state import check_name, run_root
 
 

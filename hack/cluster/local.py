@@ -17,13 +17,12 @@ from datetime import datetime
 from pathlib import Path
 
 from hack.cluster import nodeconfig, state
-from hack.cluster.api import Api
 from hack.cluster.binaries import Binaries, build
 from hack.cluster.components import apiserver_args, controller_manager_args, etcd_args, write_credentials
-from hack.cluster.errors import ClusterError
+from hack.cluster.controlplane import Api
 from hack.cluster.node import Node, host
 from hack.cluster.process import log_tail
-from hack.cluster.provider import ComponentStatus, Report
+from hack.cluster.provider import ClusterError, ComponentStatus, Report
 from hack.cluster.state import ClusterState
 from hack.waiting import poll
 

@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hack.cluster.errors import ClusterError
 from hack.cluster.process import Component, ProcessTable
+from hack.cluster.provider import ClusterError
 from hack.cluster.state import ClusterState
 from hack.waiting import poll
 

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from hack.cluster.errors import ClusterError
+from hack.cluster.provider import ClusterError
 
 _DAYS = "30"
 

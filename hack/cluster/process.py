@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hack.cluster.errors import ClusterError
+from hack.cluster.provider import ClusterError
 from hack.waiting import poll
 
 # Launchers (`nsenter`) that are children of this Python process: they end with their component and must be reaped.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hack.cluster.components import Layout
-from hack.cluster.errors import ClusterError
+from hack.cluster.provider import ClusterError
 
 MAX_CLUSTERS = 50
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,14}")

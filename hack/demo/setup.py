@@ -13,10 +13,10 @@ from pathlib import Path
 
 from hack import models
 from hack.cluster import binaries, choose_provider
-from hack.cluster.environment import ENV_CLAIM, provide_folder
 from hack.cluster.provider import Provider
 from hack.demo.journey import ENGINE, NAMESPACE, POOL, REFERENCE
 from hack.demo.kube import DemoError, Json, Kube, condition
+from hack.demo.volumes import ENV_CLAIM, provide_folder
 from hack.images.builder import Builder
 from hack.images.recipe import IMAGES, Image
 
@@ -125,7 +125,7 @@ class Setup:
         self._remove_other_demo(kube, note)
         kube.kubectl("apply", "-f", str(MANIFESTS / "namespace.yaml"))
         for claim, folder in ((ENV_CLAIM, self.engine_venv), ("models", self.models)):
-            note(provide_folder(self.provider.kubeconfig(), NAMESPACE, claim, folder))
+            note(provide_folder(kube, NAMESPACE, claim, folder))
         for name in ("pool", "engine", "reference"):
             note(kube.kubectl("apply", "-f", str(MANIFESTS / f"{name}.yaml")))
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hack.cluster.binaries import Report, cache_root
-from hack.cluster.errors import ClusterError
+from hack.cluster.provider import ClusterError
 from hack.images import recipe
 from hack.images.recipe import Image
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hack.cluster.errors import ClusterError
+from hack.cluster.provider import ClusterError
 
 ROOT = Path(__file__).resolve().parents[2]
 SUITE = "bookworm"
