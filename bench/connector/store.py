@@ -7,6 +7,7 @@ Ours also seals each object and checks what it gets: header, trailer and the pay
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import mmap
 import statistics
@@ -134,8 +135,9 @@ def turn(ours: StoreClient, region: Region, raw: Raw, name: str, small: int, bac
     return seconds
 
 
-def row(repeats: int, progress: Progress) -> Row:
+def row(arguments: argparse.Namespace, progress: Progress) -> Row:
     """Throughput of ours / raw for puts and gets of each size."""
+    repeats = 3 * arguments.repeats
     prepare_environment()
     figures: list[Figure] = []
     details: dict[str, Any] = {}
