@@ -291,8 +291,8 @@ class KVCachePoolSpec(ApiModel):
     )
 
     reset_epoch: Epoch = 0
-    """Raise it to invalidate all KV of the pool: above `status.targetEpoch`, which is higher where engines or trainers asked for resets
-    themselves (at or below it nothing is reset, and `EpochConverged` says `EpochAhead`). `status.epoch` reaches it when that is proved. It
+    """Raise it above `status.targetEpoch` to invalidate all KV of the pool. That one is higher where engines or trainers asked for resets
+    themselves: at or below it nothing is reset, and `EpochConverged` says `EpochAhead`. `status.epoch` reaches it when that is proved. It
     never goes down. Leave it out of charts and GitOps manifests that do not own resets."""
     weights_version: Annotated[
         int | str | None,

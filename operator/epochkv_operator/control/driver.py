@@ -1,9 +1,7 @@
-"""kopf as the watch driver, and nothing more: every handler is an `on.event` that hands the raw object to a sink and
-returns.
+"""kopf as the watch driver, and nothing more: every handler is an `on.event` that hands the raw object to a sink.
 
-kopf's own reconciliation (create/update/delete handlers, timers, daemons, indices, finalizers, patches) is not used:
-it writes to the objects it watches, keeps state in annotations, and one 4xx ends a timer for good (measured; see the
-design pages).
+kopf's own reconciliation is not used: create, update and delete handlers, timers, daemons, indices, finalizers, patches.
+It writes to the objects that it watches and keeps state in annotations, and one 4xx ends a timer for good (measured).
 """
 
 from __future__ import annotations

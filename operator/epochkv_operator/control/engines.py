@@ -27,9 +27,7 @@ WAIT_FOR_KEYS_SECONDS = 1.0
 
 @dataclass(eq=False)
 class EngineReconciler:
-    """Brings engines to what they should be. Raises what another try may solve. `wake`: look at a key again after a
-    delay.
-    """
+    """Brings engines to what they should be. Raises what another try may solve. `wake`: look at a key after a delay."""
 
     kind = ENGINES.kind
 
@@ -72,8 +70,9 @@ class EngineReconciler:
         await self._report(key, obj, engine, pool, _not_ready(pool, refusal))
 
     async def _pool(self, namespace: str, name: str) -> Json | None:
-        """The pool, asked for at the API server before it counts as missing: events of pools and of engines overtake
-        each other, and an engine that is first made without its pool starts twice.
+        """The pool, asked for at the API server before it counts as missing.
+
+        Events of pools and engines overtake each other, and an engine that is first made without its pool starts twice.
         """
         known = self.store.get(POOLS.kind, namespace, name)
         if known is not None:

@@ -29,7 +29,7 @@ from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed, HubService
 from epochkv_operator.hub.stores import store_admin
 from epochkv_operator.kube.client import ApiError, Json, KubeClient
 from epochkv_operator.kube.events import EventRecorder
-from epochkv_operator.kube.lease import LeaseHolder, new_identity
+from epochkv_operator.kube.lease import LeaseHolder, LeaseLost, new_identity
 from epochkv_operator.kube.queue import WorkQueue
 from epochkv_operator.kube.resources import CHILDREN, LEASES, POOLS, PRIMARY, Resource
 from epochkv_operator.kube.status import StatusWriter
@@ -76,13 +76,8 @@ class Operator:
         self._add_probes()
         await self.probes.serve(self.settings.probe_bind, self.settings.metrics_bind)
         client = await KubeClient.connect()
-        lease = LeaseHolder(
-            client,
-            self.settings.namespace,
-            self.settings.lease_name,
-            self.identity,
-            self.settings.lease_duration_seconds,
-        )
+        settings = self.settings
+        lease = LeaseHolder(client, settings.namespace, settings.lease_name, self.identity, settings.lease_duration_seconds)
         try:
             if not await self._unless_stopped(lease.acquire()):
                 return 0
@@ -159,15 +154,13 @@ class Operator:
                 self._executor.forget(resource.kind, obj)
             return
         if resource is POOLS and self._hub is not None:
-            # The fast path: an epoch that was asked for does not wait in the queue, and not for the store either, which may
-            # know this state from the answer to a write.
+            # The fast path: an epoch that was asked for does not wait in the queue. Nor does it wait for the store, which may know
+            # this state from the answer to a write.
             self._hub.seen(obj)
         self._take(resource, obj)
 
     def _take(self, resource: Resource, obj: Json) -> None:
-        """A state of an object, from a watch, a listing or an answer: remember it if it is newer, and look at what it
-        affects.
-        """
+        """A state of an object, from a watch, a listing or an answer: if it is newer, remember it and look at what it affects."""
         if not self.store.upsert(resource.kind, obj):
             return
         if resource is POOLS and self._hub is not None:
@@ -227,7 +220,7 @@ class Operator:
                 "operator ends: a part ended",
                 part=self._tasks[task],
                 reason=reason,
-                exc_info=error if _unexpected(error) else None,
+                exc_info=None if isinstance(error, LeaseLost | ApiError) else error,
             )
         if not ended:
             log.info("operator ends: told to")
@@ -274,12 +267,6 @@ class Operator:
         self.probes.live = {"queue": queue_age, "lists": lists, "watches": canary}
         self.probes.ready = {"leading": leading}
         self.probes.before_metrics = gauges
-
-
-def _unexpected(error: BaseException | None) -> bool:
-    from epochkv_operator.kube.lease import LeaseLost
-
-    return error is not None and not isinstance(error, LeaseLost | ApiError)
 
 
 async def _cancel(tasks: list[asyncio.Task[Any]], seconds: float) -> None:

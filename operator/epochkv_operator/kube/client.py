@@ -30,9 +30,9 @@ In the operator's own namespace (Role):
 | ""                  | secrets   | the hub Secret  | get         |
 | ""                  | secrets   | -               | create      |
 
-Watch canary (own Lease seen through kopf's watch): `list, watch` on leases with resourceNames = the Lease, as a
-ClusterRole rule when watching cluster-wide, in the same Role when the operator's namespace is a watched one. Discovery
-(`/api`, `/apis`) comes with `system:discovery`.
+Watch canary (own Lease seen through kopf's watch): `list, watch` on leases with resourceNames = the Lease. That is a
+ClusterRole rule when watching cluster-wide, and stands in the same Role when the operator's namespace is a watched one.
+Discovery (`/api`, `/apis`) comes with `system:discovery`.
 """
 
 from __future__ import annotations
@@ -258,8 +258,8 @@ class KubeClient:
         """Set fields of an existing status (None removes one; an object replaces the one that is there), accepted only by the
         object with this uid in which the fields `seen` still hold (None: the field is still absent).
 
-        The API server tests and writes on the newest object and tries again by itself, so writes to the rest of the object do not get
-        in the way as they do with a resourceVersion.
+        The API server tests and writes on the newest object and tries again by itself. So writes to the rest of the object do not
+        get in the way as they do with a resourceVersion.
 
         Raises:
             Invalid: a field has changed, or a namesake with another uid stands there.

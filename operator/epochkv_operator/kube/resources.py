@@ -53,6 +53,11 @@ class ObjectRef(NamedTuple):
         return f"{self.resource.kind} {self.namespace}/{self.name} (uid {self.uid})"
 
 
+def identity(obj: dict[str, Any]) -> tuple[str, str, str]:
+    """Kind, namespace and name of an object, live or wanted."""
+    return obj["kind"], obj["metadata"]["namespace"], obj["metadata"]["name"]
+
+
 def ref_of(obj: dict[str, Any]) -> ObjectRef:
     """The reference to a live object."""
     metadata = obj["metadata"]

@@ -59,7 +59,7 @@ class StatusWriter:
 
         `decide` runs again on each newer state. The patch is accepted only at the resourceVersion that `decide` saw, so
         what it checked still holds at the write. Where it depends on few fields of the status (`depends_on`), a conflict makes it
-        compare those alone: somebody who keeps writing to the rest of the object cannot hold it up.
+        compare those alone. Then nobody who keeps writing to the rest of the object can hold it up.
 
         Raises:
             ObjectGone, ApiError (`Unavailable` at the deadline); anything `decide` raises.

@@ -43,12 +43,13 @@ _HEARD = ("engines", "externalEngines", "weights", "weightsSummary")
 def pool_status(pool: KVCachePool, observed: Observed, context: Context, previous: Json, now: datetime) -> Json:
     """The status of a pool. `previous` is its live status (empty at first); epochs in it are never lowered.
 
-    The epochs are the hub authority's to write: they are repeated here only so that a whole status can be written, as the
-    maximum of what is
-    there and what the hub says.
+    The epochs are the hub authority's to write. They are repeated here only so that a whole status can be written: the maximum
+    of what is there and what the hub says.
     """
     observed = replace(observed, hub=_with_the_past(observed.hub, previous))
-    partial = _partial(observed.hub, (previous.get("engines") or {}).get("total", 0))
+    # A hub that has just begun to lead has not heard from everybody yet: what it does not know is no news.
+    known_before = (previous.get("engines") or {}).get("total", 0)
+    partial = observed.hub is not None and not observed.hub.complete and len(observed.hub.engines) < known_before
     found = conditions(pool_conditions(pool, observed), previous, pool.metadata.generation, now)
     status: Json = {
         "conditions": _kept(found, previous, ("WeightsConverged", "Drained")) if partial else found,
@@ -160,11 +161,6 @@ def _weights_groups(hub: HubView, previous: Json) -> list[Json]:
         }
         for group in hub.weights[:_MAX_WEIGHTS]
     ]
-
-
-def _partial(hub: HubView | None, known_before: int) -> bool:
-    """The hub has just begun to lead and has not heard from everybody yet: what it does not know is no news."""
-    return hub is not None and not hub.complete and len(hub.engines) < known_before
 
 
 def _kept(found: Sequence[Json], previous: Json, kinds: Sequence[str]) -> list[Json]:
