@@ -11,11 +11,13 @@ import asyncio
 import signal
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 import structlog
 from kubernetes.aio.config import ConfigException
 
+from epochkv_fence.stores.mooncake import MooncakeAdmin
 from epochkv_operator import metrics
 from epochkv_operator.control import driver
 from epochkv_operator.control.engines import EngineReconciler
@@ -26,7 +28,7 @@ from epochkv_operator.control.resync import Resync
 from epochkv_operator.control.secrets import FenceSecrets, SecretConflict, hub_keys
 from epochkv_operator.control.worker import Worker
 from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed, HubService
-from epochkv_operator.hub.stores import store_admin
+from epochkv_operator.hub.stores import master_urls
 from epochkv_operator.kube.client import ApiError, Json, KubeClient
 from epochkv_operator.kube.events import EventRecorder
 from epochkv_operator.kube.lease import LeaseHolder, LeaseLost, new_identity
@@ -111,7 +113,8 @@ class Operator:
         keys = await self._hub_keys(client)
         await resync.initial()
         self._canary_seen = time.monotonic()  # what the watches show from here on happened after this listing
-        hub = self._hub = HubService(self.settings.hub_bind, keys, lease, statuses, self._wake, store_admin(self.store))
+        stores = MooncakeAdmin(partial(master_urls, self.store))
+        hub = self._hub = HubService(self.settings.hub_bind, keys, lease, statuses, self._wake, stores)
         await hub.start()
         events = EventRecorder(client, self.identity)
         executor = self._executor = Executor(client, self.store)
