@@ -117,8 +117,10 @@ def sample_row(arguments: argparse.Namespace, progress: Progress) -> Row:
 
 
 def changed_share(rate: float, num: int = 4_000_000) -> float:
-    """Elements that one step of an Adam-like update changes in bfloat16: each moves by the rate, times a normal direction, and the
-    trainer keeps float32 masters that it rounds for the push."""
+    """Share of elements that one step of an Adam-like update changes in bfloat16.
+
+    Each moves by the rate, times a normal direction. The trainer keeps float32 masters that it rounds for the push.
+    """
     source = torch.Generator().manual_seed(2)
     master = torch.randn(num, generator=source) * 0.02
     moved = master - rate * torch.randn(num, generator=source).clamp(-3, 3)

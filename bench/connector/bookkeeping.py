@@ -1,7 +1,7 @@
 """What a hit costs the scheduler thread: the production `Bookkeeping` with a full L1, no engine and no store.
 
-A request's way is cut at two places: the walk over its block hashes (what the design calls lookup), and everything that
-then holds and accepts the hit (plan, commit, making the load job).
+A request's way is measured in two parts. Lookup is the walk over its block hashes; plan, commit and making the load job
+hold and accept the hit.
 """
 
 from __future__ import annotations

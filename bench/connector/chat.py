@@ -1,7 +1,7 @@
 """Throughput on conversations of the chat trace: an engine of ours and one with vLLM's MooncakeStoreConnector, in turns.
 
-Whole conversations are drawn at random until there are enough requests, and keep their order of arrival: that keeps the
-trace's reuse (about 37 % of the blocks), which its first minutes do not have. A 512-token block of the trace becomes one
+Whole conversations are drawn at random until there are enough requests, and keep their order of arrival. That keeps the
+trace's reuse, about 37 % of the blocks, which its first minutes do not have. A 512-token block of the trace becomes one
 block of the engine (32 tokens), an answer a sixteenth of its length.
 """
 

@@ -1,7 +1,7 @@
 """Engines of a benchmark run: one Mooncake, one pool, and vLLM CPU engines with the model of 100 million parameters.
 
-All engines of a row are alike but for the connector, run at the same time and are asked in turns, so that what else the
-machine does meets every side of a ratio.
+All engines of a row are alike but for the connector. They run at the same time and are asked in turns, so that what else
+the machine does meets every side of a ratio.
 """
 
 from __future__ import annotations

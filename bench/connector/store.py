@@ -1,7 +1,7 @@
 """L2 put and get through our client against the raw Mooncake client: same master, same store process, same object sizes.
 
 Both clients live in this process and take turns. The raw client is measured twice: all objects in one call, and in calls of
-as many objects as ours makes (a call to a hung store node takes seconds for each four objects, so ours makes small ones).
+as many objects as ours makes. A call to a hung store node takes seconds for each four objects, so ours makes small ones.
 Ours also seals each object and checks what it gets: header, trailer and the payload's xxh3.
 """
 

@@ -1,7 +1,7 @@
 """Go binaries of the local cluster: built from the pinned modules in `tools/`, cached by the hash of what they are built from.
 
-Kubernetes publishes no binaries in any package registry, but the Go module proxy serves its source, so everything is
-built here once (about ten minutes on two cores) and kept under the cache folder of the user.
+Kubernetes publishes no binaries in any package registry, but the Go module proxy serves its source. So everything is
+built here once, in about ten minutes on two cores, and kept under the cache folder of the user.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The node's own world: network, mount, PID, UTS and IPC namespaces around one init process, and the veth pair to the host.
 
-Killing that init makes the kernel kill everything the cluster ever started (containers too) and drop its mounts, interfaces,
-iptables rules and sysctls: `down` cannot forget any, and two clusters cannot collide. Only the veth, the routes, the cgroups and the
-folders live outside; they are removed by name.
+When that init is killed, the kernel kills everything that the cluster ever started, containers too, and drops its mounts,
+interfaces, iptables rules and sysctls. So `down` cannot forget any, and two clusters cannot collide. Only the veth, the routes, the
+cgroups and the folders live outside; they are removed by name.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
   run [VERSION ...]     an environment per version (kept in .build/compat), the layers that run on it, a table; the default is all
   lock [VERSION ...]    write the pins in which a version differs from the primary environment
 
-One environment is the primary one (hack/requirements/engine.txt) with the pins of hack/compat/VERSION.txt laid over it, so
-that nothing but vLLM and what it insists on changes. vLLM 0.33 has no build for CPUs that could be installed: its wheel is
-made for CUDA, whose Python half runs the scheduler layer and cannot run an engine.
+One environment is the primary one (hack/requirements/engine.txt) with the pins of hack/compat/VERSION.txt laid over it.
+So nothing changes but vLLM and what it insists on. vLLM 0.33 has no build for CPUs that could be installed. Its wheel is
+made for CUDA: its Python half runs the scheduler layer and cannot run an engine.
 
 Exit status: 0 when every layer of every version passed.
 """

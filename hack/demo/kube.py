@@ -1,5 +1,7 @@
-"""Reaching a cluster from this machine, on any provider: kubectl for what a user would type, and the API server's pod proxy for HTTP
-to pods, so that neither routes to pod addresses nor port-forwards are needed."""
+"""Reaching a cluster from this machine, on any provider: kubectl for what a user would type, and requests to the API server.
+
+HTTP to pods goes through the API server's pod proxy, so that neither routes to pod addresses nor port-forwards are needed.
+"""
 
 from __future__ import annotations
 

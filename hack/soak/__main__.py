@@ -1,9 +1,8 @@
 """Soak: three real vLLM engines, a Mooncake store and a hub under random faults, resets and weight changes.
 
 Every answer that ran wholly under one state of weights is compared, token by token, with an engine of exactly these weights that
-has no cache. At the end everything is healed, and nothing
-may be left: no wrong token, no failed request, no block, plan, job or slot that an idle engine still holds, no memory that
-has grown. Exit status 0 if so, else 1.
+has no cache. At the end everything is healed, and nothing may be left: no wrong token, no failed request, no memory that has
+grown. An idle engine must hold no block, plan, job or slot. Exit status 0 if so, else 1.
 
 A seed replays the same prompts, faults, resets and updates at the same times (how they meet requests differs):
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import urllib.request
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from hack.loopback import free_port, port_open
@@ -130,7 +129,7 @@ class Mooncake:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def end(self) -> None:
