@@ -12,10 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from typing import Any
 
 PLAIN_WIDTH = 140
 """Of tables that go to a file or a pipe."""
@@ -83,7 +80,7 @@ def shown(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def print_table(rows: Sequence[Row], title: str, console: Console | None = None) -> None:
+def print_table(rows: Sequence[Row], title: str) -> None:
     """One line for each figure; a row's details are in the JSON file."""
     try:  # a GPU machine may have torch and nothing else
         from rich.console import Console
@@ -112,7 +109,7 @@ def print_table(rows: Sequence[Row], title: str, console: Console | None = None)
                 cells.append(" .. ".join(shown(value) for value in figure.spread or ()))
             table.add_row(*cells, aim, figure.verdict)
         table.add_section()
-    (console or Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)).print(table)
+    Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(table)
 
 
 def machine() -> dict[str, Any]:

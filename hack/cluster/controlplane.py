@@ -155,12 +155,11 @@ class ControlPlane:
         """The pinned Helm."""
         return self._binaries.path("helm")
 
-    def kubeconfig_for(self, user: str, groups: tuple[str, ...] = (), server: str | None = None) -> Path:
-        """Kubeconfig with a client certificate for a user without any right of its own; `server` may name a proxy on loopback."""
+    def kubeconfig_for(self, user: str, groups: tuple[str, ...] = ()) -> Path:
+        """Kubeconfig with a client certificate for a user without any right of its own."""
         name = f"user-{user.replace(':', '-').replace('/', '-')}"
         self.layout.pki.ensure(name, user, groups=groups)
-        suffix = "" if server is None else "-" + server.rpartition(":")[2]
-        return self.layout.pki.kubeconfig(self.directory / f"{name}{suffix}.kubeconfig", name, server or self.url)
+        return self.layout.pki.kubeconfig(self.directory / f"{name}.kubeconfig", name, self.url)
 
     def component(self, name: str) -> Component:
         """The process of a component: `etcd`, `kube-apiserver` or `kube-controller-manager`."""

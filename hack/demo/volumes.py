@@ -12,6 +12,7 @@ from hack.demo.kube import DemoError, Json, Kube
 from hack.waiting import poll
 
 ENV_CLAIM = "vllm-env"
+BOUND_SECONDS = 60.0
 
 
 def volume_objects(namespace: str, claim: str, path: Path) -> list[Json]:
@@ -40,7 +41,7 @@ def volume_objects(namespace: str, claim: str, path: Path) -> list[Json]:
     ]
 
 
-def provide_folder(kube: Kube, namespace: str, claim: str, path: Path, seconds: float = 60) -> str:
+def provide_folder(kube: Kube, namespace: str, claim: str, path: Path) -> str:
     """Create (or keep) the claim in the namespace, which is there; returns when it is Bound. Says what it did.
 
     On kind, `up --mount PATH` must have made the folder visible to the node.
@@ -73,6 +74,6 @@ def provide_folder(kube: Kube, namespace: str, claim: str, path: Path, seconds: 
         kube.kubectl(
             *("apply", "--server-side", "--field-manager=epochkv-cluster", "--force-conflicts", "-f", "-"), stdin=json.dumps(wanted)
         )
-    if not poll(lambda: phase() == "Bound", seconds, 0.2):
-        raise DemoError(f"claim {namespace}/{claim} is not Bound after {seconds:.0f} s: kubectl describe pv {name}")
+    if not poll(lambda: phase() == "Bound", BOUND_SECONDS, 0.2):
+        raise DemoError(f"claim {namespace}/{claim} is not Bound after {BOUND_SECONDS:.0f} s: kubectl describe pv {name}")
     return f"claim {namespace}/{claim} shows {path} (read-only)"

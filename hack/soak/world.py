@@ -160,10 +160,10 @@ class World:
             rank.up = True
 
     @contextmanager
-    def paused(self, ranks: Sequence[Rank], mode: str = "abort") -> Iterator[list[Rank]]:
+    def paused(self, ranks: Sequence[Rank]) -> Iterator[list[Rank]]:
         """Engines paused without clearing their caches; gives those that took it. Nobody else controls them meanwhile."""
         with held([rank.control for rank in ranks]):
-            taken = [rank for rank in ranks if rank.up and _tried(rank, f"/pause?mode={mode}&clear_cache=false")]
+            taken = [rank for rank in ranks if rank.up and _tried(rank, "/pause?mode=abort&clear_cache=false")]
             try:
                 yield taken
             finally:

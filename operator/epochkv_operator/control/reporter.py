@@ -46,11 +46,7 @@ def keep_epochs(old: Json, new: Json) -> Json:
         values = [status[field] for status in (old, new) if status.get(field) is not None]
         if values:
             kept[field] = max(values)
-    if old.get("granting"):
-        kept["granting"] = True
-    if old.get("weightsLabels"):  # the hub's own; nobody else writes them
-        kept["weightsLabels"] = old["weightsLabels"]
-    return kept
+    return kept | {key: old[key] for key in ("granting", "weightsLabels") if old.get(key)}  # the hub's own; nobody else writes them
 
 
 def invalid_status(obj: Json, message: str, now: datetime) -> Json:

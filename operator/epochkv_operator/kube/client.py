@@ -290,17 +290,13 @@ class KubeClient:
             },
         )
 
-    async def watch(self, resource: Resource, namespace: str | None, resource_version: str, seconds: int = 60) -> AsyncIterator[Json]:
-        """Watch events as they come, for at most `seconds`. For tools and tests: the operator's own watches are
-        kopf's.
-        """
+    async def watch(self, resource: Resource, namespace: str | None, resource_version: str) -> AsyncIterator[Json]:
+        """Watch events as they come, for at most a minute. For benchmarks: the operator's own watches are kopf's."""
         path = resource.path(namespace)
         headers = {"Accept": "application/json", "User-Agent": MANAGED_BY}
         await self._api.update_params_for_auth(headers, [], ["BearerToken"], path, "GET", None)
-        query = urlencode({"watch": "true", "resourceVersion": resource_version, "timeoutSeconds": str(seconds)})
+        query = urlencode({"watch": "true", "resourceVersion": resource_version, "timeoutSeconds": "60"})
         url = f"{self.configuration.host}{path}?{query}"
-        response = await self._api.rest_client.request(
-            "GET", url, headers=headers, _request_timeout=aiohttp.ClientTimeout(total=seconds + 5)
-        )
+        response = await self._api.rest_client.request("GET", url, headers=headers, _request_timeout=aiohttp.ClientTimeout(total=65))
         async for line in response.response.content:
             yield json.loads(line)

@@ -121,7 +121,6 @@ class HubView:
     target: int
     published: int
     engines: Sequence[HubEngine] = ()
-    granting: bool = False
     laggards: Sequence[tuple[str, str]] = ()
     """`(name, reason)` of engines that publication waits for."""
     reset_epoch: int | None = None

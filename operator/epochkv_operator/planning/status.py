@@ -189,11 +189,7 @@ def _add_epochs(status: Json, hub: HubView | None, previous: Json) -> None:
         values = [value for value in (previous.get(key), said.get(key)) if value is not None]
         if values:
             status[key] = max(values)
-    if previous.get("weightsLabels"):
-        status["weightsLabels"] = previous["weightsLabels"]
-    granting = bool(previous.get("granting")) or (hub is not None and hub.granting)
-    if granting:
-        status["granting"] = True
+    status |= {key: previous[key] for key in ("weightsLabels", "granting") if previous.get(key)}
 
 
 def _engines(hub: HubView) -> Json:
