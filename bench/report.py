@@ -71,7 +71,6 @@ def latency_figures(seconds: Sequence[float], aim_p99_ms: float) -> list[Figure]
 
 
 def repeated(name: str, values: Sequence[float], aim: float | None, unit: str = "", *, at_least: bool = False) -> Figure:
-    """The median of repetitions, with their spread."""
     return Figure(name, statistics.median(values), aim, unit, at_least, (min(values), max(values)))
 
 
@@ -113,7 +112,6 @@ def print_table(rows: Sequence[Row], title: str) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Where it was measured."""
     return {"cpus": os.cpu_count(), "load": os.getloadavg(), "python": platform.python_version(), "system": platform.platform()}
 
 
@@ -136,7 +134,6 @@ class Progress:
         self._told = -math.inf
 
     def row(self, index: int, total: int, name: str, seconds: float, left: float) -> None:
-        """A row begins."""
         self._say(f"==> {index + 1}/{total} {name}: about {seconds:.0f} s; about {left / 60:.0f} min left in all")
 
     def step(self, done: int, total: int, began: float) -> None:

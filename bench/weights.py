@@ -37,12 +37,10 @@ Tensors = list[tuple[str, torch.Tensor]]
 
 
 def device() -> torch.device:
-    """The GPU where there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def wait() -> None:
-    """For the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -299,7 +297,6 @@ ENTRIES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What only this benchmark can be told."""
     parser.add_argument("--repeats", type=int, default=5, help="default: 5")
 
 

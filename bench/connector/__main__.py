@@ -47,7 +47,6 @@ ROWS: dict[str, Entry] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What only this benchmark can be told."""
     parser.add_argument(
         "--repeats", type=int, default=5, help="repetitions of each side of a ratio; short ones three times as many (default 5)"
     )

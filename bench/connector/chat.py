@@ -29,8 +29,6 @@ SEED = 2
 
 @dataclass(frozen=True)
 class Chat:
-    """One request for an engine."""
-
     tokens: list[int]
     answer_tokens: int
 

@@ -71,7 +71,6 @@ class Child:
         self._reader.join(5)
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.process.kill()
         self.process.wait(10)
 
@@ -162,7 +161,6 @@ class Trainer:
         return answer
 
     def target(self) -> int:
-        """The pool's target epoch."""
         return self.status().target
 
     def bump(self, epoch: int, seconds: float) -> float:
@@ -197,5 +195,4 @@ def cpu_seconds(pid: int) -> float:
 
 
 def rss_bytes(pid: int) -> int:
-    """Resident memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE

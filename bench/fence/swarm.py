@@ -94,8 +94,6 @@ class Engine:
 
 
 class Swarm:
-    """The loop."""
-
     def __init__(self, endpoint: str, keys: ClientKeys, num_engines: int) -> None:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -109,7 +109,6 @@ class ControlPlane:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def end_processes(self) -> None:
-        """End every process, keep logs and data."""
         for component in reversed(self.table.all()):
             component.end(grace=0)  # The API server drains for a minute on SIGTERM; nothing here is worth that.
             self.table.forget(component.name)
@@ -132,7 +131,6 @@ class ControlPlane:
 
     @property
     def api(self) -> Api:
-        """Plain requests as admin."""
         return Api(self.layout)
 
     @property
@@ -147,7 +145,6 @@ class ControlPlane:
 
     @property
     def kubectl(self) -> Path:
-        """The kubectl of the same version."""
         return self._binaries.path("kubectl")
 
     @property

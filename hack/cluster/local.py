@@ -130,7 +130,6 @@ class LocalCluster:
         return lines
 
     def kubeconfig(self) -> Path:
-        """Admin kubeconfig."""
         return self._state().layout.kubeconfig("admin")
 
     def load_images(self, archives: Sequence[Path], report: Report) -> None:
@@ -151,7 +150,6 @@ class LocalCluster:
             report(f"loaded {path.name} in {time.monotonic() - started:.1f} s")
 
     def logs(self, component: str) -> str:
-        """The whole log."""
         folder = Node(self._state()).table.logs
         path = folder / f"{component}.log"
         if not path.is_file():
@@ -168,7 +166,6 @@ class LocalCluster:
 
     @property
     def network(self) -> state.Network:
-        """Addresses."""
         return self._state().network
 
     def signal(self, component: str, number: int) -> None:

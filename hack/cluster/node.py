@@ -74,7 +74,6 @@ class Node:
         }
 
     def alive(self) -> bool:
-        """True while the node's init runs."""
         return self.table.alive("init")
 
     def ensure(self) -> bool:
@@ -124,7 +123,6 @@ class Node:
         return ["nsenter", "-t", str(self._init().pid), "--mount", "--net", "--pid", "--uts", "--ipc", "--"]
 
     def start(self, name: str, argv: Sequence[str]) -> Component:
-        """Start a component on the node."""
         return self.table.start(name, argv, env=self.environment, prefix=self.prefix())
 
     def run(self, argv: Sequence[str], *, stdin: int | None = None) -> subprocess.CompletedProcess[str]:

@@ -54,7 +54,6 @@ class Version:
 
     @property
     def python(self) -> Path:
-        """Its interpreter."""
         folder = ENVIRONMENTS / self.name if self.asks else ROOT / ".build/venv-engine"
         return folder / "bin/python"
 
@@ -190,7 +189,6 @@ def lock(versions: Sequence[Version]) -> int:
 
 
 def main() -> int:
-    """Parse the command line and act."""
     parser = argparse.ArgumentParser(prog="hack.compat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     names = [version.name for version in VERSIONS]

@@ -177,7 +177,6 @@ class Journey:
         return self.kube.get(f"/apis/epochkv.io/v1alpha1/namespaces/{NAMESPACE}/kvcachepools/{POOL}")
 
     def epoch(self) -> int:
-        """`status.epoch`."""
         return int((self.pool().get("status") or {}).get("epoch") or 0)
 
     def stored_blocks(self, epoch: int) -> int:

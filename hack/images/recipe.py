@@ -96,7 +96,6 @@ def content_key(parts: Mapping[str, str], root: Path, files: Iterable[Path]) -> 
 
 
 def base_key(architecture: str) -> str:
-    """Key of the base image."""
     return content_key({"suite": SUITE, "packages": " ".join(BASE_PACKAGES), "arch": architecture, "v": "2"}, ROOT, [])
 
 

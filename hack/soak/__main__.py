@@ -39,7 +39,6 @@ def minutes(text: str) -> float:
 
 
 def main() -> int:
-    """Parse the command line and run."""
     parser = argparse.ArgumentParser(prog="hack.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     besides = BESIDES.format(*SET_UP_MINUTES, *CHECK_MINUTES)
     parser.add_argument("--minutes", type=minutes, default=20.0, help=f"of faults (default: %(default)s); besides: {besides}")

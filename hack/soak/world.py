@@ -67,7 +67,6 @@ class Rank:
         return "ABC"[self.index]
 
     def move(self, steps: int) -> None:
-        """Advance the version."""
         with self._moving:
             self.version += steps
 
@@ -145,7 +144,6 @@ class World:
         return self.folder / f"{engine.name}.orders"
 
     def kill(self, rank: Rank) -> None:
-        """SIGKILL to the whole engine."""
         rank.up = False
         rank.move(2)
         rank.engine.process.kill()
@@ -281,7 +279,6 @@ class World:
 
 @contextmanager
 def held(locks: Sequence[threading.RLock]) -> Iterator[None]:
-    """Hold all locks, taken in order."""
     for lock in locks:
         lock.acquire()
     try:

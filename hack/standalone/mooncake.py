@@ -69,7 +69,6 @@ class Mooncake:
         return self.master
 
     def answers(self) -> bool:
-        """The master accepts connections."""
         return port_open(self.rpc_port, self.host)
 
     def start_store(self, segment_bytes: int = 0, wait: bool = True) -> Process:
@@ -133,6 +132,5 @@ class Mooncake:
         self.end()
 
     def end(self) -> None:
-        """End the nodes, then the master."""
         for process in [*self.stores, *([self.master] if self.master else [])]:
             process.end(5.0)

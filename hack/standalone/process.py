@@ -61,7 +61,6 @@ class Process:
         return self.popen.poll() is None
 
     def tail(self, num_lines: int = 25) -> str:
-        """The last lines of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
 
     def wait_until(self, ready: Callable[[], bool], seconds: float, what: str) -> None:

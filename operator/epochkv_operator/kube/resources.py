@@ -59,7 +59,6 @@ def identity(obj: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def ref_of(obj: dict[str, Any]) -> ObjectRef:
-    """The reference to a live object."""
     metadata = obj["metadata"]
     return ObjectRef(by_kind(obj["kind"]), metadata["namespace"], metadata["name"], metadata["uid"])
 

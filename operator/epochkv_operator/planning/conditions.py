@@ -52,17 +52,14 @@ def engine_conditions(engine: InferenceEngine, pool: KVCachePool | None, observe
 
 
 def master_health(pool: KVCachePool, observed: Observed) -> Health:
-    """State of the pool's masters."""
     return _pool_health(pool, observed, "Deployment", "master")
 
 
 def store_health(pool: KVCachePool, observed: Observed) -> Health:
-    """State of the pool's stores."""
     return _pool_health(pool, observed, "StatefulSet", "store", pool.mooncake.store.replicas if pool.mooncake is not None else None)
 
 
 def engine_health(engine: InferenceEngine, observed: Observed) -> Health:
-    """State of the engine's pods."""
     metadata = engine.metadata
     workload = find(observed.children, "Deployment", metadata.name, metadata.uid)
     pods = select(observed.pods, engine_selector(metadata.name), metadata.namespace)

@@ -44,7 +44,6 @@ def component_name(pool: str, component: str) -> str:
 
 
 def pool_labels(pool: str, component: str) -> dict[str, str]:
-    """Labels of an object of a pool."""
     return {**_common("epochkv-pool", pool, component), POOL_LABEL: pool}
 
 
@@ -78,7 +77,6 @@ def pool_object(kind: str, pool: KVCachePool, component: str, context: Context, 
 
 
 def engine_object(kind: str, engine: InferenceEngine, context: Context, body: Json) -> Json:
-    """An object of an engine."""
     return _owned_object(kind, engine.metadata.name, engine, engine_labels(engine), context, body)
 
 

@@ -61,7 +61,6 @@ def base_spec() -> Json:
 
 
 def container_security() -> Json:
-    """Security context of the operator's own containers."""
     return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 

@@ -130,7 +130,6 @@ def conditions(wanted: Sequence[Condition], previous: Json, generation: int, now
 
 
 def conditions_by_type(status: Json) -> dict[str, Json]:
-    """The conditions of a status."""
     return {condition["type"]: condition for condition in status.get("conditions") or []}
 
 
