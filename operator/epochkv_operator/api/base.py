@@ -18,6 +18,9 @@ from epochkv_operator.api import quantity
 GROUP = "epochkv.io"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
+MANAGED_BY = "epochkv-operator"
+POOL_LABEL = "epochkv.io/pool"
+ENGINE_LABEL = "epochkv.io/engine"
 NAME_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
 NAME_MAX_LENGTH = 40
 PROTECTED_ENV_NAMES = ("PYTHONHASHSEED", "POD_NAME", "POD_NAMESPACE", "POD_IP")

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
+from epochkv_operator.api.base import ENGINE_LABEL
 from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.observe import context_for, now, observe
 from epochkv_operator.control.reporter import Reporter, invalid_status
 from epochkv_operator.control.secrets import FenceSecrets
 from epochkv_operator.hub.service import HubService
 from epochkv_operator.kube.client import Json, KubeClient, NotFound
-from epochkv_operator.kube.resources import ENGINE_LABEL, ENGINES, POOLS
+from epochkv_operator.kube.resources import POOLS
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Store
 from epochkv_operator.kube.work_keys import Key, pool_of
@@ -28,8 +29,6 @@ WAIT_FOR_KEYS_SECONDS = 1.0
 @dataclass(eq=False)
 class EngineReconciler:
     """Brings engines to what they should be. Raises what another try may solve. `wake`: look at a key after a delay."""
-
-    kind = ENGINES.kind
 
     settings: Settings
     store: Store

@@ -33,7 +33,7 @@ from epochkv_operator.kube.client import ApiError, Json, KubeClient
 from epochkv_operator.kube.events import EventRecorder
 from epochkv_operator.kube.lease import LeaseHolder, LeaseLost, new_identity
 from epochkv_operator.kube.queue import WorkQueue
-from epochkv_operator.kube.resources import CHILDREN, LEASES, POOLS, PRIMARY, Resource
+from epochkv_operator.kube.resources import CHILDREN, ENGINES, LEASES, POOLS, PRIMARY, Resource
 from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.kube.store import Store
 from epochkv_operator.kube.work_keys import Key, affected, engine_key, engines_of
@@ -101,7 +101,7 @@ class Operator:
             ready = self._prepare(client, lease, resync)
             if await self._unless_stopped(ready, *self._tasks):
                 started = asyncio.Event()
-                kopf_task = self._start("watches", driver.drive(self, client, self.settings, started))
+                kopf_task = self._start("watches", driver.drive(self.observed, client, self.settings, started))
                 await self._unless_stopped(started.wait(), *self._tasks)
                 self._catch_signals()  # kopf has put its own handlers in their place
             return await self._wait_for_the_end()
@@ -122,7 +122,7 @@ class Operator:
         secrets = FenceSecrets(client, keys.public)
         pools = PoolReconciler(self.settings, self.store, executor, reporter, secrets, hub, self.queue.add_after)
         engines = EngineReconciler(self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after)
-        worker = Worker(self.queue, {pools.kind: pools.reconcile, engines.kind: engines.reconcile})
+        worker = Worker(self.queue, {POOLS.kind: pools.reconcile, ENGINES.kind: engines.reconcile})
         self._start("hub", hub.run())
         self._start("resync", resync.run())
         self._start("events", events.run())

@@ -26,8 +26,9 @@ import structlog
 from epochkv_fence.net import CredentialsError, HubKeys, KeyPair, generate_keypair
 from epochkv_fence.net.keys import check_key
 from epochkv_operator import metrics
+from epochkv_operator.api.base import MANAGED_BY, POOL_LABEL
 from epochkv_operator.kube.client import AlreadyExists, Forbidden, Invalid, Json, KubeClient, NotFound
-from epochkv_operator.kube.resources import MANAGED_BY, POOL_LABEL, POOLS, SECRETS
+from epochkv_operator.kube.resources import POOLS, SECRETS
 from epochkv_operator.planning.names import component_name
 
 log = structlog.get_logger(__name__)

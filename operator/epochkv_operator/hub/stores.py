@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import ipaddress
 
+from epochkv_operator.api.base import POOL_LABEL
 from epochkv_operator.kube.client import Json
 from epochkv_operator.kube.resources import PODS, POOLS
 from epochkv_operator.kube.store import Store
-from epochkv_operator.planning.names import MASTER_ADMIN_PORT, POOL_LABEL, component_selector
+from epochkv_operator.planning.names import MASTER_ADMIN_PORT, component_selector
 
 
 def master_urls(store: Store, pool_uid: str) -> list[str]:

@@ -49,7 +49,8 @@ from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio import config as kubernetes_config
 
 from epochkv_operator import metrics
-from epochkv_operator.kube.resources import MANAGED_BY, ObjectRef, Resource
+from epochkv_operator.api.base import MANAGED_BY
+from epochkv_operator.kube.resources import ObjectRef, Resource
 
 Json = dict[str, Any]
 

@@ -6,14 +6,11 @@ import hashlib
 import json
 from typing import Any, Final
 
-from epochkv_operator.api.base import API_VERSION
+from epochkv_operator.api.base import API_VERSION, ENGINE_LABEL, MANAGED_BY, POOL_LABEL
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning.context import Context, Json
 
-MANAGER = "epochkv-operator"
-POOL_LABEL = "epochkv.io/pool"
-ENGINE_LABEL = "epochkv.io/engine"
 COMPONENT_LABEL = "app.kubernetes.io/component"
 SCRAPE_LABEL = "epochkv.io/scrape"
 HASH_ANNOTATION = "epochkv.io/applied-hash"
@@ -115,6 +112,6 @@ def _common(name: str, instance: str, component: str) -> dict[str, str]:
         "app.kubernetes.io/name": name,
         "app.kubernetes.io/instance": instance,
         COMPONENT_LABEL: component,
-        "app.kubernetes.io/managed-by": MANAGER,
+        "app.kubernetes.io/managed-by": MANAGED_BY,
         "app.kubernetes.io/part-of": "epochkv",
     }

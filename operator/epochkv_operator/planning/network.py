@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from epochkv_operator.api.base import POOL_LABEL
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning.context import Context, Json
@@ -9,7 +10,6 @@ from epochkv_operator.planning.names import (
     COMPONENT_LABEL,
     MASTER_ADMIN_PORT,
     MASTER_RPC_PORT,
-    POOL_LABEL,
     SCRAPE_LABEL,
     STORE_HEALTH_PORT,
     TRANSFER_PORTS,

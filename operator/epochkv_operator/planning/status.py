@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
+from epochkv_operator.api.base import ENGINE_LABEL
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning.conditions import (
@@ -25,13 +26,7 @@ from epochkv_operator.planning.conditions import (
 )
 from epochkv_operator.planning.connection import master_address
 from epochkv_operator.planning.context import Condition, Context, HubEngine, HubView, Json, Observed, listed, short_id, timestamp
-from epochkv_operator.planning.names import (
-    ENGINE_LABEL,
-    component_name,
-    component_selector,
-    engine_selector,
-    selector_text,
-)
+from epochkv_operator.planning.names import component_name, component_selector, engine_selector, selector_text
 
 _MAX_LAGGARDS = 16
 _MAX_EXTERNAL = 64
