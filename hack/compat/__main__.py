@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hack.cluster.binaries import cache_root
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 HERE = Path(__file__).resolve().parent
 PRIMARY = ROOT / "hack/requirements/engine.txt"
@@ -88,8 +90,7 @@ def entries(text: str) -> dict[str, str]:
 
 def uv() -> str:
     """The uv that hack/setup.sh installed, or any."""
-    cache = Path(os.environ.get("EPOCHKV_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "epochkv")
-    return next((str(path) for path in sorted(cache.glob("uv-*/bin/uv"), reverse=True)), "uv")
+    return next((str(path) for path in sorted(cache_root().glob("uv-*/bin/uv"), reverse=True)), "uv")
 
 
 def merged(version: Version) -> str:
