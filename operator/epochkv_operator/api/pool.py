@@ -16,8 +16,8 @@ from epochkv_operator.api.base import (
     Metadata,
     PodTemplate,
     Size,
-    default_of,
     list_field,
+    own_defaults,
     refused,
     require_unique,
     rule,
@@ -121,7 +121,7 @@ class Master(ApiModel):
 
     replicas: Annotated[int, Field(ge=1, le=5, json_schema_extra={"format": "int32"})] = 1
     """Masters. More than one needs `highAvailability.backend: Etcd`; one of them leads, the others stand by."""
-    high_availability: Annotated[HighAvailability, Field(default_factory=HighAvailability, json_schema_extra=default_of(HighAvailability))]
+    high_availability: Annotated[HighAvailability, own_defaults(HighAvailability)]
     """How several masters agree on a leader."""
     template: PodTemplate | None = None
     """Overrides of the master pods; the operator's container is named `master`."""
@@ -188,11 +188,11 @@ class Mooncake(ApiModel):
 
     image: Image | None = None
     """Image of master and stores; the engines' Mooncake client must have the same version. The operator's own default when unset."""
-    master: Annotated[Master, Field(default_factory=Master, json_schema_extra=default_of(Master))]
+    master: Annotated[Master, own_defaults(Master)]
     """The masters."""
     store: Store
     """The stores."""
-    transport: Annotated[Transport, Field(default_factory=Transport, json_schema_extra=default_of(Transport))]
+    transport: Annotated[Transport, own_defaults(Transport)]
     """How blocks travel between engines and stores."""
 
 
@@ -304,15 +304,15 @@ class KVCachePoolSpec(ApiModel):
         refused("spec.weightsReady", "weights name themselves; remove it, status.weights shows who holds which (docs/trainers.md)"),
     ] = None
     """Not a field any more: refused."""
-    reset: Annotated[Reset, Field(default_factory=Reset, json_schema_extra=default_of(Reset))]
+    reset: Annotated[Reset, own_defaults(Reset)]
     """How a reset treats engines that are slow or gone, and old KV."""
-    keys: Annotated[Keys, Field(default_factory=Keys, json_schema_extra=default_of(Keys))]
+    keys: Annotated[Keys, own_defaults(Keys)]
     """The key pair with which engines and trainers of the pool speak to the hub."""
     local: Local | None = None
     """L1: host memory inside each engine pod."""
     distributed: Distributed | None = None
     """L2: a store that all engines of the pool share. Adding or removing it restarts the engines one by one."""
-    network_policy: Annotated[NetworkPolicy, Field(default_factory=NetworkPolicy, json_schema_extra=default_of(NetworkPolicy))]
+    network_policy: Annotated[NetworkPolicy, own_defaults(NetworkPolicy)]
     """Who may reach the pool's ports."""
 
     @model_validator(mode="after")
