@@ -219,7 +219,6 @@ def test_statuses_fit_the_schema(clean: Cluster) -> None:
         target=7,
         published=6,
         engines=crowd,
-        granting=True,
         laggards=[(f"ray-{number}", "Behind") for number in range(20)],
         reset_epoch=7,
         reset_started=now,
@@ -231,7 +230,7 @@ def test_statuses_fit_the_schema(clean: Cluster) -> None:
     )
     observed = Observed(clean.children(), (), hub)
     for kind, name, status in (
-        ("KVCachePool", "policy", pool_status(pool, observed, CONTEXT, {}, now)),
+        ("KVCachePool", "policy", pool_status(pool, observed, CONTEXT, {"granting": True}, now)),
         ("InferenceEngine", "rollout", engine_status(engine, pool, observed, {}, now)),
     ):
         path = f"{clean.collection(kind)}/{name}/status?fieldValidation=Strict"
