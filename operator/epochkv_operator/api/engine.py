@@ -25,8 +25,9 @@ from epochkv_operator.api.base import (
     PodTemplate,
     ResourceRequirements,
     StatusModel,
-    default_of,
     is_protected_env,
+    list_field,
+    own_defaults,
     refused,
     require_unique,
     rule,
@@ -203,39 +204,28 @@ class InferenceEngineSpec(ApiModel):
     """As in a pod."""
     replicas: Annotated[int, Field(ge=0, le=5000, json_schema_extra={"format": "int32"})] = 1
     """Engine pods. `kubectl scale ie` and autoscalers change it."""
-    parallelism: Annotated[Parallelism, Field(default_factory=Parallelism, json_schema_extra=default_of(Parallelism))]
+    parallelism: Annotated[Parallelism, own_defaults(Parallelism)]
     """How one engine is spread over devices."""
     args: Annotated[
         tuple[Annotated[str, Field(max_length=4096)], ...] | None,
-        Field(
-            strict=False,
-            max_length=128,
-            json_schema_extra={
-                "x-kubernetes-list-type": "atomic",
-                **rules(
-                    rule(f"!self.exists(a, a.matches('{FORBIDDEN_ARG}'))", FORBIDDEN_ARG_TEXT, reason="FieldValueForbidden"),
-                    rule(f"!self.exists(a, a.matches('{OWNED_ARG}'))", OWNED_ARG_TEXT, reason="FieldValueForbidden"),
-                ),
-            },
+        list_field(
+            128,
+            kind="atomic",
+            checks=rules(
+                rule(f"!self.exists(a, a.matches('{FORBIDDEN_ARG}'))", FORBIDDEN_ARG_TEXT, reason="FieldValueForbidden"),
+                rule(f"!self.exists(a, a.matches('{OWNED_ARG}'))", OWNED_ARG_TEXT, reason="FieldValueForbidden"),
+            ),
         ),
     ] = None
     """Arguments for vLLM's OpenAI server, added to the operator's own and winning over its defaults."""
     env: Annotated[
         tuple[EnvVar, ...] | None,
-        Field(
-            strict=False,
-            max_length=128,
-            json_schema_extra={
-                "x-kubernetes-list-type": "map",
-                "x-kubernetes-list-map-keys": ["name"],
-                **rules(
-                    rule(
-                        f"!self.exists(e, {_PROTECTED_CEL})",
-                        f"{PROTECTED_ENV_TEXT}: remove them from spec.env",
-                        reason="FieldValueForbidden",
-                    )
-                ),
-            },
+        list_field(
+            128,
+            key="name",
+            checks=rules(
+                rule(f"!self.exists(e, {_PROTECTED_CEL})", f"{PROTECTED_ENV_TEXT}: remove them from spec.env", reason="FieldValueForbidden")
+            ),
         ),
     ] = None
     """Environment variables."""

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-from epochkv_operator.api.base import Conditions, Count, Epoch, Generation, StatusModel, Timestamp, rule, rules
+from epochkv_operator.api.base import Conditions, Count, Epoch, Generation, Number, StatusModel, Timestamp, list_field, rule, rules
 
 WeightsId = Annotated[str, Field(pattern="^[0-9a-f]{32}$", max_length=32)]
 
@@ -33,10 +33,7 @@ class ResetStatus(StatusModel):
     """When it was published; absent while the reset is open."""
     duration_milliseconds: Annotated[int | None, Field(json_schema_extra={"format": "int64"})] = None
     """From recorded to published, by the hub's own clock."""
-    laggards: Annotated[
-        tuple[Laggard, ...] | None,
-        Field(strict=False, max_length=16, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
-    ] = None
+    laggards: Annotated[tuple[Laggard, ...] | None, list_field(16, key="name")] = None
     """Up to 16 engines that the reset waits for."""
 
 
@@ -47,7 +44,7 @@ class EnginesStatus(StatusModel):
     """Engine processes (one per data-parallel rank) with a live or recent lease."""
     converged: Count = 0
     """Of these, at the target epoch."""
-    carried_requests: Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})] = 0
+    carried_requests: Number = 0
     """Requests still running that were admitted under an older epoch; they see only what they held already."""
     summary: Annotated[str, Field(max_length=64)] = ""
     """`converged/total`, for the printer column."""
@@ -62,25 +59,25 @@ class ExternalEngine(StatusModel):
     """The epoch it reported last."""
     weights: Annotated[str | None, Field(max_length=64)] = None
     """The weights it holds, by the start of their id; absent while they are unknown."""
-    rank: Annotated[int | None, Field(ge=0, json_schema_extra={"format": "int64"})] = None
+    rank: Number | None = None
     """Its data-parallel rank."""
-    carried: Annotated[int | None, Field(ge=0, json_schema_extra={"format": "int64"})] = None
+    carried: Number | None = None
     """Requests it still runs that were admitted under an older epoch."""
 
 
 class ReclaimStatus(StatusModel):
-    """What was given back of the distributed store's memory."""
+    """Memory of the distributed store that was freed."""
 
     policy: Annotated[str | None, Field(max_length=16)] = None
     """`Delete`, `RemoveAll` or `Retain`: what was done."""
     epoch: Epoch | None = None
     """No key of an epoch below this one is left."""
-    keys: Annotated[int | None, Field(ge=0, json_schema_extra={"format": "int64"})] = None
+    keys: Number | None = None
     """Keys removed since the latest reset."""
-    bytes: Annotated[int | None, Field(ge=0, json_schema_extra={"format": "int64"})] = None
-    """Bytes given back since the latest reset, as far as they are known."""
+    bytes: Number | None = None
+    """Bytes freed since the latest reset, as far as they are known."""
     completion_time: Timestamp | None = None
-    """When the store was found free of them."""
+    """When no old key was left."""
 
 
 class KeysStatus(StatusModel):
@@ -115,7 +112,7 @@ class StoreStatus(StatusModel):
 
 
 class Endpoints(StatusModel):
-    """What an engine or trainer that the operator did not make needs to join."""
+    """What an engine or trainer needs to join if the operator did not start it."""
 
     hub: Annotated[str | None, Field(max_length=1024)] = None
     """Address of the hub."""
@@ -131,7 +128,7 @@ class WeightsStatus(StatusModel):
     """Weights that live engines hold."""
 
     id: WeightsId
-    """Digest of the weights, 32 hex digits. Engines with equal digests share KV; no other ever do."""
+    """Digest of the weights, 32 hex digits. Engines with equal digests share KV; other engines never do."""
     label: Annotated[str | None, Field(max_length=253)] = None
     """What a trainer called them."""
     engines: Count
@@ -173,34 +170,25 @@ class KVCachePoolStatus(StatusModel):
     """Published epoch: proved that no engine uses an older one. Never goes down."""
     granting: bool | None = None
     """True once a hub may have granted an epoch of this pool to an engine; a later hub then waits for a lease before it publishes."""
-    weights: Annotated[
-        tuple[WeightsStatus, ...] | None,
-        Field(strict=False, max_length=8, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["id"]}),
-    ] = None
+    weights: Annotated[tuple[WeightsStatus, ...] | None, list_field(8, key="id")] = None
     """Up to 8 groups of live engines by the weights they hold, the largest first."""
     weights_summary: Annotated[str | None, Field(max_length=256)] = None
     """Weights that most live engines hold and how many of them, such as `3f2a9c1e 16/16`; for the printer column."""
-    weights_labels: Annotated[
-        tuple[WeightsLabel, ...] | None,
-        Field(strict=False, max_length=16, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["id"]}),
-    ] = None
+    weights_labels: Annotated[tuple[WeightsLabel, ...] | None, list_field(16, key="id")] = None
     """What trainers called weights, the 16 newest."""
     reset: ResetStatus | None = None
     """The latest reset."""
     reclaim: ReclaimStatus | None = None
-    """What was given back of the distributed store's memory."""
+    """Memory of the distributed store that was freed."""
     keys: KeysStatus | None = None
     """The client keys that the hub accepts for the pool."""
     engines: EnginesStatus | None = None
     """The engines heard from."""
-    external_engines: Annotated[
-        tuple[ExternalEngine, ...] | None,
-        Field(strict=False, max_length=64, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
-    ] = None
-    """Up to 64 engines that joined without the operator having made them."""
+    external_engines: Annotated[tuple[ExternalEngine, ...] | None, list_field(64, key="name")] = None
+    """Up to 64 engines that joined and that the operator did not start."""
     master: MasterStatus | None = None
     """The masters that the operator runs."""
     store: StoreStatus | None = None
     """The stores that the operator runs."""
     endpoints: Endpoints | None = None
-    """What an engine or trainer that the operator did not make needs to join."""
+    """What an engine or trainer needs to join if the operator did not start it."""

@@ -8,20 +8,11 @@ from typing import Any
 
 import pytest
 
-from epochkv_operator.planning import (
-    HubEngine,
-    HubView,
-    KeysView,
-    Observed,
-    Problem,
-    ReclaimView,
-    desired_engine,
-    desired_pool,
-    engine_conditions,
-    engine_status,
-    pool_conditions,
-    pool_status,
-)
+from epochkv_operator.planning.conditions import engine_conditions, pool_conditions
+from epochkv_operator.planning.context import HubEngine, HubView, KeysView, Observed, Problem, ReclaimView
+from epochkv_operator.planning.engine import desired_engine
+from epochkv_operator.planning.pool import desired_pool
+from epochkv_operator.planning.status import engine_status, pool_status
 from tests.support.planning import CONTEXT, engine, one, pool
 
 Json = dict[str, Any]
@@ -421,12 +412,11 @@ def test_pool_status_in_full() -> None:
             HubEngine("trainer-a", "ray-1", 3, None, 1),
             HubEngine("trainer-b", "", 0, 8, weights="b" * 32),
         ],
-        granting=True,
         laggards=[("p1", "Behind"), ("ray-1/3", "NotAssigned")],
         reset_epoch=8,
         reset_started=NOW,
     )
-    status = pool_status(POLICY, Observed(pool_children(), PODS, hub), CONTEXT, {"targetEpoch": 7, "epoch": 7}, NOW)
+    status = pool_status(POLICY, Observed(pool_children(), PODS, hub), CONTEXT, {"targetEpoch": 7, "epoch": 7, "granting": True}, NOW)
     assert (status["targetEpoch"], status["epoch"], status["granting"]) == (8, 7, True)
     assert status["engines"] == {"total": 4, "converged": 2, "carriedRequests": 3, "summary": "2/4"}
     assert status["externalEngines"] == [
