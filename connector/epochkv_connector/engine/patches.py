@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from epochkv_connector.engine.interface import kv_cache_utils
-from epochkv_connector.naming.pins import PIN_ATTRIBUTE
+from epochkv_connector.naming.hashers import PIN_ATTRIBUTE
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:

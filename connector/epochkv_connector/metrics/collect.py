@@ -45,14 +45,14 @@ class Reporter:
         return due
 
     def scheduler_stats(self, side: SchedulerSide, tiers: Any, gauges: Mapping[str, float]) -> EpochKVStats:
-        """What the scheduler half tells: its own, the fence's, and its store client's.
+        """What the scheduler half tells: its own, those of pins and root, and its store client's.
 
         Args:
             tiers: owner of that client (`halves.SchedulerTiers`); None: there are no tiers.
             gauges: from `gauges`.
         """
-        # `dict` copies at once; the agent's thread counts in the fence meanwhile.
-        totals: dict[str, float] = {**dict(side.counters), **dict(side.fence.counters), **self._error_counts()}
+        # `dict` copies at once; the agent's thread counts there meanwhile.
+        totals: dict[str, float] = {**dict(side.counters), **dict(side.pins.counters), **self._error_counts()}
         if side.weights.watch is not None:
             totals |= {f"weights_{name}": float(count) for name, count in dict(side.weights.watch.counters).items()}
         counted, held = metrics.split({name: value for name, value in gauges.items() if name not in _OWN})
@@ -77,18 +77,18 @@ class Reporter:
 
     def gauges(self, side: SchedulerSide, link: HubLink, *, broken: bool) -> dict[str, float]:
         """What holds now in the scheduler half, for heartbeats and metrics. Any thread."""
-        fence = side.fence
-        snapshot = fence.current()  # an idle engine, too, notices (and logs) that its lease is over
+        pins = side.pins
+        snapshot = pins.root.refresh()  # an idle engine, too, notices (and logs) that its lease is over
         gauges: dict[str, float] = {
             "epoch": float(snapshot.epoch),
             "root_shared": float(snapshot.shared),
             "bypass": float(not snapshot.in_use),
             "broken": float(broken),
-            "weights_known": float(fence.weights is not None),
-            "carried": float(fence.carried()),
-            "carried_sessions": float(fence.carried_sessions()),
-            "waiting_after_reset": float(fence.waiting_after_reset),
-            "root_overwritten": float(fence.distrusted),
+            "weights_known": float(pins.root.weights is not None),
+            "carried": float(pins.carried()),
+            "carried_sessions": float(pins.carried(sessions=True)),
+            "waiting_after_reset": float(pins.root.waiting_after_reset),
+            "root_overwritten": float(pins.root.overwritten),
             "hub_unusable": float(link.problem is not None),
             "lease_remaining_seconds": max(0.0, link.lease_until() - time.monotonic()),
             "errors": float(sum(dict(self._errors).values())),
@@ -114,7 +114,7 @@ _OWN = frozenset(
         "lease_remaining_seconds",
     }
 )
-"""Gauges of `gauges` that do not come from the half (one shares its name with a counter of the fence)."""
+"""Gauges of `gauges` that do not come from the half (one shares its name with a counter of the root)."""
 
 
 def _only(values: Mapping[str, float], names: frozenset[str]) -> dict[str, float]:
