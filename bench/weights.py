@@ -177,7 +177,7 @@ def engine(model: Path, folder: Path, connector: bool) -> Iterator[Any]:
 
 
 def _knows_sources() -> bool:
-    from epochkv_connector.config.keys import ConnectorConfig
+    from epochkv_connector.config.connector_config import ConnectorConfig
 
     return "weights_source" in ConnectorConfig.__annotations__
 

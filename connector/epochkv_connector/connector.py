@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from epochkv_connector import halves
-from epochkv_connector.config.keys import ConfigError, ConnectorConfig
-from epochkv_connector.config.memory import crowded, gib
+from epochkv_connector.config.connector_config import ConfigError, ConnectorConfig
+from epochkv_connector.config.machine import crowded, gib
 from epochkv_connector.engine import blocks, limits, logs, patches, topology, version
 from epochkv_connector.engine.interface import KVConnectorBase_V1, KVConnectorRole, KVConnectorTransferResults, SupportsHMA
 from epochkv_connector.guard import Guard
-from epochkv_connector.metrics.collect import Reporter
+from epochkv_connector.metrics.reporter import Reporter
 from epochkv_connector.metrics.stats import EpochKVPromMetrics, EpochKVStats
 from epochkv_connector.scheduler.assembly import SchedulerRole
 from epochkv_connector.scheduler.facade import SchedulerSide

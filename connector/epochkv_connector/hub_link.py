@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from epochkv_connector.config.keys import ConnectorConfig
+from epochkv_connector.config.connector_config import ConnectorConfig
 from epochkv_connector.naming.pins import Pins
 from epochkv_fence.connection import check_endpoint, read_client_keys, read_root_secret
 from epochkv_fence.protocol.messages import BOOT_BYTES, WEIGHTS_BYTES

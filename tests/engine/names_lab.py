@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from epochkv_connector.naming.keys import BlockKey, parse_key
+from epochkv_connector.naming.object_keys import BlockKey, parse_key
 from hack.engine_api import EngineError
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from epochkv_connector.naming.keys import parse_key
+from epochkv_connector.naming.object_keys import parse_key
 from epochkv_fence import client
 from hack.models import Shape
 from hack.waiting import eventually

@@ -24,10 +24,10 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.naming import fence as fencing
-from epochkv_connector.weights import engine as joining
+from epochkv_connector.naming import root as roots
+from epochkv_connector.weights import executor as joining
 from epochkv_connector.weights import watch as watching
-from epochkv_connector.weights.fold import fold
+from epochkv_connector.weights.watch import fold
 from tests.support.scheduler import BLOCK, RequestStatus, Rig, SharedStore, prompt
 from tests.support.scheduler_names import OwnRoot
 from tests.support.scheduler_worker import FakeWorker
@@ -495,16 +495,16 @@ def harmless_list_too_long(patch: pytest.MonkeyPatch, rig: Any) -> None:
 
 def names_without_weights(patch: pytest.MonkeyPatch, rig: Any) -> None:
     same = b"\0" * 32
-    root, space = fencing.shared_root, fencing.namespace
+    root, space = roots.shared_root, roots.namespace
     if root.__name__ == "shared_root":
-        patch.setattr(fencing, "shared_root", lambda *known: root(*known[:4], same))
-        patch.setattr(fencing, "namespace", lambda *known: space(*known[:3], same))
+        patch.setattr(roots, "shared_root", lambda *known: root(*known[:4], same))
+        patch.setattr(roots, "namespace", lambda *known: space(*known[:3], same))
 
 
 def root_without_weights(patch: pytest.MonkeyPatch, rig: Any) -> None:
-    same, root = b"\0" * 32, fencing.shared_root
+    same, root = b"\0" * 32, roots.shared_root
     if root.__name__ == "shared_root":
-        patch.setattr(fencing, "shared_root", lambda *known: root(*known[:4], same))
+        patch.setattr(roots, "shared_root", lambda *known: root(*known[:4], same))
 
 
 def load_weights_unnoticed(patch: pytest.MonkeyPatch, rig: Any) -> None:

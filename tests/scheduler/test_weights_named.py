@@ -123,7 +123,7 @@ def test_every_call_that_writes_ends_the_names_before_it_is_delegated(make_rig: 
         rig.executor.collective_rpc("wake_up")
     order.clear()
     assert found(rig) == 0
-    assert order[0][0] == "ask"
+    assert order[0][0] == "digest_weights"
     assert rig.watch.value not in (None, old)
     rig.run()
     assert running.request_id in rig.finished
@@ -801,7 +801,7 @@ def test_engines_whose_weights_no_digest_describes_serve_without_tiers_and_say_w
     assert store.objects == {}
     assert store.asked == []
     assert rig.connector.scheduler.gauges()["weights_known"] == 0.0
-    assert not {"ask", "is_as_asked", "end_device_work"} & set(rig.executor.calls)  # workers are not asked beside running steps
+    assert not {"digest_weights", "is_unchanged", "end_device_work"} & set(rig.executor.calls)  # workers are not asked beside running steps
     rig.check_clean()
 
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from epochkv_connector.config.devices import check_devices
-from epochkv_connector.config.keys import NAME, ConnectorConfig
-from epochkv_connector.config.memory import check_fits, check_holds_something
+from epochkv_connector.config.connector_config import NAME, ConnectorConfig
+from epochkv_connector.config.machine import check_devices, check_fits, check_holds_something
 from epochkv_connector.engine import describe
 from epochkv_connector.engine.topology import has_ranks_here, l1_share
 from epochkv_connector.engine.version import UnsupportedEngine, check_version

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from epochkv_connector.engine.interface import KVConnectorPromMetrics, KVConnectorStats
-from epochkv_connector.metrics import series as metrics
-from epochkv_connector.metrics.series import PREFIX, Family
+from epochkv_connector.metrics import families as metrics
+from epochkv_connector.metrics.families import PREFIX, Family
 
 logger = logging.getLogger("vllm.epochkv.stats")
 

@@ -10,12 +10,12 @@ import time
 from typing import Any
 
 from epochkv_connector import halves
-from epochkv_connector.config.keys import ConnectorConfig
+from epochkv_connector.config.connector_config import ConnectorConfig
 from epochkv_connector.engine import blocks, describe, hashing, limits, patches, topology
 from epochkv_connector.engine.limits import why_no_tiers
 from epochkv_connector.guard import Guard
 from epochkv_connector.hub_link import Credentials, FenceHooks, HubLink
-from epochkv_connector.metrics.collect import Reporter
+from epochkv_connector.metrics.reporter import Reporter
 from epochkv_connector.metrics.stats import EpochKVStats
 from epochkv_connector.naming.identity import fingerprint
 from epochkv_connector.naming.pins import Pins
@@ -23,7 +23,7 @@ from epochkv_connector.naming.root import PoolMembership, RootState
 from epochkv_connector.scheduler.facade import SchedulerSide
 from epochkv_connector.scheduler.steps import FindWorker
 from epochkv_connector.weights.adapters import Adapters
-from epochkv_connector.weights.engine import EngineRanks, NoRanks, join
+from epochkv_connector.weights.executor import EngineRanks, NoRanks, join
 from epochkv_connector.weights.watch import Watch
 
 logger = logging.getLogger("vllm.epochkv")

@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from epochkv_connector.weights.fold import fold
-from epochkv_connector.weights.watch import SHOWN_DIGITS
+from epochkv_connector.weights.watch import SHOWN_DIGITS, answers_of, fold
 
 logger = logging.getLogger("vllm.epochkv.adapters")
 
@@ -42,8 +41,8 @@ Wanted = list[tuple[int, Any, bool]]
 class Ranks(Protocol):
     """The worker ranks of this engine."""
 
-    def ask_adapters(self, number: int, wanted: Wanted, afresh: bool) -> Sequence[dict[str, Any]]:
-        """`rank.adapters` on every rank. May raise."""
+    def digest_adapters(self, number: int, wanted: Wanted, afresh: bool) -> Sequence[dict[str, Any]]:
+        """`rank.digest_adapters` on every rank. May raise."""
 
 
 class Names(Protocol):
@@ -209,15 +208,11 @@ class Adapters:
     def _ask(self, wanted: Wanted) -> tuple[dict[int, tuple[bytes | None, str]] | None, str]:
         if self._why_not is not None:
             return None, self._why_not
-        try:
-            answers = sorted(self._ranks.ask_adapters(self._number, wanted, self._afresh), key=lambda answer: int(answer["rank"]))
-        except Exception as error:
-            return None, f"the ranks could not be asked: {error!r}"
-        if len(answers) != self._num_ranks or any(answer["number"] != self._number for answer in answers):
-            return None, f"{len(answers)} of {self._num_ranks} ranks answered, or they answered another question"
-        silent = next((answer for answer in answers if answer["adapters"] is None), None)
-        if silent is not None:
-            return None, f"rank {silent['rank']}: {silent['note']}"
+        answers, why = answers_of(
+            lambda: self._ranks.digest_adapters(self._number, wanted, self._afresh), self._number, self._num_ranks, "adapters", dict
+        )
+        if not answers:
+            return None, why
         merged = {}
         for adapter_id, *_ in wanted:
             each = [answer["adapters"].get(adapter_id, (None, "")) for answer in answers]

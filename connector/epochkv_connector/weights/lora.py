@@ -102,7 +102,7 @@ class HeldAdapters:
         self._epoch = -1
         self._ended: set[bytes] = set()  # of this epoch: blocks under names of these were computed with others
 
-    def ask(self, worker: Any, number: int, wanted: list[tuple[int, Any, bool]], afresh: bool) -> dict[int, tuple[bytes | None, str]]:
+    def digest(self, worker: Any, number: int, wanted: list[tuple[int, Any, bool]], afresh: bool) -> dict[int, tuple[bytes | None, str]]:
         """(digest, or None and why) by id.
 
         Args:
@@ -152,7 +152,7 @@ class HeldAdapters:
                 found.append((adapter_id, asked.number))
         return found
 
-    def are_as_asked(self, used: Iterable[tuple[int, int]]) -> bool:
+    def are_unchanged(self, used: Iterable[tuple[int, int]]) -> bool:
         """Whether blocks named after these adapters (id, number of the question) were computed with them. Behind `replaced`."""
         answers = [(self._asked.get(adapter_id), number) for adapter_id, number in used]
         return all(asked is not None and asked.number == number and asked.value not in self._ended for asked, number in answers)

@@ -155,7 +155,7 @@ def _notice_writes(model: Any, held: Held) -> None:
     model.load_weights = load_weights
 
 
-def ask(worker: Any, number: int) -> Answer:
+def digest_weights(worker: Any, number: int) -> Answer:
     """Digest everything this rank holds, and draw a new sample."""
     began = time.monotonic()
     answer: Answer = {"number": number, "weights": None, "note": "", "bytes": 0, "seconds": 0.0, "rank": getattr(worker, "rank", 0)}
@@ -182,11 +182,11 @@ def ask(worker: Any, number: int) -> Answer:
     return answer
 
 
-def adapters(worker: Any, number: int, wanted: list[tuple[int, Any, bool]], afresh: bool) -> Answer:
-    """See `HeldAdapters.ask`; its result is `adapters`, and None with a `note` where this rank has none at all."""
+def digest_adapters(worker: Any, number: int, wanted: list[tuple[int, Any, bool]], afresh: bool) -> Answer:
+    """See `HeldAdapters.digest`; its result is `adapters`, and None with a `note` where this rank has none at all."""
     answer: Answer = {"number": number, "adapters": None, "note": "", "rank": getattr(worker, "rank", 0)}
     try:
-        answer["adapters"] = _of(worker).adapters.ask(worker, number, wanted, afresh)
+        answer["adapters"] = _of(worker).adapters.digest(worker, number, wanted, afresh)
     except Exception as error:
         answer["note"] = str(error) if isinstance(error, Unreadable) else f"{type(error).__name__}: {error}"
     return answer
@@ -197,7 +197,7 @@ def layout(worker: Any) -> bytes:
     return _of(worker).layout
 
 
-def is_as_asked(worker: Any, number: int) -> bool:
+def is_unchanged(worker: Any, number: int) -> bool:
     """Whether the sample, and the places of all tensors, are those of question `number`."""
     try:
         held = _held(worker)

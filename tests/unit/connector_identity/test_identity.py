@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epochkv_connector.naming import identity, keys
+from epochkv_connector.naming import identity
+from epochkv_connector.naming import object_keys as keys
 from epochkv_connector.naming.identity import IdentityError
 
 SECRET = bytes(range(32))

@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epochkv_connector.naming import keys
+from epochkv_connector.naming import object_keys as keys
 from epochkv_connector.store import envelope
 from epochkv_connector.store.envelope import Defect
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from epochkv_connector.metrics import series as metrics
+from epochkv_connector.metrics import families as metrics
 from epochkv_connector.metrics.stats import EpochKVStats
 
 if TYPE_CHECKING:

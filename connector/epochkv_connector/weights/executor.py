@@ -42,17 +42,17 @@ class EngineRanks:
         """How KV lies on every rank, in hex."""
         return [bytes(one).hex() for one in self._rpc(rank.layout)]
 
-    def ask(self, number: int) -> Sequence[dict[str, Any]]:
-        """See `rank.ask`."""
-        return list(self._rpc(rank.ask, args=(number,)))
+    def digest_weights(self, number: int) -> Sequence[dict[str, Any]]:
+        """See `rank.digest_weights`."""
+        return list(self._rpc(rank.digest_weights, args=(number,)))
 
-    def ask_adapters(self, number: int, wanted: list[tuple[int, Any, bool]], afresh: bool) -> Sequence[dict[str, Any]]:
-        """See `rank.adapters`."""
-        return list(self._rpc(rank.adapters, args=(number, wanted, afresh)))
+    def digest_adapters(self, number: int, wanted: list[tuple[int, Any, bool]], afresh: bool) -> Sequence[dict[str, Any]]:
+        """See `rank.digest_adapters`."""
+        return list(self._rpc(rank.digest_adapters, args=(number, wanted, afresh)))
 
-    def are_as_asked(self, number: int) -> bool:
-        """See `rank.is_as_asked`."""
-        return all(self._rpc(rank.is_as_asked, args=(number,)))
+    def are_unchanged(self, number: int) -> bool:
+        """See `rank.is_unchanged`."""
+        return all(self._rpc(rank.is_unchanged, args=(number,)))
 
     def end_device_work(self) -> None:
         """See `rank.end_device_work`."""
@@ -69,15 +69,15 @@ class NoRanks:
         """Nobody."""
         return []
 
-    def ask(self, number: int) -> Sequence[dict[str, Any]]:
+    def digest_weights(self, number: int) -> Sequence[dict[str, Any]]:
         """Nobody."""
         raise RuntimeError("this scheduler has no engine whose ranks could be asked for their weights")
 
-    def ask_adapters(self, number: int, wanted: list[tuple[int, Any, bool]], afresh: bool) -> Sequence[dict[str, Any]]:
+    def digest_adapters(self, number: int, wanted: list[tuple[int, Any, bool]], afresh: bool) -> Sequence[dict[str, Any]]:
         """Nobody."""
         raise RuntimeError("this scheduler has no engine whose ranks could be asked for their adapters")
 
-    def are_as_asked(self, number: int) -> bool:
+    def are_unchanged(self, number: int) -> bool:
         """Nobody knows."""
         return False
 
