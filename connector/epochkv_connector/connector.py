@@ -267,7 +267,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             return None
         refusing = self._has_tiers and isinstance(self._worker.half, RefusingHalf)
-        stats = self._reporter.worker_stats(self._worker.half, topology.worker_rank(self._vllm_config), refusing=refusing)
+        stats = self._reporter.worker_stats(self._worker.half.stats(), topology.worker_rank(self._vllm_config), refusing=refusing)
         return None if stats.is_empty() else stats
 
     @classmethod

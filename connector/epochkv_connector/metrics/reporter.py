@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from epochkv_connector.metrics import families as metrics
 from epochkv_connector.metrics.stats import EpochKVStats
@@ -15,13 +15,6 @@ if TYPE_CHECKING:
     from epochkv_connector.scheduler.facade import SchedulerSide
 
 INTERVAL_SECONDS = 1.0
-
-
-class HasStats(Protocol):
-    """A part that counts."""
-
-    def stats(self) -> dict[str, float]:
-        """Counters since the start and gauges of now, in one dictionary."""
 
 
 class Reporter:
@@ -55,13 +48,18 @@ class Reporter:
         totals: dict[str, float] = {**dict(side.counters), **dict(side.pins.counters), **self._error_counts()}
         if side.weights.watch is not None:
             totals |= {f"weights_{name}": float(count) for name, count in dict(side.weights.watch.counters).items()}
-        counted, held = metrics.split({name: value for name, value in gauges.items() if name not in _OWN})
+        counted, held = metrics.split(gauges)
         store, clients = metrics.split(_store_stats(tiers))
-        return self._increments({**totals, **counted, **store}, {**_only(gauges, _OWN), **held}, metrics.SCHEDULER_RANK, clients)
+        return self._increments({**totals, **counted, **store}, held, metrics.SCHEDULER_RANK, clients)
 
-    def worker_stats(self, half: HasStats, rank: int, *, refusing: bool) -> EpochKVStats:
-        """What one rank tells. `refusing`: it has tiers and answers every job as failed."""
-        named = {name if name.startswith("store_") else f"worker_{name}": value for name, value in half.stats().items()}
+    def worker_stats(self, totals: Mapping[str, float], rank: int, *, refusing: bool) -> EpochKVStats:
+        """What one rank tells.
+
+        Args:
+            totals: counters since the start and gauges of now.
+            refusing: it has tiers and answers every job as failed.
+        """
+        named = {name if name.startswith("store_") else f"worker_{name}": value for name, value in totals.items()}
         counters, gauges = metrics.split({**named, "worker_refusing": float(refusing)})
         return self._increments({**counters, **self._error_counts()}, {}, str(rank), gauges)
 
@@ -97,28 +95,6 @@ class Reporter:
             with contextlib.suppress(RuntimeError):  # a dictionary that the scheduler thread changes meanwhile
                 gauges.update(side.books.stats())
         return gauges
-
-
-_OWN = frozenset(
-    {
-        "epoch",
-        "root_shared",
-        "bypass",
-        "broken",
-        "weights_known",
-        "carried",
-        "carried_sessions",
-        "waiting_after_reset",
-        "root_overwritten",
-        "hub_unusable",
-        "lease_remaining_seconds",
-    }
-)
-"""Gauges of `gauges` that do not come from the half (one shares its name with a counter of the root)."""
-
-
-def _only(values: Mapping[str, float], names: frozenset[str]) -> dict[str, float]:
-    return {name: value for name, value in values.items() if name in names}
 
 
 def _store_stats(tiers: Any) -> dict[str, float]:

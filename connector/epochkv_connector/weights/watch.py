@@ -22,33 +22,12 @@ from typing import Any, Protocol
 
 logger = logging.getLogger("vllm.epochkv.weights")
 
-HARMLESS = frozenset(
-    (
-        "check_health",
-        "compile_or_warm_up_model",
-        "compute_weight_checksums",
-        "determine_available_memory",
-        "execute_dummy_batch",
-        "execute_model",
-        "get_kv_cache_spec",
-        "get_kv_connector_handshake_metadata",
-        "get_supported_kv_cache_layouts",
-        "get_supported_tasks",
-        "list_loras",
-        "add_lora",
-        "pin_lora",
-        "remove_lora",
-        "profile",
-        "release_late_interaction_query_cache",
-        "reset_encoder_cache",
-        "reset_mm_cache",
-        "sample_tokens",
-        "shutdown",
-        "supports_draft_weight_updates",
-        "synchronize_device",
-        "take_draft_token_ids",
-    )
-)
+HARMLESS = frozenset((
+    "check_health", "compile_or_warm_up_model", "compute_weight_checksums", "determine_available_memory", "execute_dummy_batch",
+    "execute_model", "get_kv_cache_spec", "get_kv_connector_handshake_metadata", "get_supported_kv_cache_layouts", "get_supported_tasks",
+    "list_loras", "add_lora", "pin_lora", "remove_lora", "profile", "release_late_interaction_query_cache", "reset_encoder_cache",
+    "reset_mm_cache", "sample_tokens", "shutdown", "supports_draft_weight_updates", "synchronize_device", "take_draft_token_ids",
+))  # fmt: skip
 """Methods of vLLM's workers that leave weights alone; any other one costs a digest."""
 
 IDLE_SECONDS = 0.5
