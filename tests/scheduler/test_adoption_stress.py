@@ -24,7 +24,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
 from epochkv_connector.engine.blocks import holds_blocks
-from epochkv_connector.naming.object_keys import parse_key
+from tests.support.object_keys import parse_key
 from tests.support.scheduler import BLOCK, Rig, SharedStore, prompt
 from tests.support.scheduler_worker import Cell, Content
 

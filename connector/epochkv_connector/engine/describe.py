@@ -1,7 +1,7 @@
 """Everything but weights that decides what a byte of KV is, as plain values that a fingerprint digests.
 
-Equal configurations and equal shapes can hold unlike bytes: vLLM picks attention backends by itself, CPU kernels pack keys
-for the instructions that the machine has, and some backends keep scales beside the blocks. Knows of vLLM 0.30 to 0.33: fields
+Equal configurations and equal shapes can hold unlike bytes. vLLM picks attention backends by itself. CPU kernels pack keys for the
+instructions that the machine has. Some backends keep scales beside the blocks. Knows of vLLM 0.30 to 0.33: fields
 of its configurations (those it adds are described too), `static_forward_context`, `cpu_attn._get_attn_isa` of 0.32, and the
 variable for ROCm's shuffled layout. A name that another version lacks is described as unknown.
 """

@@ -1,8 +1,8 @@
 """The Prometheus series of the connector: one table from what the halves count to what a dashboard reads.
 
 The halves count under names of their own, in processes of their own; only the process that serves `/metrics` needs this
-table. It is closed: a name that is not in it makes no series, and what follows an open prefix (a reason, a place) is one of
-the values written here or `other`, so cardinality is bounded whatever a worker reports. `docs/reference/metrics.md` documents
+table. It is closed, so cardinality is bounded whatever a worker reports. A name that is not in it makes no series. What follows an
+open prefix (a reason, a place) is one of the values written here or `other`. `docs/reference/metrics.md` documents
 every family; a test compares the two. Pure: no vLLM, no Prometheus.
 """
 

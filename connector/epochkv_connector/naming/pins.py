@@ -200,8 +200,8 @@ class Pins:
             strand(request, num_named)
 
     def _name(self, request: Any, pin: Pin) -> None:
-        """Store the pin. Hash the request's blocks again unless the pin names them already, and have it be the parent of the first block
-        if that comes later; nothing of ours stays in the way of later ones."""
+        """Store the pin, and hash the request's blocks again unless the pin names them already. A first block that comes later has the
+        pin as its parent; nothing of ours stays in the way of those after it."""
         stranded, inner = is_stranded(request), plain_hasher(request)
         setattr(request, PIN_ATTRIBUTE, pin)
         if inner is None:

@@ -43,19 +43,15 @@ class EngineRanks:
         return [bytes(one).hex() for one in self._rpc(rank.layout)]
 
     def digest_weights(self, number: int) -> Sequence[dict[str, Any]]:
-        """See `rank.digest_weights`."""
         return list(self._rpc(rank.digest_weights, args=(number,)))
 
     def digest_adapters(self, number: int, wanted: list[tuple[int, Any, bool]], afresh: bool) -> Sequence[dict[str, Any]]:
-        """See `rank.digest_adapters`."""
         return list(self._rpc(rank.digest_adapters, args=(number, wanted, afresh)))
 
     def are_unchanged(self, number: int) -> bool:
-        """See `rank.is_unchanged`."""
         return all(self._rpc(rank.is_unchanged, args=(number,)))
 
     def end_device_work(self) -> None:
-        """See `rank.end_device_work`."""
         self._rpc(rank.end_device_work)
 
 
@@ -66,23 +62,18 @@ class NoRanks:
     num_writes = 0
 
     def layouts(self) -> list[str]:
-        """Nobody."""
         return []
 
     def digest_weights(self, number: int) -> Sequence[dict[str, Any]]:
-        """Nobody."""
         raise RuntimeError("this scheduler has no engine whose ranks could be asked for their weights")
 
     def digest_adapters(self, number: int, wanted: list[tuple[int, Any, bool]], afresh: bool) -> Sequence[dict[str, Any]]:
-        """Nobody."""
         raise RuntimeError("this scheduler has no engine whose ranks could be asked for their adapters")
 
     def are_unchanged(self, number: int) -> bool:
-        """Nobody knows."""
         return False
 
-    def end_device_work(self) -> None:
-        """Nothing runs."""
+    def end_device_work(self) -> None: ...
 
 
 def join(core: Any, scheduler: Any, watch: Watch, adapters: Adapters, guarded: Callable[[Callable[[], None]], None]) -> None:
