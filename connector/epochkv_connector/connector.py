@@ -72,17 +72,15 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         extra = self._kv_transfer_config.kv_connector_extra_config
         config = limits.check_start(self._vllm_config, extra, patches.sibling_names())
         if self._role is KVConnectorRole.SCHEDULER and config.local is not None:
-            self._warn_of_a_tight_l1(topology.l1_share(self._vllm_config, config.local.capacity_bytes))
+            num_bytes = topology.l1_share(self._vllm_config, config.local.capacity_bytes)
+            limit = crowded(num_bytes)
+            if limit is not None:
+                logger.warning(
+                    "EpochKV: L1 takes %s of the %s of %s as it fills: where vLLM needs more than the rest, the kernel ends this engine; "
+                    "lower local.capacity_bytes, or raise that limit",
+                    *(gib(num_bytes), gib(limit.num_bytes), limit.source),
+                )
         return config
-
-    def _warn_of_a_tight_l1(self, num_bytes: int) -> None:
-        found = crowded(num_bytes)
-        if found is not None:
-            logger.warning(
-                "EpochKV: L1 takes %s of the %s of %s as it fills: where vLLM needs more than the rest, the kernel ends this engine; "
-                "lower local.capacity_bytes, or raise that limit",
-                *(gib(num_bytes), gib(found.num_bytes), found.source),
-            )
 
     def _find_local_worker(self) -> WorkerSide | None:
         connector = _local_workers.get(str(self._kv_transfer_config.engine_id))

@@ -39,7 +39,7 @@ from tests.engine.conftest import (
     settled_keys,
 )
 from tests.engine.server_nursery import ServerNursery
-from tests.support.object_keys import BlockKey, parse_key
+from tests.support.store import BlockKey, parse_key
 
 WRITER = ("--worker-extension-cls", "hack.soak.weights_writer.Writer")
 BLOCK_TOKENS = 128

@@ -24,9 +24,9 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
 from epochkv_connector.engine.blocks import holds_blocks
-from tests.support.object_keys import parse_key
 from tests.support.scheduler import BLOCK, Rig, SharedStore, prompt
 from tests.support.scheduler_worker import Cell, Content
+from tests.support.store import parse_key
 
 MakeRig = Callable[..., Any]
 ADOPTIONS = 1000

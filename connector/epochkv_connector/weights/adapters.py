@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from epochkv_connector.weights.watch import SHOWN_DIGITS, answers_of, fold
+from epochkv_connector.weights.watch import SHOWN_DIGITS, Ranks, Wanted, answers_of, fold
 
 logger = logging.getLogger("vllm.epochkv.adapters")
 
@@ -34,15 +34,6 @@ MAX_ADAPTERS = 1024
 """That are looked after, but for those in use; more than any engine has at a time."""
 RETRY_SECONDS = 1.0
 """Until a request for an adapter that had no digest has the ranks asked again."""
-
-Wanted = list[tuple[int, Any, bool]]
-
-
-class Ranks(Protocol):
-    """The worker ranks of this engine."""
-
-    def digest_adapters(self, number: int, wanted: Wanted, afresh: bool) -> Sequence[dict[str, Any]]:
-        """`rank.digest_adapters` on every rank. May raise."""
 
 
 class Names(Protocol):

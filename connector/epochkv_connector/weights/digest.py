@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-DIGEST_BYTES = 32
 ROW_BYTES = 16384
 COLUMNS = 16
 SLAB_BYTES = 64 << 20

@@ -12,7 +12,7 @@ from typing import Any
 from epochkv_connector.engine.patches import wake
 from epochkv_connector.weights import rank
 from epochkv_connector.weights.adapters import ADAPTER_CALLS, Adapters
-from epochkv_connector.weights.watch import Watch, is_harmless
+from epochkv_connector.weights.watch import Wanted, Watch, is_harmless
 
 logger = logging.getLogger("vllm.epochkv.weights")
 
@@ -45,7 +45,7 @@ class EngineRanks:
     def digest_weights(self, number: int) -> Sequence[dict[str, Any]]:
         return list(self._rpc(rank.digest_weights, args=(number,)))
 
-    def digest_adapters(self, number: int, wanted: list[tuple[int, Any, bool]], afresh: bool) -> Sequence[dict[str, Any]]:
+    def digest_adapters(self, number: int, wanted: Wanted, afresh: bool) -> Sequence[dict[str, Any]]:
         return list(self._rpc(rank.digest_adapters, args=(number, wanted, afresh)))
 
     def are_unchanged(self, number: int) -> bool:
@@ -67,7 +67,7 @@ class NoRanks:
     def digest_weights(self, number: int) -> Sequence[dict[str, Any]]:
         raise RuntimeError("this scheduler has no engine whose ranks could be asked for their weights")
 
-    def digest_adapters(self, number: int, wanted: list[tuple[int, Any, bool]], afresh: bool) -> Sequence[dict[str, Any]]:
+    def digest_adapters(self, number: int, wanted: Wanted, afresh: bool) -> Sequence[dict[str, Any]]:
         raise RuntimeError("this scheduler has no engine whose ranks could be asked for their adapters")
 
     def are_unchanged(self, number: int) -> bool:

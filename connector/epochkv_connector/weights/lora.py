@@ -18,6 +18,7 @@ import torch
 
 from epochkv_connector.weights.adapters import LATER, MAX_ADAPTERS
 from epochkv_connector.weights.digest import Unreadable, digest
+from epochkv_connector.weights.watch import Wanted
 
 KNOWN = "_epochkv_digest"
 """Attribute of a `LoRAModel`: the digest of its tensors."""
@@ -102,13 +103,11 @@ class HeldAdapters:
         self._epoch = -1
         self._ended: set[bytes] = set()  # of this epoch: blocks under names of these were computed with others
 
-    def digest(self, worker: Any, number: int, wanted: list[tuple[int, Any, bool]], afresh: bool) -> dict[int, tuple[bytes | None, str]]:
-        """(digest, or None and why) by id.
+    def digest(self, worker: Any, number: int, wanted: Wanted, afresh: bool) -> dict[int, tuple[bytes | None, str]]:
+        """(digest, or None and why) by id. Absent adapters that nobody wants loaded are left out.
 
         Args:
             number: of the question.
-            wanted: (id, `LoRARequest` to load if it is not there or None, load it though it is there). Absent ones that nobody wants
-                loaded are left out of the answer.
             afresh: the tensors may have been written to, or their copies on the device.
         """
         self._manager = manager_of(worker)

@@ -17,6 +17,7 @@ from epochkv_connector.weights.digest import Unreadable, digest, parts
 from epochkv_connector.weights.held import homes, models, packed, weights
 from epochkv_connector.weights.lora import HeldAdapters
 from epochkv_connector.weights.sample import Sample
+from epochkv_connector.weights.watch import Wanted
 from epochkv_connector.worker import sleeping
 
 DIGEST_SECONDS = 60.0
@@ -182,7 +183,7 @@ def digest_weights(worker: Any, number: int) -> Answer:
     return answer
 
 
-def digest_adapters(worker: Any, number: int, wanted: list[tuple[int, Any, bool]], afresh: bool) -> Answer:
+def digest_adapters(worker: Any, number: int, wanted: Wanted, afresh: bool) -> Answer:
     """See `HeldAdapters.digest`; its result is `adapters`, and None with a `note` where this rank has none at all."""
     answer: Answer = {"number": number, "adapters": None, "note": "", "rank": getattr(worker, "rank", 0)}
     try:

@@ -50,6 +50,9 @@ ASLEEP = "the engine sleeps"
 MIXED = b""
 """Outputs of an encoder that steps made with weights that nobody knows: the weights that were named last may have come back since."""
 
+Wanted = list[tuple[int, Any, bool]]
+"""Of adapters: (id, `LoRARequest` to load if it is not there or None, load it though it is there)."""
+
 
 def is_harmless(method: Any) -> bool:
     """Whether a call of this method of the workers leaves weights alone."""
@@ -88,6 +91,9 @@ class Ranks(Protocol):
 
     def digest_weights(self, number: int) -> Sequence[dict[str, Any]]:
         """`rank.digest_weights` on every rank. May raise."""
+
+    def digest_adapters(self, number: int, wanted: Wanted, afresh: bool) -> Sequence[dict[str, Any]]:
+        """`rank.digest_adapters` on every rank. May raise."""
 
     def are_unchanged(self, number: int) -> bool:
         """`rank.is_unchanged` on every rank. May raise."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from epochkv_connector.naming import identity
 from epochkv_connector.naming import object_keys as keys
 from epochkv_connector.naming.identity import IdentityError
-from tests.support.object_keys import parse_key
+from tests.support.store import parse_key
 
 SECRET = bytes(range(32))
 UID = "6f1c2d3e-0000-4000-8000-000000000001"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from epochkv_connector.naming import object_keys as keys
 from epochkv_connector.store import envelope
 from epochkv_connector.store.envelope import Defect
-from tests.support.object_keys import BlockKey, parse_key
+from tests.support.store import BlockKey, parse_key
 
 hex_digits = "0123456789abcdef"
 namespaces = st.builds(
