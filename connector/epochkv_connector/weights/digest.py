@@ -35,6 +35,11 @@ class Unreadable(RuntimeError):
     """These tensors have no digest now; the message says which one and why."""
 
 
+def why_unreadable(error: Exception) -> str:
+    """In words. Any error means the same: whatever these tensors are, they have no digest."""
+    return str(error) if isinstance(error, Unreadable) else f"{type(error).__name__}: {error}"
+
+
 @dataclass(frozen=True, slots=True)
 class Digested:
     """A digest and the bytes it was made of."""

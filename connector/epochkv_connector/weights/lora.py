@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from epochkv_connector.weights.adapters import LATER, MAX_ADAPTERS
-from epochkv_connector.weights.digest import Unreadable, digest
+from epochkv_connector.weights.digest import Unreadable, digest, why_unreadable
 from epochkv_connector.weights.watch import Wanted
 
 KNOWN = "_epochkv_digest"
@@ -130,9 +130,9 @@ class HeldAdapters:
                     value = self._digest(model)
                     self._asked[adapter_id] = _Asked(number, value, weakref.ref(model))
                     found[adapter_id] = value, ""
-            except Exception as error:  # whatever this adapter is, it has no digest
+            except Exception as error:
                 self._copy_all = True
-                found[adapter_id] = None, str(error) if isinstance(error, Unreadable) else f"{type(error).__name__}: {error}"
+                found[adapter_id] = None, why_unreadable(error)
         while len(self._asked) > MAX_ADAPTERS:
             del self._asked[next(iter(self._asked))]
         return found

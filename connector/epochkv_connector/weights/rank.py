@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from epochkv_connector.weights.digest import Unreadable, digest, parts
+from epochkv_connector.weights.digest import Unreadable, digest, parts, why_unreadable
 from epochkv_connector.weights.held import homes, models, packed, weights
 from epochkv_connector.weights.lora import HeldAdapters
 from epochkv_connector.weights.sample import Sample
@@ -173,10 +173,8 @@ def digest_weights(worker: Any, number: int) -> Answer:
             raise Unreadable("weights were written while they were read")
         held.number, held.value, held.sample, held.places, held.seen = number, found.value, sample, places, writes
         answer |= {"weights": found.value, "bytes": found.num_bytes}
-    except Unreadable as error:
-        answer["note"] = str(error)
-    except Exception as error:  # whatever this worker is, it has no digest
-        answer["note"] = f"{type(error).__name__}: {error}"
+    except Exception as error:
+        answer["note"] = why_unreadable(error)
     if held is not None and held.value is None:
         held.number = number
     answer["seconds"] = time.monotonic() - began
@@ -189,7 +187,7 @@ def digest_adapters(worker: Any, number: int, wanted: Wanted, afresh: bool) -> A
     try:
         answer["adapters"] = _of(worker).adapters.digest(worker, number, wanted, afresh)
     except Exception as error:
-        answer["note"] = str(error) if isinstance(error, Unreadable) else f"{type(error).__name__}: {error}"
+        answer["note"] = why_unreadable(error)
     return answer
 
 
