@@ -15,6 +15,7 @@ Pure: ranks, names and time are arguments. Scheduler thread.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -90,7 +91,7 @@ class Adapters:
         self._unloaded: set[int] = set()  # by others, who may load something else in its place: not by us
         self._afresh = False
         self._number = 0
-        self._turns = 0
+        self._turns = itertools.count(1)
         self._said: set[str] = set()
 
     def join(self, names: Names, may_ask: Callable[[], bool]) -> None:
@@ -104,7 +105,7 @@ class Adapters:
         adapter_id = int(request.lora_int_id)
         known = self._known.get(adapter_id)
         if known is None:
-            known = self._known[adapter_id] = Known(turn=self._next_turn())
+            known = self._known[adapter_id] = Known(turn=next(self._turns))
         if known.value is None and self._clock() >= known.retry_at:
             self._suspected.setdefault(adapter_id, False)
         return known
@@ -132,7 +133,7 @@ class Adapters:
             self.suspect_all()
             return
         (self._unloaded.add if method == "remove_lora" else self._unloaded.discard)(adapter_id)
-        self._known.setdefault(adapter_id, Known(turn=self._next_turn()))
+        self._known.setdefault(adapter_id, Known(turn=next(self._turns)))
         self._suspected.setdefault(adapter_id, False)
 
     def suspect_all(self) -> None:
@@ -233,13 +234,9 @@ class Adapters:
     def _change(self, changed: Iterable[int]) -> None:
         numbers = set(changed)
         for adapter_id in numbers:
-            self._known[adapter_id].turn = self._next_turn()
+            self._known[adapter_id].turn = next(self._turns)
         if numbers and self._names is not None:
             self._names.adapters_changed(numbers)
-
-    def _next_turn(self) -> int:
-        self._turns += 1
-        return self._turns
 
     def _forget(self, in_use: Mapping[int, Any]) -> None:
         """Ids of adapters that were loaded once and are used by nobody; the ranks would be asked again."""

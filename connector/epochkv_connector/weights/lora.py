@@ -68,18 +68,6 @@ def _parts(model: Any) -> Iterator[tuple[str, Any]]:
                 yield from ((f"{kind}.{module}.{attribute}.{index}", part) for index, part in parts)
 
 
-def manager_of(worker: Any) -> Any:
-    """vLLM's manager of the adapters of this rank.
-
-    Raises:
-        Unreadable: there is none.
-    """
-    manager = getattr(getattr(worker.model_runner, "lora_manager", None), "_adapter_manager", None)
-    if manager is None:
-        raise Unreadable("this worker has no manager of adapters")
-    return manager
-
-
 @dataclass(slots=True)
 class _Asked:
     """The answer to the latest question about an adapter.
@@ -109,8 +97,14 @@ class HeldAdapters:
         Args:
             number: of the question.
             afresh: the tensors may have been written to, or their copies on the device.
+
+        Raises:
+            Unreadable: this worker has no adapters.
         """
-        self._manager = manager_of(worker)
+        manager = getattr(getattr(worker.model_runner, "lora_manager", None), "_adapter_manager", None)
+        if manager is None:
+            raise Unreadable("this worker has no manager of adapters")
+        self._manager = manager
         if afresh or self._copy_all:
             self._copy_all = True
             self._copy_again()
