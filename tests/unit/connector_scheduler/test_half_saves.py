@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from epochkv_connector.wire.jobs import JobAck, Phase
@@ -62,7 +64,7 @@ def test_what_l1_holds_and_l2_lacks_is_put_without_copying() -> None:
     world.free(world.save("a", PROMPT, snap_of(1, shared=False)))
     shared = snap_of(1)
     # The same names, now allowed to leave the engine.
-    same_root = type(shared)(snap_of(1, shared=False).root, 1, shared.namespace, True)
+    same_root = replace(shared, root=snap_of(1, shared=False).root)
     blocks = world.save("b", PROMPT, same_root)
     assert world.books.stats()["blocks_saved"] == 10
     assert world.books.stats()["blocks_stored"] == 10

@@ -106,5 +106,5 @@ def test_the_region_is_touched_before_a_store_hears_of_it() -> None:
         return ObedientStore()
 
     staging = Staging({"layer": torch.zeros((4, 1 << 20), dtype=torch.uint8)}, [GroupSpec(["layer"])], 8, 4)
-    JobRunner(staging, open_store=open_store).shutdown()
+    JobRunner(staging, open_store=open_store).shutdown()  # type: ignore[arg-type]  # a double
     assert heard == [0]

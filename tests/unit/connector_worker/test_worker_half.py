@@ -118,7 +118,8 @@ class Rig:
         names = [f"l{i}" for i in range(LAYERS)]
         caches = {name: self.kv[i] for i, name in enumerate(names)}
         self.staging = Staging(caches, [GroupSpec(names, 16)], NUM_SLOTS, NUM_BLOCKS)
-        self.worker = JobRunner(self.staging, open_store=(lambda region: store) if store else None, **ranks)
+        open_store: Any = (lambda region: store) if store else None
+        self.worker = JobRunner(self.staging, open_store=open_store, **ranks)  # type: ignore[arg-type]
         self.finished: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
         self.acks: dict[tuple[int, Phase], JobAck] = {}
@@ -436,7 +437,7 @@ def test_jobs_without_a_store_or_a_registration_fail(store: ObedientStore) -> No
     assert rig.until_acked(6, Phase.COPIED).failed
     bare = Rig().worker
     bare.shutdown()
-    bare.start_step(Step(loads=[load(1, [move(8, 5, 30)])], saves=[save(2, [move(3, 0, 30)], NAMESPACE)]))
+    bare.start_step(Step(loads=[load(1, [move(8, 5, 30)])], saves=[save(2, [move(3, 0, 30)], NAMESPACE)]))  # type: ignore[arg-type]
     bare.finish_step()
     finished, failed, acks = bare.results()
     assert finished == failed == {"r1"}
