@@ -1,7 +1,7 @@
 """The link to the hub: credentials, the agent's thread, and a reason in words when there is none.
 
 The engine serves whatever is wrong: no hub in the configuration, unreadable credentials, a bad endpoint, a library that fails.
-The fence then stays in bypass, and the reason is kept for status and logged once.
+The root then stays in bypass, and the reason is kept for status and logged once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from epochkv_connector.config.keys import ConnectorConfig
+from epochkv_connector.config.connector_config import ConnectorConfig
 from epochkv_fence.connection import HubRef, check_endpoint, read_client_keys, read_root_secret
 from epochkv_fence.protocol.messages import BOOT_BYTES
 

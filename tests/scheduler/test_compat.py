@@ -361,8 +361,8 @@ def test_a_random_hash_seed_keeps_names_at_home(make_rig: MakeRig, monkeypatch: 
     monkeypatch.setattr(hashing, "hash_seed_is_random", lambda algorithm: True)
     rig = make_rig()
     rig.adopt(0)
-    assert rig.fence.snapshot.shared
-    assert rig.fence.snapshot.namespace is None
+    assert rig.pins.root.snapshot.shared
+    assert rig.pins.root.snapshot.namespace is None
 
 
 def test_the_layout_tells_groups_apart(make_rig: MakeRig) -> None:
@@ -438,7 +438,7 @@ def test_ranks_are_counted_within_the_engine(make_rig: MakeRig, monkeypatch: pyt
 
 def test_a_reclaim_walks_the_names_of_each_own_group_and_then_those_of_others(make_rig: MakeRig) -> None:
     from epochkv_connector.naming.identity import pool_prefix
-    from epochkv_connector.naming.keys import older_pattern, other_weights_pattern
+    from epochkv_connector.naming.object_keys import older_pattern, other_weights_pattern
 
     class Store(SharedStore):
         asked_to_remove: list[str] = []  # noqa: RUF012

@@ -24,10 +24,10 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.naming import fence as fencing
-from epochkv_connector.weights import engine as joining
+from epochkv_connector.naming import root as roots
+from epochkv_connector.weights import executor as joining
 from epochkv_connector.weights import watch as watching
-from epochkv_connector.weights.fold import fold
+from epochkv_connector.weights.watch import fold
 from tests.support.scheduler import BLOCK, RequestStatus, Rig, SharedStore, prompt
 from tests.support.scheduler_names import OwnRoot
 from tests.support.scheduler_worker import FakeWorker
@@ -125,7 +125,7 @@ class Names:
 
     def _new(self) -> Any:
         rig = self._make(Engine, store=self.store, **self._options)
-        rig.fence._roots = OwnRoot(rig.fence.snapshot.root)
+        rig.pins.root._global = OwnRoot(rig.pins.root.snapshot.root)
         rig.side.weights.link.propose = self._proposed
         rig.watch._clock = lambda: self.now
         rig.watch._scheduled_at = rig.watch._suspected_at = self.now
@@ -296,7 +296,7 @@ class Names:
         self._push(rig, index)
         for _ in range(self.source.randrange(5)):
             self._step(rig, index)
-            assert not rig.fence.snapshot.shared, "W4: an engine that does not know its weights shares"
+            assert not rig.pins.root.snapshot.shared, "W4: an engine that does not know its weights shares"
         rig.executor.answers = lambda answer: answer
 
     def _sleep(self, rig: Any, index: int) -> None:
@@ -331,7 +331,7 @@ class Names:
             return
         value = rig.watch.value
         assert value in (None, rig.truth), "W2: named after other weights than it holds"
-        shown = rig.fence.current()
+        shown = rig.pins.root.refresh()
         assert not shown.shared or value == shown.weights, "W4: a shared root without weights"
 
     def check(self) -> None:
@@ -423,43 +423,43 @@ def hook_after_delegating(patch: pytest.MonkeyPatch, rig: Any) -> None:
 
 
 def no_strand(patch: pytest.MonkeyPatch, rig: Any) -> None:
-    rig.fence.strand = lambda request, num_named: None
+    rig.pins.strand = lambda request, num_named: None
 
 
 def strand_only_running_requests(patch: pytest.MonkeyPatch, rig: Any) -> None:
-    strand = rig.fence.strand
-    rig.fence.strand = lambda request, num: strand(request, num) if request.status is RequestStatus.RUNNING else None
+    strand = rig.pins.strand
+    rig.pins.strand = lambda request, num: strand(request, num) if request.status is RequestStatus.RUNNING else None
 
 
 def strand_whole_requests_late(patch: pytest.MonkeyPatch, rig: Any) -> None:
     """One block too many keeps the name that its tokens give it."""
-    strand = rig.fence.strand
-    rig.fence.strand = lambda request, num: strand(request, num + 1)
+    strand = rig.pins.strand
+    rig.pins.strand = lambda request, num: strand(request, num + 1)
 
 
 def a_generation_that_returns(patch: pytest.MonkeyPatch, rig: Any) -> None:
     """With requests that keep what their pins allow: what a stranded one computes is offered again when the weights return."""
     known: dict[tuple[int, bytes | None], int] = {}
-    swap, strand = rig.fence._swap, rig.fence.strand
+    swap, strand = rig.pins.root._swap, rig.pins.strand
 
     def swapping(state: Any) -> None:
         swap(state)
-        shown = rig.fence._snapshot
+        shown = rig.pins.root.snapshot
         if shown.shared:
-            rig.fence._snapshot = replace(shown, generation=known.setdefault((shown.epoch, shown.weights), shown.generation))
+            rig.pins.root.snapshot = replace(shown, generation=known.setdefault((shown.epoch, shown.weights), shown.generation))
 
     def stranding(request: Any, num_named: int) -> None:
         """Its names, without the mark at its pin."""
-        saveable = rig.fence.pin_of(request).saveable
+        saveable = rig.pins.pin_of(request).saveable
         strand(request, len(request.block_hashes))
         request._block_hasher = request._block_hasher.inner
-        rig.fence.pin_of(request).saveable = saveable
+        rig.pins.pin_of(request).saveable = saveable
 
-    rig.fence._swap, rig.fence.strand = swapping, stranding
+    rig.pins.root._swap, rig.pins.strand = swapping, stranding
 
 
 def an_ended_digest_used_again(patch: pytest.MonkeyPatch, rig: Any) -> None:
-    rig.fence.end = lambda weights: True
+    rig.pins.root.end = lambda weights: True
 
 
 def a_late_hit_that_proposes_nothing(patch: pytest.MonkeyPatch, rig: Any) -> None:
@@ -495,16 +495,16 @@ def harmless_list_too_long(patch: pytest.MonkeyPatch, rig: Any) -> None:
 
 def names_without_weights(patch: pytest.MonkeyPatch, rig: Any) -> None:
     same = b"\0" * 32
-    root, space = fencing.shared_root, fencing.namespace
+    root, space = roots.shared_root, roots.namespace
     if root.__name__ == "shared_root":
-        patch.setattr(fencing, "shared_root", lambda *known: root(*known[:4], same))
-        patch.setattr(fencing, "namespace", lambda *known: space(*known[:3], same))
+        patch.setattr(roots, "shared_root", lambda *known: root(*known[:4], same))
+        patch.setattr(roots, "namespace", lambda *known: space(*known[:3], same))
 
 
 def root_without_weights(patch: pytest.MonkeyPatch, rig: Any) -> None:
-    same, root = b"\0" * 32, fencing.shared_root
+    same, root = b"\0" * 32, roots.shared_root
     if root.__name__ == "shared_root":
-        patch.setattr(fencing, "shared_root", lambda *known: root(*known[:4], same))
+        patch.setattr(roots, "shared_root", lambda *known: root(*known[:4], same))
 
 
 def load_weights_unnoticed(patch: pytest.MonkeyPatch, rig: Any) -> None:

@@ -123,7 +123,7 @@ def test_every_call_that_writes_ends_the_names_before_it_is_delegated(make_rig: 
         rig.executor.collective_rpc("wake_up")
     order.clear()
     assert found(rig) == 0
-    assert order[0][0] == "ask"
+    assert order[0][0] == "digest_weights"
     assert rig.watch.value not in (None, old)
     rig.run()
     assert running.request_id in rig.finished
@@ -138,12 +138,12 @@ def test_an_unknown_call_costs_a_digest_and_no_sharing(make_rig: MakeRig, method
     rig.adopt(0)
     found(rig)
     push_out(rig)
-    looks, root = rig.watch.counters["looks"], rig.fence.snapshot.root
+    looks, root = rig.watch.counters["looks"], rig.pins.root.snapshot.root
     for _ in range(3):
         rig.executor.collective_rpc(method)
     assert found(rig) == WHOLE
     assert rig.watch.counters["looks"] == looks + 1
-    assert rig.fence.snapshot.root is root
+    assert rig.pins.root.snapshot.root is root
     rig.check_clean()
 
 
@@ -277,7 +277,7 @@ def test_a_push_while_a_request_is_preempted(make_rig: MakeRig) -> None:
     assert not blocks.holds_blocks(request)
     rig.weights = "w1"
     rig.run()
-    assert rig.fence.pin_of(request).saveable  # it holds nothing, so it is named anew
+    assert rig.pins.pin_of(request).saveable  # it holds nothing, so it is named anew
     assert found(rig) == WHOLE
     rig.weights = "w0"
     assert found(rig) == WHOLE  # of the first run
@@ -292,7 +292,7 @@ def test_a_preemption_after_the_push_names_the_request_anew(make_rig: MakeRig) -
         rig.step()
     rig.weights = "w1"
     rig.step()
-    assert not rig.fence.pin_of(request).saveable
+    assert not rig.pins.pin_of(request).saveable
     rig.scheduler._preempt_request(rig.scheduler.running.pop(), 0.0)
     rig.run()
     assert found(rig) == WHOLE
@@ -471,7 +471,7 @@ def test_other_digests_of_the_epoch_go_on(make_rig: MakeRig) -> None:
     rig.run()
     found(rig)
     assert found(rig) == WHOLE
-    assert rig.fence.snapshot.shared
+    assert rig.pins.root.snapshot.shared
 
 
 def test_a_lost_lease_does_not_bring_an_ended_digest_back(make_rig: MakeRig) -> None:
@@ -485,7 +485,7 @@ def test_a_lost_lease_does_not_bring_an_ended_digest_back(make_rig: MakeRig) -> 
     found(rig)
     rig.lease_until = float("inf")
     assert found(rig) == 0
-    assert not rig.fence.snapshot.shared
+    assert not rig.pins.root.snapshot.shared
 
 
 def test_a_load_that_ends_with_the_step_of_a_change_leaves_nothing_open(make_rig: MakeRig) -> None:
@@ -801,7 +801,7 @@ def test_engines_whose_weights_no_digest_describes_serve_without_tiers_and_say_w
     assert store.objects == {}
     assert store.asked == []
     assert rig.connector.scheduler.gauges()["weights_known"] == 0.0
-    assert not {"ask", "is_as_asked", "end_device_work"} & set(rig.executor.calls)  # workers are not asked beside running steps
+    assert not {"digest_weights", "is_unchanged", "end_device_work"} & set(rig.executor.calls)  # workers are not asked beside running steps
     rig.check_clean()
 
 
@@ -878,8 +878,8 @@ PLACES: dict[str, Callable[[Any], tuple[Any, str]]] = {
     "watch._name": lambda rig: (rig.watch, "_name"),
     "watch._set": lambda rig: (rig.watch, "_set"),
     "weights.hold": lambda rig: (rig.side.weights, "hold"),
-    "fence.hold": lambda rig: (rig.fence, "hold"),
-    "fence.strand": lambda rig: (rig.fence, "strand"),
+    "root.hold": lambda rig: (rig.pins.root, "hold"),
+    "pins.strand": lambda rig: (rig.pins, "strand"),
     "blocks.num_named_blocks": lambda rig: (blocks, "num_named_blocks"),
     "blocks.holds_blocks": lambda rig: (blocks, "holds_blocks"),
     "state.apply": lambda rig: (rig.side.state, "apply"),
@@ -929,7 +929,7 @@ def test_an_error_of_ours_behind_a_step_never_reaches_vllm_and_leaves_nothing_na
     rig.add(prompt(5, LENGTH), max_tokens=3)
     output = rig.scheduler.schedule()
     rig.write_past("w1")
-    target = {"late": rig.watch, "suspect": rig.watch, "end": rig.fence, "propose": rig.side.weights.link}[place]
+    target = {"late": rig.watch, "suspect": rig.watch, "end": rig.pins.root, "propose": rig.side.weights.link}[place]
     with monkeypatch.context() as patched:
         patched.setattr(target, place, broken)
         rig.update(output)

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import pytest
 
-from epochkv_connector.naming.keys import object_key
+from epochkv_connector.naming.object_keys import object_key
 from epochkv_connector.store import Outcome, StoreClient, StoreState, StoreUnavailable
 from hack.standalone.mooncake import Mooncake
 from hack.waiting import eventually

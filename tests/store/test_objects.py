@@ -7,7 +7,7 @@ import secrets
 import pytest
 
 from epochkv_connector.naming.identity import pool_prefix
-from epochkv_connector.naming.keys import object_key, older_pattern, other_weights_pattern, prefix_pattern
+from epochkv_connector.naming.object_keys import object_key, older_pattern, other_weights_pattern, prefix_pattern
 from epochkv_connector.scheduler.build import Tiers
 from epochkv_connector.store import Outcome, StoreClient
 from hack.standalone.mooncake import Mooncake

@@ -162,7 +162,7 @@ class Rig:
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
         if self.connector is not None:
-            self.fence.set_lease_source(lambda: self.lease_until)
+            self.pins.root._lease_until = lambda: self.lease_until
         self.workers = [FakeWorker(self, rank) for rank in range(num_ranks)]
         self._aggregator: Any = None
         if num_ranks > 1:
@@ -266,9 +266,9 @@ class Rig:
         return self.connector.scheduler
 
     @property
-    def fence(self) -> Any:
-        """Our fence."""
-        return self.connector.scheduler.fence
+    def pins(self) -> Any:
+        """Our pins, and the root that they follow."""
+        return self.connector.scheduler.pins
 
     @property
     def books(self) -> Any:
@@ -279,7 +279,7 @@ class Rig:
         """What the agent thread does for an accepted grant; with `weights`, the engine has them from now on."""
         if weights is not None:
             self.weights = weights
-        self.fence.adopt(epoch)
+        self.pins.root.adopt(epoch)
 
     def request(
         self,

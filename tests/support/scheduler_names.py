@@ -33,7 +33,7 @@ def several(make_rig: Callable[..., Any], num: int, store: SharedStore | None = 
     rigs = []
     for _ in range(num):
         rig = make_rig(store=shared, **options)
-        rig.fence._roots = OwnRoot(rig.fence.snapshot.root)
+        rig.pins.root._global = OwnRoot(rig.pins.root.snapshot.root)
         rig.adopt(0)
         rigs.append(rig)
     return rigs

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from epochkv_connector.config.keys import ConnectorConfig
+from epochkv_connector.config.connector_config import ConnectorConfig
 from epochkv_connector.engine import topology
 from epochkv_connector.naming.identity import pool_prefix
-from epochkv_connector.naming.keys import object_key, older_pattern, other_weights_pattern
+from epochkv_connector.naming.object_keys import object_key, older_pattern, other_weights_pattern
 from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping
 from epochkv_connector.store import StoreClient, StoreSettings
 from epochkv_connector.worker.copying.slots import object_bytes

@@ -11,15 +11,16 @@ import logging
 import time
 from typing import Any
 
-from epochkv_connector.config.keys import ConnectorConfig
+from epochkv_connector.config.connector_config import ConnectorConfig
 from epochkv_connector.engine import blocks, describe, hashing, limits, patches, topology
 from epochkv_connector.engine.limits import why_no_tiers
 from epochkv_connector.guard import Guard
 from epochkv_connector.hub_link import FenceHooks, HubLink
-from epochkv_connector.metrics.collect import Reporter
+from epochkv_connector.metrics.reporter import Reporter
 from epochkv_connector.metrics.stats import EpochKVStats
-from epochkv_connector.naming.fence import TAG_KEY, Fence, FencePolicy, PoolIdentity
 from epochkv_connector.naming.identity import fingerprint
+from epochkv_connector.naming.pins import TAG_KEY, Pins
+from epochkv_connector.naming.root import PoolMembership, RootState
 from epochkv_connector.scheduler import build
 from epochkv_connector.scheduler.admission import Admission
 from epochkv_connector.scheduler.candidates import SaveCandidates
@@ -27,7 +28,7 @@ from epochkv_connector.scheduler.state import SharedState
 from epochkv_connector.scheduler.steps import FindWorker, Steps
 from epochkv_connector.scheduler.weight_changes import WeightChanges
 from epochkv_connector.weights.adapters import Adapters
-from epochkv_connector.weights.engine import EngineRanks, NoRanks, join
+from epochkv_connector.weights.executor import EngineRanks, NoRanks, join
 from epochkv_connector.weights.watch import Watch
 from epochkv_fence.protocol.messages import WEIGHTS_BYTES
 
@@ -97,7 +98,7 @@ class SchedulerRole:
     ) -> None:
         self._config, self._vllm_config, self._guard, self._reporter = config, vllm_config, guard, reporter
         self.hashing = hashing.BlockHashing(vllm_config.cache_config.prefix_caching_hash_algo)
-        root_port = hashing.GlobalRoot()
+        global_root = hashing.GlobalRoot()
         described = describe.describe_engine(vllm_config, kv_cache_config)
         core, scheduler = patches.builders()
         engine_id = str(vllm_config.kv_transfer_config.engine_id)
@@ -106,14 +107,14 @@ class SchedulerRole:
         self.fingerprint = fingerprint({**described, "layouts": layouts})
         adapters = Adapters(ranks, topology.num_worker_ranks(vllm_config), time.monotonic, limits.why_no_adapters(vllm_config))
         self._link = HubLink(config)
-        self.fence = self._build_fence(root_port, adapters, core)
+        self.pins = self._build_pins(global_root, adapters, core)
         loads_off, saves_off = why_no_loads(vllm_config), why_no_saves(vllm_config)
         for what, why in (("loads", loads_off), ("saves", saves_off)):
             if why is not None:
                 logger.warning("EpochKV: %s are off: %s", what, why)
         self.tiers: build.Tiers | None = guard.build("tiers", lambda: build.build_tiers(config, vllm_config, kv_cache_config), lambda: None)
         self.books = None if self.tiers is None else self.tiers.books
-        self.state = state = SharedState(self.fence, self.books, guard.note)
+        self.state = state = SharedState(self.pins, self.books, guard.note)
         self.requests, self.counters = state.requests, state.counters
         self.admission = Admission(state, loads_off)
         self.weights = WeightChanges(state, self.admission, self._link)
@@ -122,7 +123,7 @@ class SchedulerRole:
         self._watch_weights(ranks, adapters, core, scheduler)
         self._start_link()
 
-    def _build_fence(self, root_port: hashing.GlobalRoot, adapters: Adapters, core: Any | None) -> Fence:
+    def _build_pins(self, global_root: hashing.GlobalRoot, adapters: Adapters, core: Any | None) -> Pins:
         config, vllm_config = self._config, self._vllm_config
         random_seed = hashing.hash_seed_is_random(self.hashing.algorithm)
         if random_seed and config.distributed is not None:
@@ -131,14 +132,16 @@ class SchedulerRole:
                 "set PYTHONHASHSEED to one value in the whole pool, or use --prefix-caching-hash-algo sha256",
                 self.hashing.algorithm,
             )
-        applied = describe.describe_adapters(vllm_config)
-        identity = PoolIdentity(config.pool.uid, self.fingerprint, self._link.secret, not random_seed, applied)
-        policy = FencePolicy(
-            has_hub=self._link.secret is not None,
-            use_private=config.hub is None,
+        member = PoolMembership(
+            config.pool.uid,
+            self.fingerprint,
+            self._link.secret,
+            l2_allowed=not random_seed,
+            adapters_applied=describe.describe_adapters(vllm_config),
+            is_own_pool=config.hub is None,
             forced_bypass=limits.why_no_weights(vllm_config, getattr(core, "model_executor", None)),
         )
-        return Fence(identity, policy, root_port, self.hashing, adapters, lease_until=self._link.lease_until)
+        return Pins(RootState(member, global_root, self._link.lease_until), self.hashing, adapters)
 
     def _watch_weights(self, ranks: EngineRanks | NoRanks, adapters: Adapters, core: Any | None, scheduler: Any | None) -> None:
         """Names are made of the weights that the ranks hold, from the first on."""
@@ -153,16 +156,16 @@ class SchedulerRole:
         weights.adapters = adapters
         adapters.join(weights, lambda: watch.value is not None and not ranks.asleep)
         patches.hide_adapters_from_hashes()
-        if self.fence.policy.forced_bypass is not None:
-            watch.refuse(self.fence.policy.forced_bypass)
+        if self.pins.root.member.forced_bypass is not None:
+            watch.refuse(self.pins.root.member.forced_bypass)
         if isinstance(ranks, EngineRanks):
             join(core, scheduler, watch, adapters, lambda work: self._guard.run("weights", work, weights.break_off))
         watch.before_schedule()
 
     def _start_link(self) -> None:
         self._link.start(self.hooks(), self.fingerprint, int(self._vllm_config.parallel_config.data_parallel_rank or 0))
-        if self.fence.policy.forced_bypass is not None:
-            logger.warning("EpochKV serves without caches: %s", self.fence.policy.forced_bypass)
+        if self.pins.root.member.forced_bypass is not None:
+            logger.warning("EpochKV serves without caches: %s", self.pins.root.member.forced_bypass)
         elif self._config.hub is None:
             logger.info("EpochKV: no hub is configured; this engine is a pool of its own, and its root private")
 
@@ -184,9 +187,9 @@ class SchedulerRole:
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; GPU pins protect its saves, so frees are never delayed."""
-        tag = self.fence.tag(getattr(request, "lora_request", None)) if self._may_hand_off(request) else None
+        tag = self.pins.maker.tag(getattr(request, "lora_request", None)) if self._may_hand_off(request) else None
         self.steps.save_last_blocks(request)
-        self.fence.release(request)
+        self.pins.release(request)
         self.requests.finish(request.request_id)
         self.steps.candidates.forget(request.request_id)
         if self.books is not None:
@@ -196,12 +199,12 @@ class SchedulerRole:
     def _may_hand_off(self, request: Any) -> bool:
         """A P/D producer's request under a current, shareable pin: its KV may be named by our tag."""
         params = request.kv_transfer_params
-        pin = self.fence.pin_of(request)
-        return bool(params and params.get("do_remote_decode") and pin is not None and self.fence.may_save(pin))
+        pin = self.pins.pin_of(request)
+        return bool(params and params.get("do_remote_decode") and pin is not None and self.pins.may_save(pin))
 
     def reset_cache(self) -> bool:
         """vLLM's own reset: clear on every tier. Always True: the names make it true."""
-        rotated = self.fence.reset()
+        rotated = self.pins.root.reset()
         self.state.apply()
         self.state.clear()
         self.counters["local_resets"] += 1
@@ -219,11 +222,11 @@ class SchedulerRole:
     def hooks(self) -> FenceHooks:
         """What the agent's thread may ask of this engine."""
         return FenceHooks(
-            ready=self.fence.ready,
-            adopt=self.fence.adopt,
-            busy=self.fence.busy,
-            carried=self.fence.carried,
-            private=lambda: self.fence.waiting_after_reset,
+            ready=self.pins.root.ready,
+            adopt=self.pins.root.adopt,
+            busy=self.pins.busy,
+            carried=self.pins.carried,
+            private=lambda: self.pins.root.waiting_after_reset,
             weights=self._told,
             stats=self.gauges,
             reclaim=self.reclaim,
@@ -231,7 +234,7 @@ class SchedulerRole:
 
     def _told(self) -> tuple[bytes | None, str]:
         """What heartbeats say of the weights. Any thread."""
-        bypass, watch = self.fence.policy.forced_bypass, self.weights.watch
+        bypass, watch = self.pins.root.member.forced_bypass, self.weights.watch
         if bypass is not None or watch is None:
             return None, bypass or ""
         value, note = watch.told
@@ -264,7 +267,7 @@ class SchedulerRole:
         report = {
             **self.requests.leak_report(),
             **self.steps.candidates.leak_report(),
-            "carried": self.fence.carried() + self.fence.carried_sessions(),
+            "carried": self.pins.carried() + self.pins.carried(sessions=True),
         }
         if self.books is not None:
             report.update({f"books.{name}": count for name, count in self.books.leak_report().items()})

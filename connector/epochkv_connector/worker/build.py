@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from epochkv_connector.config.keys import ConnectorConfig
-from epochkv_connector.config.memory import check_fits
+from epochkv_connector.config.connector_config import ConnectorConfig
+from epochkv_connector.config.machine import check_fits
 from epochkv_connector.engine import topology
 from epochkv_connector.engine.describe import describe_layers, describe_platform
 from epochkv_connector.scheduler.tiers.index import slot_count

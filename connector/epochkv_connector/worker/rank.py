@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from epochkv_connector.naming.keys import KeyCodecError, epoch_of, object_key, replica_owner
+from epochkv_connector.naming.object_keys import KeyCodecError, epoch_of, object_key, replica_owner
 from epochkv_connector.store.client import StoreClient
 from epochkv_connector.store.counters import Counters, Notices
 from epochkv_connector.store.queues import Ticket, Transfer

@@ -142,7 +142,7 @@ class WorkerRole:
         self._replaced += self._adapters.replaced(metadata.newest_epoch)
         as_named = self._compare(metadata.look)
         if self.runner is not None:
-            self.runner.finish_step(as_named if self._adapters.are_as_asked(metadata.adapters) else lambda: False)
+            self.runner.finish_step(as_named if self._adapters.are_unchanged(metadata.adapters) else lambda: False)
 
     def _compare(self, number: int) -> Callable[[], bool]:
         """Whether the last forward pass used the weights that this step's names say. Weights that cannot be compared count as changed."""

@@ -111,7 +111,7 @@ class Rank:
         self.held = self.adapters.held
 
     def ask(self, number: int, *wanted: tuple[int, Any, bool], afresh: bool = False) -> dict[int, tuple[bytes | None, str]]:
-        return self.held.ask(self.adapters.worker, number, list(wanted), afresh)
+        return self.held.digest(self.adapters.worker, number, list(wanted), afresh)
 
     def step(self, *used: LoRARequest, epoch: int = 0) -> list[tuple[int, int]]:
         self.adapters.set_active_adapters(set(used), None)
@@ -156,14 +156,14 @@ def test_the_same_tensors_read_again_are_as_asked_and_others_are_not() -> None:
     assert rank.step(request()) == []
     assert rank.step(request(2, "/b")) == []
     assert rank.step(request()) == [], "evicted and read again: another object, the same tensors"
-    assert rank.held.are_as_asked([(1, 1)])
-    assert not rank.held.are_as_asked([(1, 2)])
-    assert not rank.held.are_as_asked([(2, 1)]), "nobody asked about it"
+    assert rank.held.are_unchanged([(1, 1)])
+    assert not rank.held.are_unchanged([(1, 2)])
+    assert not rank.held.are_unchanged([(2, 1)]), "nobody asked about it"
     rank.step(request(2, "/b"))
     rank.adapters.disk["/a"] = "two"
     assert rank.step(request()) == [(1, 1)]
     assert rank.step(request()) == [], "once"
-    assert not rank.held.are_as_asked([(1, 1)])
+    assert not rank.held.are_unchanged([(1, 1)])
 
 
 def test_a_name_that_was_used_for_others_is_refused_to_every_id_until_the_next_epoch() -> None:
@@ -172,12 +172,12 @@ def test_a_name_that_was_used_for_others_is_refused_to_every_id_until_the_next_e
     rank.ask(1, (1, request(), False), (2, request(2, "/copy"), False))
     rank.adapters.disk["/a"] = "two"
     assert rank.step(request(load_inplace=True)) == [(1, 1)]
-    assert not rank.held.are_as_asked([(2, 1)])
+    assert not rank.held.are_unchanged([(2, 1)])
     rank.ask(2, (1, request(), False), (2, request(2, "/copy"), False))
-    assert rank.held.are_as_asked([(1, 2)])
-    assert not rank.held.are_as_asked([(2, 2)])
+    assert rank.held.are_unchanged([(1, 2)])
+    assert not rank.held.are_unchanged([(2, 2)])
     rank.step(epoch=1)
-    assert rank.held.are_as_asked([(2, 2)])
+    assert rank.held.are_unchanged([(2, 2)])
 
 
 def test_a_worker_saves_nothing_of_a_step_that_used_other_tensors_and_reports_it_once() -> None:
@@ -246,14 +246,14 @@ def test_a_digest_keeps_no_adapter_in_memory() -> None:
 
 def test_a_worker_without_adapters_says_so() -> None:
     with pytest.raises(Unreadable, match="no manager"):
-        HeldAdapters().ask(SimpleNamespace(model_runner=SimpleNamespace()), 1, [(1, request(), False)], False)
+        HeldAdapters().digest(SimpleNamespace(model_runner=SimpleNamespace()), 1, [(1, request(), False)], False)
 
 
 # ---------------------------------------------------------------------------------------------- the scheduler half
 
 
 class Ranks:
-    """Answers, as `rank.adapters` gives them."""
+    """Answers, as `rank.digest_adapters` gives them."""
 
     def __init__(self, num: int = 1) -> None:
         self.num = num
@@ -261,7 +261,7 @@ class Ranks:
         self.asked: list[tuple[list[int], bool]] = []
         self.change: Callable[[dict[str, Any]], dict[str, Any]] = lambda answer: answer
 
-    def ask_adapters(self, number: int, wanted: Any, afresh: bool) -> list[dict[str, Any]]:
+    def digest_adapters(self, number: int, wanted: Any, afresh: bool) -> list[dict[str, Any]]:
         self.asked.append(([one[0] for one in wanted], afresh))
         found = {one: (text.encode(), "") for one, text in self.values.items()}
         return [self.change({"number": number, "adapters": dict(found), "note": "", "rank": rank}) for rank in range(self.num)]
@@ -418,13 +418,13 @@ def test_what_others_have_unloaded_is_not_loaded_by_us() -> None:
     """They may be about to load something else under its id, which vLLM does only where there is nothing."""
     half = Half()
     seen: list[Any] = []
-    ask = half.ranks.ask_adapters
+    ask = half.ranks.digest_adapters
 
     def note(number: int, wanted: Any, afresh: bool) -> list[dict[str, Any]]:
         seen.append(wanted[0][1])
         return ask(number, wanted, afresh)
 
-    half.ranks.ask_adapters = note  # type: ignore[method-assign]
+    half.ranks.digest_adapters = note  # type: ignore[method-assign]
     half.adapters.of(request())
     assert half.known() is not None
     half.ranks.values.clear()

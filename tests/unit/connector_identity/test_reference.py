@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_connector.config.keys import ConnectorConfig, DistributedTier, HubRef, LocalTier, PoolRef
+from epochkv_connector.config.connector_config import ConnectorConfig, DistributedTier, HubRef, LocalTier, PoolRef
 from epochkv_connector.config.reference import PAGE, main, markdown
 
 ROW = {

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from epochkv_connector.weights.digest import Unreadable, digest
-from epochkv_connector.weights.held import LEFT_OUT, PACKED, models, packed, weights
-from epochkv_connector.weights.packed import mark
+from epochkv_connector.weights.held import LEFT_OUT, PACKED, mark, models, packed, weights
 
 
 class Worker:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from epochkv_connector.weights import watch as naming
-from epochkv_connector.weights.fold import fold
 from epochkv_connector.weights.watch import (
     ASLEEP,
     ENCODING,
@@ -22,6 +21,7 @@ from epochkv_connector.weights.watch import (
     STARTED,
     WRITING,
     Watch,
+    fold,
     is_harmless,
 )
 
@@ -56,7 +56,7 @@ class World:
     def num_writes(self) -> int:
         return self.writes
 
-    def ask(self, number: int) -> Sequence[dict[str, Any]]:
+    def digest_weights(self, number: int) -> Sequence[dict[str, Any]]:
         self.log.append("ask")
         self.now += self.seconds
         self.asked = list(self.ranks)
@@ -64,7 +64,7 @@ class World:
             [{"rank": index, "number": number, "weights": digest_of(held), "note": ""} for index, held in enumerate(self.ranks)]
         )
 
-    def are_as_asked(self, number: int) -> bool:
+    def are_unchanged(self, number: int) -> bool:
         self.log.append("compare")
         return number == self.watch.number and self.asked == self.ranks
 
@@ -316,7 +316,7 @@ def test_a_comparison_that_raises_is_one_that_differs(monkeypatch: pytest.Monkey
     def broken(number: int) -> bool:
         raise RuntimeError("gone")
 
-    monkeypatch.setattr(world, "are_as_asked", broken)
+    monkeypatch.setattr(world, "are_unchanged", broken)
     assert world.step(IDLE_SECONDS + 0.1) == ["ask"]
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from epochkv_connector.naming.keys import object_key
+from epochkv_connector.naming.object_keys import object_key
 from epochkv_connector.store import Outcome, Ticket, Transfer
 from epochkv_connector.store.queues import resolve
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
