@@ -1,4 +1,4 @@
-"""The hub under test in a process of its own: production `HubServer` over the file authority.
+"""The hub under test in a process of its own: production `HubServer` over the SQLite authority.
 
 Reads its settings as one line of JSON; prints one line of JSON when it listens and one for each publication, with the time
 at which it asked for the write (`time.monotonic`, which all processes of a machine share). Ends when standard input does.
@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 
 from epochkv_fence.net import HubKeys, HubServer, PoolConfig
-from epochkv_fence.standalone.authority import FileAuthority
+from epochkv_fence.standalone.authority import SqliteAuthority
 
 
-class TimedAuthority(FileAuthority):
+class TimedAuthority(SqliteAuthority):
     """Says when it was asked to record and to publish."""
 
     async def publish(self, pool_uid: str, epoch: int) -> None:

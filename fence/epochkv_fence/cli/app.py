@@ -14,8 +14,8 @@ from epochkv_fence.cli import asking, hub, keys, update
 from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.render import say_error
 from epochkv_fence.client import ArgumentError, ConfigurationError, HubUnreachable, PoolError, ResetTimeout, WeightsDiverged
-from epochkv_fence.standalone.authority import StateError
-from epochkv_fence.standalone.hub import HubError
+from epochkv_fence.standalone.database import StateError
+from epochkv_fence.standalone.options import HubError
 
 HELP: Final = """KV-cache pools that can be invalidated as a whole, provably.
 

@@ -19,7 +19,8 @@ import typer
 from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.gone import gone
 from epochkv_fence.cli.render import say_error
-from epochkv_fence.standalone.hub import FileHub, HubOptions, joined_environment
+from epochkv_fence.standalone.hub import StandaloneHub
+from epochkv_fence.standalone.options import HubOptions
 
 HELP: Final = """Serve a pool without Kubernetes. One process; its record and keys are in --state.
 
@@ -118,12 +119,12 @@ def hub(
         advertise=advertise,
         metrics=metrics,
     )
-    made = FileHub(options)
+    made = StandaloneHub(options)
     configure_logs(log_format)
     raise typer.Exit(asyncio.run(serve(made, log_format)))
 
 
-async def serve(made: FileHub, log_format: LogFormat) -> Exit:
+async def serve(made: StandaloneHub, log_format: LogFormat) -> Exit:
     """Until SIGTERM, SIGINT, or the loss of the state."""
     logger = logging.getLogger("epochkv.hub")
     loop = asyncio.get_running_loop()
@@ -158,7 +159,7 @@ async def serve(made: FileHub, log_format: LogFormat) -> Exit:
     return Exit.LOST
 
 
-async def _started(made: FileHub, told: asyncio.Event) -> bool:
+async def _started(made: StandaloneHub, told: asyncio.Event) -> bool:
     """Whether it serves; False when it was told to end first."""
     starting, ending = asyncio.create_task(made.start()), asyncio.create_task(told.wait())
     try:
@@ -187,13 +188,13 @@ def _end_anyway() -> None:
     timer.start()
 
 
-def introduction(made: FileHub) -> str:
+def introduction(made: StandaloneHub) -> str:
     """How to join, for whoever started the hub in a terminal."""
     folder = made.connection_file.parent
     return "\n".join(
         [
             f"Engines and trainers of pool {made.options.pool} join with",
-            f"  {joined_environment(made.connection_file)}",
+            f"  export EPOCHKV_CONFIG={made.connection_file}",
             "  vllm serve MODEL --shutdown-timeout 20 --kv-transfer-config '" + transfer_config() + "'",
             f"On other machines copy {folder} (it holds keys: keep it private). Then",
             "  epochkv status",

@@ -7,8 +7,7 @@ from typing import Annotated, Final
 
 import typer
 
-from epochkv_fence.standalone.hub import DEFAULT_GRACE_SECONDS
-from epochkv_fence.standalone.state import CLIENT_FOLDER, KEEP_SECONDS, accepted_for, retire_previous, rotate_keys
+from epochkv_fence.standalone.credentials import CLIENT_FOLDER, KEEP_SECONDS, accepted_for, retire_previous, rotate_keys
 
 HELP: Final = "Replace the key that speaks for a pool, without an engine losing its lease."
 ROTATE_HELP: Final = """Make a new client key. The running hub accepts it within a second, and the one before as well.
@@ -37,7 +36,7 @@ def rotate(
     state: State,
     grace: Annotated[
         float, typer.Option(min=0, max=365 * 86_400, metavar="SECONDS", help="How long the key before is accepted at most.")
-    ] = (DEFAULT_GRACE_SECONDS),
+    ] = 86_400.0,
 ) -> None:
     """See ROTATE_HELP."""
     rotate_keys(state, grace)

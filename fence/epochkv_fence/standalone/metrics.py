@@ -1,4 +1,4 @@
-"""A file hub's metrics and health over HTTP, in Prometheus' text format, with the names that the operator uses."""
+"""A standalone hub's metrics and health over HTTP, in Prometheus' text format, with the names that the operator uses."""
 
 from __future__ import annotations
 

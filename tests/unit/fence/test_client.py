@@ -28,7 +28,7 @@ from epochkv_fence.client import (
 from epochkv_fence.client.session import RESOLVE_SECONDS
 from epochkv_fence.connection import Connection
 from epochkv_fence.net import generate_keypair
-from epochkv_fence.standalone.state import retire_previous, rotate_keys
+from epochkv_fence.standalone.credentials import retire_previous, rotate_keys
 from tests.support.fence import eventually
 from tests.support.hub import HubProcess, HubWorld, Switch, free_port, hub_world, together, using
 

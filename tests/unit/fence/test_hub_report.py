@@ -1,4 +1,4 @@
-"""What a file hub's log and metrics say of a pool, and the address that it advertises: values in, text out."""
+"""What a standalone hub's log and metrics say of a pool, and the address that it advertises: values in, text out."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from epochkv_fence.protocol.authority import Origin
 from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import EngineView, PoolSnapshot
-from epochkv_fence.standalone.hub import HubError, advertised, split_listen
 from epochkv_fence.standalone.metrics import exposition
+from epochkv_fence.standalone.options import HubError, advertised, split_listen
 from epochkv_fence.standalone.report import compare
 
 W, V = b"w" * 16, b"v" * 16

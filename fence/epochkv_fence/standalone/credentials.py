@@ -1,4 +1,4 @@
-"""What a file hub keeps beside its record: keys, and the folder that engines and trainers join with.
+"""What a standalone hub keeps beside its record: keys, and the folder that engines and trainers join with.
 
 `keys.json` is the truth and is replaced as a whole; the client folder is made from it, so that a process that is killed
 between two files leaves nothing that the next start or rotation does not repair. Keys belong to one pool uid: with the keys
@@ -34,7 +34,7 @@ from epochkv_fence.net.keys import (
     check_key,
     generate_keypair,
 )
-from epochkv_fence.standalone.authority import StateError
+from epochkv_fence.standalone.database import StateError
 
 logger = logging.getLogger("epochkv.hub")
 
