@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from epochkv_fence.protocol.authority import Origin, PoolRecord, Term
+from epochkv_fence.protocol.authority import PoolRecord, Term
 from epochkv_fence.protocol.messages import Message, Source
 from epochkv_fence.protocol.pool import PoolConfig
 
-OWNER: Final = Origin(Source.SPEC)
 RETRY_SECONDS: Final = 0.25
 """After a write that failed, before the next one."""
 
@@ -56,19 +55,19 @@ class Asked:
     """The pool's owner asks for `epoch`. Also taken before this hub leads."""
 
     epoch: int
-    origin: Origin = OWNER
+    origin: Source = Source.SPEC
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The `Record` asked for is durable."""
+    """The `RecordTarget` asked for is durable."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class RecordFailed:
-    """The `Record` asked for did not answer or was refused; it may still land."""
+    """The `RecordTarget` asked for did not answer or was refused; it may still land."""
 
     epoch: int
 
@@ -213,11 +212,11 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RecordTarget:
     """Durably raise the target to `epoch`, which `origin` asked for, then say `Recorded` or `RecordFailed`."""
 
     epoch: int
-    origin: Origin | None = None
+    origin: Source | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,4 +257,4 @@ class Changed:
     """What a snapshot shows has changed."""
 
 
-Action = Send | Record | NoteGranting | NoteLabels | Publish | Wipe | Sweep | Changed
+Action = Send | RecordTarget | NoteGranting | NoteLabels | Publish | Wipe | Sweep | Changed

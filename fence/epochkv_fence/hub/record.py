@@ -13,8 +13,8 @@ from typing import Final
 
 from epochkv_fence.hub import events as ev
 from epochkv_fence.hub.boots import NEVER
-from epochkv_fence.protocol.authority import Origin, PoolRecord, Term, merged_labels
-from epochkv_fence.protocol.messages import MAX_EPOCH, Label, Labelled
+from epochkv_fence.protocol.authority import PoolRecord, Term, merged_labels
+from epochkv_fence.protocol.messages import MAX_EPOCH, Label, Labelled, Source
 
 MAX_LABELLING: Final = 256
 
@@ -25,7 +25,7 @@ class Ask:
 
     epoch: int
     seen: float
-    origin: Origin
+    origin: Source
 
     @property
     def possible(self) -> bool:
@@ -66,7 +66,7 @@ class Record:
 
     def __init__(self) -> None:
         self.target = self.published = 0
-        self.origin: Origin | None = None
+        self.origin: Source | None = None
         self.asked: Ask | None = None
         self.durable = self.proven = self.stored = 0
         self.noted = self.noting = False
@@ -116,7 +116,7 @@ class Record:
         self.recording = self.wanted
         ask = self.asked
         origin = ask.origin if ask is not None and ask.epoch == self.recording > self.target else self.origin
-        return [ev.Record(self.recording, origin)]
+        return [ev.RecordTarget(self.recording, origin)]
 
     def written(self, epoch: int) -> None:
         """The target is durable."""
@@ -128,7 +128,7 @@ class Record:
         self.recording = None
         self.retry_at = now + ev.RETRY_SECONDS
 
-    def raise_target(self, target: int, origin: Origin | None, now: float) -> bool:
+    def raise_target(self, target: int, origin: Source | None, now: float) -> bool:
         """`target` is durable; return whether it is new. The record names its `origin`, or None where nobody read the record."""
         if target <= self.target:
             if origin is not None and target == self.target:

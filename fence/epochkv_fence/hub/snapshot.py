@@ -136,7 +136,7 @@ def status(hub: HubState, question: Status, now: float) -> Status:
         hub.record.target,
         hub.record.published,
         lease_seconds=hub.config.lease_seconds,
-        origin=hub.record.origin.source if hub.record.origin is not None else Source.SPEC,
+        origin=hub.record.origin if hub.record.origin is not None else Source.SPEC,
         pool=hub.config.uid[:253],
         after=question.after,
         labels={weights.hex(): label for weights, label in hub.labels.known.items()} if first_page else {},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from epochkv_fence.protocol.authority import Origin
+from epochkv_fence.protocol.messages import Source
 
 ReclaimPolicy = Literal["Delete", "RemoveAll", "Retain"]
 RECLAIM_POLICIES: Final = ("Delete", "RemoveAll", "Retain")
@@ -177,7 +177,7 @@ class PoolSnapshot:
     published_at: float | None
     reset_seconds: float | None
     reclaimed: int
-    origin: Origin | None = None
+    origin: Source | None = None
     reclaim_policy: ReclaimPolicy = "Delete"
     reclaimed_keys: int = 0
     reclaimed_bytes: int = 0

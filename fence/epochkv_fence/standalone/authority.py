@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from epochkv_fence.protocol.authority import AuthorityError, Origin, PoolGone, PoolRecord, Term, merged_labels
+from epochkv_fence.protocol.authority import AuthorityError, PoolGone, PoolRecord, Term, merged_labels
 from epochkv_fence.protocol.messages import Source
 from epochkv_fence.standalone.database import Database, StateError
 
@@ -117,16 +117,16 @@ class SqliteAuthority:
         if row is None:
             raise self._gone(pool_uid)
         target, published, granting, source = row
-        origin = Origin(Source(source)) if source in {kind.value for kind in Source} else None
+        origin = Source(source) if source in {kind.value for kind in Source} else None
         labels = connection.execute("SELECT weights, label FROM labels WHERE uid = ? ORDER BY place", (pool_uid,)).fetchall()
         return PoolRecord(target, published, bool(granting), origin, dict(labels))
 
-    async def record(self, pool_uid: str, target: int, origin: Origin | None = None) -> None:
+    async def record(self, pool_uid: str, target: int, origin: Source | None = None) -> None:
         """Durably raise the target, and set its origin if it rises."""
 
         def write(connection: sqlite3.Connection) -> None:
             if target > self._record_of(connection, pool_uid).target:
-                source = None if origin is None else origin.source.value
+                source = None if origin is None else origin.value
                 connection.execute("UPDATE pools SET target = ?, source = ? WHERE uid = ?", (target, source, pool_uid))
 
         await self._write("record", write)

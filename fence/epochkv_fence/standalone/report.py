@@ -61,11 +61,11 @@ def _leading(now: PoolSnapshot) -> Line:
 
 def _epochs(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
     if now.target > before.target:
-        who = f" by {now.origin.source.value.lower()}" if now.origin is not None else ""
+        who = f" by {now.origin.value.lower()}" if now.origin is not None else ""
         to_go = sum(view.alive and not view.converged for view in now.engines)
         engines = f"{to_go} of {counted(_alive(now), 'engine')} to go" if _alive(now) else "no engine is there"
         text = f"epoch {now.target} recorded, asked for{who}; {engines}"
-        yield Line(logging.INFO, text, {"target": now.target, "origin": now.origin.source.value if now.origin else ""})
+        yield Line(logging.INFO, text, {"target": now.target, "origin": now.origin.value if now.origin else ""})
     if now.published > before.published:
         took = f" after {now.reset_seconds:.3f} s" if now.reset_seconds is not None and now.published == now.target else ""
         text = f"epoch {now.published} published{took}: no engine uses an older one"

@@ -62,7 +62,7 @@ class _GrantBeforeRecord(Hub):
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         actions = super().step(event, now)
         for action in actions:
-            if isinstance(action, ev.Record):
+            if isinstance(action, ev.RecordTarget):
                 actions = [*actions, *resets.raise_target(self.state, action.epoch, None, now)]
         return actions
 

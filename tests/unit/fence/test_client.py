@@ -57,7 +57,7 @@ def test_a_reset_returns_when_every_engine_has_moved(world: HubWorld) -> None:
     snapshot = world.snapshot()
     assert (snapshot.target, snapshot.published) == (1, 1)
     assert snapshot.origin is not None
-    assert snapshot.origin.source.value == "Trainer"
+    assert snapshot.origin.value == "Trainer"
     eventually(lambda: all(using(agent, 1) for agent, _ in agents), what="everyone shares again")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_fence.protocol.authority import Authority, AuthorityError, Origin, PoolRecord, Term
+from epochkv_fence.protocol.authority import Authority, AuthorityError, PoolRecord, Term
 from epochkv_fence.protocol.messages import Source
 from epochkv_fence.standalone.authority import SqliteAuthority
 from epochkv_fence.standalone.database import StateError, StateHeld
@@ -26,7 +26,7 @@ from tests.support.authority import Authorities, AuthorityConformance
 
 WRITER = """
 import asyncio, sys
-from epochkv_fence.protocol.authority import Origin
+from epochkv_fence.protocol.messages import Source
 from epochkv_fence.standalone.authority import SqliteAuthority
 from epochkv_fence.protocol.messages import Source
 
@@ -38,7 +38,7 @@ async def main():
     print("term", term.transitions, flush=True)
     while True:
         epoch += 1
-        await authority.record(uid, epoch, Origin(list(Source)[epoch % 3]))
+        await authority.record(uid, epoch, list(Source)[epoch % 3])
         print("target", epoch, flush=True)
         await authority.publish(uid, epoch)
         print("published", epoch, flush=True)
@@ -133,7 +133,7 @@ def test_kill_9_at_any_point_loses_nothing_that_was_acknowledged(tmp_path: Path)
         kills_in_writes += record.target > said["target"] or record.published < record.target
         assert said["target"] <= record.target <= said["target"] + 1
         assert said["published"] <= record.published <= record.target
-        assert record.origin == (Origin(list(Source)[record.target % 3]) if record.target else None)
+        assert record.origin == (list(Source)[record.target % 3] if record.target else None)
         assert term.transitions > terms[-1]
         terms.append(term.transitions)
         said = {"target": record.target, "published": record.published}
@@ -286,7 +286,7 @@ TO_1 = ("DROP TABLE updates",)
 def test_a_state_of_a_version_before_is_taken_over(tmp_path: Path, version: int, older: tuple[str, ...]) -> None:
     async def use() -> PoolRecord:
         authority, uid = await opened(tmp_path)
-        await authority.record(uid, 7, Origin(Source.TRAINER))
+        await authority.record(uid, 7, Source.TRAINER)
         await authority.publish(uid, 6)
         await authority.note_granting(uid)
         found = await authority.load(uid)
@@ -299,7 +299,7 @@ def test_a_state_of_a_version_before_is_taken_over(tmp_path: Path, version: int,
         connection.execute(statement)
     connection.commit()
     connection.close()
-    assert record_of(tmp_path)[0] == before == PoolRecord(7, 6, True, Origin(Source.TRAINER))
+    assert record_of(tmp_path)[0] == before == PoolRecord(7, 6, True, Source.TRAINER)
     connection = sqlite3.connect(tmp_path / "state.db")
     assert connection.execute("PRAGMA user_version").fetchone() == (4,)
     columns = {row[1] for row in connection.execute("PRAGMA table_info(pools)")}

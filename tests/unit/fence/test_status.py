@@ -10,7 +10,7 @@ import pytest
 from epochkv_fence.client import Engine
 from epochkv_fence.hub import events as ev
 from epochkv_fence.hub.rounds import MAX_QUESTIONS
-from epochkv_fence.protocol.authority import Origin, PoolRecord, Term
+from epochkv_fence.protocol.authority import PoolRecord, Term
 from epochkv_fence.protocol.messages import (
     MAX_LABELS,
     Bump,
@@ -264,7 +264,7 @@ def test_the_state_of_an_engine(epoch: int, weights: bytes | None, private: bool
 
 def test_the_snapshot_of_a_new_leader_names_where_the_target_came_from() -> None:
     hub = Driver(reclaim="Retain")
-    hub.step(ev.Acquired(Term("h", 1), PoolRecord(3, 3, True, Origin(Source.TRAINER), {W: "step-3"})))
+    hub.step(ev.Acquired(Term("h", 1), PoolRecord(3, 3, True, Source.TRAINER, {W: "step-3"})))
     snapshot = hub.hub.snapshot(hub.now)
-    assert (snapshot.origin, snapshot.labels, snapshot.reclaim_policy) == (Origin(Source.TRAINER), {W: "step-3"}, "Retain")
+    assert (snapshot.origin, snapshot.labels, snapshot.reclaim_policy) == (Source.TRAINER, {W: "step-3"}, "Retain")
     assert (snapshot.weights, snapshot.diverged, snapshot.wipe_failed) == ([], [], False)

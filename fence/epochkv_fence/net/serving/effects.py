@@ -53,7 +53,7 @@ class Effects:
         """Begin what a pool's state machine asks for."""
         uid, authority = pool.config.uid, self._authority
         match action:
-            case ev.Record(epoch, origin):
+            case ev.RecordTarget(epoch, origin):
                 self._write(pool, "record", partial(authority.record, uid, epoch, origin), ev.Recorded(epoch), ev.RecordFailed(epoch))
             case ev.Publish(epoch):
                 self._write(pool, "publish", partial(authority.publish, uid, epoch), ev.Published(epoch), ev.PublishFailed(epoch))

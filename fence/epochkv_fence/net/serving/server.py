@@ -25,7 +25,7 @@ from epochkv_fence.net.serving.changes import Changes
 from epochkv_fence.net.serving.effects import Effects
 from epochkv_fence.net.serving.pools import Pools
 from epochkv_fence.net.serving.served import ServedPool
-from epochkv_fence.protocol.authority import Authority, Origin, PoolRecord, Term
+from epochkv_fence.protocol.authority import Authority, PoolRecord, Term
 from epochkv_fence.protocol.messages import Message, Source
 from epochkv_fence.protocol.pool import PoolConfig, PoolSnapshot
 from epochkv_fence.stores.admin import StoreAdmin
@@ -135,7 +135,7 @@ class HubServer:
         Raises:
             UnknownPool
         """
-        self._step(self._pools[uid], ev.Asked(epoch, Origin(Source.SPEC)))
+        self._step(self._pools[uid], ev.Asked(epoch, Source.SPEC))
 
     def observe(self, uid: str, record: PoolRecord) -> None:
         """The pool's durable record was seen, for example by a watch; however old, it never lowers anything.
