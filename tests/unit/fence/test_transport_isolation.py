@@ -14,9 +14,9 @@ from epochkv_fence.hub import hearing, resets
 from epochkv_fence.hub.machine import Hub
 from epochkv_fence.hub.state import HubState
 from epochkv_fence.net import ClientKeys, HubKeys, HubServer, generate_keypair
-from epochkv_fence.net.gate.fairness import Line
+from epochkv_fence.net.gate.fairness import PoolQueue
 from epochkv_fence.net.gate.limits import Bucket
-from epochkv_fence.net.gate.router import Lane, Router
+from epochkv_fence.net.gate.router import Client, Router
 from epochkv_fence.protocol.messages import BumpStatus, Grant, Heartbeat, Message
 from tests.security.wire import heartbeat, raw
 from tests.support.fence import POOL, FakeEngine, FenceWorld, LoopThread, eventually
@@ -93,15 +93,16 @@ class Answers:
 
     def __init__(self) -> None:
         self.router: Router | None = None
-        self.line = Line()
+        self.bucket, self.costs = Bucket.full(100.0, 100.0, 0.0), Bucket.full(100.0, 100.0, 0.0)
+        self.queue = PoolQueue()
 
-    def lane(self, key: str) -> Lane | None:
-        return Lane(self, 0, Bucket.full(100.0, 100.0, 0.0), Bucket.full(100.0, 100.0, 0.0), self.line)
+    def client(self, key: str) -> Client | None:
+        return Client(self, 0)
 
-    def cost(self, lane: Lane, message: Message) -> float:
+    def cost(self, message: Message) -> float:
         return 0.0
 
-    def take(self, lane: Lane, peer: bytes, message: Message) -> None:
+    def take(self, client: Client, peer: bytes, message: Message) -> None:
         assert self.router is not None
         assert isinstance(message, Heartbeat)
         broken: list[Any] = [2**64, -(2**64), object(), "\ud800"]

@@ -76,11 +76,6 @@ class AgentThread:
         """Epoch and lease, replaced as one object. The epoch may be used while `time.monotonic() < lease_until`."""
         return self._view
 
-    @property
-    def refused_grants(self) -> Counter[str]:
-        """Grants dropped so far, by reason."""
-        return Counter(self._agent.refused)
-
     def start(self) -> None:
         """Begin; returns at once."""
         self._thread.start()

@@ -1,6 +1,6 @@
 """The hub's socket: a ROUTER with CURVE, limits on what clients may send, turns between pools, and counters of what was not taken.
 
-Peers are named by the socket, never by the peer: with names of their own choice and handover, a client of one pool could
+Peers are named by the socket, never by themselves. With names of their own choice and handover, a client of one pool could
 take over the connection of another pool's engine. There are no ZMTP heartbeats: see `dealer`.
 """
 
@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, Protocol
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from epochkv_fence.net.gate.fairness import Line, Turns, Waiting
+from epochkv_fence.net.gate.fairness import PoolQueue, Turns, Waiting
 from epochkv_fence.net.gate.limits import BYTES_PER_TOKEN, GARBAGE_TOKENS, PEER_RATE, Bucket, Peer, Peers
 from epochkv_fence.net.gate.reader import BURST_SECONDS, SocketReader
 from epochkv_fence.net.gate.refusals import Refusals
@@ -52,32 +52,37 @@ EVENT_COUNTERS: Final = {
 MONITORED: Final = sum(EVENT_COUNTERS)
 
 
-class Lane(NamedTuple):
-    """What a client's key stands for. All but the index is its pool's.
+class LimitedPool(Protocol):
+    """What the router knows of a pool.
 
     Attributes:
-        bucket: messages that the pool may still send.
+        bucket: messages that its clients may still send.
         costs: of those that look at all its boots.
-        line: where its messages wait.
+        queue: where its messages wait.
     """
 
-    pool: object
-    key_index: int
     bucket: Bucket
     costs: Bucket
-    line: Line
+    queue: PoolQueue
+
+    def cost(self, message: Message) -> float:
+        """What a message takes from `costs`; 0: it does not look at all boots."""
+
+
+class Client(NamedTuple):
+    """What a client's key stands for: a pool, and which of its accepted keys this is."""
+
+    pool: LimitedPool
+    key_index: int
 
 
 class Receiver(Protocol):
     """Who takes what the clients say."""
 
-    def lane(self, key: str) -> Lane | None:
+    def client(self, key: str) -> Client | None:
         """What this key stands for; None: no pool (any more)."""
 
-    def cost(self, lane: Lane, message: Message) -> float:
-        """What it takes from the lane's costs; 0: it does not look at all boots."""
-
-    def take(self, lane: Lane, peer: bytes, message: Message) -> None:
+    def take(self, client: Client, peer: bytes, message: Message) -> None:
         """A message of a client."""
 
     def burst_done(self) -> None:
@@ -177,18 +182,19 @@ class Router:
     # ------------------------------------------------------------------ in
 
     def _knows(self, key: str, address: str) -> bool:
-        known = self._receiver.lane(key) is not None
+        known = self._receiver.client(key) is not None
         self._counters["connections_accepted" if known else "connections_refused"] += 1
         if not known:
             self._tell_refused(self._refusals.key(address, time.monotonic()))
         return known
 
-    def _tell_refused(self, line: str | None) -> None:
-        if line is not None:
-            logger.warning("%s", line)
+    @staticmethod
+    def _tell_refused(text: str | None) -> None:
+        if text is not None:
+            logger.warning("%s", text)
 
     def _take(self) -> None:
-        """Receive one message and put it into its pool's line, which is cheap whatever it says."""
+        """Receive one message and put it into its pool's queue, which is cheap whatever it says."""
         if self._discarding:
             self._discard()
             return
@@ -203,21 +209,21 @@ class Router:
             self._refuse(name, peer, Refusal.LIMIT, TOO_MANY, now)
             return
         key = _told(frames[-1], "User-Id")
-        lane = self._lane(key, name, peer, now)
-        if lane is None:
+        client = self._client(key, name, peer, now)
+        if client is None:
             self._tell_refused(self._refusals.key(_told(frames[-1], "Peer-Address"), now))
             return
         message = Waiting(name, key, [frame.bytes for frame in frames[1:]])
-        if not lane.bucket.take(tokens, now) or not self._turns.put(lane.line, message):
+        if not client.pool.bucket.take(tokens, now) or not self._turns.put(client.pool.queue, message):
             self._counters["dropped_pool"] += 1
             self._refuse(name, peer, Refusal.LIMIT, TOO_MANY, now)
 
-    def _lane(self, key: str, name: bytes, peer: Peer, now: float) -> Lane | None:
-        lane = self._receiver.lane(key)
-        if lane is None:  # its key was accepted when it connected, and is not any more
+    def _client(self, key: str, name: bytes, peer: Peer, now: float) -> Client | None:
+        client = self._receiver.client(key)
+        if client is None:  # its key was accepted when it connected, and is not any more
             self._counters["refused_pool"] += 1
             self._refuse(name, peer, Refusal.POOL, NO_POOL, now)
-        return lane
+        return client
 
     def _serve(self) -> None:
         """Hand messages over, in turns, for as long as a burst may last."""
@@ -236,8 +242,8 @@ class Router:
     def _judge(self, waiting: Waiting, now: float) -> None:
         name = waiting.peer
         peer = self.peers.get(name, now)
-        lane = self._lane(waiting.key, name, peer, now)
-        if lane is None:
+        client = self._client(waiting.key, name, peer, now)
+        if client is None:
             return
         try:
             message = decode(waiting.frames)
@@ -246,17 +252,19 @@ class Router:
             peer.bucket.fine(GARBAGE_TOKENS)
             self._refuse(name, peer, error.code, error.text[:1024], now)
             return
-        cost = self._receiver.cost(lane, message)
-        if cost and not lane.costs.take(cost, now):
+        cost = client.pool.cost(message)
+        if cost and not client.pool.costs.take(cost, now):
             self._counters["dropped_cost"] += 1
             self._refuse(name, peer, Refusal.LIMIT, TOO_COSTLY, now)
             return
         self._counters["received"] += 1
-        self._receiver.take(lane, name, message)
+        self._receiver.take(client, name, message)
 
     def _receive(self) -> list[zmq.Frame]:
-        """Peer and frames of the next message; of one with too many frames, the first ones: the rest is thrown away later, a bit
-        at a time, so that a message of a million frames holds nothing up."""
+        """Peer and frames of the next message. Of one with too many frames, only the first ones.
+
+        The rest is thrown away later, a bit at a time, so that a message of a million frames holds nothing up.
+        """
         assert self._socket is not None
         frames = [self._socket.recv(NOBLOCK, copy=False)]
         while self._socket.getsockopt(RECEIVE_MORE):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from epochkv_fence.net.gate.router import Lane
+from epochkv_fence.net.gate.router import Client
 from epochkv_fence.net.keys import check_key
 from epochkv_fence.net.serving.served import ServedPool
 from epochkv_fence.protocol.pool import PoolConfig
@@ -22,7 +22,7 @@ class Pools:
 
     def __init__(self) -> None:
         self._pools: dict[str, ServedPool] = {}
-        self._lanes: dict[str, Lane] = {}
+        self._clients: dict[str, Client] = {}
 
     def __iter__(self) -> Iterator[ServedPool]:
         return iter(list(self._pools.values()))
@@ -37,9 +37,9 @@ class Pools:
         """The hub still serves this pool. One that was removed and set again is another pool."""
         return self._pools.get(pool.config.uid) is pool
 
-    def lane(self, key: str) -> Lane | None:
+    def client(self, key: str) -> Client | None:
         """Which pool a client's key speaks for."""
-        return self._lanes.get(key)
+        return self._clients.get(key)
 
     def put(self, config: PoolConfig) -> tuple[ServedPool, PoolConfig | None]:
         """Add a pool, or give it another configuration. Returns the pool, and its configuration before; None: it is new.
@@ -49,7 +49,7 @@ class Pools:
         """
         for key in config.client_public_keys:
             check_key(f"client public key of pool {config.name!r}", key)
-            owner = lane.pool if (lane := self._lanes.get(key)) is not None else None
+            owner = client.pool if (client := self._clients.get(key)) is not None else None
             if isinstance(owner, ServedPool) and owner.config.uid != config.uid:
                 raise ValueError(f"pool {config.name!r} has the client key of pool {owner.config.name!r}; give each pool its own key pair")
         pool = self._pools.get(config.uid)
@@ -59,7 +59,7 @@ class Pools:
         if before != config:
             self._forget_keys(pool)
             for index, key in enumerate(config.client_public_keys):
-                self._lanes.setdefault(key, pool.lane(index))
+                self._clients.setdefault(key, Client(pool, index))
             pool.config = config
         return pool, before
 
@@ -71,4 +71,4 @@ class Pools:
         return pool
 
     def _forget_keys(self, pool: ServedPool) -> None:
-        self._lanes = {key: lane for key, lane in self._lanes.items() if lane.pool is not pool}
+        self._clients = {key: client for key, client in self._clients.items() if client.pool is not pool}

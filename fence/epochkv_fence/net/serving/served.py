@@ -11,9 +11,8 @@ from dataclasses import replace
 from typing import Final
 
 from epochkv_fence.hub.machine import Hub
-from epochkv_fence.net.gate.fairness import Line
+from epochkv_fence.net.gate.fairness import PoolQueue
 from epochkv_fence.net.gate.limits import BOOTS_PER_COST, COST_BURST, COST_RATE, POOL_BURST, POOL_RATE, Bucket
-from epochkv_fence.net.gate.router import Lane
 from epochkv_fence.protocol.messages import Bump, Label, Message, Status
 from epochkv_fence.protocol.pool import PoolConfig, PoolSnapshot
 
@@ -28,7 +27,7 @@ class ServedPool:
     """A pool's state machine and what its driver keeps beside it. A pool that is removed and set again is a new one.
 
     Attributes:
-        bucket, costs, line: see `router.Lane`.
+        bucket, costs, queue: see `router.LimitedPool`.
         failed_until: a tick or round of it failed; the next one comes not before.
         quiet_until: its next failure's stack trace comes not before.
     """
@@ -38,13 +37,9 @@ class ServedPool:
         self.hub = Hub(config)
         self.bucket = Bucket.full(POOL_RATE, POOL_BURST, now := time.monotonic())
         self.costs = Bucket.full(COST_RATE, COST_BURST, now)
-        self.line = Line()
+        self.queue = PoolQueue()
         self.failed_until = -math.inf
         self.quiet_until = -math.inf
-
-    def lane(self, key_index: int) -> Lane:
-        """What a client with this key speaks for."""
-        return Lane(self, key_index, self.bucket, self.costs, self.line)
 
     def cost(self, message: Message) -> float:
         """What taking this message takes from `costs`."""

@@ -18,7 +18,7 @@ from typing import Final
 import zmq
 
 from epochkv_fence.hub import events as ev
-from epochkv_fence.net.gate.router import Lane, Router
+from epochkv_fence.net.gate.router import Client, Router
 from epochkv_fence.net.keys import HubKeys
 from epochkv_fence.net.serving.alarm import Alarm
 from epochkv_fence.net.serving.changes import Changes
@@ -169,11 +169,6 @@ class HubServer:
         for pool in self._pools:
             self._effects.spawn(self._acquire(pool, term))
 
-    def step_down(self) -> None:
-        """Leadership was given up or lost: no grants, nothing published."""
-        if self._term is not None:
-            self._abandon_term()
-
     def _abandon_term(self) -> None:
         self._term = None
         for pool in self._pools:
@@ -278,15 +273,10 @@ class Reception:
 
     def __init__(self, pools: Pools, act: Callable[[ServedPool, ev.Event], bool], burst_done: Callable[[], None]) -> None:
         self._act = act
-        self.lane = pools.lane
+        self.client = pools.client
         self.burst_done = burst_done
 
-    def cost(self, lane: Lane, message: Message) -> float:
-        """What a message takes from its pool's costs."""
-        assert isinstance(lane.pool, ServedPool)
-        return lane.pool.cost(message)
-
-    def take(self, lane: Lane, peer: bytes, message: Message) -> None:
+    def take(self, client: Client, peer: bytes, message: Message) -> None:
         """A message of a client."""
-        assert isinstance(lane.pool, ServedPool)
-        self._act(lane.pool, ev.Heard(peer, message, lane.key_index))
+        assert isinstance(client.pool, ServedPool)
+        self._act(client.pool, ev.Heard(peer, message, client.key_index))
