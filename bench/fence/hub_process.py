@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from epochkv_fence.net import HubKeys, HubServer, PoolConfig
+from epochkv_fence.net import HubServer, KeyPair, PoolConfig
 from epochkv_fence.standalone.authority import SqliteAuthority
 
 
@@ -32,7 +32,7 @@ async def serve(settings: dict[str, object]) -> None:
     """Run the hub until standard input ends."""
     authority = await TimedAuthority.open(Path(str(settings["state"])))
     uid = await authority.ensure_pool("bench", float(str(settings["lease_seconds"])))
-    server = HubServer(str(settings["bind"]), HubKeys(str(settings["hub_public"]), str(settings["hub_secret"])), authority)
+    server = HubServer(str(settings["bind"]), KeyPair(str(settings["hub_public"]), str(settings["hub_secret"])), authority)
     await server.start()
     server.set_pool(
         PoolConfig(

@@ -257,12 +257,12 @@ class HubSide:
         process = self.world.rng.choice(self.world.hubs)
         if not self.free(process):
             return
-        if process.hub.config != self.world.config:
+        if process.hub.state.config != self.world.config:
             self.configure(process)
         elif self.world.profile.reconfigures:
             self.world.change_config()
 
     def configure(self, process: HubProcess) -> None:
         """This hub learns the pool's configuration."""
-        if process.hub.config != self.world.config:
+        if process.hub.state.config != self.world.config:
             self.step(process, ev.Configured(self.world.config))

@@ -124,7 +124,6 @@ def _check_epoch(epoch: int, otherwise: str = "") -> None:
 
 
 def check_label(label: str) -> None:
-    """Raise unless weights can be called so."""
     if not isinstance(label, str):
         raise ArgumentTypeError("label", f"is {label!r}; give text")
     if not 0 < len(label) <= MAX_LABEL:
@@ -138,7 +137,6 @@ def check_label(label: str) -> None:
 
 
 def check_timeout(timeout_s: float) -> None:
-    """Raise unless `timeout_s` is a usable number of seconds."""
     problem = f"is {timeout_s!r}; give seconds, more than 0 and at most 86400"
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
         raise ArgumentTypeError("timeout_s", problem)

@@ -35,7 +35,6 @@ class AsyncPool:
 
     @classmethod
     async def connect(cls, config: Config = None, timeout_s: float = CONNECT_SECONDS) -> AsyncPool:
-        """As `Pool.connect`."""
         check_timeout(timeout_s)
         connection = config if isinstance(config, Connection) else Connection.load(config)
         background = Background()
@@ -57,12 +56,10 @@ class AsyncPool:
         return self._connection.pool.uid
 
     async def status(self, timeout_s: float = LOOK_SECONDS) -> PoolStatus:
-        """As `Pool.status`."""
         check_timeout(timeout_s)
         return await self._do(self._calls.looks.status(timeout_s))
 
     async def engines(self, timeout_s: float = LOOK_SECONDS) -> tuple[Engine, ...]:
-        """As `Pool.engines`."""
         return (await self.status(timeout_s)).engines
 
     async def reset(
@@ -76,18 +73,15 @@ class AsyncPool:
         force: bool = False,
         **gone: Never,
     ) -> Reset:
-        """As `Pool.reset`."""
         refuse_gone("reset", gone)
         check_reset(epoch, timeout_s, on_failure, progress, wait=wait, force=force)
         return await self._do(self._calls.resets.reset(epoch, wait, timeout_s, on_failure, progress, force))
 
     async def wait(self, epoch: int, timeout_s: float = RESET_SECONDS, progress: Progress | None = None) -> Reset:
-        """As `Pool.wait`."""
         check_wait(epoch, timeout_s, progress)
         return await self._do(self._calls.resets.wait(epoch, timeout_s, progress))
 
     async def weights(self, timeout_s: float = LOOK_SECONDS) -> WeightsReport:
-        """As `Pool.weights`."""
         check_timeout(timeout_s)
         return await self._do(self._calls.pushes.weights(timeout_s))
 
@@ -99,7 +93,6 @@ class AsyncPool:
         other_than: Iterable[str] = (),
         progress: WeightsProgress | None = None,
     ) -> WeightsReport:
-        """As `Pool.wait_weights`."""
         names, digests = check_weights(engines, timeout_s, label, other_than, progress)
         return await self._do(self._calls.pushes.wait_weights(names, timeout_s, label, digests, progress))
 
@@ -113,7 +106,6 @@ class AsyncPool:
         progress: WeightsProgress | None = None,
         **gone: Never,
     ) -> AsyncIterator[Update]:
-        """As `Pool.weight_update`."""
         refuse_gone("weight_update", gone)
         names, _ = check_weights(engines, timeout_s, label, (), progress)
         update = await self._do(self._calls.pushes.begin_update(label, names, timeout_s))

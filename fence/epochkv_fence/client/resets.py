@@ -72,7 +72,6 @@ class Resets:
     async def reset(
         self, epoch: int | None, wait: bool, timeout_s: float, on_failure: OnFailure, progress: Progress | None, force: bool
     ) -> Reset:
-        """See `Pool.reset`."""
         called_at = time.monotonic()
         until = called_at + timeout_s
         try:
@@ -167,7 +166,6 @@ class Resets:
     # ------------------------------------------------------------------ waiting
 
     async def wait(self, epoch: int, timeout_s: float, progress: Progress | None = None) -> Reset:
-        """See `Pool.wait`. It asks for no epoch."""
         called_at = time.monotonic()
         until, late = called_at + timeout_s, Laggards()
         with self._session.conversation() as conversation:

@@ -82,7 +82,6 @@ class BootRecord:
             self.epoch = beat.epoch
 
     def at_least(self, epoch: int) -> bool:
-        """Whether this boot has acknowledged `epoch` or a higher one."""
         return self.epoch is not None and self.epoch >= epoch
 
     def alive(self, config: PoolConfig, now: float) -> bool:
@@ -187,7 +186,6 @@ class Boots:
 
     @property
     def highest_epoch(self) -> int:
-        """The highest epoch that any known boot has reported."""
         return max((record.epoch or 0 for record in self.known.values()), default=0)
 
     @property

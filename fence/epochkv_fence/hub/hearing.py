@@ -22,7 +22,6 @@ from epochkv_fence.protocol.messages import (
 
 
 def hear(hub: HubState, peer: bytes, message: Message, key_index: int, now: float) -> list[ev.Action]:  # noqa: PLR0911 - one line per message
-    """Take a message of a client of this pool."""
     match message:
         case Heartbeat():
             return _heartbeat(hub, peer, message, key_index, now)

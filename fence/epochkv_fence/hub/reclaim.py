@@ -48,7 +48,6 @@ class Wiper:
         return self._wanted is not None
 
     def begin(self, epoch: int, now: float) -> None:
-        """`epoch` is published."""
         self._wanted, self.failed = epoch, False
         self._retry_at, self._until = NEVER, now + WIPE_SECONDS
 
@@ -87,7 +86,6 @@ class Wiper:
         return True
 
     def missed(self, epoch: int, now: float) -> None:
-        """The store did not answer."""
         if epoch == self._running:
             self._running = None
             self._retry_at = now + WIPE_RETRY_SECONDS

@@ -119,7 +119,6 @@ class Record:
         return [ev.RecordTarget(self.recording, origin)]
 
     def written(self, epoch: int) -> None:
-        """The target is durable."""
         self.recording = None
         self.durable = max(self.durable, epoch)
 
@@ -150,7 +149,6 @@ class Record:
         return [ev.NoteGranting()]
 
     def note_written(self) -> None:
-        """The note is durable."""
         self.noting, self.noted = False, True
 
     def note_failed(self, now: float) -> None:
@@ -173,7 +171,6 @@ class Record:
         return [ev.Publish(epoch)]
 
     def publish_written(self, epoch: int) -> None:
-        """The publication is durable."""
         self.publishing, self.stored = None, max(self.stored, epoch)
 
     def publish_failed(self, now: float) -> None:

@@ -128,7 +128,6 @@ def answers(hub: HubState, waiters: Sequence[tuple[bytes, int, int]]) -> list[ev
 
 
 def status(hub: HubState, question: Status, now: float) -> Status:
-    """The page of the pool's state that `question` asks for."""
     first_page = question.first == 0 and question.after is None
     page = Status(
         question.request,

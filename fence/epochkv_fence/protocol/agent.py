@@ -175,7 +175,6 @@ class Agent:
         return View(self.epoch, self.lease_until)
 
     def state(self, now: float) -> AgentState:
-        """Where this agent stands at `now`."""
         return AgentState.UNASSIGNED if self.epoch is None or now >= self.lease_until else AgentState.USE
 
     def deadline(self) -> float:

@@ -87,7 +87,7 @@ class EngineView:
         private: its caches were reset alone, and it shares nothing before the next epoch.
         weights: that its ranks hold, as it said last; None: not known, and `weights_note` says why.
         weights_since: seconds for which it has reported these.
-        diverged_seconds: for so long it has held these while others of its fingerprint hold other ones; None: it is not live,
+        diverged_seconds: for so long it has held these while others of its fingerprint hold other ones. None: it is not live,
             its weights are not known, or they are those of most of its fingerprint.
     """
 

@@ -137,7 +137,6 @@ class SqliteAuthority:
         await self._update("publish", statement, {"uid": pool_uid, "epoch": epoch})
 
     async def note_granting(self, pool_uid: str) -> None:
-        """Durably note that grants may be out."""
         await self._update("note", "UPDATE pools SET granting = 1 WHERE uid = :uid", {"uid": pool_uid})
 
     async def note_labels(self, pool_uid: str, labels: Mapping[bytes, str]) -> None:

@@ -1,8 +1,8 @@
 """What a standalone hub keeps beside its record: keys, and the folder that engines and trainers join with.
 
-`keys.json` is the truth and is replaced as a whole; the client folder is made from it, so that a process that is killed
-between two files leaves nothing that the next start or rotation does not repair. Keys belong to one pool uid: with the keys
-of a lost record, engines of before would meet epochs that count from 0 again, under names that were used.
+`keys.json` is the truth and is replaced as a whole. The client folder is made from it, so the next start or rotation repairs
+what a process leaves that is killed between two files. Keys belong to one pool uid: with the keys of a lost record, engines of
+before would meet epochs that count from 0 again, under names that were used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from epochkv_fence.net.keys import (
     CLIENT_SECRET_FILE,
     HUB_PUBLIC_FILE,
     CredentialsError,
-    HubKeys,
     KeyPair,
     check_key,
     generate_keypair,
@@ -46,11 +45,6 @@ KEEP_SECONDS: Final = 600.0
 """How long the key before stays at least, unless its grace is shorter: nobody knows which key a trainer has."""
 LOCK_SECONDS: Final = 5.0
 LOCK_POLL_SECONDS: Final = 0.05
-
-
-class _Pair(msgspec.Struct, frozen=True):
-    public: str
-    secret: str
 
 
 class Previous(msgspec.Struct, frozen=True):
@@ -70,15 +64,11 @@ class Keys(msgspec.Struct, frozen=True):
     """What `keys.json` holds."""
 
     pool_uid: str
-    hub: _Pair
-    client: _Pair
+    hub: KeyPair
+    client: KeyPair
     root_secret: str
     previous: Previous | None = None
     version: int = KEYS_VERSION
-
-    @property
-    def hub_keys(self) -> HubKeys:
-        return HubKeys(self.hub.public, self.hub.secret)
 
     @property
     def accepted(self) -> tuple[str, ...]:
@@ -96,8 +86,7 @@ def ensure_keys(directory: Path, pool_uid: str) -> Keys:
         keys = read_keys(directory)
         if keys is None:
             _tell_lost(directory)
-            pairs = [_Pair(*generate_keypair()) for _ in range(2)]
-            keys = Keys(pool_uid, pairs[0], pairs[1], secrets.token_hex(ROOT_SECRET_BYTES))
+            keys = Keys(pool_uid, generate_keypair(), generate_keypair(), secrets.token_hex(ROOT_SECRET_BYTES))
             _write(directory / KEYS_FILE, msgspec.json.format(msgspec.json.encode(keys)))
     if keys.pool_uid != pool_uid:
         raise StateError(
@@ -142,10 +131,8 @@ def read_keys(directory: Path) -> Keys | None:
     path = directory / KEYS_FILE
     try:
         keys = msgspec.json.decode(path.read_bytes(), type=Keys)
-        keys.hub_keys  # noqa: B018 - checks the pair
-        KeyPair(keys.client.public, keys.client.secret)
-        for key in keys.accepted:
-            check_key("a client key", key)
+        if keys.previous is not None:
+            check_key("the client key before", keys.previous.public)
         valid = keys.version == KEYS_VERSION and len(bytes.fromhex(keys.root_secret)) == ROOT_SECRET_BYTES
     except FileNotFoundError:
         return None
@@ -177,7 +164,7 @@ def rotate_keys(directory: Path, grace_seconds: float) -> Keys:
                 f"{directory}: the key before is still accepted {still}; rotate again afterwards, or drop it now with `epochkv keys retire`"
             )
         previous = Previous(keys.client.public, now, now + grace_seconds)
-        keys = msgspec.structs.replace(keys, client=_Pair(*generate_keypair()), previous=previous)
+        keys = msgspec.structs.replace(keys, client=generate_keypair(), previous=previous)
         _write(directory / KEYS_FILE, msgspec.json.format(msgspec.json.encode(keys)))
         _write_credentials(directory / CLIENT_FOLDER, keys)
     return keys

@@ -133,7 +133,6 @@ class Database:
             raise StateError(text) from error
 
     def close(self) -> None:
-        """Give the directory back."""
         connection, self._connection = self._connection, None
         lock, self._lock = self._lock, None
         try:

@@ -100,7 +100,7 @@ class StandaloneHub:
         urls = list(self.options.store_admin)
         server = HubServer(
             self.options.listen,
-            keys.hub_keys,
+            keys.hub,
             authority,
             on_change=lambda uid: self._changed.set(),
             on_step_down=self._lost.set,

@@ -375,14 +375,14 @@ def test_a_heartbeat_that_comes_after_its_boot_has_left_brings_nobody_back() -> 
     hub.hear(Leave(boot(1)), b"peer1")
     hub.beat(1)
     assert hub.round() == []
-    assert hub.hub.num_boots == 0
+    assert hub.hub.state.boots.known == {}
 
 
 def test_a_boot_leaves_that_nobody_knows() -> None:
     hub = Driver()
     hub.lead(granting=True)
     hub.hear(Leave(boot(1)), b"peer1")
-    assert hub.hub.num_boots == 0
+    assert hub.hub.state.boots.known == {}
 
 
 def test_what_is_remembered_of_those_who_left_is_bounded() -> None:

@@ -204,11 +204,11 @@ def test_other_keys_move_what_engines_use_among_them() -> None:
     hub = pool()
 
     def accept(*keys: str) -> int:
-        hub.step(ev.Configured(dataclasses.replace(hub.hub.config, client_public_keys=keys)))
+        hub.step(ev.Configured(dataclasses.replace(hub.hub.state.config, client_public_keys=keys)))
         (view,) = hub.hub.snapshot(hub.now).engines
         return view.key_index
 
-    hub.step(ev.Configured(dataclasses.replace(hub.hub.config, client_public_keys=("old",))))
+    hub.step(ev.Configured(dataclasses.replace(hub.hub.state.config, client_public_keys=("old",))))
     hub.step(ev.Heard(b"p", Heartbeat(boot(1), 0, 0), key_index=0))
     assert accept("new", "old") == 1
     assert accept("newer", "new", "old") == 2

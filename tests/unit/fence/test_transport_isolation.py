@@ -13,7 +13,7 @@ import pytest
 from epochkv_fence.hub import hearing, resets
 from epochkv_fence.hub.machine import Hub
 from epochkv_fence.hub.state import HubState
-from epochkv_fence.net import ClientKeys, HubKeys, HubServer, generate_keypair
+from epochkv_fence.net import ClientKeys, HubServer, generate_keypair
 from epochkv_fence.net.gate.fairness import PoolQueue
 from epochkv_fence.net.gate.limits import Bucket
 from epochkv_fence.net.gate.router import Client, Router
@@ -60,7 +60,7 @@ def test_a_pool_whose_steps_fail_harms_no_other_and_goes_on_afterwards(
     broken.set()
 
     def fails(hub: Hub | HubState, *args: Any, **kwargs: Any) -> Any:
-        if hub.config.uid == OTHER and broken.is_set():
+        if hub.state.config.uid == OTHER and broken.is_set():
             raise ArithmeticError("the test breaks this pool")
         return real(hub, *args, **kwargs)
 
@@ -115,7 +115,7 @@ class Answers:
 
 
 def test_what_cannot_be_encoded_is_counted_told_once_and_not_sent(caplog: pytest.LogCaptureFixture) -> None:
-    thread, pair, counters, answers = LoopThread(), HubKeys(*generate_keypair()), Counter[str](), Answers()
+    thread, pair, counters, answers = LoopThread(), generate_keypair(), Counter[str](), Answers()
     router = answers.router = Router(pair, answers, counters)
     endpoint = thread.call(lambda: router.open("tcp://127.0.0.1:0"))
     try:

@@ -64,7 +64,7 @@ class EngineIdentity:
     fingerprint: str = ""
 
 
-class Engine:
+class GuardedEngine:
     """Asks the hooks. Used by the agent's thread; `remove_old` begins a thread of its own."""
 
     def __init__(
@@ -83,16 +83,13 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """The engine can adopt an epoch."""
         return self._ask("ready", self._hooks.ready, False)
 
     @property
     def busy(self) -> bool:
-        """The scheduler is inside `schedule()`."""
         return self._ask("busy", self._hooks.busy, True)
 
     def adopt(self, epoch: int) -> bool:
-        """Have the engine adopt `epoch`; return whether it did."""
         try:
             self._hooks.adopt(epoch)
         except Exception as error:

@@ -56,7 +56,6 @@ class Links:
         self.current = Link(self._context, self.endpoint, self._keys)
 
     def close(self) -> None:
-        """Hang up."""
         for link in self._open:
             link.close()
         self.current = self._next = self._poller = None
@@ -65,7 +64,6 @@ class Links:
 
     @property
     def connected(self) -> bool:
-        """The connection in use stands."""
         return self.current is not None and self.current.connected
 
     @property
@@ -83,7 +81,6 @@ class Links:
         return self._mailbox.fd in dict(self._poller.poll(milliseconds))
 
     def redial(self, now: float) -> None:
-        """Dial anew where libzmq does not."""
         for link in self._open:
             if now >= link.redial_at:
                 link.redial()

@@ -20,7 +20,7 @@ from epochkv_fence.net.gate.limits import BYTES_PER_TOKEN, GARBAGE_TOKENS, PEER_
 from epochkv_fence.net.gate.reader import BURST_SECONDS, SocketReader
 from epochkv_fence.net.gate.refusals import Refusals
 from epochkv_fence.net.gate.zap import ZapHandler
-from epochkv_fence.net.keys import HubKeys
+from epochkv_fence.net.keys import KeyPair
 from epochkv_fence.protocol.messages import MAX_MESSAGE_BYTES, Error, Message, Refusal, WireError, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class Router:
         peers: what each connection may still send.
     """
 
-    def __init__(self, keys: HubKeys, receiver: Receiver, counters: Counter[str]) -> None:
+    def __init__(self, keys: KeyPair, receiver: Receiver, counters: Counter[str]) -> None:
         self._keys = keys
         self._receiver = receiver
         self._counters = counters

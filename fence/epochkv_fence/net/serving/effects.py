@@ -52,7 +52,6 @@ class Effects:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def do(self, pool: ServedPool, action: ev.Action) -> None:
-        """Begin what a pool's state machine asks for."""
         uid, authority = pool.config.uid, self._authority
         match action:
             case ev.RecordTarget(epoch, origin):
@@ -102,7 +101,6 @@ class Effects:
             self._answer(pool, failed)
 
     def forget(self, pool: ServedPool) -> None:
-        """The hub serves this pool no more."""
         self._said.pop(pool.config.name, None)
 
     async def _call(self, name: str, what: str, seconds: float, call: Callable[[], Awaitable[T]]) -> T | None:

@@ -38,7 +38,6 @@ class Pools:
         return self._pools.get(pool.config.uid) is pool
 
     def client(self, key: str) -> Client | None:
-        """Which pool a client's key speaks for."""
         return self._clients.get(key)
 
     def put(self, config: PoolConfig) -> tuple[ServedPool, PoolConfig | None]:

@@ -43,7 +43,7 @@ class ServedPool:
 
     def cost(self, message: Message) -> float:
         """What taking this message takes from `costs`."""
-        return 1.0 + self.hub.num_boots / BOOTS_PER_COST if isinstance(message, Bump | Label | Status) else 0.0
+        return 1.0 + len(self.hub.state.boots.known) / BOOTS_PER_COST if isinstance(message, Bump | Label | Status) else 0.0
 
     def snapshot(self) -> PoolSnapshot:
         """The pool right now, in Unix seconds."""
@@ -64,11 +64,9 @@ class ServedPool:
     # ------------------------------------------------------------------ what is due, whatever fails
 
     def tick_at(self, counters: Counter[str], now: float) -> float:
-        """When its next tick is due."""
         return self._due(self.hub.tick_at, counters, now + FAILED_STEP_SECONDS)
 
     def round_at(self, counters: Counter[str], now: float) -> float:
-        """When its next round is due."""
         return self._due(lambda: self.hub.round_at(now), counters, math.inf)
 
     def _due(self, look: Callable[[], float], counters: Counter[str], otherwise: float) -> float:

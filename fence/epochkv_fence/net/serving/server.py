@@ -19,7 +19,7 @@ import zmq
 
 from epochkv_fence.hub import events as ev
 from epochkv_fence.net.gate.router import Client, Router
-from epochkv_fence.net.keys import HubKeys
+from epochkv_fence.net.keys import KeyPair
 from epochkv_fence.net.serving.alarm import Alarm
 from epochkv_fence.net.serving.changes import Changes
 from epochkv_fence.net.serving.effects import Effects
@@ -58,7 +58,7 @@ class HubServer:
     def __init__(
         self,
         bind: str,
-        keys: HubKeys,
+        keys: KeyPair,
         authority: Authority,
         *,
         on_change: Callable[[str], None] | None = None,
@@ -277,6 +277,5 @@ class Reception:
         self.burst_done = burst_done
 
     def take(self, client: Client, peer: bytes, message: Message) -> None:
-        """A message of a client."""
         assert isinstance(client.pool, ServedPool)
         self._act(client.pool, ev.Heard(peer, message, client.key_index))
