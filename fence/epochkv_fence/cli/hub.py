@@ -28,6 +28,13 @@ END_SECONDS: Final = 10.0
 
 
 LogFormat = Literal["text", "json"]
+Reclaim = Annotated[
+    ReclaimPolicy,
+    typer.Option(
+        help="Keys of older epochs and of weights that are gone: an engine removes them; the store is also emptied after each "
+        "reset; or its eviction takes them."
+    ),
+]
 
 
 class _JsonFormatter(logging.Formatter):
@@ -65,13 +72,7 @@ def hub(
         float,
         typer.Option(min=0.5, max=86_400, help="How long an engine may use an epoch unheard. Never gets shorter."),
     ] = 30.0,
-    reclaim: Annotated[
-        ReclaimPolicy,
-        typer.Option(
-            help="Keys of older epochs and of weights that are gone: an engine removes them; the store is also emptied after each "
-            "reset; or its eviction takes them."
-        ),
-    ] = "Delete",
+    reclaim: Reclaim = "Delete",
     store_admin: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="Admin port of the Mooncake master of a store of this pool alone; repeatable.")
     ] = None,

@@ -17,7 +17,7 @@ import typer
 from epochkv_fence.cli.asking import NOTHING_ASKED, Config, Out, connect, gone
 from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.render import Output, StatusLine, push_waits_for, say_error, show_weights, shown_weights
-from epochkv_fence.client import PoolError, Update, WeightsDiverged
+from epochkv_fence.client import PoolError, Update, WeightsDiverged, WeightsReport
 from epochkv_fence.connection import CONFIG_ENV
 
 FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -63,6 +63,15 @@ def update(
       epochkv update --version step-42 -- python push_weights.py --step 42
     """
     _check_command(command[0])
+    found = _push(command, version, config, timeout, output)
+    if output is Output.JSON:
+        show_weights(found, output)
+    else:
+        print(shown_weights(found))
+
+
+def _push(command: Sequence[str], version: str, config: str | None, timeout: float, output: Output) -> WeightsReport:
+    """Run the command, and wait until every engine holds the weights that it pushed."""
     progress = StatusLine(push_waits_for)
     made: Update | None = None
     has_ended = False
@@ -90,10 +99,7 @@ def update(
     finally:
         progress.stop()
     assert made.report is not None
-    if output is Output.JSON:
-        show_weights(made.report, output)
-    else:
-        print(shown_weights(made.report))
+    return made.report
 
 
 def _check_command(name: str) -> None:

@@ -64,7 +64,11 @@ def check_reset(epoch: int | None, timeout_s: float, on_failure: str, progress: 
     if epoch is not None:
         _check_epoch(epoch, ", or None for the next one")
     check_timeout(timeout_s)
-    _check_choice("on_failure", on_failure, "bypass", "crash")
+    problem = f"is {on_failure!r}; use 'bypass' or 'crash'"
+    if not isinstance(on_failure, str):
+        raise ArgumentTypeError("on_failure", problem)
+    if on_failure not in ("bypass", "crash"):
+        raise ArgumentError("on_failure", problem)
     _check_progress(progress, "Standing")
 
 
@@ -142,14 +146,6 @@ def check_timeout(timeout_s: float) -> None:
         raise ArgumentTypeError("timeout_s", problem)
     if not 0 < timeout_s <= 86_400:
         raise ArgumentError("timeout_s", problem)
-
-
-def _check_choice(parameter: str, value: str, one: str, other: str) -> None:
-    problem = f"is {value!r}; use {one!r} or {other!r}"
-    if not isinstance(value, str):
-        raise ArgumentTypeError(parameter, problem)
-    if value not in (one, other):
-        raise ArgumentError(parameter, problem)
 
 
 def check_jump(epoch: int, target: int) -> None:

@@ -147,23 +147,20 @@ class Session:
         """Until it is cancelled. The context ends here, on its own thread: ended by garbage collection it could wait for ever."""
         context = zmq.asyncio.Context()
         try:
-            await self._redial(context, keys)
+            while True:
+                try:
+                    await self._dial(context, keys)
+                except Exception as error:
+                    self.counters["failed"] += 1
+                    self.problem = f"the client's connection failed: {error!r}"
+                    logger.debug("the connection failed", exc_info=True)
+                await asyncio.sleep(REDIAL_SECONDS if self._conversations else 4 * REDIAL_SECONDS)
+                try:
+                    keys = self.connection.client_keys()  # they may have been rotated
+                except ConfigurationError as error:
+                    self.problem = str(error)
         finally:
             context.destroy(linger=0)
-
-    async def _redial(self, context: zmq.asyncio.Context, keys: ClientKeys) -> None:
-        while True:
-            try:
-                await self._dial(context, keys)
-            except Exception as error:
-                self.counters["failed"] += 1
-                self.problem = f"the client's connection failed: {error!r}"
-                logger.debug("the connection failed", exc_info=True)
-            await asyncio.sleep(REDIAL_SECONDS if self._conversations else 4 * REDIAL_SECONDS)
-            try:
-                keys = self.connection.client_keys()  # they may have been rotated
-            except ConfigurationError as error:
-                self.problem = str(error)
 
     async def _dial(self, context: zmq.asyncio.Context, keys: ClientKeys) -> None:
         """One socket, until it is time for another one."""

@@ -88,11 +88,7 @@ class HubOptions:
 
 
 def split_listen(listen: str) -> tuple[str, int]:
-    """Host and port of `tcp://HOST:PORT`.
-
-    Raises:
-        HubError: it is none.
-    """
+    """Host and port of `tcp://HOST:PORT`; `HubError` for anything else."""
     scheme, _, address = listen.partition("://")
     if scheme != "tcp" or not address:
         raise HubError(f"--listen is {listen!r}; it must look like tcp://0.0.0.0:7700")
@@ -105,11 +101,7 @@ def split_listen(listen: str) -> tuple[str, int]:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT`.
-
-    Raises:
-        HubError: it is none.
-    """
+    """Host and port of `HOST:PORT`; `HubError` for anything else."""
     host, _, port = address.rpartition(":")
     if _bare_ipv6(address):
         raise HubError(f"{address!r} is no address; an IPv6 address needs brackets, such as [::]:9090")

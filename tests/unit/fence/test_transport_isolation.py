@@ -16,7 +16,7 @@ from epochkv_fence.hub.state import HubState
 from epochkv_fence.net import ClientKeys, HubServer, generate_keypair
 from epochkv_fence.net.gate.fairness import PoolQueue
 from epochkv_fence.net.gate.limits import Bucket
-from epochkv_fence.net.gate.router import Client, Router
+from epochkv_fence.net.gate.router import Client, Receiver, Router
 from epochkv_fence.protocol.messages import BumpStatus, Grant, Heartbeat, Message
 from tests.security.wire import heartbeat, raw
 from tests.support.fence import POOL, FakeEngine, FenceWorld, LoopThread, eventually
@@ -110,13 +110,10 @@ class Answers:
             self.router.send(peer, BumpStatus(1, 1, value, 1))
         self.router.send(peer, Grant(message.boot, message.seq, 7, 30.0))
 
-    def burst_done(self) -> None:
-        pass
-
 
 def test_what_cannot_be_encoded_is_counted_told_once_and_not_sent(caplog: pytest.LogCaptureFixture) -> None:
     thread, pair, counters, answers = LoopThread(), generate_keypair(), Counter[str](), Answers()
-    router = answers.router = Router(pair, answers, counters)
+    router = answers.router = Router(pair, Receiver(answers.client, answers.take, lambda: None), counters)
     endpoint = thread.call(lambda: router.open("tcp://127.0.0.1:0"))
     try:
         with caplog.at_level(logging.ERROR), raw(endpoint, ClientKeys(pair.public, *generate_keypair())) as client:

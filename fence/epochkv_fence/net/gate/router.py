@@ -10,6 +10,8 @@ import logging
 import resource
 import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 import zmq
@@ -76,17 +78,19 @@ class Client(NamedTuple):
     key_index: int
 
 
-class Receiver(Protocol):
-    """Who takes what the clients say."""
+@dataclass(frozen=True, slots=True)
+class Receiver:
+    """Who takes what the clients say.
 
-    def client(self, key: str) -> Client | None:
-        """What this key stands for; None: no pool (any more)."""
+    Attributes:
+        client: says what a key stands for; None: no pool (any more).
+        take: takes a message that a client sent from a peer.
+        burst_done: called when all that was there has been taken, or enough of it for now.
+    """
 
-    def take(self, client: Client, peer: bytes, message: Message) -> None:
-        """A message of a client."""
-
-    def burst_done(self) -> None:
-        """All that was there has been taken, or enough of it for now."""
+    client: Callable[[str], Client | None]
+    take: Callable[[Client, bytes, Message], None]
+    burst_done: Callable[[], None]
 
 
 class Router:

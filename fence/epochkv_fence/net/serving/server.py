@@ -18,7 +18,7 @@ from typing import Final
 import zmq
 
 from epochkv_fence.hub import events as ev
-from epochkv_fence.net.gate.router import Client, Router
+from epochkv_fence.net.gate.router import Client, Receiver, Router
 from epochkv_fence.net.keys import KeyPair
 from epochkv_fence.net.serving.alarm import Alarm
 from epochkv_fence.net.serving.changes import Changes
@@ -42,7 +42,8 @@ STORE_DEADLINE_SECONDS: Final = 8.0
 class HubServer:
     """All pools of one authority.
 
-    Use from one event loop; nothing here is thread-safe. Nothing but `start` raises for reasons outside this process.
+    Use from one event loop; nothing here is thread-safe. Nothing but `start` raises for reasons outside this process. What asks for
+    a pool that this hub does not have raises `UnknownPool`.
 
     Args:
         bind: such as `tcp://*:7700`; port 0 takes a free one (see `endpoint`).
@@ -80,8 +81,8 @@ class HubServer:
         self._round_began = -math.inf
         self._effects = Effects(authority, authority_deadline_seconds, stores, store_deadline_seconds, self.counters, self._answer)
         self._alarm = Alarm(self._turn, self.counters)
-        self.reception = Reception(self._pools, self._act, self._alarm.now)
-        self._router = Router(keys, self.reception, self.counters)
+        self.receiver = Receiver(self._pools.client, self._hear, self._alarm.now)
+        self._router = Router(keys, self.receiver, self.counters)
         self.endpoint = ""
 
     # ------------------------------------------------------------------ life
@@ -130,27 +131,15 @@ class HubServer:
             self._effects.forget(pool)
 
     def request(self, uid: str, epoch: int) -> None:
-        """`spec.resetEpoch` asks for `epoch`. Remembered while this hub does not lead; lower or repeated asks change nothing.
-
-        Raises:
-            UnknownPool
-        """
+        """`spec.resetEpoch` asks for `epoch`. Remembered while this hub does not lead; lower or repeated asks change nothing."""
         self._step(self._pools[uid], ev.Asked(epoch, Source.SPEC))
 
     def observe(self, uid: str, record: PoolRecord) -> None:
-        """The pool's durable record was seen, for example by a watch; however old, it never lowers anything.
-
-        Raises:
-            UnknownPool
-        """
+        """The pool's durable record was seen, for example by a watch; however old, it never lowers anything."""
         self._step(self._pools[uid], ev.Observed(record))
 
     def snapshot(self, uid: str) -> PoolSnapshot:
-        """The pool right now.
-
-        Raises:
-            UnknownPool
-        """
+        """The pool right now."""
         return self._pools[uid].snapshot()
 
     # ------------------------------------------------------------------ leadership
@@ -252,6 +241,10 @@ class HubServer:
         self._alarm.soon()
         return stepped
 
+    def _hear(self, client: Client, peer: bytes, message: Message) -> None:
+        assert isinstance(client.pool, ServedPool)
+        self._act(client.pool, ev.Heard(peer, message, client.key_index))
+
     def _act(self, pool: ServedPool, event: ev.Event) -> bool:
         """Step one pool and do what it asks for; never raises. Returns whether all of that worked."""
         try:
@@ -266,16 +259,3 @@ class HubServer:
             pool.failed(self.counters)
             return False
         return True
-
-
-class Reception:
-    """Takes what the router receives to the pools; see `router.Receiver`."""
-
-    def __init__(self, pools: Pools, act: Callable[[ServedPool, ev.Event], bool], burst_done: Callable[[], None]) -> None:
-        self._act = act
-        self.client = pools.client
-        self.burst_done = burst_done
-
-    def take(self, client: Client, peer: bytes, message: Message) -> None:
-        assert isinstance(client.pool, ServedPool)
-        self._act(client.pool, ev.Heard(peer, message, client.key_index))
