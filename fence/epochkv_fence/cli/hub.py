@@ -28,7 +28,7 @@ END_SECONDS: Final = 10.0
 
 
 LogFormat = Literal["text", "json"]
-Reclaim = Annotated[
+ReclaimOption = Annotated[
     ReclaimPolicy,
     typer.Option(
         help="Keys of older epochs and of weights that are gone: an engine removes them; the store is also emptied after each "
@@ -72,7 +72,7 @@ def hub(
         float,
         typer.Option(min=0.5, max=86_400, help="How long an engine may use an epoch unheard. Never gets shorter."),
     ] = 30.0,
-    reclaim: Reclaim = "Delete",
+    reclaim: ReclaimOption = "Delete",
     store_admin: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="Admin port of the Mooncake master of a store of this pool alone; repeatable.")
     ] = None,

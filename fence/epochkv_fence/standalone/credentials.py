@@ -323,7 +323,7 @@ def _locked(directory: Path) -> Iterator[None]:
     except OSError as error:
         raise StateError(f"{directory} cannot be used ({error.strerror or error}); give the --state directory of `epochkv hub`") from error
     try:
-        _take(lock, directory / KEYS_LOCK)
+        _wait_for(lock, directory / KEYS_LOCK)
         yield
         os.ftruncate(lock, 0)
     except OSError as error:
@@ -332,7 +332,7 @@ def _locked(directory: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _take(lock: int, path: Path) -> None:
+def _wait_for(lock: int, path: Path) -> None:
     """Raise `StateError` when somebody else holds it for too long: stopped, or on a disk that hangs."""
     until = time.monotonic() + LOCK_SECONDS
     while True:

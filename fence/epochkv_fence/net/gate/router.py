@@ -20,7 +20,7 @@ from zmq.utils.monitor import parse_monitor_message
 from epochkv_fence.net.gate.fairness import PoolQueue, Turns, Waiting
 from epochkv_fence.net.gate.limits import BYTES_PER_TOKEN, GARBAGE_TOKENS, PEER_RATE, Bucket, Peer, Peers
 from epochkv_fence.net.gate.reader import BURST_SECONDS, SocketReader
-from epochkv_fence.net.gate.refusals import Refusals
+from epochkv_fence.net.gate.refusals import RefusalLog
 from epochkv_fence.net.gate.zap import ZapHandler
 from epochkv_fence.net.keys import KeyPair
 from epochkv_fence.protocol.messages import MAX_MESSAGE_BYTES, Error, Message, Refusal, WireError, decode, encode
@@ -106,7 +106,7 @@ class Router:
         self._counters = counters
         self.peers = Peers()
         self._turns = Turns()
-        self._refusals = Refusals()
+        self._refusals = RefusalLog()
         self._discarding = False
         self._unencodable: set[str] = set()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -304,12 +304,9 @@ class Router:
         """Send, or drop when the peer is gone or does not read. An error is told at most once a second."""
         if isinstance(message, Error):
             now = time.monotonic()
-            peer = self.peers.get(name, now)
-            if now < peer.answer_at:
-                self._counters["errors_unsaid"] += 1
-                return
-            peer.answer_at = now + ANSWER_SECONDS
-        self._send(name, message)
+            self._refuse(name, self.peers.get(name, now), message.code, message.text, now)
+        else:
+            self._send(name, message)
 
     def _refuse(self, name: bytes, peer: Peer, code: Refusal, text: str, now: float) -> None:
         if now < peer.answer_at:

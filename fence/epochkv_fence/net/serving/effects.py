@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from epochkv_fence.hub import events as ev
 from epochkv_fence.net.say_once import SayOnce
-from epochkv_fence.net.serving.served import ServedPool
+from epochkv_fence.net.serving.pools import ServedPool
 from epochkv_fence.protocol.authority import Authority, AuthorityError, PoolRecord, Term
 from epochkv_fence.stores.admin import Removed, StoreAdmin, StoreAdminError
 

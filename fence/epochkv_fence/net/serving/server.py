@@ -23,8 +23,7 @@ from epochkv_fence.net.keys import KeyPair
 from epochkv_fence.net.serving.alarm import Alarm
 from epochkv_fence.net.serving.changes import Changes
 from epochkv_fence.net.serving.effects import Effects
-from epochkv_fence.net.serving.pools import Pools
-from epochkv_fence.net.serving.served import ServedPool
+from epochkv_fence.net.serving.pools import Pools, ServedPool
 from epochkv_fence.protocol.authority import Authority, PoolRecord, Term
 from epochkv_fence.protocol.messages import Message, Source
 from epochkv_fence.protocol.pool import PoolConfig, PoolSnapshot
