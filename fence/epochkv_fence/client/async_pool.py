@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Any, Never, NoReturn, Self, TypeVar
+from typing import Any, Never, Self, TypeVar
 
 from epochkv_fence.client.arguments import check_reset, check_timeout, check_wait, check_weights, refuse_gone
 from epochkv_fence.client.background import Background, closed_meanwhile
-from epochkv_fence.client.pool import CONNECT_SECONDS, LOOK_SECONDS, RESET_SECONDS, WEIGHTS_SECONDS, Calls, Config, open_calls
+from epochkv_fence.client.pool import CONNECT_SECONDS, LOOK_SECONDS, RESET_SECONDS, WEIGHTS_SECONDS, Config, Face, open_calls
 from epochkv_fence.client.progress import Progress
 from epochkv_fence.client.results import Engine, OnFailure, PoolStatus, Reset
 from epochkv_fence.client.waiting import Update, WeightsProgress
@@ -20,18 +20,12 @@ from epochkv_fence.connection import Connection
 T = TypeVar("T")
 
 
-class AsyncPool:
+class AsyncPool(Face):
     """One pool, from asyncio. Any number of tasks, and loops, may call at once. See `Pool` for what each call means.
 
     A call that is cancelled is given up; what it had asked for may still happen. `progress` is a plain function here, too, and
     called on another thread: `loop.call_soon_threadsafe` brings what it is told to a loop. A coroutine function is refused.
     """
-
-    def __init__(self, connection: Connection, background: Background, calls: Calls) -> None:
-        """Use `connect`."""
-        self._connection = connection
-        self._background = background
-        self._calls = calls
 
     @classmethod
     async def connect(cls, config: Config = None, timeout_s: float = CONNECT_SECONDS) -> AsyncPool:
@@ -44,16 +38,6 @@ class AsyncPool:
             background.stop()
             raise
         return cls(connection, background, calls)
-
-    @property
-    def name(self) -> str:
-        """Of the pool, as its configuration says."""
-        return self._connection.pool.name
-
-    @property
-    def uid(self) -> str:
-        """Of the pool; never reused."""
-        return self._connection.pool.uid
 
     async def status(self, timeout_s: float = LOOK_SECONDS) -> PoolStatus:
         check_timeout(timeout_s)
@@ -133,9 +117,3 @@ class AsyncPool:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close()
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("an AsyncPool is a connection of this process and cannot be pickled; send its configuration and connect there")
-
-    def __repr__(self) -> str:
-        return f"<AsyncPool {self.name} at {self._connection.hub.endpoint}>"

@@ -60,7 +60,8 @@ class BootRecord:
             if self.seq < 0 or beat.weights != self.newest.weights:
                 self.weights_at = now - beat.weights_age_seconds
             self.seq, self.peer, self.newest, self.key_index = beat.seq, peer, beat, key_index
-        self._raise_epoch(beat)
+        if beat.epoch is not None and (self.epoch is None or beat.epoch > self.epoch):
+            self.epoch = beat.epoch
         return before != self._shown()
 
     def grant(self, now: float, until: float) -> None:
@@ -76,10 +77,6 @@ class BootRecord:
     def _shown(self) -> tuple[object, ...]:
         beat = self.newest
         return self.epoch, beat.carried, beat.private, beat.weights, beat.weights_note, self.key_index
-
-    def _raise_epoch(self, beat: Heartbeat) -> None:
-        if beat.epoch is not None and (self.epoch is None or beat.epoch > self.epoch):
-            self.epoch = beat.epoch
 
     def at_least(self, epoch: int) -> bool:
         return self.epoch is not None and self.epoch >= epoch

@@ -27,11 +27,6 @@ class Ask:
     seen: float
     origin: Source
 
-    @property
-    def possible(self) -> bool:
-        """Every part of the system can carry this epoch."""
-        return 0 <= self.epoch <= MAX_EPOCH
-
 
 @dataclass(slots=True)
 class Leadership:
@@ -104,7 +99,7 @@ class Record:
 
     def ask(self, ask: Ask) -> bool:
         """The highest epoch asked for counts, and of asks for one epoch the first. Returns whether this one counts."""
-        counts = ask.possible and ask.epoch > self.wanted
+        counts = self.wanted < ask.epoch <= MAX_EPOCH
         if counts:
             self.asked = ask
         return counts

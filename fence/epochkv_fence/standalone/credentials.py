@@ -85,7 +85,13 @@ def ensure_keys(directory: Path, pool_uid: str) -> Keys:
     with _locked(directory):
         keys = read_keys(directory)
         if keys is None:
-            _tell_lost(directory)
+            if not is_new(directory):
+                logger.warning(
+                    "%s is gone, so new keys are made: engines and trainers of before are refused; give them the new %s, and start "
+                    "engines again",
+                    directory / KEYS_FILE,
+                    directory / CLIENT_FOLDER,
+                )
             keys = Keys(pool_uid, generate_keypair(), generate_keypair(), secrets.token_hex(ROOT_SECRET_BYTES))
             _write(directory / KEYS_FILE, msgspec.json.format(msgspec.json.encode(keys)))
     if keys.pool_uid != pool_uid:
@@ -99,15 +105,6 @@ def ensure_keys(directory: Path, pool_uid: str) -> Keys:
 def is_new(directory: Path) -> bool:
     """Nobody has had keys of it yet."""
     return not (directory / KEYS_FILE).exists() and not (directory / CLIENT_FOLDER).exists()
-
-
-def _tell_lost(directory: Path) -> None:
-    if not is_new(directory):
-        logger.warning(
-            "%s is gone, so new keys are made: engines and trainers of before are refused; give them the new %s, and start engines again",
-            directory / KEYS_FILE,
-            directory / CLIENT_FOLDER,
-        )
 
 
 def exposed_files(directory: Path) -> list[tuple[Path, int]]:

@@ -38,7 +38,7 @@ def _waits_for_the_wipe(config: PoolConfig) -> Hub:
     hub = Hub(config)
 
     def settled_at(lead: Leadership) -> float:
-        return float("inf") if hub.state.wiper.open else lead.settled_at
+        return float("inf") if hub.state.wiper.due_at() < float("inf") else lead.settled_at
 
     hub.state.rules = replace(RULES, settled_at=settled_at)
     return hub
