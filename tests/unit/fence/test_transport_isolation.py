@@ -60,7 +60,8 @@ def test_a_pool_whose_steps_fail_harms_no_other_and_goes_on_afterwards(
     broken.set()
 
     def fails(hub: Hub | HubState, *args: Any, **kwargs: Any) -> Any:
-        if hub.state.config.uid == OTHER and broken.is_set():
+        state = hub.state if isinstance(hub, Hub) else hub
+        if state.config.uid == OTHER and broken.is_set():
             raise ArithmeticError("the test breaks this pool")
         return real(hub, *args, **kwargs)
 
