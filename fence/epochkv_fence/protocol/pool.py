@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from epochkv_fence.protocol.messages import Source
 
 ReclaimPolicy = Literal["Delete", "RemoveAll", "Retain"]
-RECLAIM_POLICIES: Final = ("Delete", "RemoveAll", "Retain")
+RECLAIM_POLICIES: Final[tuple[ReclaimPolicy, ...]] = get_args(ReclaimPolicy)
 EngineState = Literal["use", "private", "unknown", "behind", "silent"]
-ENGINE_STATES: Final[tuple[EngineState, ...]] = ("use", "private", "unknown", "behind", "silent")
+ENGINE_STATES: Final[tuple[EngineState, ...]] = get_args(EngineState)
 
 
 def margin_seconds(lease_seconds: float) -> float:
