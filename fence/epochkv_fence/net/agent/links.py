@@ -122,11 +122,13 @@ class Links:
     def take_over(self) -> bool:
         """Whether the connection with newer keys stands, and is the one in use from now on."""
         link = self._next
-        for event in link.events() if link is not None else ():
+        if link is None:
+            return False
+        for event in link.events():
             if event is LinkEvent.REFUSED:
                 text = "the hub at %s does not take the new keys yet; going on with those in use, retrying"
                 self._say("next", "refused", logging.WARNING, text, self.endpoint)
-            if link is not None and event is LinkEvent.CONNECTED:
+            if event is LinkEvent.CONNECTED:
                 if self.current is not None:
                     self.current.close()
                 self.current, self._next, self._poller = link, None, None
