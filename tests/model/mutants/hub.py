@@ -93,7 +93,7 @@ class _HeardMayFall(Hub):
         actions = super().step(event, now)
         if not boot.at_least(self.target):
             self.state.boots.behind[boot.boot] = None
-            boot.below_until = now + self.config.hold_seconds
+            boot.below_until = now + self.state.config.hold_seconds
         return actions
 
 
