@@ -2,9 +2,9 @@
 does not.
 
 libzmq never reconnects after a refused key or a protocol error, and never notices a hub that is frozen or behind a
-ClusterIP that leads nowhere. No ZMTP heartbeats: their timer runs into an assertion of libzmq, which aborts the process,
-when a peer goes away while input is stopped (libzmq issues 3937, 4364, 4767; seen here with tampered frames). The kernel
-notices dead peers, with the options below, within 4 s.
+ClusterIP that leads nowhere. There are no ZMTP heartbeats. When a peer goes away while input is stopped, their timer runs
+into an assertion of libzmq, which aborts the process (issues 3937, 4364, 4767; seen here with tampered frames). With the
+options below, the kernel notices dead peers within 4 s.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ EVENTS: Final = {
 }
 
 
-def configure(dealer: zmq.Socket[Any], keys: ClientKeys, *, handshake_ms: int = 10_000, reconnect_max_ms: int = 500) -> None:
+def set_options(dealer: zmq.Socket[Any], keys: ClientKeys, *, handshake_ms: int = 10_000, reconnect_max_ms: int = 500) -> None:
     """The options of a client's socket, before it connects."""
     for option, value in (
         (zmq.TCP_KEEPALIVE, 1),
@@ -96,7 +96,7 @@ class Link:
         self.redial_at = self.opened_at + SILENT_REDIAL_SECONDS
         self._patience = SILENT_REDIAL_SECONDS
         self.socket = context.socket(zmq.DEALER)
-        configure(self.socket, keys)
+        set_options(self.socket, keys)
         if "[" in endpoint:  # not for names: libzmq would take their IPv6 address alone
             self.socket.setsockopt(zmq.IPV6, 1)
         self.monitor: Any = self.socket.get_monitor_socket(MONITORED)

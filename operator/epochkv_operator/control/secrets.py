@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 import structlog
 
-from epochkv_fence.net import CredentialsError, HubKeys, KeyPair, generate_keypair
+from epochkv_fence.net import CredentialsError, KeyPair, generate_keypair
 from epochkv_fence.net.keys import check_key
 from epochkv_operator import metrics
 from epochkv_operator.api.base import MANAGED_BY, POOL_LABEL
@@ -72,7 +72,7 @@ class _Pool:
     """The pair that the next rotation brings; it stays the same one until it is in the Secret."""
 
 
-async def hub_keys(client: KubeClient, namespace: str, name: str) -> HubKeys:
+async def hub_keys(client: KubeClient, namespace: str, name: str) -> KeyPair:
     """The hub's key pair, made on first use.
 
     Raises:
@@ -91,9 +91,9 @@ async def hub_keys(client: KubeClient, namespace: str, name: str) -> HubKeys:
         else:
             _count("create")
             log.info("hub key pair created", secret=f"{namespace}/{name}")
-            return HubKeys(pair.public, pair.secret)
+            return pair
     try:
-        return HubKeys(_field(found, "hub.pub"), _field(found, "hub.key"))
+        return KeyPair(_field(found, "hub.pub"), _field(found, "hub.key"))
     except CredentialsError as error:
         raise SecretConflict(f"Secret {namespace}/{name}: {error}") from error
 

@@ -28,7 +28,7 @@ from epochkv_fence.client import (
 from epochkv_fence.client.session import RESOLVE_SECONDS
 from epochkv_fence.connection import Connection
 from epochkv_fence.net import generate_keypair
-from epochkv_fence.standalone.state import retire_previous, rotate_keys
+from epochkv_fence.standalone.credentials import retire_previous, rotate_keys
 from tests.support.fence import eventually
 from tests.support.hub import HubProcess, HubWorld, Switch, free_port, hub_world, together, using
 
@@ -57,7 +57,7 @@ def test_a_reset_returns_when_every_engine_has_moved(world: HubWorld) -> None:
     snapshot = world.snapshot()
     assert (snapshot.target, snapshot.published) == (1, 1)
     assert snapshot.origin is not None
-    assert snapshot.origin.source.value == "Trainer"
+    assert snapshot.origin.value == "Trainer"
     eventually(lambda: all(using(agent, 1) for agent, _ in agents), what="everyone shares again")
 
 

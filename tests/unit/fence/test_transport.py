@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from epochkv_fence.net import AgentThread, ClientKeys, HubServer, UnknownPool, generate_keypair
-from epochkv_fence.protocol.authority import Origin, PoolRecord, Term
+from epochkv_fence.protocol.authority import PoolRecord, Term
 from epochkv_fence.protocol.messages import Source
 from tests.support.fence import POOL, WEIGHTS, FakeEngine, FenceWorld, eventually
 
@@ -29,6 +29,12 @@ def serving(world: FenceWorld, num_agents: int = 2) -> tuple[HubServer, Agents]:
     agents = [world.agent(hub.endpoint) for _ in range(num_agents)]
     eventually(lambda: all(agent.view.epoch is not None for agent, _ in agents), what="everyone is granted")
     return hub, agents
+
+
+def answered(agent: AgentThread) -> bool:
+    """Its acknowledgement is out, and its newest heartbeat is granted."""
+    inner = agent._agent
+    return inner._acknowledged is not None and agent.view.lease_until == inner._last_beat + (inner.lease_seconds or 0.0)
 
 
 def using(agent: AgentThread, epoch: int) -> bool:
@@ -119,10 +125,11 @@ def test_a_restarted_hub_takes_nobodys_lease_and_goes_on(world: FenceWorld) -> N
 
 def test_a_hub_that_lost_leadership_in_its_sleep_grants_and_publishes_nothing(world: FenceWorld) -> None:
     hub, agents = serving(world)
+    eventually(lambda: all(answered(agent) for agent, _ in agents), what="no grant is on its way")
     world.authority.term = Term("another", 99)
     before = [agent.view.lease_until for agent, _ in agents]
     reads = world.authority.calls.count("verify")
-    world.request(hub, 1)  # its Record lands: harmless
+    world.request(hub, 1)  # its write lands: harmless
     eventually(lambda: not hub.leading, what="stepped down")
     assert world.authority.calls.count("verify") > reads
     assert [agent.view.lease_until for agent, _ in agents] == before
@@ -188,7 +195,7 @@ def test_asked_before_it_leads(world: FenceWorld) -> None:
     assert agent.view.epoch is None
     world.lead(hub)
     eventually(lambda: world.published() == 3)
-    assert world.authority.records[POOL] == PoolRecord(3, 3, True, Origin(Source.SPEC))
+    assert world.authority.records[POOL] == PoolRecord(3, 3, True, Source.SPEC)
 
 
 def test_an_engine_that_never_acknowledges_is_waited_for_no_longer_than_lease_and_margin() -> None:

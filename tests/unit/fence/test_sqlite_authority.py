@@ -1,4 +1,4 @@
-"""The file authority: the common suite, real kills at random points, and every way a directory can be unusable."""
+"""The SQLite authority: the common suite, real kills at random points, and every way a directory can be unusable."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_fence.protocol.authority import Authority, AuthorityError, Origin, PoolRecord, Term
+from epochkv_fence.protocol.authority import Authority, AuthorityError, PoolRecord, Term
 from epochkv_fence.protocol.messages import Source
-from epochkv_fence.standalone.authority import FileAuthority, StateError, StateHeld
+from epochkv_fence.standalone.authority import SqliteAuthority
+from epochkv_fence.standalone.database import StateError, StateHeld
 from tests.support.authority import Authorities, AuthorityConformance
 
 WRITER = """
 import asyncio, sys
-from epochkv_fence.protocol.authority import Origin
-from epochkv_fence.standalone.authority import FileAuthority
+from epochkv_fence.protocol.messages import Source
+from epochkv_fence.standalone.authority import SqliteAuthority
 from epochkv_fence.protocol.messages import Source
 
 async def main():
-    authority = await FileAuthority.open(sys.argv[1])
+    authority = await SqliteAuthority.open(sys.argv[1])
     uid = await authority.ensure_pool("policy", 1.0)
     term = await authority.acquire()
     epoch = (await authority.load(uid)).target
     print("term", term.transitions, flush=True)
     while True:
         epoch += 1
-        await authority.record(uid, epoch, Origin(list(Source)[epoch % 3]))
+        await authority.record(uid, epoch, list(Source)[epoch % 3])
         print("target", epoch, flush=True)
         await authority.publish(uid, epoch)
         print("published", epoch, flush=True)
@@ -46,18 +47,18 @@ asyncio.run(main())
 """
 
 
-class FileAuthorities:
+class SqliteAuthorities:
     """Processes one after the other, as the lock allows."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.uid = ""
-        self.current: FileAuthority | None = None
+        self.current: SqliteAuthority | None = None
 
     async def take_over(self) -> tuple[Authority, Term]:
         if self.current is not None:
             await self.current.close()
-        self.current = await FileAuthority.open(self.directory)
+        self.current = await SqliteAuthority.open(self.directory)
         self.uid = await self.current.ensure_pool("policy", 1.0)
         return self.current, await self.current.acquire()
 
@@ -69,14 +70,14 @@ class TestConformance(AuthorityConformance):
 
     @asynccontextmanager
     async def authorities(self) -> AsyncIterator[Authorities]:
-        world = FileAuthorities(self.directory)
+        world = SqliteAuthorities(self.directory)
         yield world
         assert world.current is not None
         await world.current.close()
 
 
-async def opened(directory: Path, name: str = "policy", lease_seconds: float = 1.0) -> tuple[FileAuthority, str]:
-    authority = await FileAuthority.open(directory)
+async def opened(directory: Path, name: str = "policy", lease_seconds: float = 1.0) -> tuple[SqliteAuthority, str]:
+    authority = await SqliteAuthority.open(directory)
     try:
         return authority, await authority.ensure_pool(name, lease_seconds)
     except BaseException:
@@ -132,7 +133,7 @@ def test_kill_9_at_any_point_loses_nothing_that_was_acknowledged(tmp_path: Path)
         kills_in_writes += record.target > said["target"] or record.published < record.target
         assert said["target"] <= record.target <= said["target"] + 1
         assert said["published"] <= record.published <= record.target
-        assert record.origin == (Origin(list(Source)[record.target % 3]) if record.target else None)
+        assert record.origin == (list(Source)[record.target % 3] if record.target else None)
         assert term.transitions > terms[-1]
         terms.append(term.transitions)
         said = {"target": record.target, "published": record.published}
@@ -157,7 +158,7 @@ def test_a_kill_while_the_state_is_made_leaves_something_that_can_be_used(tmp_pa
 def test_commits_are_synced(tmp_path: Path) -> None:
     async def body() -> None:
         authority, _ = await opened(tmp_path)
-        connection = authority._opened()
+        connection = authority._database.connection
         settings = [
             await authority._call("look", lambda name=name: connection.execute(f"PRAGMA {name}").fetchone()[0])  # type: ignore[misc]
             for name in ("journal_mode", "synchronous", "locking_mode")
@@ -285,7 +286,7 @@ TO_1 = ("DROP TABLE updates",)
 def test_a_state_of_a_version_before_is_taken_over(tmp_path: Path, version: int, older: tuple[str, ...]) -> None:
     async def use() -> PoolRecord:
         authority, uid = await opened(tmp_path)
-        await authority.record(uid, 7, Origin(Source.TRAINER))
+        await authority.record(uid, 7, Source.TRAINER)
         await authority.publish(uid, 6)
         await authority.note_granting(uid)
         found = await authority.load(uid)
@@ -298,7 +299,7 @@ def test_a_state_of_a_version_before_is_taken_over(tmp_path: Path, version: int,
         connection.execute(statement)
     connection.commit()
     connection.close()
-    assert record_of(tmp_path)[0] == before == PoolRecord(7, 6, True, Origin(Source.TRAINER))
+    assert record_of(tmp_path)[0] == before == PoolRecord(7, 6, True, Source.TRAINER)
     connection = sqlite3.connect(tmp_path / "state.db")
     assert connection.execute("PRAGMA user_version").fetchone() == (4,)
     columns = {row[1] for row in connection.execute("PRAGMA table_info(pools)")}
@@ -354,10 +355,10 @@ def run_without_rights(directory: Path, prepare: Callable[[], object]) -> None:
 FULL_DISK = """
 import asyncio, resource, sys
 from epochkv_fence.protocol.authority import AuthorityError
-from epochkv_fence.standalone.authority import FileAuthority
+from epochkv_fence.standalone.authority import SqliteAuthority
 
 async def main():
-    authority = await FileAuthority.open(sys.argv[1])
+    authority = await SqliteAuthority.open(sys.argv[1])
     uid = await authority.ensure_pool("policy", 1.0)
     term = await authority.acquire()
     await authority.record(uid, 1)
@@ -387,7 +388,7 @@ def test_a_write_that_the_disk_refuses_is_an_error_and_the_next_one_works(tmp_pa
 
 def test_a_disk_that_hangs_is_an_error_and_never_blocks_the_loop(tmp_path: Path) -> None:
     async def body() -> None:
-        authority = await FileAuthority.open(tmp_path, deadline_seconds=0.2)
+        authority = await SqliteAuthority.open(tmp_path, deadline_seconds=0.2)
         uid = await authority.ensure_pool("policy", 1.0)
         hang = threading.Event()
         authority._worker.submit(hang.wait)  # the thread is where a write that does not return would leave it
