@@ -77,7 +77,7 @@ def _counter(name: str, meaning: str, *sources: str, **more: object) -> Family:
 
 COUNTERS: tuple[Family, ...] = (
     # hits
-    _counter("lookup_calls", "Questions of the scheduler for external hits, repeated ones included.", "lookups"),
+    _counter("lookup_calls", "Times that the scheduler asked for external hits, repeated questions included.", "lookups"),
     _counter(
         "lookups",
         "Answered lookups, by result.",
@@ -100,7 +100,7 @@ COUNTERS: tuple[Family, ...] = (
         "Prompt tokens of hits that were offered to the scheduler, by tier.",
         **_by("tier", tokens_planned_host="L1", tokens_planned_store="L2"),
     ),
-    _counter("hits_shrunk", "Hits cut because the host slots for them were not to be had.", "hits_shrunk"),
+    _counter("hits_shrunk", "Hits cut because host slots were short.", "hits_shrunk"),
     _counter(
         "plans",
         "Reservations of hits, by how they ended.",
@@ -121,9 +121,9 @@ COUNTERS: tuple[Family, ...] = (
     _counter("store_blocks_absent", "Blocks that L2 was asked for and did not hold.", "blocks_absent"),
     # loads and saves, as the scheduler half sees them
     _counter("loads", "Loads that every rank has reported.", "loads_done"),
-    _counter("loads_failed", "Loads of which at least one block did not arrive; the request is recomputed.", "loads_failed"),
+    _counter("loads_failed", "Loads that missed at least one block; the request is recomputed.", "loads_failed"),
     _counter("loads_doomed", "Accepted hits that could not be loaded and were reported as failed without a transfer.", "loads_doomed"),
-    _counter("loads_poisoned", "Loads under way when an epoch change or a reset overtook them.", "poisoned_loads"),
+    _counter("loads_poisoned", "Loads that an epoch change or a reset overtook.", "poisoned_loads"),
     _counter("load_pauses", "Times that loads from L2 were paused after failures in a row.", "load_pauses"),
     _counter("saves", "Save jobs sent to the workers.", "saves_emitted"),
     _counter("saves_deferred", "Saves put off for lack of host slots.", "saves_deferred"),
@@ -165,7 +165,7 @@ COUNTERS: tuple[Family, ...] = (
     _counter("put_drops", "Saves that did not reach L2, by reason.", labels=("reason",), prefix="worker_save_put_dropped_", values=_PUT),
     _counter(
         "worker_events",
-        "Orders that a rank found poisoned, or had already.",
+        "Jobs that reached a rank poisoned or twice.",
         **_by("event", worker_poisoned="poisoned", worker_poisoned_under_way="poisoned_under_way", worker_duplicate_jobs="duplicate"),
     ),
     # the store client, workers and scheduler half together
@@ -177,7 +177,7 @@ COUNTERS: tuple[Family, ...] = (
     ),
     _counter(
         "store_objects",
-        "Objects by call and outcome; of `exists` only questions without an answer.",
+        "Objects by call and outcome; for `exists`, only questions without an answer.",
         labels=("call", "outcome"),
         sources={f"store_{call}_{outcome}": (call, outcome) for call in ("exists", "get", "put") for outcome in _OUTCOMES},
     ),
@@ -197,7 +197,7 @@ COUNTERS: tuple[Family, ...] = (
     ),
     _counter(
         "store_defects",
-        "Objects whose bytes were not what was put under their key, by what was wrong.",
+        "Objects with other bytes than were put under their key, by what was wrong.",
         labels=("defect",),
         prefix="store_defect_",
         values=("magic", "sealed", "codec", "digest", "layout", "length", "no_checksum", "checksum", "torn"),
@@ -210,20 +210,20 @@ COUNTERS: tuple[Family, ...] = (
     _counter("epochs_refused", "Grants of an epoch below the one in use.", "lower_epoch_refused"),
     _counter("local_resets", "Resets of this engine's caches by vLLM.", "local_resets"),
     _counter(
-        "reset_effects", "What these resets did to the root of block hashes.", **_by("root", resets_rotated="rotated", resets_kept="kept")
+        "reset_effects", "Effects of these resets on the root of block hashes.", **_by("root", resets_rotated="rotated", resets_kept="kept")
     ),
     _counter("weights_looks", "Digests that were taken of the weights.", "weights_looks"),
     _counter(
         "weights_events",
-        "What was found out about the weights: `changed` to others that are known; `unknown`: nothing is reused or saved; `late`: a rank "
-        "saw them change during a step; `unseen`: they had changed while the engine was idle.",
+        "Changes of what the engine knows of its weights. `changed`: to other, known weights. `unknown`: nothing is reused or saved. "
+        "`late`: a rank saw them change during a step. `unseen`: they had changed while the engine was idle.",
         **_by("what", weights_changes="changed", weights_unknown="unknown", weights_late="late", weights_unseen="unseen"),
     ),
-    _counter("roots", "Roots of block hashes bound, epochs and resets and lease losses together.", "snapshots"),
-    _counter("root_overwrites", "Times that somebody else was found to have bound vLLM's hash root.", "root_overwritten"),
+    _counter("roots", "Roots of block hashes bound, for epochs, resets and lost leases together.", "snapshots"),
+    _counter("root_overwrites", "Times that somebody else had overwritten vLLM's hash root.", "root_overwritten"),
     _counter(
         "requests_renamed",
-        "Requests whose block hashes were not simply those of the current root.",
+        "Requests that did not just take the block hashes of the current root.",
         **_by(
             "how",
             repinned_requests="repinned",
@@ -232,9 +232,7 @@ COUNTERS: tuple[Family, ...] = (
             foreign_kv_requests="foreign_kv",
         ),
     ),
-    _counter(
-        "errors", "Exceptions of the connector that were turned into a miss, by place.", labels=("where",), prefix="error_", values=_PLACES
-    ),
+    _counter("errors", "Exceptions of the connector that became a miss, by place.", labels=("where",), prefix="error_", values=_PLACES),
 )
 
 GAUGES: tuple[Family, ...] = (
@@ -242,15 +240,13 @@ GAUGES: tuple[Family, ...] = (
     Family("root_shared", "1: block hashes are those of the pool's epoch; 0: private to this engine.", {"root_shared": ()}),
     Family("bypass", "1: no tier is used now.", {"bypass": ()}),
     Family("broken", "1: an internal error turned the tiers off until this engine restarts.", {"broken": ()}),
-    Family(
-        "weights_known", "1: names are made of the weights that the ranks hold; 0: nobody can say what they hold.", {"weights_known": ()}
-    ),
+    Family("weights_known", "1: the engine knows its weights and names KV after them; 0: it does not.", {"weights_known": ()}),
     Family("lease_remaining_seconds", "Seconds until the lease on the epoch ends; 0 without one.", {"lease_remaining_seconds": ()}),
-    Family("carried_requests", "Running requests that go on under an older root.", {"carried": ()}),
-    Family("carried_sessions", "Streaming-input sessions that go on under an older root.", {"carried_sessions": ()}),
-    Family("waiting_after_reset", "1: reset on its own; shares nothing until the pool's next epoch.", {"waiting_after_reset": ()}),
-    Family("root_distrusted", "1: vLLM's hash root was overwritten by somebody else; bypass until restart.", {"root_overwritten": ()}),
-    Family("hub_unusable", "1: there is no way to the hub that is configured (address, keys); the log says why.", {"hub_unusable": ()}),
+    Family("carried_requests", "Running requests that continue under an older root.", {"carried": ()}),
+    Family("carried_sessions", "Streaming-input sessions that continue under an older root.", {"carried_sessions": ()}),
+    Family("waiting_after_reset", "1: this engine alone was reset; it shares nothing until the next epoch.", {"waiting_after_reset": ()}),
+    Family("root_distrusted", "1: somebody else overwrote vLLM's hash root; bypass until restart.", {"root_overwritten": ()}),
+    Family("hub_unusable", "1: the configured hub cannot be used (address, keys); the log says why.", {"hub_unusable": ()}),
     Family("plans_open", "Hits reserved and not yet accepted.", {"plans_open": ()}),
     Family("jobs_open", "Transfers that some rank has not acknowledged.", {"jobs_open": ()}),
     Family("jobs_overdue", "Of these, those beyond twice their deadline.", {"jobs_overdue": ()}),
