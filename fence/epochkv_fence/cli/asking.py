@@ -18,25 +18,25 @@ from epochkv_fence.protocol.messages import MAX_EPOCH
 
 RESET_HELP: Final = """Make all KV of the pool unreachable, and wait until that is proved.
 
-New weights do not need it: engines name KV by the weights that they hold.
+New weights need no reset: engines name KV by the weights that they hold.
 
 \b
   epochkv reset                                 # the next epoch
   epochkv reset --epoch 7 -o json               # at least epoch 7; repeating it changes nothing
 
 Exit status: 0 published (with --no-wait: recorded); 3 recorded, not published in time; 4 no hub recorded it.
-With -o json, 3 prints what is known, too.
+With -o json, the command also prints JSON when it ends with 3.
 """
-WAIT_HELP: Final = """Wait until EPOCH is published: until it is proved that no engine uses KV of an older one.
+WAIT_HELP: Final = """Wait until EPOCH is published, that is, until it is proved that no engine uses an older one.
 
-It asks for nothing: somebody else does, before or meanwhile (`epochkv reset --no-wait`, a trainer, resetEpoch of the pool). An
-epoch that is published already ends it at once.
+The command asks for no reset. Somebody else does, such as `epochkv reset --no-wait`, a trainer, or resetEpoch of the pool. It ends
+at once when the epoch is published already.
 
 \b
   epochkv wait 7 --timeout 60
 
-Exit status: 0 published; 3 not in time, the message says whether anybody has asked for it; 4 no hub answers.
-With -o json, 3 prints what is known, too.
+Exit status: 0 published; 3 not in time, and the message says whether anybody has asked for it; 4 no hub answers.
+With -o json, the command also prints JSON when it ends with 3.
 """
 STATUS_HELP: Final = """Show the pool: epochs, weights, engines.
 
@@ -50,9 +50,9 @@ ENGINES_HELP: Final = """List the pool's live engine processes.
   epochkv engines
   epochkv engines -o json | jq -r '.[] | select(.state != "use") | .name'
 """
-WEIGHTS_HELP: Final = """Show which engines hold which weights, bit by bit; most engines first, then those that changed last.
+WEIGHTS_HELP: Final = """Show which engines hold which weights, bit by bit. The largest group comes first, then the one that changed last.
 
-`epochkv update` waits until a push has reached everybody.
+`epochkv update` waits until a push has reached every engine.
 
 \b
   epochkv weights
@@ -140,7 +140,7 @@ def reset(
     timeout: Timeout = RESET_SECONDS,
     on_failure: OnFailure = "bypass",
     force: Annotated[
-        bool, typer.Option("--force", help="Also an epoch that is more than a million above the target: it never goes down again.")
+        bool, typer.Option("--force", help="Accept an epoch that is more than a million above the target. It never goes down again.")
     ] = False,
     output: Out = Output.TABLE,
     weights_version: Annotated[

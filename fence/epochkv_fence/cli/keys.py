@@ -11,17 +11,17 @@ from epochkv_fence.standalone.hub import DEFAULT_GRACE_SECONDS
 from epochkv_fence.standalone.state import CLIENT_FOLDER, KEEP_SECONDS, accepted_for, retire_previous, rotate_keys
 
 HELP: Final = "Replace the key that speaks for a pool, without an engine losing its lease."
-ROTATE_HELP: Final = """Make a new client key. The running hub accepts it within a second, and the one before as well.
+ROTATE_HELP: Final = """Make a new client key. A running hub accepts it within a second, beside the old one.
 
-Engines and trainers on this machine read the new key from STATE/client by themselves; elsewhere replace their copy of that
-folder. The key before goes when no engine uses it any more, at the latest after --grace. Trainers are not counted: for them it
-stays 10 minutes at least (or --grace, if that is less), and one that has its key in its environment needs the new one by then.
+Engines and trainers on this machine read the new key from STATE/client. On other machines, replace the copy of that folder. The hub
+drops the old key when no engine uses it any more, and at the latest after --grace. It cannot count trainers, so it keeps the old key
+for at least 10 minutes (or --grace, if that is less). A trainer with its key in its environment needs the new key by then.
 
 \b
   epochkv keys rotate --state /var/lib/epochkv/policy
-  epochkv keys rotate --state DIR --grace 0 && epochkv keys retire --state DIR   # it leaked: out with it now
+  epochkv keys rotate --state DIR --grace 0 && epochkv keys retire --state DIR   # the old key leaked
 """
-RETIRE_HELP: Final = """Accept the newest client key alone, from now on: whoever still has the one before is refused and serves in bypass.
+RETIRE_HELP: Final = """Accept only the newest client key. The hub rejects the old one, and engines that still have it serve in bypass.
 
 \b
   epochkv keys retire --state /var/lib/epochkv/policy
@@ -36,7 +36,7 @@ State = Annotated[Path, typer.Option("--state", metavar="DIR", help="The hub's s
 def rotate(
     state: State,
     grace: Annotated[
-        float, typer.Option(min=0, max=365 * 86_400, metavar="SECONDS", help="How long the key before is accepted at most.")
+        float, typer.Option(min=0, max=365 * 86_400, metavar="SECONDS", help="How long the hub accepts the old key at most.")
     ] = (DEFAULT_GRACE_SECONDS),
 ) -> None:
     """See ROTATE_HELP."""
