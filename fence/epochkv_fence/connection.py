@@ -90,7 +90,7 @@ class PoolRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     uid: Annotated[
         str,
         Meta(
-            description="What the names of its blocks are made with. Never used again, also when a pool of the same name is made.",
+            description="Part of every block's name. A new pool gets a new uid, even under an old name.",
             extra={"allowed": "the pool's uid"},
         ),
     ]
@@ -103,15 +103,16 @@ class HubRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     endpoint: Annotated[
         str,
         Meta(
-            description="Where the hub can be dialled from this engine.",
+            description="The hub's address, as this engine reaches it.",
             extra={"allowed": "an address like tcp://host:7700", "fits": is_endpoint},
         ),
     ]
     credentials_dir: Annotated[
         str | None,
         Meta(
-            description="Its keys; in a file, relative to that file. An engine that cannot read them at its start serves in bypass. "
-            f"Without it they come from `{HUB_PUBLIC_ENV}`, `{CLIENT_PUBLIC_ENV}`, `{CLIENT_SECRET_ENV}` and `{ROOT_SECRET_ENV}`.",
+            description="The folder of the keys; in a file, relative to that file. An engine that cannot read them at its start serves in "
+            f"bypass. Without it, the keys come from `{HUB_PUBLIC_ENV}`, `{CLIENT_PUBLIC_ENV}`, `{CLIENT_SECRET_ENV}` and "
+            f"`{ROOT_SECRET_ENV}`.",
             extra={
                 "allowed": "the directory with hub.pub, client.pub, client.key and root.secret",
                 "remedy": "leave it out to take them from the environment",

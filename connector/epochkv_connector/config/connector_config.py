@@ -54,8 +54,8 @@ class LocalTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=1,
             le=MAX_BYTES,
-            description="Of one engine, split evenly over its worker ranks. It must hold one block on each of them, and fit into the "
-            "memory of this machine or container.",
+            description="Size of L1 of one engine, split evenly over its worker ranks. It must hold one block on each rank, and fit into "
+            "the memory of this machine or container.",
             extra={"unit": "bytes", "remedy": "or leave local out for no L1"},
         ),
     ]
@@ -67,7 +67,7 @@ class DistributedTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     master_address: Annotated[
         str,
         Meta(
-            description="The Mooncake master. One that does not answer is no error: the engine goes on without L2 until it does.",
+            description="The Mooncake master. While it does not answer, the engine serves without L2.",
             extra={
                 "allowed": "host:port of the Mooncake master, or etcd://host:port;host:port of a replicated one",
                 "fits": _is_master,
@@ -78,11 +78,11 @@ class DistributedTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metadata_server: Annotated[
         str,
         Meta(
-            description="How Mooncake's clients find each other; the same on stores and engines. `P2PHANDSHAKE` needs no server.",
+            description="How Mooncake's clients find each other. Stores and engines need the same value. `P2PHANDSHAKE` needs no server.",
             extra={"allowed": "P2PHANDSHAKE or the address of Mooncake's metadata server", "fits": _is_word},
         ),
     ] = "P2PHANDSHAKE"
-    protocol: Annotated[Literal["tcp", "rdma"], Meta(description="How blocks travel; as the stores have it.")] = "tcp"
+    protocol: Annotated[Literal["tcp", "rdma"], Meta(description="How blocks travel. It must be the protocol of the stores.")] = "tcp"
     device_name: Annotated[
         str,
         Meta(
@@ -98,41 +98,43 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     config_file: Annotated[
         str | None,
         Meta(
-            description="A JSON file with the keys of this page, or the folder of a `connection.json`. Keys that are given beside it "
-            "win. Without it the environment variable `EPOCHKV_CONFIG` names the file, or holds the JSON itself.",
+            description="A JSON file with the keys of this page, or the folder of a `connection.json`. Keys beside `config_file` win. "
+            "Without it, the environment variable `EPOCHKV_CONFIG` names the file or holds the JSON itself.",
             extra={"allowed": "the path of a JSON file", "fits": lambda value: value.strip() != "", "remedy": "or leave it out"},
         ),
     ] = None
     pool: Annotated[
         PoolRef,
         Meta(
-            description="The pool that this engine is in. `connection.json` of `epochkv hub` (`STATE/client`) and of the operator has it.",
+            description="The pool of this engine. Every pool's `connection.json` has it.",
             extra={"remedy": "every pool's connection.json has it"},
         ),
     ]
     hub: Annotated[
         HubRef | None,
         Meta(
-            description="The way to the fence. Without it nothing is shared: this engine is a pool of its own.",
+            description="The pool's hub. Without it, this engine shares nothing.",
             extra={"remedy": "leave hub out for an engine that shares nothing"},
         ),
     ] = None
     local: Annotated[
         LocalTier | None,
-        Meta(description="L1: host memory of this engine. Without it there is none.", extra={"remedy": "leave local out for no L1"}),
+        Meta(
+            description="L1: host memory of this engine. Without it, the engine has no L1.", extra={"remedy": "leave local out for no L1"}
+        ),
     ] = None
     distributed: Annotated[
         DistributedTier | None,
         Meta(
-            description="L2: a Mooncake store that all engines of the pool share. Without it there is none.",
+            description="L2: a Mooncake store that all engines of the pool share. Without it, the engine has no L2.",
             extra={"remedy": "leave distributed out for no L2"},
         ),
     ] = None
     tracker: Annotated[
         bool,
         Meta(
-            description="For pools without an L2: a block counts as absent, without a search, unless every rank has confirmed that it "
-            "saved it. Refused with an L2, where another engine may have saved it."
+            description="For pools without an L2: a block counts as absent, without a search, unless every rank has confirmed its save. "
+            "Rejected with an L2, where another engine may have saved the block."
         ),
     ] = False
     lookup_wait_ms: Annotated[
@@ -140,7 +142,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         Meta(
             ge=0,
             le=60_000,
-            description="How long one scheduler step waits for answers of L2, all its requests together.",
+            description="How long one scheduler step waits for answers of L2, for all its requests together.",
             extra={"unit": "milliseconds"},
         ),
     ] = 1.0
@@ -149,7 +151,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         Meta(
             gt=0,
             le=600_000,
-            description="How long L2 may take to answer for one request; then what L1 holds counts.",
+            description="How long L2 may take to answer for one request. After that, the L1 answer alone counts.",
             extra={"unit": "milliseconds"},
         ),
     ] = 500.0
@@ -158,7 +160,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         Meta(
             ge=0,
             le=MAX_COUNT,
-            description="A hit that saves fewer tokens than this, beyond what the GPU still has, is computed instead.",
+            description="The engine computes a hit that saves fewer tokens than this, beyond those that the GPU holds.",
             extra={"unit": "tokens"},
         ),
     ] = 0
@@ -167,13 +169,13 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         Meta(
             gt=0,
             le=3600,
-            description="How long a load or a save may take; then it has failed, and what it was for is computed.",
+            description="How long a load or a save may take. After that it has failed, and the engine computes.",
             extra={"unit": "seconds"},
         ),
     ] = 10.0
     verify: Annotated[
         Literal["full", "header"],
-        Meta(description="What is checked of a block in L2: header, trailer and a checksum of all its bytes, or the first two alone."),
+        Meta(description="What a load from L2 checks: header, trailer and a checksum of all bytes (`full`), or only header and trailer."),
     ] = "full"
     tracker_capacity: Annotated[
         int, Meta(ge=1, le=MAX_COUNT, description="How many blocks `tracker` remembers.", extra={"unit": "blocks"})
@@ -183,12 +185,12 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         Meta(
             ge=1,
             le=1 << 20,
-            description="Without an L1: host buffers on each rank, through which blocks travel to L2 and back; each is as large as a "
-            "block. With an L1 its own memory serves for that, and this key for nothing.",
+            description="Host buffers on each rank, through which blocks travel to L2 and back; each is as large as a block. Only for "
+            "engines without an L1: with an L1, its memory serves for that.",
             extra={"unit": "blocks"},
         ),
     ] = 64
-    allow_untested_vllm: Annotated[bool, Meta(description="Start with a vLLM whose version was not tested, at your own risk.")] = False
+    allow_untested_vllm: Annotated[bool, Meta(description="Start with a version of vLLM that was not tested, at your own risk.")] = False
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> ConnectorConfig:

@@ -19,8 +19,9 @@ PAGE: Final = Path("docs/reference/connector-config.md")
 _HEADER: Final = (
     "# Configuration of the connector\n\n"
     f"Generated from the models by `{COMMAND}`; do not edit.\n\n"
-    f"These are the keys of `{EXTRA}` in vLLM's `--kv-transfer-config`; [standalone](../standalone.md) has whole command lines, and the "
-    "operator writes them itself. A value that is not allowed, or a key that is not here, ends the start with one line that names it.\n\n"
+    f"These are the keys of `{EXTRA}` in vLLM's `--kv-transfer-config`. The operator writes them into its engines. "
+    "[L2 without Kubernetes](../standalone.md) has whole command lines.\n\n"
+    "A value that is not allowed, or a key that is not here, ends the start with one line that names it.\n\n"
     "| key | type | default | allowed | meaning |\n|---|---|---|---|---|\n"
 )
 

@@ -19,11 +19,10 @@ from epochkv_fence.standalone.options import HubError
 
 HELP: Final = """KV-cache pools that can be invalidated as a whole, provably.
 
-Exit status: 0 done; 1 failed; 2 wrong usage or configuration, also a key of another pool; 3 not in time: an epoch is recorded and not
-published (engines that did not acknowledge are fenced by their leases), or engines do not hold the same, new weights; 4 no hub
-answered, nothing is known to be recorded; 5 the hub's state cannot be used; 6 the hub lost its state; 130 interrupted. Of `update`
-also: that of COMMAND when it failed (128 + n for signal n), 126 COMMAND may not be executed or cannot be started, 127 there is no
-such command.
+Exit status: 0 done; 1 failed; 2 wrong usage or configuration, or a key of another pool; 3 not in time: an epoch is recorded and not
+published (leases fence the engines that did not acknowledge), or engines do not hold the same, new weights; 4 no hub answered, and
+nothing is known to be recorded; 5 the hub's state cannot be used; 6 the hub lost its state; 130 interrupted. `update` also ends with
+the status of COMMAND when it failed (128 + n for signal n), 126 if COMMAND cannot be executed, 127 if there is no such command.
 """
 OPTIONS: Final = {
     "epoch": "--epoch",

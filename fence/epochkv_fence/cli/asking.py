@@ -122,7 +122,7 @@ def reset(
     timeout: Timeout = RESET_SECONDS,
     on_failure: OnFailure = "bypass",
     force: Annotated[
-        bool, typer.Option("--force", help="Also an epoch that is more than a million above the target: it never goes down again.")
+        bool, typer.Option("--force", help="Accept an epoch that is more than a million above the target. It never goes down again.")
     ] = False,
     output: Out = Output.TABLE,
     weights_version: Annotated[
@@ -131,14 +131,14 @@ def reset(
 ) -> None:
     """Make all KV of the pool unreachable, and wait until that is proved.
 
-    New weights do not need it: engines name KV by the weights that they hold.
+    New weights need no reset: engines name KV by the weights that they hold.
 
     \b
       epochkv reset                                 # the next epoch
       epochkv reset --epoch 7 -o json               # at least epoch 7; repeating it changes nothing
 
-    Exit status: 0 published (with --no-wait: recorded); 3 recorded, not published in time; 4 no hub recorded it.
-    With -o json, 3 prints what is known, too.
+    Exit status: 0 published (with --no-wait: recorded); 3 recorded, not published in time; 4 no hub recorded it. With -o json, the
+    command also prints JSON when it ends with 3.
     """
     progress = StatusLine(reset_waits_for)
     with interruptible(f". {NOTHING_ASKED}"):
@@ -183,16 +183,16 @@ def wait(
     timeout: Timeout = RESET_SECONDS,
     output: Out = Output.TABLE,
 ) -> None:
-    """Wait until EPOCH is published: until it is proved that no engine uses KV of an older one.
+    """Wait until EPOCH is published, that is, until it is proved that no engine uses an older one.
 
-    It asks for nothing: somebody else does, before or meanwhile (`epochkv reset --no-wait`, a trainer, resetEpoch of the pool). An
-    epoch that is published already ends it at once.
+    The command asks for no reset. Somebody else does, such as `epochkv reset --no-wait`, a trainer, or resetEpoch of the pool. It ends
+    at once when the epoch is published already.
 
     \b
       epochkv wait 7 --timeout 60
 
-    Exit status: 0 published; 3 not in time, the message says whether anybody has asked for it; 4 no hub answers.
-    With -o json, 3 prints what is known, too.
+    Exit status: 0 published; 3 not in time, and the message says whether anybody has asked for it; 4 no hub answers. With -o json, the
+    command also prints JSON when it ends with 3.
     """
     progress = StatusLine(wait_waits_for)
     with closing(connect(config, timeout)) as pool, _asking(progress, output):
@@ -228,9 +228,9 @@ def weights(
     output: Out = Output.TABLE,
     as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
 ) -> None:
-    """Show which engines hold which weights, bit by bit; most engines first, then those that changed last.
+    """Show which engines hold which weights, bit by bit. The largest group comes first, then the one that changed last.
 
-    `epochkv update` waits until a push has reached everybody.
+    `epochkv update` waits until a push has reached every engine.
 
     \b
       epochkv weights

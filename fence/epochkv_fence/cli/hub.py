@@ -67,16 +67,16 @@ def hub(
         str, typer.Option("--pool", metavar="NAME", help="Name of the pool: lower-case letters, digits, - and ., as in Kubernetes.")
     ],
     listen: Annotated[str, typer.Option(metavar="tcp://HOST:PORT", help="Where to listen; * for every address, port 0 for a free one.")],
-    state: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the record and the keys; made on first use.")],
+    state: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the record and the keys; the hub creates it on first use.")],
     lease_seconds: Annotated[
         float,
-        typer.Option(min=0.5, max=86_400, help="How long an engine may use an epoch unheard. Never gets shorter."),
+        typer.Option(min=0.5, max=86_400, help="How long an engine may use an epoch without hearing from the hub. Never gets shorter."),
     ] = 30.0,
     reclaim: ReclaimOption = "Delete",
     store_admin: Annotated[
-        list[str] | None, typer.Option(metavar="URL", help="Admin port of the Mooncake master of a store of this pool alone; repeatable.")
+        list[str] | None, typer.Option(metavar="URL", help="Admin port of the Mooncake master, for a store of this pool alone; repeatable.")
     ] = None,
-    advertise: Annotated[str, typer.Option(metavar="tcp://HOST:PORT", help="What clients dial. Default: from --listen.")] = "",
+    advertise: Annotated[str, typer.Option(metavar="tcp://HOST:PORT", help="Address that clients dial. Default: from --listen.")] = "",
     metrics: Annotated[str, typer.Option(metavar="HOST:PORT", help="Serve /metrics and /healthz there. Default: no.")] = "",
     log_format: Annotated[LogFormat, typer.Option(help="text for people, json for collectors.")] = "text",
     weights_source: Annotated[str | None, gone("--weights-source", f"{NAMED}, pushed or not. Leave it out")] = None,
@@ -84,8 +84,8 @@ def hub(
 ) -> None:
     """Serve a pool without Kubernetes. One process; its record and keys are in --state.
 
-    Started again with the same state it continues the pool: engines keep their leases meanwhile. Keep the state on a disk that
-    survives, never restore an older copy of it, and keep STATE/client private: it holds the pool's keys.
+    A hub that starts again with the same state continues the pool, and engines keep their leases. Keep the state on a disk that
+    survives, and never restore an older copy of it. Keep STATE/client private: it holds the pool's keys.
 
     \b
       epochkv hub --pool policy --listen tcp://0.0.0.0:7700 --state /var/lib/epochkv/policy
@@ -93,9 +93,9 @@ def hub(
 
     Engines and trainers join with `EPOCHKV_CONFIG=STATE/client/connection.json`, on other machines with a copy of that folder.
 
-    Exit status: 0 told to end (SIGTERM, SIGINT); 1 told to end, and it had to give up something that hangs; 2 wrong usage, or the
-    address is taken; 5 the state cannot be used (held by another process, unreadable, of another pool); 6 the state was removed or
-    replaced while it served.
+    Exit status: 0 ended by SIGTERM or SIGINT; 1 the same, and something had stalled; 2 wrong usage, or the address is taken; 5 the
+    state cannot be used (held by another process, unreadable, of another pool); 6 the state was removed or replaced while the hub
+    served.
     """
     options = HubOptions(
         pool=pool,

@@ -20,7 +20,7 @@ State = Annotated[Path, typer.Option("--state", metavar="DIR", help="The hub's s
 def rotate(
     state: State,
     grace: Annotated[
-        float, typer.Option(min=0, max=365 * 86_400, metavar="SECONDS", help="How long the key before is accepted at most.")
+        float, typer.Option(min=0, max=365 * 86_400, metavar="SECONDS", help="How long the hub accepts the old key at most.")
     ] = 86_400.0,
 ) -> None:
     """Make a new client key. The running hub accepts it within a second, and the one before as well.
@@ -42,7 +42,7 @@ def rotate(
 
 @app.command("retire")
 def retire(state: State) -> None:
-    """Accept the newest client key alone, from now on: whoever still has the one before is refused and serves in bypass.
+    """Accept only the newest client key. The hub rejects the old one, and engines that still have it serve in bypass.
 
     \b
       epochkv keys retire --state /var/lib/epochkv/policy

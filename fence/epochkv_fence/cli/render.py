@@ -168,7 +168,7 @@ def show_wait(reset: Reset, output: Output) -> None:
 
 def _show_engines_of(reset: Reset) -> None:
     if reset.carried:
-        go = "request goes on with what it" if reset.carried == 1 else "requests go on with what they"
+        go = "request continues with what it" if reset.carried == 1 else "requests continue with what they"
         print(f"{reset.carried} running {go} held")
     if reset.laggards and not reset.noop:
         lease = "its lease" if len(reset.laggards) == 1 else "their leases"
@@ -178,7 +178,7 @@ def _show_engines_of(reset: Reset) -> None:
 def proved(num_engines: int) -> str:
     """What it means that an epoch is published."""
     if num_engines == 0:
-        return "no engine is there that could use an older one"
+        return "no engine is connected"
     if num_engines == 1:
         return "the only engine does not use an older one"
     return f"no engine of {num_engines} uses an older one"

@@ -37,10 +37,10 @@ class CommandFailed(Exception):
 
 def update(
     command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="What pushes the weights, after `--`.")],
-    version: Annotated[str, typer.Option("--version", metavar="V", help="What you call the new weights; of two names the newest counts.")],
+    version: Annotated[str, typer.Option("--version", metavar="V", help="Label of the new weights; the newest label counts.")],
     config: Config = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", help="For what comes before COMMAND, and again for what comes after it.")
+        float, typer.Option("--timeout", metavar="SECONDS", help="For the steps before COMMAND, and again for those after it.")
     ] = WEIGHTS_SECONDS,
     output: Out = Output.TABLE,
     order: Annotated[
@@ -49,15 +49,14 @@ def update(
 ) -> None:
     """Run COMMAND, which pushes new weights, and wait until every engine of the pool holds them, bit by bit.
 
-    Engines name KV by the weights that they hold, so COMMAND may push in any order, paused or serving. Afterwards the new weights are
-    called V, and an engine that missed the push is named.
+    Engines name KV by the weights that they hold, so COMMAND may push in any order, paused or serving. The label of the new weights is
+    V. If an engine missed the push, the message names it.
 
-    With -o json its standard output goes to standard error. COMMAND gets EPOCHKV_WEIGHTS_VERSION and EPOCHKV_CONFIG. Signals are passed
-    on to its process group.
+    COMMAND gets EPOCHKV_WEIGHTS_VERSION and EPOCHKV_CONFIG, and its process group gets our signals. With -o json, its standard output
+    goes to standard error.
 
-    Exit status: that of COMMAND when it failed (128 + n for signal n; nothing is waited for then); 0 all engines hold the
-    same, new weights; 3 they do not in time, also when nothing has changed; 4 no hub answered: before COMMAND, which is not
-    started then, or after it.
+    Exit status: 0 all engines hold the same, new weights; 3 they do not in time, or nothing has changed; 4 no hub answered, and the
+    message says whether COMMAND was started. If COMMAND failed, its status (128 + n for signal n); then nothing is waited for.
 
     \b
       epochkv update --version step-42 -- python push_weights.py --step 42

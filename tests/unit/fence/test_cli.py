@@ -52,7 +52,7 @@ def test_reset_status_wait_engines(hub: HubProcess, agents: Agents) -> None:
     done = epochkv("reset", config=hub.folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"epoch {before + 1} published in ")
-    assert "2 running requests go on with what they held" in done.stdout
+    assert "2 running requests continue with what they held" in done.stdout
     shown = epochkv("status", "-o", "json", "--config", str(hub.folder / "connection.json"))
     status = json.loads(shown.stdout)
     assert (status["name"], status["target"], status["published"], status["origin"]) == ("policy", before + 1, before + 1, "Trainer")

@@ -246,9 +246,9 @@ RESET = Reset(7, True, 1.5, 2, (), 0, False)
     [
         (RESET, "no engine of 2 uses an older one"),
         (replace(RESET, engines=1), "the only engine does not use an older one"),
-        (replace(RESET, engines=0), "no engine is there that could use an older one"),
-        (replace(RESET, carried=1), "1 running request goes on with what it held"),
-        (replace(RESET, carried=2), "2 running requests go on with what they held"),
+        (replace(RESET, engines=0), "no engine is connected"),
+        (replace(RESET, carried=1), "1 running request continues with what it held"),
+        (replace(RESET, carried=2), "2 running requests continue with what they held"),
     ],
 )
 def test_numbers_read_as_people_say_them(capsys: pytest.CaptureFixture[str], reset: Reset, said: str) -> None:
