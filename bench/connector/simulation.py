@@ -1,6 +1,6 @@
 """The chat trace on simulated engines: production bookkeeping (`Bookkeeping`), no model.
 
-Each engine has a scheduler half of its own; copies and puts succeed at once, and the shared L2 is a set of names that
+Each engine has a scheduler role of its own; copies and puts succeed at once, and the shared L2 is a set of names that
 answers existence queries as the store client does. Requests go to the engines in turn, one at a time. The GPU holds
 nothing, so every hit is one of our tiers.
 
@@ -73,7 +73,7 @@ class SharedStore:
 
 
 class Engine:
-    """One scheduler half and a rank that does everything at once."""
+    """One scheduler role and a rank that does everything at once."""
 
     def __init__(self, num_slots: int, store: SharedStore | None, ids: itertools.count[int]) -> None:
         extra: dict[str, object] = {"pool": {"name": "p", "namespace": "n", "uid": "u"}, "local": {"capacity_bytes": num_slots}}

@@ -192,7 +192,7 @@ def test_vllms_source_shows_that_a_harmless_name_leaves_weights_alone(method: st
     held = [found for name in (function, f"_{function}") if (found := getattr(owner_type, name, None)) is not None]
     if not held:
         pytest.skip(f"this version of vLLM has no {function}")
-    source = "".join(inspect.getsource(inspect.unwrap(found)) for found in held)  # some versions have it in two halves
+    source = "".join(inspect.getsource(inspect.unwrap(found)) for found in held)  # some versions have it in two roles
     assert line in source
     assert not [writer for writer in WRITERS if writer in source]
 

@@ -61,7 +61,7 @@ def test_first_writer_wins_and_the_second_is_told_ok(shared: Mooncake, connect: 
 def test_existence_is_answered_in_order_and_long_questions_are_split(shared: Mooncake, connect: ConnectTo) -> None:
     memory = Memory(3, 100)
     client = connect(shared.address, memory)
-    lookup = connect(shared.address)  # a client without memory, as the scheduler half has
+    lookup = connect(shared.address)  # a client without memory, as the scheduler role has
     there = [unique_key() for _ in range(3)]
     put(client, memory, there)
     question = [unique_key() for _ in range(2500)]

@@ -23,7 +23,7 @@ NAMESPACE = "0a1b2c3d/00112233445566ff/e7/w8899aabbccddeeff"
 
 
 class Engine:
-    """KV tensors, a worker half, and everything it reported."""
+    """KV tensors, a worker role, and everything it reported."""
 
     def __init__(self, address: str, seed: int, *, heads_first: bool = True, num_blocks: int = BLOCKS) -> None:
         generator = torch.Generator().manual_seed(seed)

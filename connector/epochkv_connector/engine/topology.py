@@ -1,4 +1,4 @@
-"""How an engine's KV is cut: groups, ranks, shards, replicas and machines, so that both halves count the same slots.
+"""How an engine's KV is cut: groups, ranks, shards, replicas and machines, so that both roles count the same slots.
 
 Knows of vLLM 0.30 to 0.33: `ParallelConfig`, `SpeculativeConfig`, the classes of KV cache specs by name, `get_pp_indices`,
 `parallel_state.get_world_group`; from 0.32 on `kv_tp_replicas` and `use_eagle_block_drop`.
@@ -15,7 +15,7 @@ from epochkv_connector.worker.copying.slots import slot_stride
 
 
 def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
-    """The KV cache groups as the scheduler half sees them."""
+    """The KV cache groups as the scheduler role sees them."""
     dcp = int(getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1))
     groups = tuple(_group_layout(group, dcp) for group in kv_cache_config.kv_cache_groups)
     if _drops_last_block(vllm_config) and not any(group.eagle for group in groups):

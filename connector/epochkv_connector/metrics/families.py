@@ -1,6 +1,6 @@
-"""The Prometheus series of the connector: one table from what the halves count to what a dashboard reads.
+"""The Prometheus series of the connector: one table from what the roles count to what a dashboard reads.
 
-The halves count under names of their own, in processes of their own; only the process that serves `/metrics` needs this
+The roles count under names of their own, in processes of their own; only the process that serves `/metrics` needs this
 table. It is closed, so cardinality is bounded whatever a worker reports. A name that is not in it makes no series. What follows an
 open prefix (a reason, a place) is one of the values written here or `other`. `docs/reference/metrics.md` documents
 every family; a test compares the two. Pure: no vLLM, no Prometheus.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 PREFIX = "vllm:epochkv_"
 OTHER = "other"
 SCHEDULER_RANK = "scheduler"
-"""Value of the label `rank` for the scheduler half's own store client."""
+"""Value of the label `rank` for the scheduler role's own store client."""
 
 _OUTCOMES = (
     "ok", "absent", "pending", "expired", "transfer", "full", "unreachable", "size", "foreign",
@@ -44,7 +44,7 @@ class Family:
         name: without `vllm:epochkv_`, and without the `_total` that Prometheus adds to counters.
         meaning: its help text.
         labels: beside those of vLLM (model, engine) and, for a `per_rank` gauge, `rank`.
-        sources: name that a half reports -> label values.
+        sources: name that a role reports -> label values.
         prefix: names that begin so belong here, too; what follows is the value of the only label (of no label: it is dropped).
         values: what may follow `prefix`; anything else is `other`.
         per_rank: a gauge of each worker rank.
@@ -98,7 +98,7 @@ COUNTERS: tuple[Family, ...] = (
     _family("store_queries", "Existence queries of lookups to L2.", label="event", queries_begun="begun", queries_late="late",
         queries_failed="failed"),
     _family("store_blocks_absent", "Blocks that L2 was asked for and did not hold.", "blocks_absent"),
-    # loads and saves, as the scheduler half sees them
+    # loads and saves, as the scheduler role sees them
     _family("loads", "Loads that every rank has reported.", "loads_done"),
     _family("loads_failed", "Loads that missed at least one block; the request is recomputed."),
     _family("loads_doomed", "Accepted hits that could not be loaded and were reported as failed without a transfer."),
@@ -127,7 +127,7 @@ COUNTERS: tuple[Family, ...] = (
     _family("put_drops", "Saves that did not reach L2, by reason.", label="reason", prefix="worker_save_put_dropped_", values=_PUT),
     _family("worker_events", "Jobs that reached a rank poisoned or twice.", label="event", worker_poisoned="poisoned",
         worker_poisoned_under_way="poisoned_under_way", worker_duplicate_jobs="duplicate"),
-    # the store client, workers and scheduler half together
+    # the store client, workers and scheduler role together
     Family("store_calls", "Calls to Mooncake.", labels=("call",),
         sources={f"store_{call}_calls": (call,) for call in ("exists", "get", "put", "remove", "canary")}),
     Family("store_objects", "Objects by call and outcome; for `exists`, only questions without an answer.", labels=("call", "outcome"),

@@ -1,4 +1,4 @@
-"""Collects what the halves count and hold, at most once a second, as increments and values (`metrics` names the series)."""
+"""Collects what the roles count and hold, at most once a second, as increments and values (`metrics` names the series)."""
 
 from __future__ import annotations
 

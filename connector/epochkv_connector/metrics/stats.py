@@ -1,4 +1,4 @@
-"""What the connector tells vLLM's logger and Prometheus: one class for both halves, because vLLM merges them.
+"""What the connector tells vLLM's logger and Prometheus: one class for both roles, because vLLM merges them.
 
 Counters travel as increments since the last report and are added; gauges travel as values and the latest wins, those of
 worker ranks apart for each rank. All are dictionaries of numbers, so that they survive the trip to the API process.

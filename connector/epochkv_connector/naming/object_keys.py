@@ -1,7 +1,7 @@
 """Names of KV blocks in L2: one object is one block of one group of one KV shard.
 
 `<pool uid8>/<fp16>/e<epoch>/w<weights16>/g<group>/r<shard>/<block hash hex>`. The first four parts are the *namespace*; the
-scheduler half freezes it into every job (`identity.namespace` makes it). Names, not deletes, make old KV unreachable
+scheduler role freezes it into every job (`identity.namespace` makes it). Names, not deletes, make old KV unreachable
 (design: fence.md), so there is exactly one place that turns a namespace into object names: this one. Pure: no clock, no I/O, no torch.
 """
 

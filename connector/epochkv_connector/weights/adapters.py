@@ -1,4 +1,4 @@
-"""Which adapters the ranks hold: the scheduler half's state machine, as `watch` is that of the model's weights.
+"""Which adapters the ranks hold: the scheduler role's state machine, as `watch` is that of the model's weights.
 
 A request that uses an adapter is named by the digest of the tensors that the ranks have loaded for it (`lora`). The adapter's name,
 path, files and vLLM's id do not count. Whatever may have put other tensors in place is followed by a question before the next step is

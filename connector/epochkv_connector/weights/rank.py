@@ -1,4 +1,4 @@
-"""What one worker rank knows of its weights, and the calls that the scheduler half makes on it.
+"""What one worker rank knows of its weights, and the calls that the scheduler role makes on it.
 
 The functions here are sent through vLLM's `Executor.collective_rpc` and get the worker. None of them raises: on several ranks an
 exception would leave the answers of the others in vLLM's queues. Their deadline is kept here, for the same reason.
@@ -60,7 +60,7 @@ class Held:
     """What this rank held when it was last asked.
 
     Attributes:
-        number: of the scheduler half's question.
+        number: of the scheduler role's question.
         value: its digest; None: unknown.
         sample: drawn with it; `places`: where every tensor lay, and was kept.
         writes: calls of `load_weights` that have begun or ended, by whoever made them; `seen`: those before `number`.
@@ -117,7 +117,7 @@ class Look:
 
 
 _ranks: dict[str, Held] = {}
-"""Of this process, by vLLM's engine id: the worker half of the connector is another object than the worker."""
+"""Of this process, by vLLM's engine id: the worker role of the connector is another object than the worker."""
 
 
 def held_by(engine_id: str) -> Held:

@@ -1,4 +1,4 @@
-"""When an engine looks at its weights, and what it calls them meanwhile: the scheduler half's state machine.
+"""When an engine looks at its weights, and what it calls them meanwhile: the scheduler role's state machine.
 
 KV is a function of tokens and weights, so names carry a digest of the weights that the ranks hold (`rank.digest_weights`). The engine
 looks at its start, and again while a rank cannot say. It also looks after whatever may have written to the weights, before the next

@@ -1,4 +1,4 @@
-"""What an adapter's tensors are on a rank, whether a rank still uses them, and what the scheduler half makes of the answers."""
+"""What an adapter's tensors are on a rank, whether a rank still uses them, and what the scheduler role makes of the answers."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_the_same_tensors_read_again_are_as_asked_and_others_are_not() -> None:
 
 
 def test_a_name_that_was_used_for_others_is_refused_to_every_id_until_the_next_epoch() -> None:
-    """A request of another id may have found the block in vLLM's own cache before the scheduler half heard of it."""
+    """A request of another id may have found the block in vLLM's own cache before the scheduler role heard of it."""
     rank = Rank()
     rank.ask(1, (1, request(), False), (2, request(2, "/copy"), False))
     rank.adapters.disk["/a"] = "two"
@@ -249,7 +249,7 @@ def test_a_worker_without_adapters_says_so() -> None:
         HeldAdapters().digest(SimpleNamespace(model_runner=SimpleNamespace()), 1, [(1, request(), False)], False)
 
 
-# ---------------------------------------------------------------------------------------------- the scheduler half
+# ---------------------------------------------------------------------------------------------- the scheduler role
 
 
 class Ranks:
@@ -268,7 +268,7 @@ class Ranks:
 
 
 class Half:
-    """What is named: the scheduler half's other side."""
+    """What is named: the scheduler role's other side."""
 
     def __init__(self, num_ranks: int = 1, why_not: str | None = None) -> None:
         self.now = 0.0

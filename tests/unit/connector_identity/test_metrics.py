@@ -1,4 +1,4 @@
-"""The table of metrics against its page in the documentation, and against what the halves count."""
+"""The table of metrics against its page in the documentation, and against what the roles count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler half's state machine: when it looks, what it believes meanwhile, and what it tells names. No vLLM."""
+"""The scheduler role's state machine: when it looks, what it believes meanwhile, and what it tells names. No vLLM."""
 
 from __future__ import annotations
 

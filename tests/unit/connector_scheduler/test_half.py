@@ -1,4 +1,4 @@
-"""The scheduler half as the facade sees it: lookups, plans, saves, loads, and changes of names."""
+"""The scheduler role as the facade sees it: lookups, plans, saves, loads, and changes of names."""
 
 from __future__ import annotations
 

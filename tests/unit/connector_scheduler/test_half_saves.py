@@ -1,4 +1,4 @@
-"""The scheduler half as the facade sees it: saves, loads that fail or are late, changes of names, and the tracker."""
+"""The scheduler role as the facade sees it: saves, loads that fail or are late, changes of names, and the tracker."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def test_random_ends_of_long_loads_are_answered_once(seed: int) -> None:
     assert succeeded
     for _ in range(3):
         rig.collect(0.001)
-    # A poison that comes after the end is a report of its own, as the scheduler half asked for it.
+    # A poison that comes after the end is a report of its own, as the scheduler role asked for it.
     assert all(1 <= rig.finished[f"r{job}"] <= 2 for job in range(1, 41))
     assert [rig.worker.stats()[name] for name in ("held_slots", "open_loads")] == [0, 0]
 

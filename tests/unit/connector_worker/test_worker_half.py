@@ -1,4 +1,4 @@
-"""The worker half answers every job exactly once, whatever the store does, and never touches what is not its own.
+"""The worker role answers every job exactly once, whatever the store does, and never touches what is not its own.
 
 The store here is a double that obeys the test: real stores fail at moments nobody can choose (`tests/store` has those).
 """
@@ -560,7 +560,7 @@ def test_a_failed_load_blames_only_the_slots_whose_blocks_are_missing(store: Obe
     rig = Rig(store)
     rig.step(saves=[save(1, [move(3, 0, 30), move(4, 1, 40)], NAMESPACE)])
     rig.until_acked(1, Phase.STORED)
-    rig.step(loads=[load(2, [move(8, 0, 30), move(9, 1, 41)])])  # slot 1 holds another block than the scheduler half believes
+    rig.step(loads=[load(2, [move(8, 0, 30), move(9, 1, 41)])])  # slot 1 holds another block than the scheduler role believes
     assert rig.until_acked(2, Phase.LOADED).failed_slots == (1,)
     rig.step(loads=[load(3, [move(8, 5, 30, Source.STORE), move(9, 6, 99, Source.STORE), move(10, 0, 30)], NAMESPACE)])
     ack = rig.until_acked(3, Phase.LOADED)  # nobody ever stored 99
