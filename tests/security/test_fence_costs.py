@@ -15,10 +15,11 @@ from epochkv_fence.hub.snapshot import STATUS_PAGE
 from epochkv_fence.net import ClientKeys, HubServer, generate_keypair
 from epochkv_fence.net.gate.limits import COST_BURST
 from epochkv_fence.protocol.messages import Bump, BumpStatus, Error, Heartbeat, Refusal, Status, encode
+from hack.waiting import eventually
 from tests.security.engines import engines
 from tests.security.flooder import flooding
 from tests.security.wire import failures, heartbeat, pool_boots, raw
-from tests.support.fence import POOL, FenceWorld, eventually
+from tests.support.fence import POOL, FenceWorld
 
 LEASE = 6.0
 OTHER = "pool-uid-2"
@@ -51,14 +52,14 @@ def second_pool(world: FenceWorld, hub: HubServer, num_boots: int = 0) -> Client
 def test_a_flood_of_costly_messages_over_many_connections_takes_no_lease_of_another_pool(world: FenceWorld, hub: HubServer) -> None:
     keys = second_pool(world, hub, NUM_BOOTS)
     with engines(hub.endpoint, world.client_keys, 3) as served, flooding("bumps", hub.endpoint, 400, keys) as flood:
-        eventually(lambda: hub.counters["dropped_cost"] >= 1_000, what=f"the flood is there: {hub.counters}")
-        eventually(lambda: hub.counters["connections_accepted"] >= 600, what="all of it is")
+        eventually(lambda: hub.counters["dropped_cost"] >= 1_000, lambda: f"the flood is there: {hub.counters}")
+        eventually(lambda: hub.counters["connections_accepted"] >= 600, "all of it is")
         world.request(hub, 1)
-        eventually(lambda: world.published() == 1, what="a reset goes on")
+        eventually(lambda: world.published() == 1, "a reset goes on")
         until = time.monotonic() + 1.5 * LEASE
         eventually(lambda: time.monotonic() >= until)
         dropped = hub.counters["dropped_cost"]
-        eventually(lambda: hub.counters["dropped_cost"] > dropped, what="it was going on all the time")
+        eventually(lambda: hub.counters["dropped_cost"] > dropped, "it was going on all the time")
     assert flood["sent"] >= 1_000
     assert served["looks"] >= 100
     assert served["gaps"] == 0
@@ -105,10 +106,10 @@ def test_numbers_that_add_up_to_what_no_message_can_hold_harm_nobody(world: Fenc
     with raw(hub.endpoint, keys) as client:
         for number in range(3):
             client.socket.send_multipart(encode(Heartbeat(bytes([number]) * 16, 0, carried=carried)))
-        eventually(lambda: len(pool_boots(world, hub, OTHER)) + hub.counters["refused_malformed"] == 3, what="taken or refused")
+        eventually(lambda: len(pool_boots(world, hub, OTHER)) + hub.counters["refused_malformed"] == 3, "taken or refused")
         client.socket.send_multipart(encode(Bump(1, 1)))
         client.socket.send_multipart(encode(Status(2)))
-        eventually(lambda: isinstance(client.hear(0.1), Status), what="answered")
+        eventually(lambda: isinstance(client.hear(0.1), Status), "answered")
         assert world.thread.call(lambda: hub.snapshot(OTHER)).asked == 1
         world.request(hub, 1)
         eventually(lambda: world.published() == 1 and agent.view.epoch == 1)

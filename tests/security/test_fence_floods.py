@@ -16,9 +16,10 @@ import pytest
 
 from epochkv_fence.net import ClientKeys, HubServer, generate_keypair
 from epochkv_fence.net.gate.limits import MAX_PEERS, Bucket, Peers
+from hack.waiting import eventually
 from tests.security.flooder import flooding
 from tests.security.wire import failures
-from tests.support.fence import POOL, FenceWorld, eventually
+from tests.support.fence import POOL, FenceWorld
 
 LEASE = 6.0
 OTHER = "pool-uid-2"
@@ -34,17 +35,17 @@ def world() -> Iterator[FenceWorld]:
 def stands(world: FenceWorld, hub: HubServer, proof: str, at_least: int) -> None:
     """Leases are renewed and an epoch is published by agreement while `proof` counts on."""
     agents = [world.agent(hub.endpoint) for _ in range(3)]
-    eventually(lambda: all(agent.view.epoch == 0 for agent, _ in agents), what="everyone is granted")
-    eventually(lambda: hub.counters[proof] >= at_least, what=f"the flood is there: {hub.counters}")
+    eventually(lambda: all(agent.view.epoch == 0 for agent, _ in agents), "everyone is granted")
+    eventually(lambda: hub.counters[proof] >= at_least, lambda: f"the flood is there: {hub.counters}")
     leases = [agent.view.lease_until for agent, _ in agents]
-    eventually(lambda: all(agent.view.lease_until > old for (agent, _), old in zip(agents, leases, strict=True)), what="leases renewed")
+    eventually(lambda: all(agent.view.lease_until > old for (agent, _), old in zip(agents, leases, strict=True)), "leases renewed")
     began = time.monotonic()
     world.request(hub, 1)
-    eventually(lambda: world.published() == 1, what="published")
+    eventually(lambda: world.published() == 1, "published")
     assert world.authority.published[0][0] < began + LEASE  # by agreement, not by waiting for leases
     assert all(agent.view.epoch == 1 and time.monotonic() < agent.view.lease_until for agent, _ in agents)
     flooded = hub.counters[proof]
-    eventually(lambda: hub.counters[proof] > flooded, what="it was going on all the time")
+    eventually(lambda: hub.counters[proof] > flooded, "it was going on all the time")
     assert failures(hub) == {}
 
 
@@ -108,13 +109,13 @@ def test_connections_that_use_up_the_file_descriptors(world: FenceWorld, hub: Hu
     try:
         with flooding("connections", hub.endpoint, 1_000) as counts:
             resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 50, hard))
-            eventually(out_of_files, what="out of file descriptors")
+            eventually(out_of_files, "out of file descriptors")
             lease = agent.view.lease_until
-            eventually(lambda: agent.view.lease_until > lease, what="leases are renewed")
+            eventually(lambda: agent.view.lease_until > lease, "leases are renewed")
             world.request(hub, 1)
             eventually(lambda: world.published() == 1)
             assert agent.view.epoch == 1
-            eventually(out_of_files, what="it was so all the time")
+            eventually(out_of_files, "it was so all the time")
         assert counts["sent"] >= 50
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -144,7 +145,7 @@ def test_a_pool_of_many_boots_is_limited(world: FenceWorld, hub: HubServer) -> N
         eventually(lambda: len(world.thread.call(lambda: hub.snapshot(POOL)).engines) >= 300)
         world.request(hub, 1)
         asked = time.monotonic()
-        eventually(lambda: world.published() == 1, timeout=60)
+        eventually(lambda: world.published() == 1, seconds=60)
     assert counts["sent"] >= 300
     assert world.authority.published[0][0] >= asked
 

@@ -16,8 +16,9 @@ import pytest
 from epochkv_fence.net import ClientKeys, HubServer, generate_keypair
 from epochkv_fence.protocol.messages import VERSION_FRAME, Bump, BumpStatus, Error, Grant, Refusal, encode
 from hack.standalone.relay import Relay
+from hack.waiting import eventually
 from tests.security.wire import FakeHub, failures, heartbeat, pool_boots, raw
-from tests.support.fence import POOL, FenceWorld, eventually
+from tests.support.fence import POOL, FenceWorld
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def test_without_curve_nothing_is_heard(world: FenceWorld, hub: HubServer) -> No
 
 def test_an_unknown_key_is_refused_and_the_agent_says_so_once(world: FenceWorld, hub: HubServer, caplog: pytest.LogCaptureFixture) -> None:
     agent, engine = world.agent(hub.endpoint, ClientKeys(world.hub_pair.public, *generate_keypair()))
-    eventually(lambda: hub.counters["connections_refused"] >= 3, what="it keeps trying")
+    eventually(lambda: hub.counters["connections_refused"] >= 3, "it keeps trying")
     assert agent.view.epoch is None
     assert engine.adopted == []
     assert hub.counters["received"] == 0
@@ -153,14 +154,14 @@ def test_tampered_frames_are_never_taken(world: FenceWorld, hub: HubServer) -> N
         relay.tampering = True
         received, before = hub.counters["received"], agent.view
         agent.poke()
-        eventually(lambda: hub.counters["protocol_errors"] >= 1, what="refused and counted")
+        eventually(lambda: hub.counters["protocol_errors"] >= 1, "refused and counted")
         world.request(hub, 1)
         eventually(lambda: relay.num_changed >= 5)
         assert hub.counters["received"] == received
         assert agent.view == before
         assert engine.adopted == [0]
         relay.tampering = False
-        eventually(lambda: agent.view.epoch == 1, what="it recovers by itself")
+        eventually(lambda: agent.view.epoch == 1, "it recovers by itself")
     finally:
         relay.close()
 
@@ -173,11 +174,11 @@ def test_frames_sent_twice_are_taken_once(world: FenceWorld, hub: HubServer) -> 
         relay.replaying = True
         agent.poke()
         eventually(lambda: relay.num_changed >= 1)
-        eventually(lambda: hub.counters["protocol_errors"] >= 1, what="counted")
+        eventually(lambda: hub.counters["protocol_errors"] >= 1, "counted")
         assert hub.counters["received"] <= agent.counters["sent"]
         relay.replaying = False
         world.request(hub, 1)
-        eventually(lambda: agent.view.epoch == 1, what="it recovers by itself")
+        eventually(lambda: agent.view.epoch == 1, "it recovers by itself")
         assert engine.adopted == [0, 1]
     finally:
         relay.close()

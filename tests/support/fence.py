@@ -145,18 +145,6 @@ class LoopThread:
         self.loop.close()
 
 
-def eventually(condition: Callable[[], T], timeout: float = 20.0, what: str = "") -> T:
-    """Poll until the condition holds."""
-    end = time.monotonic() + timeout
-    while True:
-        found = condition()
-        if found:
-            return found
-        if time.monotonic() >= end:
-            raise AssertionError(f"not within {timeout} s: {what or condition}")
-        time.sleep(0.005)
-
-
 class FenceWorld:
     """Hubs, agents and one authority, over real sockets on loopback."""
 

@@ -148,7 +148,7 @@ def test_commands_of_vllm_end_in_one_line(start: Start, monkeypatch: pytest.Monk
         as_command(*command)
         with pytest.raises(SystemExit, match=f"EpochKV cannot start: {SENTENCE}"):
             start(child(**WRONG))
-    for program in (("/home/me/train.py",), ("/x/vllm", "trainer.main")):
+    for program in (("/x/train.py",), ("/x/vllm", "trainer.main")):
         as_command(*program)
         with pytest.raises(ConfigError, match=SENTENCE):
             start(child(**WRONG))

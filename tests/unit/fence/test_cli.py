@@ -17,9 +17,11 @@ from pathlib import Path
 import pytest
 
 from epochkv_fence.client import Pool
+from hack.loopback import free_port
+from hack.waiting import eventually
 from tests.support.cli import inside
-from tests.support.fence import FakeEngine, eventually
-from tests.support.hub import CLI, Agents, HubProcess, epochkv, free_port, interruptible, using
+from tests.support.fence import FakeEngine
+from tests.support.hub import CLI, Agents, HubProcess, epochkv, interruptible, using
 from tests.support.pushes import NEW, OLD, OTHER, Running, engine_with, push
 
 
@@ -110,7 +112,7 @@ def test_waiting_says_whom_for_and_may_be_interrupted(tmp_path: Path) -> None:
                     subprocess.Popen([*CLI, *arguments, "--config", str(patient.folder)], stderr=subprocess.PIPE, text=True)
                     for arguments in (("reset",), ("wait", "2"))
                 ]
-            eventually(lambda: target(patient) == 2, what="asked for")
+            eventually(lambda: target(patient) == 2, "asked for")
             said = []
             for child in children:
                 assert child.stderr is not None
@@ -288,7 +290,7 @@ def pushed_agents(pushed: HubProcess) -> Iterator[Agents]:
 @contextlib.contextmanager
 def pushing_when(path: Path, engines: Sequence[Running], holds: bytes) -> Iterator[None]:
     """While a command runs: engines get these weights as soon as it has made this file."""
-    thread = threading.Thread(target=lambda: (eventually(path.exists, 60, "the command runs"), push(engines, holds)))
+    thread = threading.Thread(target=lambda: (eventually(path.exists, "the command runs", 60), push(engines, holds)))
     thread.start()
     yield
     thread.join(60)
@@ -403,13 +405,13 @@ def test_signals_reach_the_whole_process_group_of_the_command(pushed: HubProcess
     script = f"sleep 300 & echo $$ $! > {pids}.part && mv {pids}.part {pids}; wait"
     command = [*CLI, "update", "--version", "v", "--config", str(pushed.folder), "--", "sh", "-c", script]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
-    eventually(pids.exists, 60, "the command runs")
+    eventually(pids.exists, "the command runs", 60)
     shell, sleeper = (int(word) for word in pids.read_text().split())
     assert os.getpgid(shell) == os.getpgid(sleeper) == shell != os.getpgid(child.pid)
     child.send_signal(signal.SIGTERM)
     _, errors = child.communicate(timeout=60)
     assert child.returncode == 128 + 15
-    eventually(lambda: not alive(shell) and not alive(sleeper), what="shell and grandchild are gone")
+    eventually(lambda: not alive(shell) and not alive(sleeper), "shell and grandchild are gone")
     assert errors == "epochkv: the command ended with status 143; `epochkv weights` shows which engines hold what\n"
 
 

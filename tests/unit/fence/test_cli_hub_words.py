@@ -17,7 +17,8 @@ from epochkv_fence.connection import Connection
 from epochkv_fence.net import generate_keypair
 from epochkv_fence.standalone.hub import FileHub, HubError, HubOptions, split_address, split_listen
 from epochkv_fence.standalone.state import exposed_files
-from tests.support.fence import LoopThread, eventually
+from hack.waiting import eventually
+from tests.support.fence import LoopThread
 from tests.support.hub import Agents, HubProcess, epochkv, using
 
 
@@ -63,7 +64,7 @@ def test_the_log_says_that_keys_were_retired_and_who_is_refused_then(tmp_path: P
             assert "is refused" not in hub.text()
             assert epochkv("keys", "retire", "--state", str(hub.state)).returncode == 0
             eventually(lambda: "the client key before is not accepted any more: `epochkv keys retire`" in hub.text())
-            eventually(lambda: "a client at 127.0.0.1 is refused" in hub.text(), 30, "the engine dials again")
+            eventually(lambda: "a client at 127.0.0.1 is refused" in hub.text(), "the engine dials again", 30)
         finally:
             agents.stop()
 

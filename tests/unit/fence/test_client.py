@@ -29,8 +29,9 @@ from epochkv_fence.client.session import RESOLVE_SECONDS
 from epochkv_fence.connection import Connection
 from epochkv_fence.net import generate_keypair
 from epochkv_fence.standalone.state import retire_previous, rotate_keys
-from tests.support.fence import eventually
-from tests.support.hub import HubProcess, HubWorld, Switch, free_port, hub_world, together, using
+from hack.loopback import free_port
+from hack.waiting import eventually
+from tests.support.hub import HubProcess, HubWorld, Switch, hub_world, together, using
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_a_reset_returns_when_every_engine_has_moved(world: HubWorld) -> None:
     assert (snapshot.target, snapshot.published) == (1, 1)
     assert snapshot.origin is not None
     assert snapshot.origin.source.value == "Trainer"
-    eventually(lambda: all(using(agent, 1) for agent, _ in agents), what="everyone shares again")
+    eventually(lambda: all(using(agent, 1) for agent, _ in agents), "everyone shares again")
 
 
 def test_the_next_epoch_and_a_named_one(world: HubWorld) -> None:
@@ -233,7 +234,7 @@ def test_nobody_listens() -> None:
     before = len(client_threads())
     with pytest.raises(HubUnreachable, match=r"no answer from the hub at tcp://127\.0\.0\.1:\d+: nobody listens there"):
         Pool.connect(Connection.load(connection, environ), timeout_s=0.5)
-    eventually(lambda: len(client_threads()) == before, what="the thread ends")
+    eventually(lambda: len(client_threads()) == before, "the thread ends")
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b"])
@@ -302,7 +303,7 @@ def test_a_hub_that_restarts_in_the_middle_of_a_reset_finishes_it(tmp_path: Path
         results: list[object] = []
         thread = threading.Thread(target=lambda: results.append(pool.reset(timeout_s=60)))
         thread.start()
-        eventually(lambda: world.snapshot().target == 1, what="recorded")
+        eventually(lambda: world.snapshot().target == 1, "recorded")
         world.stop_hub()
         assert thread.is_alive()
         world.start_hub()
@@ -331,12 +332,12 @@ def test_kill_9_of_the_hub_again_and_again_costs_time_and_no_epoch(tmp_path: Pat
         try:
             for kill in range(4):
                 seen = len(done)
-                eventually(lambda seen=seen: len(done) >= seen + 3 or failures, 60, what="resets go on")  # type: ignore[misc]
+                eventually(lambda seen=seen: len(done) >= seen + 3 or failures, "resets go on", 60)  # type: ignore[misc]
                 time.sleep(0.003 * kill)
                 process.kill()
                 process.start()
             seen = len(done)
-            eventually(lambda: len(done) >= seen + 2 or failures, 60, what="resets go on after the last kill")
+            eventually(lambda: len(done) >= seen + 2 or failures, "resets go on after the last kill", 60)
         finally:
             stop.set()
             thread.join(90)
@@ -380,7 +381,7 @@ def test_the_way_to_the_hub_is_cut_and_comes_back(world: HubWorld, tmp_path: Pat
             thread = threading.Thread(target=lambda: results.append(pool.reset(timeout_s=60)))
             thread.start()
             accepted = switch.accepted
-            eventually(lambda: switch.accepted > accepted, what="it dials in vain")
+            eventually(lambda: switch.accepted > accepted, "it dials in vain")
             switch.turn(port)
             thread.join(60)
             assert results[0].published  # type: ignore[attr-defined]
@@ -422,7 +423,7 @@ def test_close_ends_the_thread_and_later_calls_say_so(world: HubWorld) -> None:
     forgotten = Pool.connect(world.folder)
     assert len(client_threads()) == before + 1
     del forgotten
-    eventually(lambda: len(client_threads()) == before, what="a pool that is dropped ends its thread")
+    eventually(lambda: len(client_threads()) == before, "a pool that is dropped ends its thread")
 
 
 def test_close_while_others_wait_ends_them(world: HubWorld) -> None:
@@ -486,4 +487,4 @@ def test_a_new_key_is_taken_without_a_restart(world: HubWorld) -> None:
     lease = agent.view.lease_until
     reset = pool.reset(timeout_s=60)
     assert reset.published
-    eventually(lambda: using(agent, reset.epoch) and agent.view.lease_until > lease, what="the engine took the new key")
+    eventually(lambda: using(agent, reset.epoch) and agent.view.lease_until > lease, "the engine took the new key")

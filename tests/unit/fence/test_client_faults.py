@@ -32,7 +32,8 @@ from epochkv_fence.protocol.messages import (
     decode,
     encode,
 )
-from tests.support.fence import FenceWorld, eventually
+from hack.waiting import eventually
+from tests.support.fence import FenceWorld
 from tests.support.hub import HubWorld, Switch, hub_world
 from tests.support.pushes import NEW, OLD, OTHER
 
@@ -259,14 +260,14 @@ def test_a_hub_deposed_in_its_sleep_cannot_answer_for_the_pool(tmp_path: Path) -
             new._terms = old._terms
             new.lead(second)
             new.request(second, 3)
-            eventually(lambda: new.published() == 3, what="the other hub raises the pool")
+            eventually(lambda: new.published() == 3, "the other hub raises the pool")
             results: list[object] = []
             thread = threading.Thread(target=lambda: results.append(pool.reset(timeout_s=60)))
             thread.start()
             sent = pool._calls.session.counters["sent"]
-            eventually(lambda: pool._calls.session.counters["sent"] > sent, what="it asks the sleeper")
+            eventually(lambda: pool._calls.session.counters["sent"] > sent, "it asks the sleeper")
             thaw.set()
-            eventually(lambda: not first.leading, what="the sleeper steps down")
+            eventually(lambda: not first.leading, "the sleeper steps down")
             assert not results
             switch.turn(int(second.endpoint.rpartition(":")[2]))
             thread.join(60)
@@ -294,7 +295,7 @@ def test_another_hub_takes_over_in_the_middle_of_a_reset(tmp_path: Path) -> None
             results: list[object] = []
             thread = threading.Thread(target=lambda: results.append(pool.reset(timeout_s=60)))
             thread.start()
-            eventually(lambda: old.authority.records[old.config.uid].target == 1, what="recorded by the first hub")
+            eventually(lambda: old.authority.records[old.config.uid].target == 1, "recorded by the first hub")
             thaw = old.thread.freeze()
             second = new.hub()
             new._terms = old._terms
@@ -386,9 +387,9 @@ def name_of(boot: bytes) -> str:
 def test_a_pool_with_more_engines_than_fit_into_a_message(world: HubWorld) -> None:
     crowd = Crowd(world.folder, 200)
     try:
-        eventually(lambda: all(epoch == 0 for epoch in crowd.epochs.values()), 60, "everyone is granted")
+        eventually(lambda: all(epoch == 0 for epoch in crowd.epochs.values()), "everyone is granted", 60)
         pool = world.connect()
-        eventually(lambda: len(pool.engines()) == 200, 60)
+        eventually(lambda: len(pool.engines()) == 200, seconds=60)
         assert {engine.boot for engine in pool.engines()} == {boot.hex() for boot in crowd.epochs}
         with pool.weight_update("step-1", timeout_s=60) as update:
             crowd.push(NEW)

@@ -28,7 +28,7 @@ from epochkv_fence.client import (
 from epochkv_fence.client.weights import outliers, report
 from epochkv_fence.net import EngineIdentity
 from epochkv_fence.protocol.messages import MAX_LABELS
-from tests.support.fence import eventually
+from hack.waiting import eventually
 from tests.support.hub import Agents, HubProcess, HubWorld, Switch, hub_world
 from tests.support.pushes import NEW, OLD, OTHER, Running, engine_with, push
 
@@ -44,7 +44,7 @@ def world(tmp_path: Path) -> Iterator[HubWorld]:
 def holding(world: HubWorld, weights: bytes = OLD, num_engines: int = 3) -> list[Running]:
     """Engines whose weights the hub has heard of."""
     engines = [world.agents.start(engine=engine_with(weights)) for _ in range(num_engines)]
-    eventually(lambda: [view.weights for view in world.snapshot().engines] == [weights] * num_engines, what="all are heard")
+    eventually(lambda: [view.weights for view in world.snapshot().engines] == [weights] * num_engines, "all are heard")
     return engines
 
 
@@ -391,7 +391,7 @@ def test_a_hub_that_begins_to_lead_says_that_it_may_not_know_everybody(tmp_path:
         world.stop_hub()
         world.start_hub()
         pool = world.connect()
-        eventually(lambda: pool.weights().ids == {OLD.hex()} and len(pool.engines()) == 3, what="all are back")
+        eventually(lambda: pool.weights().ids == {OLD.hex()} and len(pool.engines()) == 3, "all are back")
         error = diverged(lambda: pool.wait_weights(timeout_s=0.5))
         assert re.search(r"the hub has only begun to lead, and may not know every engine for another 3\d s$", str(error))
         assert error.engines == ()
@@ -412,7 +412,7 @@ def test_one_that_a_new_hub_has_not_heard_is_no_proof(world: HubWorld) -> None:
             switch.turn(None)
             push(engines, NEW)
             world.start_hub()
-            eventually(lambda: pool.weights().ids == {NEW.hex()}, what="those that it hears hold the same, new weights")
+            eventually(lambda: pool.weights().ids == {NEW.hex()}, "those that it hears hold the same, new weights")
 
         error = missed(pool, misses, timeout_s=3.0, progress=lambda _: switch.turn(port))
         assert error.engines == ("cut off",)

@@ -11,7 +11,8 @@ import pytest
 from epochkv_fence.net import AgentThread, ClientKeys, HubServer, UnknownPool, generate_keypair
 from epochkv_fence.protocol.authority import Origin, PoolRecord, Term
 from epochkv_fence.protocol.messages import Source
-from tests.support.fence import POOL, WEIGHTS, FakeEngine, FenceWorld, eventually
+from hack.waiting import eventually
+from tests.support.fence import POOL, WEIGHTS, FakeEngine, FenceWorld
 
 Agents = list[tuple[AgentThread, FakeEngine]]
 
@@ -27,7 +28,7 @@ def serving(world: FenceWorld, num_agents: int = 2) -> tuple[HubServer, Agents]:
     hub = world.hub()
     world.lead(hub)
     agents = [world.agent(hub.endpoint) for _ in range(num_agents)]
-    eventually(lambda: all(agent.view.epoch is not None for agent, _ in agents), what="everyone is granted")
+    eventually(lambda: all(agent.view.epoch is not None for agent, _ in agents), "everyone is granted")
     return hub, agents
 
 
@@ -41,7 +42,7 @@ def test_an_epoch_is_asked_for_and_published_by_agreement(world: FenceWorld) -> 
     agents[0][1].num_carried = 3
     started = time.monotonic()
     world.request(hub, 1)
-    eventually(lambda: world.published() == 1, what="published")
+    eventually(lambda: world.published() == 1, "published")
     assert world.authority.published[0][0] - started < world.config.lease_seconds  # not by waiting for leases
     for agent, engine in agents:
         assert engine.adopted == [0, 1]
@@ -75,9 +76,9 @@ def test_a_reset_does_not_wait_for_an_engine_that_was_stopped(world: FenceWorld)
     hub, agents = serving(world)
     began = time.monotonic()
     assert agents[0][0].stop()
-    eventually(lambda: len(world.thread.call(lambda: hub.snapshot(POOL)).engines) == 1, what="the hub forgets the engine")
+    eventually(lambda: len(world.thread.call(lambda: hub.snapshot(POOL)).engines) == 1, "the hub forgets the engine")
     world.request(hub, 1)
-    eventually(lambda: world.published() == 1, what="published")
+    eventually(lambda: world.published() == 1, "published")
     assert time.monotonic() < began + world.config.lease_seconds, "its lease of 30 s is not waited for"
 
 
@@ -123,7 +124,7 @@ def test_a_hub_that_lost_leadership_in_its_sleep_grants_and_publishes_nothing(wo
     before = [agent.view.lease_until for agent, _ in agents]
     reads = world.authority.calls.count("verify")
     world.request(hub, 1)  # its Record lands: harmless
-    eventually(lambda: not hub.leading, what="stepped down")
+    eventually(lambda: not hub.leading, "stepped down")
     assert world.authority.calls.count("verify") > reads
     assert [agent.view.lease_until for agent, _ in agents] == before
     assert world.published() == 0
@@ -141,11 +142,11 @@ def test_a_hub_frozen_through_a_reset_grants_nothing_when_it_thaws() -> None:
         second.thread.call(lambda: successor.set_pool(world.config))
         second.lead(successor)
         second.request(successor, 1)
-        eventually(lambda: world.published() == 1, what="the successor publishes after lease and margin")
+        eventually(lambda: world.published() == 1, "the successor publishes after lease and margin")
         assert time.monotonic() >= agent.view.lease_until  # the engine of the frozen hub shares nothing by then
         before, received = agent.view, hub.counters["received"]
         thaw.set()
-        eventually(lambda: not hub.leading, what="the old hub steps down")
+        eventually(lambda: not hub.leading, "the old hub steps down")
         assert hub.counters["received"] > received  # it did have heartbeats to grant
         assert agent.view == before
         assert successor.leading
@@ -259,7 +260,7 @@ def test_an_engine_that_cannot_adopt_shares_nothing_and_says_so_once(world: Fenc
     agent, _ = world.agent(hub.endpoint, engine=Broken())
     eventually(lambda: agent.counters["adopt_errors"] >= 1)
     agent.poke()
-    eventually(lambda: agent.counters["adopt_errors"] >= 2, timeout=30)
+    eventually(lambda: agent.counters["adopt_errors"] >= 2, seconds=30)
     assert agent.view.epoch is None
     assert caplog.text.count("cannot adopt epoch 0") == 1
 
@@ -277,7 +278,7 @@ def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
     world = FenceWorld()
     try:
         agent, engine = world.agent("tcp://127.0.0.1:1")
-        eventually(lambda: "no connection to the hub" in caplog.text, timeout=15)
+        eventually(lambda: "no connection to the hub" in caplog.text, seconds=15)
         assert engine.adopted == []
         assert agent.stop()
     finally:
@@ -365,7 +366,7 @@ def test_an_engine_says_at_once_that_its_weights_have_changed(world: FenceWorld)
     assert groups() == [(WEIGHTS, 2)]
     engine.holds = b"w" * 16
     agent.poke()
-    eventually(lambda: groups() == [(b"w" * 16, 1), (WEIGHTS, 1)], what="the newest first, of as many")
+    eventually(lambda: groups() == [(b"w" * 16, 1), (WEIGHTS, 1)], "the newest first, of as many")
     assert [view.pod for view in world.thread.call(lambda: hub.snapshot(POOL)).diverged] == ["rollout-1"]
     engine.holds = "rank 1: no digest"
     agent.poke()

@@ -18,8 +18,9 @@ from epochkv_fence.net.gate.fairness import Line
 from epochkv_fence.net.gate.limits import Bucket
 from epochkv_fence.net.gate.router import Lane, Router
 from epochkv_fence.protocol.messages import BumpStatus, Grant, Heartbeat, Message
+from hack.waiting import eventually
 from tests.security.wire import heartbeat, raw
-from tests.support.fence import POOL, FakeEngine, FenceWorld, LoopThread, eventually
+from tests.support.fence import POOL, FakeEngine, FenceWorld, LoopThread
 
 OTHER = "pool-uid-2"
 LEASE = 3.0
@@ -70,17 +71,17 @@ def test_a_pool_whose_steps_fail_harms_no_other_and_goes_on_afterwards(
     world.lead(hub)
     good, _ = world.agent(hub.endpoint)
     bad, _ = world.agent(hub.endpoint, keys)
-    eventually(lambda: good.view.epoch == 0, what="the other pool's engine is granted")
+    eventually(lambda: good.view.epoch == 0, "the other pool's engine is granted")
     world.thread.call(lambda: hub.request(OTHER, 1))
     bad.poke()
-    eventually(lambda: hub.counters["steps_failed"] >= 1, what="the fault is there")
+    eventually(lambda: hub.counters["steps_failed"] >= 1, "the fault is there")
     world.request(hub, 1)
-    eventually(lambda: world.published() == 1, what="the other pool's reset")
+    eventually(lambda: world.published() == 1, "the other pool's reset")
     lease = good.view.lease_until
-    eventually(lambda: good.view.lease_until >= lease + LEASE, what="its leases are renewed")
+    eventually(lambda: good.view.lease_until >= lease + LEASE, "its leases are renewed")
     broken.clear()
     bad.poke()
-    eventually(lambda: bad.view.epoch == 1, what="the pool is served again")
+    eventually(lambda: bad.view.epoch == 1, "the pool is served again")
     eventually(lambda: world.thread.call(lambda: hub.snapshot(OTHER)).published == 1)
     assert hub.counters["tasks_failed"] == hub.counters["turns_failed"] == hub.counters["take_failed"] == 0
     said = caplog.text.count("the hub failed to take a step")
