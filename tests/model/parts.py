@@ -213,9 +213,9 @@ class Engine:
     beats: int = 0
     highest: int = 0  # epoch seen in this boot
 
-    def open_loads(self, now: float) -> list[Load]:
-        """Reads that may still deliver bytes."""
-        return [load for load in self.loads if load.ends > now]
+    def live(self, now: float) -> bool:
+        """Whether it has adopted something and its lease holds by its own clock."""
+        return self.bound is not None and self.clock.read(now) < self.agent.view.lease_until
 
 
 @dataclass(slots=True)
