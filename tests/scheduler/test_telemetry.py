@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.scheduler.test_errors import FailsOnce
+from tests.scheduler.rigs import FailsOnce, MakeRig
 from tests.support.scheduler import BLOCK, SharedStore, prompt
-
-MakeRig = Callable[..., Any]
 
 
 def quiet(rig: Any) -> Any:

@@ -18,7 +18,7 @@ from epochkv_connector.worker.copying.staging import StagingStream
 from epochkv_connector.worker.facade import WorkerSide
 from epochkv_connector.worker.half import WorkerHalf
 from hack.waiting import eventually
-from tests.unit.connector_worker.test_worker_half import NAMESPACE, ObedientStore
+from tests.unit.connector_worker.worker_rig import NAMESPACE, ObedientStore
 
 NUM_BLOCKS = 8
 
