@@ -20,17 +20,7 @@ from tests.model.checks import Checks
 from tests.model.engines import EngineSide, Pushes
 from tests.model.hubs import HubSide, Tidings
 from tests.model.network import Network
-from tests.model.parts import (
-    LEASE,
-    LONGER_LEASE,
-    SPREAD,
-    SPREAD_WITH_LONGER_LEASE,
-    START,
-    Clock,
-    Profile,
-    Rules,
-    Violation,
-)
+from tests.model.parts import LEASE, LONGER_LEASE, SPREAD, SPREAD_WITH_LONGER_LEASE, START, Clock, Profile, Rules, Violation
 from tests.model.store import Removals, Serving, Store
 from tests.model.trainer import Trainer
 

@@ -7,7 +7,6 @@ milliseconds of the hub's only thread, and a few hundred a second would take all
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -24,13 +23,6 @@ from tests.support.fence import POOL, FenceWorld
 LEASE = 6.0
 OTHER = "pool-uid-2"
 NUM_BOOTS = 10_000
-
-
-@pytest.fixture
-def world() -> Iterator[FenceWorld]:
-    made = FenceWorld(lease_seconds=LEASE)
-    yield made
-    made.close()
 
 
 def second_pool(world: FenceWorld, hub: HubServer, num_boots: int = 0) -> ClientKeys:

@@ -10,7 +10,6 @@ import errno
 import os
 import resource
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -23,13 +22,6 @@ from tests.support.fence import POOL, FenceWorld
 
 LEASE = 6.0
 OTHER = "pool-uid-2"
-
-
-@pytest.fixture
-def world() -> Iterator[FenceWorld]:
-    made = FenceWorld(lease_seconds=LEASE)
-    yield made
-    made.close()
 
 
 def stands(world: FenceWorld, hub: HubServer, proof: str, at_least: int) -> None:

@@ -8,7 +8,6 @@ import random
 import secrets
 import socket
 import time
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -19,14 +18,6 @@ from hack.standalone.relay import Relay
 from hack.waiting import eventually
 from tests.security.wire import FakeHub, failures, heartbeat, pool_boots, raw
 from tests.support.fence import POOL, FenceWorld
-
-
-@pytest.fixture
-def world() -> Iterator[FenceWorld]:
-    made = FenceWorld()
-    yield made
-    made.close()
-
 
 # ------------------------------------------------------------------------------------------------------------------ keys
 

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -17,6 +17,8 @@ from epochkv_fence.protocol.pool import PoolConfig
 T = TypeVar("T")
 POOL = "pool-uid-1"
 WEIGHTS = b"initial-weights!"
+OLD, NEW, OTHER = b"\x0a" * 16, b"\x3f\x2a\x9c\x1e" * 4, b"\x77" * 16
+"""Weights that tests push."""
 
 
 class MemoryAuthority:
@@ -212,3 +214,20 @@ class FenceWorld:
         for hub in self.hubs:
             self.thread.run(hub.stop())
         self.thread.close()
+
+
+Running = tuple[AgentThread, FakeEngine]
+
+
+def push(engines: Iterable[Running], holds: bytes | str) -> None:
+    """They hold these weights now; text: nobody can tell which, and this is why."""
+    for agent, engine in engines:
+        engine.holds = holds
+        agent.poke()
+
+
+def engine_with(holds: bytes | str) -> FakeEngine:
+    """One that starts with these weights."""
+    engine = FakeEngine()
+    engine.holds = holds
+    return engine

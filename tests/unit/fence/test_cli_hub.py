@@ -19,8 +19,8 @@ import pytest
 from epochkv_fence.client import Pool
 from hack.loopback import free_port
 from hack.waiting import eventually
+from tests.support.fence import NEW, OLD, engine_with, push
 from tests.support.hub import Agents, HubProcess, epochkv, using
-from tests.support.pushes import NEW, OLD, engine_with, push
 
 # ------------------------------------------------------------------------------------------------------------------ hub
 

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,7 @@ from epochkv_fence.client import ConfigurationError, Connection, Pool
 from epochkv_fence.net import generate_keypair
 from hack.waiting import eventually
 from tests.support.cli import inside
-from tests.support.hub import CLI, HubWorld, hub_world, interruptible
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[HubWorld]:
-    with hub_world(tmp_path / "state") as made:
-        yield made
-
+from tests.support.hub import CLI, HubWorld, interruptible
 
 # ------------------------------------------------------------------------------------------------------------------ update
 
