@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.lora.request import LoRARequest
 
 from tests.scheduler.rigs import LENGTH, MakeRig
@@ -278,7 +279,7 @@ def test_a_load_that_fails_leaves_what_was_there(make: MakeRig) -> None:
     tokens = prompt(1, LENGTH)
     load(rig, adapter(), "one")
     assert serve(rig, adapter(), tokens) == 0
-    with pytest.raises(Exception, match="nowhere"):
+    with pytest.raises(LoRAAdapterNotFoundError, match="nowhere"):
         rig.core.add_lora(adapter(path="/nowhere", load_inplace=True))
     assert serve(rig, adapter(), tokens) == ALL
     rig.check_clean()
