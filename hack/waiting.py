@@ -23,7 +23,9 @@ def poll(probe: Callable[[], T], seconds: float, pause: float = 0.05) -> T:
     return found
 
 
-def eventually(probe: Callable[[], T], what: str | Callable[[], str] = "the condition", seconds: float = 30.0, pause: float = 0.05) -> T:
+def eventually(
+    probe: Callable[[], T | None], what: str | Callable[[], str] = "the condition", seconds: float = 30.0, pause: float = 0.05
+) -> T:
     """The first true result of `probe`.
 
     Args:

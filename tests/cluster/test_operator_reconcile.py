@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from hack.cluster.controlplane import ControlPlane
+from hack.waiting import eventually
 from tests.cluster.operator_harness import (
     CHILDREN,
     ENGINES,
@@ -23,7 +24,6 @@ from tests.cluster.operator_harness import (
     Namespace,
     OperatorProcess,
     condition,
-    eventually,
     install_crds,
 )
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from hack.cluster.controlplane import ControlPlane
+from hack.waiting import eventually
 from tests.cluster.fence_engines import FenceEngine, Service, client_keys
 from tests.cluster.operator_harness import (
     CHILDREN,
@@ -24,7 +25,6 @@ from tests.cluster.operator_harness import (
     Namespace,
     OperatorProcess,
     condition,
-    eventually,
     install_crds,
 )
 

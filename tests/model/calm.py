@@ -34,7 +34,8 @@ class Calm:
         self.process = rng.choice(world.hubs)
         thorough = not self.deaf and rng.random() < 0.3
         world.calm = True
-        for who in (*world.engines, *world.hubs):
+        everybody: list[Engine | HubProcess] = [*world.engines, *world.hubs]
+        for who in everybody:
             who.frozen_until = 0.0
         for engine in world.engines:
             if engine.leaving != STAYS:

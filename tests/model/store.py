@@ -156,7 +156,7 @@ class Removal(NamedTuple):
     """Of keys, by an engine that was asked for it."""
 
     ends: float
-    index: int
+    slot: int
     boot: bytes
     below: int
     keep: tuple[bytes, ...]
@@ -184,7 +184,7 @@ class Removals:
         due = [removal for removal in self.open if removal.ends <= world.now]
         for removal in due:
             self.open.remove(removal)
-            engine = world.engines[removal.index]
+            engine = world.engines[removal.slot]
             if engine.agent.boot == removal.boot:
                 removed = world.store.delete(removal.below, removal.keep, world.rng.choice(AT_ONCE))
                 world.engine_side.tell(engine, Reclaimed(removal.boot, removal.below, removed, removed * 100, removal.number))

@@ -20,7 +20,19 @@ from tests.model.checks import Checks
 from tests.model.engines import EngineSide, Pushes
 from tests.model.hubs import HubSide, Tidings
 from tests.model.network import Network
-from tests.model.parts import LEASE, LONGER_LEASE, SPREAD, SPREAD_WITH_LONGER_LEASE, START, Clock, Profile, Rules, Violation
+from tests.model.parts import (
+    LEASE,
+    LONGER_LEASE,
+    SPREAD,
+    SPREAD_WITH_LONGER_LEASE,
+    START,
+    Clock,
+    Engine,
+    HubProcess,
+    Profile,
+    Rules,
+    Violation,
+)
 from tests.model.store import Removals, Serving, Store
 from tests.model.trainer import Trainer
 
@@ -150,7 +162,8 @@ class World:
         self.removals.land()
 
     def _freeze(self) -> None:
-        who = self.rng.choice([*self.engines, *self.hubs, self.trainer])
+        everybody: list[Engine | HubProcess | Trainer] = [*self.engines, *self.hubs, self.trainer]
+        who = self.rng.choice(everybody)
         who.frozen_until = self.now + self.rng.choice([0.5, 2.0, 6.0, 12.0])
         self.count("freezes")
 

@@ -45,7 +45,9 @@ class NamesOracle(Oracle):
             it finds must be of these.
     """
 
-    def __init__(self, rig: Rig) -> None:
+    rig: Engine
+
+    def __init__(self, rig: Engine) -> None:
         super().__init__(rig)
         self.taken: dict[str, bytes] = {}
         self._texts: dict[bytes, str] = {}

@@ -67,6 +67,8 @@ class PinnedRig(Rig):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, oracle=PinnedOracle, **kwargs)
+        assert isinstance(self.oracle, PinnedOracle)
+        self.right_names = self.oracle.right_names
         self.roots: dict[int, str] = {}  # epoch -> label of its shared root
         self.inside_step = 0  # number of the step that is inside schedule(), or 0
         self.checked: set[tuple[str, Any, bytes]] = set()
@@ -114,15 +116,16 @@ class PinnedRig(Rig):
         self.checked.add((tier, place, name))
         if content is None or None in content or len({cell[0] for cell in content if cell}) != 1:
             self.wrong.append(f"{tier} {place}: {name.hex()} names a block that was not computed under one pin")
-        elif self.oracle.right_names.get(content[-1]) != name:
+        elif content[-1] is None or self.right_names.get(content[-1]) != name:
             self.wrong.append(f"{tier} {place}: {name.hex()} names a block of another pin or other tokens")
 
     def check_store(self) -> None:
         """L2 names carry their epoch, too."""
+        assert self.store is not None
         for key, content in self.store.objects.items():
             parsed = parse_key(key)
             self._compare("L2", key, parsed.block_hash, content)
-            if content[-1][0] != self.roots.get(parsed.epoch):
+            if content[-1] is None or content[-1][0] != self.roots.get(parsed.epoch):
                 self.wrong.append(f"L2 {key}: computed under another root than its epoch's")
 
 

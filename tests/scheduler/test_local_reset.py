@@ -57,7 +57,7 @@ def test_the_hub_is_told_at_once_of_a_local_reset(make_rig: MakeRig, monkeypatch
     monkeypatch.setattr("epochkv_connector.hub_link.HubLink.poke", lambda self: told.append(f"poke {hooks.private()}"))
     monkeypatch.setattr("epochkv_connector.hub_link.HubLink.propose", lambda self, epoch: told.append(f"propose {epoch}"))
     rig = make_rig()
-    hooks = FenceHooks(rig.fence, dict, lambda below, keep: (0, 0), lambda: (None, ""))
+    hooks: FenceHooks = FenceHooks(rig.fence, dict, lambda below, keep: (0, 0), lambda: (None, ""))
     rig.adopt(0)
     assert not hooks.private()
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)

@@ -142,14 +142,16 @@ def harmless_list_too_long(patch: pytest.MonkeyPatch, rig: Any) -> None:
 
 def names_without_weights(patch: pytest.MonkeyPatch, rig: Any) -> None:
     same = b"\0" * 32
-    root, space = fencing.shared_root, fencing.namespace
+    naming: Any = fencing
+    root, space = naming.shared_root, naming.namespace
     if root.__name__ == "shared_root":
         patch.setattr(fencing, "shared_root", lambda *known: root(*known[:4], same))
         patch.setattr(fencing, "namespace", lambda *known: space(*known[:3], same))
 
 
 def root_without_weights(patch: pytest.MonkeyPatch, rig: Any) -> None:
-    same, root = b"\0" * 32, fencing.shared_root
+    naming: Any = fencing
+    same, root = b"\0" * 32, naming.shared_root
     if root.__name__ == "shared_root":
         patch.setattr(fencing, "shared_root", lambda *known: root(*known[:4], same))
 

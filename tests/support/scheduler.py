@@ -53,7 +53,7 @@ class Rig:
         self.options = EngineOptions(**options)
         self._weights = weights
         self.executor = FakeExecutor(weights, self.options.num_ranks, num_adapters)
-        self.store = store
+        self.store: Any = store
         self.lease_until = float("inf")
         self.cached: dict[str, int] = {}
         self.outputs: dict[str, list[int]] = {}

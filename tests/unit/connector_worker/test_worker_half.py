@@ -17,6 +17,7 @@ import torch
 from epochkv_connector.naming.keys import object_key
 from epochkv_connector.store import Outcome
 from epochkv_connector.wire.jobs import BlockMove, Phase, Source
+from epochkv_connector.wire.steps import StepMetadata
 from epochkv_connector.worker.copying.layout import GroupSpec, LayoutError
 from epochkv_connector.worker.copying.staging import StagingStream
 from epochkv_connector.worker.half import WorkerHalf
@@ -27,7 +28,6 @@ from tests.unit.connector_worker.worker_rig import (
     NUM_SLOTS,
     ObedientStore,
     Rig,
-    Step,
     load,
     move,
     name_of,
@@ -298,7 +298,7 @@ def test_jobs_without_a_store_or_a_registration_fail(store: ObedientStore) -> No
     assert rig.until_acked(5, Phase.COPIED).failed
     assert rig.until_acked(6, Phase.COPIED).failed
     bare = WorkerHalf()
-    bare.start_step(Step(loads=[load(1, [move(8, 5, 30)])], saves=[save(2, [move(3, 0, 30)], NAMESPACE)]))
+    bare.start_step(StepMetadata(loads=(load(1, [move(8, 5, 30)]),), saves=(save(2, [move(3, 0, 30)], NAMESPACE),)))
     bare.finish_step()
     finished, failed, acks = bare.results()
     assert finished == failed == {"r1"}

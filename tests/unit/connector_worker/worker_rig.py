@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ import torch
 from epochkv_connector.store import Outcome, Ticket, Transfer
 from epochkv_connector.store.lanes import resolve
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.wire.steps import StepMetadata
 from epochkv_connector.worker.copying.layout import GroupSpec
 from epochkv_connector.worker.copying.slots import HEADER_BYTES, TRAILER_BYTES
 from epochkv_connector.worker.half import WorkerHalf
@@ -20,16 +22,6 @@ from hack.waiting import eventually
 
 NUM_BLOCKS, NUM_SLOTS, LAYERS = 16, 12, 3
 NAMESPACE = "0a1b2c3d/00112233445566ff/e7/w0123456789abcdef"
-
-
-@dataclass
-class Step:
-    loads: Sequence[LoadJob] = ()
-    saves: Sequence[SaveJob] = ()
-    poisoned: Sequence[str] = ()
-    newest_epoch: int = -1
-    agreed: Sequence[int] = ()
-    refused: Sequence[int] = ()
 
 
 @dataclass
@@ -100,7 +92,7 @@ class ObedientStore:
 class Rig:
     """A worker half over random KV tensors, and a collector that insists on exactly once."""
 
-    def __init__(self, store: ObedientStore | None = None, **ranks: int) -> None:
+    def __init__(self, store: ObedientStore | None = None, **ranks: Any) -> None:
         raw = np.random.default_rng(1).integers(0, 256, (LAYERS, NUM_BLOCKS, 64), dtype=np.uint8)
         self.kv = torch.from_numpy(raw)
         self.store = store
@@ -118,8 +110,8 @@ class Rig:
     def block(self, block: int) -> bytes:
         return self.kv[:, block].numpy().tobytes()
 
-    def step(self, finish: bool = True, **parts: object) -> None:
-        self.worker.start_step(Step(**parts))  # type: ignore[arg-type]
+    def step(self, finish: bool = True, **parts: Any) -> None:
+        self.worker.start_step(StepMetadata(**parts))
         if finish:
             self.worker.finish_step()
 

@@ -34,7 +34,7 @@ from tests.support.fence import NEW, OTHER, FenceWorld
 from tests.support.hub import Switch
 
 Question = Status | Bump | Label
-Say = Callable[[list[bytes]], None]
+Say = Callable[[list[bytes]], object]
 
 
 @contextmanager

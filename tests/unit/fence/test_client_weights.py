@@ -194,7 +194,12 @@ def test_a_pool_without_engines_proves_nothing(world: HubWorld) -> None:
     assert (error.engines, error.report) == ((), WeightsReport(()))
     assert str(error) == "not all engines of pool policy hold the same weights after 0.5 s: no engine is there"
     assert pool.status().labels == {}
-    report = pool.wait_weights(timeout_s=30, progress=lambda _: world.agents.all or world.agents.start("late", engine=engine_with(NEW)))
+
+    def join(standing: WeightsStanding) -> None:
+        if not world.agents.all:
+            world.agents.start("late", engine=engine_with(NEW))
+
+    report = pool.wait_weights(timeout_s=30, progress=join)
     assert groups(report) == [(NEW.hex(), "", ("late",))]
 
 

@@ -274,7 +274,11 @@ def test_asyncio_a_pool_that_is_closed_ends_what_waits(world: HubWorld) -> None:
         pool = await AsyncPool.connect(world.folder)
         looked = asyncio.Event()
         loop = asyncio.get_running_loop()
-        wait = pool.wait_weights(timeout_s=600, other_than=[OLD.hex()], progress=lambda _: loop.call_soon_threadsafe(looked.set))
+
+        def note(standing: WeightsStanding) -> None:
+            loop.call_soon_threadsafe(looked.set)
+
+        wait = pool.wait_weights(timeout_s=600, other_than=[OLD.hex()], progress=note)
         task = asyncio.create_task(wait)
         await looked.wait()
         await pool.close()

@@ -27,7 +27,7 @@ from tests.unit.operator.cluster_state import (
     workload,
 )
 
-DENIED = {
+DENIED: Json = {
     "replicas": 0,
     "conditions": [
         {
