@@ -11,34 +11,31 @@ import time
 import pytest
 
 from epochkv_fence.hub.snapshot import STATUS_PAGE
-from epochkv_fence.net import ClientKeys, HubServer, generate_keypair
+from epochkv_fence.net import ClientKeys, HubServer
 from epochkv_fence.net.gate.limits import COST_BURST
 from epochkv_fence.protocol.messages import Bump, BumpStatus, Error, Heartbeat, Refusal, Status, encode
 from hack.waiting import eventually
 from tests.security.engines import engines
 from tests.security.flooder import flooding
 from tests.security.wire import failures, heartbeat, pool_boots, raw
-from tests.support.fence import POOL, FenceWorld
+from tests.support.fence import POOL, SECOND_POOL, FenceWorld
 
 LEASE = 6.0
-OTHER = "pool-uid-2"
 NUM_BOOTS = 10_000
 
 
 def second_pool(world: FenceWorld, hub: HubServer, num_boots: int = 0) -> ClientKeys:
     """Keys of another pool of the same hub, and boots of it that nobody has."""
-    pair = generate_keypair()
-    config = world.reconfigure(uid=OTHER, name="default/second", client_public_keys=(pair.public,), lease_seconds=60.0)
+    keys = world.second_pool(hub, lease_seconds=60.0)
 
-    def make() -> None:
-        hub.set_pool(config)
-        lane = hub.reception.lane(pair.public)
+    def join() -> None:
+        lane = hub.reception.lane(keys.public)
         assert lane is not None
         for number in range(num_boots):
             hub.reception.take(lane, b"nobody", Heartbeat(number.to_bytes(16, "big"), 0, 0, weights=(number % 500 + 1).to_bytes(16, "big")))
 
-    world.thread.call(make)
-    return ClientKeys(world.hub_pair.public, *pair)
+    world.thread.call(join)
+    return keys
 
 
 def test_a_flood_of_costly_messages_over_many_connections_takes_no_lease_of_another_pool(world: FenceWorld, hub: HubServer) -> None:
@@ -98,11 +95,11 @@ def test_numbers_that_add_up_to_what_no_message_can_hold_harm_nobody(world: Fenc
     with raw(hub.endpoint, keys) as client:
         for number in range(3):
             client.socket.send_multipart(encode(Heartbeat(bytes([number]) * 16, 0, carried=carried)))
-        eventually(lambda: len(pool_boots(world, hub, OTHER)) + hub.counters["refused_malformed"] == 3, "taken or refused")
+        eventually(lambda: len(pool_boots(world, hub, SECOND_POOL)) + hub.counters["refused_malformed"] == 3, "taken or refused")
         client.socket.send_multipart(encode(Bump(1, 1)))
         client.socket.send_multipart(encode(Status(2)))
         eventually(lambda: isinstance(client.hear(0.1), Status), "answered")
-        assert world.thread.call(lambda: hub.snapshot(OTHER)).asked == 1
+        assert world.thread.call(lambda: hub.snapshot(SECOND_POOL)).asked == 1
         world.request(hub, 1)
         eventually(lambda: world.published() == 1 and agent.view.epoch == 1)
         lease = agent.view.lease_until

@@ -13,15 +13,14 @@ import time
 
 import pytest
 
-from epochkv_fence.net import ClientKeys, HubServer, generate_keypair
+from epochkv_fence.net import HubServer
 from epochkv_fence.net.gate.limits import MAX_PEERS, Bucket, Peers
 from hack.waiting import eventually
 from tests.security.flooder import flooding
 from tests.security.wire import failures
-from tests.support.fence import POOL, FenceWorld
+from tests.support.fence import POOL, SECOND_POOL, FenceWorld
 
 LEASE = 6.0
-OTHER = "pool-uid-2"
 
 
 def stands(world: FenceWorld, hub: HubServer, proof: str, at_least: int) -> None:
@@ -41,17 +40,9 @@ def stands(world: FenceWorld, hub: HubServer, proof: str, at_least: int) -> None
     assert failures(hub) == {}
 
 
-def second_pool(world: FenceWorld, hub: HubServer) -> ClientKeys:
-    """Keys of another pool of the same hub."""
-    pair = generate_keypair()
-    config = world.reconfigure(uid=OTHER, name="default/second", client_public_keys=(pair.public,))
-    world.thread.call(lambda: hub.set_pool(config))
-    return ClientKeys(world.hub_pair.public, *pair)
-
-
 @pytest.mark.parametrize("whose", ["same pool", "another pool"])
 def test_garbage_of_an_authenticated_client(world: FenceWorld, hub: HubServer, whose: str) -> None:
-    keys = world.client_keys if whose == "same pool" else second_pool(world, hub)
+    keys = world.client_keys if whose == "same pool" else world.second_pool(hub)
     with flooding("garbage", hub.endpoint, 10_000, keys) as counts:
         stands(world, hub, "dropped_peer", 20_000)
         errors = hub.counters["refused_malformed"] + hub.counters["dropped_peer"] - hub.counters["errors_unsaid"]
@@ -61,13 +52,13 @@ def test_garbage_of_an_authenticated_client(world: FenceWorld, hub: HubServer, w
 
 
 def test_well_formed_messages_of_another_pool(world: FenceWorld, hub: HubServer) -> None:
-    with flooding("messages", hub.endpoint, 10_000, second_pool(world, hub)) as counts:
+    with flooding("messages", hub.endpoint, 10_000, world.second_pool(hub)) as counts:
         stands(world, hub, "dropped_peer", 10_000)
     assert counts["sent"] >= 10_000
 
 
 def test_messages_of_thousands_of_frames(world: FenceWorld, hub: HubServer) -> None:
-    with flooding("frames", hub.endpoint, 5, second_pool(world, hub)) as counts:
+    with flooding("frames", hub.endpoint, 5, world.second_pool(hub)) as counts:
         stands(world, hub, "discarded_frames", 100_000)
     assert counts["sent"] >= 5
 
@@ -118,7 +109,7 @@ def test_connections_that_use_up_the_file_descriptors(world: FenceWorld, hub: Hu
 
 def test_many_connections_of_one_pool_share_its_limit(world: FenceWorld, hub: HubServer) -> None:
     """What one connection may send, ten may not ten times, once the pool's own limit is used up."""
-    keys = second_pool(world, hub)
+    keys = world.second_pool(hub)
 
     def empty() -> None:
         lane = hub.reception.lane(keys.public)
@@ -128,7 +119,7 @@ def test_many_connections_of_one_pool_share_its_limit(world: FenceWorld, hub: Hu
     world.thread.call(empty)
     with flooding("messages", hub.endpoint, 500, keys):
         stands(world, hub, "dropped_pool", 500)
-        assert world.thread.call(lambda: hub.snapshot(OTHER)).engines == []
+        assert world.thread.call(lambda: hub.snapshot(SECOND_POOL)).engines == []
 
 
 def test_a_pool_of_many_boots_is_limited(world: FenceWorld, hub: HubServer) -> None:

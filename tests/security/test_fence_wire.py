@@ -17,7 +17,7 @@ from epochkv_fence.protocol.messages import VERSION_FRAME, Bump, BumpStatus, Err
 from hack.standalone.relay import Relay
 from hack.waiting import eventually
 from tests.security.wire import FakeHub, failures, heartbeat, pool_boots, raw
-from tests.support.fence import POOL, FenceWorld
+from tests.support.fence import POOL, SECOND_POOL, FenceWorld
 
 # ------------------------------------------------------------------------------------------------------------------ keys
 
@@ -42,7 +42,7 @@ def test_an_agent_that_was_refused_joins_once_the_hub_knows_its_key(world: Fence
     late = generate_keypair()
     agent, _ = world.agent(hub.endpoint, ClientKeys(world.hub_pair.public, *late))
     eventually(lambda: hub.counters["connections_refused"] >= 1)
-    pool = world.reconfigure(uid="pool-uid-2", name="default/second", client_public_keys=(late.public,))
+    pool = world.reconfigure(uid=SECOND_POOL, name="default/second", client_public_keys=(late.public,))
     world.thread.call(lambda: hub.set_pool(pool))
     eventually(lambda: agent.view.epoch == 0)
 
@@ -61,16 +61,13 @@ def test_another_hubs_key_is_not_spoken_to(world: FenceWorld, hub: HubServer, ca
 def test_a_client_speaks_for_its_own_pool_only(world: FenceWorld, hub: HubServer) -> None:
     agent, _ = world.agent(hub.endpoint)
     eventually(lambda: agent.view.epoch == 0)
-    other = generate_keypair()
-    second = world.reconfigure(uid="pool-uid-2", name="default/second", client_public_keys=(other.public,))
-    world.thread.call(lambda: hub.set_pool(second))
-    victims = pool_boots(world, hub)
-    with raw(hub.endpoint, ClientKeys(world.hub_pair.public, *other)) as client:
+    keys, victims = world.second_pool(hub), pool_boots(world, hub)
+    with raw(hub.endpoint, keys) as client:
         (victim,) = victims
         assert isinstance(client.ask(heartbeat(victim, 10**6)), Grant)  # as a boot of its own pool
         status = client.ask(encode(Bump(1, 7)))
         assert isinstance(status, BumpStatus)
-        eventually(lambda: world.authority.records["pool-uid-2"].target == 7)
+        eventually(lambda: world.authority.records[SECOND_POOL].target == 7)
     assert world.authority.records[POOL].target == 0
     assert pool_boots(world, hub) == victims
     before = agent.view.lease_until

@@ -15,7 +15,7 @@ from epochkv_fence.protocol.authority import AuthorityError, Origin, PoolRecord,
 from epochkv_fence.protocol.pool import PoolConfig
 
 T = TypeVar("T")
-POOL = "pool-uid-1"
+POOL, SECOND_POOL = "pool-uid-1", "pool-uid-2"
 WEIGHTS = b"initial-weights!"
 OLD, NEW, OTHER = b"\x0a" * 16, b"\x3f\x2a\x9c\x1e" * 4, b"\x77" * 16
 """Weights that tests push."""
@@ -190,6 +190,13 @@ class FenceWorld:
     def reconfigure(self, **change: Any) -> PoolConfig:
         """The pool's configuration with some fields replaced."""
         return replace(self.config, **change)
+
+    def second_pool(self, hub: HubServer, **change: Any) -> ClientKeys:
+        """The hub serves another pool, too: that pool's keys."""
+        pair = generate_keypair()
+        config = self.reconfigure(uid=SECOND_POOL, name="default/second", client_public_keys=(pair.public,), **change)
+        self.thread.call(lambda: hub.set_pool(config))
+        return ClientKeys(self.hub_pair.public, *pair)
 
     def agent(
         self, endpoint: str, keys: ClientKeys | None = None, engine: FakeEngine | None = None, **extra: Any

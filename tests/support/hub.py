@@ -79,6 +79,12 @@ class Agents:
         for agent in self.all:
             agent.stop()
 
+    def __enter__(self) -> Agents:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
 
 def using(agent: AgentThread, epoch: int) -> bool:
     """It may use that epoch, under a live lease."""

@@ -26,9 +26,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
 
 @pytest.fixture
 def agents(hub: HubProcess) -> Iterator[Agents]:
-    made = Agents(hub.folder)
-    yield made
-    made.stop()
+    with Agents(hub.folder) as made:
+        yield made
 
 
 def target(hub: HubProcess) -> int:
@@ -87,8 +86,7 @@ def test_what_is_not_published_in_time_is_status_3_with_names(hub: HubProcess, a
 
 def test_waiting_says_whom_for_and_may_be_interrupted(tmp_path: Path) -> None:
     with HubProcess(tmp_path / "patient", "--lease-seconds", "60") as patient:
-        slow = Agents(patient.folder)
-        try:
+        with Agents(patient.folder) as slow:
             agent, engine = slow.start("slow")
             eventually(lambda: agent.view.epoch is not None)
             engine.is_busy = True
@@ -118,8 +116,6 @@ def test_waiting_says_whom_for_and_may_be_interrupted(tmp_path: Path) -> None:
                 "interrupted. The epoch may be recorded already, and is published then without this command: `epochkv status` shows it"
             )
             assert said == [f"epochkv: {recorded}\n", "epochkv: interrupted\n"]
-        finally:
-            slow.stop()
 
 
 def test_nobody_there_is_status_4(tmp_path: Path, hub: HubProcess) -> None:
@@ -199,8 +195,7 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str], command: str) -
 
 def test_an_engine_that_was_reset_alone_is_shown_with_the_remedy(tmp_path: Path) -> None:
     with HubProcess(tmp_path / "state") as hub:
-        agents = Agents(hub.folder)
-        try:
+        with Agents(hub.folder) as agents:
             engine = FakeEngine()
             agent, _ = agents.start("cleared", engine=engine)
             eventually(lambda: using(agent, 0))
@@ -218,8 +213,6 @@ def test_an_engine_that_was_reset_alone_is_shown_with_the_remedy(tmp_path: Path)
             status = epochkv("status", config=hub.folder).stdout
             assert "1: 1 in use, 0 private, 0 of unknown weights, 0 behind" in status
             assert "caches reset alone" not in status
-        finally:
-            agents.stop()
 
 
 def test_an_engine_of_unknown_weights_is_shown_with_its_note(hub: HubProcess, agents: Agents) -> None:

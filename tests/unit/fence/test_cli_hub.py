@@ -43,8 +43,7 @@ def test_a_hub_writes_what_clients_need_for_this_user_alone(tmp_path: Path) -> N
 
 def test_started_again_it_continues_the_pool_and_keeps_what_was_added_to_the_file(tmp_path: Path) -> None:
     hub = HubProcess(tmp_path / "state", "--lease-seconds", "1").start()
-    agents = Agents(hub.folder)
-    try:
+    with Agents(hub.folder) as agents:
         agent, _ = agents.start()
         eventually(lambda: using(agent, 0))
         assert epochkv("reset", config=hub.folder).returncode == 0
@@ -68,15 +67,12 @@ def test_started_again_it_continues_the_pool_and_keeps_what_was_added_to_the_fil
         hub.start()
         assert json.loads(epochkv("status", "-o", "json", config=hub.folder).stdout)["published"] == 2
         assert hub.end(signal.SIGINT) == 0
-    finally:
-        agents.stop()
         hub.end()
 
 
 def test_a_log_worth_reading(tmp_path: Path) -> None:
     with HubProcess(tmp_path / "state", "--lease-seconds", "2", "--log-format", "json") as hub:
-        agents = Agents(hub.folder)
-        try:
+        with Agents(hub.folder) as agents:
             agent, engine = agents.start("rollout-a", engine=engine_with(OLD))
             eventually(lambda: using(agent, 0))
             assert epochkv("reset", config=hub.folder).returncode == 0
@@ -90,8 +86,6 @@ def test_a_log_worth_reading(tmp_path: Path) -> None:
             assert epochkv("reset", config=hub.folder).returncode == 0
             agent.stop()
             eventually(lambda: "is gone" in hub.text(), seconds=30)
-        finally:
-            agents.stop()
         lines = [json.loads(line) for line in hub.text().splitlines()]
         assert all({"timestamp", "level", "event"} <= line.keys() for line in lines)
         events = "\n".join(line["event"] for line in lines)
@@ -184,8 +178,7 @@ def test_a_lost_record_with_keys_left_is_no_pool_to_continue(tmp_path: Path) -> 
 
 def test_a_hub_whose_state_is_removed_ends_with_status_6(tmp_path: Path) -> None:
     hub = HubProcess(tmp_path / "state", "--lease-seconds", "2").start()
-    agents = Agents(hub.folder)
-    try:
+    with Agents(hub.folder) as agents:
         agent, _ = agents.start()
         eventually(lambda: using(agent, 0))
         for path in hub.state.glob("state.db*"):
@@ -196,15 +189,12 @@ def test_a_hub_whose_state_is_removed_ends_with_status_6(tmp_path: Path) -> None
         assert f"WARNING the state directory {hub.state} was removed or replaced; stepping down from " in hub.text()
         assert "another hub leads" not in hub.text()
         eventually(lambda: time.monotonic() >= agent.view.lease_until, "the engine leaves with its lease")
-    finally:
-        agents.stop()
 
 
 def test_metrics_and_health(tmp_path: Path) -> None:
     port = free_port()
     with HubProcess(tmp_path / "state", "--metrics", f"127.0.0.1:{port}") as hub:
-        agents = Agents(hub.folder)
-        try:
+        with Agents(hub.folder) as agents:
             agent, _ = agents.start()
             eventually(lambda: using(agent, 0))
             assert epochkv("reset", config=hub.folder).returncode == 0
@@ -237,8 +227,6 @@ def test_metrics_and_health(tmp_path: Path) -> None:
             )
             assert taken.returncode == 2
             assert "--metrics" in taken.stderr
-        finally:
-            agents.stop()
 
 
 # ----------------------------------------------------------------------------------------------------------------- keys

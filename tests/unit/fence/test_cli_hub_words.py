@@ -55,8 +55,7 @@ def test_the_log_says_who_is_refused_once(tmp_path: Path) -> None:
 def test_the_log_says_that_keys_were_retired_and_who_is_refused_then(tmp_path: Path) -> None:
     with HubProcess(tmp_path / "state", "--lease-seconds", "1") as hub:
         old = copy_with(hub.folder, tmp_path / "old", lambda folder: None)
-        agents = Agents(old)
-        try:
+        with Agents(old) as agents:
             agent, _ = agents.start("keeps-its-key")
             eventually(lambda: using(agent, 0))
             assert epochkv("keys", "rotate", "--state", str(hub.state)).returncode == 0
@@ -65,8 +64,6 @@ def test_the_log_says_that_keys_were_retired_and_who_is_refused_then(tmp_path: P
             assert epochkv("keys", "retire", "--state", str(hub.state)).returncode == 0
             eventually(lambda: "the client key before is not accepted any more: `epochkv keys retire`" in hub.text())
             eventually(lambda: "a client at 127.0.0.1 is refused" in hub.text(), "the engine dials again", 30)
-        finally:
-            agents.stop()
 
 
 def test_the_log_says_that_key_files_were_made_again(tmp_path: Path) -> None:
@@ -160,14 +157,11 @@ def test_ipv6_from_the_engine_to_the_metrics(tmp_path: Path) -> None:
     with closing(LoopThread()) as loop:
         hub = FileHub(HubOptions("policy", "tcp://[::1]:0", tmp_path / "state", metrics="[::1]:0"))
         loop.run(hub.start())
-        agents = Agents(hub.connection_file.parent)
-        try:
+        with Agents(hub.connection_file.parent) as agents:
             assert Connection.load(hub.connection_file, {}).hub.endpoint.startswith("tcp://[::1]:")
             agent, _ = agents.start()
             eventually(lambda: using(agent, 0))
             assert epochkv("reset", config=hub.connection_file).returncode == 0
             got = subprocess.run(["curl", "-sg", f"http://[::1]:{hub.metrics_port}/healthz"], capture_output=True, text=True, check=True)
             assert got.stdout == "ok\n"
-        finally:
-            agents.stop()
             loop.run(hub.stop())

@@ -42,9 +42,8 @@ def pushed(tmp_path: Path) -> Iterator[HubProcess]:
 
 @pytest.fixture
 def pushed_agents(pushed: HubProcess) -> Iterator[Agents]:
-    made = Agents(pushed.folder)
-    yield made
-    made.stop()
+    with Agents(pushed.folder) as made:
+        yield made
 
 
 @contextlib.contextmanager

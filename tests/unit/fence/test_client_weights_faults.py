@@ -137,8 +137,7 @@ def test_labels_survive_the_hub(world: HubWorld) -> None:
 
 def test_a_hub_that_is_killed_in_the_middle_costs_time_alone(tmp_path: Path) -> None:
     process = HubProcess(tmp_path / "state", "--lease-seconds", "1").start()
-    agents = Agents(process.folder)
-    try:
+    with Agents(process.folder) as agents:
         engines = [agents.start(engine=engine_with(OLD)) for _ in range(2)]
         with Pool.connect(process.folder) as pool:
             eventually(lambda: pool.weights().ids == {OLD.hex()} and len(pool.engines()) == 2)
@@ -153,8 +152,6 @@ def test_a_hub_that_is_killed_in_the_middle_costs_time_alone(tmp_path: Path) -> 
                 pass
             again.join(60)
             assert groups(update.report) == [(NEW.hex(), "step-1", EVERYBODY[:2])]
-    finally:
-        agents.stop()
         process.end()
 
 

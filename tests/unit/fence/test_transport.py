@@ -12,7 +12,7 @@ from epochkv_fence.net import AgentThread, ClientKeys, HubServer, UnknownPool, g
 from epochkv_fence.protocol.authority import Origin, PoolRecord, Term
 from epochkv_fence.protocol.messages import Source
 from hack.waiting import eventually
-from tests.support.fence import POOL, WEIGHTS, FakeEngine, FenceWorld
+from tests.support.fence import POOL, SECOND_POOL, WEIGHTS, FakeEngine, FenceWorld
 
 Agents = list[tuple[AgentThread, FakeEngine]]
 
@@ -325,16 +325,13 @@ def test_a_removed_pool_is_gone_and_may_come_back(world: FenceWorld) -> None:
 
 def test_two_pools_share_a_hub_and_not_a_key(world: FenceWorld) -> None:
     hub, agents = serving(world, 1)
-    other = generate_keypair()
-    second = world.reconfigure(uid="pool-uid-2", name="default/second", client_public_keys=(world.pool_pair.public,))
+    second = world.reconfigure(uid=SECOND_POOL, name="default/second", client_public_keys=(world.pool_pair.public,))
     with pytest.raises(ValueError, match="has the client key of pool 'default/policy'"):
         world.thread.call(lambda: hub.set_pool(second))
-    second = world.reconfigure(uid="pool-uid-2", name="default/second", client_public_keys=(other.public,))
-    world.thread.call(lambda: hub.set_pool(second))
-    agent, engine = world.agent(hub.endpoint, ClientKeys(world.hub_pair.public, *other))
+    agent, engine = world.agent(hub.endpoint, world.second_pool(hub))
     eventually(lambda: using(agent, 0))
-    world.thread.call(lambda: hub.request("pool-uid-2", 1))
-    eventually(lambda: world.authority.records["pool-uid-2"].published == 1)
+    world.thread.call(lambda: hub.request(SECOND_POOL, 1))
+    eventually(lambda: world.authority.records[SECOND_POOL].published == 1)
     assert engine.adopted[-1] == 1
     assert agents[0][1].adopted == [0]
 
