@@ -16,16 +16,7 @@ import yaml
 
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
-from tests.cluster.operator_harness import (
-    CHILDREN,
-    ENGINES,
-    POOLS,
-    ROOT,
-    Namespace,
-    OperatorProcess,
-    condition,
-    install_crds,
-)
+from tests.cluster.operator_harness import CHILDREN, ENGINES, POOLS, ROOT, Namespace, OperatorProcess, condition, install_crds
 
 L1_AND_L2 = {
     "local": {"capacity": "64Mi"},

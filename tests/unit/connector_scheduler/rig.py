@@ -17,13 +17,7 @@ from dataclasses import dataclass, field
 from epochkv_connector.config.keys import ConnectorConfig
 from epochkv_connector.scheduler.requests import LoadEvent, Requests
 from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping, StepJobs
-from epochkv_connector.scheduler.tiers.views import (
-    CacheLayout,
-    GroupKind,
-    GroupLayout,
-    RequestView,
-    ScheduledRequestView,
-)
+from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 
 HASH_BLOCK = 4

@@ -21,18 +21,7 @@ from epochkv_connector.wire.steps import StepMetadata
 from epochkv_connector.worker.copying.layout import GroupSpec, LayoutError
 from epochkv_connector.worker.copying.staging import StagingStream
 from epochkv_connector.worker.half import WorkerHalf
-from tests.unit.connector_worker.worker_rig import (
-    LAYERS,
-    NAMESPACE,
-    NUM_BLOCKS,
-    NUM_SLOTS,
-    ObedientStore,
-    Rig,
-    load,
-    move,
-    name_of,
-    save,
-)
+from tests.unit.connector_worker.worker_rig import LAYERS, NAMESPACE, NUM_BLOCKS, NUM_SLOTS, ObedientStore, Rig, load, move, name_of, save
 
 
 @pytest.fixture
