@@ -107,7 +107,7 @@ class Names:
     def __init__(self, make_rig: MakeRig, source: random.Random, mutate: Callable[[Any], None] = lambda rig: None) -> None:
         self.source = source
         self.store = SharedStore()
-        self.epoch = self.target = 0
+        self.target = 0
         self.now = 1000.0
         self.num_ranks = source.choice([1, 2, 2])
         self._make = make_rig
