@@ -14,7 +14,7 @@ from bench.fence import kubernetes, rows, scheduler
 from bench.harness import Entry
 
 ROWS: dict[str, Entry] = {
-    "bump-16": Entry("bump -> published, 16 agents, file authority", 15, lambda a, p: rows.bump_latency(16, 100, a.bumps, p)),
+    "bump-16": Entry("bump -> published, 16 agents, SQLite authority", 15, lambda a, p: rows.bump_latency(16, 100, a.bumps, p)),
     "bump-256": Entry("the same with 256 agents", 30, lambda a, p: rows.bump_latency(256, 500, a.bumps, p)),
     "bump-5000": Entry("the same with 5,000 agents", 420, lambda a, p: rows.bump_latency(5_000, 3_000, a.bumps, p)),
     "kubernetes": Entry(

@@ -1,4 +1,4 @@
-"""The hub under test in a process of its own: production `HubServer` over the file authority.
+"""The hub under test in a process of its own: production `HubServer` over the SQLite authority.
 
 Reads its settings as one line of JSON; prints one line of JSON when it listens and one for each publication, with the time
 at which it asked for the write (`time.monotonic`, which all processes of a machine share). Ends when standard input does.
@@ -15,11 +15,11 @@ import threading
 import time
 from pathlib import Path
 
-from epochkv_fence.net import HubKeys, HubServer, PoolConfig
-from epochkv_fence.standalone.authority import FileAuthority
+from epochkv_fence.net import HubServer, KeyPair, PoolConfig
+from epochkv_fence.standalone.authority import SqliteAuthority
 
 
-class TimedAuthority(FileAuthority):
+class TimedAuthority(SqliteAuthority):
     """Says when it was asked to record and to publish."""
 
     async def publish(self, pool_uid: str, epoch: int) -> None:
@@ -32,7 +32,7 @@ async def serve(settings: dict[str, object]) -> None:
     """Run the hub until standard input ends."""
     authority = await TimedAuthority.open(Path(str(settings["state"])))
     uid = await authority.ensure_pool("bench", float(str(settings["lease_seconds"])))
-    server = HubServer(str(settings["bind"]), HubKeys(str(settings["hub_public"]), str(settings["hub_secret"])), authority)
+    server = HubServer(str(settings["bind"]), KeyPair(str(settings["hub_public"]), str(settings["hub_secret"])), authority)
     await server.start()
     server.set_pool(
         PoolConfig(

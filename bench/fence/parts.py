@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import zmq
 
-from epochkv_fence.net import ClientKeys, HubKeys, generate_keypair
+from epochkv_fence.net import ClientKeys, generate_keypair
 from epochkv_fence.protocol.messages import Bump, BumpStatus, Message, Status, decode, encode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +87,7 @@ class Fence:
     """Keys, state directory and hub process of one pool."""
 
     def __init__(self, directory: Path, lease_seconds: float) -> None:
-        hub, client = HubKeys(*generate_keypair()), generate_keypair()
+        hub, client = generate_keypair(), generate_keypair()
         self.keys = ClientKeys(hub.public, client.public, client.secret)
         self.lease_seconds = lease_seconds
         self.endpoint = "tcp://127.0.0.1:0"

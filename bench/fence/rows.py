@@ -104,7 +104,7 @@ def bump_latency(num_engines: int, aim_p99_ms: float, bumps: int, progress: Prog
         details: dict[str, Any] = {"bumps": bumps, "seconds": seconds, "hub_rss_bytes": rss_bytes(made.hub_pid)}
         figures = [*latency_figures(seconds, aim_p99_ms), Figure("hub CPU per bump", cpu_per_bump * 1e3, None)]
         figures.append(Figure("hub RSS", rss_bytes(made.hub_pid) / 2**20, None, "MiB"))
-        return Row(f"bump -> published, {num_engines} agents, file authority", figures, details)
+        return Row(f"bump -> published, {num_engines} agents, SQLite authority", figures, details)
 
 
 def steady_state(num_engines: int, seconds: float, progress: Progress) -> Row:

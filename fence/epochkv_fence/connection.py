@@ -1,7 +1,7 @@
 """How an engine, a trainer or the command line reaches a pool: one small JSON and five files, or the environment alone.
 
-Everything is checked where it is read, and every error names the key, file or variable and what to do about it, because
-it is read in the log of somebody else's launcher. Whatever comes in, only `ConfigurationError` comes out.
+Everything is checked where it is read. Every error names the key, file or variable and what to do about it, because
+people read it in the log of somebody else's launcher. Whatever comes in, only `ConfigurationError` comes out.
 
 The JSON is the connector's configuration file; a client reads its `pool` and `hub` and leaves the rest alone:
 
@@ -137,15 +137,11 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """One pool and the way to its hub.
-
-    Attributes:
-        origin: where this was read, for errors.
-    """
+    """One pool and the way to its hub. `origin` says where this was read, for errors."""
 
     pool: PoolRef
     hub: HubRef
-    origin: str = "the connection configuration"
+    origin: str = GIVEN
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ, repr=False, compare=False)
 
     @classmethod
@@ -189,9 +185,6 @@ class Connection:
             ConfigurationError: the file or variable is missing or holds no secret.
         """
         return read_root_secret(self.hub, self.environ)
-
-
-# ------------------------------------------------------------------------------------------------------------ the document
 
 
 def read_document(source: str | os.PathLike[str] | Mapping[str, Any] | None, environ: Mapping[str, str], what: str = GIVEN) -> Document:
@@ -315,10 +308,10 @@ def check_endpoint(endpoint: str, what: str) -> tuple[str, int]:
     return host, int(port)
 
 
-# -------------------------------------------------------------------------------------------------------------- credentials
+# ------------------------------------------------------------------ credentials
 
 
-def read_client_keys(hub: HubRef, environ: Mapping[str, str] | None = None) -> ClientKeys:
+def read_client_keys(hub: HubRef, environ: Mapping[str, str] = os.environ) -> ClientKeys:
     """The client's key pair and the hub's public key, from the directory or the environment.
 
     Key files are replaced one after the other when keys are rotated, so a pair that does not fit is read again.
@@ -328,24 +321,24 @@ def read_client_keys(hub: HubRef, environ: Mapping[str, str] | None = None) -> C
     """
     from epochkv_fence.net.keys import ClientKeys, CredentialsError
 
-    folder = hub.credentials_dir
-    tries = RELOAD_TRIES if folder is not None else 1
+    folder, tries = hub.credentials_dir, RELOAD_TRIES
+    if folder is None:
+        names = (HUB_PUBLIC_ENV, CLIENT_PUBLIC_ENV, CLIENT_SECRET_ENV)
+        try:
+            return ClientKeys(*(_variable(name, environ) for name in names))
+        except CredentialsError as error:
+            raise ConfigurationError(f"{', '.join(names)} cannot be used: {error}") from error
     while True:
         tries -= 1
         try:
-            if folder is not None:
-                return ClientKeys.load(_folder(folder))
-            return ClientKeys(*(_variable(name, environ) for name in (HUB_PUBLIC_ENV, CLIENT_PUBLIC_ENV, CLIENT_SECRET_ENV)))
+            return ClientKeys.load(_folder(folder))
         except CredentialsError as error:
             if not tries or isinstance(error.__cause__, FileNotFoundError):
-                if folder is not None:
-                    raise ConfigurationError(f"{_folder_problem(folder, str(error))}; give the folder with {KEY_FILES}") from error
-                where = f"{HUB_PUBLIC_ENV}, {CLIENT_PUBLIC_ENV}, {CLIENT_SECRET_ENV}"
-                raise ConfigurationError(f"{where} cannot be used: {error}") from error
+                raise ConfigurationError(f"{_folder_problem(folder, str(error))}; give the folder with {KEY_FILES}") from error
         time.sleep(RELOAD_SECONDS)
 
 
-def read_root_secret(hub: HubRef, environ: Mapping[str, str] | None = None) -> bytes:
+def read_root_secret(hub: HubRef, environ: Mapping[str, str] = os.environ) -> bytes:
     """The pool's root secret (32 bytes, kept as 64 hex digits), from the directory or the environment.
 
     Raises:
@@ -374,8 +367,8 @@ def _secret(text: str, what: str) -> bytes:
     return secret
 
 
-def _variable(name: str, environ: Mapping[str, str] | None) -> str:
-    value = (os.environ if environ is None else environ).get(name, "").strip()
+def _variable(name: str, environ: Mapping[str, str]) -> str:
+    value = environ.get(name, "").strip()
     if not value:
         raise ConfigurationError(f"{name} is not set and the configuration has no hub.credentials_dir; set one of them")
     return value

@@ -16,8 +16,9 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from epochkv_fence.protocol.pool import PoolSnapshot
-from epochkv_fence.standalone.hub import FileHub, HubOptions
-from epochkv_fence.standalone.state import retire_previous, rotate_keys
+from epochkv_fence.standalone.credentials import retire_previous, rotate_keys
+from epochkv_fence.standalone.hub import StandaloneHub
+from epochkv_fence.standalone.options import HubOptions
 from epochkv_fence.stores.admin import StoreAdmin
 from hack.waiting import eventually
 
@@ -72,11 +73,11 @@ class Pool:
         self._changes: dict[str, Any] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="hub", daemon=True)
-        self._hub: FileHub | None = None
+        self._hub: StandaloneHub | None = None
 
     def start_hub(self) -> None:
         """Start the hub (again, at the same address, as a new term)."""
-        hub = FileHub(self._options, self._stores)
+        hub = StandaloneHub(self._options, self._stores)
         self._run(hub.start())
         self._hub, self.uid, self.endpoint = hub, hub.uid, hub.endpoint
         self._options = replace(self._options, listen=self.endpoint)
@@ -132,7 +133,7 @@ class Pool:
         """`--kv-transfer-config` of an engine of this pool; L1 and L2 as far as they are given."""
         return transfer_config(self.connection(), local_bytes, master_address, **extra)
 
-    def _running(self) -> FileHub:
+    def _running(self) -> StandaloneHub:
         if self._hub is None:
             raise RuntimeError(f"the hub of pool {self.name} is stopped; call start_hub()")
         return self._hub

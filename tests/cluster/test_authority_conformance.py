@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from epochkv_fence.protocol.authority import Authority, AuthorityError, Origin, PoolGone, PoolRecord, Term
+from epochkv_fence.protocol.authority import Authority, AuthorityError, PoolGone, PoolRecord, Term
 from epochkv_fence.protocol.messages import Source
 from epochkv_operator.hub.kubernetes import KubernetesAuthority, record_of
 from epochkv_operator.kube.client import KubeClient
@@ -78,7 +78,7 @@ class TestKubernetesAuthority(AuthorityConformance):
         async def body(world: Authorities) -> None:
             assert isinstance(world, Operators)
             authority, _ = await world.take_over()
-            await authority.record(world.uid, 3, Origin(Source.TRAINER))
+            await authority.record(world.uid, 3, Source.TRAINER)
             await authority.publish(world.uid, 3)
             await authority.note_labels(world.uid, {bytes(16): "step-7", b"\xff" * 16: "step-8"})
             assert self.space.status(world.name) == {
@@ -90,7 +90,7 @@ class TestKubernetesAuthority(AuthorityConformance):
             # What the status said about the reset before does not stay beside the next one.
             times = {"startTime": "2026-01-01T00:00:00Z", "completionTime": "2026-01-01T00:00:01Z", "durationMilliseconds": 9}
             self.space.patch(POOLS, world.name, {"status": {"reset": times}}, "/status")
-            await authority.record(world.uid, 4, Origin(Source.SPEC))
+            await authority.record(world.uid, 4, Source.SPEC)
             assert self.space.status(world.name)["reset"] == {"epoch": 4, "origin": "Spec"}
 
         self.run(body)
@@ -105,8 +105,8 @@ class TestKubernetesAuthority(AuthorityConformance):
             before, labels = conflicts(), dict[bytes, str]()
             for epoch, source in ((1, Source.TRAINER), (2, Source.ENGINE), (3, Source.TRAINER)):
                 self.space.patch(POOLS, world.name, {"metadata": {"annotations": {"somebody": f"writes {epoch}"}}})
-                await authority.record(world.uid, epoch, Origin(source))
-                assert await authority.load(world.uid) == PoolRecord(epoch, epoch - 1, False, Origin(source), labels)
+                await authority.record(world.uid, epoch, source)
+                assert await authority.load(world.uid) == PoolRecord(epoch, epoch - 1, False, source, labels)
                 self.space.patch(POOLS, world.name, {"metadata": {"annotations": {"somebody": f"writes {epoch} again"}}})
                 await authority.publish(world.uid, epoch)
                 self.space.patch(POOLS, world.name, {"metadata": {"annotations": {"somebody": f"writes {epoch} once more"}}})
@@ -133,7 +133,7 @@ class TestKubernetesAuthority(AuthorityConformance):
         async def body(world: Authorities) -> None:
             assert isinstance(world, Operators)
             authority, _ = await world.take_over()
-            await authority.record(world.uid, 3, Origin(Source.SPEC))
+            await authority.record(world.uid, 3, Source.SPEC)
             self.space.delete(POOLS, world.name)
             body = {"apiVersion": "epochkv.io/v1alpha1", "kind": "KVCachePool", "metadata": {"name": world.name}}
             recreated = self.space.create(POOLS, {**body, "spec": {"local": {"capacity": "64Mi"}}})

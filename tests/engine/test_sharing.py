@@ -139,7 +139,7 @@ def test_engines_that_clear_their_caches_move_the_pool_on_once(
     snapshot = pair.pool.snapshot()
     assert (snapshot.target, snapshot.published) == (before + 1, before + 1)
     assert snapshot.origin is not None
-    assert snapshot.origin.source is Source.ENGINE
+    assert snapshot.origin is Source.ENGINE
 
 
 def _items(metrics: str, name: str) -> float:

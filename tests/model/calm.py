@@ -108,7 +108,7 @@ class Calm:
         """R: the store is wiped once for a published epoch, or it is given up and said."""
         world, hub = self.world, self.process.hub
         limit = world.now + STORE_SECONDS / min(world.rates)
-        while hub.state.wiper.open:
+        while hub.state.wiper.due_at() < float("inf"):
             if world.now > limit:
                 raise Violation("R: the store is wiped without end")
             self._turn()

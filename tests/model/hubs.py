@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from epochkv_fence.hub import events as ev
-from epochkv_fence.protocol.authority import Origin, Term
+from epochkv_fence.protocol.authority import Term
 from epochkv_fence.protocol.messages import MAX_LABELS, Error, Heartbeat, Leave, Message, Reclaim, Refusal, Source
 from tests.model.parts import Call, HubProcess, Violation
 
@@ -83,7 +83,7 @@ class HubSide:
                     world.count("reclaims")
                 world.count("hub messages")
                 world.network.post(f"h{process.index}", peer.decode(), message)
-            case ev.Record(epoch, origin):
+            case ev.RecordTarget(epoch, origin):
                 world.authority.call(process, "record", epoch, origin)
             case ev.Publish(epoch):
                 world.authority.call(process, "publish", epoch)
@@ -189,11 +189,11 @@ class HubSide:
         world = self.world
         process = process or world.rng.choice(world.hubs)
         if world.spec_epoch and self.free(process):
-            self.step(process, ev.Asked(world.spec_epoch, Origin(Source.SPEC)))
+            self.step(process, ev.Asked(world.spec_epoch, Source.SPEC))
 
     def configure(self, process: HubProcess) -> None:
         """This hub learns the pool's configuration."""
-        if process.hub.config != self.world.config:
+        if process.hub.state.config != self.world.config:
             self.step(process, ev.Configured(self.world.config))
 
 
@@ -231,7 +231,7 @@ class Tidings:
         process = self.world.rng.choice(self.world.hubs)
         if not self.world.hub_side.free(process):
             return
-        if process.hub.config != self.world.config:
+        if process.hub.state.config != self.world.config:
             self.world.hub_side.configure(process)
         elif self.world.profile.reconfigures:
             self.world.change_config()

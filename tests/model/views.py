@@ -85,7 +85,7 @@ class Told:
 
     def compare(self, hub: Hub, now: float) -> None:
         """After a step: boots that the hub has forgotten count no more."""
-        if not self.news and len(self.boots) == hub.num_boots:
+        if not self.news and len(self.boots) == len(hub.state.boots.known):
             return
         self.news = False
         self.boots = {name: boot for name, boot in self.boots.items() if name in hub.state.boots.known}
@@ -99,18 +99,18 @@ class Told:
 
     def live(self, hub: Hub, now: float) -> dict[bytes, Boot]:
         """Heard from within the last lease, and remembered."""
-        lease = hub.config.lease_seconds
+        lease = hub.state.config.lease_seconds
         return {name: boot for name, boot in self.boots.items() if now < boot.heard_at + lease}
 
     # ------------------------------------------------------------------ what a hub may have removed
 
     def wrong_sweep(self, hub: Hub, order: Reclaim, now: float) -> str:
         """Why these keys may not be removed; empty: they may."""
-        if hub.config.reclaim == "Retain":
+        if hub.state.config.reclaim == "Retain":
             return "the pool's policy is Retain"
         if not order.keep:
             return ""
-        grace = hub.config.grace_seconds
+        grace = hub.state.config.grace_seconds
         if now < self.led_at + grace:
             return f"it leads for {now - self.led_at:.2f} s, less than the {grace:g} s for which weights are kept"
         silent = [name for name, boot in self.live(hub, now).items() if boot.weights is None]

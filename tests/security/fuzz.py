@@ -103,7 +103,7 @@ def _perform(hub: Hub, action: ev.Action, rng: Random, now: float) -> None:
     match action:
         case ev.Send(_, message):
             encode(message)
-        case ev.Record(epoch):
+        case ev.RecordTarget(epoch):
             hub.step(ev.Recorded(epoch) if worked else ev.RecordFailed(epoch), now)
         case ev.Publish(epoch):
             hub.step(ev.Published(epoch) if worked else ev.PublishFailed(epoch), now)

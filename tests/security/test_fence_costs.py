@@ -29,10 +29,12 @@ def second_pool(world: FenceWorld, hub: HubServer, num_boots: int = 0) -> Client
     keys = world.second_pool(hub, lease_seconds=60.0)
 
     def join() -> None:
-        lane = hub.reception.lane(keys.public)
-        assert lane is not None
+        holder = hub.receiver.client(keys.public)
+        assert holder is not None
         for number in range(num_boots):
-            hub.reception.take(lane, b"nobody", Heartbeat(number.to_bytes(16, "big"), 0, 0, weights=(number % 500 + 1).to_bytes(16, "big")))
+            hub.receiver.take(
+                holder, b"nobody", Heartbeat(number.to_bytes(16, "big"), 0, 0, weights=(number % 500 + 1).to_bytes(16, "big"))
+            )
 
     world.thread.call(join)
     return keys
@@ -58,22 +60,22 @@ def test_a_flood_of_costly_messages_over_many_connections_takes_no_lease_of_anot
 
 def test_what_looks_at_many_boots_costs_by_their_number(world: FenceWorld, hub: HubServer) -> None:
     keys = second_pool(world, hub, NUM_BOOTS)
-    lane = hub.reception.lane(keys.public)
-    small = hub.reception.lane(world.pool_pair.public)
-    assert lane is not None
+    holder = hub.receiver.client(keys.public)
+    small = hub.receiver.client(world.pool_pair.public)
+    assert holder is not None
     assert small is not None
     for message in (Bump(1, 1), Status(1)):
-        assert world.thread.call(lambda message=message: hub.reception.cost(lane, message)) == 101.0
-        assert world.thread.call(lambda message=message: hub.reception.cost(small, message)) == 1.0
-    assert world.thread.call(lambda: hub.reception.cost(lane, Heartbeat(b"b" * 16, 0))) == 0.0
+        assert world.thread.call(lambda message=message: holder.pool.cost(message)) == 101.0
+        assert world.thread.call(lambda message=message: small.pool.cost(message)) == 1.0
+    assert world.thread.call(lambda: holder.pool.cost(Heartbeat(b"b" * 16, 0))) == 0.0
     assert COST_BURST > NUM_BOOTS / STATUS_PAGE * 101.0  # a trainer can list all boots at once
 
 
 def test_who_asks_for_too_much_is_told_and_its_pools_heartbeats_are_taken(world: FenceWorld, hub: HubServer) -> None:
     def spend() -> None:
-        lane = hub.reception.lane(world.pool_pair.public)
-        assert lane is not None
-        lane.costs.fine(10**6)
+        holder = hub.receiver.client(world.pool_pair.public)
+        assert holder is not None
+        holder.pool.costs.fine(10**6)
 
     with raw(hub.endpoint, world.client_keys) as client:
         assert isinstance(client.ask(encode(Bump(1, 1))), BumpStatus)

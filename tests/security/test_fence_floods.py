@@ -112,9 +112,9 @@ def test_many_connections_of_one_pool_share_its_limit(world: FenceWorld, hub: Hu
     keys = world.second_pool(hub)
 
     def empty() -> None:
-        lane = hub.reception.lane(keys.public)
-        assert lane is not None
-        lane.bucket.fine(lane.bucket.tokens + 10**6)
+        holder = hub.receiver.client(keys.public)
+        assert holder is not None
+        holder.pool.bucket.fine(holder.pool.bucket.tokens + 10**6)
 
     world.thread.call(empty)
     with flooding("messages", hub.endpoint, 500, keys):

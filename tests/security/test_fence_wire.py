@@ -190,9 +190,9 @@ def test_replayed_and_foreign_grants_and_garbage_change_nothing(world: FenceWorl
         fake.say(fake.grant(acknowledgement, 9, seq=10**9))
         for garbage in ([VERSION_FRAME, b"\xc1"], [b"\x07", b""], [b""], [VERSION_FRAME, b"\xc1"]):
             fake.say(garbage)
-        eventually(lambda: agent.refused_grants.total() >= 3)
+        eventually(lambda: agent._agent.refused.total() >= 3)
         eventually(lambda: agent.counters["wire_errors"] >= 4)
-        assert agent.refused_grants == {"lower_epoch": 1, "other_boot": 1, "unknown_seq": 1}
+        assert agent._agent.refused == {"lower_epoch": 1, "other_boot": 1, "unknown_seq": 1}
         assert agent.view == before
         assert engine.adopted == [3, 5]
         agent.poke()

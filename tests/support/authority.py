@@ -17,14 +17,14 @@ from typing import Protocol
 
 import pytest
 
-from epochkv_fence.protocol.authority import Authority, AuthorityError, Origin, PoolGone, PoolRecord, Term, merged_labels
+from epochkv_fence.protocol.authority import Authority, AuthorityError, PoolGone, PoolRecord, Term, merged_labels
 from epochkv_fence.protocol.messages import MAX_EPOCH, MAX_LABELS, Source
 
 BODY_SECONDS = 120.0
-TRAINER, OWNER, ENGINE = Origin(Source.TRAINER), Origin(Source.SPEC), Origin(Source.ENGINE)
+TRAINER, OWNER, ENGINE = Source.TRAINER, Source.SPEC, Source.ENGINE
 
 
-def source_of(epoch: int) -> Origin:
+def source_of(epoch: int) -> Source:
     """One for each epoch, so that a mix of two writes shows."""
     return (TRAINER, OWNER, ENGINE)[epoch % 3]
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from epochkv_fence.net import AgentThread, ClientKeys, EngineIdentity, HubKeys, HubServer, generate_keypair
-from epochkv_fence.protocol.authority import AuthorityError, Origin, PoolRecord, Term, merged_labels
+from epochkv_fence.net import AgentThread, ClientKeys, EngineIdentity, HubServer, generate_keypair
+from epochkv_fence.protocol.authority import AuthorityError, PoolRecord, Term, merged_labels
+from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import PoolConfig
 
 T = TypeVar("T")
@@ -47,7 +48,7 @@ class MemoryAuthority:
         await self._enter("load")
         return self.records.get(pool_uid, PoolRecord())
 
-    async def record(self, pool_uid: str, target: int, origin: Origin | None = None) -> None:
+    async def record(self, pool_uid: str, target: int, origin: Source | None = None) -> None:
         await self._enter("record")
         old = self.records.get(pool_uid, PoolRecord())
         if target > old.target:
@@ -153,7 +154,7 @@ class FenceWorld:
     def __init__(self, lease_seconds: float = 30.0, **config: Any) -> None:
         self.thread = LoopThread()
         self.authority = self.thread.call(MemoryAuthority)
-        self.hub_pair = HubKeys(*generate_keypair())
+        self.hub_pair = generate_keypair()
         self.pool_pair = generate_keypair()
         self.config = PoolConfig(POOL, "default/policy", (self.pool_pair.public,), lease_seconds=lease_seconds, **config)
         self.hubs: list[HubServer] = []

@@ -1,4 +1,4 @@
-"""The file hub as tests use it: in a thread, or as the real process `epochkv hub`; agents that join it by its client folder."""
+"""The standalone hub as tests use it: in a thread, or as the real process `epochkv hub`; agents that join it by its client folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from epochkv_fence.client import Pool
 from epochkv_fence.connection import Connection
 from epochkv_fence.net import AgentThread, EngineIdentity
 from epochkv_fence.protocol.pool import PoolSnapshot
-from epochkv_fence.standalone.hub import FileHub, HubOptions
+from epochkv_fence.standalone.hub import StandaloneHub
+from epochkv_fence.standalone.options import HubOptions
 from hack.loopback import free_port
 from hack.waiting import eventually
 from tests.support.fence import FakeEngine, LoopThread
@@ -93,20 +94,20 @@ def using(agent: AgentThread, epoch: int) -> bool:
 
 
 class HubWorld:
-    """A file hub in a thread, its agents and its clients."""
+    """A standalone hub in a thread, its agents and its clients."""
 
     def __init__(self, state: Path, **options: Any) -> None:
         self.options = HubOptions("policy", "tcp://127.0.0.1:0", state, **options)
         self.thread = LoopThread()
         self.folder = state / "client"
-        self.hub: FileHub | None = None
+        self.hub: StandaloneHub | None = None
         self.start_hub()
         self.agents = Agents(self.folder)
         self.pools: list[Pool] = []
 
-    def start_hub(self) -> FileHub:
+    def start_hub(self) -> StandaloneHub:
         """Start it, the second time at the address of the first."""
-        hub = FileHub(self.options)
+        hub = StandaloneHub(self.options)
         self.thread.run(hub.start())
         self.hub = hub
         self.options = replace(self.options, listen=hub.server.endpoint)

@@ -14,8 +14,8 @@ from epochkv_fence.cli import asking, hub, keys, update
 from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.render import say_error
 from epochkv_fence.client import ArgumentError, ConfigurationError, HubUnreachable, PoolError, ResetTimeout, WeightsDiverged
-from epochkv_fence.standalone.authority import StateError
-from epochkv_fence.standalone.hub import HubError
+from epochkv_fence.standalone.database import StateError
+from epochkv_fence.standalone.options import HubError
 
 HELP: Final = """KV-cache pools that can be invalidated as a whole, provably.
 
@@ -73,18 +73,17 @@ def _options(
     """What stands before the command."""
 
 
-app.command("hub", help=hub.HELP)(hub.hub)
-app.command("reset", help=asking.RESET_HELP)(asking.reset)
-app.command("wait", cls=asking.WaitCommand, help=asking.WAIT_HELP)(asking.wait)
-app.command("status", help=asking.STATUS_HELP)(asking.status)
-app.command("engines", help=asking.ENGINES_HELP)(asking.engines)
-app.command("weights", help=asking.WEIGHTS_HELP)(asking.weights)
-app.command("update", help=update.HELP, context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})(update.update)
+app.command("hub")(hub.hub)
+app.command("reset")(asking.reset)
+app.command("wait", cls=asking.WaitCommand)(asking.wait)
+app.command("status")(asking.status)
+app.command("engines")(asking.engines)
+app.command("weights")(asking.weights)
+app.command("update", context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})(update.update)
 app.add_typer(keys.app, name="keys", help=keys.HELP)
 
 
 def run() -> None:
-    """Entry point."""
     logging.getLogger("epochkv_fence").addHandler(logging.NullHandler())  # errors are told once, by the commands
     logging.getLogger("epochkv_fence.connection").addHandler(_Warnings(logging.WARNING))
     try:

@@ -11,53 +11,20 @@ import typer
 from typer.core import TyperCommand
 
 from epochkv_fence.cli.exits import Exit
-from epochkv_fence.cli.gone import gone
-from epochkv_fence.cli.render import Output, Progress, say_error, show_engines, show_reset, show_status, show_wait, show_weights
+from epochkv_fence.cli.render import (
+    Output,
+    StatusLine,
+    reset_waits_for,
+    say_error,
+    show_engines,
+    show_reset,
+    show_status,
+    show_wait,
+    show_weights,
+    wait_waits_for,
+)
 from epochkv_fence.client import ConfigurationError, Connection, HubUnreachable, Pool, ResetTimeout, WrongPool
 from epochkv_fence.protocol.messages import MAX_EPOCH
-
-RESET_HELP: Final = """Make all KV of the pool unreachable, and wait until that is proved.
-
-New weights do not need it: engines name KV by the weights that they hold.
-
-\b
-  epochkv reset                                 # the next epoch
-  epochkv reset --epoch 7 -o json               # at least epoch 7; repeating it changes nothing
-
-Exit status: 0 published (with --no-wait: recorded); 3 recorded, not published in time; 4 no hub recorded it.
-With -o json, 3 prints what is known, too.
-"""
-WAIT_HELP: Final = """Wait until EPOCH is published: until it is proved that no engine uses KV of an older one.
-
-It asks for nothing: somebody else does, before or meanwhile (`epochkv reset --no-wait`, a trainer, resetEpoch of the pool). An
-epoch that is published already ends it at once.
-
-\b
-  epochkv wait 7 --timeout 60
-
-Exit status: 0 published; 3 not in time, the message says whether anybody has asked for it; 4 no hub answers.
-With -o json, 3 prints what is known, too.
-"""
-STATUS_HELP: Final = """Show the pool: epochs, weights, engines.
-
-\b
-  epochkv status --config policy/client
-  EPOCHKV_CONFIG=policy/client epochkv status -o json
-"""
-ENGINES_HELP: Final = """List the pool's live engine processes.
-
-\b
-  epochkv engines
-  epochkv engines -o json | jq -r '.[] | select(.state != "use") | .name'
-"""
-WEIGHTS_HELP: Final = """Show which engines hold which weights, bit by bit; most engines first, then those that changed last.
-
-`epochkv update` waits until a push has reached everybody.
-
-\b
-  epochkv weights
-  epochkv weights --json | jq .equal
-"""
 
 Config = Annotated[
     str | None,
@@ -80,6 +47,22 @@ OnFailure = Annotated[
         help="When the epoch is recorded and not published in time: bypass says so and exits with 3, crash also prints an error.",
     ),
 ]
+
+
+def gone(option: str, instead: str) -> Any:
+    """An option of before: hidden from help, and rejected with what replaced it.
+
+    Args:
+        instead: what to do now, after "is gone: ".
+    """
+
+    def refuse(ctx: typer.Context, value: str | None) -> None:
+        if value is not None:
+            raise typer.BadParameter(f"it is gone: {instead}", ctx, param_hint=option)
+
+    return typer.Option(option, hidden=True, callback=refuse, metavar="GONE")
+
+
 LOOK_SECONDS: Final = 10.0
 RESET_SECONDS: Final = 300.0
 CONNECT_SECONDS: Final = 30.0
@@ -110,7 +93,7 @@ def connect(config: str | None, timeout: float, consequence: str | None = None) 
 
 
 @contextmanager
-def _asking(progress: Progress, output: Output) -> Iterator[None]:
+def _asking(progress: StatusLine, output: Output) -> Iterator[None]:
     """The error of an epoch that is late goes to stderr; with JSON what is known of it is a document on stdout as well."""
     try:
         try:
@@ -147,8 +130,18 @@ def reset(
         str | None, gone("--weights-version", "weights name themselves. Leave it out; `epochkv update` says what they are called")
     ] = None,
 ) -> None:
-    """See RESET_HELP."""
-    progress = Progress()
+    """Make all KV of the pool unreachable, and wait until that is proved.
+
+    New weights do not need it: engines name KV by the weights that they hold.
+
+    \b
+      epochkv reset                                 # the next epoch
+      epochkv reset --epoch 7 -o json               # at least epoch 7; repeating it changes nothing
+
+    Exit status: 0 published (with --no-wait: recorded); 3 recorded, not published in time; 4 no hub recorded it.
+    With -o json, 3 prints what is known, too.
+    """
+    progress = StatusLine(reset_waits_for)
     with interruptible(f". {NOTHING_ASKED}"):
         pool = connect(config, timeout, NOTHING_ASKED)
     with interruptible(MAY_BE_RECORDED), closing(pool), _asking(progress, output):
@@ -191,21 +184,41 @@ def wait(
     timeout: Timeout = RESET_SECONDS,
     output: Out = Output.TABLE,
 ) -> None:
-    """See WAIT_HELP."""
-    progress = Progress(asks=False)
+    """Wait until EPOCH is published: until it is proved that no engine uses KV of an older one.
+
+    It asks for nothing: somebody else does, before or meanwhile (`epochkv reset --no-wait`, a trainer, resetEpoch of the pool). An
+    epoch that is published already ends it at once.
+
+    \b
+      epochkv wait 7 --timeout 60
+
+    Exit status: 0 published; 3 not in time, the message says whether anybody has asked for it; 4 no hub answers.
+    With -o json, 3 prints what is known, too.
+    """
+    progress = StatusLine(wait_waits_for)
     with closing(connect(config, timeout)) as pool, _asking(progress, output):
         done = pool.wait(epoch, timeout, progress)
     show_wait(done, output)
 
 
 def status(config: Config = None, timeout: Timeout = LOOK_SECONDS, output: Out = Output.TABLE) -> None:
-    """See STATUS_HELP."""
+    """Show the pool: epochs, weights, engines.
+
+    \b
+      epochkv status --config policy/client
+      EPOCHKV_CONFIG=policy/client epochkv status -o json
+    """
     with closing(connect(config, timeout)) as pool:
         show_status(pool.status(timeout), output)
 
 
 def engines(config: Config = None, timeout: Timeout = LOOK_SECONDS, output: Out = Output.TABLE) -> None:
-    """See ENGINES_HELP."""
+    """List the pool's live engine processes.
+
+    \b
+      epochkv engines
+      epochkv engines -o json | jq -r '.[] | select(.state != "use") | .name'
+    """
     with closing(connect(config, timeout)) as pool:
         show_engines(pool.status(timeout), output)
 
@@ -216,6 +229,13 @@ def weights(
     output: Out = Output.TABLE,
     as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
 ) -> None:
-    """See WEIGHTS_HELP."""
+    """Show which engines hold which weights, bit by bit; most engines first, then those that changed last.
+
+    `epochkv update` waits until a push has reached everybody.
+
+    \b
+      epochkv weights
+      epochkv weights --json | jq .equal
+    """
     with closing(connect(config, timeout)) as pool:
         show_weights(pool.weights(timeout), Output.JSON if as_json else output)

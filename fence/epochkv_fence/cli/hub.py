@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import json
 import logging
 import os
@@ -12,48 +11,30 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import typer
 
+from epochkv_fence.cli.asking import gone
 from epochkv_fence.cli.exits import Exit
-from epochkv_fence.cli.gone import gone
 from epochkv_fence.cli.render import say_error
-from epochkv_fence.standalone.hub import FileHub, HubOptions, joined_environment
+from epochkv_fence.protocol.pool import ReclaimPolicy
+from epochkv_fence.standalone.hub import StandaloneHub
+from epochkv_fence.standalone.options import HubOptions
 
-HELP: Final = """Serve a pool without Kubernetes. One process; its record and keys are in --state.
-
-Started again with the same state it continues the pool: engines keep their leases meanwhile. Keep the state on a disk that
-survives, never restore an older copy of it, and keep STATE/client private: it holds the pool's keys.
-
-\b
-  epochkv hub --pool policy --listen tcp://0.0.0.0:7700 --state /var/lib/epochkv/policy
-  epochkv hub --pool policy --listen tcp://*:7700 --state DIR --advertise tcp://head-node:7700
-
-Engines and trainers join with `EPOCHKV_CONFIG=STATE/client/connection.json`, on other machines with a copy of that folder.
-
-Exit status: 0 told to end (SIGTERM, SIGINT); 1 told to end, and it had to give up something that hangs; 2 wrong usage, or the
-address is taken; 5 the state cannot be used (held by another process, unreadable, of another pool); 6 the state was removed or
-replaced while it served.
-"""
 NAMED: Final = "engines name KV by the weights that they hold"
 END_SECONDS: Final = 10.0
 """Longer than an orderly end takes: each of its steps has a shorter deadline."""
 
 
-class LogFormat(enum.StrEnum):
-    """`--log-format`."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
-class Reclaim(enum.StrEnum):
-    """`--reclaim`."""
-
-    DELETE = "Delete"
-    REMOVE_ALL = "RemoveAll"
-    RETAIN = "Retain"
+LogFormat = Literal["text", "json"]
+ReclaimOption = Annotated[
+    ReclaimPolicy,
+    typer.Option(
+        help="Keys of older epochs and of weights that are gone: an engine removes them; the store is also emptied after each "
+        "reset; or its eviction takes them."
+    ),
+]
 
 
 class _JsonFormatter(logging.Formatter):
@@ -71,7 +52,7 @@ class _JsonFormatter(logging.Formatter):
 def configure_logs(log_format: LogFormat) -> None:
     """Everything to stderr, one line per transition."""
     handler = logging.StreamHandler(sys.stderr)
-    if log_format is LogFormat.JSON:
+    if log_format == "json":
         handler.setFormatter(_JsonFormatter())
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s", "%H:%M:%S"))
@@ -91,39 +72,47 @@ def hub(
         float,
         typer.Option(min=0.5, max=86_400, help="How long an engine may use an epoch unheard. Never gets shorter."),
     ] = 30.0,
-    reclaim: Annotated[
-        Reclaim,
-        typer.Option(
-            help="Keys of older epochs and of weights that are gone: an engine removes them; the store is also emptied after each "
-            "reset; or its eviction takes them."
-        ),
-    ] = Reclaim.DELETE,
+    reclaim: ReclaimOption = "Delete",
     store_admin: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="Admin port of the Mooncake master of a store of this pool alone; repeatable.")
     ] = None,
     advertise: Annotated[str, typer.Option(metavar="tcp://HOST:PORT", help="What clients dial. Default: from --listen.")] = "",
     metrics: Annotated[str, typer.Option(metavar="HOST:PORT", help="Serve /metrics and /healthz there. Default: no.")] = "",
-    log_format: Annotated[LogFormat, typer.Option(help="text for people, json for collectors.")] = LogFormat.TEXT,
+    log_format: Annotated[LogFormat, typer.Option(help="text for people, json for collectors.")] = "text",
     weights_source: Annotated[str | None, gone("--weights-source", f"{NAMED}, pushed or not. Leave it out")] = None,
     join_after_seconds: Annotated[str | None, gone("--join-after-seconds", f"{NAMED}, so no engine has to wait. Leave it out")] = None,
 ) -> None:
-    """See HELP."""
+    """Serve a pool without Kubernetes. One process; its record and keys are in --state.
+
+    Started again with the same state it continues the pool: engines keep their leases meanwhile. Keep the state on a disk that
+    survives, never restore an older copy of it, and keep STATE/client private: it holds the pool's keys.
+
+    \b
+      epochkv hub --pool policy --listen tcp://0.0.0.0:7700 --state /var/lib/epochkv/policy
+      epochkv hub --pool policy --listen tcp://*:7700 --state DIR --advertise tcp://head-node:7700
+
+    Engines and trainers join with `EPOCHKV_CONFIG=STATE/client/connection.json`, on other machines with a copy of that folder.
+
+    Exit status: 0 told to end (SIGTERM, SIGINT); 1 told to end, and it had to give up something that hangs; 2 wrong usage, or the
+    address is taken; 5 the state cannot be used (held by another process, unreadable, of another pool); 6 the state was removed or
+    replaced while it served.
+    """
     options = HubOptions(
         pool=pool,
         listen=listen,
         state=state,
         lease_seconds=lease_seconds,
-        reclaim=reclaim.value,
+        reclaim=reclaim,
         store_admin=tuple(store_admin or ()),
         advertise=advertise,
         metrics=metrics,
     )
-    made = FileHub(options)
+    made = StandaloneHub(options)
     configure_logs(log_format)
     raise typer.Exit(asyncio.run(serve(made, log_format)))
 
 
-async def serve(made: FileHub, log_format: LogFormat) -> Exit:
+async def serve(made: StandaloneHub, log_format: LogFormat) -> Exit:
     """Until SIGTERM, SIGINT, or the loss of the state."""
     logger = logging.getLogger("epochkv.hub")
     loop = asyncio.get_running_loop()
@@ -142,7 +131,7 @@ async def serve(made: FileHub, log_format: LogFormat) -> Exit:
     text = f"pool {made.options.pool} ({made.uid}) on {made.endpoint}, state {made.options.state.absolute()}"
     fields = {"pool": made.options.pool, "uid": made.uid, "endpoint": made.endpoint, "connection": str(made.connection_file)}
     logger.info(text, extra={"fields": fields})
-    if log_format is LogFormat.TEXT:
+    if log_format == "text":
         print(introduction(made), flush=True)
     ends = [loop.create_task(told.wait()), loop.create_task(made.wait())]
     try:
@@ -158,7 +147,7 @@ async def serve(made: FileHub, log_format: LogFormat) -> Exit:
     return Exit.LOST
 
 
-async def _started(made: FileHub, told: asyncio.Event) -> bool:
+async def _started(made: StandaloneHub, told: asyncio.Event) -> bool:
     """Whether it serves; False when it was told to end first."""
     starting, ending = asyncio.create_task(made.start()), asyncio.create_task(told.wait())
     try:
@@ -187,13 +176,13 @@ def _end_anyway() -> None:
     timer.start()
 
 
-def introduction(made: FileHub) -> str:
+def introduction(made: StandaloneHub) -> str:
     """How to join, for whoever started the hub in a terminal."""
     folder = made.connection_file.parent
     return "\n".join(
         [
             f"Engines and trainers of pool {made.options.pool} join with",
-            f"  {joined_environment(made.connection_file)}",
+            f"  export EPOCHKV_CONFIG={made.connection_file}",
             "  vllm serve MODEL --shutdown-timeout 20 --kv-transfer-config '" + transfer_config() + "'",
             f"On other machines copy {folder} (it holds keys: keep it private). Then",
             "  epochkv status",

@@ -6,7 +6,7 @@ import enum
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -39,17 +39,14 @@ def console() -> Console:
 
 
 def say_error(text: str) -> None:
-    """One message on stderr."""
     print(f"epochkv: {text}", file=sys.stderr)
 
 
 def show_json(value: Any) -> None:
-    """One JSON document on stdout."""
     print(json.dumps(value, indent=2))
 
 
 def show_status(status: PoolStatus, output: Output) -> None:
-    """`epochkv status`."""
     if output is Output.JSON:
         content = asdict(status)
         show_json({**content, "converged": status.converged, "laggards": list(status.laggards)})
@@ -88,7 +85,6 @@ def _counted(states: Sequence[str]) -> str:
 
 
 def show_engines(status: PoolStatus, output: Output) -> None:
-    """`epochkv engines`."""
     if output is Output.JSON:
         show_json([asdict(engine) for engine in status.engines])
         return
@@ -145,7 +141,6 @@ def shown_weights(found: WeightsReport) -> str:
 
 
 def show_reset(reset: Reset, output: Output, wait: bool = True) -> None:
-    """The outcome of `reset`."""
     if output is Output.JSON:
         show_json(asdict(reset))
         return
@@ -201,19 +196,24 @@ def duration(seconds: float) -> str:
     return f"{whole // 86_400}d{whole % 86_400 // 3600}h"
 
 
-class Line:
+class StatusLine:
     """What is waited for, on stderr: a line that changes on a terminal, a line every few seconds elsewhere.
 
-    Written from the client's thread.
+    Called from the client's thread.
+
+    Args:
+        text: says in words what is waited for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, text: Callable[[Any], str]) -> None:
+        self._text = text
         self._console = Console(stderr=True)
         self._spinner: Spinner | None = None
         self._say_at: float | None = None
 
-    def say(self, text: str) -> None:
-        """Show `text` now, or later if it is too early to bother anybody."""
+    def __call__(self, standing: Standing | WeightsStanding) -> None:
+        """Show this now, or later if it is too early to bother anybody."""
+        text = self._text(standing)
         if self._say_at is None:  # not from when this was made: the command of an update runs in between
             self._say_at = time.monotonic() + FIRST_LINE_SECONDS
         if self._console.is_terminal:
@@ -226,43 +226,25 @@ class Line:
             print(f"epochkv: {text}", file=sys.stderr)
 
     def stop(self) -> None:
-        """Leave the terminal as it was."""
         if self._spinner is not None:
             self._spinner.stop()
             self._spinner = None
 
 
-class Progress(Line):
-    """Of a reset.
-
-    Args:
-        asks: the epoch is asked for by this command. False: it is waited for, and somebody else asks.
-    """
-
-    def __init__(self, asks: bool = True) -> None:
-        super().__init__()
-        self._asks = asks
-
-    def __call__(self, standing: Standing) -> None:
-        self.say(self.text(standing))
-
-    def text(self, standing: Standing) -> str:
-        """What is waited for, in words."""
-        if not standing.recorded:
-            return f"epoch {standing.epoch}: waiting for " + ("a hub to record it" if self._asks else "somebody to ask for it")
-        late = f"{standing.laggards} of {counted(standing.engines, 'engine')}" if standing.laggards else "the proof"
-        return f"epoch {standing.epoch}: waiting for {listed(standing.names) if standing.names else late}"
+def reset_waits_for(standing: Standing, recorder: str = "a hub to record it") -> str:
+    """`recorder`: what a reset waits for that is not recorded yet."""
+    if not standing.recorded:
+        return f"epoch {standing.epoch}: waiting for {recorder}"
+    late = f"{standing.laggards} of {counted(standing.engines, 'engine')}" if standing.laggards else "the proof"
+    return f"epoch {standing.epoch}: waiting for {listed(standing.names) if standing.names else late}"
 
 
-class WeightsProgress(Line):
-    """Of a push."""
+def wait_waits_for(standing: Standing) -> str:
+    """The same of a command that asks for nothing."""
+    return reset_waits_for(standing, "somebody to ask for it")
 
-    def __call__(self, standing: WeightsStanding) -> None:
-        self.say(self.text(standing))
 
-    @staticmethod
-    def text(standing: WeightsStanding) -> str:
-        """What is waited for, in words."""
-        if not standing.waits_for:
-            return f"waiting: {standing.why}"
-        return f"waiting for the new weights of {listed(standing.waits_for)}"
+def push_waits_for(standing: WeightsStanding) -> str:
+    if not standing.waits_for:
+        return f"waiting: {standing.why}"
+    return f"waiting for the new weights of {listed(standing.waits_for)}"

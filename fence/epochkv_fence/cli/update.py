@@ -14,27 +14,12 @@ from typing import Annotated, Final
 
 import typer
 
-from epochkv_fence.cli.asking import NOTHING_ASKED, Config, Out, connect
+from epochkv_fence.cli.asking import NOTHING_ASKED, Config, Out, connect, gone
 from epochkv_fence.cli.exits import Exit
-from epochkv_fence.cli.gone import gone
-from epochkv_fence.cli.render import Output, WeightsProgress, say_error, show_weights, shown_weights
-from epochkv_fence.client import PoolError, Update, WeightsDiverged
+from epochkv_fence.cli.render import Output, StatusLine, push_waits_for, say_error, show_weights, shown_weights
+from epochkv_fence.client import PoolError, Update, WeightsDiverged, WeightsReport
 from epochkv_fence.connection import CONFIG_ENV
 
-HELP: Final = """Run COMMAND, which pushes new weights, and wait until every engine of the pool holds them, bit by bit.
-
-Engines name KV by the weights that they hold, so COMMAND may push in any order, paused or serving. Afterwards the new weights are
-called V, and an engine that missed the push is named.
-
-With -o json its standard output goes to standard error. COMMAND gets EPOCHKV_WEIGHTS_VERSION and EPOCHKV_CONFIG. Signals are passed
-on to its process group.
-
-Exit status: that of COMMAND when it failed (128 + n for signal n; nothing is waited for then); 0 all engines hold the same, new
-weights; 3 they do not in time, also when nothing has changed; 4 no hub answered: before COMMAND, which is not started then, or after it.
-
-\b
-  epochkv update --version step-42 -- python push_weights.py --step 42
-"""
 FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 VERSION_ENV: Final = "EPOCHKV_WEIGHTS_VERSION"
 NOT_STARTED: Final = "COMMAND was not started, so nothing was pushed"
@@ -62,9 +47,32 @@ def update(
         str | None, gone("--order", "weights name themselves, so no order is wrong, and engines may serve during the push. Leave it out")
     ] = None,
 ) -> None:
-    """See HELP."""
+    """Run COMMAND, which pushes new weights, and wait until every engine of the pool holds them, bit by bit.
+
+    Engines name KV by the weights that they hold, so COMMAND may push in any order, paused or serving. Afterwards the new weights are
+    called V, and an engine that missed the push is named.
+
+    With -o json its standard output goes to standard error. COMMAND gets EPOCHKV_WEIGHTS_VERSION and EPOCHKV_CONFIG. Signals are passed
+    on to its process group.
+
+    Exit status: that of COMMAND when it failed (128 + n for signal n; nothing is waited for then); 0 all engines hold the
+    same, new weights; 3 they do not in time, also when nothing has changed; 4 no hub answered: before COMMAND, which is not
+    started then, or after it.
+
+    \b
+      epochkv update --version step-42 -- python push_weights.py --step 42
+    """
     _check_command(command[0])
-    progress = WeightsProgress()
+    found = _push(command, version, config, timeout, output)
+    if output is Output.JSON:
+        show_weights(found, output)
+    else:
+        print(shown_weights(found))
+
+
+def _push(command: Sequence[str], version: str, config: str | None, timeout: float, output: Output) -> WeightsReport:
+    """Run the command, and wait until every engine holds the weights that it pushed."""
+    progress = StatusLine(push_waits_for)
     made: Update | None = None
     has_ended = False
     try:
@@ -91,10 +99,7 @@ def update(
     finally:
         progress.stop()
     assert made.report is not None
-    if output is Output.JSON:
-        show_weights(made.report, output)
-    else:
-        print(shown_weights(made.report))
+    return made.report
 
 
 def _check_command(name: str) -> None:

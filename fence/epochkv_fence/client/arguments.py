@@ -64,7 +64,11 @@ def check_reset(epoch: int | None, timeout_s: float, on_failure: str, progress: 
     if epoch is not None:
         _check_epoch(epoch, ", or None for the next one")
     check_timeout(timeout_s)
-    _check_choice("on_failure", on_failure, "bypass", "crash")
+    problem = f"is {on_failure!r}; use 'bypass' or 'crash'"
+    if not isinstance(on_failure, str):
+        raise ArgumentTypeError("on_failure", problem)
+    if on_failure not in ("bypass", "crash"):
+        raise ArgumentError("on_failure", problem)
     _check_progress(progress, "Standing")
 
 
@@ -124,7 +128,6 @@ def _check_epoch(epoch: int, otherwise: str = "") -> None:
 
 
 def check_label(label: str) -> None:
-    """Raise unless weights can be called so."""
     if not isinstance(label, str):
         raise ArgumentTypeError("label", f"is {label!r}; give text")
     if not 0 < len(label) <= MAX_LABEL:
@@ -138,20 +141,11 @@ def check_label(label: str) -> None:
 
 
 def check_timeout(timeout_s: float) -> None:
-    """Raise unless `timeout_s` is a usable number of seconds."""
     problem = f"is {timeout_s!r}; give seconds, more than 0 and at most 86400"
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
         raise ArgumentTypeError("timeout_s", problem)
     if not 0 < timeout_s <= 86_400:
         raise ArgumentError("timeout_s", problem)
-
-
-def _check_choice(parameter: str, value: str, one: str, other: str) -> None:
-    problem = f"is {value!r}; use {one!r} or {other!r}"
-    if not isinstance(value, str):
-        raise ArgumentTypeError(parameter, problem)
-    if value not in (one, other):
-        raise ArgumentError(parameter, problem)
 
 
 def check_jump(epoch: int, target: int) -> None:

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Any, Never, NoReturn, Self, TypeVar
+from typing import Any, Never, Self, TypeVar
 
 from epochkv_fence.client.arguments import check_reset, check_timeout, check_wait, check_weights, refuse_gone
 from epochkv_fence.client.background import Background, closed_meanwhile
-from epochkv_fence.client.pool import CONNECT_SECONDS, LOOK_SECONDS, RESET_SECONDS, WEIGHTS_SECONDS, Calls, Config, open_calls
+from epochkv_fence.client.pool import CONNECT_SECONDS, LOOK_SECONDS, RESET_SECONDS, WEIGHTS_SECONDS, Config, Face, open_calls
 from epochkv_fence.client.progress import Progress
 from epochkv_fence.client.results import Engine, OnFailure, PoolStatus, Reset
 from epochkv_fence.client.waiting import Update, WeightsProgress
@@ -20,22 +20,15 @@ from epochkv_fence.connection import Connection
 T = TypeVar("T")
 
 
-class AsyncPool:
+class AsyncPool(Face):
     """One pool, from asyncio. Any number of tasks, and loops, may call at once. See `Pool` for what each call means.
 
     A call that is cancelled is given up; what it had asked for may still happen. `progress` is a plain function here, too, and
     called on another thread: `loop.call_soon_threadsafe` brings what it is told to a loop. A coroutine function is refused.
     """
 
-    def __init__(self, connection: Connection, background: Background, calls: Calls) -> None:
-        """Use `connect`."""
-        self._connection = connection
-        self._background = background
-        self._calls = calls
-
     @classmethod
     async def connect(cls, config: Config = None, timeout_s: float = CONNECT_SECONDS) -> AsyncPool:
-        """As `Pool.connect`."""
         check_timeout(timeout_s)
         connection = config if isinstance(config, Connection) else Connection.load(config)
         background = Background()
@@ -46,23 +39,11 @@ class AsyncPool:
             raise
         return cls(connection, background, calls)
 
-    @property
-    def name(self) -> str:
-        """Of the pool, as its configuration says."""
-        return self._connection.pool.name
-
-    @property
-    def uid(self) -> str:
-        """Of the pool; never reused."""
-        return self._connection.pool.uid
-
     async def status(self, timeout_s: float = LOOK_SECONDS) -> PoolStatus:
-        """As `Pool.status`."""
         check_timeout(timeout_s)
         return await self._do(self._calls.looks.status(timeout_s))
 
     async def engines(self, timeout_s: float = LOOK_SECONDS) -> tuple[Engine, ...]:
-        """As `Pool.engines`."""
         return (await self.status(timeout_s)).engines
 
     async def reset(
@@ -76,18 +57,15 @@ class AsyncPool:
         force: bool = False,
         **gone: Never,
     ) -> Reset:
-        """As `Pool.reset`."""
         refuse_gone("reset", gone)
         check_reset(epoch, timeout_s, on_failure, progress, wait=wait, force=force)
         return await self._do(self._calls.resets.reset(epoch, wait, timeout_s, on_failure, progress, force))
 
     async def wait(self, epoch: int, timeout_s: float = RESET_SECONDS, progress: Progress | None = None) -> Reset:
-        """As `Pool.wait`."""
         check_wait(epoch, timeout_s, progress)
         return await self._do(self._calls.resets.wait(epoch, timeout_s, progress))
 
     async def weights(self, timeout_s: float = LOOK_SECONDS) -> WeightsReport:
-        """As `Pool.weights`."""
         check_timeout(timeout_s)
         return await self._do(self._calls.pushes.weights(timeout_s))
 
@@ -99,7 +77,6 @@ class AsyncPool:
         other_than: Iterable[str] = (),
         progress: WeightsProgress | None = None,
     ) -> WeightsReport:
-        """As `Pool.wait_weights`."""
         names, digests = check_weights(engines, timeout_s, label, other_than, progress)
         return await self._do(self._calls.pushes.wait_weights(names, timeout_s, label, digests, progress))
 
@@ -113,7 +90,6 @@ class AsyncPool:
         progress: WeightsProgress | None = None,
         **gone: Never,
     ) -> AsyncIterator[Update]:
-        """As `Pool.weight_update`."""
         refuse_gone("weight_update", gone)
         names, _ = check_weights(engines, timeout_s, label, (), progress)
         update = await self._do(self._calls.pushes.begin_update(label, names, timeout_s))
@@ -141,9 +117,3 @@ class AsyncPool:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close()
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("an AsyncPool is a connection of this process and cannot be pickled; send its configuration and connect there")
-
-    def __repr__(self) -> str:
-        return f"<AsyncPool {self.name} at {self._connection.hub.endpoint}>"

@@ -1,7 +1,7 @@
 """One event loop on a daemon thread: where a client's connection lives, whatever the caller's own threads and loops do.
 
-The synchronous and the asyncio face both hand their coroutines to it, so a caller that blocks its own loop for minutes (a
-weight push does) loses neither its connection nor its answers.
+`Pool` and `AsyncPool` both hand their coroutines to it. A caller that blocks its own loop for minutes, as a weight push
+does, loses neither its connection nor its answers.
 """
 
 from __future__ import annotations

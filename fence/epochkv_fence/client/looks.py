@@ -30,16 +30,11 @@ class Looks:
 
     async def status(self, timeout_s: float) -> PoolStatus:
         """The pool and its live engines."""
-        return await self.look(time.monotonic() + timeout_s)
-
-    async def look(self, until: float) -> PoolStatus:
-        """`status`, until a moment of our monotonic clock."""
-        page, engines = await self.engines(until)
+        page, engines = await self.engines(time.monotonic() + timeout_s)
         pool = self.session.connection.pool
         return PoolStatus.of(pool.name, pool.uid, page, engines)
 
     async def engines(self, until: float) -> tuple[Status, list[EngineStatus]]:
-        """The first page, and the engines of all pages."""
         found: dict[bytes, EngineStatus] = {}
         with self.session.conversation() as conversation:
             first = page = await self.page(conversation, None, until)

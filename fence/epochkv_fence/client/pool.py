@@ -63,17 +63,37 @@ async def open_calls(connection: Connection, timeout_s: float) -> Calls:
     return calls
 
 
-class Pool:
+class Face:
+    """What `Pool` and `AsyncPool` have in common: one connection, which lives on a thread of its own. Use `connect`."""
+
+    def __init__(self, connection: Connection, background: Background, calls: Calls) -> None:
+        self._connection = connection
+        self._background = background
+        self._calls = calls
+
+    @property
+    def name(self) -> str:
+        """Of the pool, as its configuration says."""
+        return self._connection.pool.name
+
+    @property
+    def uid(self) -> str:
+        """Of the pool; never reused."""
+        return self._connection.pool.uid
+
+    def __reduce__(self) -> NoReturn:
+        kind = type(self).__name__
+        raise TypeError(f"{kind} is a connection of this process and cannot be pickled; send its configuration and connect there")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name} at {self._connection.hub.endpoint}>"
+
+
+class Pool(Face):
     """One pool, from a program without an event loop. Thread-safe: any number of threads may call at once.
 
     A forked child cannot use its parent's: connect again there. `AsyncPool` is the same for asyncio.
     """
-
-    def __init__(self, connection: Connection, background: Background, calls: Calls) -> None:
-        """Use `connect`."""
-        self._connection = connection
-        self._background = background
-        self._calls = calls
 
     @classmethod
     def connect(cls, config: Config = None, timeout_s: float = CONNECT_SECONDS) -> Pool:
@@ -97,16 +117,6 @@ class Pool:
             background.stop()
             raise
         return cls(connection, background, calls)
-
-    @property
-    def name(self) -> str:
-        """Of the pool, as its configuration says."""
-        return self._connection.pool.name
-
-    @property
-    def uid(self) -> str:
-        """Of the pool; never reused."""
-        return self._connection.pool.uid
 
     def status(self, timeout_s: float = LOOK_SECONDS) -> PoolStatus:
         """The pool and its live engines.
@@ -258,9 +268,3 @@ class Pool:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a Pool is a connection of this process and cannot be pickled; send its configuration and connect there")
-
-    def __repr__(self) -> str:
-        return f"<Pool {self.name} at {self._connection.hub.endpoint}>"

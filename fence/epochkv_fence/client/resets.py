@@ -20,7 +20,7 @@ from epochkv_fence.client.looks import MAX_RETRY_SECONDS, Looks
 from epochkv_fence.client.progress import FIRST_LOOK_SECONDS, LOOK_SECONDS, Laggards, Progress, Standing, Teller
 from epochkv_fence.client.results import OnFailure, Reset
 from epochkv_fence.client.session import Conversation
-from epochkv_fence.protocol.messages import MAX_EPOCH, Bump, BumpStatus, Status
+from epochkv_fence.protocol.messages import MAX_EPOCH, Bump, BumpStatus
 
 FIRST_POLL_SECONDS: Final = 0.01
 MAX_POLL_SECONDS: Final = 1.0
@@ -72,7 +72,6 @@ class Resets:
     async def reset(
         self, epoch: int | None, wait: bool, timeout_s: float, on_failure: OnFailure, progress: Progress | None, force: bool
     ) -> Reset:
-        """See `Pool.reset`."""
         called_at = time.monotonic()
         until = called_at + timeout_s
         try:
@@ -167,13 +166,27 @@ class Resets:
     # ------------------------------------------------------------------ waiting
 
     async def wait(self, epoch: int, timeout_s: float, progress: Progress | None = None) -> Reset:
-        """See `Pool.wait`. It asks for no epoch."""
         called_at = time.monotonic()
-        until, late = called_at + timeout_s, Laggards()
+        until, late, tell = called_at + timeout_s, Laggards(), Teller(progress)
+        pause, look_at = FIRST_POLL_SECONDS, called_at + FIRST_LOOK_SECONDS
+        names: tuple[str, ...] = ()
         with self._session.conversation() as conversation:
             page = await self._looks.page(conversation, None, until)
             noop = page.published >= epoch
-            await self._wait(conversation, page, epoch, called_at, until, late, Teller(progress))
+            while True:
+                published = page.published >= epoch
+                if page.target >= epoch and not published and time.monotonic() >= look_at:
+                    names = await self._see(late, epoch)
+                    look_at = time.monotonic() + LOOK_SECONDS
+                if pause == MAX_POLL_SECONDS:
+                    tell.again()
+                tell(Standing(epoch, page.target >= epoch, published, page.total, len(names), names))
+                if published or time.monotonic() + pause >= until:
+                    break
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, MAX_POLL_SECONDS)
+                with contextlib.suppress(HubUnreachable):
+                    page = await self._looks.page(conversation, None, until)
         page, engines = await self._looks.engines(max(until, time.monotonic() + MAX_RETRY_SECONDS))
         published = page.published >= epoch
         if not noop and page.target >= epoch:  # as long as nobody asks, nobody is waited for
@@ -194,27 +207,6 @@ class Resets:
             )
             raise ResetTimeout(self._late(reset) if page.target >= epoch else unasked, reset)
         return reset
-
-    async def _wait(
-        self, conversation: Conversation, page: Status, epoch: int, called_at: float, until: float, late: Laggards, tell: Teller
-    ) -> None:
-        """Look until the epoch is published, or the time is over."""
-        pause, look_at = FIRST_POLL_SECONDS, called_at + FIRST_LOOK_SECONDS
-        names: tuple[str, ...] = ()
-        while True:
-            published = page.published >= epoch
-            if page.target >= epoch and not published and time.monotonic() >= look_at:
-                names = await self._see(late, epoch)
-                look_at = time.monotonic() + LOOK_SECONDS
-            if pause == MAX_POLL_SECONDS:
-                tell.again()
-            tell(Standing(epoch, page.target >= epoch, published, page.total, len(names), names))
-            if published or time.monotonic() + pause >= until:
-                return
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, MAX_POLL_SECONDS)
-            with contextlib.suppress(HubUnreachable):
-                page = await self._looks.page(conversation, None, until)
 
 
 def _above(target: int) -> int:

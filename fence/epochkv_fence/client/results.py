@@ -20,9 +20,9 @@ class Engine:
         boot: hex digits drawn when it started.
         name: its pod, or its engine's name, with `/rank` above rank 0.
         epoch: highest epoch it acknowledged; None before the first.
-        state: `use`: it shares the pool's KV with engines of equal weights; `unknown`: it does not know which weights it holds, so
-            it shares nothing, see `weights_note`; `private`: its caches were reset alone, so it shares nothing before the next
-            epoch; `behind`: not at the target yet.
+        state: `use`: it shares the pool's KV with engines of equal weights. `unknown`: it does not know which weights it holds, so
+            it shares nothing, see `weights_note`. `private`: its caches were reset alone, so it shares nothing before the next
+            epoch. `behind`: not at the target yet.
         carried: requests it still runs under an older epoch, each with the KV it already held.
         weights: digest of the weights that its ranks hold, 32 hex digits; empty: unknown.
         weights_note: why they are unknown.
@@ -46,7 +46,6 @@ class Engine:
 
     @classmethod
     def of(cls, status: EngineStatus, target: int) -> Engine:
-        """From the wire."""
         name = status.pod or status.engine or status.boot.hex()[:8]
         return cls(
             boot=status.boot.hex(),
@@ -115,7 +114,6 @@ class PoolStatus:
 
     @classmethod
     def of(cls, name: str, uid: str, page: Status, engines: list[EngineStatus]) -> PoolStatus:
-        """From the wire: the first page and all engines."""
         found = [Engine.of(engine, page.target) for engine in engines]
         found.sort(key=lambda engine: (engine.name, engine.rank, engine.boot))
         return cls(

@@ -66,8 +66,11 @@ class Conversation:
 
 
 class Session:
-    """Attributes:
-    counters: what was sent, received and dropped, by reason.
+    """The connection of one client.
+
+    Attributes:
+        counters: what was sent, received and dropped, by reason.
+        problem: why there is no answer, in words.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -77,7 +80,7 @@ class Session:
         self._task: asyncio.Task[None] | None = None
         self._conversations: dict[int, Conversation] = {}
         self._next_request = secrets.randbits(62)
-        self._problem = NOBODY
+        self.problem = NOBODY
         self._refused_since: float | None = None
         self._unanswered_since: float | None = None
         self._patience = SILENCE_SECONDS
@@ -127,16 +130,11 @@ class Session:
         except zmq.ZMQError:
             self.counters["unsent"] += 1
 
-    @property
-    def problem(self) -> str:
-        """Why there is no answer, in words."""
-        return self._problem
-
     async def explain(self) -> str:
         """`problem`, after a look whether the name of the hub's host is one. Returns within `RESOLVE_SECONDS`."""
-        if self._problem == NOBODY and (why := await _unresolved(self.connection.hub.endpoint)):
+        if self.problem == NOBODY and (why := await _unresolved(self.connection.hub.endpoint)):
             return why
-        return self._problem
+        return self.problem
 
     @property
     def refused_seconds(self) -> float:
@@ -149,23 +147,20 @@ class Session:
         """Until it is cancelled. The context ends here, on its own thread: ended by garbage collection it could wait for ever."""
         context = zmq.asyncio.Context()
         try:
-            await self._redial(context, keys)
+            while True:
+                try:
+                    await self._dial(context, keys)
+                except Exception as error:
+                    self.counters["failed"] += 1
+                    self.problem = f"the client's connection failed: {error!r}"
+                    logger.debug("the connection failed", exc_info=True)
+                await asyncio.sleep(REDIAL_SECONDS if self._conversations else 4 * REDIAL_SECONDS)
+                try:
+                    keys = self.connection.client_keys()  # they may have been rotated
+                except ConfigurationError as error:
+                    self.problem = str(error)
         finally:
             context.destroy(linger=0)
-
-    async def _redial(self, context: zmq.asyncio.Context, keys: ClientKeys) -> None:
-        while True:
-            try:
-                await self._dial(context, keys)
-            except Exception as error:
-                self.counters["failed"] += 1
-                self._problem = f"the client's connection failed: {error!r}"
-                logger.debug("the connection failed", exc_info=True)
-            await asyncio.sleep(REDIAL_SECONDS if self._conversations else 4 * REDIAL_SECONDS)
-            try:
-                keys = self.connection.client_keys()  # they may have been rotated
-            except ConfigurationError as error:
-                self._problem = str(error)
 
     async def _dial(self, context: zmq.asyncio.Context, keys: ClientKeys) -> None:
         """One socket, until it is time for another one."""
@@ -199,7 +194,7 @@ class Session:
                 message = decode(frames)
             except WireError as error:
                 self.counters["wire_errors"] += 1
-                self._problem = f"the hub's answer is not one: {error.text}"
+                self.problem = f"the hub's answer is not one: {error.text}"
                 self._unanswered_since = time.monotonic()
                 continue
             if self._take(message):
@@ -217,7 +212,7 @@ class Session:
                     conversation.put(message)
             case Error(code, text):
                 self.counters["refused"] += 1
-                self._problem = f"the hub refuses: {text}"
+                self.problem = f"the hub refuses: {text}"
                 if code is Refusal.POOL:
                     self._refused_since = self._refused_since or time.monotonic()
                     return True
@@ -230,17 +225,17 @@ class Session:
         while True:
             event = int(parse_monitor_message(await monitor.recv_multipart())["event"])
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._problem = "it is connected and does not answer"
+                self.problem = "it is connected and does not answer"
                 self._refused_since = None
                 for conversation in self._conversations.values():
                     conversation.put(None)
             elif event == zmq.EVENT_DISCONNECTED:
-                self._problem = "the connection is lost"
+                self.problem = "the connection is lost"
             else:
                 if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                    self._problem = "it refuses our key, which is of no pool that this hub serves, or was retired"
+                    self.problem = "it refuses our key, which is of no pool that this hub serves, or was retired"
                 else:
-                    self._problem = "no CURVE handshake: hub.pub is not the key of that hub, what listens there is no hub, or it hangs"
+                    self.problem = "no CURVE handshake: hub.pub is not the key of that hub, what listens there is no hub, or it hangs"
                 if self._refused_since is None:
                     self._refused_since = time.monotonic()
                 return

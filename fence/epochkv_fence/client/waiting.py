@@ -56,13 +56,12 @@ class Pushes:
         self._looks = looks
 
     async def weights(self, timeout_s: float) -> WeightsReport:
-        """See `Pool.weights`."""
-        status = await self._looks.look(time.monotonic() + timeout_s)
+        status = await self._looks.status(timeout_s)
         return report(status.engines, status.labels)
 
     async def begin_update(self, label: str | None, names: Collection[str] | None, timeout_s: float) -> Update:
         """Before the push: note who holds what."""
-        status = await self._looks.look(time.monotonic() + timeout_s)
+        status = await self._looks.status(timeout_s)
         engines, _ = chosen(status.engines, names)
         before = report(engines, status.labels)
         return Update(label, before, before.common)
@@ -75,12 +74,11 @@ class Pushes:
         other_than: Collection[str],
         progress: WeightsProgress | None = None,
     ) -> WeightsReport:
-        """See `Pool.wait_weights`."""
         called_at = time.monotonic()
         until, pause, tell = called_at + max(timeout_s, SETTLE_SECONDS), FIRST_POLL_SECONDS, Teller(progress)
         while True:
             began = time.monotonic()
-            status = await self._looks.look(max(until, began + LAST_LOOK_SECONDS))
+            status = await self._looks.status(max(until - began, LAST_LOOK_SECONDS))
             took = time.monotonic() - began
             engines, absent = chosen(status.engines, names)
             problem = why_not(engines, absent, other_than, status.labels, status.engines) or _too_early(status, began - called_at)

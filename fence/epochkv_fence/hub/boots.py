@@ -60,7 +60,8 @@ class BootRecord:
             if self.seq < 0 or beat.weights != self.newest.weights:
                 self.weights_at = now - beat.weights_age_seconds
             self.seq, self.peer, self.newest, self.key_index = beat.seq, peer, beat, key_index
-        self._raise_epoch(beat)
+        if beat.epoch is not None and (self.epoch is None or beat.epoch > self.epoch):
+            self.epoch = beat.epoch
         return before != self._shown()
 
     def grant(self, now: float, until: float) -> None:
@@ -77,12 +78,7 @@ class BootRecord:
         beat = self.newest
         return self.epoch, beat.carried, beat.private, beat.weights, beat.weights_note, self.key_index
 
-    def _raise_epoch(self, beat: Heartbeat) -> None:
-        if beat.epoch is not None and (self.epoch is None or beat.epoch > self.epoch):
-            self.epoch = beat.epoch
-
     def at_least(self, epoch: int) -> bool:
-        """Whether this boot has acknowledged `epoch` or a higher one."""
         return self.epoch is not None and self.epoch >= epoch
 
     def alive(self, config: PoolConfig, now: float) -> bool:
@@ -187,7 +183,6 @@ class Boots:
 
     @property
     def highest_epoch(self) -> int:
-        """The highest epoch that any known boot has reported."""
         return max((record.epoch or 0 for record in self.known.values()), default=0)
 
     @property

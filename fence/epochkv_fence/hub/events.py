@@ -3,42 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
-from epochkv_fence.protocol.authority import Origin, PoolRecord, Term
+import msgspec
+
+from epochkv_fence.protocol.authority import PoolRecord, Term
 from epochkv_fence.protocol.messages import Message, Source
 from epochkv_fence.protocol.pool import PoolConfig
 
-OWNER: Final = Origin(Source.SPEC)
 RETRY_SECONDS: Final = 0.25
 """After a write that failed, before the next one."""
 
 # ---------------------------------------------------------------------------------------------------------------- events
 
 
-@dataclass(frozen=True, slots=True)
-class Acquired:
+class Acquired(msgspec.Struct, frozen=True):
     """Leadership was won in `term`, and `record` was read, linearizably, after that write had returned."""
 
     term: Term
     record: PoolRecord
 
 
-@dataclass(frozen=True, slots=True)
-class SteppedDown:
+class SteppedDown(msgspec.Struct, frozen=True):
     """This hub does not lead any more, or cannot tell."""
 
 
-@dataclass(frozen=True, slots=True)
-class Configured:
+class Configured(msgspec.Struct, frozen=True):
     """The pool's configuration was changed."""
 
     config: PoolConfig
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
+class Heard(msgspec.Struct, frozen=True):
     """A message from a client of this pool.
 
     Attributes:
@@ -51,96 +47,82 @@ class Heard:
     key_index: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True):
     """The pool's owner asks for `epoch`. Also taken before this hub leads."""
 
     epoch: int
-    origin: Origin = OWNER
+    origin: Source = Source.SPEC
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """The `Record` asked for is durable."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class RecordFailed:
-    """The `Record` asked for did not answer or was refused; it may still land."""
+class Recorded(msgspec.Struct, frozen=True):
+    """The `RecordTarget` asked for is durable."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Observed:
+class RecordFailed(msgspec.Struct, frozen=True):
+    """The `RecordTarget` asked for did not answer or was refused; it may still land."""
+
+    epoch: int
+
+
+class Observed(msgspec.Struct, frozen=True):
     """The pool's durable record was seen, however late; it never decreases anything."""
 
     record: PoolRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Noted:
+class Noted(msgspec.Struct, frozen=True):
     """The `NoteGranting` asked for is durable."""
 
 
-@dataclass(frozen=True, slots=True)
-class NoteFailed:
+class NoteFailed(msgspec.Struct, frozen=True):
     """The `NoteGranting` asked for did not answer or was refused."""
 
 
-@dataclass(frozen=True, slots=True)
-class LabelsNoted:
+class LabelsNoted(msgspec.Struct, frozen=True):
     """The `NoteLabels` asked for is durable."""
 
     labels: Mapping[bytes, str]
 
 
-@dataclass(frozen=True, slots=True)
-class LabelsNoteFailed:
+class LabelsNoteFailed(msgspec.Struct, frozen=True):
     """The `NoteLabels` asked for did not answer or was refused; it may still land."""
 
     labels: Mapping[bytes, str]
 
 
-@dataclass(frozen=True, slots=True)
-class RoundBegan:
+class RoundBegan(msgspec.Struct, frozen=True):
     """Collect the heartbeats received so far and evaluate publication; the leadership read starts after this."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
-class RoundVerified:
+class RoundVerified(msgspec.Struct, frozen=True):
     """The leadership read that was started after `RoundBegan` found the term it was asked about."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
-class RoundDropped:
+class RoundDropped(msgspec.Struct, frozen=True):
     """The leadership read gave no answer in time: no grants this round."""
 
     round: int
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
+class Published(msgspec.Struct, frozen=True):
     """The `Publish` asked for is durable."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class PublishFailed:
+class PublishFailed(msgspec.Struct, frozen=True):
     """The `Publish` asked for did not answer or was refused; it may still land, which is harmless."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Wiped:
+class Wiped(msgspec.Struct, frozen=True):
     """The `Wipe` asked for is done: the store removed so many keys, and `num_bytes` of them when that is known."""
 
     epoch: int
@@ -148,15 +130,13 @@ class Wiped:
     num_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class WipeFailed:
+class WipeFailed(msgspec.Struct, frozen=True):
     """The `Wipe` asked for did not answer or was refused; it may still land."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Swept:
+class Swept(msgspec.Struct, frozen=True):
     """The `Sweep` asked for is done: the store removed so many keys that nobody read."""
 
     below: int
@@ -164,15 +144,13 @@ class Swept:
     num_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SweepFailed:
+class SweepFailed(msgspec.Struct, frozen=True):
     """The `Sweep` asked for did not answer or was refused."""
 
     below: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """`Hub.tick_at` has come, or time has passed."""
 
 
@@ -204,58 +182,50 @@ Event = (
 # --------------------------------------------------------------------------------------------------------------- actions
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send this message to `peer`; it may be lost."""
 
     peer: bytes
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class RecordTarget(msgspec.Struct, frozen=True):
     """Durably raise the target to `epoch`, which `origin` asked for, then say `Recorded` or `RecordFailed`."""
 
     epoch: int
-    origin: Origin | None = None
+    origin: Source | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class NoteGranting:
+class NoteGranting(msgspec.Struct, frozen=True):
     """Durably note that grants may be out, then say `Noted` or `NoteFailed`."""
 
 
-@dataclass(frozen=True, slots=True)
-class NoteLabels:
+class NoteLabels(msgspec.Struct, frozen=True):
     """Durably add these labels, then say `LabelsNoted` or `LabelsNoteFailed`."""
 
     labels: Mapping[bytes, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Publish:
+class Publish(msgspec.Struct, frozen=True):
     """Durably raise the published epoch to `epoch`, then say `Published` or `PublishFailed`."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Wipe:
+class Wipe(msgspec.Struct, frozen=True):
     """`epoch` is published: remove everything that nobody reads from the pool's store, then say `Wiped` or `WipeFailed`, once."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Sweep:
+class Sweep(msgspec.Struct, frozen=True):
     """Remove everything that nobody reads from the pool's store, then say `Swept` or `SweepFailed`."""
 
     below: int
 
 
-@dataclass(frozen=True, slots=True)
-class Changed:
+class Changed(msgspec.Struct, frozen=True):
     """What a snapshot shows has changed."""
 
 
-Action = Send | Record | NoteGranting | NoteLabels | Publish | Wipe | Sweep | Changed
+Action = Send | RecordTarget | NoteGranting | NoteLabels | Publish | Wipe | Sweep | Changed

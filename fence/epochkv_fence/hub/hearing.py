@@ -6,7 +6,6 @@ from epochkv_fence.hub import events as ev
 from epochkv_fence.hub import removal, resets, snapshot
 from epochkv_fence.hub.boots import MAX_BOOTS
 from epochkv_fence.hub.state import HubState
-from epochkv_fence.protocol.authority import Origin
 from epochkv_fence.protocol.messages import (
     Bump,
     Error,
@@ -23,7 +22,6 @@ from epochkv_fence.protocol.messages import (
 
 
 def hear(hub: HubState, peer: bytes, message: Message, key_index: int, now: float) -> list[ev.Action]:  # noqa: PLR0911 - one line per message
-    """Take a message of a client of this pool."""
     match message:
         case Heartbeat():
             return _heartbeat(hub, peer, message, key_index, now)
@@ -76,7 +74,7 @@ def _leave(hub: HubState, boot: bytes, now: float) -> list[ev.Action]:
 def _propose(hub: HubState, epoch: int, now: float) -> list[ev.Action]:
     if not hub.leading or not hub.rules.proposal_counts(hub.record, epoch):
         return []
-    return resets.ask(hub, hub.record.target + 1, Origin(Source.ENGINE), now)
+    return resets.ask(hub, hub.record.target + 1, Source.ENGINE, now)
 
 
 # ------------------------------------------------------------------ trainers
@@ -84,7 +82,7 @@ def _propose(hub: HubState, epoch: int, now: float) -> list[ev.Action]:
 
 def _bump(hub: HubState, peer: bytes, bump: Bump, now: float) -> list[ev.Action]:
     """A hub that does not lead yet takes the ask, too, and answers it when it leads."""
-    actions = resets.ask(hub, bump.epoch, Origin(Source.TRAINER), now)
+    actions = resets.ask(hub, bump.epoch, Source.TRAINER, now)
     if bump.epoch > hub.record.published:
         hub.waiters.wait(peer, bump.request, bump.epoch)
     if not hub.leading:

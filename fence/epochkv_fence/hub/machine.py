@@ -88,34 +88,17 @@ class Hub:
     # ------------------------------------------------------------------ for the driver
 
     @property
-    def config(self) -> PoolConfig:
-        """The pool's configuration, as far as this hub knows."""
-        return self.state.config
-
-    @property
     def term(self) -> Term | None:
         """The term in which this hub leads this pool; None while it does not lead or has not read the record."""
         return self.state.lead.term
 
     @property
     def target(self) -> int:
-        """Highest epoch known here to be recorded."""
         return self.state.record.target
 
     @property
     def published(self) -> int:
-        """Highest epoch known here to be published."""
         return self.state.record.published
-
-    @property
-    def open(self) -> bool:
-        """A reset is under way: rounds follow heartbeats at once."""
-        return self.state.open
-
-    @property
-    def num_boots(self) -> int:
-        """How many boots the hub remembers."""
-        return len(self.state.boots.known)
 
     def snapshot(self, now: float) -> PoolSnapshot:
         """The pool at `now`; times are on this hub's clock (the driver turns them into Unix seconds)."""

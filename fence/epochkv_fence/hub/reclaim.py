@@ -42,13 +42,7 @@ class Wiper:
         self._retry_at = NEVER
         self._until = NEVER
 
-    @property
-    def open(self) -> bool:
-        """The store was not wiped yet for the newest published epoch."""
-        return self._wanted is not None
-
     def begin(self, epoch: int, now: float) -> None:
-        """`epoch` is published."""
         self._wanted, self.failed = epoch, False
         self._retry_at, self._until = NEVER, now + WIPE_SECONDS
 
@@ -57,7 +51,7 @@ class Wiper:
         self._wanted = None
 
     def due_at(self) -> float:
-        """When `next` or `give_up` has something to do."""
+        """When `next` or `give_up` has something to do; infinity: the store is wiped for the newest published epoch, or was given up."""
         if self._wanted is None:
             return math.inf
         return self._until if self._running is not None else min(self._retry_at, self._until)
@@ -87,7 +81,6 @@ class Wiper:
         return True
 
     def missed(self, epoch: int, now: float) -> None:
-        """The store did not answer."""
         if epoch == self._running:
             self._running = None
             self._retry_at = now + WIPE_RETRY_SECONDS
@@ -213,7 +206,8 @@ class Reclaimer:
             return [ev.Send(chosen.peer, Reclaim(chosen.boot, published, asked, self._number))]
         if self._idle_since is None:
             self._idle_since = now
-        if epochs and config.store_admin and self._sweep_due(config.hold_seconds, now):
+        # No engine could answer for a lease and margin, and the store is not busy with the sweep before.
+        if epochs and config.store_admin and self._sweeping is None and now >= self._idle_since + config.hold_seconds:
             self._sweeping = published
             return [ev.Sweep(published)]
         return []
@@ -246,10 +240,6 @@ class Reclaimer:
         return self._removed(answer.below, answer.removed, answer.removed_bytes, published)
 
     # ------------------------------------------------------------------ by the store
-
-    def _sweep_due(self, hold: float, now: float) -> bool:
-        """No engine could answer for a lease and margin, and the store is not busy with the sweep before."""
-        return self._sweeping is None and self._idle_since is not None and now >= self._idle_since + hold
 
     def swept(self, below: int, keys: int, num_bytes: int | None, published: int) -> bool:
         """Take the store's answer; return whether it says anything new."""

@@ -13,8 +13,8 @@ from typing import Final
 
 from epochkv_fence.hub import events as ev
 from epochkv_fence.hub.boots import NEVER
-from epochkv_fence.protocol.authority import Origin, PoolRecord, Term, merged_labels
-from epochkv_fence.protocol.messages import MAX_EPOCH, Label, Labelled
+from epochkv_fence.protocol.authority import PoolRecord, Term, merged_labels
+from epochkv_fence.protocol.messages import MAX_EPOCH, Label, Labelled, Source
 
 MAX_LABELLING: Final = 256
 
@@ -25,12 +25,7 @@ class Ask:
 
     epoch: int
     seen: float
-    origin: Origin
-
-    @property
-    def possible(self) -> bool:
-        """Every part of the system can carry this epoch."""
-        return 0 <= self.epoch <= MAX_EPOCH
+    origin: Source
 
 
 @dataclass(slots=True)
@@ -66,7 +61,7 @@ class Record:
 
     def __init__(self) -> None:
         self.target = self.published = 0
-        self.origin: Origin | None = None
+        self.origin: Source | None = None
         self.asked: Ask | None = None
         self.durable = self.proven = self.stored = 0
         self.noted = self.noting = False
@@ -104,7 +99,7 @@ class Record:
 
     def ask(self, ask: Ask) -> bool:
         """The highest epoch asked for counts, and of asks for one epoch the first. Returns whether this one counts."""
-        counts = ask.possible and ask.epoch > self.wanted
+        counts = self.wanted < ask.epoch <= MAX_EPOCH
         if counts:
             self.asked = ask
         return counts
@@ -116,10 +111,9 @@ class Record:
         self.recording = self.wanted
         ask = self.asked
         origin = ask.origin if ask is not None and ask.epoch == self.recording > self.target else self.origin
-        return [ev.Record(self.recording, origin)]
+        return [ev.RecordTarget(self.recording, origin)]
 
     def written(self, epoch: int) -> None:
-        """The target is durable."""
         self.recording = None
         self.durable = max(self.durable, epoch)
 
@@ -128,7 +122,7 @@ class Record:
         self.recording = None
         self.retry_at = now + ev.RETRY_SECONDS
 
-    def raise_target(self, target: int, origin: Origin | None, now: float) -> bool:
+    def raise_target(self, target: int, origin: Source | None, now: float) -> bool:
         """`target` is durable; return whether it is new. The record names its `origin`, or None where nobody read the record."""
         if target <= self.target:
             if origin is not None and target == self.target:
@@ -150,7 +144,6 @@ class Record:
         return [ev.NoteGranting()]
 
     def note_written(self) -> None:
-        """The note is durable."""
         self.noting, self.noted = False, True
 
     def note_failed(self, now: float) -> None:
@@ -173,7 +166,6 @@ class Record:
         return [ev.Publish(epoch)]
 
     def publish_written(self, epoch: int) -> None:
-        """The publication is durable."""
         self.publishing, self.stored = None, max(self.stored, epoch)
 
     def publish_failed(self, now: float) -> None:

@@ -39,7 +39,6 @@ def stop(hub: HubState) -> None:
 
 
 def tick(hub: HubState, now: float) -> list[ev.Action]:
-    """Do what is due by now."""
     actions: list[ev.Action] = []
     if now >= hub.wiper.due_at():
         actions += _wipe(hub, now)
@@ -76,7 +75,6 @@ def _kept(hub: HubState, now: float) -> list[bytes]:
 
 
 def answered(hub: HubState, event: ev.Wiped | ev.WipeFailed | ev.Swept | ev.SweepFailed, now: float) -> list[ev.Action]:
-    """The store answered, or failed to."""
     match event:
         case ev.Wiped(epoch, keys, num_bytes):
             hub.reclaimer.count(keys, num_bytes)

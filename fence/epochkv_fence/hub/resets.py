@@ -9,7 +9,7 @@ from epochkv_fence.hub import removal, snapshot
 from epochkv_fence.hub.boots import NEVER
 from epochkv_fence.hub.record import Ask
 from epochkv_fence.hub.state import HubState
-from epochkv_fence.protocol.authority import Origin, PoolRecord, Term
+from epochkv_fence.protocol.authority import PoolRecord, Term
 from epochkv_fence.protocol.messages import Error, Refusal, Source
 from epochkv_fence.protocol.pool import PoolConfig
 
@@ -66,7 +66,7 @@ def configure(hub: HubState, config: PoolConfig, now: float) -> list[ev.Action]:
 # ------------------------------------------------------------------ the target
 
 
-def ask(hub: HubState, epoch: int, source: Origin, now: float) -> list[ev.Action]:
+def ask(hub: HubState, epoch: int, source: Source, now: float) -> list[ev.Action]:
     """Somebody asks for `epoch`. A hub that does not lead yet remembers it, too."""
     return write_target(hub, now) if hub.record.ask(Ask(epoch, now, source)) else []
 
@@ -76,7 +76,7 @@ def heal(hub: HubState, epoch: int, now: float) -> list[ev.Action]:
     if not hub.leading or not hub.rules.above_record(hub.record, epoch):
         return []
     hub.lead.settled_at = max(hub.lead.settled_at, now + hub.rules.hold_seconds(hub.config))
-    return ask(hub, epoch, Origin(Source.ENGINE), now)
+    return ask(hub, epoch, Source.ENGINE, now)
 
 
 def write_target(hub: HubState, now: float) -> list[ev.Action]:
@@ -96,7 +96,7 @@ def recorded(hub: HubState, epoch: int, now: float) -> list[ev.Action]:
 
 
 def observe(hub: HubState, found: PoolRecord, now: float) -> list[ev.Action]:
-    """Somebody saw the record. A durable target above our own raises ours, so an old leader's late Record is harmless."""
+    """Somebody saw the record. A durable target above our own raises ours, so an old leader's late write is harmless."""
     if not hub.leading:
         return []
     hub.record.noted = hub.record.noted or found.granting
@@ -107,7 +107,7 @@ def observe(hub: HubState, found: PoolRecord, now: float) -> list[ev.Action]:
     return [*actions, *raise_published(hub, found.published, now)]
 
 
-def raise_target(hub: HubState, target: int, origin: Origin | None, now: float) -> list[ev.Action]:
+def raise_target(hub: HubState, target: int, origin: Source | None, now: float) -> list[ev.Action]:
     """`target` is durable. If it is new, the hub tells engines."""
     if not hub.record.raise_target(target, origin, now):
         return []

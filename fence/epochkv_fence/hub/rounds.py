@@ -59,7 +59,6 @@ class Rounds:
             self.joining = self.joining or now >= max(record.live_until, record.below_until)
 
     def drop(self, boot: bytes) -> None:
-        """The hub forgets this boot."""
         self.beats.pop(boot, None)
 
     def ask(self, peer: bytes, question: Status) -> None:

@@ -55,7 +55,7 @@ def proposal_counts(record: Record, epoch: int) -> bool:
 def may_tell(record: Record, epoch: int) -> bool:
     """Whether a trainer may hear that its epoch is the target. It then trusts that nobody uses older epochs after a lease.
 
-    A deposed hub's Record may land late, while the leader goes on granting the epoch before. Only a leadership read that began
+    A deposed hub's write may land late, while the leader goes on granting the epoch before. Only a leadership read that began
     after the target was durable shows that this hub leads.
     """
     return record.target <= record.proven or epoch <= record.published

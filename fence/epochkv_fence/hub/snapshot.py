@@ -128,7 +128,6 @@ def answers(hub: HubState, waiters: Sequence[tuple[bytes, int, int]]) -> list[ev
 
 
 def status(hub: HubState, question: Status, now: float) -> Status:
-    """The page of the pool's state that `question` asks for."""
     first_page = question.first == 0 and question.after is None
     page = Status(
         question.request,
@@ -136,7 +135,7 @@ def status(hub: HubState, question: Status, now: float) -> Status:
         hub.record.target,
         hub.record.published,
         lease_seconds=hub.config.lease_seconds,
-        origin=hub.record.origin.source if hub.record.origin is not None else Source.SPEC,
+        origin=hub.record.origin if hub.record.origin is not None else Source.SPEC,
         pool=hub.config.uid[:253],
         after=question.after,
         labels={weights.hex(): label for weights, label in hub.labels.known.items()} if first_page else {},

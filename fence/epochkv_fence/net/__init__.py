@@ -2,7 +2,7 @@
 
 from epochkv_fence.net.agent.engine import AgentHooks, EngineIdentity
 from epochkv_fence.net.agent.thread import AgentThread
-from epochkv_fence.net.keys import ClientKeys, CredentialsError, HubKeys, KeyPair, generate_keypair
+from epochkv_fence.net.keys import ClientKeys, CredentialsError, KeyPair, generate_keypair
 from epochkv_fence.net.serving.pools import UnknownPool
 from epochkv_fence.net.serving.server import HubServer
 from epochkv_fence.protocol.pool import EngineView, PoolConfig, PoolSnapshot
@@ -14,7 +14,6 @@ __all__ = [
     "CredentialsError",
     "EngineIdentity",
     "EngineView",
-    "HubKeys",
     "HubServer",
     "KeyPair",
     "PoolConfig",

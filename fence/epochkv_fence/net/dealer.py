@@ -2,9 +2,9 @@
 does not.
 
 libzmq never reconnects after a refused key or a protocol error, and never notices a hub that is frozen or behind a
-ClusterIP that leads nowhere. No ZMTP heartbeats: their timer runs into an assertion of libzmq, which aborts the process,
-when a peer goes away while input is stopped (libzmq issues 3937, 4364, 4767; seen here with tampered frames). The kernel
-notices dead peers, with the options below, within 4 s.
+ClusterIP that leads nowhere. There are no ZMTP heartbeats. When a peer goes away while input is stopped, their timer runs
+into an assertion of libzmq, which aborts the process (issues 3937, 4364, 4767; seen here with tampered frames). With the
+options below, the kernel notices dead peers within 4 s.
 """
 
 from __future__ import annotations

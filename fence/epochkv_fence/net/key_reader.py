@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Final
 
+from epochkv_fence.net.daemon import on_daemon_thread
 from epochkv_fence.net.keys import ClientKeys
 
 READ_SECONDS: Final = 5.0
 """After this a read counts as hung; another is begun beside it, for the file system may have been replaced under it."""
 MAX_READS: Final = 4
 """At once. A thread that hangs in the kernel cannot be ended."""
+
+
+@dataclass(slots=True)
+class _Read:
+    """`superseded`: a younger read has answered. `told`: it was said that this one hangs."""
+
+    began: float
+    future: Future[ClientKeys]
+    superseded: bool = False
+    told: bool = False
 
 
 class KeyReader:
@@ -28,53 +40,35 @@ class KeyReader:
         self._read = read
         self._done = done
         self._seconds = seconds
-        self._lock = threading.Lock()
-        self._number = 0
-        self._running: dict[int, float] = {}
-        self._answers: dict[int, ClientKeys | Exception] = {}
-        self._taken = 0
-        self._told = 0  # newest read of which it was said that it hangs
+        self._reads: list[_Read] = []
 
     def begin(self) -> None:
         """Read, unless a read is under way that does not hang, or too many hang."""
         now = time.monotonic()
-        with self._lock:
-            if len(self._running) >= MAX_READS or any(now < began + self._seconds for began in self._running.values()):
-                return
-            self._number += 1
-            self._running[self._number] = now
-            number = self._number
+        running = [read for read in self._reads if not read.future.done()]
+        if len(running) >= MAX_READS or any(now < read.began + self._seconds for read in running):
+            return
         try:
-            threading.Thread(target=self._run, args=(number,), name="epochkv-keys", daemon=True).start()
+            future = on_daemon_thread(self._read, "epochkv-keys")
         except RuntimeError as error:  # no more threads
-            self._answer(number, error)
+            future = Future()
+            future.set_exception(error)
+        self._reads.append(_Read(now, future))
+        future.add_done_callback(lambda _: self._done())
 
-    def answer(self) -> ClientKeys | Exception | None:
+    def answer(self) -> ClientKeys | BaseException | None:
         """What the youngest read that has ended since the last call has found.
 
         A `TimeoutError`, once per read: the youngest hangs. Its answer still counts when it comes.
         """
-        now = time.monotonic()
-        with self._lock:
-            answers, self._answers = self._answers, {}
-            number = max(answers, default=0)
-            if number > self._taken:
-                self._taken = number
-                return answers[number]
-            began = self._running.get(self._number)
-            if began is not None and self._number > self._told and now >= began + self._seconds:
-                self._told = self._number
-                return TimeoutError(f"no answer within {self._seconds} s: the file system hangs")
+        ended = [read for read in self._reads if read.future.done()]
+        self._reads = [read for read in self._reads if read not in ended]
+        if ended and not ended[-1].superseded:
+            for read in self._reads:
+                read.superseded = read.superseded or read.began < ended[-1].began
+            return ended[-1].future.exception() or ended[-1].future.result()
+        youngest = self._reads[-1] if self._reads else None
+        if youngest is not None and not youngest.told and not youngest.superseded and time.monotonic() >= youngest.began + self._seconds:
+            youngest.told = True
+            return TimeoutError(f"no answer within {self._seconds} s: the file system hangs")
         return None
-
-    def _run(self, number: int) -> None:
-        try:
-            self._answer(number, self._read())
-        except Exception as error:
-            self._answer(number, error)
-
-    def _answer(self, number: int, answer: ClientKeys | Exception) -> None:
-        with self._lock:
-            del self._running[number]
-            self._answers[number] = answer
-        self._done()

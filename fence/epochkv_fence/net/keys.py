@@ -14,7 +14,6 @@ KEY_LENGTH = 40
 """Characters of a z85-encoded CURVE key (32 bytes)."""
 
 HUB_PUBLIC_FILE = "hub.pub"
-HUB_SECRET_FILE = "hub.key"
 CLIENT_PUBLIC_FILE = "client.pub"
 CLIENT_SECRET_FILE = "client.key"
 
@@ -39,20 +38,6 @@ class KeyPair:
     def __iter__(self) -> Iterator[str]:
         """`public, secret = pair`."""
         return iter((self.public, self.secret))
-
-
-@dataclass(frozen=True, slots=True)
-class HubKeys(KeyPair):
-    """The hub's own key pair."""
-
-    @classmethod
-    def load(cls, directory: str | Path) -> HubKeys:
-        """Read `hub.pub` and `hub.key`.
-
-        Raises:
-            CredentialsError: a file is missing or holds no key.
-        """
-        return cls(read_key(Path(directory) / HUB_PUBLIC_FILE), read_key(Path(directory) / HUB_SECRET_FILE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +70,6 @@ class ClientKeys:
 
 
 def generate_keypair() -> KeyPair:
-    """A fresh CURVE key pair."""
     public, secret = zmq.curve_keypair()
     return KeyPair(public.decode("ascii"), secret.decode("ascii"))
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from dataclasses import dataclass
 from typing import Final, NamedTuple
+
+import msgspec
 
 from epochkv_fence.protocol.messages import BOOT_BYTES, MAX_EPOCH, Error, Grant, Leave, Message, Nudge, Propose, Reclaim
 
@@ -41,54 +42,45 @@ class AgentState(enum.Enum):
 # ---------------------------------------------------------------------------------------------------------------- events
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(msgspec.Struct, frozen=True):
     """The engine can adopt: vLLM has set its own root. Until then nothing is sent and nothing accepted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """`deadline()` has come, or time has passed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Poked:
+class Poked(msgspec.Struct, frozen=True):
     """Something the hub should know has changed, or a connection to it came up: heartbeat now."""
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(msgspec.Struct, frozen=True):
     """A message from the hub."""
 
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Adopted:
+class Adopted(msgspec.Struct, frozen=True):
     """The `Adopt` asked for is done: the new root is bound."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class AdoptFailed:
+class AdoptFailed(msgspec.Struct, frozen=True):
     """The `Adopt` asked for could not be done; nothing has changed. A later grant asks again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
+class Settled(msgspec.Struct, frozen=True):
     """After `Settle`: the scheduler thread is outside `schedule()`, so no lookup under the old root is open."""
 
 
-@dataclass(frozen=True, slots=True)
-class Proposed:
+class Proposed(msgspec.Struct, frozen=True):
     """This engine's caches were reset alone: ask the hub for `epoch`, repeatedly until it is reached."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
+class Left(msgspec.Struct, frozen=True):
     """The engine shuts down, and its scheduler thread is outside `schedule()`: it admits nothing more. Nothing follows."""
 
 
@@ -98,35 +90,30 @@ Event = Started | Tick | Poked | Received | Adopted | AdoptFailed | Settled | Pr
 # --------------------------------------------------------------------------------------------------------------- actions
 
 
-@dataclass(frozen=True, slots=True)
-class Beat:
+class Beat(msgspec.Struct, frozen=True):
     """Send a heartbeat with these fields; the driver adds identity, age, weights, `carried` and statistics."""
 
     seq: int
     epoch: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Adopt:
+class Adopt(msgspec.Struct, frozen=True):
     """Bind the root of `epoch`, then say `Adopted` (or `AdoptFailed`)."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Settle:
+class Settle(msgspec.Struct, frozen=True):
     """Say `Settled` as soon as the scheduler thread is outside `schedule()`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send this message to the hub."""
 
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveOld:
+class RemoveOld(msgspec.Struct, frozen=True):
     """Remove the pool's keys of epochs below `below`, and unless `keep` is empty those of all other weights, away from this
     thread, and send `Reclaimed` with this `number`."""
 
@@ -135,8 +122,7 @@ class RemoveOld:
     number: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class HubRefused:
+class HubRefused(msgspec.Struct, frozen=True):
     """The hub did not take a message of ours."""
 
     error: Error
@@ -189,7 +175,6 @@ class Agent:
         return View(self.epoch, self.lease_until)
 
     def state(self, now: float) -> AgentState:
-        """Where this agent stands at `now`."""
         return AgentState.UNASSIGNED if self.epoch is None or now >= self.lease_until else AgentState.USE
 
     def deadline(self) -> float:

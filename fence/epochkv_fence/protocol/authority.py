@@ -43,17 +43,6 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a target comes from.
-
-    Attributes:
-        source: who asked for it first.
-    """
-
-    source: Source
-
-
-@dataclass(frozen=True, slots=True)
 class PoolRecord:
     """Everything a hub must remember about a pool.
 
@@ -61,14 +50,14 @@ class PoolRecord:
         target: highest epoch durably recorded.
         published: highest epoch proved to be the oldest in use; never above `target`.
         granting: some hub has (or may have) granted for this pool; never taken back.
-        origin: of `target`; None: target 0, or a record from before origins were kept.
+        origin: who asked for `target` first; None: target 0, or a record from before origins were kept.
         labels: what weights were called, by their digest, newest last.
     """
 
     target: int = 0
     published: int = 0
     granting: bool = False
-    origin: Origin | None = None
+    origin: Source | None = None
     labels: Mapping[bytes, str] = field(default_factory=dict)
 
 
@@ -87,7 +76,7 @@ class Authority(Protocol):
     async def load(self, pool_uid: str) -> PoolRecord:
         """What is durably recorded (promise 2)."""
 
-    async def record(self, pool_uid: str, target: int, origin: Origin | None = None) -> None:
+    async def record(self, pool_uid: str, target: int, origin: Source | None = None) -> None:
         """Raise the durable target to at least `target`; returns after the write is durable.
 
         `origin` is written with it, in the same atomic write, and only if the target rises.

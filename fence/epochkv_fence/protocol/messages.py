@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Sequence
-from typing import Annotated, Final
+from typing import Annotated, Final, get_args
 
 import msgspec
 
@@ -187,7 +187,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
 class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     """Trainer -> hub with `request` alone: a question. Hub -> trainer: the pool and its live boots.
 
-    A pool with more boots than fit in one message is answered in pages, in the order of boots: ask again with `after`, the
+    A pool with more boots than fit in one message is answered in pages, in the order of boots. Ask again with `after`, the
     last boot of the page before, until a page is empty. No boot that stays is missed, whoever comes and goes meanwhile.
     With `first`, the number of boots before, places move when others leave.
 
@@ -277,21 +277,7 @@ class Error(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
 
 
 Message = Heartbeat | Grant | Nudge | Propose | Bump | BumpStatus | Status | Label | Labelled | Reclaim | Reclaimed | Leave | Error
-TAGS: Final = (
-    "Heartbeat",
-    "Grant",
-    "Nudge",
-    "Propose",
-    "Bump",
-    "BumpStatus",
-    "Status",
-    "Label",
-    "Labelled",
-    "Reclaim",
-    "Reclaimed",
-    "Leave",
-    "Error",
-)
+TAGS: Final = tuple(kind.__name__ for kind in get_args(Message))
 
 
 class _Tagged(msgspec.Struct):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
-from epochkv_fence.protocol.authority import Origin
+from epochkv_fence.protocol.messages import Source
 
 ReclaimPolicy = Literal["Delete", "RemoveAll", "Retain"]
-RECLAIM_POLICIES: Final = ("Delete", "RemoveAll", "Retain")
+RECLAIM_POLICIES: Final[tuple[ReclaimPolicy, ...]] = get_args(ReclaimPolicy)
 EngineState = Literal["use", "private", "unknown", "behind", "silent"]
-ENGINE_STATES: Final[tuple[EngineState, ...]] = ("use", "private", "unknown", "behind", "silent")
+ENGINE_STATES: Final[tuple[EngineState, ...]] = get_args(EngineState)
 
 
 def margin_seconds(lease_seconds: float) -> float:
@@ -87,7 +87,7 @@ class EngineView:
         private: its caches were reset alone, and it shares nothing before the next epoch.
         weights: that its ranks hold, as it said last; None: not known, and `weights_note` says why.
         weights_since: seconds for which it has reported these.
-        diverged_seconds: for so long it has held these while others of its fingerprint hold other ones; None: it is not live,
+        diverged_seconds: for so long it has held these while others of its fingerprint hold other ones. None: it is not live,
             its weights are not known, or they are those of most of its fingerprint.
     """
 
@@ -177,7 +177,7 @@ class PoolSnapshot:
     published_at: float | None
     reset_seconds: float | None
     reclaimed: int
-    origin: Origin | None = None
+    origin: Source | None = None
     reclaim_policy: ReclaimPolicy = "Delete"
     reclaimed_keys: int = 0
     reclaimed_bytes: int = 0

@@ -1,10 +1,10 @@
-"""A file hub's metrics and health over HTTP, in Prometheus' text format, with the names that the operator uses."""
+"""A standalone hub's metrics and health over HTTP, in Prometheus' text format, with the names that the operator uses."""
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
@@ -18,43 +18,27 @@ def exposition(pool: str, snapshot: PoolSnapshot, counters: dict[str, int]) -> s
     """All metrics of one pool."""
     labels = f'namespace="",pool="{_escaped(pool)}"'
     states = [view.state for view in snapshot.engines]
-    lines: list[str] = []
-
-    def family(name: str, kind: str, text: str, values: list[tuple[str, float]]) -> None:
-        lines.extend((f"# HELP {name} {text}", f"# TYPE {name} {kind}"))
-        lines.extend(f"{name}{{{extra}}} {int(value) if value == int(value) else value}" for extra, value in values)
-
-    family("epochkv_hub_leading", "gauge", "1 while this hub leads", [(labels, float(snapshot.leading))])
-    family("epochkv_pool_target_epoch", "gauge", "Highest epoch recorded for the pool", [(labels, snapshot.target)])
-    family("epochkv_pool_published_epoch", "gauge", "Highest epoch proved: no engine uses an older one", [(labels, snapshot.published)])
-    if snapshot.reset_seconds is not None:
-        family("epochkv_pool_last_reset_seconds", "gauge", "Time the latest reset took", [(labels, snapshot.reset_seconds)])
-    family(
-        "epochkv_pool_engines",
-        "gauge",
-        f"Engine processes heard of, by state ({', '.join(ENGINE_STATES)})",
-        [(f'{labels},state="{state}"', states.count(state)) for state in ENGINE_STATES],
-    )
-    family(
-        "epochkv_pool_weights_diverged_engines",
-        "gauge",
-        "Live engines that hold other weights than most of their fingerprint",
-        [(labels, len(snapshot.diverged))],
-    )
-    family("epochkv_pool_carried_requests", "gauge", "Requests that run under older epochs", [(labels, snapshot.carried)])
-    family(
-        "epochkv_pool_reclaimed_keys_total",
-        "counter",
-        "Keys of older epochs and weights removed from the store",
-        [(labels, snapshot.reclaimed_keys)],
-    )
-    family("epochkv_pool_reclaimed_bytes_total", "counter", "Bytes of them, as far as known", [(labels, snapshot.reclaimed_bytes)])
-    family(
-        "epochkv_hub_messages_total",
-        "counter",
-        "Messages and connections by outcome",
-        [(f'{labels},outcome="{_escaped(name)}"', value) for name, value in sorted(counters.items())],
-    )
+    engines = f"Engine processes heard of, by state ({', '.join(ENGINE_STATES)})"
+    by_state = {f',state="{state}"': states.count(state) for state in ENGINE_STATES}
+    outcomes = {f',outcome="{_escaped(name)}"': value for name, value in sorted(counters.items())}
+    took = {} if snapshot.reset_seconds is None else {"": snapshot.reset_seconds}
+    diverged, keys = {"": len(snapshot.diverged)}, {"": snapshot.reclaimed_keys}
+    families: list[tuple[str, str, str, Mapping[str, float]]] = [
+        ("epochkv_hub_leading", "gauge", "1 while this hub leads", {"": snapshot.leading}),
+        ("epochkv_pool_target_epoch", "gauge", "Highest epoch recorded for the pool", {"": snapshot.target}),
+        ("epochkv_pool_published_epoch", "gauge", "Highest epoch proved: no engine uses an older one", {"": snapshot.published}),
+        *([("epochkv_pool_last_reset_seconds", "gauge", "Time the latest reset took", took)] if took else []),
+        ("epochkv_pool_engines", "gauge", engines, by_state),
+        ("epochkv_pool_weights_diverged_engines", "gauge", "Live engines that hold other weights than most of their fingerprint", diverged),
+        ("epochkv_pool_carried_requests", "gauge", "Requests that run under older epochs", {"": snapshot.carried}),
+        ("epochkv_pool_reclaimed_keys_total", "counter", "Keys of older epochs and weights removed from the store", keys),
+        ("epochkv_pool_reclaimed_bytes_total", "counter", "Bytes of them, as far as known", {"": snapshot.reclaimed_bytes}),
+        ("epochkv_hub_messages_total", "counter", "Messages and connections by outcome", outcomes),
+    ]
+    lines = []
+    for name, kind, text, values in families:
+        lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+        lines += [f"{name}{{{labels}{extra}}} {int(value) if value == int(value) else value}" for extra, value in values.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -107,7 +91,6 @@ class MetricsServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(2.0)

@@ -17,7 +17,7 @@ PUSH_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LogLine:
     """One line of the log; `fields` are for readers that are programs."""
 
     level: int
@@ -36,9 +36,9 @@ def engine_name(view: EngineView) -> str:
     return f"{name}/{view.rank}" if view.rank else name
 
 
-def compare(before: PoolSnapshot | None, now: PoolSnapshot) -> list[Line]:
+def compare(before: PoolSnapshot | None, now: PoolSnapshot) -> list[LogLine]:
     """What happened between two snapshots of one pool."""
-    lines: list[Line] = []
+    lines: list[LogLine] = []
     if now.leading if before is None else before.leading != now.leading:
         lines.append(_leading(now))
     if before is None:
@@ -51,21 +51,21 @@ def compare(before: PoolSnapshot | None, now: PoolSnapshot) -> list[Line]:
     return lines
 
 
-def _leading(now: PoolSnapshot) -> Line:
+def _leading(now: PoolSnapshot) -> LogLine:
     if now.leading:
-        return Line(
+        return LogLine(
             logging.INFO, f"leading: epoch {now.target}, published {now.published}", {"target": now.target, "published": now.published}
         )
-    return Line(logging.WARNING, "not leading: nothing is granted or published")
+    return LogLine(logging.WARNING, "not leading: nothing is granted or published")
 
 
-def _epochs(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
+def _epochs(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:
     if now.target > before.target:
-        who = f" by {now.origin.source.value.lower()}" if now.origin is not None else ""
+        who = f" by {now.origin.value.lower()}" if now.origin is not None else ""
         to_go = sum(view.alive and not view.converged for view in now.engines)
         engines = f"{to_go} of {counted(_alive(now), 'engine')} to go" if _alive(now) else "no engine is there"
         text = f"epoch {now.target} recorded, asked for{who}; {engines}"
-        yield Line(logging.INFO, text, {"target": now.target, "origin": now.origin.source.value if now.origin else ""})
+        yield LogLine(logging.INFO, text, {"target": now.target, "origin": now.origin.value if now.origin else ""})
     if now.published > before.published:
         took = f" after {now.reset_seconds:.3f} s" if now.reset_seconds is not None and now.published == now.target else ""
         text = f"epoch {now.published} published{took}: no engine uses an older one"
@@ -74,7 +74,7 @@ def _epochs(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
         # Below what was published; the next epoch may be asked for already, and nobody at it yet.
         late = [view for view in now.engines if view.alive and (view.epoch is None or view.epoch < now.published)]
         behind = f"; not acknowledged, fenced by {'its lease' if len(late) == 1 else 'their leases'}: {_names(late)}" if late else ""
-        yield Line(
+        yield LogLine(
             logging.WARNING if late else logging.INFO,
             text + carried + behind,
             {
@@ -86,7 +86,7 @@ def _epochs(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
         )
 
 
-def _engines(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
+def _engines(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:
     known = {view.boot: view for view in before.engines}
     here = {view.boot: view for view in now.engines}
     joined = [view for boot, view in here.items() if boot not in known]
@@ -99,15 +99,15 @@ def _engines(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
     yield from _each(gone, logging.INFO, "is gone", "engines are gone")
 
 
-def _each(views: list[EngineView], level: int, one: str, many: str) -> Iterable[Line]:
+def _each(views: list[EngineView], level: int, one: str, many: str) -> Iterable[LogLine]:
     if len(views) > MAX_LINES:
-        yield Line(level, f"{len(views)} {many}", {"engines": len(views)})
+        yield LogLine(level, f"{len(views)} {many}", {"engines": len(views)})
         return
     for view in views:
-        yield Line(level, f"engine {engine_name(view)} {one}", {"engine": engine_name(view), "boot": view.boot.hex()})
+        yield LogLine(level, f"engine {engine_name(view)} {one}", {"engine": engine_name(view), "boot": view.boot.hex()})
 
 
-def _weights(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
+def _weights(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:
     known = {view.boot: view for view in before.engines}
     changed: dict[bytes, list[EngineView]] = {}
     unknown: list[EngineView] = []
@@ -122,36 +122,36 @@ def _weights(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
     for weights, views in list(changed.items())[:MAX_LINES]:
         what = f"weights {called(weights.hex(), now.labels.get(weights, ''))}"
         text = f"engine {engine_name(views[0])} holds {what}" if len(views) == 1 else f"{len(views)} engines hold {what}: {_names(views)}"
-        yield Line(logging.INFO, text, {"weights": weights.hex(), "engines": len(views)})
+        yield LogLine(logging.INFO, text, {"weights": weights.hex(), "engines": len(views)})
     for view in unknown[:MAX_LINES]:
-        yield Line(
+        yield LogLine(
             logging.INFO, f"the weights of engine {engine_name(view)} are unknown: {view.weights_note}", {"engine": engine_name(view)}
         )
     if len(unknown) > MAX_LINES:
-        yield Line(logging.INFO, f"the weights of {len(unknown)} engines are unknown", {"engines": len(unknown)})
+        yield LogLine(logging.INFO, f"the weights of {len(unknown)} engines are unknown", {"engines": len(unknown)})
     yield from _divergence(before, now)
     for weights, label in now.labels.items():
         if before.leading and before.labels.get(weights) != label:
-            yield Line(logging.INFO, f"weights {weights.hex()[:8]} are called {label}", {"weights": weights.hex(), "label": label})
+            yield LogLine(logging.INFO, f"weights {weights.hex()[:8]} are called {label}", {"weights": weights.hex(), "label": label})
 
 
-def _divergence(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
+def _divergence(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:
     """Engines differ while weights are pushed; for longer than that they have missed one."""
     old, new = ([view for view in snapshot.diverged if (view.diverged_seconds or 0.0) > PUSH_SECONDS] for snapshot in (before, now))
     if new and not old:
         hold = "holds" if len(new) == 1 else "hold"
         text = f"{counted(len(new), 'engine')} {hold} other weights than most for more than {PUSH_SECONDS:g} s: {_names(new)}"
-        yield Line(logging.WARNING, text, {"diverged": len(new)})
+        yield LogLine(logging.WARNING, text, {"diverged": len(new)})
     elif old and not now.diverged:
-        yield Line(logging.INFO, "the engines of each fingerprint hold the same weights again")
+        yield LogLine(logging.INFO, "the engines of each fingerprint hold the same weights again")
 
 
-def _memory(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[Line]:
+def _memory(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:
     if now.wipe_failed and not before.wipe_failed:
-        yield Line(logging.WARNING, "the store could not be emptied; nobody finds the old keys, and they are removed one by one instead")
+        yield LogLine(logging.WARNING, "the store could not be emptied; nobody finds the old keys, and they are removed one by one instead")
     if now.reclaimed > before.reclaimed and now.reclaimed_keys:  # a pool without a store has nothing to tell
         text = f"the store holds no keys below epoch {now.reclaimed}; {now.reclaimed_keys} removed so far"
-        yield Line(logging.INFO, text, {"below": now.reclaimed, "keys": now.reclaimed_keys, "bytes": now.reclaimed_bytes})
+        yield LogLine(logging.INFO, text, {"below": now.reclaimed, "keys": now.reclaimed_keys, "bytes": now.reclaimed_bytes})
 
 
 def _alive(now: PoolSnapshot) -> int:

@@ -1,7 +1,7 @@
 """Mooncake's admin port as a `StoreAdmin`: one HTTP call empties the store, one before and one after say how many bytes.
 
-Keys that somebody reads stay. Only the standard library; each request runs on a thread of its own with a deadline, so that a master that
-accepts connections and never answers costs a thread until that deadline and nothing else.
+Keys that somebody reads stay. It needs only the standard library. Each request runs on a thread of its own with a deadline: a
+master that accepts connections and never answers costs a thread until then, and nothing else.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 import structlog
 
-from epochkv_fence.net import CredentialsError, HubKeys, KeyPair, generate_keypair
+from epochkv_fence.net import CredentialsError, KeyPair, generate_keypair
 from epochkv_fence.net.keys import check_key
 from epochkv_operator import metrics
 from epochkv_operator.kube.client import AlreadyExists, Forbidden, Invalid, Json, KubeClient, NotFound
@@ -59,7 +59,7 @@ def fence_secret_name(pool: str) -> str:
     return f"{pool}-fence"
 
 
-async def hub_keys(client: KubeClient, namespace: str, name: str) -> HubKeys:
+async def hub_keys(client: KubeClient, namespace: str, name: str) -> KeyPair:
     """The hub's key pair, made on first use.
 
     Raises:
@@ -78,9 +78,9 @@ async def hub_keys(client: KubeClient, namespace: str, name: str) -> HubKeys:
         else:
             metrics.API_WRITES.labels(kind="Secret", operation="create").inc()
             log.info("hub key pair created", secret=f"{namespace}/{name}")
-            return HubKeys(pair.public, pair.secret)
+            return pair
     try:
-        return HubKeys(_field(found, "hub.pub"), _field(found, "hub.key"))
+        return KeyPair(_field(found, "hub.pub"), _field(found, "hub.key"))
     except CredentialsError as error:
         raise SecretConflict(f"Secret {namespace}/{name}: {error}") from error
 

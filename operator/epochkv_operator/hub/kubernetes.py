@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from epochkv_fence.protocol.authority import AuthorityError, Origin, PoolGone, PoolRecord, Term, merged_labels
+from epochkv_fence.protocol.authority import AuthorityError, PoolGone, PoolRecord, Term, merged_labels
 from epochkv_fence.protocol.messages import Source
 from epochkv_operator.kube.client import ApiError, Json, NotFound
 from epochkv_operator.kube.lease import LeaseHolder
@@ -59,7 +59,7 @@ class KubernetesAuthority:
             raise AuthorityError(str(error)) from error
         return record_of(pool)
 
-    async def record(self, pool_uid: str, target: int, origin: Origin | None = None) -> None:
+    async def record(self, pool_uid: str, target: int, origin: Source | None = None) -> None:
         """Durably raise the target epoch, and say in the same write who asked for it; a target that is already as high is
         left alone, and so is its origin.
         """
@@ -71,7 +71,7 @@ class KubernetesAuthority:
             # Nothing of the reset before may look as if it belonged to this one: its times, its laggards.
             return {
                 "targetEpoch": target,
-                "reset": {**dict.fromkeys(reset), "epoch": target, **({"origin": origin.source.value} if origin is not None else {})},
+                "reset": {**dict.fromkeys(reset), "epoch": target, **({"origin": origin.value} if origin is not None else {})},
             }
 
         await self._update(pool_uid, decide)
@@ -142,10 +142,10 @@ def record_of(pool: Json) -> PoolRecord:
     )
 
 
-def _origin_of(reset: Json, target: int) -> Origin | None:
+def _origin_of(reset: Json, target: int) -> Source | None:
     """Who asked for the target; None for a record from before origins were kept, and for a word of a newer operator."""
     source = _SOURCES.get(str(reset.get("origin")))
-    return Origin(source) if source is not None and reset.get("epoch") == target else None
+    return source if source is not None and reset.get("epoch") == target else None
 
 
 _SOURCES = {source.value: source for source in Source}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from epochkv_fence.net import HubKeys, HubServer
+from epochkv_fence.net import HubServer, KeyPair
 from epochkv_fence.protocol.authority import PoolRecord, Term
 from epochkv_fence.protocol.pool import PoolConfig, PoolSnapshot
 from epochkv_fence.stores.admin import StoreAdmin
@@ -66,7 +66,7 @@ class HubService:
     def __init__(
         self,
         bind: str,
-        keys: HubKeys,
+        keys: KeyPair,
         lease: LeaseHolder,
         statuses: StatusWriter,
         wake: Callable[[Key, float], None],

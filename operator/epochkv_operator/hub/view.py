@@ -74,7 +74,7 @@ def view_of(
         reset_started=_moment(started),
         reset_completed=_moment(snapshot.published_at) if done else None,
         reset_milliseconds=round(snapshot.reset_seconds * 1e3) if done and snapshot.reset_seconds is not None else None,
-        origin=snapshot.origin.source.value if snapshot.origin is not None else None,
+        origin=snapshot.origin.value if snapshot.origin is not None else None,
         weights=tuple(
             WeightsGroup(group.weights.hex(), group.engines, datetime.fromtimestamp(unix_seconds - group.since_seconds, UTC), group.label)
             for group in snapshot.weights

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
+
 from epochkv_fence.hub import events as ev
 from epochkv_fence.hub import resets
 from epochkv_fence.hub.boots import NEVER
@@ -62,7 +64,7 @@ class _GrantBeforeRecord(Hub):
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         actions = super().step(event, now)
         for action in actions:
-            if isinstance(action, ev.Record):
+            if isinstance(action, ev.RecordTarget):
                 actions = [*actions, *resets.raise_target(self.state, action.epoch, None, now)]
         return actions
 
@@ -91,7 +93,7 @@ class _HeardMayFall(Hub):
         actions = super().step(event, now)
         if not boot.at_least(self.target):
             self.state.boots.behind[boot.boot] = None
-            boot.below_until = now + self.config.hold_seconds
+            boot.below_until = now + self.state.config.hold_seconds
         return actions
 
 
@@ -123,12 +125,12 @@ class _RoundsWithoutPause(Hub):
 
 def _lead_with_own_target(hub: HubState, event: ev.Acquired) -> ev.Event:
     """Installs its term with whatever target it remembers, not with the one read after the acquiring write."""
-    return replace(event, record=replace(event.record, target=hub.record.target))
+    return msgspec.structs.replace(event, record=replace(event.record, target=hub.record.target))
 
 
 def _lead_with_own_published(hub: HubState, event: ev.Acquired) -> ev.Event:
     """After a restore it believes its own memory of what is published."""
-    return replace(event, record=replace(event.record, published=max(event.record.published, hub.record.published)))
+    return msgspec.structs.replace(event, record=replace(event.record, published=max(event.record.published, hub.record.published)))
 
 
 QUICK = {**DUEL, "takeovers": 1.0}

@@ -28,7 +28,7 @@ class _WipesAtTarget(Hub):
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         before = self.target
         actions = super().step(event, now)
-        if self.target > before and self.term is not None and self.config.reclaim == "RemoveAll":
+        if self.target > before and self.term is not None and self.state.config.reclaim == "RemoveAll":
             self.state.wiper.begin(self.target, now)
         return actions
 
@@ -38,7 +38,7 @@ def _waits_for_the_wipe(config: PoolConfig) -> Hub:
     hub = Hub(config)
 
     def settled_at(lead: Leadership) -> float:
-        return float("inf") if hub.state.wiper.open else lead.settled_at
+        return float("inf") if hub.state.wiper.due_at() < float("inf") else lead.settled_at
 
     hub.state.rules = replace(RULES, settled_at=settled_at)
     return hub
@@ -182,7 +182,7 @@ class _AsksWithoutEnd(Hub):
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         reclaimer = self.state.reclaimer
         if isinstance(event, ev.Tick) and self.term is not None and reclaimer.due_at == float("inf"):
-            reclaimer.start_weights(now + self.config.reclaim_seconds)
+            reclaimer.start_weights(now + self.state.config.reclaim_seconds)
         return super().step(event, now)
 
 

@@ -33,7 +33,7 @@ def _of_no_age(hub: HubState, event: ev.Heard) -> ev.Event:
     """Weights are held since this hub heard of them first."""
     if not isinstance(event.message, Heartbeat):
         return event
-    return replace(event, message=msgspec.structs.replace(event.message, weights_age_seconds=0.0))
+    return msgspec.structs.replace(event, message=msgspec.structs.replace(event.message, weights_age_seconds=0.0))
 
 
 class _SaysNothing(Hub):
@@ -166,7 +166,7 @@ class _BelievesItsLabels(Labels):
 
 def _without_labels(hub: HubState, event: ev.Acquired | ev.Observed) -> ev.Event:
     """Takes no labels from the record."""
-    return replace(event, record=replace(event.record, labels={}))
+    return msgspec.structs.replace(event, record=replace(event.record, labels={}))
 
 
 PUSHING = {"pushes": 3.0, "trouble": 0.3}

@@ -43,7 +43,7 @@ class Driver:
             match action:
                 case ev.Send(peer, message):
                     self.sent.append((peer, message))
-                case ev.Record(epoch):
+                case ev.RecordTarget(epoch):
                     self._write(action, ev.Recorded(epoch))
                 case ev.Publish(epoch):
                     self._write(action, ev.Published(epoch))

@@ -6,11 +6,11 @@ import asyncio
 from pathlib import Path
 
 from epochkv_fence.protocol.authority import PoolRecord, Term
-from epochkv_fence.standalone.authority import FileAuthority
+from epochkv_fence.standalone.authority import SqliteAuthority
 
 
-async def opened(directory: Path, name: str = "policy", lease_seconds: float = 1.0) -> tuple[FileAuthority, str]:
-    authority = await FileAuthority.open(directory)
+async def opened(directory: Path, name: str = "policy", lease_seconds: float = 1.0) -> tuple[SqliteAuthority, str]:
+    authority = await SqliteAuthority.open(directory)
     try:
         return authority, await authority.ensure_pool(name, lease_seconds)
     except BaseException:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from epochkv_fence.hub import events as ev
-from epochkv_fence.protocol.authority import Origin, PoolRecord, Term
+from epochkv_fence.protocol.authority import PoolRecord, Term
 from epochkv_fence.protocol.messages import MAX_EPOCH, Bump, BumpStatus, Error, Grant, Propose, Refusal, Source, decode, encode
 from tests.unit.fence.helpers import HOLD, Driver, boot
 
@@ -40,8 +40,8 @@ def test_of_many_proposals_the_first_one_counts() -> None:
     hub.hear(Propose(boot(2), 1))
     hub.step(ev.Recorded(1))
     hub.hear(Propose(boot(2), 1))
-    assert hub.kinds() == [("Record", 1)]
-    assert hub.hub.snapshot(hub.now).origin == Origin(Source.ENGINE)
+    assert hub.kinds() == [("RecordTarget", 1)]
+    assert hub.hub.snapshot(hub.now).origin == Source.ENGINE
 
 
 def test_no_epoch_is_left_after_the_last() -> None:
@@ -50,7 +50,7 @@ def test_no_epoch_is_left_after_the_last() -> None:
     assert hub.hub.target == MAX_EPOCH
     hub.ask(MAX_EPOCH + 1)
     hub.ask(-1)
-    assert hub.kinds() == [("Record", MAX_EPOCH)]
+    assert hub.kinds() == [("RecordTarget", MAX_EPOCH)]
     assert hub.hub.snapshot(hub.now).asked == MAX_EPOCH
 
 
@@ -62,8 +62,8 @@ def test_the_record_names_who_asked() -> None:
     hub.hear(Propose(boot(1), 1))
     hub.ask(2)
     hub.hear(Bump(1, 3))
-    origins = [action.origin for action in hub.writes if isinstance(action, ev.Record)]
-    assert origins == [Origin(Source.ENGINE), Origin(Source.SPEC), Origin(Source.TRAINER)]
+    origins = [action.origin for action in hub.writes if isinstance(action, ev.RecordTarget)]
+    assert origins == [Source.ENGINE, Source.SPEC, Source.TRAINER]
 
 
 def test_a_record_written_again_keeps_its_origin() -> None:
@@ -74,12 +74,12 @@ def test_a_record_written_again_keeps_its_origin() -> None:
     hub.step(ev.PublishFailed(1))
     hub.now += 1.0
     hub.step(ev.Tick())
-    assert hub.writes[-1] == ev.Record(1, Origin(Source.TRAINER))
+    assert hub.writes[-1] == ev.RecordTarget(1, Source.TRAINER)
 
 
 @pytest.mark.parametrize("how", ["acquired", "observed", "observed after our own record"])
 def test_the_origin_on_record_counts(how: str) -> None:
-    found = PoolRecord(4, 0, True, Origin(Source.TRAINER))
+    found = PoolRecord(4, 0, True, Source.TRAINER)
     hub = Driver()
     if how == "acquired":
         hub.step(ev.Acquired(Term("h", 1), found))
@@ -88,7 +88,7 @@ def test_the_origin_on_record_counts(how: str) -> None:
         if how != "observed":
             hub.ask(4)  # another hub's Record of the same epoch landed first
         hub.step(ev.Observed(found))
-    assert hub.hub.snapshot(hub.now).origin == Origin(Source.TRAINER)
+    assert hub.hub.snapshot(hub.now).origin == Source.TRAINER
 
 
 # -------------------------------------------------------------------------------------------------------- a record that fell
@@ -97,7 +97,7 @@ def test_the_origin_on_record_counts(how: str) -> None:
 def test_an_epoch_above_the_record_is_recorded_again() -> None:
     hub = pool()
     hub.beat(1, epoch=9)
-    assert hub.writes == [ev.Record(9, Origin(Source.ENGINE))]
+    assert hub.writes == [ev.RecordTarget(9, Source.ENGINE)]
     hub.beat(2, epoch=0)
     assert epochs(hub) == {1: 9, 2: 9}
 
@@ -123,7 +123,7 @@ def test_an_epoch_heard_before_leadership_is_compared_when_it_leads() -> None:
     hub.beat(1, epoch=9)
     assert hub.writes == []
     hub.lead(target=5, published=5, granting=True)
-    assert hub.kinds() == [("Record", 9)]
+    assert hub.kinds() == [("RecordTarget", 9)]
     hub = Driver()
     hub.beat(1, epoch=9)
     hub.lead(target=9, published=9, granting=True)

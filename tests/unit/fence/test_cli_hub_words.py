@@ -15,8 +15,9 @@ import pytest
 
 from epochkv_fence.connection import Connection
 from epochkv_fence.net import generate_keypair
-from epochkv_fence.standalone.hub import FileHub, HubError, HubOptions, split_address, split_listen
-from epochkv_fence.standalone.state import exposed_files
+from epochkv_fence.standalone.credentials import exposed_files
+from epochkv_fence.standalone.hub import StandaloneHub
+from epochkv_fence.standalone.options import HubError, HubOptions, split_address, split_listen
 from hack.waiting import eventually
 from tests.support.fence import LoopThread
 from tests.support.hub import Agents, HubProcess, epochkv, using
@@ -116,13 +117,13 @@ def test_a_hub_that_cannot_listen_leaves_nothing_behind(tmp_path: Path, option: 
                 closing(LoopThread()) as loop,
                 pytest.raises(HubError, match=f"--{option} .* cannot be listened on: Address already in use(;|$)"),
             ):
-                loop.run(FileHub(HubOptions("policy", listen, state, metrics=metrics)).start())
+                loop.run(StandaloneHub(HubOptions("policy", listen, state, metrics=metrics)).start())
             assert kept.exists()
             assert not (kept / "a").exists()
             assert "made the keys" not in caplog.text
         uid = json.loads((kept / "keys.json").read_text())["pool_uid"]  # it was there before: left as it is
     with closing(LoopThread()) as loop:
-        hub = FileHub(HubOptions("policy", "tcp://127.0.0.1:0", kept))
+        hub = StandaloneHub(HubOptions("policy", "tcp://127.0.0.1:0", kept))
         loop.run(hub.start())
         assert hub.uid == uid
         loop.run(hub.stop())
@@ -133,7 +134,7 @@ def test_a_hub_that_cannot_listen_leaves_nothing_behind(tmp_path: Path, option: 
 )
 def test_a_pool_has_a_name_that_kubernetes_would_take(tmp_path: Path, name: str) -> None:
     with pytest.raises(HubError) as caught:
-        FileHub(HubOptions(name, "tcp://127.0.0.1:0", tmp_path / "state"))
+        StandaloneHub(HubOptions(name, "tcp://127.0.0.1:0", tmp_path / "state"))
     assert str(caught.value).startswith(f"--pool is {name!r}; give a name as Kubernetes has them: at most 253 characters, ")
     assert not (tmp_path / "state").exists()
 
@@ -155,7 +156,7 @@ def test_an_ipv6_address_needs_brackets(listen: str) -> None:
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists() or not Path("/proc/net/if_inet6").read_text(), reason="no IPv6 here")
 def test_ipv6_from_the_engine_to_the_metrics(tmp_path: Path) -> None:
     with closing(LoopThread()) as loop:
-        hub = FileHub(HubOptions("policy", "tcp://[::1]:0", tmp_path / "state", metrics="[::1]:0"))
+        hub = StandaloneHub(HubOptions("policy", "tcp://[::1]:0", tmp_path / "state", metrics="[::1]:0"))
         loop.run(hub.start())
         with Agents(hub.connection_file.parent) as agents:
             assert Connection.load(hub.connection_file, {}).hub.endpoint.startswith("tcp://[::1]:")

@@ -9,7 +9,18 @@ from dataclasses import replace
 
 import pytest
 
-from epochkv_fence.cli.render import Output, Progress, WeightsProgress, show_reset, show_status, show_wait, show_weights, shown_weights
+from epochkv_fence.cli.render import (
+    Output,
+    StatusLine,
+    push_waits_for,
+    reset_waits_for,
+    show_reset,
+    show_status,
+    show_wait,
+    show_weights,
+    shown_weights,
+    wait_waits_for,
+)
 from epochkv_fence.client import (
     ArgumentError,
     AsyncPool,
@@ -192,9 +203,9 @@ def test_waiting_for_what_nobody_asked_for(world: HubWorld) -> None:
         pool.wait(7, timeout_s=0.3, progress=told.append)
     assert "Waiting asks for nothing; a reset does" in str(caught.value)
     assert told
-    text = Progress(asks=False).text(told[0])
+    text = wait_waits_for(told[0])
     assert text == "epoch 7: waiting for somebody to ask for it"
-    assert Progress().text(told[0]) == "epoch 7: waiting for a hub to record it"
+    assert reset_waits_for(told[0]) == "epoch 7: waiting for a hub to record it"
 
 
 def test_waiting_names_those_that_are_late(world: HubWorld) -> None:
@@ -213,7 +224,7 @@ def test_waiting_names_those_that_are_late(world: HubWorld) -> None:
 
     assert pool.wait(1, timeout_s=25, progress=tell).published
     assert named.is_set()
-    texts = [Progress(asks=False).text(standing) for standing in told]
+    texts = [wait_waits_for(standing) for standing in told]
     assert texts[0] == "epoch 1: waiting for the proof"
     assert "epoch 1: waiting for engine-0" in texts
 
@@ -245,17 +256,17 @@ def test_progress_is_silent_at_first(capsys: pytest.CaptureFixture[str], monkeyp
     """Also when it was made long ago, before the command of an update."""
     now = [100.0]
     monkeypatch.setattr("epochkv_fence.cli.render.time.monotonic", lambda: now[0])
-    progress = Progress()
+    progress = StatusLine(reset_waits_for)
     for now[0], said in ((200.0, ""), (201.9, ""), (202.0, "epochkv: epoch 1: waiting for 1 of 4 engines\n"), (203.0, "")):
         progress(Standing(1, True, False, 4, 1))
         assert capsys.readouterr().err == said
 
 
 def test_progress_counts_engines() -> None:
-    assert Progress().text(Standing(1, True, False, 1, 1)) == "epoch 1: waiting for 1 of 1 engine"
-    assert Progress().text(Standing(1, True, False, 4, 3)) == "epoch 1: waiting for 3 of 4 engines"
+    assert reset_waits_for(Standing(1, True, False, 1, 1)) == "epoch 1: waiting for 1 of 1 engine"
+    assert reset_waits_for(Standing(1, True, False, 4, 3)) == "epoch 1: waiting for 3 of 4 engines"
     names = tuple(f"engine-{number}" for number in range(12))
-    text = WeightsProgress.text(WeightsStanding(WeightsReport(()), names, "they do not"))
+    text = push_waits_for(WeightsStanding(WeightsReport(()), names, "they do not"))
     assert text == f"waiting for the new weights of {', '.join(names[:10])} and 2 more"
     nobody = WeightsStanding(WeightsReport(()), (), "the hub has only begun to lead")
-    assert WeightsProgress.text(nobody) == "waiting: the hub has only begun to lead"
+    assert push_waits_for(nobody) == "waiting: the hub has only begun to lead"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from epochkv_fence.client import Pool, PoolClosed, ResetTimeout
-from epochkv_fence.standalone.state import retire_previous, rotate_keys
+from epochkv_fence.standalone.credentials import retire_previous, rotate_keys
 from hack.waiting import eventually
 from tests.support.hub import HubWorld, hub_world, together, using
 
@@ -36,7 +36,7 @@ def test_a_reset_returns_when_every_engine_has_moved(world: HubWorld) -> None:
     snapshot = world.snapshot()
     assert (snapshot.target, snapshot.published) == (1, 1)
     assert snapshot.origin is not None
-    assert snapshot.origin.source.value == "Trainer"
+    assert snapshot.origin.value == "Trainer"
     eventually(lambda: all(using(agent, 1) for agent, _ in agents), "everyone shares again")
 
 

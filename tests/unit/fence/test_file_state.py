@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_fence.protocol.authority import AuthorityError, Origin, PoolRecord
+from epochkv_fence.protocol.authority import AuthorityError, PoolRecord
 from epochkv_fence.protocol.messages import Source
-from epochkv_fence.standalone.authority import FileAuthority, StateError
+from epochkv_fence.standalone.authority import SqliteAuthority
+from epochkv_fence.standalone.database import StateError
 from tests.unit.fence.state_dirs import opened, record_of
 
 
@@ -82,7 +83,7 @@ TO_1 = ("DROP TABLE updates",)
 def test_a_state_of_a_version_before_is_taken_over(tmp_path: Path, version: int, older: tuple[str, ...]) -> None:
     async def use() -> PoolRecord:
         authority, uid = await opened(tmp_path)
-        await authority.record(uid, 7, Origin(Source.TRAINER))
+        await authority.record(uid, 7, Source.TRAINER)
         await authority.publish(uid, 6)
         await authority.note_granting(uid)
         found = await authority.load(uid)
@@ -95,7 +96,7 @@ def test_a_state_of_a_version_before_is_taken_over(tmp_path: Path, version: int,
         connection.execute(statement)
     connection.commit()
     connection.close()
-    assert record_of(tmp_path)[0] == before == PoolRecord(7, 6, True, Origin(Source.TRAINER))
+    assert record_of(tmp_path)[0] == before == PoolRecord(7, 6, True, Source.TRAINER)
     connection = sqlite3.connect(tmp_path / "state.db")
     assert connection.execute("PRAGMA user_version").fetchone() == (4,)
     columns = {row[1] for row in connection.execute("PRAGMA table_info(pools)")}
@@ -151,10 +152,10 @@ def run_without_rights(directory: Path, prepare: Callable[[], object]) -> None:
 FULL_DISK = """
 import asyncio, resource, sys
 from epochkv_fence.protocol.authority import AuthorityError
-from epochkv_fence.standalone.authority import FileAuthority
+from epochkv_fence.standalone.authority import SqliteAuthority
 
 async def main():
-    authority = await FileAuthority.open(sys.argv[1])
+    authority = await SqliteAuthority.open(sys.argv[1])
     uid = await authority.ensure_pool("policy", 1.0)
     term = await authority.acquire()
     await authority.record(uid, 1)
@@ -184,7 +185,7 @@ def test_a_write_that_the_disk_refuses_is_an_error_and_the_next_one_works(tmp_pa
 
 def test_a_disk_that_hangs_is_an_error_and_never_blocks_the_loop(tmp_path: Path) -> None:
     async def body() -> None:
-        authority = await FileAuthority.open(tmp_path, deadline_seconds=0.2)
+        authority = await SqliteAuthority.open(tmp_path, deadline_seconds=0.2)
         uid = await authority.ensure_pool("policy", 1.0)
         hang = threading.Event()
         authority._worker.submit(hang.wait)  # the thread is where a write that does not return would leave it

@@ -239,7 +239,7 @@ def test_a_publish_that_fails_is_tried_again_after_the_target_is_recorded_again(
     hub.step(ev.PublishFailed(1))
     hub.now += 1.0
     hub.step(ev.Tick())
-    assert hub.kinds() == [("Record", 1), ("Publish", 1), ("Record", 1)]
+    assert hub.kinds() == [("RecordTarget", 1), ("Publish", 1), ("RecordTarget", 1)]
     hub.step(ev.Recorded(1))
     hub.round()
     assert hub.writes[-1] == ev.Publish(1)
@@ -253,7 +253,7 @@ def test_an_ask_before_leadership_is_remembered() -> None:
     hub.ask(5)
     assert hub.writes == []
     hub.lead(target=2)
-    assert hub.kinds() == [("Record", 5)]
+    assert hub.kinds() == [("RecordTarget", 5)]
     assert hub.hub.target == 5
 
 
@@ -264,11 +264,11 @@ def test_the_target_is_raised_only_once_it_is_durable_and_newer_asks_supersede()
     hub.ask(1)
     hub.ask(2)
     hub.ask(3)
-    assert hub.kinds() == [("Record", 1)]
+    assert hub.kinds() == [("RecordTarget", 1)]
     assert hub.hub.target == 0
     hub.step(ev.Recorded(1))
     assert hub.hub.target == 1
-    assert hub.kinds() == [("Record", 1), ("Record", 3)]
+    assert hub.kinds() == [("RecordTarget", 1), ("RecordTarget", 3)]
 
 
 def test_a_record_that_fails_is_tried_again() -> None:
@@ -281,7 +281,7 @@ def test_a_record_that_fails_is_tried_again() -> None:
     assert hub.now < due <= hub.now + 1.0
     hub.now = due
     hub.step(ev.Tick())
-    assert hub.kinds() == [("Record", 1), ("Record", 1)]
+    assert hub.kinds() == [("RecordTarget", 1), ("RecordTarget", 1)]
 
 
 def test_a_durable_target_above_the_own_raises_it_and_counts_older_grants() -> None:

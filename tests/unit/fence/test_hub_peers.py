@@ -54,14 +54,14 @@ def test_a_heartbeat_that_comes_after_its_boot_has_left_brings_nobody_back() -> 
     hub.hear(Leave(boot(1)), b"peer1")
     hub.beat(1)
     assert hub.round() == []
-    assert hub.hub.num_boots == 0
+    assert hub.hub.state.boots.known == {}
 
 
 def test_a_boot_leaves_that_nobody_knows() -> None:
     hub = Driver()
     hub.lead(granting=True)
     hub.hear(Leave(boot(1)), b"peer1")
-    assert hub.hub.num_boots == 0
+    assert hub.hub.state.boots.known == {}
 
 
 def test_what_is_remembered_of_those_who_left_is_bounded() -> None:
@@ -99,17 +99,17 @@ def test_many_proposals_for_one_epoch_cause_one_bump() -> None:
     hub = led(epoch=4)
     for number in (1, 2, 1):
         hub.step(ev.Heard(b"p", Propose(boot(number), 5)))
-    assert hub.kinds() == [("Record", 5)]
+    assert hub.kinds() == [("RecordTarget", 5)]
     hub.step(ev.Heard(b"p", Propose(boot(2), 5)))  # made at 4, arrives at 5
     hub.step(ev.Heard(b"p", Propose(boot(2), 9)))  # not the next one
-    assert hub.kinds() == [("Record", 5)]
+    assert hub.kinds() == [("RecordTarget", 5)]
 
 
 def test_a_trainer_bumps_repeats_itself_and_hears_of_the_publication() -> None:
     hub = led()
     for _ in range(2):
         hub.step(ev.Heard(b"trainer", Bump(request=9, epoch=1)))
-    assert hub.kinds() == [("Record", 1)]
+    assert hub.kinds() == [("RecordTarget", 1)]
     hub.beat(1, epoch=1, carried=2)
     hub.beat(2, epoch=1)
     hub.round()

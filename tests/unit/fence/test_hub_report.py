@@ -1,4 +1,4 @@
-"""What a file hub's log and metrics say of a pool, and the address that it advertises: values in, text out."""
+"""What a standalone hub's log and metrics say of a pool, and the address that it advertises: values in, text out."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from epochkv_fence.protocol.authority import Origin
 from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import EngineView, PoolSnapshot
-from epochkv_fence.standalone.hub import HubError, advertised, split_listen
 from epochkv_fence.standalone.metrics import exposition
+from epochkv_fence.standalone.options import HubError, advertised, split_listen
 from epochkv_fence.standalone.report import compare
 
 W, V = b"w" * 16, b"v" * 16
@@ -50,7 +49,7 @@ def test_leading_and_not() -> None:
 
 def test_what_the_record_held_when_a_hub_begins_to_lead_is_no_new_reset() -> None:
     before = pool(leading=False)
-    for now in (pool(target=4, published=4), pool(target=4, published=3, origin=Origin(Source.TRAINER))):
+    for now in (pool(target=4, published=4), pool(target=4, published=3, origin=Source.TRAINER)):
         assert texts(before, now) == [f"leading: epoch 4, published {now.published}"]
     assert texts(pool(target=4, published=3), pool(target=4, published=4)) == ["epoch 4 published: no engine uses an older one"]
 
@@ -67,7 +66,7 @@ def test_engines_come_and_go_one_line_each_until_there_are_many() -> None:
 
 def test_a_reset_from_its_ask_to_its_end() -> None:
     behind = engine(1, converged=False)
-    asked = pool(behind, target=1, origin=Origin(Source.TRAINER))
+    asked = pool(behind, target=1, origin=Source.TRAINER)
     assert texts(pool(engine(1)), asked) == ["epoch 1 recorded, asked for by trainer; 1 of 1 engine to go"]
     done = pool(engine(1, 1), target=1, published=1, reset_seconds=0.0213, carried=2)
     assert texts(asked, done) == ["epoch 1 published after 0.021 s: no engine uses an older one; 2 running requests keep what they held"]

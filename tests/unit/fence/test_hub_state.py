@@ -1,4 +1,4 @@
-"""Keys and client folder of a file hub: replaced as a whole, repaired after a kill, bound to their pool."""
+"""Keys and client folder of a standalone hub: replaced as a whole, repaired after a kill, bound to their pool."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from epochkv_fence.client import Connection, Pool
-from epochkv_fence.standalone.authority import StateError
-from epochkv_fence.standalone.state import Keys, ensure_keys, read_keys, retire_previous, rotate_keys, write_client
+from epochkv_fence.standalone.credentials import Keys, ensure_keys, read_keys, retire_previous, rotate_keys, write_client
+from epochkv_fence.standalone.database import StateError
 from hack.waiting import eventually
 from tests.support.hub import hub_world, together, using
 
@@ -97,7 +97,7 @@ def test_keys_that_are_changed_by_hand_are_named(tmp_path: Path, change: dict[st
 ROTATOR = """
 import sys
 from pathlib import Path
-from epochkv_fence.standalone.state import rotate_keys
+from epochkv_fence.standalone.credentials import rotate_keys
 print("ready", flush=True)
 while True:
     rotate_keys(Path(sys.argv[1]), 0.0)
@@ -141,9 +141,9 @@ def test_a_key_whose_grace_is_over_goes_although_it_is_used(tmp_path: Path) -> N
 KILLED_ROTATION = """
 import os, sys
 from pathlib import Path
-from epochkv_fence.standalone import state
-state._write_credentials = lambda folder, keys: os._exit(9)
-state.rotate_keys(Path(sys.argv[1]), float(sys.argv[2]))
+from epochkv_fence.standalone import credentials
+credentials._write_credentials = lambda folder, keys: os._exit(9)
+credentials.rotate_keys(Path(sys.argv[1]), float(sys.argv[2]))
 """
 
 
@@ -196,23 +196,23 @@ def test_a_trainers_key_stays_although_no_engine_uses_it(tmp_path: Path, monkeyp
                 assert previous is not None
                 eventually(lambda: len(hub.accepted_keys) == 2)
                 eventually(lambda: all(view.key_index == 0 for view in world.snapshot().engines), "engines use the new key", 60)
-                assert hub._config is not None
-                enough = previous.rotated_at + 2 * hub._config.hold_seconds + 3.0
+                assert hub._keys is not None
+                enough = previous.rotated_at + 2 * hub._keys.config.hold_seconds + 3.0
                 eventually(lambda: time.time() > enough, "what engines need is over", 60)
                 assert previous.public in hub.accepted_keys
                 engine.holds = b"w" * 16
                 agent.poke()
             assert update.report is not None
             assert [group.label for group in update.report.groups] == ["v1"]
-        monkeypatch.setattr("epochkv_fence.standalone.state.KEEP_SECONDS", 1.0)
+        monkeypatch.setattr("epochkv_fence.standalone.credentials.KEEP_SECONDS", 1.0)
         eventually(lambda: len(hub.accepted_keys) == 1, "no engine uses it, and trainers have had their time")
 
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from epochkv_fence.standalone import state
-with state._locked(Path(sys.argv[1])):
+from epochkv_fence.standalone import credentials
+with credentials._locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from epochkv_fence.net.gate.refusals import MAX_ADDRESSES, MAX_LINES, SAY_SECONDS, Refusals
+from epochkv_fence.net.gate.refusals import MAX_ADDRESSES, MAX_LINES, SAY_SECONDS, RefusalLog
 
 
 def test_one_line_a_minute_for_an_address_with_what_came_between() -> None:
-    refusals = Refusals()
+    refusals = RefusalLog()
     first = refusals.key("10.0.0.7", 100.0)
     assert first is not None
     assert first.startswith("a client at 10.0.0.7 is refused: its key is of no pool of this hub, or was retired. Give it")
@@ -22,7 +22,7 @@ def test_one_line_a_minute_for_an_address_with_what_came_between() -> None:
 
 
 def test_many_addresses_are_few_lines_and_little_memory() -> None:
-    refusals = Refusals()
+    refusals = RefusalLog()
     lines = [refusals.key(f"10.{number // 65536}.{number // 256 % 256}.{number % 256}", 5.0) for number in range(3 * MAX_ADDRESSES)]
     assert sum(line is not None for line in lines) == MAX_LINES
     assert len(refusals._addresses) == MAX_ADDRESSES
@@ -32,7 +32,7 @@ def test_many_addresses_are_few_lines_and_little_memory() -> None:
 
 
 def test_handshakes_that_fail_are_told_apart() -> None:
-    refusals = Refusals()
+    refusals = RefusalLog()
     line = refusals.handshake(0.0)
     assert line is not None
     assert "hub.pub of another hub" in line

@@ -10,7 +10,7 @@ import pytest
 from epochkv_fence.client import Engine
 from epochkv_fence.hub import events as ev
 from epochkv_fence.hub.rounds import MAX_QUESTIONS
-from epochkv_fence.protocol.authority import Origin, PoolRecord, Term
+from epochkv_fence.protocol.authority import PoolRecord, Term
 from epochkv_fence.protocol.messages import (
     MAX_LABELS,
     Bump,
@@ -204,11 +204,11 @@ def test_other_keys_move_what_engines_use_among_them() -> None:
     hub = pool()
 
     def accept(*keys: str) -> int:
-        hub.step(ev.Configured(dataclasses.replace(hub.hub.config, client_public_keys=keys)))
+        hub.step(ev.Configured(dataclasses.replace(hub.hub.state.config, client_public_keys=keys)))
         (view,) = hub.hub.snapshot(hub.now).engines
         return view.key_index
 
-    hub.step(ev.Configured(dataclasses.replace(hub.hub.config, client_public_keys=("old",))))
+    hub.step(ev.Configured(dataclasses.replace(hub.hub.state.config, client_public_keys=("old",))))
     hub.step(ev.Heard(b"p", Heartbeat(boot(1), 0, 0), key_index=0))
     assert accept("new", "old") == 1
     assert accept("newer", "new", "old") == 2
@@ -264,7 +264,7 @@ def test_the_state_of_an_engine(epoch: int, weights: bytes | None, private: bool
 
 def test_the_snapshot_of_a_new_leader_names_where_the_target_came_from() -> None:
     hub = Driver(reclaim="Retain")
-    hub.step(ev.Acquired(Term("h", 1), PoolRecord(3, 3, True, Origin(Source.TRAINER), {W: "step-3"})))
+    hub.step(ev.Acquired(Term("h", 1), PoolRecord(3, 3, True, Source.TRAINER, {W: "step-3"})))
     snapshot = hub.hub.snapshot(hub.now)
-    assert (snapshot.origin, snapshot.labels, snapshot.reclaim_policy) == (Origin(Source.TRAINER), {W: "step-3"}, "Retain")
+    assert (snapshot.origin, snapshot.labels, snapshot.reclaim_policy) == (Source.TRAINER, {W: "step-3"}, "Retain")
     assert (snapshot.weights, snapshot.diverged, snapshot.wipe_failed) == ([], [], False)

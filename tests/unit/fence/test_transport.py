@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from epochkv_fence.net import AgentThread, ClientKeys, HubServer, UnknownPool, generate_keypair
-from epochkv_fence.protocol.authority import Origin, PoolRecord, Term
+from epochkv_fence.protocol.authority import PoolRecord, Term
 from epochkv_fence.protocol.messages import Source
 from hack.waiting import eventually
 from tests.support.fence import POOL, SECOND_POOL, WEIGHTS, FakeEngine, FenceWorld
@@ -189,7 +189,7 @@ def test_asked_before_it_leads(world: FenceWorld) -> None:
     assert agent.view.epoch is None
     world.lead(hub)
     eventually(lambda: world.published() == 3)
-    assert world.authority.records[POOL] == PoolRecord(3, 3, True, Origin(Source.SPEC))
+    assert world.authority.records[POOL] == PoolRecord(3, 3, True, Source.SPEC)
 
 
 def test_an_engine_that_never_acknowledges_is_waited_for_no_longer_than_lease_and_margin() -> None:

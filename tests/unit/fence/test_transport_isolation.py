@@ -13,10 +13,10 @@ import pytest
 from epochkv_fence.hub import hearing, resets
 from epochkv_fence.hub.machine import Hub
 from epochkv_fence.hub.state import HubState
-from epochkv_fence.net import ClientKeys, HubKeys, generate_keypair
-from epochkv_fence.net.gate.fairness import Line
+from epochkv_fence.net import ClientKeys, generate_keypair
+from epochkv_fence.net.gate.fairness import PoolQueue
 from epochkv_fence.net.gate.limits import Bucket
-from epochkv_fence.net.gate.router import Lane, Router
+from epochkv_fence.net.gate.router import Client, Receiver, Router
 from epochkv_fence.protocol.messages import BumpStatus, Grant, Heartbeat, Message
 from hack.waiting import eventually
 from tests.security.wire import heartbeat, raw
@@ -53,7 +53,8 @@ def test_a_pool_whose_steps_fail_harms_no_other_and_goes_on_afterwards(
     broken.set()
 
     def fails(hub: Hub | HubState, *args: Any, **kwargs: Any) -> Any:
-        if hub.config.uid == SECOND_POOL and broken.is_set():
+        state = hub.state if isinstance(hub, Hub) else hub
+        if state.config.uid == SECOND_POOL and broken.is_set():
             raise ArithmeticError("the test breaks this pool")
         return real(hub, *args, **kwargs)
 
@@ -86,15 +87,16 @@ class Answers:
 
     def __init__(self) -> None:
         self.router: Router | None = None
-        self.line = Line()
+        self.bucket, self.costs = Bucket.full(100.0, 100.0, 0.0), Bucket.full(100.0, 100.0, 0.0)
+        self.queue = PoolQueue()
 
-    def lane(self, key: str) -> Lane | None:
-        return Lane(self, 0, Bucket.full(100.0, 100.0, 0.0), Bucket.full(100.0, 100.0, 0.0), self.line)
+    def client(self, key: str) -> Client | None:
+        return Client(self, 0)
 
-    def cost(self, lane: Lane, message: Message) -> float:
+    def cost(self, message: Message) -> float:
         return 0.0
 
-    def take(self, lane: Lane, peer: bytes, message: Message) -> None:
+    def take(self, client: Client, peer: bytes, message: Message) -> None:
         assert self.router is not None
         assert isinstance(message, Heartbeat)
         broken: list[Any] = [2**64, -(2**64), object(), "\ud800"]
@@ -102,13 +104,10 @@ class Answers:
             self.router.send(peer, BumpStatus(1, 1, value, 1))
         self.router.send(peer, Grant(message.boot, message.seq, 7, 30.0))
 
-    def burst_done(self) -> None:
-        pass
-
 
 def test_what_cannot_be_encoded_is_counted_told_once_and_not_sent(caplog: pytest.LogCaptureFixture) -> None:
-    thread, pair, counters, answers = LoopThread(), HubKeys(*generate_keypair()), Counter[str](), Answers()
-    router = answers.router = Router(pair, answers, counters)
+    thread, pair, counters, answers = LoopThread(), generate_keypair(), Counter[str](), Answers()
+    router = answers.router = Router(pair, Receiver(answers.client, answers.take, lambda: None), counters)
     endpoint = thread.call(lambda: router.open("tcp://127.0.0.1:0"))
     try:
         with caplog.at_level(logging.ERROR), raw(endpoint, ClientKeys(pair.public, *generate_keypair())) as client:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from epochkv_fence.net.gate import fairness as turns_module
-from epochkv_fence.net.gate.fairness import MAX_WAITING, MAX_WAITING_BYTES, SLICE_SECONDS, Line, Turns, Waiting
+from epochkv_fence.net.gate.fairness import MAX_WAITING, MAX_WAITING_BYTES, SLICE_SECONDS, PoolQueue, Turns, Waiting
 
 
 def message(key: str, number: int = 0, size: int = 10) -> Waiting:
@@ -24,8 +24,8 @@ class Clock:
         return self.now
 
 
-def test_messages_of_one_line_keep_their_order_and_none_is_lost() -> None:
-    turns, lines = Turns(), {key: Line() for key in "abc"}
+def test_messages_of_one_queue_keep_their_order_and_none_is_lost() -> None:
+    turns, lines = Turns(), {key: PoolQueue() for key in "abc"}
     for number in range(300):
         for key, line in lines.items():
             assert turns.put(line, message(key, number))
@@ -43,7 +43,7 @@ def test_turns_are_of_equal_time_not_of_equal_number(monkeypatch: pytest.MonkeyP
     """A's messages cost 10 ms each, B's 0.1 ms: of what B says, each waits for one of A's at most."""
     clock = Clock()
     monkeypatch.setattr(turns_module, "time", clock)
-    turns, costly, cheap = Turns(), Line(), Line()
+    turns, costly, cheap = Turns(), PoolQueue(), PoolQueue()
     for number in range(200):
         turns.put(costly, message("costly", number))
     spent = {"costly": 0.0, "cheap": 0.0}
@@ -74,7 +74,7 @@ def test_turns_are_of_equal_time_not_of_equal_number(monkeypatch: pytest.MonkeyP
 def test_who_was_silent_has_saved_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(turns_module, "time", clock)
-    turns, busy, late = Turns(), Line(), Line()
+    turns, busy, late = Turns(), PoolQueue(), PoolQueue()
 
     def take(waiting: Waiting) -> None:
         order.append(waiting.key)
@@ -92,7 +92,7 @@ def test_who_was_silent_has_saved_nothing_up(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_line_has_an_end_in_messages_and_in_bytes() -> None:
-    turns, line, other = Turns(), Line(), Line()
+    turns, line, other = Turns(), PoolQueue(), PoolQueue()
     for _ in range(MAX_WAITING):
         assert turns.put(line, message("a"))
     assert not turns.put(line, message("a"))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_fence.standalone.authority import StateError
+from epochkv_fence.standalone.database import StateError
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool

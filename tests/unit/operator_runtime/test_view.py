@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from epochkv_fence.protocol.authority import Origin
 from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import EngineView, PoolSnapshot, WeightsView
 from epochkv_operator.hub.view import Told, export, key_view, view_of
@@ -47,7 +46,7 @@ def test_origin_weights_and_outliers() -> None:
         engines=[engine("first"), late, asleep, gone],
         weights=[WeightsView(A, "step-3", 1, 30.0, 1), WeightsView(B, "", 1, 90.0, 1)],
         diverged=[late],
-        origin=Origin(Source.TRAINER),
+        origin=Source.TRAINER,
     )
     view = view_of(snapshot, Told(), 1e9, 0.0)
     assert view is not None

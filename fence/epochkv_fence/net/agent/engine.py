@@ -64,7 +64,7 @@ class EngineIdentity:
     fingerprint: str = ""
 
 
-class Engine:
+class GuardedEngine:
     """Asks the hooks. Used by the agent's thread; `remove_old` begins a thread of its own."""
 
     def __init__(
@@ -83,16 +83,13 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """The engine can adopt an epoch."""
         return self._ask("ready", self._hooks.ready, False)
 
     @property
     def busy(self) -> bool:
-        """The scheduler is inside `schedule()`."""
         return self._ask("busy", self._hooks.busy, True)
 
     def adopt(self, epoch: int) -> bool:
-        """Have the engine adopt `epoch`; return whether it did."""
         try:
             self._hooks.adopt(epoch)
         except Exception as error:
@@ -117,12 +114,15 @@ class Engine:
         none: dict[str, float] = {}
         stats = self._ask("stats", self._hooks.stats, none)
         weights, note = self._weights()
+        now = time.monotonic()
+        if weights != self._reported_weights:
+            self._reported_weights, self._reported_since = weights, now
         return Heartbeat(
             boot=self._boot,
             seq=seq,
             epoch=epoch,
             carried=max(0, self._ask("carried", self._hooks.carried, 0)),
-            boot_age_seconds=time.monotonic() - self._born,
+            boot_age_seconds=now - self._born,
             engine=self._identity.engine[:253],
             pod=self._identity.pod[:253],
             rank=self._identity.rank,
@@ -131,13 +131,8 @@ class Engine:
             private=bool(self._ask("private", self._hooks.private, False)),
             weights=weights,
             weights_note=note,
-            weights_age_seconds=self._weights_age(weights, time.monotonic()),
+            weights_age_seconds=now - self._reported_since,
         )
-
-    def _weights_age(self, weights: bytes | None, now: float) -> float:
-        if weights != self._reported_weights:
-            self._reported_weights, self._reported_since = weights, now
-        return now - self._reported_since
 
     def _weights(self) -> tuple[bytes | None, str]:
         unknown: tuple[bytes | None, str] = None, "the engine cannot say what it holds"

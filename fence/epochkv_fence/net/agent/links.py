@@ -56,7 +56,6 @@ class Links:
         self.current = Link(self._context, self.endpoint, self._keys)
 
     def close(self) -> None:
-        """Hang up."""
         for link in self._open:
             link.close()
         self.current = self._next = self._poller = None
@@ -65,7 +64,6 @@ class Links:
 
     @property
     def connected(self) -> bool:
-        """The connection in use stands."""
         return self.current is not None and self.current.connected
 
     @property
@@ -83,7 +81,6 @@ class Links:
         return self._mailbox.fd in dict(self._poller.poll(milliseconds))
 
     def redial(self, now: float) -> None:
-        """Dial anew where libzmq does not."""
         for link in self._open:
             if now >= link.redial_at:
                 link.redial()
@@ -125,11 +122,13 @@ class Links:
     def take_over(self) -> bool:
         """Whether the connection with newer keys stands, and is the one in use from now on."""
         link = self._next
-        for event in link.events() if link is not None else ():
+        if link is None:
+            return False
+        for event in link.events():
             if event is LinkEvent.REFUSED:
                 text = "the hub at %s does not take the new keys yet; going on with those in use, retrying"
                 self._say("next", "refused", logging.WARNING, text, self.endpoint)
-            if link is not None and event is LinkEvent.CONNECTED:
+            if event is LinkEvent.CONNECTED:
                 if self.current is not None:
                     self.current.close()
                 self.current, self._next, self._poller = link, None, None

@@ -29,13 +29,11 @@ class Mailbox:
         self.wake()
 
     def send(self, message: Message) -> None:
-        """Leave a message for the hub."""
         with self._lock:
             self._messages.append(message)
         self.wake()
 
     def wake(self) -> None:
-        """Wake the thread that polls."""
         with contextlib.suppress(OSError):  # full (it will wake anyhow)
             os.write(self._write, b"x")
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from epochkv_fence.net.agent.engine import AgentHooks, Engine, EngineIdentity
+from epochkv_fence.net.agent.engine import AgentHooks, EngineIdentity, GuardedEngine
 from epochkv_fence.net.agent.links import Links
 from epochkv_fence.net.agent.mailbox import Mailbox
 from epochkv_fence.net.dealer import Link, LinkEvent
@@ -60,7 +60,7 @@ class AgentThread:
         self._say = SayOnce(logger)
         self._mailbox = Mailbox()
         self._links = Links(endpoint, keys, credentials, self._mailbox, self.counters, self._say)
-        self._engine = Engine(boot, identity, hooks, self._mailbox, self.counters, self._say)
+        self._engine = GuardedEngine(boot, identity, hooks, self._mailbox, self.counters, self._say)
         self._agent = ag.Agent(boot)
         self._view = self._agent.view
         self._thread = threading.Thread(target=self._run, name="epochkv-agent", daemon=True)
@@ -76,13 +76,7 @@ class AgentThread:
         """Epoch and lease, replaced as one object. The epoch may be used while `time.monotonic() < lease_until`."""
         return self._view
 
-    @property
-    def refused_grants(self) -> Counter[str]:
-        """Grants dropped so far, by reason."""
-        return Counter(self._agent.refused)
-
     def start(self) -> None:
-        """Begin; returns at once."""
         self._thread.start()
 
     def stop(self, timeout: float = 2.0) -> bool:

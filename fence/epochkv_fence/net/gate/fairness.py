@@ -2,8 +2,8 @@
 another's leases.
 
 libzmq hands messages over connection by connection. A pool with hundreds of connections, or with messages that look at
-thousands of boots, would have nearly all of the hub's only thread. So what arrives is put into a line per pool at once, which
-is cheap, and taken from the line that has used the least time so far.
+thousands of boots, would have nearly all of the hub's only thread. So what arrives is put into a queue per pool at once, which
+is cheap, and taken from the queue that has used the least time so far.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Waiting(NamedTuple):
 
 
 @dataclass(slots=True)
-class Line:
+class PoolQueue:
     """The messages of one pool, in their order.
 
     Attributes:
-        used: seconds, on a clock that only compares lines: who waits for the first time starts with those served now.
+        used: seconds, on a clock that only compares queues: who waits for the first time starts with those served now.
     """
 
     waiting: deque[Waiting] = field(default_factory=deque)
@@ -45,50 +45,50 @@ class Line:
 
 
 class Turns:
-    """The lines that have something in them."""
+    """The queues that are not empty."""
 
     def __init__(self) -> None:
-        self._lines: list[tuple[float, int, Line]] = []
+        self._queues: list[tuple[float, int, PoolQueue]] = []
         self._clock = 0.0
         self._number = 0
 
-    def put(self, line: Line, message: Waiting) -> bool:
-        """At the end of its line; False: the line is too long."""
+    def put(self, queue: PoolQueue, message: Waiting) -> bool:
+        """Add it to the end of its queue; False: the queue is too long."""
         size = sum(map(len, message.frames))
-        if len(line.waiting) >= MAX_WAITING or line.num_bytes + size > MAX_WAITING_BYTES:
+        if len(queue.waiting) >= MAX_WAITING or queue.num_bytes + size > MAX_WAITING_BYTES:
             return False
-        line.waiting.append(message)
-        line.num_bytes += size
-        if not line.queued:
-            line.used = max(line.used, self._clock)
-            self._queue(line)
+        queue.waiting.append(message)
+        queue.num_bytes += size
+        if not queue.queued:
+            queue.used = max(queue.used, self._clock)
+            self._enqueue(queue)
         return True
 
     def __bool__(self) -> bool:
-        return bool(self._lines)
+        return bool(self._queues)
 
     def serve(self, take: Callable[[Waiting], None], seconds: float) -> int:
         """Take messages for about so long; returns how many. `take` must not raise."""
         taken = 0
         now = time.monotonic()
         end = now + seconds
-        while self._lines and now < end:
-            _, _, line = heappop(self._lines)
-            self._clock = line.used
+        while self._queues and now < end:
+            _, _, queue = heappop(self._queues)
+            self._clock = queue.used
             began = now
-            while line.waiting and now < began + SLICE_SECONDS:
-                message = line.waiting.popleft()
-                line.num_bytes -= sum(map(len, message.frames))
+            while queue.waiting and now < began + SLICE_SECONDS:
+                message = queue.waiting.popleft()
+                queue.num_bytes -= sum(map(len, message.frames))
                 take(message)
                 taken += 1
                 now = time.monotonic()
-            line.used += now - began
-            line.queued = False
-            if line.waiting:
-                self._queue(line)
+            queue.used += now - began
+            queue.queued = False
+            if queue.waiting:
+                self._enqueue(queue)
         return taken
 
-    def _queue(self, line: Line) -> None:
-        line.queued = True
+    def _enqueue(self, queue: PoolQueue) -> None:
+        queue.queued = True
         self._number += 1
-        heappush(self._lines, (line.used, self._number, line))
+        heappush(self._queues, (queue.used, self._number, queue))

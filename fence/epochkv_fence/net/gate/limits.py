@@ -1,9 +1,9 @@
 """How many messages a client may send: token buckets, one per connection and one per pool.
 
-A client that sends more loses what is above the limit and nothing else; everything that is lost is repeated by an honest one.
-The limit of a connection keeps one client from using up its pool's, the limit of a pool keeps many connections of one pool
-from using up the hub. Messages do not cost alike: those that look at every boot of a pool have a limit of their own, so that
-trainers who ask too often lose no heartbeat of their pool.
+A client that sends more loses what is above the limit and nothing else. An honest client repeats everything that is lost.
+The limit of a connection keeps one client from using up its pool's. The limit of a pool keeps many connections of one pool
+from using up the hub. Messages that look at every boot of a pool have a limit of their own, so trainers who ask too often lose
+no heartbeat of their pool.
 """
 
 from __future__ import annotations
@@ -41,11 +41,9 @@ class Bucket:
 
     @classmethod
     def full(cls, rate: float, burst: float, now: float) -> Bucket:
-        """A bucket nothing was taken from yet."""
         return cls(rate, burst, burst, now)
 
     def take(self, tokens: float, now: float) -> bool:
-        """Take them, if there are as many."""
         if now > self.at:
             self.tokens = min(self.burst, self.tokens + (now - self.at) * self.rate)
             self.at = now
@@ -76,7 +74,6 @@ class Peers:
         self._peers: dict[bytes, Peer] = {}
 
     def get(self, name: bytes, now: float) -> Peer:
-        """The peer of this name, new if it was not known."""
         peer = self._peers.get(name)
         if peer is None:
             while len(self._peers) >= MAX_PEERS:

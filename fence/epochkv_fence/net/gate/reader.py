@@ -1,9 +1,9 @@
 """A plain ZeroMQ socket in an asyncio event loop.
 
 `zmq.asyncio` makes a future, a timer and a round of the loop for every message; a hub of thousands of engines cannot pay
-that. Here the loop watches the socket's file descriptor and takes messages in bursts. Two traps of that descriptor are
-taken care of: it tells of *changes* only, so a socket has to be read until it is empty; and sending may swallow a change,
-so after sending it has to be looked at again (`kick`).
+that. Here the loop watches the socket's file descriptor and takes messages in bursts. That descriptor has two traps. It
+tells of *changes* only, so a socket has to be read until it is empty. And sending may swallow a change, so whoever sends
+has to look again (`kick`).
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ class _Address:
     unsaid: int = 0
 
 
-class Refusals:
-    """Of one hub process."""
+class RefusalLog:
+    """What one hub process says of all clients that it refuses."""
 
     def __init__(self) -> None:
         self._addresses: dict[str, _Address] = {}

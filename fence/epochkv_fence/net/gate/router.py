@@ -1,6 +1,6 @@
 """The hub's socket: a ROUTER with CURVE, limits on what clients may send, turns between pools, and counters of what was not taken.
 
-Peers are named by the socket, never by the peer: with names of their own choice and handover, a client of one pool could
+Peers are named by the socket, never by themselves. With names of their own choice and handover, a client of one pool could
 take over the connection of another pool's engine. There are no ZMTP heartbeats: see `dealer`.
 """
 
@@ -10,17 +10,19 @@ import logging
 import resource
 import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from epochkv_fence.net.gate.fairness import Line, Turns, Waiting
+from epochkv_fence.net.gate.fairness import PoolQueue, Turns, Waiting
 from epochkv_fence.net.gate.limits import BYTES_PER_TOKEN, GARBAGE_TOKENS, PEER_RATE, Bucket, Peer, Peers
 from epochkv_fence.net.gate.reader import BURST_SECONDS, SocketReader
-from epochkv_fence.net.gate.refusals import Refusals
+from epochkv_fence.net.gate.refusals import RefusalLog
 from epochkv_fence.net.gate.zap import ZapHandler
-from epochkv_fence.net.keys import HubKeys
+from epochkv_fence.net.keys import KeyPair
 from epochkv_fence.protocol.messages import MAX_MESSAGE_BYTES, Error, Message, Refusal, WireError, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -52,36 +54,43 @@ EVENT_COUNTERS: Final = {
 MONITORED: Final = sum(EVENT_COUNTERS)
 
 
-class Lane(NamedTuple):
-    """What a client's key stands for. All but the index is its pool's.
+class LimitedPool(Protocol):
+    """What the router knows of a pool.
 
     Attributes:
-        bucket: messages that the pool may still send.
+        bucket: messages that its clients may still send.
         costs: of those that look at all its boots.
-        line: where its messages wait.
+        queue: where its messages wait.
     """
 
-    pool: object
-    key_index: int
     bucket: Bucket
     costs: Bucket
-    line: Line
+    queue: PoolQueue
+
+    def cost(self, message: Message) -> float:
+        """What a message takes from `costs`; 0: it does not look at all boots."""
 
 
-class Receiver(Protocol):
-    """Who takes what the clients say."""
+class Client(NamedTuple):
+    """What a client's key stands for: a pool, and which of its accepted keys this is."""
 
-    def lane(self, key: str) -> Lane | None:
-        """What this key stands for; None: no pool (any more)."""
+    pool: LimitedPool
+    key_index: int
 
-    def cost(self, lane: Lane, message: Message) -> float:
-        """What it takes from the lane's costs; 0: it does not look at all boots."""
 
-    def take(self, lane: Lane, peer: bytes, message: Message) -> None:
-        """A message of a client."""
+@dataclass(frozen=True, slots=True)
+class Receiver:
+    """Who takes what the clients say.
 
-    def burst_done(self) -> None:
-        """All that was there has been taken, or enough of it for now."""
+    Attributes:
+        client: says what a key stands for; None: no pool (any more).
+        take: takes a message that a client sent from a peer.
+        burst_done: called when all that was there has been taken, or enough of it for now.
+    """
+
+    client: Callable[[str], Client | None]
+    take: Callable[[Client, bytes, Message], None]
+    burst_done: Callable[[], None]
 
 
 class Router:
@@ -91,13 +100,13 @@ class Router:
         peers: what each connection may still send.
     """
 
-    def __init__(self, keys: HubKeys, receiver: Receiver, counters: Counter[str]) -> None:
+    def __init__(self, keys: KeyPair, receiver: Receiver, counters: Counter[str]) -> None:
         self._keys = keys
         self._receiver = receiver
         self._counters = counters
         self.peers = Peers()
         self._turns = Turns()
-        self._refusals = Refusals()
+        self._refusals = RefusalLog()
         self._discarding = False
         self._unencodable: set[str] = set()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -177,18 +186,19 @@ class Router:
     # ------------------------------------------------------------------ in
 
     def _knows(self, key: str, address: str) -> bool:
-        known = self._receiver.lane(key) is not None
+        known = self._receiver.client(key) is not None
         self._counters["connections_accepted" if known else "connections_refused"] += 1
         if not known:
             self._tell_refused(self._refusals.key(address, time.monotonic()))
         return known
 
-    def _tell_refused(self, line: str | None) -> None:
-        if line is not None:
-            logger.warning("%s", line)
+    @staticmethod
+    def _tell_refused(text: str | None) -> None:
+        if text is not None:
+            logger.warning("%s", text)
 
     def _take(self) -> None:
-        """Receive one message and put it into its pool's line, which is cheap whatever it says."""
+        """Receive one message and put it into its pool's queue, which is cheap whatever it says."""
         if self._discarding:
             self._discard()
             return
@@ -203,21 +213,21 @@ class Router:
             self._refuse(name, peer, Refusal.LIMIT, TOO_MANY, now)
             return
         key = _told(frames[-1], "User-Id")
-        lane = self._lane(key, name, peer, now)
-        if lane is None:
+        client = self._client(key, name, peer, now)
+        if client is None:
             self._tell_refused(self._refusals.key(_told(frames[-1], "Peer-Address"), now))
             return
         message = Waiting(name, key, [frame.bytes for frame in frames[1:]])
-        if not lane.bucket.take(tokens, now) or not self._turns.put(lane.line, message):
+        if not client.pool.bucket.take(tokens, now) or not self._turns.put(client.pool.queue, message):
             self._counters["dropped_pool"] += 1
             self._refuse(name, peer, Refusal.LIMIT, TOO_MANY, now)
 
-    def _lane(self, key: str, name: bytes, peer: Peer, now: float) -> Lane | None:
-        lane = self._receiver.lane(key)
-        if lane is None:  # its key was accepted when it connected, and is not any more
+    def _client(self, key: str, name: bytes, peer: Peer, now: float) -> Client | None:
+        client = self._receiver.client(key)
+        if client is None:  # its key was accepted when it connected, and is not any more
             self._counters["refused_pool"] += 1
             self._refuse(name, peer, Refusal.POOL, NO_POOL, now)
-        return lane
+        return client
 
     def _serve(self) -> None:
         """Hand messages over, in turns, for as long as a burst may last."""
@@ -236,8 +246,8 @@ class Router:
     def _judge(self, waiting: Waiting, now: float) -> None:
         name = waiting.peer
         peer = self.peers.get(name, now)
-        lane = self._lane(waiting.key, name, peer, now)
-        if lane is None:
+        client = self._client(waiting.key, name, peer, now)
+        if client is None:
             return
         try:
             message = decode(waiting.frames)
@@ -246,17 +256,19 @@ class Router:
             peer.bucket.fine(GARBAGE_TOKENS)
             self._refuse(name, peer, error.code, error.text[:1024], now)
             return
-        cost = self._receiver.cost(lane, message)
-        if cost and not lane.costs.take(cost, now):
+        cost = client.pool.cost(message)
+        if cost and not client.pool.costs.take(cost, now):
             self._counters["dropped_cost"] += 1
             self._refuse(name, peer, Refusal.LIMIT, TOO_COSTLY, now)
             return
         self._counters["received"] += 1
-        self._receiver.take(lane, name, message)
+        self._receiver.take(client, name, message)
 
     def _receive(self) -> list[zmq.Frame]:
-        """Peer and frames of the next message; of one with too many frames, the first ones: the rest is thrown away later, a bit
-        at a time, so that a message of a million frames holds nothing up."""
+        """Peer and frames of the next message. Of one with too many frames, only the first ones.
+
+        The rest is thrown away later, a bit at a time, so that a message of a million frames holds nothing up.
+        """
         assert self._socket is not None
         frames = [self._socket.recv(NOBLOCK, copy=False)]
         while self._socket.getsockopt(RECEIVE_MORE):
@@ -292,12 +304,9 @@ class Router:
         """Send, or drop when the peer is gone or does not read. An error is told at most once a second."""
         if isinstance(message, Error):
             now = time.monotonic()
-            peer = self.peers.get(name, now)
-            if now < peer.answer_at:
-                self._counters["errors_unsaid"] += 1
-                return
-            peer.answer_at = now + ANSWER_SECONDS
-        self._send(name, message)
+            self._refuse(name, self.peers.get(name, now), message.code, message.text, now)
+        else:
+            self._send(name, message)
 
     def _refuse(self, name: bytes, peer: Peer, code: Refusal, text: str, now: float) -> None:
         if now < peer.answer_at:

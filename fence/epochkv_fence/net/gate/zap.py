@@ -32,7 +32,6 @@ class ZapHandler:
         self._reader = SocketReader(self._socket, self._take)
 
     def close(self) -> None:
-        """Stop; nobody is let in any more."""
         self._reader.close()
         self._socket.close()
 

@@ -29,11 +29,9 @@ class Alarm:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begin, in the running loop."""
         self._loop = asyncio.get_running_loop()
 
     def stop(self) -> None:
-        """Take no turn any more."""
         self._loop = None
         for handle in (self._soon, self._timer):
             if handle is not None:
@@ -45,7 +43,6 @@ class Alarm:
             self._soon = self._loop.call_soon(self.now)
 
     def now(self) -> None:
-        """Take a turn at once."""
         if self._soon is not None:
             self._soon.cancel()
             self._soon = None

@@ -11,8 +11,7 @@ from typing import Final
 logger = logging.getLogger(__name__)
 
 CHANGE_SHARE: Final = 0.05
-"""Changes other than of epochs are told so seldom that telling them takes no more than this share of the time: what is told
-may look at every engine of a pool."""
+"""Telling changes other than of epochs takes no more than this share of the time. Who is told may look at every engine."""
 MIN_CHANGE_GAP_SECONDS: Final = 0.02
 
 
@@ -30,11 +29,9 @@ class Changes:
         self._tell_at: dict[str, float] = {}
 
     def add(self, uid: str) -> None:
-        """This pool has changed."""
         self._changed.add(uid)
 
     def forget(self, uid: str) -> None:
-        """The pool is gone."""
         self._changed.discard(uid)
         self._told.pop(uid, None)
         self._tell_at.pop(uid, None)

@@ -1,6 +1,7 @@
 """What the state machines of pools ask a hub to do outside of it: calls to the authority and to stores.
 
-Every call is a task with a deadline, and its answer goes back to the state machine as an event.
+Every call is a task with a deadline, and its answer goes back to the state machine as an event. None ever raises. The log says
+only when a call stops or starts to work.
 """
 
 from __future__ import annotations
@@ -10,21 +11,22 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from epochkv_fence.hub import events as ev
-from epochkv_fence.net.serving.calls import Calls
-from epochkv_fence.net.serving.served import ServedPool
-from epochkv_fence.protocol.authority import Authority, PoolRecord, Term
+from epochkv_fence.net.say_once import SayOnce
+from epochkv_fence.net.serving.pools import ServedPool
+from epochkv_fence.protocol.authority import Authority, AuthorityError, PoolRecord, Term
 from epochkv_fence.stores.admin import Removed, StoreAdmin, StoreAdminError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 STOP_SECONDS: Final = 2.0
 
 
 class Effects:
-    """Makes the calls.
+    """Makes the calls, and counts those that fail.
 
     Args:
         stores: None: this hub reaches no store.
@@ -46,14 +48,13 @@ class Effects:
         self._store_deadline = store_deadline_seconds
         self._counters = counters
         self._answer = answer
-        self._calls = Calls(counters)
+        self._said: dict[str, SayOnce] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def do(self, pool: ServedPool, action: ev.Action) -> None:
-        """Begin what a pool's state machine asks for."""
         uid, authority = pool.config.uid, self._authority
         match action:
-            case ev.Record(epoch, origin):
+            case ev.RecordTarget(epoch, origin):
                 self._write(pool, "record", partial(authority.record, uid, epoch, origin), ev.Recorded(epoch), ev.RecordFailed(epoch))
             case ev.Publish(epoch):
                 self._write(pool, "publish", partial(authority.publish, uid, epoch), ev.Published(epoch), ev.PublishFailed(epoch))
@@ -69,11 +70,11 @@ class Effects:
 
     async def load(self, pool: ServedPool) -> PoolRecord | None:
         """The pool's record; None: no answer."""
-        return await self._calls.call(pool.config.name, "load", self._deadline, partial(self._authority.load, pool.config.uid))
+        return await self._call(pool.config.name, "load", self._deadline, partial(self._authority.load, pool.config.uid))
 
     async def verify(self, term: Term) -> bool | None:
         """The leadership read; None: no answer."""
-        return await self._calls.call("leadership", "verify", self._deadline, partial(self._authority.verify, term))
+        return await self._call("leadership", "verify", self._deadline, partial(self._authority.verify, term))
 
     def _write(self, pool: ServedPool, what: str, write: Callable[[], Awaitable[None]], done: ev.Event, failed: ev.Event) -> None:
         async def call() -> bool:
@@ -81,7 +82,7 @@ class Effects:
             return True
 
         async def work() -> None:
-            written = await self._calls.call(pool.config.name, what, self._deadline, call)
+            written = await self._call(pool.config.name, what, self._deadline, call)
             if not (written and self._answer(pool, done)):
                 self._answer(pool, failed)
 
@@ -95,13 +96,40 @@ class Effects:
                 raise StoreAdminError("this hub was started without access to any store's admin endpoint")
             return await self._stores.remove_all(pool.config.uid)
 
-        removed = await self._calls.call(pool.config.name, what, self._store_deadline, remove)
+        removed = await self._call(pool.config.name, what, self._store_deadline, remove)
         if removed is None or not self._answer(pool, done(removed.keys, removed.num_bytes)):
             self._answer(pool, failed)
 
     def forget(self, pool: ServedPool) -> None:
-        """The hub serves this pool no more."""
-        self._calls.forget(pool.config.name)
+        self._said.pop(pool.config.name, None)
+
+    async def _call(self, name: str, what: str, seconds: float, call: Callable[[], Awaitable[T]]) -> T | None:
+        """What `call` answered; None when it failed or gave no answer in time: it may still take effect.
+
+        Args:
+            name: of the pool, for the log.
+            what: one word for the kind of call.
+            seconds: the deadline.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                answer = await call()
+        except (AuthorityError, StoreAdminError, TimeoutError, OSError) as error:
+            reason = f"no answer within {seconds} s" if isinstance(error, TimeoutError) else str(error)
+            self._failed(name, what, "failed", logging.WARNING, f"{what} failed: {reason}; trying again")
+            return None
+        except Exception as error:
+            self._failed(name, what, repr(error), logging.ERROR, f"{what} failed: {error!r}; trying again")
+            return None
+        self._say(name, what, "", logging.INFO, f"{what} works again")
+        return answer
+
+    def _failed(self, name: str, what: str, state: str, level: int, text: str) -> None:
+        self._counters[f"{what}_failed"] += 1
+        self._say(name, what, state, level, text)
+
+    def _say(self, name: str, topic: str, state: str, level: int, text: str) -> None:
+        self._said.setdefault(name, SayOnce(logger, first=""))(topic, state, level, "%s: %s", name, text)
 
     # ------------------------------------------------------------------ tasks
 

@@ -18,14 +18,13 @@ from typing import Final
 import zmq
 
 from epochkv_fence.hub import events as ev
-from epochkv_fence.net.gate.router import Lane, Router
-from epochkv_fence.net.keys import HubKeys
+from epochkv_fence.net.gate.router import Client, Receiver, Router
+from epochkv_fence.net.keys import KeyPair
 from epochkv_fence.net.serving.alarm import Alarm
 from epochkv_fence.net.serving.changes import Changes
 from epochkv_fence.net.serving.effects import Effects
-from epochkv_fence.net.serving.pools import Pools
-from epochkv_fence.net.serving.served import ServedPool
-from epochkv_fence.protocol.authority import Authority, Origin, PoolRecord, Term
+from epochkv_fence.net.serving.pools import Pools, ServedPool
+from epochkv_fence.protocol.authority import Authority, PoolRecord, Term
 from epochkv_fence.protocol.messages import Message, Source
 from epochkv_fence.protocol.pool import PoolConfig, PoolSnapshot
 from epochkv_fence.stores.admin import StoreAdmin
@@ -42,7 +41,8 @@ STORE_DEADLINE_SECONDS: Final = 8.0
 class HubServer:
     """All pools of one authority.
 
-    Use from one event loop; nothing here is thread-safe. Nothing but `start` raises for reasons outside this process.
+    Use from one event loop; nothing here is thread-safe. Nothing but `start` raises for reasons outside this process. What asks for
+    a pool that this hub does not have raises `UnknownPool`.
 
     Args:
         bind: such as `tcp://*:7700`; port 0 takes a free one (see `endpoint`).
@@ -58,7 +58,7 @@ class HubServer:
     def __init__(
         self,
         bind: str,
-        keys: HubKeys,
+        keys: KeyPair,
         authority: Authority,
         *,
         on_change: Callable[[str], None] | None = None,
@@ -80,8 +80,8 @@ class HubServer:
         self._round_began = -math.inf
         self._effects = Effects(authority, authority_deadline_seconds, stores, store_deadline_seconds, self.counters, self._answer)
         self._alarm = Alarm(self._turn, self.counters)
-        self.reception = Reception(self._pools, self._act, self._alarm.now)
-        self._router = Router(keys, self.reception, self.counters)
+        self.receiver = Receiver(self._pools.client, self._hear, self._alarm.now)
+        self._router = Router(keys, self.receiver, self.counters)
         self.endpoint = ""
 
     # ------------------------------------------------------------------ life
@@ -130,27 +130,15 @@ class HubServer:
             self._effects.forget(pool)
 
     def request(self, uid: str, epoch: int) -> None:
-        """`spec.resetEpoch` asks for `epoch`. Remembered while this hub does not lead; lower or repeated asks change nothing.
-
-        Raises:
-            UnknownPool
-        """
-        self._step(self._pools[uid], ev.Asked(epoch, Origin(Source.SPEC)))
+        """`spec.resetEpoch` asks for `epoch`. Remembered while this hub does not lead; lower or repeated asks change nothing."""
+        self._step(self._pools[uid], ev.Asked(epoch, Source.SPEC))
 
     def observe(self, uid: str, record: PoolRecord) -> None:
-        """The pool's durable record was seen, for example by a watch; however old, it never lowers anything.
-
-        Raises:
-            UnknownPool
-        """
+        """The pool's durable record was seen, for example by a watch; however old, it never lowers anything."""
         self._step(self._pools[uid], ev.Observed(record))
 
     def snapshot(self, uid: str) -> PoolSnapshot:
-        """The pool right now.
-
-        Raises:
-            UnknownPool
-        """
+        """The pool right now."""
         return self._pools[uid].snapshot()
 
     # ------------------------------------------------------------------ leadership
@@ -168,11 +156,6 @@ class HubServer:
         self._term = term
         for pool in self._pools:
             self._effects.spawn(self._acquire(pool, term))
-
-    def step_down(self) -> None:
-        """Leadership was given up or lost: no grants, nothing published."""
-        if self._term is not None:
-            self._abandon_term()
 
     def _abandon_term(self) -> None:
         self._term = None
@@ -257,6 +240,10 @@ class HubServer:
         self._alarm.soon()
         return stepped
 
+    def _hear(self, client: Client, peer: bytes, message: Message) -> None:
+        assert isinstance(client.pool, ServedPool)
+        self._act(client.pool, ev.Heard(peer, message, client.key_index))
+
     def _act(self, pool: ServedPool, event: ev.Event) -> bool:
         """Step one pool and do what it asks for; never raises. Returns whether all of that worked."""
         try:
@@ -271,22 +258,3 @@ class HubServer:
             pool.failed(self.counters)
             return False
         return True
-
-
-class Reception:
-    """Takes what the router receives to the pools; see `router.Receiver`."""
-
-    def __init__(self, pools: Pools, act: Callable[[ServedPool, ev.Event], bool], burst_done: Callable[[], None]) -> None:
-        self._act = act
-        self.lane = pools.lane
-        self.burst_done = burst_done
-
-    def cost(self, lane: Lane, message: Message) -> float:
-        """What a message takes from its pool's costs."""
-        assert isinstance(lane.pool, ServedPool)
-        return lane.pool.cost(message)
-
-    def take(self, lane: Lane, peer: bytes, message: Message) -> None:
-        """A message of a client."""
-        assert isinstance(lane.pool, ServedPool)
-        self._act(lane.pool, ev.Heard(peer, message, lane.key_index))

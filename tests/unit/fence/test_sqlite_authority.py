@@ -1,4 +1,4 @@
-"""The file authority: the common suite, real kills at random points, and every way a directory can be unusable."""
+"""The SQLite authority: the common suite, real kills at random points, and every way a directory can be unusable."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_fence.protocol.authority import Authority, AuthorityError, Origin, Term
+from epochkv_fence.protocol.authority import Authority, AuthorityError, Term
 from epochkv_fence.protocol.messages import Source
-from epochkv_fence.standalone.authority import FileAuthority, StateHeld
+from epochkv_fence.standalone.authority import SqliteAuthority
+from epochkv_fence.standalone.database import StateHeld
 from tests.support.authority import Authorities, AuthorityConformance
 from tests.unit.fence.state_dirs import opened, record_of
 
 WRITER = """
 import asyncio, sys
-from epochkv_fence.protocol.authority import Origin
-from epochkv_fence.standalone.authority import FileAuthority
+from epochkv_fence.protocol.messages import Source
+from epochkv_fence.standalone.authority import SqliteAuthority
 from epochkv_fence.protocol.messages import Source
 
 async def main():
-    authority = await FileAuthority.open(sys.argv[1])
+    authority = await SqliteAuthority.open(sys.argv[1])
     uid = await authority.ensure_pool("policy", 1.0)
     term = await authority.acquire()
     epoch = (await authority.load(uid)).target
     print("term", term.transitions, flush=True)
     while True:
         epoch += 1
-        await authority.record(uid, epoch, Origin(list(Source)[epoch % 3]))
+        await authority.record(uid, epoch, list(Source)[epoch % 3])
         print("target", epoch, flush=True)
         await authority.publish(uid, epoch)
         print("published", epoch, flush=True)
@@ -45,18 +46,18 @@ asyncio.run(main())
 """
 
 
-class FileAuthorities:
+class SqliteAuthorities:
     """Processes one after the other, as the lock allows."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.uid = ""
-        self.current: FileAuthority | None = None
+        self.current: SqliteAuthority | None = None
 
     async def take_over(self) -> tuple[Authority, Term]:
         if self.current is not None:
             await self.current.close()
-        self.current = await FileAuthority.open(self.directory)
+        self.current = await SqliteAuthority.open(self.directory)
         self.uid = await self.current.ensure_pool("policy", 1.0)
         return self.current, await self.current.acquire()
 
@@ -68,7 +69,7 @@ class TestConformance(AuthorityConformance):
 
     @asynccontextmanager
     async def authorities(self) -> AsyncIterator[Authorities]:
-        world = FileAuthorities(self.directory)
+        world = SqliteAuthorities(self.directory)
         yield world
         assert world.current is not None
         await world.current.close()
@@ -109,7 +110,7 @@ def test_kill_9_at_any_point_loses_nothing_that_was_acknowledged(tmp_path: Path)
         kills_in_writes += record.target > said["target"] or record.published < record.target
         assert said["target"] <= record.target <= said["target"] + 1
         assert said["published"] <= record.published <= record.target
-        assert record.origin == (Origin(list(Source)[record.target % 3]) if record.target else None)
+        assert record.origin == (list(Source)[record.target % 3] if record.target else None)
         assert term.transitions > terms[-1]
         terms.append(term.transitions)
         said = {"target": record.target, "published": record.published}
@@ -135,7 +136,7 @@ def test_a_kill_while_the_state_is_made_leaves_something_that_can_be_used(tmp_pa
 def test_commits_are_synced(tmp_path: Path) -> None:
     async def body() -> None:
         authority, _ = await opened(tmp_path)
-        connection = authority._opened()
+        connection = authority._database.connection
         settings = [
             await authority._call("look", lambda name=name: connection.execute(f"PRAGMA {name}").fetchone()[0])  # type: ignore[misc]
             for name in ("journal_mode", "synchronous", "locking_mode")

@@ -1,8 +1,8 @@
-"""What a file hub keeps beside its record: keys, and the folder that engines and trainers join with.
+"""What a standalone hub keeps beside its record: keys, and the folder that engines and trainers join with.
 
-`keys.json` is the truth and is replaced as a whole; the client folder is made from it, so that a process that is killed
-between two files leaves nothing that the next start or rotation does not repair. Keys belong to one pool uid: with the keys
-of a lost record, engines of before would meet epochs that count from 0 again, under names that were used.
+`keys.json` is the truth and is replaced as a whole. The client folder is made from it, so the next start or rotation repairs
+what a process leaves that is killed between two files. Keys belong to one pool uid: with the keys of a lost record, engines of
+before would meet epochs that count from 0 again, under names that were used.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from epochkv_fence.net.keys import (
     CLIENT_SECRET_FILE,
     HUB_PUBLIC_FILE,
     CredentialsError,
-    HubKeys,
     KeyPair,
     check_key,
     generate_keypair,
 )
-from epochkv_fence.standalone.authority import StateError
+from epochkv_fence.standalone.database import StateError
 
 logger = logging.getLogger("epochkv.hub")
 
@@ -46,11 +45,6 @@ KEEP_SECONDS: Final = 600.0
 """How long the key before stays at least, unless its grace is shorter: nobody knows which key a trainer has."""
 LOCK_SECONDS: Final = 5.0
 LOCK_POLL_SECONDS: Final = 0.05
-
-
-class _Pair(msgspec.Struct, frozen=True):
-    public: str
-    secret: str
 
 
 class Previous(msgspec.Struct, frozen=True):
@@ -70,15 +64,11 @@ class Keys(msgspec.Struct, frozen=True):
     """What `keys.json` holds."""
 
     pool_uid: str
-    hub: _Pair
-    client: _Pair
+    hub: KeyPair
+    client: KeyPair
     root_secret: str
     previous: Previous | None = None
     version: int = KEYS_VERSION
-
-    @property
-    def hub_keys(self) -> HubKeys:
-        return HubKeys(self.hub.public, self.hub.secret)
 
     @property
     def accepted(self) -> tuple[str, ...]:
@@ -95,9 +85,14 @@ def ensure_keys(directory: Path, pool_uid: str) -> Keys:
     with _locked(directory):
         keys = read_keys(directory)
         if keys is None:
-            _tell_lost(directory)
-            pairs = [_Pair(*generate_keypair()) for _ in range(2)]
-            keys = Keys(pool_uid, pairs[0], pairs[1], secrets.token_hex(ROOT_SECRET_BYTES))
+            if not is_new(directory):
+                logger.warning(
+                    "%s is gone, so new keys are made: engines and trainers of before are refused; give them the new %s, and start "
+                    "engines again",
+                    directory / KEYS_FILE,
+                    directory / CLIENT_FOLDER,
+                )
+            keys = Keys(pool_uid, generate_keypair(), generate_keypair(), secrets.token_hex(ROOT_SECRET_BYTES))
             _write(directory / KEYS_FILE, msgspec.json.format(msgspec.json.encode(keys)))
     if keys.pool_uid != pool_uid:
         raise StateError(
@@ -110,15 +105,6 @@ def ensure_keys(directory: Path, pool_uid: str) -> Keys:
 def is_new(directory: Path) -> bool:
     """Nobody has had keys of it yet."""
     return not (directory / KEYS_FILE).exists() and not (directory / CLIENT_FOLDER).exists()
-
-
-def _tell_lost(directory: Path) -> None:
-    if not is_new(directory):
-        logger.warning(
-            "%s is gone, so new keys are made: engines and trainers of before are refused; give them the new %s, and start engines again",
-            directory / KEYS_FILE,
-            directory / CLIENT_FOLDER,
-        )
 
 
 def exposed_files(directory: Path) -> list[tuple[Path, int]]:
@@ -142,10 +128,8 @@ def read_keys(directory: Path) -> Keys | None:
     path = directory / KEYS_FILE
     try:
         keys = msgspec.json.decode(path.read_bytes(), type=Keys)
-        keys.hub_keys  # noqa: B018 - checks the pair
-        KeyPair(keys.client.public, keys.client.secret)
-        for key in keys.accepted:
-            check_key("a client key", key)
+        if keys.previous is not None:
+            check_key("the client key before", keys.previous.public)
         valid = keys.version == KEYS_VERSION and len(bytes.fromhex(keys.root_secret)) == ROOT_SECRET_BYTES
     except FileNotFoundError:
         return None
@@ -177,7 +161,7 @@ def rotate_keys(directory: Path, grace_seconds: float) -> Keys:
                 f"{directory}: the key before is still accepted {still}; rotate again afterwards, or drop it now with `epochkv keys retire`"
             )
         previous = Previous(keys.client.public, now, now + grace_seconds)
-        keys = msgspec.structs.replace(keys, client=_Pair(*generate_keypair()), previous=previous)
+        keys = msgspec.structs.replace(keys, client=generate_keypair(), previous=previous)
         _write(directory / KEYS_FILE, msgspec.json.format(msgspec.json.encode(keys)))
         _write_credentials(directory / CLIENT_FOLDER, keys)
     return keys
@@ -336,7 +320,7 @@ def _locked(directory: Path) -> Iterator[None]:
     except OSError as error:
         raise StateError(f"{directory} cannot be used ({error.strerror or error}); give the --state directory of `epochkv hub`") from error
     try:
-        _take(lock, directory / KEYS_LOCK)
+        _wait_for(lock, directory / KEYS_LOCK)
         yield
         os.ftruncate(lock, 0)
     except OSError as error:
@@ -345,7 +329,7 @@ def _locked(directory: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _take(lock: int, path: Path) -> None:
+def _wait_for(lock: int, path: Path) -> None:
     """Raise `StateError` when somebody else holds it for too long: stopped, or on a disk that hangs."""
     until = time.monotonic() + LOCK_SECONDS
     while True:
