@@ -154,7 +154,6 @@ def engine(model: Path, folder: Path, connector: bool) -> Iterator[Any]:
         "kv_connector_extra_config": {
             "pool": {"name": "bench", "namespace": "default", "uid": "bench"},
             "local": {"capacity_bytes": 256 << 20},
-            **({"weights_source": "Model"} if _knows_sources() else {}),
         },
     }
     options: dict[str, Any] = {"kv_transfer_config": transfer} if connector else {}
@@ -174,12 +173,6 @@ def engine(model: Path, folder: Path, connector: bool) -> Iterator[Any]:
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
-
-
-def _knows_sources() -> bool:
-    from epochkv_connector.config.keys import ConnectorConfig
-
-    return "weights_source" in ConnectorConfig.__annotations__
 
 
 def serve(llm: Any, seed: int, num_tokens: int) -> None:

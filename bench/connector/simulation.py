@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from bench.connector.bookkeeping import Blocks
 from bench.connector.trace import BLOCK_TOKENS, Trace
 from bench.report import Figure, Progress, Row
-from epochkv_connector.config.keys import ConnectorConfig
-from epochkv_connector.naming.keys import object_key
+from epochkv_connector.config.connector_config import ConnectorConfig
+from epochkv_connector.naming.object_keys import object_key
 from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping, StepJobs
 from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
 from epochkv_connector.wire.jobs import JobAck, Phase, Source

@@ -35,7 +35,7 @@ def microseconds(work: Callable[[], None], times: int, prepare: Callable[[], Non
 def per_request(rig: Rig) -> float:
     """Everything the connector asks the fence on the way of a request that nothing overtakes: it is pinned when it arrives, looked
     at when the scheduler asks for its hit, admitted when blocks are allocated, released; three times what holds now is read."""
-    fence = rig.fence
+    pins = rig.pins
     fresh: list[Any] = []
 
     def prepare() -> None:
@@ -43,36 +43,36 @@ def per_request(rig: Rig) -> float:
 
     def work() -> None:
         for request in fresh:
-            fence.pin(request)
-            fence.current()
-            fence.enter_schedule()
-            fence.repin(request, must=False)
-            fence.current()
-            fence.current()
-            fence.admit(request)
-            fence.release(request)
+            pins.pin(request)
+            pins.root.refresh()
+            pins.enter_schedule()
+            pins.repin(request, must=False)
+            pins.root.refresh()
+            pins.root.refresh()
+            pins.admit(request)
+            pins.release(request)
 
     cost = microseconds(work, REQUESTS, prepare)
-    assert fence.carried() == 0
+    assert pins.carried() == 0
     return cost
 
 
 def per_step(rig: Rig, running: int) -> float:
     """What a step costs with so many requests running, none of them new."""
-    fence = rig.fence
+    pins = rig.pins
     requests = [rig.request([5] * TOKENS, request_id=f"s{running}-{n}") for n in range(running)]
     for request in requests:
-        fence.pin(request)
-        fence.admit(request)
+        pins.pin(request)
+        pins.admit(request)
 
     def work() -> None:
         for _ in range(STEPS):
-            fence.current()
-            fence.leave_schedule()
+            pins.root.refresh()
+            pins.leave_schedule()
 
     cost = microseconds(work, STEPS)
     for request in requests:
-        fence.release(request)
+        pins.release(request)
     return cost
 
 
@@ -81,9 +81,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="epochkv-bench-") as folder:
         rig = Rig(Path(folder) / "rig", l1_bytes=None)
         rig.adopt(1)
-        assert rig.fence.snapshot.shared, "the engine is not in use of its epoch"
+        assert rig.pins.root.snapshot.shared, "the engine is not in use of its epoch"
         figures = {"request": per_request(rig), "step": per_step(rig, 0), "step_256": per_step(rig, 256)}
-        assert rig.fence.snapshot.shared
+        assert rig.pins.root.snapshot.shared
         print(json.dumps(figures), flush=True)
 
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from epochkv_connector import halves
-from epochkv_connector.config.keys import ConfigError, ConnectorConfig
-from epochkv_connector.config.memory import crowded, gib
+from epochkv_connector.config.connector_config import ConfigError, ConnectorConfig
+from epochkv_connector.config.machine import crowded, gib
 from epochkv_connector.engine import blocks, limits, logs, patches, topology, version
 from epochkv_connector.engine.interface import KVConnectorBase_V1, KVConnectorRole, KVConnectorTransferResults, SupportsHMA
 from epochkv_connector.guard import Guard
-from epochkv_connector.metrics.collect import Reporter
+from epochkv_connector.metrics.reporter import Reporter
 from epochkv_connector.metrics.stats import EpochKVPromMetrics, EpochKVStats
 from epochkv_connector.scheduler.assembly import SchedulerRole
 from epochkv_connector.scheduler.facade import SchedulerSide
@@ -72,17 +72,15 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         extra = self._kv_transfer_config.kv_connector_extra_config
         config = limits.check_start(self._vllm_config, extra, patches.sibling_names())
         if self._role is KVConnectorRole.SCHEDULER and config.local is not None:
-            self._warn_of_a_tight_l1(topology.l1_share(self._vllm_config, config.local.capacity_bytes))
+            num_bytes = topology.l1_share(self._vllm_config, config.local.capacity_bytes)
+            limit = crowded(num_bytes)
+            if limit is not None:
+                logger.warning(
+                    "EpochKV: L1 takes %s of the %s of %s as it fills: where vLLM needs more than the rest, the kernel ends this engine; "
+                    "lower local.capacity_bytes, or raise that limit",
+                    *(gib(num_bytes), gib(limit.num_bytes), limit.source),
+                )
         return config
-
-    def _warn_of_a_tight_l1(self, num_bytes: int) -> None:
-        found = crowded(num_bytes)
-        if found is not None:
-            logger.warning(
-                "EpochKV: L1 takes %s of the %s of %s as it fills: where vLLM needs more than the rest, the kernel ends this engine; "
-                "lower local.capacity_bytes, or raise that limit",
-                *(gib(num_bytes), gib(found.num_bytes), found.source),
-            )
 
     def _find_local_worker(self) -> WorkerSide | None:
         connector = _local_workers.get(str(self._kv_transfer_config.engine_id))
@@ -267,7 +265,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             return None
         refusing = self._has_tiers and isinstance(self._worker.half, RefusingHalf)
-        stats = self._reporter.worker_stats(self._worker.half, topology.worker_rank(self._vllm_config), refusing=refusing)
+        stats = self._reporter.worker_stats(self._worker.half.stats(), topology.worker_rank(self._vllm_config), refusing=refusing)
         return None if stats.is_empty() else stats
 
     @classmethod

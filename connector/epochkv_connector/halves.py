@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from epochkv_connector.config.keys import ConnectorConfig
-from epochkv_connector.config.memory import check_fits
+from epochkv_connector.config.connector_config import ConnectorConfig
+from epochkv_connector.config.machine import check_fits
 from epochkv_connector.engine import topology
 from epochkv_connector.engine.describe import describe_layers, describe_platform
 from epochkv_connector.naming.identity import pool_prefix
-from epochkv_connector.naming.keys import object_key, older_pattern, other_weights_pattern
+from epochkv_connector.naming.object_keys import object_key, older_pattern, other_weights_pattern
 from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping
 from epochkv_connector.scheduler.tiers.index import slot_count
 from epochkv_connector.scheduler.tiers.views import KeysOf, LookupClient

@@ -1,7 +1,7 @@
 """The way to the hub: credentials, the agent's thread, and a reason in words when there is none.
 
 The engine serves whatever is wrong: no hub in the configuration, unreadable credentials, a bad endpoint, a library that fails.
-The fence then stays in bypass, and the reason is kept for status and logged once.
+The root then stays in bypass, and the reason is kept for status and logged once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from epochkv_connector.config.keys import ConnectorConfig
-from epochkv_connector.naming.fence import Fence
+from epochkv_connector.config.connector_config import ConnectorConfig
+from epochkv_connector.naming.pins import Pins
 from epochkv_fence.connection import check_endpoint, read_client_keys, read_root_secret
 from epochkv_fence.protocol.messages import BOOT_BYTES, WEIGHTS_BYTES
 
@@ -50,35 +50,35 @@ class FenceHooks:
 
     def __init__(
         self,
-        fence: Fence,
+        pins: Pins,
         stats: Callable[[], dict[str, float]],
         reclaim: Callable[[int, tuple[bytes, ...]], tuple[int, int]],
         weights: Callable[[], tuple[bytes | None, str]],
     ) -> None:
-        self._fence = fence
+        self._pins = pins
         self._stats = stats
         self._reclaim = reclaim
         self._weights = weights
 
     def ready(self) -> bool:
         """vLLM has set its own global; epochs may be adopted."""
-        return self._fence.ready()
+        return self._pins.root.ready()
 
     def adopt(self, epoch: int) -> None:
         """Bind the epoch's root; returns when it is bound."""
-        self._fence.adopt(epoch)
+        self._pins.root.adopt(epoch)
 
     def busy(self) -> bool:
         """The scheduler is inside `schedule()`: hold the acknowledgement."""
-        return self._fence.busy()
+        return self._pins.busy()
 
     def carried(self) -> int:
         """Requests that go on under an older root."""
-        return self._fence.carried()
+        return self._pins.carried()
 
     def private(self) -> bool:
         """The caches of this engine alone were reset: it shares nothing before the pool's next epoch."""
-        return self._fence.waiting_after_reset
+        return self._pins.root.waiting_after_reset
 
     def weights(self) -> tuple[bytes | None, str]:
         """What names are made of, as the hub knows it, or why nobody can say."""

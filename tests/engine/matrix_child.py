@@ -140,7 +140,7 @@ class Served:
         if not isinstance(connector, EpochKVConnector) or not connector._epochkv_config.hub:
             return
         deadline = time.monotonic() + JOIN_SECONDS
-        while connector.side.fence.current().in_use is False:
+        while connector.side.pins.root.refresh().in_use is False:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not in use of the pool's epoch after {JOIN_SECONDS} s")
             time.sleep(0.02)

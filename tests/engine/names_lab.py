@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from epochkv_connector.naming.keys import BlockKey, parse_key
 from hack.engine_api import EngineError
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
@@ -40,6 +39,7 @@ from tests.engine.conftest import (
     settled_keys,
 )
 from tests.engine.server_nursery import ServerNursery
+from tests.support.store import BlockKey, parse_key
 
 WRITER = ("--worker-extension-cls", "hack.soak.weights_writer.Writer")
 BLOCK_TOKENS = 128

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from epochkv_connector.naming.keys import parse_key
 from epochkv_fence import client
 from hack.models import Shape
 from hack.waiting import eventually
 from tests.engine.conftest import BLOCKS, CACHED, LEASE_SECONDS, Pair, Prompts, Reference, Weights, check, settled_keys
+from tests.support.store import parse_key
 
 SHAPE = Shape()
 BLOCK_TOKENS, FLOAT_BYTES, HEADER_AND_TRAILER = 128, 4, 256

@@ -167,7 +167,7 @@ def _silent(names: Names, rig: Any) -> None:
     _push(names, rig)
     for _ in range(names.source.randrange(5)):
         names.step(rig)
-        assert not rig.fence.snapshot.shared, "W4: an engine that does not know its weights shares"
+        assert not rig.pins.root.snapshot.shared, "W4: an engine that does not know its weights shares"
     rig.executor.answers = lambda answer: answer
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from epochkv_connector.weights import watch as watching
-from epochkv_connector.weights.fold import fold
+from epochkv_connector.weights.watch import fold
 from tests.scheduler.names_actions import ACTIONS, BLOCKS
 from tests.scheduler.rigs import MakeRig
 from tests.support.scheduler import BLOCK, OwnRoot, RequestStatus, Rig, SharedStore, prompt
@@ -127,7 +127,7 @@ class Names:
     def new(self) -> Any:
         """One more engine."""
         rig = self._make(Engine, store=self.store, oracle=NamesOracle, **self._options)
-        rig.fence._roots = OwnRoot(rig.fence.snapshot.root)
+        rig.pins.root._global = OwnRoot(rig.pins.root.snapshot.root)
         rig.side.weights.link.propose = self._proposed
         rig.watch._clock = lambda: self.now
         rig.watch._scheduled_at = rig.watch._suspected_at = self.now
@@ -188,7 +188,7 @@ class Names:
             return
         value = rig.watch.value
         assert value in (None, rig.truth), "W2: named after other weights than it holds"
-        shown = rig.fence.current()
+        shown = rig.pins.root.refresh()
         assert not shown.shared or value == shown.weights, "W4: a shared root without weights"
 
     def check(self) -> None:

@@ -143,10 +143,10 @@ def test_a_request_of_an_adapter_that_is_loaded_is_named_at_once(make: MakeRig) 
     rig = make()
     load(rig, adapter(), "one")
     request = add(rig, adapter(), prompt(1, LENGTH))
-    pin = rig.fence.pin_of(request)
+    pin = rig.pins.pin_of(request)
     assert not pin.alone
     rig.run()
-    assert rig.fence.counters["repinned_requests"] == 0
+    assert rig.pins.counters["repinned_requests"] == 0
 
 
 def test_other_weights_of_the_model_make_other_names(make: MakeRig) -> None:

@@ -33,14 +33,14 @@ def test_requests_that_a_keep_pause_holds_across_an_adoption(make_rig: MakeRig) 
     for _ in range(3):
         output = rig.step()
         assert output.total_num_scheduled_tokens == 0
-    assert not rig.fence.busy(), "a paused engine is never inside schedule()"
-    assert rig.fence.carried() == 2
+    assert not rig.pins.busy(), "a paused engine is never inside schedule()"
+    assert rig.pins.carried() == 2
     rig.scheduler.set_pause_state(PauseState.UNPAUSED)
     rig.run()
     assert {running.request_id, loaded.request_id, waiting.request_id} <= rig.finished
     assert (rig.cached[loaded.request_id], rig.cached[waiting.request_id]) == (8 * BLOCK, 0)
     assert {key for key in set(store.objects) - saved if "/e0/" in key} == set(), "a carried request saved"
-    assert rig.fence.carried() == 0
+    assert rig.pins.carried() == 0
     assert rig.cached[rig.serve([*running.all_token_ids, 9])] == 0
     rig.check_clean()
 
@@ -94,8 +94,8 @@ def test_an_adoption_between_our_answer_and_the_admission_of_a_local_hit(make_ri
 
     def overtaken(*args: Any, **kwargs: Any) -> Any:
         if not inside:
-            inside.append(rig.fence.busy())
-            rig.fence.adopt(1)  # the push waits for the acknowledgement, and that for the end of the step
+            inside.append(rig.pins.busy())
+            rig.pins.root.adopt(1)  # the push waits for the acknowledgement, and that for the end of the step
         return allocate(*args, **kwargs)
 
     monkeypatch.setattr(rig.scheduler.kv_cache_manager, "allocate_slots", overtaken)
@@ -103,8 +103,8 @@ def test_an_adoption_between_our_answer_and_the_admission_of_a_local_hit(make_ri
     rig.step()
     assert inside == [True]
     assert rig.cached[request.request_id] == 8 * BLOCK
-    assert rig.fence.carried() == 1
-    assert not rig.fence.busy()
+    assert rig.pins.carried() == 1
+    assert not rig.pins.busy()
     rig.weights = "w1"
     rig.run()
     assert set(store.objects) == saved, "it saved under a root that is not current"
@@ -163,11 +163,11 @@ def test_a_multimodal_engine_shares_until_its_encoders_outputs_are_of_other_weig
     rig.weights = "w1"
     rig.serve(tokens)
     assert rig.cached[rig.serve(tokens)] == 0
-    assert rig.fence.snapshot.shared is False
+    assert rig.pins.root.snapshot.shared is False
     in_use[0] = False
     rig.serve(tokens)
     assert rig.cached[rig.serve(tokens)] == 8 * BLOCK
-    assert rig.fence.snapshot.shared is True
+    assert rig.pins.root.snapshot.shared is True
     rig.check_clean()
 
 
@@ -190,7 +190,7 @@ def test_kv_of_another_engine_without_a_tag_is_private_under_a_private_root_too(
     rig = make_rig(hub=False)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens, params={"do_remote_prefill": True, "remote_engine_id": "x"})
-    assert rig.fence.counters["foreign_kv_requests"] == 1
+    assert rig.pins.counters["foreign_kv_requests"] == 1
     assert rig.books.stats()["saves_emitted"] == 0
     assert rig.cached[rig.serve(tokens)] == 0
     assert rig.cached[rig.serve(tokens)] == 8 * BLOCK

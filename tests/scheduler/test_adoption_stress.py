@@ -24,11 +24,11 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
 from epochkv_connector.engine.blocks import holds_blocks
-from epochkv_connector.naming.keys import parse_key
 from tests.scheduler.rigs import MakeRig, release
 from tests.support.scheduler import BLOCK, Rig, SharedStore, prompt
 from tests.support.scheduler_oracle import Oracle
 from tests.support.scheduler_worker import Cell, Content
+from tests.support.store import parse_key
 
 ADOPTIONS = 1000
 DEADLINE_SECONDS = 60.0
@@ -42,7 +42,7 @@ class PinnedOracle(Oracle):
         self.right_names: dict[Cell, bytes] = {}  # last position of a complete block -> its name
 
     def label(self, request: Request) -> str:
-        return str(self.rig.fence.pin_of(request).root.hex())
+        return str(self.rig.pins.pin_of(request).root.hex())
 
     def admitted_label(self, request: Request) -> str:
         return self.label(request)
@@ -78,7 +78,7 @@ class PinnedRig(Rig):
     def step(self) -> Any:
         self.num_steps += 1
         held = {request.request_id for request in self.scheduler.requests.values() if holds_blocks(request)}
-        generation = self.fence.snapshot.generation
+        generation = self.pins.root.snapshot.generation
         self.inside_step = self.num_steps
         try:
             output = self.scheduler.schedule()
@@ -91,7 +91,7 @@ class PinnedRig(Rig):
         return output
 
     def update(self, output: Any) -> None:
-        known, generation = set(self.scheduler.finished_recving_kv_req_ids), self.fence.snapshot.generation
+        known, generation = set(self.scheduler.finished_recving_kv_req_ids), self.pins.root.snapshot.generation
         super().update(output)
         recorded = self.scheduler.finished_recving_kv_req_ids - self.scheduler.failed_recving_kv_req_ids - known
         self._check_admitted(recorded, generation, "loaded")
@@ -99,7 +99,7 @@ class PinnedRig(Rig):
     def _check_admitted(self, request_ids: Iterable[str], generation: int, how: str) -> None:
         """Nobody is let in under a root that had been left before the step, or the recording of results, began."""
         for request_id in request_ids:
-            if self.fence.pin_of(self.scheduler.requests[request_id]).generation < generation:
+            if self.pins.pin_of(self.scheduler.requests[request_id]).generation < generation:
                 self.wrong.append(f"{request_id} was {how} under a root that was left before")
 
     def check_names(self) -> None:
@@ -141,8 +141,8 @@ class Agent:
 
     def adopt(self) -> None:
         inside = self.rig.inside_step
-        self.rig.fence.adopt(self.epoch)
-        snapshot = self.rig.fence.snapshot
+        self.rig.pins.root.adopt(self.epoch)
+        snapshot = self.rig.pins.root.snapshot
         if snapshot.shared:
             self.rig.roots[self.epoch] = snapshot.root.hex()
         self.count["adoptions"] += 1
@@ -199,7 +199,7 @@ def reached(rig: PinnedRig, agent: Agent, count: Counter[str]) -> dict[str, tupl
         "adoptions inside schedule()": (agent.count["adoptions inside schedule()"], 50),
         "preemptions": (count["preemptions"], 50),
         "steps with carried requests": (count["carried"], 100),
-        "requests re-hashed": (rig.fence.counters["rehashed_requests"], 100),
+        "requests re-hashed": (rig.pins.counters["rehashed_requests"], 100),
         "loads": (stats["loads_done"], 20),
         "loads poisoned": (rig.side.counters["poisoned_loads"], 3),
         "blocks put": (len(rig.store.objects), 50),
@@ -231,7 +231,7 @@ def test_every_name_is_right_under_fast_adoption(make_rig: MakeRig, many_switche
             for worker in rig.workers:
                 worker.hold_loads = source.random() < 0.5
             rig.step()
-            count["carried"] += rig.fence.carried() > 0
+            count["carried"] += rig.pins.carried() > 0
     finally:
         agent.stop.set()
         agent.thread.join()

@@ -223,7 +223,7 @@ def test_ranks_are_counted_within_the_engine(make_rig: MakeRig, monkeypatch: pyt
 
 def test_a_reclaim_walks_the_names_of_each_own_group_and_then_those_of_others(make_rig: MakeRig) -> None:
     from epochkv_connector.naming.identity import pool_prefix
-    from epochkv_connector.naming.keys import older_pattern, other_weights_pattern
+    from epochkv_connector.naming.object_keys import older_pattern, other_weights_pattern
 
     class Store(SharedStore):
         asked_to_remove: list[str] = []  # noqa: RUF012

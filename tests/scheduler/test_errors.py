@@ -17,8 +17,8 @@ def check_unharmed(rig: Any) -> None:
     assert not any(rig.stale_tokens.values())
     assert rig.block_pool.get_num_free_blocks() == rig.free_at_start
     assert not rig.connector.has_pending_push_work()
-    assert rig.fence.carried() == 0
-    assert not rig.fence.busy()
+    assert rig.pins.carried() == 0
+    assert not rig.pins.busy()
     assert sum(rig.connector._guard.errors.values()) > 0, "nothing was counted"
 
 
@@ -48,7 +48,7 @@ def test_a_request_that_always_fails_is_served_alone(make_rig: MakeRig, monkeypa
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("an error of ours")
 
-    monkeypatch.setattr(rig.fence, "repin", broken)
+    monkeypatch.setattr(rig.pins, "repin", broken)
     request = rig.serve(tokens)
     assert rig.cached[request] == 0
     check_unharmed(rig)
@@ -126,10 +126,10 @@ def test_what_is_computed_after_an_error_counts_as_used(make_rig: MakeRig, monke
     rig.add(prompt(1, LENGTH), max_tokens=3)
     rig.step()
     assert failure.raised
-    root = rig.fence.snapshot.root
+    root = rig.pins.root.snapshot.root
     rig.scheduler.reset_connector_cache()
-    assert rig.fence.snapshot.root != root
-    assert rig.fence.carried() == 1
+    assert rig.pins.root.snapshot.root != root
+    assert rig.pins.carried() == 1
     rig.run()
     check_unharmed(rig)
 
@@ -154,14 +154,14 @@ def test_an_error_at_the_end_of_a_step_does_not_hold_acknowledgements_back(make_
     failure = FailsOnce(events, "queue_all_blocks_cleared", monkeypatch)
     rig.scheduler.schedule()
     assert failure.raised
-    assert not rig.fence.busy()
+    assert not rig.pins.busy()
 
 
 def test_a_reset_that_fails_is_no_success(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make_rig(epoch=0)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
-    FailsOnce(rig.fence, "reset", monkeypatch)
+    FailsOnce(rig.pins.root, "reset", monkeypatch)
     assert not rig.scheduler.reset_prefix_cache(reset_connector=True)
     FailsOnce(rig.books, "reset", monkeypatch)
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)  # the names changed, which makes it true

@@ -52,7 +52,7 @@ def test_the_adopted_root_is_the_global(make_rig: MakeRig) -> None:
     zero = global_root()
     rig.adopt(1)
     assert len({vllms_own, zero, global_root()}) == 3
-    assert global_root() is rig.fence.snapshot.root
+    assert global_root() is rig.pins.root.snapshot.root
 
 
 def test_a_lower_epoch_is_refused(make_rig: MakeRig) -> None:
@@ -60,7 +60,7 @@ def test_a_lower_epoch_is_refused(make_rig: MakeRig) -> None:
     rig.adopt(3)
     root = global_root()
     rig.adopt(2)
-    assert rig.fence.snapshot.epoch == 3
+    assert rig.pins.root.snapshot.epoch == 3
     assert global_root() is root
 
 
@@ -163,10 +163,10 @@ def test_running_requests_are_current_again_when_the_lease_returns(make_rig: Mak
     rig.step()
     rig.lease_until = 0.0
     rig.step()
-    assert rig.fence.carried() == 1
+    assert rig.pins.carried() == 1
     rig.lease_until = float("inf")
     rig.step()
-    assert rig.fence.carried() == 0
+    assert rig.pins.carried() == 0
     rig.run()
     assert running.request_id in rig.finished
     assert len(store.objects) == (LENGTH + 2 * BLOCK - 1) // BLOCK  # blocks completed after the return were saved too
@@ -191,7 +191,7 @@ def test_an_overwritten_global_is_bypass_for_this_boot(make_rig: MakeRig) -> Non
     assert rig.cached[later] == 0
     assert store.objects == saved
     assert global_root() is foreign  # it is not fought over
-    assert rig.fence.counters["root_overwritten"] == 1
+    assert rig.pins.counters["root_overwritten"] == 1
     assert rig.connector.scheduler.gauges()["root_overwritten"] == 1.0
     rig.check_clean()
 
@@ -220,7 +220,7 @@ def test_a_request_fed_by_another_engine_is_private_unless_the_producer_shows_ou
     fed = rig.serve(tokens, params={"do_remote_prefill": True, "remote_engine_id": "x"})
     assert store.objects == {}
     assert rig.cached[rig.serve(tokens)] == 0  # it cached nothing that others can find
-    assert rig.fence.counters["foreign_kv_requests"] == 1
+    assert rig.pins.counters["foreign_kv_requests"] == 1
     produced = rig.add(prompt(2, LENGTH), params={"do_remote_decode": True})
     rig.step()
     _, answer = rig.connector.request_finished(produced, [])

@@ -208,8 +208,8 @@ def test_a_random_hash_seed_keeps_names_at_home(make_rig: MakeRig, monkeypatch: 
     monkeypatch.delenv("PYTHONHASHSEED")
     monkeypatch.setattr(hashing, "hash_seed_is_random", lambda algorithm: True)
     rig = make_rig(epoch=0)
-    assert rig.fence.snapshot.shared
-    assert rig.fence.snapshot.namespace is None
+    assert rig.pins.root.snapshot.shared
+    assert rig.pins.root.snapshot.namespace is None
 
 
 def test_the_layout_tells_groups_apart(make_rig: MakeRig) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.naming.pins import FencedHasher, plain_hasher
+from epochkv_connector.naming.hashers import PinnedHasher, plain_hasher
 from tests.scheduler.rigs import MakeRig
 from tests.support.scheduler import BLOCK, RequestStatus, global_root, prompt
 
@@ -22,16 +22,16 @@ def test_a_long_prompt_is_hashed_by_vllms_own_hasher(make_rig: MakeRig) -> None:
     assert request._block_hasher is rig.hasher
     rig.run()
     assert len(request.block_hashes) == 4
-    assert request.block_hashes[0] == first_name(rig, request, rig.fence.pin_of(request).root)
+    assert request.block_hashes[0] == first_name(rig, request, rig.pins.pin_of(request).root)
     rig.check_clean()
 
 
 def test_a_short_prompt_gives_its_first_hash_to_us_and_the_next_to_vllm(make_rig: MakeRig) -> None:
     rig = make_rig(epoch=0)
     request = rig.add(prompt(1, BLOCK - 3), max_tokens=2 * BLOCK)
-    root = rig.fence.pin_of(request).root
+    root = rig.pins.pin_of(request).root
     rig.step()
-    assert isinstance(request._block_hasher, FencedHasher)
+    assert isinstance(request._block_hasher, PinnedHasher)
     assert plain_hasher(request) is rig.hasher
     rig.adopt(1)
     while not request.block_hashes:
@@ -50,7 +50,7 @@ def test_a_request_that_waits_is_renamed_whoever_hashes_for_it(make_rig: MakeRig
     before = list(request.block_hashes)
     rig.adopt(1, weights="w1")
     rig.run()
-    assert request.block_hashes[0] == first_name(rig, request, rig.fence.pin_of(request).root) != before[0]
+    assert request.block_hashes[0] == first_name(rig, request, rig.pins.pin_of(request).root) != before[0]
     assert len(request.block_hashes) == 5
     assert request._block_hasher is rig.hasher
 
@@ -72,7 +72,7 @@ def test_another_hasher_may_be_put_before_vllms_until_the_request_is_pinned_agai
     rig.adopt(1, weights="w1")
     rig.run()
     assert request._block_hasher is rig.hasher
-    assert request.block_hashes[0] == first_name(rig, request, rig.fence.pin_of(request).root)
+    assert request.block_hashes[0] == first_name(rig, request, rig.pins.pin_of(request).root)
     assert len(request.block_hashes) == 3
 
 
@@ -85,9 +85,9 @@ def test_a_session_whose_only_hash_vllm_cuts_off_is_named_by_its_pin_again(make_
     rig.step()
     assert session.status is RequestStatus.WAITING_FOR_STREAMING_REQ
     assert len(session.block_hashes) == 1
-    root = rig.fence.pin_of(session).root
+    root = rig.pins.pin_of(session).root
     rig.adopt(1, weights="w1")
-    rig.fence.current()
+    rig.pins.root.refresh()
     more = rig.request(prompt(2, BLOCK), max_tokens=1, request_id=session.request_id)
     more.resumable = True
     rig.scheduler.add_request(more)

@@ -48,7 +48,7 @@ def test_an_epoch_that_this_engine_has_not_used_is_kept(make_rig: MakeRig) -> No
     root = global_root()
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
     assert global_root() is root
-    assert rig.fence.snapshot.shared is True
+    assert rig.pins.root.snapshot.shared is True
 
 
 def test_the_hub_is_told_at_once_of_a_local_reset(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,7 @@ def test_the_hub_is_told_at_once_of_a_local_reset(make_rig: MakeRig, monkeypatch
     monkeypatch.setattr("epochkv_connector.hub_link.HubLink.poke", lambda self: told.append(f"poke {hooks.private()}"))
     monkeypatch.setattr("epochkv_connector.hub_link.HubLink.propose", lambda self, epoch: told.append(f"propose {epoch}"))
     rig = make_rig()
-    hooks: FenceHooks = FenceHooks(rig.fence, dict, lambda below, keep: (0, 0), lambda: (None, ""))
+    hooks: FenceHooks = FenceHooks(rig.pins, dict, lambda below, keep: (0, 0), lambda: (None, ""))
     rig.adopt(0)
     assert not hooks.private()
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
@@ -147,7 +147,7 @@ def test_a_refused_gpu_reset_leaves_old_kv_unreachable_all_the_same(make_rig: Ma
     running = rig.add(tokens, max_tokens=8)
     rig.step()
     assert rig.scheduler.reset_prefix_cache(reset_connector=True) is False  # the running request holds blocks
-    assert rig.fence.snapshot.shared is False
+    assert rig.pins.root.snapshot.shared is False
     rig.weights = "w1"
     follower = rig.serve(tokens)
     assert rig.cached[follower] == 0

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.naming import fence as fencing
-from epochkv_connector.weights import engine as joining
+from epochkv_connector.naming import root as roots
+from epochkv_connector.weights import executor as joining
 from epochkv_connector.weights import watch as watching
-from epochkv_connector.weights.fold import fold
+from epochkv_connector.weights.watch import fold
 from tests.scheduler.names_simulator import Names, reached
 from tests.scheduler.rigs import MakeRig
 from tests.support.scheduler import RequestStatus
@@ -70,43 +70,43 @@ def hook_after_delegating(patch: pytest.MonkeyPatch, rig: Any) -> None:
 
 
 def no_strand(patch: pytest.MonkeyPatch, rig: Any) -> None:
-    rig.fence.strand = lambda request, num_named: None
+    rig.pins.strand = lambda request, num_named: None
 
 
 def strand_only_running_requests(patch: pytest.MonkeyPatch, rig: Any) -> None:
-    strand = rig.fence.strand
-    rig.fence.strand = lambda request, num: strand(request, num) if request.status is RequestStatus.RUNNING else None
+    strand = rig.pins.strand
+    rig.pins.strand = lambda request, num: strand(request, num) if request.status is RequestStatus.RUNNING else None
 
 
 def strand_whole_requests_late(patch: pytest.MonkeyPatch, rig: Any) -> None:
     """One block too many keeps the name that its tokens give it."""
-    strand = rig.fence.strand
-    rig.fence.strand = lambda request, num: strand(request, num + 1)
+    strand = rig.pins.strand
+    rig.pins.strand = lambda request, num: strand(request, num + 1)
 
 
 def a_generation_that_returns(patch: pytest.MonkeyPatch, rig: Any) -> None:
     """With requests that keep what their pins allow: what a stranded one computes is offered again when the weights return."""
     known: dict[tuple[int, bytes | None], int] = {}
-    swap, strand = rig.fence._swap, rig.fence.strand
+    swap, strand = rig.pins.root._swap, rig.pins.strand
 
     def swapping(state: Any) -> None:
         swap(state)
-        shown = rig.fence._snapshot
+        shown = rig.pins.root.snapshot
         if shown.shared:
-            rig.fence._snapshot = replace(shown, generation=known.setdefault((shown.epoch, shown.weights), shown.generation))
+            rig.pins.root.snapshot = replace(shown, generation=known.setdefault((shown.epoch, shown.weights), shown.generation))
 
     def stranding(request: Any, num_named: int) -> None:
         """Its names, without the mark at its pin."""
-        saveable = rig.fence.pin_of(request).saveable
+        saveable = rig.pins.pin_of(request).saveable
         strand(request, len(request.block_hashes))
         request._block_hasher = request._block_hasher.inner
-        rig.fence.pin_of(request).saveable = saveable
+        rig.pins.pin_of(request).saveable = saveable
 
-    rig.fence._swap, rig.fence.strand = swapping, stranding
+    rig.pins.root._swap, rig.pins.strand = swapping, stranding
 
 
 def an_ended_digest_used_again(patch: pytest.MonkeyPatch, rig: Any) -> None:
-    rig.fence.end = lambda weights: True
+    rig.pins.root.end = lambda weights: True
 
 
 def a_late_hit_that_proposes_nothing(patch: pytest.MonkeyPatch, rig: Any) -> None:
@@ -142,18 +142,18 @@ def harmless_list_too_long(patch: pytest.MonkeyPatch, rig: Any) -> None:
 
 def names_without_weights(patch: pytest.MonkeyPatch, rig: Any) -> None:
     same = b"\0" * 32
-    naming: Any = fencing
+    naming: Any = roots
     root, space = naming.shared_root, naming.namespace
     if root.__name__ == "shared_root":
-        patch.setattr(fencing, "shared_root", lambda *known: root(*known[:4], same))
-        patch.setattr(fencing, "namespace", lambda *known: space(*known[:3], same))
+        patch.setattr(roots, "shared_root", lambda *known: root(*known[:4], same))
+        patch.setattr(roots, "namespace", lambda *known: space(*known[:3], same))
 
 
 def root_without_weights(patch: pytest.MonkeyPatch, rig: Any) -> None:
-    naming: Any = fencing
+    naming: Any = roots
     same, root = b"\0" * 32, naming.shared_root
     if root.__name__ == "shared_root":
-        patch.setattr(fencing, "shared_root", lambda *known: root(*known[:4], same))
+        patch.setattr(roots, "shared_root", lambda *known: root(*known[:4], same))
 
 
 def load_weights_unnoticed(patch: pytest.MonkeyPatch, rig: Any) -> None:

@@ -62,7 +62,7 @@ class Chaos:
         held = [job for worker in self.rig.workers for job in worker.loads if any(m.source is Source.STORE for m in job.moves)]
         if held:
             self.num_held += 1
-        if self.rig.fence.current().in_use or self.rig.books.stats()["reads_open"]:
+        if self.rig.pins.root.refresh().in_use or self.rig.books.stats()["reads_open"]:
             self.fetched_in_bypass = None
         elif self.store is not None:
             fetched = len(self.store.fetched)

@@ -80,7 +80,7 @@ def watch(rig: Any) -> list[int]:
             request, drafts = rig.scheduler.requests[request_id], output.scheduled_spec_decode_tokens.get(request_id, ())
             confirmed = blocks.num_confirmed_tokens(request, num_scheduled, len(drafts))
             complete = min(confirmed // BLOCK, len(request.block_hashes))
-            if complete > num_offered(request_id) and rig.fence.may_save(rig.fence.pin_of(request)):
+            if complete > num_offered(request_id) and rig.pins.may_save(rig.pins.pin_of(request)):
                 found[request_id] = complete
         return found
 

@@ -63,7 +63,7 @@ def test_without_prefix_caching_the_tiers_still_work(make_rig: MakeRig) -> None:
 
 def test_rehashing_is_spread_over_steps(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a budget that one request exceeds, each step re-hashes one and the others wait their turn."""
-    monkeypatch.setattr("epochkv_connector.naming.fence.REHASH_BUDGET_SECONDS", 1e-9)
+    monkeypatch.setattr("epochkv_connector.naming.pins.REHASH_BUDGET_SECONDS", 1e-9)
     rig = make_rig(num_blocks=128, epoch=0)
     waiting = [rig.add(prompt(seed, LENGTH)) for seed in range(5)]
     rig.adopt(1, weights="w1")
@@ -84,16 +84,16 @@ def test_a_streaming_session_keeps_its_root_and_is_counted_apart(make_rig: MakeR
     rig.scheduler.add_request(session)
     rig.step()
     rig.adopt(1, weights="w1")
-    assert rig.fence.carried() == 0
-    assert rig.fence.carried_sessions() == 1
-    root = rig.fence.pin_of(session).root
+    assert rig.pins.carried() == 0
+    assert rig.pins.carried(sessions=True) == 1
+    root = rig.pins.pin_of(session).root
     rig.steps(4)
-    assert rig.fence.pin_of(session).root == root
+    assert rig.pins.pin_of(session).root == root
     from vllm.v1.request import RequestStatus
 
     rig.scheduler.finish_requests(session.request_id, RequestStatus.FINISHED_ABORTED)
     rig.run()
-    assert rig.fence.carried_sessions() == 0
+    assert rig.pins.carried(sessions=True) == 0
     assert rig.cached[rig.serve(prompt(1, LENGTH))] == 0
     rig.check_clean()
 

@@ -87,7 +87,7 @@ def test_a_hit_from_both_tiers_is_split(make_rig: MakeRig) -> None:
 
 
 def test_everything_that_is_reported_has_a_series(make_rig: MakeRig) -> None:
-    from epochkv_connector.metrics import series as metrics
+    from epochkv_connector.metrics import families as metrics
 
     store = SharedStore()
     rig = quiet(make_rig(store=store))
@@ -144,7 +144,7 @@ def test_tiers_that_could_not_be_built_are_told(make_rig: MakeRig, monkeypatch: 
 
 
 def test_an_l1_that_holds_no_block_is_an_error_at_start(make_rig: MakeRig) -> None:
-    from epochkv_connector.config.keys import ConfigError
+    from epochkv_connector.config.connector_config import ConfigError
 
     with pytest.raises(ConfigError, match=r"local\.capacity_bytes is 1000; one block takes 2304 bytes .* give at least 2304"):
         make_rig(l1_bytes=1000)

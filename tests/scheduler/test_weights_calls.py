@@ -93,7 +93,7 @@ def test_every_call_that_writes_ends_the_names_before_it_is_delegated(make_rig: 
         rig.executor.collective_rpc("wake_up")
     order.clear()
     assert found(rig) == 0
-    assert order[0][0] == "ask"
+    assert order[0][0] == "digest_weights"
     assert rig.watch.value not in (None, old)
     rig.run()
     assert running.request_id in rig.finished
@@ -107,12 +107,12 @@ def test_an_unknown_call_costs_a_digest_and_no_sharing(make_rig: MakeRig, method
     rig = make_rig(num_blocks=12, epoch=0)
     found(rig)
     push_out(rig)
-    looks, root = rig.watch.counters["looks"], rig.fence.snapshot.root
+    looks, root = rig.watch.counters["looks"], rig.pins.root.snapshot.root
     for _ in range(3):
         rig.executor.collective_rpc(method)
     assert found(rig) == WHOLE
     assert rig.watch.counters["looks"] == looks + 1
-    assert rig.fence.snapshot.root is root
+    assert rig.pins.root.snapshot.root is root
     rig.check_clean()
 
 

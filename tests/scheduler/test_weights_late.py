@@ -70,7 +70,7 @@ def test_other_digests_of_the_epoch_go_on(make_rig: MakeRig) -> None:
     rig.run()
     found(rig)
     assert found(rig) == WHOLE
-    assert rig.fence.snapshot.shared
+    assert rig.pins.root.snapshot.shared
 
 
 def test_a_lost_lease_does_not_bring_an_ended_digest_back(make_rig: MakeRig) -> None:
@@ -83,7 +83,7 @@ def test_a_lost_lease_does_not_bring_an_ended_digest_back(make_rig: MakeRig) -> 
     found(rig)
     rig.lease_until = float("inf")
     assert found(rig) == 0
-    assert not rig.fence.snapshot.shared
+    assert not rig.pins.root.snapshot.shared
 
 
 def test_a_load_that_ends_with_the_step_of_a_change_leaves_nothing_open(make_rig: MakeRig) -> None:

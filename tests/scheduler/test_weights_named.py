@@ -73,7 +73,7 @@ def test_a_push_while_a_request_is_preempted(make_rig: MakeRig) -> None:
     assert not blocks.holds_blocks(request)
     rig.weights = "w1"
     rig.run()
-    assert rig.fence.pin_of(request).saveable  # it holds nothing, so it is named anew
+    assert rig.pins.pin_of(request).saveable  # it holds nothing, so it is named anew
     assert found(rig) == WHOLE
     rig.weights = "w0"
     assert found(rig) == WHOLE  # of the first run
@@ -86,7 +86,7 @@ def test_a_preemption_after_the_push_names_the_request_anew(make_rig: MakeRig) -
     rig.steps(3)
     rig.weights = "w1"
     rig.step()
-    assert not rig.fence.pin_of(request).saveable
+    assert not rig.pins.pin_of(request).saveable
     rig.scheduler._preempt_request(rig.scheduler.running.pop(), 0.0)
     rig.run()
     assert found(rig) == WHOLE

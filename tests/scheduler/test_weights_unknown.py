@@ -123,7 +123,7 @@ def test_engines_whose_weights_no_digest_describes_serve_without_tiers_and_say_w
     assert store.objects == {}
     assert store.asked == []
     assert rig.connector.scheduler.gauges()["weights_known"] == 0.0
-    assert not {"ask", "is_as_asked", "end_device_work"} & set(rig.executor.calls)  # workers are not asked beside running steps
+    assert not {"digest_weights", "is_unchanged", "end_device_work"} & set(rig.executor.calls)  # workers are not asked beside running steps
     rig.check_clean()
 
 
@@ -198,8 +198,8 @@ PLACES: dict[str, Callable[[Any], tuple[Any, str]]] = {
     "watch._name": lambda rig: (rig.watch, "_name"),
     "watch._set": lambda rig: (rig.watch, "_set"),
     "weights.hold": lambda rig: (rig.side.weights, "hold"),
-    "fence.hold": lambda rig: (rig.fence, "hold"),
-    "fence.strand": lambda rig: (rig.fence, "strand"),
+    "root.hold": lambda rig: (rig.pins.root, "hold"),
+    "pins.strand": lambda rig: (rig.pins, "strand"),
     "blocks.num_named_blocks": lambda rig: (blocks, "num_named_blocks"),
     "blocks.holds_blocks": lambda rig: (blocks, "holds_blocks"),
     "state.apply": lambda rig: (rig.side.state, "apply"),
@@ -246,7 +246,7 @@ def test_an_error_of_ours_behind_a_step_never_reaches_vllm_and_leaves_nothing_na
     rig.add(prompt(5, LENGTH), max_tokens=3)
     output = rig.scheduler.schedule()
     rig.write_past("w1")
-    target = {"late": rig.watch, "suspect": rig.watch, "end": rig.fence, "propose": rig.side.weights.link}[place]
+    target = {"late": rig.watch, "suspect": rig.watch, "end": rig.pins.root, "propose": rig.side.weights.link}[place]
     with monkeypatch.context() as patched:
         patched.setattr(target, place, broken)
         rig.update(output)

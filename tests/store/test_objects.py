@@ -8,7 +8,7 @@ import pytest
 
 from epochkv_connector.halves import SchedulerTiers
 from epochkv_connector.naming.identity import pool_prefix
-from epochkv_connector.naming.keys import object_key, older_pattern, other_weights_pattern
+from epochkv_connector.naming.object_keys import object_key, older_pattern, other_weights_pattern
 from epochkv_connector.store import Outcome, StoreClient
 from hack.standalone.mooncake import Mooncake
 from tests.store.conftest import ConnectTo

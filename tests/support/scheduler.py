@@ -34,7 +34,7 @@ class Rig:
 
     Attributes:
         cached: request id -> tokens that its first scheduling found computed.
-        side, fence, books: of our connector.
+        side, pins, books: of our connector.
         watch: its look at the weights.
     """
 
@@ -77,8 +77,8 @@ class Rig:
         self.connector: Any = self.scheduler.connector
         if self.connector is not None:
             self.side = self.connector.side
-            self.fence, self.books, self.watch = self.side.fence, self.side.books, self.side.weights.watch
-            self.fence.set_lease_source(lambda: self.lease_until)
+            self.pins, self.books, self.watch = self.side.pins, self.side.books, self.side.weights.watch
+            self.pins.root._lease_until = lambda: self.lease_until
 
     def _make_scheduler(self) -> Scheduler:
         return (AsyncScheduler if self.options.async_scheduling else Scheduler)(
@@ -112,7 +112,7 @@ class Rig:
         """What the agent thread does for an accepted grant; with `weights`, the engine has them from now on."""
         if weights is not None:
             self.weights = weights
-        self.fence.adopt(epoch)
+        self.pins.root.adopt(epoch)
 
     def request(
         self,
@@ -289,7 +289,7 @@ def several(make_rig: Callable[..., Any], num: int, store: SharedStore | None = 
     rigs = []
     for _ in range(num):
         rig = make_rig(store=shared, **options)
-        rig.fence._roots = OwnRoot(rig.fence.snapshot.root)
+        rig.pins.root._global = OwnRoot(rig.pins.root.snapshot.root)
         rig.adopt(0)
         rigs.append(rig)
     return rigs

@@ -156,9 +156,9 @@ class FakeExecutor:
         return self.answers({"number": number, "weights": value, "note": "", "bytes": 1, "seconds": 0.0, "rank": index})
 
     def _of_ours(self, method: Any, args: tuple[Any, ...]) -> list[Any] | None:
-        if method is rank_calls.ask:
+        if method is rank_calls.digest_weights:
             return [self._answer(index, *args) for index in range(len(self.ranks))]
-        if method is rank_calls.is_as_asked:
+        if method is rank_calls.is_unchanged:
             return [self.asked[index] == (args[0], held) for index, held in enumerate(self.ranks)]
         fixed = {rank_calls.layout: b"", rank_calls.settle_for_sleep: 0}
         return [fixed[method]] * len(self.ranks) if not isinstance(method, str) and method in fixed else None
@@ -166,10 +166,10 @@ class FakeExecutor:
     @staticmethod
     def _is_about_adapters(method: Any, args: tuple[Any, ...]) -> bool:
         named = method in ("add_lora", "remove_lora") and bool(args)
-        return named or method is rank_calls.adapters or hasattr(method, "on_adapters")
+        return named or method is rank_calls.digest_adapters or hasattr(method, "on_adapters")
 
     def _of_adapters(self, method: Any, args: tuple[Any, ...]) -> list[Any]:
-        if method is rank_calls.adapters:
+        if method is rank_calls.digest_adapters:
             return [self.answers(self._about_adapters(index, *args)) for index in range(len(self.ranks))]
         if isinstance(method, str):
             return [getattr(one, method.replace("lora", "adapter"))(*args) for one in self.adapters]
@@ -177,7 +177,7 @@ class FakeExecutor:
 
     def _about_adapters(self, index: int, number: int, wanted: Any, afresh: bool) -> dict[str, Any]:
         one = self.adapters[index]
-        return {"number": number, "adapters": one.held.ask(one.worker, number, wanted, afresh), "note": "", "rank": index}
+        return {"number": number, "adapters": one.held.digest(one.worker, number, wanted, afresh), "note": "", "rank": index}
 
     def activate(self, requests: set[Any]) -> None:
         """A step begins that uses these adapters."""
@@ -194,7 +194,7 @@ class FakeExecutor:
             if metadata is not None:
                 adapters = self.adapters[index].held
                 self.replaced[index] += adapters.replaced(metadata.newest_epoch)
-                self.refused[index] |= not adapters.are_as_asked(metadata.adapters)
+                self.refused[index] |= not adapters.are_unchanged(metadata.adapters)
 
 
 class Prefixes:

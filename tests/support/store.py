@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import re
 import secrets
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from epochkv_connector.naming.keys import object_key
+from epochkv_connector.naming.object_keys import KeyCodecError, object_key
 from epochkv_connector.store import Outcome, StoreClient, StoreSettings, Transfer
 
 NAMESPACE = "0a1b2c3d/00112233445566ff/e7/w8899aabbccddeeff"
 END_BYTES = 128
 """Header and trailer of a stored object, by the format's definition."""
+_KEY = re.compile(
+    r"(?P<uid>[0-9a-z]{1,8})/(?P<fingerprint>[0-9a-f]{16})/e(?P<epoch>0|[1-9][0-9]*)/w(?P<weights>[0-9a-f]{16})"
+    r"/g(?P<group>0|[1-9][0-9]*)/r(?P<shard>0|[1-9][0-9]*)/(?P<hash>(?:[0-9a-f]{2})+)"
+)
 
 
 def settings(address: str, **changes: object) -> StoreSettings:
@@ -156,3 +162,37 @@ class RelayProcess:
         for pipe in (self._child.stdin, self._child.stdout):
             if pipe:
                 pipe.close()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKey:
+    """The parts of one L2 key. `epoch` orders names; `fingerprint` and `weights` are the first 16 hex digits; `pool` the first 8 of
+    the pool uid's digest."""
+
+    pool: str
+    fingerprint: str
+    epoch: int
+    weights: str
+    group: int
+    shard: int
+    block_hash: bytes
+
+
+def parse_key(key: str) -> BlockKey:
+    """Inverse of `object_key(identity.namespace(...), ...)`.
+
+    Raises:
+        KeyCodecError: not a block key.
+    """
+    match = _KEY.fullmatch(key)
+    if match is None:
+        raise KeyCodecError(f"{key!r} is not a block key; expected <uid8>/<fp16>/e<epoch>/w<weights16>/g<group>/r<shard>/<hash hex>")
+    return BlockKey(
+        pool=match["uid"],
+        fingerprint=match["fingerprint"],
+        epoch=int(match["epoch"]),
+        weights=match["weights"],
+        group=int(match["group"]),
+        shard=int(match["shard"]),
+        block_hash=bytes.fromhex(match["hash"]),
+    )

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from epochkv_connector.config.keys import EXTRA, KEYS
+from epochkv_connector.config.connector_config import EXTRA, KEYS
 from epochkv_connector.config.schema import Key, every
 
 COMMAND: Final = "python -m epochkv_connector.config.reference"

@@ -1,7 +1,7 @@
 """Everything but weights that decides what a byte of KV is, as plain values that a fingerprint digests.
 
-Equal configurations and equal shapes can hold unlike bytes: vLLM picks attention backends by itself, CPU kernels pack keys
-for the instructions that the machine has, and some backends keep scales beside the blocks. Knows of vLLM 0.30 to 0.33: fields
+Equal configurations and equal shapes can hold unlike bytes. vLLM picks attention backends by itself. CPU kernels pack keys for the
+instructions that the machine has. Some backends keep scales beside the blocks. Knows of vLLM 0.30 to 0.33: fields
 of its configurations (those it adds are described too), `static_forward_context`, `cpu_attn._get_attn_isa` of 0.32, and the
 variable for ROCm's shuffled layout. A name that another version lacks is described as unknown.
 """
@@ -52,7 +52,10 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         "skip_layers": sorted(str(layer) for layer in getattr(cache, "kv_cache_dtype_skip_layers", None) or ()),
         "layout": _plain(getattr(kv_cache_config, "kv_cache_layout", None) or getattr(cache, "kv_cache_layout", None)),
         "hash_block_size": _plain(getattr(kv_cache_config, "hash_block_size", None) or getattr(cache, "prefix_match_unit", None)),
-        "groups": [_describe_group(group) for group in kv_cache_config.kv_cache_groups],
+        "groups": [
+            {"spec": _plain(group.kv_cache_spec), "layers": list(group.layer_names), "eagle": bool(getattr(group, "is_eagle_group", False))}
+            for group in kv_cache_config.kv_cache_groups
+        ],
         "platform": describe_platform(vllm_config, kv_cache_config),
         "tensor": int(parallel.tensor_parallel_size),
         "shards": num_kv_shards(vllm_config, kv_cache_config),
@@ -74,11 +77,6 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         if speculative is not None
         else None,
     }
-
-
-def _describe_group(group: Any) -> dict[str, Any]:
-    eagle = bool(getattr(group, "is_eagle_group", False))
-    return {"spec": _plain(group.kv_cache_spec), "layers": list(group.layer_names), "eagle": eagle}
 
 
 def describe_adapters(vllm_config: Any) -> str:

@@ -25,40 +25,35 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class AboutRequest:
-    """What vLLM's `BlockStored` says of the request that a block was made for."""
+class Described:
+    """What an event says of a block beyond its name.
 
+    Attributes:
+        parent: name of the block before it; None: the first one.
+        lora_id, lora_name, extra_keys, session_id: what vLLM's `BlockStored` says of the request that the block was made for.
+    """
+
+    tokens: array[int]
+    parent: bytes | None
     lora_id: int | None
     lora_name: str | None
     extra_keys: list[Any] | None
     session_id: str | None
 
 
-def has_kv_events(block_pool: Any) -> bool:
-    """Whether somebody listens to KV events of this engine."""
-    return bool(getattr(block_pool, "enable_kv_cache_events", False))
+_NAME_ONLY = Described(array("l"), None, None, None, None, None)
 
 
-def about_request(request: Any, start: int, end: int) -> AboutRequest:
-    """What `BlockStored` says of the request, for its block of tokens `[start, end)`."""
-    extra, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)
-    untagged = getattr(kv_cache_utils, "to_event_extra_keys", lambda keys: keys)  # 0.31 and later tag them for the hash
-    lora = request.lora_request
-    return AboutRequest(
-        lora.adapter_id if lora else None, lora.name if lora else None, untagged([extra]), getattr(request, "session_id", None)
-    )
-
-
-def host_block_stored(name: bytes, group: int, parent: bytes | None, tokens: list[int], block_size: int, about: AboutRequest | None) -> Any:
-    """`BlockStored` for a block in host memory. Without `about` it carries the name alone, as vLLM's own offloading does."""
+def host_block_stored(name: bytes, group: int, block_size: int, described: Described | None) -> Any:
+    """`BlockStored` for a block in host memory. Not described, it carries the name alone, as vLLM's own offloading does."""
     from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
 
-    known = about or AboutRequest(None, None, None, None)
+    known = described or _NAME_ONLY
     return BlockStored(
         block_hashes=[kv_cache_utils.maybe_convert_block_hash(name)],
-        parent_block_hash=kv_cache_utils.maybe_convert_block_hash(parent) if parent is not None else None,
-        token_ids=tokens,
-        block_size=block_size,
+        parent_block_hash=kv_cache_utils.maybe_convert_block_hash(known.parent) if known.parent is not None else None,
+        token_ids=list(known.tokens),
+        block_size=block_size if described is not None else 0,
         lora_id=known.lora_id,
         medium=MEDIUM_CPU,
         lora_name=known.lora_name,
@@ -67,13 +62,6 @@ def host_block_stored(name: bytes, group: int, parent: bytes | None, tokens: lis
         locality="LOCAL",
         session_id=known.session_id,
     )
-
-
-def host_block_removed(name: bytes, group: int) -> Any:
-    """`BlockRemoved` for a block in host memory."""
-    from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved
-
-    return BlockRemoved(block_hashes=[kv_cache_utils.maybe_convert_block_hash(name)], medium=MEDIUM_CPU, group_idx=group, locality="LOCAL")
 
 
 def queue_all_blocks_cleared(block_pool: Any, drop_pending: bool) -> None:
@@ -90,20 +78,6 @@ def queue_all_blocks_cleared(block_pool: Any, drop_pending: bool) -> None:
     if drop_pending:
         block_pool.kv_event_queue.clear()
     block_pool.kv_event_queue.append(AllBlocksCleared())
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """What an event says of a block beyond its name.
-
-    Attributes:
-        parent: name of the block before it; None: the first one.
-        about: what vLLM adds (adapter, extra keys, session).
-    """
-
-    tokens: array[int]
-    parent: bytes | None
-    about: AboutRequest
 
 
 class HostEvents:
@@ -131,7 +105,7 @@ class HostEvents:
     def bind(self, block_pool: Any, books: Bookkeeping | None) -> None:
         """vLLM's pool, whose queue is used, and the bookkeeping whose L1 is told of, if it has one."""
         self._pool = block_pool
-        if books is not None and books.stock.index.indexed and has_kv_events(block_pool):
+        if books is not None and books.stock.index.indexed and getattr(block_pool, "enable_kv_cache_events", False):
             self._sizes = [group.block_size for group in books.stock.layout.groups]
             self._hash_block_size = hash_block_size_of(block_pool)
             self._max_offered = 2 * books.stock.index.num_slots
@@ -142,17 +116,15 @@ class HostEvents:
 
     def offer(self, find: Callable[[str], Any | None], jobs: Iterable[SaveJob | LoadJob]) -> None:
         """Describe the blocks that these jobs will bring into L1. `find`: vLLM's request of an id, if it lives."""
-        self._safely(lambda: self._offer_all(find, jobs))
+        self._safely(lambda: self._offer(find, jobs))
 
-    def _offer_all(self, find: Callable[[str], Any | None], jobs: Iterable[SaveJob | LoadJob]) -> None:
+    def _offer(self, find: Callable[[str], Any | None], jobs: Iterable[SaveJob | LoadJob]) -> None:
         for job in jobs:
-            if (request := find(job.request_id)) is not None:
-                self._offer(request, job)
-
-    def _offer(self, request: Any, job: SaveJob | LoadJob) -> None:
-        fills = (lambda move: move.copy) if isinstance(job, SaveJob) else (lambda move: move.source is Source.STORE)
-        for move in filter(fills, job.moves):
-            self._offered[move.group, move.block_hash] = self._describe(request, move)
+            if (request := find(job.request_id)) is None:
+                continue
+            fills = (lambda move: move.copy) if isinstance(job, SaveJob) else (lambda move: move.source is Source.STORE)
+            for move in filter(fills, job.moves):
+                self._offered[move.group, move.block_hash] = self._describe(request, move)
         while len(self._offered) > self._max_offered:
             self._offered.popitem(last=False)
 
@@ -161,7 +133,16 @@ class HostEvents:
         start, names = move.block * size, size // self._hash_block_size
         parent = bytes(request.block_hashes[move.block * names - 1]) if move.block else None
         tokens = array("l", request.all_token_ids[start : start + size])
-        return Described(tokens, parent, about_request(request, start, start + size))
+        extra, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, start + size, 0)
+        untagged = getattr(kv_cache_utils, "to_event_extra_keys", lambda keys: keys)  # 0.31 and later tag them for the hash
+        lora = request.lora_request
+        return Described(
+            *(tokens, parent),
+            lora_id=lora.adapter_id if lora else None,
+            lora_name=lora.name if lora else None,
+            extra_keys=untagged([extra]),
+            session_id=getattr(request, "session_id", None),
+        )
 
     # -- what L1 holds ---------------------------------------------------------------------------------------------
 
@@ -175,24 +156,23 @@ class HostEvents:
             self._announce(key)
 
     def _announce(self, key: Key) -> None:
-        described = self._held[key]
         group, name = key
         self._announced.add(key)
-        self._put(
-            host_block_stored(name, group, None, [], 0, None)
-            if described is None
-            else host_block_stored(name, group, described.parent, list(described.tokens), self._sizes[group], described.about)
-        )
+        self._pool.kv_event_queue.append(host_block_stored(name, group, self._sizes[group], self._held[key]))
 
     def left(self, key: Key) -> None:
         """A block is in L1 no more."""
         self._safely(lambda: self._left(key))
 
     def _left(self, key: Key) -> None:
+        from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved
+
         self._held.pop(key, None)
         if key in self._announced:
             self._announced.discard(key)
-            self._put(host_block_removed(key[1], key[0]))
+            group, name = key
+            names = [kv_cache_utils.maybe_convert_block_hash(name)]
+            self._pool.kv_event_queue.append(BlockRemoved(block_hashes=names, medium=MEDIUM_CPU, group_idx=group, locality="LOCAL"))
 
     def found_again(self, keys: Iterable[Key]) -> None:
         """These blocks can be found again, because an earlier root is back. `cleared` announces them."""
@@ -212,9 +192,6 @@ class HostEvents:
         for key in found:
             if key in self._held:
                 self._announce(key)
-
-    def _put(self, event: Any) -> None:
-        self._pool.kv_event_queue.append(event)
 
     def _safely(self, work: Callable[[], None]) -> None:
         if self._over:

@@ -1,7 +1,7 @@
 """What the connector cannot serve, each with a sentence that says what to change: no start, no tiers, no names, no adapters.
 
-Whether an engine may start is decided in `check_start` alone. It is asked twice: before a model is loaded, by whoever makes
-an engine (`plugin`), and by the connector in every process of the engine, which may have been started without the plugin.
+Whether an engine may start is decided in `check_start` alone. It is asked twice. Whoever makes an engine asks before a model is
+loaded (`plugin`). The connector asks in every process of the engine, which may have been started without the plugin.
 Knows of vLLM 0.30 to 0.33: fields of its configurations, names of executors, `AttentionBackendEnum` of 0.32, and
 `calculate_kv_scales` before it.
 """
@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from epochkv_connector.config.devices import check_devices
-from epochkv_connector.config.keys import NAME, ConnectorConfig
-from epochkv_connector.config.memory import check_fits, check_holds_something
+from epochkv_connector.config.connector_config import NAME, ConnectorConfig
+from epochkv_connector.config.machine import check_devices, check_fits, check_holds_something
 from epochkv_connector.engine import describe
 from epochkv_connector.engine.topology import has_ranks_here, l1_share
 from epochkv_connector.engine.version import UnsupportedEngine, check_version

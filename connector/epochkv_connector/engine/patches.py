@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 from epochkv_connector.engine.interface import kv_cache_utils
-from epochkv_connector.naming.pins import PIN_ATTRIBUTE
+from epochkv_connector.naming.hashers import PIN_ATTRIBUTE
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -97,19 +98,10 @@ def wake(engine_core: Any) -> None:
 
 
 def builders() -> tuple[Any | None, Any | None]:
-    """The engine core and the scheduler whose constructors are running, if any."""
-    return _builder("EngineCore"), _builder("Scheduler")
-
-
-def _builder(kind: str) -> Any | None:
-    """The caller of this class, or of one derived from it, whose `__init__` is running."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        owner = frame.f_locals.get("self")
-        if frame.f_code.co_name == "__init__" and kind in [base.__name__ for base in type(owner).__mro__]:
-            return owner
-    return None
+    """The engine core and the scheduler, or what is derived from them, whose constructors are running, if any."""
+    kinds = [(owner, [base.__name__ for base in type(owner).__mro__]) for owner, _ in _constructors()]
+    core, scheduler = (next((owner for owner, names in kinds if kind in names), None) for kind in ("EngineCore", "Scheduler"))
+    return core, scheduler
 
 
 def sibling_names() -> list[str]:
@@ -118,15 +110,18 @@ def sibling_names() -> list[str]:
     The children's configuration does not name the parent (each child gets a copy with its own `kv_transfer_config`),
     so the parent is looked up among the callers.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if frame.f_code.co_name == "__init__" and type(owner).__name__ == "MultiConnector":
-            config = frame.f_locals.get("vllm_config")
-            transfer = getattr(config, "kv_transfer_config", None)
+    for owner, arguments in _constructors():
+        if type(owner).__name__ == "MultiConnector":
+            transfer = getattr(arguments.get("vllm_config"), "kv_transfer_config", None)
             children = (getattr(transfer, "kv_connector_extra_config", None) or {}).get("connectors", [])
             return [str(child.get("kv_connector")) for child in children]
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
     return []
+
+
+def _constructors() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Each object among our callers whose `__init__` is running, and that function's variables."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "__init__":
+            yield frame.f_locals.get("self"), frame.f_locals
+        frame = frame.f_back

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from epochkv_connector.config.keys import NAME, ConfigError
+from epochkv_connector.config.connector_config import NAME, ConfigError
 from epochkv_connector.engine import limits
 from epochkv_connector.engine.version import UnsupportedEngine
 
@@ -23,7 +23,7 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from epochkv_connector.engine import patches
-    from epochkv_connector.weights.packed import mark
+    from epochkv_connector.weights.held import mark
 
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, "epochkv_connector.connector", NAME)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from epochkv_connector.engine.interface import KVConnectorPromMetrics, KVConnectorStats
-from epochkv_connector.metrics import series as metrics
-from epochkv_connector.metrics.series import PREFIX, Family
+from epochkv_connector.metrics import families as metrics
+from epochkv_connector.metrics.families import PREFIX, Family
 
 logger = logging.getLogger("vllm.epochkv.stats")
 
@@ -89,7 +89,7 @@ class EpochKVStats(KVConnectorStats):
 class EpochKVPromMetrics(KVConnectorPromMetrics):
     """Prometheus series `vllm:epochkv_*` (`metrics`), with the labels of vLLM's own.
 
-    Counters exist from the start, at 0, so that a rate over a rare event is not blind to its first one; a gauge exists once
+    Counters exist from the start, at 0, so that a rate over a rare event is not blind to its first one. A gauge exists once
     it was reported, since 0 would be a claim.
     """
 

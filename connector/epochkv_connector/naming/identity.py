@@ -129,7 +129,7 @@ def pool_prefix(pool_uid: str) -> str:
 
 
 def namespace(pool_uid: str, fingerprint_hex: str, epoch: int, weights: bytes) -> str:
-    """Prefix of every L2 key of this pool, layout, epoch and weights: `<pool uid8>/<fp16>/e<epoch>/w<16 hex>` (`keys` parses it)."""
+    """Prefix of every L2 key of this pool, layout, epoch and weights: `<pool uid8>/<fp16>/e<epoch>/w<16 hex>` (see `object_keys`)."""
     return f"{pool_prefix(pool_uid)}/{fingerprint_hex[:16]}/e{epoch}/w{weights.hex()[:16]}"
 
 

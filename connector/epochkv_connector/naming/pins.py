@@ -1,88 +1,276 @@
-"""The pin as explicit first parent of a request's block hashes, and what of vLLM that needs.
+"""The pin of each request: the root that its blocks are named with, and what becomes of it when that root is current no more.
 
-Apart from the fence because it is the only part that runs inside vLLM's own hashing calls.
+A pin is made under one `RootState.snapshot`, and is current as long as that holds. Reading the root, hashing with it and storing the
+pin happen under one lock (see `root`), which is why none of these methods can be anywhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+import enum
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from epochkv_connector.naming.identity import Pin
+from epochkv_connector.naming.hashers import PIN_ATTRIBUTE, PinnedHasher, awaits_first_hash, is_stranded, plain_hasher, strand
+from epochkv_connector.naming.identity import ROOT_BYTES, Pin, Snapshot, adapter_root, transfer_tag
+from epochkv_connector.naming.root import RootState
+from epochkv_connector.weights.adapters import Adapters
 
-PIN_ATTRIBUTE = "epochkv_pin"
+if TYPE_CHECKING:
+    from epochkv_connector.engine.hashing import BlockHashing
+
+REHASH_BUDGET_SECONDS = 0.005
+"""Re-hashing allowed per scheduler step; 100,000 tokens of 16-token blocks take about 11 ms."""
+
+TAG_KEY = "epochkv"
 
 
-def brings_kv(params: Mapping[str, Any]) -> bool:
+class Repin(enum.Enum):
+    """What became of a request that was brought to what holds now."""
+
+    CURRENT = enum.auto()  # nothing to do
+    DONE = enum.auto()  # re-pinned and re-hashed: drop the local hit, ask again
+    DEFERRED = enum.auto()  # the step's budget is spent: ask again
+    CARRIED = enum.auto()  # a session that keeps its root to its end: no external hit
+
+
+class PinMaker:
+    """Makes pins of what holds now, and the tag that vouches for a name towards other engines. The caller of `make` holds the lock."""
+
+    def __init__(self, root: RootState, adapters: Adapters) -> None:
+        self._root = root
+        self._adapters = adapters
+
+    def make(self, request: Any, *, session: bool) -> Pin:
+        """For what holds now; it is not stored yet."""
+        snapshot, adapter = self._root.snapshot, getattr(request, "lora_request", None)
+        if not snapshot.in_use or not self._may_share(request):
+            pin = self.make_alone(adapter)
+        elif adapter is None:
+            pin = Pin(snapshot.root, snapshot.generation)
+        else:
+            pin = self._make_for_adapter(adapter, snapshot)
+        pin.session = session
+        return pin
+
+    def make_alone(self, adapter: Any | None) -> Pin:
+        """With a random root."""
+        pin = Pin(os.urandom(ROOT_BYTES), self._root.snapshot.generation, saveable=False, alone=True)
+        if adapter is not None:
+            pin.adapter, pin.turn = adapter.lora_int_id, self._adapters.of(adapter).turn
+        return pin
+
+    def _make_for_adapter(self, adapter: Any, snapshot: Snapshot) -> Pin:
+        """By the tensors that the ranks hold of it; while nobody knows them, or their names are ended here, by itself."""
+        known = self._adapters.of(adapter)
+        if known.value is None or self._root.has_ended(known.value):
+            return self.make_alone(adapter)
+        root = adapter_root(snapshot.root, known.value, self._root.member.adapters_applied)
+        return Pin(root, snapshot.generation, adapter=adapter.lora_int_id, turn=known.turn)
+
+    def _may_share(self, request: Any) -> bool:
+        """False for a request whose KV may come from another engine under a name we cannot vouch for (P/D)."""
+        params = getattr(request, "kv_transfer_params", None) or {}
+        shown = params.get(TAG_KEY)  # without one nothing is vouched for, also where we have none ourselves
+        if not _brings_kv(params) or (shown is not None and shown == self.tag(getattr(request, "lora_request", None))):
+            return True
+        self._root.counters["foreign_kv_requests"] += 1
+        return False
+
+    def tag(self, adapter: Any | None = None) -> dict[str, Any] | None:
+        """`(pool, epoch, fingerprint, weights)` of what holds now, and the adapter, for `kv_transfer_params`; None unless the root is
+        shared."""
+        snapshot, member = self._root.snapshot, self._root.member
+        if not snapshot.shared or snapshot.weights is None:
+            return None
+        tag = transfer_tag(member.pool_uid, snapshot.epoch, member.fingerprint, snapshot.weights)
+        if adapter is None:
+            return tag
+        value = self._adapters.of(adapter).value
+        return None if value is None else {**tag, "adapter": value.hex(), "applied": member.adapters_applied}
+
+
+class Pins:
+    """One per EngineCore. Methods are for the scheduler thread unless their docstring says otherwise.
+
+    Attributes:
+        root: what the pins follow.
+        maker: makes them.
+    """
+
+    def __init__(self, root: RootState, hashing: BlockHashing, adapters: Adapters) -> None:
+        self.root = root
+        self.maker = PinMaker(root, adapters)
+        self.counters = root.counters
+        self._lock = root.lock
+        self._hashing = hashing
+        self._adapters = adapters
+        self._inside_schedule = False
+        self._reporting = False
+        self._rehash_seconds = 0.0
+        self._admitted: Counter[tuple[int, bool]] = Counter()  # (generation, is a session) -> requests
+        self._hasher: PinnedHasher | None = None
+
+    @staticmethod
+    def pin_of(request: Any) -> Pin | None:
+        """The request's pin, or None when it was never pinned."""
+        return getattr(request, PIN_ATTRIBUTE, None)
+
+    def is_current(self, pin: Pin) -> bool:
+        """Whether the pin was made under what holds now, and its adapter's id still stands for what it did."""
+        return pin.generation == self.root.snapshot.generation and (not pin.adapter or self._adapters.turn(pin.adapter) == pin.turn)
+
+    def may_save(self, pin: Pin) -> bool:
+        """Whether what this pin names may be offered to a tier."""
+        return pin.saveable and self.is_current(pin)
+
+    # ------------------------------------------------------------------ the scheduler's step
+
+    def enter_schedule(self) -> None:
+        """The first question of a `schedule()`: acknowledgements wait until `leave_schedule`."""
+        self._inside_schedule = True
+
+    def leave_schedule(self) -> None:
+        """The step's metadata is built; the re-hash budget is full again."""
+        self._inside_schedule = False
+        self._rehash_seconds = 0.0
+
+    def enter_report(self) -> None:
+        """Load results are being recorded: an acknowledgement must not fall between the check and the record."""
+        self._reporting = True
+
+    def leave_report(self) -> None:
+        """Load results are recorded."""
+        self._reporting = False
+
+    def busy(self) -> bool:
+        """The scheduler is between its first lookup of a step and the end of it, or records results. Agent thread."""
+        return self._inside_schedule or self._reporting
+
+    # ------------------------------------------------------------------ making pins
+
+    def pin(self, request: Any) -> None:
+        """Pin a new request to what holds now, and re-hash it if its hashes were made with anything else."""
+        with self._lock:
+            self.root.refresh()
+            self._name(request, self.maker.make(request, session=bool(getattr(request, "resumable", False))))
+
+    def repin(self, request: Any, *, must: bool) -> Repin:
+        """Bring a request that holds no blocks to what holds now.
+
+        Args:
+            must: the scheduler goes on with this request in the same step whatever is answered
+                (`skip_reading_prefix_cache`), so nothing may be deferred.
+
+        Returns:
+            What the caller may answer; see `Repin`.
+        """
+        with self._lock:
+            self.root.refresh()
+            pin = self.pin_of(request)
+            if pin is not None:
+                # In bypass no step is compared with what was known of the weights, so a preempted request's own blocks may be of others.
+                unwatched = not self.root.snapshot.in_use and pin.alone and pin.admitted
+                if self.is_current(pin) and not unwatched:
+                    return Repin.CURRENT
+                if pin.session and pin.admitted and not is_stranded(request):
+                    return Repin.CARRIED
+                if self._rehash_seconds >= REHASH_BUDGET_SECONDS and not must:
+                    self.counters["rehash_deferred"] += 1
+                    return Repin.DEFERRED
+                self._drop(pin)
+            self._name(request, self.maker.make(request, session=pin.session if pin else bool(getattr(request, "resumable", False))))
+            self.counters["repinned_requests"] += 1
+            return Repin.DONE
+
+    def isolate(self, request: Any) -> None:
+        """Give the request a random root: the answer to an error of ours, after which nothing may be shared with it."""
+        with self._lock:
+            self.release(request)
+            self._name(request, self.maker.make_alone(getattr(request, "lora_request", None)))
+
+    def strand(self, request: Any, num_named: int) -> None:
+        """The request holds blocks, of which `num_named` (in hash blocks) have names, and goes on with other weights."""
+        with self._lock:
+            pin = self.pin_of(request)
+            if pin is not None:
+                pin.saveable = False
+            strand(request, num_named)
+
+    def _name(self, request: Any, pin: Pin) -> None:
+        """Store the pin, and hash the request's blocks again unless the pin names them already. A first block that comes later has the
+        pin as its parent; nothing of ours stays in the way of those after it."""
+        stranded, inner = is_stranded(request), plain_hasher(request)
+        setattr(request, PIN_ATTRIBUTE, pin)
+        if inner is None:
+            return  # prefix hashing is off for this request
+        if request.block_hashes and (stranded or request.block_hashes[0] != self._hashing.first(request, pin.root)):
+            started = time.perf_counter()
+            # A new list, never in place: the old list object may sit in metadata already sent.
+            request.block_hashes = self._hashing.chain(request, pin.root, inner)
+            self._rehash_seconds += time.perf_counter() - started
+            self.counters["rehashed_requests"] += 1
+        if self._hasher is None or self._hasher.inner is not inner:
+            self._hasher = PinnedHasher(inner, self._hashing)
+        request._block_hasher = self._hasher if awaits_first_hash(request) else inner
+
+    # ------------------------------------------------------------------ carried requests
+
+    def carried(self, *, sessions: bool = False) -> int:
+        """Requests, or streaming-input sessions, that were admitted under a root that is no longer current. Any thread."""
+        with self._lock:
+            current = self.root.snapshot.generation
+            return sum(num for (generation, session), num in self._admitted.items() if generation != current and session is sessions)
+
+    def admit(self, request: Any) -> None:
+        """The request's hit was answered and accepted, or its tokens are being computed."""
+        with self._lock:
+            pin = self.pin_of(request)
+            if pin is None or pin.admitted:
+                return
+            pin.admitted, pin.loading = True, False
+            self._admitted[pin.generation, pin.session] += 1
+            if self.is_current(pin):
+                self.root.note_use()
+
+    def begin_load(self, request: Any) -> None:
+        """A load of ours was committed for the request; it is not carried: an adoption poisons it."""
+        with self._lock:
+            pin = self.pin_of(request)
+            if pin is not None:
+                pin.loading = True
+                if self.is_current(pin):
+                    self.root.note_use()
+
+    def end_load(self, request: Any, succeeded: bool) -> None:
+        """The load's result was recorded by vLLM: on success the request now holds KV under its pin."""
+        pin = self.pin_of(request)
+        if pin is None or not pin.loading:
+            return
+        pin.loading = False
+        if succeeded:
+            self.admit(request)
+
+    def release(self, request: Any) -> None:
+        """The request has finished."""
+        with self._lock:
+            pin = self.pin_of(request)
+            if pin is not None:
+                self._drop(pin)
+
+    def _drop(self, pin: Pin) -> None:
+        if not pin.admitted:
+            return
+        pin.admitted = False
+        admitted = (pin.generation, pin.session)
+        self._admitted[admitted] -= 1
+        if self._admitted[admitted] <= 0:
+            del self._admitted[admitted]
+
+
+def _brings_kv(params: Mapping[str, Any]) -> bool:
     """Whether `kv_transfer_params` name KV that another engine brings in (P/D)."""
     named = (str(key).startswith("remote_") and value is not None for key, value in params.items())
     return bool(params.get("do_remote_prefill")) or any(named)
-
-
-class RootPort(Protocol):
-    """vLLM's module global (`hashing.GlobalRoot`)."""
-
-    def ready(self) -> bool: ...
-    def bind(self, root: bytes) -> None: ...
-    def is_bound(self, root: bytes) -> bool: ...
-
-
-class HashPort(Protocol):
-    """vLLM's block hashing (`hashing.BlockHashing`)."""
-
-    hash_block_size: int
-
-    def first(self, request: Any, root: bytes) -> bytes | None: ...
-    def chain(self, request: Any, root: bytes, inner: Callable[[Any], list[bytes]]) -> list[bytes]: ...
-
-
-def plain_hasher(request: Any) -> Callable[[Any], list[bytes]] | None:
-    """vLLM's own hasher of this request, beneath one of ours (which names it `inner`); None: prefix hashing is off for it."""
-    hasher = getattr(request, "_block_hasher", None)
-    plain: Callable[[Any], list[bytes]] | None = getattr(hasher, "inner", hasher)
-    return plain
-
-
-def awaits_first_hash(request: Any) -> bool:
-    """Whether the request's first block may yet be hashed, by vLLM and at any time.
-
-    A session's first hash can come twice: vLLM cuts tokens off its end, and their hashes with them.
-    """
-    return not request.block_hashes or bool(getattr(request, "resumable", False))
-
-
-class FencedHasher:
-    """vLLM's request hasher with the pin as explicit first parent.
-
-    One object for all requests, reading the pin from the request: a closure per request would make a reference cycle.
-    A prompt below the hash block size gets its first hash during decode, long after admission. With vLLM's global, KV of the old
-    epoch would get a name of the new one (128 stale tokens). With the pin, none does.
-
-    vLLM calls a hasher for every token, and later blocks continue from the hash before them. So it stands before vLLM's own
-    only while the first hash is awaited, and then takes itself away.
-    """
-
-    __slots__ = ("_hashing", "inner")
-
-    def __init__(self, inner: Callable[[Any], list[bytes]], hashing: HashPort) -> None:
-        self.inner = inner
-        self._hashing = hashing
-
-    def __call__(self, request: Any) -> list[bytes]:
-        pin: Pin | None = getattr(request, PIN_ATTRIBUTE, None)
-        session = bool(getattr(request, "resumable", False))
-        if session:
-            self._cut_off(request)
-        if request.block_hashes or pin is None:
-            return self.inner(request)
-        hashes = self._hashing.chain(request, pin.root, self.inner)
-        if hashes and not session:
-            request._block_hasher = self.inner
-        return hashes
-
-    def _cut_off(self, request: Any) -> None:
-        """A session's next input replaces the last token that it sampled. vLLM 0.30 keeps the hash of a block that the token
-        completed, so other tokens would get its name. Later versions cut it off themselves."""
-        size = self._hashing.hash_block_size
-        if size > 0 and not request.num_output_tokens:
-            del request.block_hashes[request.num_computed_tokens // size :]

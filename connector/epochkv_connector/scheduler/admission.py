@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from epochkv_connector.engine import blocks
-from epochkv_connector.naming.fence import Repin
 from epochkv_connector.naming.identity import Snapshot
+from epochkv_connector.naming.pins import Repin
 from epochkv_connector.scheduler.requests import LoadEvent, LoadState, Request
 from epochkv_connector.scheduler.state import State
 from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping
@@ -26,23 +26,23 @@ class Admission:
     """
 
     def __init__(self, state: State, loads_off: str | None) -> None:
-        self._state, self._fence, self._requests, self._books = state, state.fence, state.requests, state.books
+        self._state, self._pins, self._requests, self._books = state, state.pins, state.requests, state.books
         self._loads_off = loads_off
 
     def arrive(self, request: Any) -> None:
         """Pin a new request, and begin its L2 lookup."""
-        self._fence.pin(request)
+        self._pins.pin(request)
         self._begin_lookup(request, self._state.apply())
 
     def _usable(self, request: Any, snapshot: Snapshot) -> Bookkeeping | None:
         """The bookkeeping, if the tiers may serve this request now."""
-        pin = self._fence.pin_of(request)
+        pin = self._pins.pin_of(request)
         usable = (
             not self._state.broken
             and self._loads_off is None
             and snapshot.in_use
             and pin is not None
-            and self._fence.may_save(pin)
+            and self._pins.may_save(pin)
             and not request.skip_reading_prefix_cache
             and not (pin.session and pin.admitted)
         )
@@ -65,11 +65,11 @@ class Admission:
 
     def answer(self, request: Any, num_local: int) -> tuple[int | None, bool]:
         """How many tokens beyond the local ones are loaded; `(None, False)`: drop the local hit and ask again next step."""
-        self._fence.enter_schedule()
+        self._pins.enter_schedule()
         record = self._requests.see(request)
         # When the scheduler goes on whatever is said, nothing may be deferred.
         must = bool(request.skip_reading_prefix_cache)
-        outcome = Repin.CARRIED if blocks.holds_blocks(request) else self._fence.repin(request, must=must)
+        outcome = Repin.CARRIED if blocks.holds_blocks(request) else self._pins.repin(request, must=must)
         snapshot = self._state.apply()
         self.renamed(record, outcome, snapshot)
         if must or outcome is Repin.CARRIED:
@@ -115,7 +115,7 @@ class Admission:
         record, loading = self._requests.see(request), False
         if self._books is not None:
             loading = self._books.loads.commit(self._view(request, snapshot), blocks.get_block_ids(), num_external, snapshot)
-        self._fence.begin_load(request)
+        self._pins.begin_load(request)
         if not loading:
             self._requests.on(record, LoadEvent.DOOM)
         elif self._requests.on(record, LoadEvent.ACCEPT):
@@ -124,13 +124,13 @@ class Admission:
 
     def admit(self, request: Any) -> None:
         """vLLM computes tokens of this request from now on."""
-        pin = self._fence.pin_of(request)
+        pin = self._pins.pin_of(request)
         if pin is not None and not pin.loading:
-            self._fence.admit(request)
+            self._pins.admit(request)
 
     def doom(self, request: Any) -> None:
         """An error of ours met an accepted hit: vLLM waits for it, so it must be reported as failed, exactly once."""
-        self._fence.begin_load(request)
+        self._pins.begin_load(request)
         record = self._requests.see(request)
         if self._books is not None and self._books.loads.is_open(request.request_id):
             self._requests.on(record, LoadEvent.ACCEPT)
@@ -155,8 +155,8 @@ class Admission:
             current root already keeps its names.
         """
         self._requests.see(request)
-        pin = self._fence.pin_of(request)
-        if (pin is not None and pin.alone and self._fence.is_current(pin)) or blocks.holds_blocks(request):
+        pin = self._pins.pin_of(request)
+        if (pin is not None and pin.alone and self._pins.is_current(pin)) or blocks.holds_blocks(request):
             return False
-        self._fence.isolate(request)
+        self._pins.isolate(request)
         return True

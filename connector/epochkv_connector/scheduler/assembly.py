@@ -10,19 +10,20 @@ import time
 from typing import Any
 
 from epochkv_connector import halves
-from epochkv_connector.config.keys import ConnectorConfig
+from epochkv_connector.config.connector_config import ConnectorConfig
 from epochkv_connector.engine import blocks, describe, hashing, limits, patches, topology
 from epochkv_connector.engine.limits import why_no_tiers
 from epochkv_connector.guard import Guard
 from epochkv_connector.hub_link import Credentials, FenceHooks, HubLink
-from epochkv_connector.metrics.collect import Reporter
+from epochkv_connector.metrics.reporter import Reporter
 from epochkv_connector.metrics.stats import EpochKVStats
-from epochkv_connector.naming.fence import Fence, FencePolicy, PoolIdentity
 from epochkv_connector.naming.identity import fingerprint
+from epochkv_connector.naming.pins import Pins
+from epochkv_connector.naming.root import PoolMembership, RootState
 from epochkv_connector.scheduler.facade import SchedulerSide
 from epochkv_connector.scheduler.steps import FindWorker
 from epochkv_connector.weights.adapters import Adapters
-from epochkv_connector.weights.engine import EngineRanks, NoRanks, join
+from epochkv_connector.weights.executor import EngineRanks, NoRanks, join
 from epochkv_connector.weights.watch import Watch
 
 logger = logging.getLogger("vllm.epochkv")
@@ -96,7 +97,7 @@ class SchedulerRole:
     ) -> None:
         self._config, self._vllm_config, self._guard, self._reporter = config, vllm_config, guard, reporter
         self.hashing = hashing.BlockHashing(vllm_config.cache_config.prefix_caching_hash_algo)
-        root_port = hashing.GlobalRoot()
+        global_root = hashing.GlobalRoot()
         credentials = Credentials(config)
         described = describe.describe_engine(vllm_config, kv_cache_config)
         core, scheduler = patches.builders()
@@ -106,7 +107,7 @@ class SchedulerRole:
         self.fingerprint = fingerprint({**described, "layouts": layouts})
         adapters = Adapters(ranks, topology.num_worker_ranks(vllm_config), time.monotonic, limits.why_no_adapters(vllm_config))
         self._link = HubLink(config, credentials)
-        fence = self._build_fence(credentials, root_port, adapters, core)
+        pins = self._build_pins(credentials, global_root, adapters, core)
         loads_off, saves_off = why_no_loads(vllm_config), why_no_saves(vllm_config)
         for what, why in (("loads", loads_off), ("saves", saves_off)):
             if why is not None:
@@ -115,7 +116,7 @@ class SchedulerRole:
             "tiers", lambda: halves.build_scheduler_tiers(config, vllm_config, kv_cache_config), lambda: None
         )
         self.side = SchedulerSide(
-            fence,
+            pins,
             self.tiers.books if self.tiers is not None else None,
             self._link,
             *(loads_off, saves_off),
@@ -124,9 +125,9 @@ class SchedulerRole:
             on_error=guard.note,
         )
         self._watch_weights(ranks, adapters, core, scheduler)
-        self._start_link(fence)
+        self._start_link(pins)
 
-    def _build_fence(self, credentials: Credentials, root_port: hashing.GlobalRoot, adapters: Adapters, core: Any | None) -> Fence:
+    def _build_pins(self, credentials: Credentials, global_root: hashing.GlobalRoot, adapters: Adapters, core: Any | None) -> Pins:
         config, vllm_config = self._config, self._vllm_config
         random_seed = hashing.hash_seed_is_random(self.hashing.algorithm)
         if random_seed and config.distributed is not None:
@@ -135,14 +136,16 @@ class SchedulerRole:
                 "set PYTHONHASHSEED to one value in the whole pool, or use --prefix-caching-hash-algo sha256",
                 self.hashing.algorithm,
             )
-        applied = describe.describe_adapters(vllm_config)
-        identity = PoolIdentity(config.pool.uid, self.fingerprint, credentials.secret, not random_seed, applied)
-        policy = FencePolicy(
-            has_hub=credentials.problem is None,
-            use_private=config.hub is None,
+        member = PoolMembership(
+            config.pool.uid,
+            self.fingerprint,
+            credentials.secret,
+            l2_allowed=not random_seed,
+            adapters_applied=describe.describe_adapters(vllm_config),
+            is_own_pool=config.hub is None,
             forced_bypass=limits.why_no_weights(vllm_config, getattr(core, "model_executor", None)),
         )
-        return Fence(identity, policy, root_port, self.hashing, adapters, lease_until=self._link.lease_until)
+        return Pins(RootState(member, global_root, self._link.lease_until), self.hashing, adapters)
 
     def _watch_weights(self, ranks: EngineRanks | NoRanks, adapters: Adapters, core: Any | None, scheduler: Any | None) -> None:
         """Names are made of the weights that the ranks hold, from the first on."""
@@ -157,25 +160,25 @@ class SchedulerRole:
         weights.adapters = adapters
         adapters.join(weights, lambda: watch.value is not None and not ranks.asleep)
         patches.hide_adapters_from_hashes()
-        if self.side.fence.policy.forced_bypass is not None:
-            watch.refuse(self.side.fence.policy.forced_bypass)
+        if self.side.pins.root.member.forced_bypass is not None:
+            watch.refuse(self.side.pins.root.member.forced_bypass)
         if isinstance(ranks, EngineRanks):
             join(core, scheduler, watch, adapters, lambda work: self._guard.run("weights", work, weights.break_off))
         watch.before_schedule()
 
-    def _start_link(self, fence: Fence) -> None:
-        hooks = FenceHooks(fence, self.gauges, self.reclaim, self._told)
+    def _start_link(self, pins: Pins) -> None:
+        hooks = FenceHooks(pins, self.gauges, self.reclaim, self._told)
         self._link.start(hooks, self.fingerprint, int(self._vllm_config.parallel_config.data_parallel_rank or 0))
-        if fence.policy.forced_bypass is not None:
-            logger.warning("EpochKV serves without caches: %s", fence.policy.forced_bypass)
+        if pins.root.member.forced_bypass is not None:
+            logger.warning("EpochKV serves without caches: %s", pins.root.member.forced_bypass)
         elif self._config.hub is None:
             logger.info("EpochKV: no hub is configured; this engine is a pool of its own, and its root private")
 
     def _told(self) -> tuple[bytes | None, str]:
         """What heartbeats say of the weights. Any thread."""
-        policy, watch = self.side.fence.policy, self.side.weights.watch
-        if policy.forced_bypass is not None or watch is None:
-            return None, policy.forced_bypass or ""
+        why, watch = self.side.pins.root.member.forced_bypass, self.side.weights.watch
+        if why is not None or watch is None:
+            return None, why or ""
         return watch.told
 
     def reclaim(self, below: int, keep: tuple[bytes, ...]) -> tuple[int, int]:

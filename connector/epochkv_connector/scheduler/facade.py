@@ -12,7 +12,7 @@ from typing import Any
 
 from epochkv_connector.engine import blocks, patches
 from epochkv_connector.hub_link import HubLink
-from epochkv_connector.naming.fence import TAG_KEY, Fence
+from epochkv_connector.naming.pins import TAG_KEY, Pins
 from epochkv_connector.scheduler.admission import Admission
 from epochkv_connector.scheduler.offering import Offers
 from epochkv_connector.scheduler.state import State
@@ -39,7 +39,7 @@ class SchedulerSide:
 
     def __init__(
         self,
-        fence: Fence,
+        pins: Pins,
         books: Bookkeeping | None,
         link: HubLink,
         loads_off: str | None,
@@ -49,8 +49,8 @@ class SchedulerSide:
         tokens_per_step: int,
         on_error: Callable[[str, Exception], None],
     ) -> None:
-        self.state = state = State(fence, books, on_error)
-        self.fence, self.books, self.requests, self.counters = fence, books, state.requests, state.counters
+        self.state = state = State(pins, books, on_error)
+        self.pins, self.books, self.requests, self.counters = pins, books, state.requests, state.counters
         self.admission = Admission(state, loads_off)
         self.weights = WeightChanges(state, self.admission, link)
         self.steps = Steps(state, self.weights, Offers(state, tokens_per_step), saves_off, local_worker)
@@ -73,9 +73,9 @@ class SchedulerSide:
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; GPU pins protect its saves, so frees are never delayed."""
-        tag = self.fence.tag(getattr(request, "lora_request", None)) if self._may_hand_off(request) else None
+        tag = self.pins.maker.tag(getattr(request, "lora_request", None)) if self._may_hand_off(request) else None
         self.steps.save_last_blocks(request)
-        self.fence.release(request)
+        self.pins.release(request)
         self.requests.finish(request.request_id)
         self.steps.offers.forget(request.request_id)
         if self.books is not None:
@@ -85,12 +85,12 @@ class SchedulerSide:
     def _may_hand_off(self, request: Any) -> bool:
         """A P/D producer's request under a current, shareable pin: its KV may be named by our tag."""
         params = request.kv_transfer_params
-        pin = self.fence.pin_of(request)
-        return bool(params and params.get("do_remote_decode") and pin is not None and self.fence.may_save(pin))
+        pin = self.pins.pin_of(request)
+        return bool(params and params.get("do_remote_decode") and pin is not None and self.pins.may_save(pin))
 
     def reset_cache(self) -> bool:
         """vLLM's own reset: clear on every tier. Always True: the names make it true."""
-        rotated = self.fence.reset()
+        rotated = self.pins.root.reset()
         self.state.apply()
         self.state.clear()
         self.counters["local_resets"] += 1
@@ -110,7 +110,7 @@ class SchedulerSide:
         report = {
             **self.requests.leak_report(),
             **self.steps.offers.leak_report(),
-            "carried": self.fence.carried() + self.fence.carried_sessions(),
+            "carried": self.pins.carried() + self.pins.carried(sessions=True),
         }
         if self.books is not None:
             report.update({f"books.{name}": count for name, count in self.books.leak_report().items()})

@@ -26,7 +26,7 @@ class Offers:
     """
 
     def __init__(self, state: State, tokens_per_step: int) -> None:
-        self._state, self._fence, self._requests = state, state.fence, state.requests
+        self._state, self._pins, self._requests = state, state.pins, state.requests
         self._boundaries = Boundaries(tokens_per_step)
         self._under: Snapshot | None = None  # what held when requests were last looked at
 
@@ -61,7 +61,7 @@ class Offers:
         With async scheduling the last token of a block is known a step after its KV was computed. But vLLM schedules no step
         after the one that gives the last token of `max_tokens`.
         """
-        record, pin = self._requests.get(request.request_id), self._fence.pin_of(request)
+        record, pin = self._requests.get(request.request_id), self._pins.pin_of(request)
         if record is None or pin is None or pin.loading or not pin.admitted:
             return None  # vLLM counts as computed what is being loaded
         return self._view(record, blocks.num_final_tokens(request), snapshot)
@@ -72,8 +72,8 @@ class Offers:
         complete = min(confirmed // self._state.hash_block_size, len(request.block_hashes))
         if complete <= record.num_offered and not again:
             return None
-        pin = self._fence.pin_of(request)
-        if pin is None or not self._fence.may_save(pin):
+        pin = self._pins.pin_of(request)
+        if pin is None or not self._pins.may_save(pin):
             return None
         record.num_offered = complete
         return ScheduledRequestView(

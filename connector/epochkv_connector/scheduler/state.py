@@ -1,7 +1,7 @@
 """What the parts of the scheduler half share, and what each of their operations begins with: `State.apply`.
 
 Epochs are adopted on another thread, leases end and weights change between two calls of vLLM. Nothing is pushed into the
-bookkeeping then: whoever is called next finds that the fence shows something else than was last applied.
+bookkeeping then: whoever is called next finds that the root shows something else than was last applied.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from epochkv_connector.engine.events import HostEvents
-from epochkv_connector.naming.fence import Fence
 from epochkv_connector.naming.identity import Snapshot
+from epochkv_connector.naming.pins import Pins
 from epochkv_connector.scheduler.requests import Requests
 from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping
 
@@ -28,14 +28,14 @@ class State:
         broken: an error left the books in doubt: the tiers stay off until this engine restarts.
     """
 
-    def __init__(self, fence: Fence, books: Bookkeeping | None, on_error: Callable[[str, Exception], None]) -> None:
-        self.fence = fence
+    def __init__(self, pins: Pins, books: Bookkeeping | None, on_error: Callable[[str, Exception], None]) -> None:
+        self.pins = pins
         self.books = books
         self.on_error = on_error
         self.counters: Counter[str] = Counter()
         self.requests = Requests(self.counters)
         self.events = HostEvents(on_error)
-        self.applied: Snapshot = fence.snapshot
+        self.applied: Snapshot = pins.root.snapshot
         self.broken = False
         self.manager: Any = None
         self.pool: Any = None
@@ -43,7 +43,7 @@ class State:
 
     def apply(self) -> Snapshot:
         """Bring the bookkeeping to what holds now: poison what an adoption overtook. Returns what holds now."""
-        snapshot = self.fence.current()
+        snapshot = self.pins.root.refresh()
         if snapshot is self.applied:
             return snapshot
         changed_root = snapshot.root != self.applied.root

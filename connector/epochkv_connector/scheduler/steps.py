@@ -42,7 +42,7 @@ class Steps:
     """
 
     def __init__(self, state: State, weights: WeightChanges, offers: Offers, saves_off: str | None, local_worker: FindWorker) -> None:
-        self._state, self._fence, self._requests, self._books = state, state.fence, state.requests, state.books
+        self._state, self._pins, self._requests, self._books = state, state.pins, state.requests, state.books
         self._weights = weights
         self.offers = offers
         self._saves_off = saves_off
@@ -71,12 +71,12 @@ class Steps:
                     self._collect(self._books, views, snapshot)
             return self._told(self._books, snapshot, look)
         finally:
-            self._fence.leave_schedule()
+            self._pins.leave_schedule()
 
     def _collect(self, books: Bookkeeping, views: Iterable[ScheduledRequestView], snapshot: Snapshot) -> None:
         """Save what these requests offer. Ranks compare the adapters that the names speak of before they save."""
         for view in views:
-            pin = self._fence.pin_of(self._requests.vllm(view.request_id))
+            pin = self._pins.pin_of(self._requests.vllm(view.request_id))
             if pin is not None and pin.adapter and self._weights.adapters is not None:
                 self._used_adapters.add((pin.adapter, self._weights.adapters.number(pin.adapter)))
         # Events of L1 tell the tokens of a block, which are known while its request lives.
@@ -129,7 +129,7 @@ class Steps:
 
     def take(self, output: Any) -> None:
         """Hide successes that must not be, record the other loads, count acknowledgements."""
-        self._fence.enter_report()
+        self._pins.enter_report()
         try:
             self._state.apply()
             self._record_loads(output)
@@ -137,7 +137,7 @@ class Steps:
             self._state.fail("record_loads", error)
             self._distrust_loads(output)
         finally:
-            self._fence.leave_report()
+            self._pins.leave_report()
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._count_acks(report)
@@ -155,7 +155,7 @@ class Steps:
                 continue
             if request_id in failed:
                 record.num_offered = 0  # its blocks are computed again
-            self._fence.end_load(record.vllm, succeeded=request_id not in failed)
+            self._pins.end_load(record.vllm, succeeded=request_id not in failed)
 
     def _distrust_loads(self, output: Any) -> None:
         """The bookkeeping has failed: take every success back, as if it was poisoned. All other loads end as they were reported."""

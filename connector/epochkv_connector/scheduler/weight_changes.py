@@ -17,7 +17,7 @@ from epochkv_connector.wire.steps import WorkerReport
 
 
 class WeightChanges:
-    """Told by `weights.watch` and `weights.adapters`; tells the fence, the requests and the hub.
+    """Told by `weights.watch` and `weights.adapters`; tells the root, the requests and the hub.
 
     Attributes:
         link: to the hub.
@@ -28,13 +28,13 @@ class WeightChanges:
     def __init__(self, state: State, admission: Admission, link: HubLink) -> None:
         self.watch: Watch | None = None
         self.adapters: Adapters | None = None
-        self._state, self._fence, self._requests, self._books = state, state.fence, state.requests, state.books
+        self._state, self._pins, self._requests, self._books = state, state.pins, state.requests, state.books
         self._admission = admission
         self.link = link
 
     def hold(self, weights: bytes | None) -> None:
         """The ranks hold these weights from now on; None: unknown. Requests that hold blocks go on without names."""
-        if not self._fence.hold(weights):
+        if not self._pins.root.hold(weights):
             self.tell()
             return
         if self._books is not None:
@@ -46,18 +46,18 @@ class WeightChanges:
         self.tell()
 
     def _strand(self, request: Any) -> None:
-        self._fence.strand(request, blocks.num_named_blocks(self._state.manager, request, self._state.pool))
+        self._pins.strand(request, blocks.num_named_blocks(self._state.manager, request, self._state.pool))
 
     def end(self, weights: bytes) -> None:
         """Blocks under names of these weights were computed with others: they go, here at once, elsewhere with the next epoch."""
-        if self._fence.end(weights):
+        if self._pins.root.end(weights):
             self.ask_for_next_epoch()
         self._state.apply()
 
     def break_off(self) -> None:
         """A change of weights could not be followed: this engine names nothing that anybody finds, until it restarts."""
         self._state.broken = True
-        self._fence.forbid()
+        self._pins.root.forbid()
 
     def look_number(self) -> int:
         """Of the question that ranks compare their weights with behind this step; -1: nothing is named."""
@@ -83,7 +83,7 @@ class WeightChanges:
 
     def ask_for_next_epoch(self) -> None:
         """Names of this epoch may be wrong here."""
-        epoch = self._fence.proposal()
+        epoch = self._pins.root.proposal()
         if epoch is not None:
             self.link.propose(epoch)
 
@@ -97,18 +97,18 @@ class WeightChanges:
         """These ids stand for other tensors from now on. Requests that hold blocks go on without names, and what is being loaded for
         them fails; the others are named anew before vLLM looks for them in its cache."""
         for record in self._requests:
-            request, pin = record.vllm, self._fence.pin_of(record.vllm)
-            if pin is None or pin.adapter not in numbers or self._fence.is_current(pin):
+            request, pin = record.vllm, self._pins.pin_of(record.vllm)
+            if pin is None or pin.adapter not in numbers or self._pins.is_current(pin):
                 continue
             if blocks.holds_blocks(request):
                 self._strand(request)
                 self._requests.overtake(record)
             else:
-                self._admission.renamed(record, self._fence.repin(request, must=False), self._state.apply())
+                self._admission.renamed(record, self._pins.repin(request, must=False), self._state.apply())
 
     def end_adapter(self, value: bytes) -> None:
         """Blocks under names of these tensors were computed with others. Ranks have saved none of them, so nobody else has any."""
-        self._fence.end(value)
+        self._pins.root.end(value)
 
     def adapter_arrived(self, request: Any) -> None:
         """A new request may be the first of its adapter."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
-from epochkv_connector.naming.keys import key_digest, prefix_pattern
+from epochkv_connector.naming.object_keys import key_digest, prefix_pattern
 from epochkv_connector.store import envelope
 from epochkv_connector.store.connection import Connection, outcome_of
 from epochkv_connector.store.counters import Counters, Notices

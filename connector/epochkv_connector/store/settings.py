@@ -10,7 +10,7 @@ import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
-from epochkv_connector.config.keys import ConnectorConfig
+from epochkv_connector.config.connector_config import ConnectorConfig
 
 ENVIRONMENT = {
     "MC_RPC_TIMEOUT_MS": "1000",  # a hung master costs 1 s, not 30

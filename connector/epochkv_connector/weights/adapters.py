@@ -15,14 +15,14 @@ Pure: ranks, names and time are arguments. Scheduler thread.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from epochkv_connector.weights.fold import fold
-from epochkv_connector.weights.watch import SHOWN_DIGITS
+from epochkv_connector.weights.watch import SHOWN_DIGITS, Ranks, Wanted, answers_of, fold
 
 logger = logging.getLogger("vllm.epochkv.adapters")
 
@@ -35,15 +35,6 @@ MAX_ADAPTERS = 1024
 """That are looked after, but for those in use; more than any engine has at a time."""
 RETRY_SECONDS = 1.0
 """Until a request for an adapter that had no digest has the ranks asked again."""
-
-Wanted = list[tuple[int, Any, bool]]
-
-
-class Ranks(Protocol):
-    """The worker ranks of this engine."""
-
-    def ask_adapters(self, number: int, wanted: Wanted, afresh: bool) -> Sequence[dict[str, Any]]:
-        """`rank.adapters` on every rank. May raise."""
 
 
 class Names(Protocol):
@@ -100,7 +91,7 @@ class Adapters:
         self._unloaded: set[int] = set()  # by others, who may load something else in its place: not by us
         self._afresh = False
         self._number = 0
-        self._turns = 0
+        self._turns = itertools.count(1)
         self._said: set[str] = set()
 
     def join(self, names: Names, may_ask: Callable[[], bool]) -> None:
@@ -114,7 +105,7 @@ class Adapters:
         adapter_id = int(request.lora_int_id)
         known = self._known.get(adapter_id)
         if known is None:
-            known = self._known[adapter_id] = Known(turn=self._next_turn())
+            known = self._known[adapter_id] = Known(turn=next(self._turns))
         if known.value is None and self._clock() >= known.retry_at:
             self._suspected.setdefault(adapter_id, False)
         return known
@@ -142,7 +133,7 @@ class Adapters:
             self.suspect_all()
             return
         (self._unloaded.add if method == "remove_lora" else self._unloaded.discard)(adapter_id)
-        self._known.setdefault(adapter_id, Known(turn=self._next_turn()))
+        self._known.setdefault(adapter_id, Known(turn=next(self._turns)))
         self._suspected.setdefault(adapter_id, False)
 
     def suspect_all(self) -> None:
@@ -209,15 +200,11 @@ class Adapters:
     def _ask(self, wanted: Wanted) -> tuple[dict[int, tuple[bytes | None, str]] | None, str]:
         if self._why_not is not None:
             return None, self._why_not
-        try:
-            answers = sorted(self._ranks.ask_adapters(self._number, wanted, self._afresh), key=lambda answer: int(answer["rank"]))
-        except Exception as error:
-            return None, f"the ranks could not be asked: {error!r}"
-        if len(answers) != self._num_ranks or any(answer["number"] != self._number for answer in answers):
-            return None, f"{len(answers)} of {self._num_ranks} ranks answered, or they answered another question"
-        silent = next((answer for answer in answers if answer["adapters"] is None), None)
-        if silent is not None:
-            return None, f"rank {silent['rank']}: {silent['note']}"
+        answers, why = answers_of(
+            lambda: self._ranks.digest_adapters(self._number, wanted, self._afresh), self._number, self._num_ranks, "adapters", dict
+        )
+        if not answers:
+            return None, why
         merged = {}
         for adapter_id, *_ in wanted:
             each = [answer["adapters"].get(adapter_id, (None, "")) for answer in answers]
@@ -247,13 +234,9 @@ class Adapters:
     def _change(self, changed: Iterable[int]) -> None:
         numbers = set(changed)
         for adapter_id in numbers:
-            self._known[adapter_id].turn = self._next_turn()
+            self._known[adapter_id].turn = next(self._turns)
         if numbers and self._names is not None:
             self._names.adapters_changed(numbers)
-
-    def _next_turn(self) -> int:
-        self._turns += 1
-        return self._turns
 
     def _forget(self, in_use: Mapping[int, Any]) -> None:
         """Ids of adapters that were loaded once and are used by nobody; the ranks would be asked again."""

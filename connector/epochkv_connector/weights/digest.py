@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-DIGEST_BYTES = 32
 ROW_BYTES = 16384
 COLUMNS = 16
 SLAB_BYTES = 64 << 20
@@ -34,6 +33,11 @@ _matrices: dict[torch.device, torch.Tensor] = {}
 
 class Unreadable(RuntimeError):
     """These tensors have no digest now; the message says which one and why."""
+
+
+def why_unreadable(error: Exception) -> str:
+    """In words. Any error means the same: whatever these tensors are, they have no digest."""
+    return str(error) if isinstance(error, Unreadable) else f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True, slots=True)

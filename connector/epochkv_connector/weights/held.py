@@ -1,8 +1,9 @@
 """Which tensors of a worker are weights: everything its models hold, less a short list with reasons.
 
 Parameters and buffers by name, and plain tensors that modules keep as attributes, since some kernels put repacked weights there.
-Linear layers that a CPU kernel has packed away are known by the digest that `packed` took of them. If a layer hides its weights in
-any other way, the engine has no digest.
+If a layer hides its weights, the engine has no digest. One kind may: vLLM's CPU backend hands most linear weights to oneDNN, keeps an
+opaque handle and empties the parameter (69 % of a small model's parameters). The functions that do so are wrapped in every process
+(`engine.patches.before_packing`), and `mark` takes a digest while the weights are still there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from epochkv_connector.weights.digest import Unreadable
+from epochkv_connector.weights.digest import Unreadable, digest
 
 PACKED = "_epochkv_packed"
 """Attribute of a layer: hex digest of the weights that a kernel has packed away."""
@@ -83,14 +84,21 @@ def weights(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:
     return ((home.name, home.tensor) for home in homes(worker))
 
 
+def mark(layer: Any) -> None:
+    """Keep the digest of the layer's parameters at the layer, before they are packed away. Weights on `meta` are yet to come."""
+    parameters = [(name, tensor) for name, tensor in layer._parameters.items() if tensor is not None]
+    if not any(tensor.is_meta for _, tensor in parameters):
+        layer.__dict__[PACKED] = digest(parameters).value.hex()
+
+
 def packed(worker: Any) -> list[list[str]]:
     """[name, digest] of layers whose weights were packed away."""
     found = []
     for prefix, model in models(worker):
         for path, module in model.named_modules():
-            digest = module.__dict__.get(PACKED)
-            if digest is not None:
-                found.append([f"{prefix}{path}.".replace(".base_layer.", "."), str(digest)])
+            marked = module.__dict__.get(PACKED)
+            if marked is not None:
+                found.append([f"{prefix}{path}.".replace(".base_layer.", "."), str(marked)])
     return found
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from epochkv_connector.weights.adapters import LATER, MAX_ADAPTERS
-from epochkv_connector.weights.digest import Unreadable, digest
+from epochkv_connector.weights.digest import Unreadable, digest, why_unreadable
+from epochkv_connector.weights.watch import Wanted
 
 KNOWN = "_epochkv_digest"
 """Attribute of a `LoRAModel`: the digest of its tensors."""
@@ -67,18 +68,6 @@ def _parts(model: Any) -> Iterator[tuple[str, Any]]:
                 yield from ((f"{kind}.{module}.{attribute}.{index}", part) for index, part in parts)
 
 
-def manager_of(worker: Any) -> Any:
-    """vLLM's manager of the adapters of this rank.
-
-    Raises:
-        Unreadable: there is none.
-    """
-    manager = getattr(getattr(worker.model_runner, "lora_manager", None), "_adapter_manager", None)
-    if manager is None:
-        raise Unreadable("this worker has no manager of adapters")
-    return manager
-
-
 @dataclass(slots=True)
 class _Asked:
     """The answer to the latest question about an adapter.
@@ -102,16 +91,20 @@ class HeldAdapters:
         self._epoch = -1
         self._ended: set[bytes] = set()  # of this epoch: blocks under names of these were computed with others
 
-    def ask(self, worker: Any, number: int, wanted: list[tuple[int, Any, bool]], afresh: bool) -> dict[int, tuple[bytes | None, str]]:
-        """(digest, or None and why) by id.
+    def digest(self, worker: Any, number: int, wanted: Wanted, afresh: bool) -> dict[int, tuple[bytes | None, str]]:
+        """(digest, or None and why) by id. Absent adapters that nobody wants loaded are left out.
 
         Args:
             number: of the question.
-            wanted: (id, `LoRARequest` to load if it is not there or None, load it though it is there). Absent ones that nobody wants
-                loaded are left out of the answer.
             afresh: the tensors may have been written to, or their copies on the device.
+
+        Raises:
+            Unreadable: this worker has no adapters.
         """
-        self._manager = manager_of(worker)
+        manager = getattr(getattr(worker.model_runner, "lora_manager", None), "_adapter_manager", None)
+        if manager is None:
+            raise Unreadable("this worker has no manager of adapters")
+        self._manager = manager
         if afresh or self._copy_all:
             self._copy_all = True
             self._copy_again()
@@ -131,9 +124,9 @@ class HeldAdapters:
                     value = self._digest(model)
                     self._asked[adapter_id] = _Asked(number, value, weakref.ref(model))
                     found[adapter_id] = value, ""
-            except Exception as error:  # whatever this adapter is, it has no digest
+            except Exception as error:
                 self._copy_all = True
-                found[adapter_id] = None, str(error) if isinstance(error, Unreadable) else f"{type(error).__name__}: {error}"
+                found[adapter_id] = None, why_unreadable(error)
         while len(self._asked) > MAX_ADAPTERS:
             del self._asked[next(iter(self._asked))]
         return found
@@ -152,7 +145,7 @@ class HeldAdapters:
                 found.append((adapter_id, asked.number))
         return found
 
-    def are_as_asked(self, used: Iterable[tuple[int, int]]) -> bool:
+    def are_unchanged(self, used: Iterable[tuple[int, int]]) -> bool:
         """Whether blocks named after these adapters (id, number of the question) were computed with them. Behind `replaced`."""
         answers = [(self._asked.get(adapter_id), number) for adapter_id, number in used]
         return all(asked is not None and asked.number == number and asked.value not in self._ended for asked, number in answers)

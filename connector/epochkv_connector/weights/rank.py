@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from epochkv_connector.weights.digest import Unreadable, digest, parts
+from epochkv_connector.weights.digest import Unreadable, digest, parts, why_unreadable
 from epochkv_connector.weights.held import homes, models, packed, weights
 from epochkv_connector.weights.lora import HeldAdapters
 from epochkv_connector.weights.sample import Sample
+from epochkv_connector.weights.watch import Wanted
 from epochkv_connector.worker import sleeping
 
 DIGEST_SECONDS = 60.0
@@ -155,7 +156,7 @@ def _notice_writes(model: Any, held: Held) -> None:
     model.load_weights = load_weights
 
 
-def ask(worker: Any, number: int) -> Answer:
+def digest_weights(worker: Any, number: int) -> Answer:
     """Digest everything this rank holds, and draw a new sample."""
     began = time.monotonic()
     answer: Answer = {"number": number, "weights": None, "note": "", "bytes": 0, "seconds": 0.0, "rank": getattr(worker, "rank", 0)}
@@ -172,23 +173,21 @@ def ask(worker: Any, number: int) -> Answer:
             raise Unreadable("weights were written while they were read")
         held.number, held.value, held.sample, held.places, held.seen = number, found.value, sample, places, writes
         answer |= {"weights": found.value, "bytes": found.num_bytes}
-    except Unreadable as error:
-        answer["note"] = str(error)
-    except Exception as error:  # whatever this worker is, it has no digest
-        answer["note"] = f"{type(error).__name__}: {error}"
+    except Exception as error:
+        answer["note"] = why_unreadable(error)
     if held is not None and held.value is None:
         held.number = number
     answer["seconds"] = time.monotonic() - began
     return answer
 
 
-def adapters(worker: Any, number: int, wanted: list[tuple[int, Any, bool]], afresh: bool) -> Answer:
-    """See `HeldAdapters.ask`; its result is `adapters`, and None with a `note` where this rank has none at all."""
+def digest_adapters(worker: Any, number: int, wanted: Wanted, afresh: bool) -> Answer:
+    """See `HeldAdapters.digest`; its result is `adapters`, and None with a `note` where this rank has none at all."""
     answer: Answer = {"number": number, "adapters": None, "note": "", "rank": getattr(worker, "rank", 0)}
     try:
-        answer["adapters"] = _of(worker).adapters.ask(worker, number, wanted, afresh)
+        answer["adapters"] = _of(worker).adapters.digest(worker, number, wanted, afresh)
     except Exception as error:
-        answer["note"] = str(error) if isinstance(error, Unreadable) else f"{type(error).__name__}: {error}"
+        answer["note"] = why_unreadable(error)
     return answer
 
 
@@ -197,7 +196,7 @@ def layout(worker: Any) -> bytes:
     return _of(worker).layout
 
 
-def is_as_asked(worker: Any, number: int) -> bool:
+def is_unchanged(worker: Any, number: int) -> bool:
     """Whether the sample, and the places of all tensors, are those of question `number`."""
     try:
         held = _held(worker)

@@ -1,8 +1,8 @@
 """When an engine looks at its weights, and what it calls them meanwhile: the scheduler half's state machine.
 
-KV is a function of tokens and weights, so names carry a digest of the weights that the ranks hold (`rank.ask`). The engine looks at
-its start, and again while a rank cannot say. It also looks after whatever may have written to the weights, before the next step is
-scheduled, and names nothing between the two:
+KV is a function of tokens and weights, so names carry a digest of the weights that the ranks hold (`rank.digest_weights`). The engine
+looks at its start, and again while a rank cannot say. It also looks after whatever may have written to the weights, before the next
+step is scheduled, and names nothing between the two:
 
 - an RPC to the workers that is not known to be harmless, whoever made it: it is marked before it is delegated;
 - `load_weights` of a model, called in this very process;
@@ -14,42 +14,20 @@ Pure: ranks, names and time are arguments. Scheduler thread, but for `told`.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
-
-from epochkv_connector.weights.fold import fold
 
 logger = logging.getLogger("vllm.epochkv.weights")
 
-HARMLESS = frozenset(
-    (
-        "check_health",
-        "compile_or_warm_up_model",
-        "compute_weight_checksums",
-        "determine_available_memory",
-        "execute_dummy_batch",
-        "execute_model",
-        "get_kv_cache_spec",
-        "get_kv_connector_handshake_metadata",
-        "get_supported_kv_cache_layouts",
-        "get_supported_tasks",
-        "list_loras",
-        "add_lora",
-        "pin_lora",
-        "remove_lora",
-        "profile",
-        "release_late_interaction_query_cache",
-        "reset_encoder_cache",
-        "reset_mm_cache",
-        "sample_tokens",
-        "shutdown",
-        "supports_draft_weight_updates",
-        "synchronize_device",
-        "take_draft_token_ids",
-    )
-)
+HARMLESS = frozenset((
+    "check_health", "compile_or_warm_up_model", "compute_weight_checksums", "determine_available_memory", "execute_dummy_batch",
+    "execute_model", "get_kv_cache_spec", "get_kv_connector_handshake_metadata", "get_supported_kv_cache_layouts", "get_supported_tasks",
+    "list_loras", "add_lora", "pin_lora", "remove_lora", "profile", "release_late_interaction_query_cache", "reset_encoder_cache",
+    "reset_mm_cache", "sample_tokens", "shutdown", "supports_draft_weight_updates", "synchronize_device", "take_draft_token_ids",
+))  # fmt: skip
 """Methods of vLLM's workers that leave weights alone; any other one costs a digest."""
 
 IDLE_SECONDS = 0.5
@@ -72,10 +50,32 @@ ASLEEP = "the engine sleeps"
 MIXED = b""
 """Outputs of an encoder that steps made with weights that nobody knows: the weights that were named last may have come back since."""
 
+Wanted = list[tuple[int, Any, bool]]
+"""Of adapters: (id, `LoRARequest` to load if it is not there or None, load it though it is there)."""
+
 
 def is_harmless(method: Any) -> bool:
     """Whether a call of this method of the workers leaves weights alone."""
     return isinstance(method, str) and method in HARMLESS
+
+
+def fold(values: Iterable[bytes]) -> bytes:
+    """32 bytes: one digest for an engine, of those of its ranks in their order."""
+    return hashlib.sha256(b"".join(values)).digest()
+
+
+def answers_of(
+    call: Callable[[], Sequence[dict[str, Any]]], number: int, num_ranks: int, what: str, kind: type
+) -> tuple[list[dict[str, Any]], str]:
+    """What the ranks have answered to question `number`, in their order; or nothing, and why: each has to say `what`, of this `kind`."""
+    try:
+        answers = sorted(call(), key=lambda answer: int(answer["rank"]))
+        if len(answers) != num_ranks or any(answer["number"] != number for answer in answers):
+            return [], f"{len(answers)} of {num_ranks} ranks answered, or they answered another question"
+    except Exception as error:
+        return [], f"the ranks could not be asked: {error!r}"
+    silent = next((answer for answer in answers if not isinstance(answer[what], kind)), None)
+    return ([], f"rank {silent['rank']}: {silent['note']}") if silent is not None else (answers, "")
 
 
 class Ranks(Protocol):
@@ -89,11 +89,14 @@ class Ranks(Protocol):
     def num_writes(self) -> int:
         """Another number: `load_weights` of a model in this process was called."""
 
-    def ask(self, number: int) -> Sequence[dict[str, Any]]:
-        """`rank.ask` on every rank. May raise."""
+    def digest_weights(self, number: int) -> Sequence[dict[str, Any]]:
+        """`rank.digest_weights` on every rank. May raise."""
 
-    def are_as_asked(self, number: int) -> bool:
-        """`rank.is_as_asked` on every rank. May raise."""
+    def digest_adapters(self, number: int, wanted: Wanted, afresh: bool) -> Sequence[dict[str, Any]]:
+        """`rank.digest_adapters` on every rank. May raise."""
+
+    def are_unchanged(self, number: int) -> bool:
+        """`rank.is_unchanged` on every rank. May raise."""
 
     def end_device_work(self) -> None:
         """`rank.end_device_work` on every rank. May raise."""
@@ -253,7 +256,7 @@ class Watch:
 
     def _as_asked(self) -> bool:
         try:
-            return (self.value is None and self._waiting is None) or self._ranks.are_as_asked(self.number)
+            return (self.value is None and self._waiting is None) or self._ranks.are_unchanged(self.number)
         except Exception as error:
             logger.warning("EpochKV: the ranks did not say whether their weights are the same: %r", error)
             return False
@@ -268,7 +271,8 @@ class Watch:
         self.counters["looks"] += 1
         self._sampled = True
         began = self._clock()
-        value, note = self._ask()
+        answers, note = answers_of(lambda: self._ranks.digest_weights(self.number), self.number, self._num_ranks, "weights", bytes)
+        value = fold(answer["weights"] for answer in answers) if answers else None
         now = self._looked_at = self._clock()
         self.seconds = now - began
         self._look_at = now + (SHARE - 1) * self.seconds
@@ -280,18 +284,6 @@ class Watch:
         while len(self._found) > REMEMBERED:
             del self._found[next(iter(self._found))]
         self._name(value, why)
-
-    def _ask(self) -> tuple[bytes | None, str]:
-        try:
-            answers = sorted(self._ranks.ask(self.number), key=lambda answer: int(answer["rank"]))
-            if len(answers) != self._num_ranks or any(answer["number"] != self.number for answer in answers):
-                return None, f"{len(answers)} of {self._num_ranks} ranks answered, or they answered another question"
-        except Exception as error:
-            return None, f"the ranks could not be asked: {error!r}"
-        silent = next((answer for answer in answers if not isinstance(answer["weights"], bytes)), None)
-        if silent is not None:
-            return None, f"rank {silent['rank']}: {silent['note']}"
-        return fold(answer["weights"] for answer in answers), ""
 
     def _name(self, value: bytes, why: str) -> None:
         """Outputs of an encoder are cached by what was encoded alone, so they outlive its weights: first they have to go."""

@@ -29,7 +29,7 @@ class StepMetadata(KVConnectorMetadata):
         settle: saves of earlier steps hold their GPU blocks no more: their copies must end before this step writes to any.
         look: after the forward pass of this step each rank compares its weights with what it answered to the question of this number
             (`weights.rank`); -1: nothing is named.
-        adapters: (id, number) of adapters whose requests' blocks are saved, and of the questions (`weights.rank.adapters`) that they are
+        adapters: (id, number) of adapters whose requests' blocks are saved, and of the questions (`rank.digest_adapters`) that they are
             named after.
         agreed, refused: saves of earlier steps that every rank has copied, or some rank has not. With several ranks a block's shards
             go to L2 only when all are known to be of the same weights.

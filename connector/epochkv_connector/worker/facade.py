@@ -203,7 +203,7 @@ class WorkerSide:
             self._finished = True
             self._replaced += self._adapters.replaced(metadata.newest_epoch)
             as_named = self._compare(metadata.look)
-            self.half.finish_step(as_named if self._adapters.are_as_asked(metadata.adapters) else lambda: False)
+            self.half.finish_step(as_named if self._adapters.are_unchanged(metadata.adapters) else lambda: False)
 
     def _compare(self, number: int) -> Callable[[], bool]:
         """Whether the last forward pass used the weights that this step's names say. Weights that cannot be compared count as changed."""

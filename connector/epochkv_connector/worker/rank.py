@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from epochkv_connector.naming.keys import KeyCodecError, epoch_of, object_key, replica_owner
+from epochkv_connector.naming.object_keys import KeyCodecError, epoch_of, object_key, replica_owner
 from epochkv_connector.store.counters import Counters, Notices
 from epochkv_connector.store.lanes import Ticket, Transfer
 from epochkv_connector.wire.jobs import BlockMove

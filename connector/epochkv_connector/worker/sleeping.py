@@ -1,6 +1,6 @@
 """Ends copies before vLLM's sleep unmaps the memory of the KV blocks that they read or write.
 
-No version of vLLM tells a connector of sleep. `weights.engine` intercepts the executor's `sleep` and first asks every rank, in
+No version of vLLM tells a connector of sleep. `weights.executor` intercepts the executor's `sleep` and first asks every rank, in
 the rank's own process and on the thread that will run it.
 """
 

@@ -17,7 +17,7 @@ def request(number: int = 1) -> LoRARequest:
 
 
 class Ranks:
-    """Answers, as `rank.adapters` gives them."""
+    """Answers, as `rank.digest_adapters` gives them."""
 
     def __init__(self, num: int = 1) -> None:
         self.num = num
@@ -25,7 +25,7 @@ class Ranks:
         self.asked: list[tuple[list[int], bool]] = []
         self.change: Callable[[dict[str, Any]], dict[str, Any]] = lambda answer: answer
 
-    def ask_adapters(self, number: int, wanted: Any, afresh: bool) -> list[dict[str, Any]]:
+    def digest_adapters(self, number: int, wanted: Any, afresh: bool) -> list[dict[str, Any]]:
         self.asked.append(([one[0] for one in wanted], afresh))
         found = {one: (text.encode(), "") for one, text in self.values.items()}
         return [self.change({"number": number, "adapters": dict(found), "note": "", "rank": rank}) for rank in range(self.num)]
@@ -37,7 +37,7 @@ class Half:
     def __init__(self, num_ranks: int = 1, why_not: str | None = None) -> None:
         self.now = 0.0
         self.ranks = Ranks(num_ranks)
-        self.adapters = Adapters(self.ranks, num_ranks, lambda: self.now, why_not)
+        self.adapters = Adapters(self.ranks, num_ranks, lambda: self.now, why_not)  # type: ignore[arg-type]  # asks for no weights
         self.in_use: dict[int, Any] = {1: request()}
         self.changed: list[set[int]] = []
         self.ended: list[bytes] = []
@@ -182,13 +182,13 @@ def test_what_others_have_unloaded_is_not_loaded_by_us() -> None:
     """They may be about to load something else under its id, which vLLM does only where there is nothing."""
     half = Half()
     seen: list[Any] = []
-    ask = half.ranks.ask_adapters
+    ask = half.ranks.digest_adapters
 
     def note(number: int, wanted: Any, afresh: bool) -> list[dict[str, Any]]:
         seen.append(wanted[0][1])
         return ask(number, wanted, afresh)
 
-    half.ranks.ask_adapters = note  # type: ignore[method-assign]
+    half.ranks.digest_adapters = note  # type: ignore[method-assign]
     half.adapters.of(request())
     assert half.known() is not None
     half.ranks.values.clear()

@@ -111,7 +111,7 @@ class Rank:
         self.held = self.adapters.held
 
     def ask(self, number: int, *wanted: tuple[int, Any, bool], afresh: bool = False) -> dict[int, tuple[bytes | None, str]]:
-        return self.held.ask(self.adapters.worker, number, list(wanted), afresh)
+        return self.held.digest(self.adapters.worker, number, list(wanted), afresh)
 
     def step(self, *used: LoRARequest, epoch: int = 0) -> list[tuple[int, int]]:
         self.adapters.set_active_adapters(set(used), None)
@@ -150,20 +150,20 @@ def test_loading_takes_no_longer_than_a_step_may_wait(monkeypatch: pytest.Monkey
     assert found[2][0] is not None, "what is there is not loaded"
 
 
-def test_the_same_tensors_read_again_are_as_asked_and_others_are_not() -> None:
+def test_the_same_tensors_read_again_are_unchanged_and_others_are_not() -> None:
     rank = Rank(num_adapters=1)
     rank.ask(1, (1, request(), False))
     assert rank.step(request()) == []
     assert rank.step(request(2, "/b")) == []
     assert rank.step(request()) == [], "evicted and read again: another object, the same tensors"
-    assert rank.held.are_as_asked([(1, 1)])
-    assert not rank.held.are_as_asked([(1, 2)])
-    assert not rank.held.are_as_asked([(2, 1)]), "nobody asked about it"
+    assert rank.held.are_unchanged([(1, 1)])
+    assert not rank.held.are_unchanged([(1, 2)])
+    assert not rank.held.are_unchanged([(2, 1)]), "nobody asked about it"
     rank.step(request(2, "/b"))
     rank.adapters.disk["/a"] = "two"
     assert rank.step(request()) == [(1, 1)]
     assert rank.step(request()) == [], "once"
-    assert not rank.held.are_as_asked([(1, 1)])
+    assert not rank.held.are_unchanged([(1, 1)])
 
 
 def test_a_name_that_was_used_for_others_is_refused_to_every_id_until_the_next_epoch() -> None:
@@ -172,12 +172,12 @@ def test_a_name_that_was_used_for_others_is_refused_to_every_id_until_the_next_e
     rank.ask(1, (1, request(), False), (2, request(2, "/copy"), False))
     rank.adapters.disk["/a"] = "two"
     assert rank.step(request(load_inplace=True)) == [(1, 1)]
-    assert not rank.held.are_as_asked([(2, 1)])
+    assert not rank.held.are_unchanged([(2, 1)])
     rank.ask(2, (1, request(), False), (2, request(2, "/copy"), False))
-    assert rank.held.are_as_asked([(1, 2)])
-    assert not rank.held.are_as_asked([(2, 2)])
+    assert rank.held.are_unchanged([(1, 2)])
+    assert not rank.held.are_unchanged([(2, 2)])
     rank.step(epoch=1)
-    assert rank.held.are_as_asked([(2, 2)])
+    assert rank.held.are_unchanged([(2, 2)])
 
 
 def test_a_worker_saves_nothing_of_a_step_that_used_other_tensors_and_reports_it_once() -> None:
@@ -246,4 +246,4 @@ def test_a_digest_keeps_no_adapter_in_memory() -> None:
 
 def test_a_worker_without_adapters_says_so() -> None:
     with pytest.raises(Unreadable, match="no manager"):
-        HeldAdapters().ask(SimpleNamespace(model_runner=SimpleNamespace()), 1, [(1, request(), False)], False)
+        HeldAdapters().digest(SimpleNamespace(model_runner=SimpleNamespace()), 1, [(1, request(), False)], False)

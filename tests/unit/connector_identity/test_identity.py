@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epochkv_connector.naming import identity, keys
+from epochkv_connector.naming import identity
+from epochkv_connector.naming import object_keys as keys
 from epochkv_connector.naming.identity import IdentityError
+from tests.support.store import parse_key
 
 SECRET = bytes(range(32))
 UID = "6f1c2d3e-0000-4000-8000-000000000001"
@@ -84,7 +86,7 @@ def test_the_namespace_is_one_that_the_key_codec_reads() -> None:
     space = identity.namespace(UID, FINGERPRINT, 12, WEIGHTS)
     assert space == f"{uid8}/{'ab' * 8}/e12/w{'07' * 8}"
     assert keys.epoch_of(space) == 12
-    parsed = keys.parse_key(keys.object_key(space, 1, 0, b"\x01\x02"))
+    parsed = parse_key(keys.object_key(space, 1, 0, b"\x01\x02"))
     assert parsed.weights == "07" * 8
     assert (parsed.pool, parsed.epoch, parsed.group, parsed.block_hash) == (uid8, 12, 1, b"\x01\x02")
     assert identity.pool_prefix("any text / with ümlauts") != identity.pool_prefix(UID)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import epochkv_connector
-from epochkv_connector.metrics import series as metrics
+from epochkv_connector.metrics import families as metrics
 from epochkv_connector.scheduler.tiers.bookkeeping import COUNTERS
 from epochkv_connector.store import envelope
 from epochkv_connector.store.lanes import Outcome

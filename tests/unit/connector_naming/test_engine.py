@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreRequestType
 
 from epochkv_connector.weights import rank
 from epochkv_connector.weights.adapters import Adapters
-from epochkv_connector.weights.engine import EngineRanks, NoRanks, join
+from epochkv_connector.weights.executor import EngineRanks, NoRanks, join
 from epochkv_connector.weights.watch import QUIET_SECONDS, Watch
 
 LONG = 10.0
@@ -35,13 +35,13 @@ class Executor:
         self.calls.append(name)
         if name == self.fails:
             raise RuntimeError(f"{name} has failed")
-        if method is rank.ask:
+        if method is rank.digest_weights:
             return [{"number": args[0], "weights": self.held, "note": "", "rank": 0}]
         if method is rank.settle_for_sleep:
             return [0, self.late_copies]
         if method is rank.layout:
             return [b"\x01\x02", b"\x03"]
-        return [True, method is not rank.is_as_asked or args[0] >= 0]
+        return [True, method is not rank.is_unchanged or args[0] >= 0]
 
     def execute_model(self, *args: Any) -> Any:
         """As vLLM's."""
@@ -149,7 +149,7 @@ def test_the_next_step_asks_before_it_is_scheduled(joined: Joined) -> None:
     joined.executor.held = b"b" * 32
     joined.executor.calls.clear()
     assert joined.scheduler.schedule(True) == "output"
-    assert joined.executor.calls == ["ask", "scheduleTrue"]
+    assert joined.executor.calls == ["digest_weights", "scheduleTrue"]
     joined.scheduler.schedule()
     assert joined.executor.calls[2:] == ["scheduleFalse"]
     assert len(set(joined.told)) == 2
@@ -164,8 +164,8 @@ def test_harmless_calls_go_through_untouched(joined: Joined) -> None:
 
 
 def test_our_own_questions_are_no_suspicion(joined: Joined) -> None:
-    joined.ranks.ask(1)
-    joined.ranks.are_as_asked(1)
+    joined.ranks.digest_weights(1)
+    joined.ranks.are_unchanged(1)
     joined.ranks.end_device_work()
     joined.ranks.layouts()
     assert not joined.watch.pending
@@ -178,7 +178,7 @@ def test_a_call_that_fails_still_raises_and_is_looked_at(joined: Joined) -> None
         joined.executor.collective_rpc("update_weights")
     joined.executor.calls.clear()
     joined.scheduler.schedule()
-    assert joined.executor.calls == ["ask", "scheduleFalse"]  # it does not wait for the end of that transfer
+    assert joined.executor.calls == ["digest_weights", "scheduleFalse"]  # it does not wait for the end of that transfer
 
 
 def test_an_error_of_ours_stops_neither_the_call_nor_the_step(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,8 +210,8 @@ def test_sleep_is_refused_while_copies_still_run(joined: Joined) -> None:
 
 def test_what_an_executor_says_of_its_ranks(joined: Joined) -> None:
     assert joined.ranks.layouts() == ["0102", "03"]
-    assert joined.ranks.are_as_asked(1)
-    assert not joined.ranks.are_as_asked(-1)  # one rank says no
+    assert joined.ranks.are_unchanged(1)
+    assert not joined.ranks.are_unchanged(-1)  # one rank says no
     assert not joined.ranks.asleep
     joined.executor.is_sleeping = True
     assert joined.ranks.asleep
@@ -219,10 +219,10 @@ def test_what_an_executor_says_of_its_ranks(joined: Joined) -> None:
 
 def test_a_scheduler_without_an_engine_has_nobody_to_ask() -> None:
     ranks = NoRanks()
-    assert not ranks.are_as_asked(1)
+    assert not ranks.are_unchanged(1)
     assert ranks.layouts() == []
     with pytest.raises(RuntimeError, match="no engine"):
-        ranks.ask(1)
+        ranks.digest_weights(1)
 
 
 # ---------------------------------------------------------------------------------------------- idle engines
@@ -232,7 +232,7 @@ def test_an_idle_engine_is_woken_and_looks_by_itself(joined: Joined) -> None:
     joined.executor.collective_rpc("update_weights")
     joined.executor.held = b"b" * 32
     joined.core.idle()
-    assert "ask" in joined.executor.calls
+    assert "digest_weights" in joined.executor.calls
     assert "handled WAKEUP" in joined.executor.calls
     assert joined.watch.value is not None
     assert not joined.watch.pending
@@ -243,13 +243,13 @@ def test_it_looks_once_after_hundreds_of_calls(joined: Joined) -> None:
     for _ in range(200):
         joined.executor.collective_rpc("update_weight")
     joined.core.idle()
-    assert joined.executor.calls.count("ask") == 1
+    assert joined.executor.calls.count("digest_weights") == 1
 
 
 def test_it_does_not_look_while_the_push_goes_on(joined: Joined) -> None:
     joined.executor.collective_rpc("update_weight")
     joined.core._handle_client_request(EngineCoreRequestType.UTILITY, None)
-    assert "ask" not in joined.executor.calls
+    assert "digest_weights" not in joined.executor.calls
 
 
 def test_an_engine_with_requests_looks_with_its_next_step(joined: Joined) -> None:
@@ -257,9 +257,9 @@ def test_an_engine_with_requests_looks_with_its_next_step(joined: Joined) -> Non
     joined.executor.collective_rpc("update_weight")
     time.sleep(QUIET_SECONDS * 1.2)
     joined.core._handle_client_request(EngineCoreRequestType.WAKEUP, None)
-    assert "ask" not in joined.executor.calls
+    assert "digest_weights" not in joined.executor.calls
     joined.scheduler.schedule()
-    assert "ask" in joined.executor.calls
+    assert "digest_weights" in joined.executor.calls
 
 
 def test_there_is_one_alarm_at_a_time_and_another_after_it(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,4 +301,4 @@ def test_an_engine_in_its_users_process_has_no_queue_and_looks_with_its_next_ste
     joined = Joined(InProcess)
     joined.executor.collective_rpc("update_weights")
     joined.scheduler.schedule()
-    assert "ask" in joined.executor.calls
+    assert "digest_weights" in joined.executor.calls

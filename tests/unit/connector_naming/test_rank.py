@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from epochkv_connector.weights import rank
-from epochkv_connector.weights.rank import ask, end_device_work, held_by, is_as_asked
+from epochkv_connector.weights.rank import digest_weights, end_device_work, held_by, is_unchanged
 
 ids = count()
 
@@ -60,44 +60,44 @@ def worker() -> Iterator[Worker]:
 
 
 def test_an_answer_says_what_was_read(worker: Worker) -> None:
-    answer = ask(worker, 7)
+    answer = digest_weights(worker, 7)
     assert len(answer["weights"]) == 32
     assert (answer["number"], answer["rank"], answer["note"], answer["bytes"]) == (7, 3, "", 2 * 40 * 30 * 4)
     assert answer["seconds"] >= 0
-    assert ask(worker, 8)["weights"] == answer["weights"]
+    assert digest_weights(worker, 8)["weights"] == answer["weights"]
 
 
 def test_two_ranks_with_the_same_bytes_answer_the_same() -> None:
     first, second = Worker(), Worker()
     second.model.load_state_dict(first.model.state_dict())
-    assert ask(first, 1)["weights"] == ask(second, 1)["weights"]
+    assert digest_weights(first, 1)["weights"] == digest_weights(second, 1)["weights"]
     with torch.no_grad():
         second.model.second[29, 39] += 1
-    assert ask(first, 2)["weights"] != ask(second, 2)["weights"]
+    assert digest_weights(first, 2)["weights"] != digest_weights(second, 2)["weights"]
 
 
 def test_it_is_as_asked_until_something_is_written_and_only_for_the_last_question(worker: Worker) -> None:
-    assert not is_as_asked(worker, 0)
-    ask(worker, 1)
-    assert is_as_asked(worker, 1)
-    assert not is_as_asked(worker, 0)
+    assert not is_unchanged(worker, 0)
+    digest_weights(worker, 1)
+    assert is_unchanged(worker, 1)
+    assert not is_unchanged(worker, 0)
     worker.model.first += 1
-    assert not is_as_asked(worker, 1)
-    ask(worker, 2)
-    assert is_as_asked(worker, 2)
+    assert not is_unchanged(worker, 1)
+    digest_weights(worker, 2)
+    assert is_unchanged(worker, 2)
 
 
 def test_a_tensor_that_lies_elsewhere_is_not_as_asked_although_it_is_equal(worker: Worker) -> None:
     """The next write goes where the sample does not look."""
-    ask(worker, 1)
+    digest_weights(worker, 1)
     worker.model.first.data = worker.model.first.data.clone()
-    assert not is_as_asked(worker, 1)
+    assert not is_unchanged(worker, 1)
 
 
 def test_a_module_that_was_replaced_is_not_as_asked(worker: Worker) -> None:
-    ask(worker, 1)
+    digest_weights(worker, 1)
     worker.model.second = nn.Parameter(worker.model.second.detach().clone())
-    assert not is_as_asked(worker, 1)
+    assert not is_unchanged(worker, 1)
 
 
 # ---------------------------------------------------------------------------------------------- what cannot be told
@@ -122,31 +122,31 @@ def broken(error: Exception) -> Callable[[], Any]:
 def test_what_cannot_be_read_is_unknown_with_a_note_and_nothing_is_raised(
     worker: Worker, change: Callable[[Worker], None], says: str
 ) -> None:
-    ask(worker, 1)
+    digest_weights(worker, 1)
     change(worker)
-    answer = ask(worker, 2)
+    answer = digest_weights(worker, 2)
     assert answer["weights"] is None
     assert says in answer["note"]
     assert (answer["number"], answer["rank"]) == (2, 3)
-    assert not is_as_asked(worker, 2)
-    assert not is_as_asked(worker, 1) or worker.held.number == 1  # a rank that is not ours any more keeps its books elsewhere
+    assert not is_unchanged(worker, 2)
+    assert not is_unchanged(worker, 1) or worker.held.number == 1  # a rank that is not ours any more keeps its books elsewhere
     assert end_device_work(worker) in (True, False)
 
 
 def test_a_question_that_failed_leaves_nothing_to_compare_with(worker: Worker) -> None:
-    ask(worker, 1)
+    digest_weights(worker, 1)
     kept = worker.model.first
     worker.model.first = nn.Parameter(torch.empty(3, device="meta"))
-    ask(worker, 2)
+    digest_weights(worker, 2)
     worker.model.first = kept
-    assert not is_as_asked(worker, 1)
-    assert not is_as_asked(worker, 2)
+    assert not is_unchanged(worker, 1)
+    assert not is_unchanged(worker, 2)
     assert not worker.held.look(1).holds()
 
 
 def test_a_deadline_makes_it_unknown(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank, "DIGEST_SECONDS", -1.0)
-    answer = ask(worker, 1)
+    answer = digest_weights(worker, 1)
     assert answer["weights"] is None
     assert "too long" in answer["note"]
 
@@ -164,16 +164,16 @@ def write_during(monkeypatch: pytest.MonkeyPatch, write: Callable[[], object]) -
 
 def test_weights_that_are_written_while_they_are_read_are_unknown(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     write_during(monkeypatch, lambda: worker.model.second.add_(1))
-    answer = ask(worker, 1)
+    answer = digest_weights(worker, 1)
     assert answer["weights"] is None
     assert "written while they were read" in answer["note"]
     assert not worker.held.look(1).holds()
 
 
 def test_weights_that_are_loaded_while_they_are_read_are_unknown(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    ask(worker, 0)
+    digest_weights(worker, 0)
     write_during(monkeypatch, lambda: worker.model.load_weights([]))
-    assert ask(worker, 1)["weights"] is None
+    assert digest_weights(worker, 1)["weights"] is None
 
 
 def test_tensors_that_move_while_they_are_read_are_unknown(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,14 +181,14 @@ def test_tensors_that_move_while_they_are_read_are_unknown(worker: Worker, monke
         worker.model.first.data = worker.model.first.data.clone()
 
     write_during(monkeypatch, move)
-    assert ask(worker, 1)["weights"] is None
+    assert digest_weights(worker, 1)["weights"] is None
 
 
 # ---------------------------------------------------------------------------------------------- load_weights
 
 
 def test_load_weights_still_loads_and_is_counted_before_and_after(worker: Worker) -> None:
-    ask(worker, 1)
+    digest_weights(worker, 1)
     seen: list[int] = []
 
     def lines() -> Iterator[tuple[str, torch.Tensor]]:
@@ -203,15 +203,15 @@ def test_load_weights_still_loads_and_is_counted_before_and_after(worker: Worker
 
 
 def test_a_load_that_wrote_nothing_is_a_write_until_somebody_looks(worker: Worker) -> None:
-    before = ask(worker, 1)["weights"]
+    before = digest_weights(worker, 1)["weights"]
     worker.model.load_weights([])
-    assert not is_as_asked(worker, 1)
-    assert ask(worker, 2)["weights"] == before
-    assert is_as_asked(worker, 2)
+    assert not is_unchanged(worker, 1)
+    assert digest_weights(worker, 2)["weights"] == before
+    assert is_unchanged(worker, 2)
 
 
 def test_a_load_that_raises_is_counted_and_raises(worker: Worker) -> None:
-    ask(worker, 1)
+    digest_weights(worker, 1)
     with pytest.raises(AttributeError):
         worker.model.load_weights([("third", torch.zeros(1))])
     assert worker.held.writes == 2
@@ -219,8 +219,8 @@ def test_a_load_that_raises_is_counted_and_raises(worker: Worker) -> None:
 
 def test_it_is_wrapped_once_however_often_it_is_asked(worker: Worker) -> None:
     for number in range(5):
-        ask(worker, number)
-        is_as_asked(worker, number)
+        digest_weights(worker, number)
+        is_unchanged(worker, number)
         end_device_work(worker)
     worker.model.load_weights([])
     assert worker.held.writes == 2
@@ -229,8 +229,8 @@ def test_it_is_wrapped_once_however_often_it_is_asked(worker: Worker) -> None:
 
 def test_a_second_engine_with_the_same_model_takes_the_wrapper_over(worker: Worker) -> None:
     other = Worker(worker.model)
-    ask(worker, 1)
-    ask(other, 1)
+    digest_weights(worker, 1)
+    digest_weights(other, 1)
     other.model.load_weights([])
     assert (worker.held.writes, other.held.writes) == (0, 2)
 
@@ -250,28 +250,28 @@ def test_a_load_weights_that_somebody_else_has_wrapped_stays_whole() -> None:
         load_weights = noted(Model.load_weights)
 
     worker = Worker(Decorated())
-    ask(worker, 1)
+    digest_weights(worker, 1)
     assert worker.model.load_weights([("first", torch.zeros(40, 30))]) == {"first"}
     assert worker.model.notes == ["noted"]
     assert worker.held.writes == 2
 
 
 def test_a_model_without_load_weights_can_be_asked() -> None:
-    assert ask(Worker(nn.Linear(3, 3)), 1)["weights"] is not None
+    assert digest_weights(Worker(nn.Linear(3, 3)), 1)["weights"] is not None
 
 
 # ---------------------------------------------------------------------------------------------- comparisons behind steps
 
 
 def test_a_comparison_holds_when_nothing_was_written(worker: Worker) -> None:
-    ask(worker, 1)
+    digest_weights(worker, 1)
     look = worker.held.look(1)
     assert look.ended()
     assert look.holds()
 
 
 def test_a_comparison_of_a_step_sees_what_was_written_during_it(worker: Worker) -> None:
-    ask(worker, 1)
+    digest_weights(worker, 1)
     worker.model.first += 1
     look = worker.held.look(1)
     worker.model.first -= 1
@@ -280,12 +280,12 @@ def test_a_comparison_of_a_step_sees_what_was_written_during_it(worker: Worker) 
 
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_comparison_with_another_question_does_not_hold(worker: Worker, number: int) -> None:
-    ask(worker, 1)
+    digest_weights(worker, 1)
     assert not worker.held.look(number).holds()
 
 
 def test_a_load_between_the_step_and_the_copy_fails_it(worker: Worker) -> None:
-    ask(worker, 1)
+    digest_weights(worker, 1)
     look = worker.held.look(1)
     worker.model.load_weights([])
     assert not look.holds()
@@ -293,7 +293,7 @@ def test_a_load_between_the_step_and_the_copy_fails_it(worker: Worker) -> None:
 
 def test_a_load_that_was_announced_after_the_step_does_not(worker: Worker) -> None:
     """The device was waited for before it began, so the step was over."""
-    ask(worker, 1)
+    digest_weights(worker, 1)
     look = worker.held.look(1)
     assert end_device_work(worker)
     worker.model.load_weights([("first", torch.zeros(40, 30))])
@@ -301,13 +301,13 @@ def test_a_load_that_was_announced_after_the_step_does_not(worker: Worker) -> No
 
 
 def test_a_load_before_the_step_that_nobody_looked_at_fails_it(worker: Worker) -> None:
-    ask(worker, 1)
+    digest_weights(worker, 1)
     worker.model.load_weights([])
     assert not worker.held.look(1).holds()
 
 
 def test_what_a_comparison_has_found_stays(worker: Worker) -> None:
-    ask(worker, 1)
+    digest_weights(worker, 1)
     look = worker.held.look(1)
     assert look.holds()
     worker.model.load_weights([])
@@ -317,7 +317,7 @@ def test_what_a_comparison_has_found_stays(worker: Worker) -> None:
 @pytest.mark.parametrize("swap", ["data", "parameter"])
 def test_a_comparison_of_a_step_sees_storages_that_were_swapped(worker: Worker, swap: str) -> None:
     """The sample alone would go on looking at memory that nobody computes with."""
-    ask(worker, 1)
+    digest_weights(worker, 1)
     if swap == "data":
         worker.model.first.data = torch.zeros(40, 30)
     else:
@@ -332,11 +332,11 @@ def test_a_rank_that_was_never_asked_holds_nothing() -> None:
 
 def test_a_list_of_tensors_whose_item_was_swapped_is_seen(worker: Worker) -> None:
     worker.model.tables = [torch.zeros(3), torch.zeros(3)]
-    ask(worker, 1)
+    digest_weights(worker, 1)
     assert worker.held.look(1).holds()
     worker.model.tables[1] = torch.zeros(3)
     assert not worker.held.look(1).holds()
-    ask(worker, 2)
+    digest_weights(worker, 2)
     worker.model.tables.pop()
     assert not worker.held.look(2).holds()
 
@@ -349,9 +349,9 @@ def test_tensors_inside_a_wrapper_can_be_asked_for_and_are_watched() -> None:
     inner = torch.randn(40, 30)
     model.first = nn.Parameter(TwoTensor(inner, torch.randn(40, 30)), requires_grad=False)
     worker = Worker(model)
-    answer = ask(worker, 1)
+    answer = digest_weights(worker, 1)
     assert answer["weights"] is not None, answer["note"]
-    assert is_as_asked(worker, 1)
+    assert is_unchanged(worker, 1)
     inner += 1
-    assert not is_as_asked(worker, 1)
-    assert ask(worker, 2)["weights"] != answer["weights"]
+    assert not is_unchanged(worker, 1)
+    assert digest_weights(worker, 2)["weights"] != answer["weights"]

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from epochkv_connector.naming.pins import plain_hasher
-from epochkv_connector.weights.strand import StrandedHasher, is_stranded, strand
+from epochkv_connector.naming.hashers import StrandedHasher, is_stranded, plain_hasher, strand
 
 
 class Request:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from epochkv_connector.weights import watch as naming
-from epochkv_connector.weights.fold import fold
-from epochkv_connector.weights.watch import ASLEEP, IDLE_SECONDS, QUIET_SECONDS, STARTED, WRITING, is_harmless
+from epochkv_connector.weights.watch import ASLEEP, IDLE_SECONDS, QUIET_SECONDS, STARTED, WRITING, fold, is_harmless
 from tests.unit.connector_naming.watch_world import World, digest_of, digest_of_one
 
 # ---------------------------------------------------------------------------------------------- start and pushes
@@ -211,7 +210,7 @@ def test_a_comparison_that_raises_is_one_that_differs(monkeypatch: pytest.Monkey
     def broken(number: int) -> bool:
         raise RuntimeError("gone")
 
-    monkeypatch.setattr(world, "are_as_asked", broken)
+    monkeypatch.setattr(world, "are_unchanged", broken)
     assert world.step(IDLE_SECONDS + 0.1) == ["ask"]
 
 

@@ -6,8 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from epochkv_connector.weights.fold import fold
-from epochkv_connector.weights.watch import Watch
+from epochkv_connector.weights.watch import Watch, fold
 
 
 def digest_of(text: str) -> bytes:
@@ -34,13 +33,14 @@ class World:
         self.asked: list[str] = []
         self.answers: Callable[[list[dict[str, Any]]], Sequence[dict[str, Any]]] = lambda answers: answers
         self.encoder_free = True
-        self.watch = Watch(self, self, len(self.ranks), lambda: self.now, has_encoder=has_encoder)
+        # It never asks for adapters.
+        self.watch = Watch(self, self, len(self.ranks), lambda: self.now, has_encoder=has_encoder)  # type: ignore[arg-type]
 
     @property
     def num_writes(self) -> int:
         return self.writes
 
-    def ask(self, number: int) -> Sequence[dict[str, Any]]:
+    def digest_weights(self, number: int) -> Sequence[dict[str, Any]]:
         self.log.append("ask")
         self.now += self.seconds
         self.asked = list(self.ranks)
@@ -48,7 +48,7 @@ class World:
             [{"rank": index, "number": number, "weights": digest_of(held), "note": ""} for index, held in enumerate(self.ranks)]
         )
 
-    def are_as_asked(self, number: int) -> bool:
+    def are_unchanged(self, number: int) -> bool:
         self.log.append("compare")
         return number == self.watch.number and self.asked == self.ranks
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from epochkv_connector.config.keys import ConnectorConfig
+from epochkv_connector.config.connector_config import ConnectorConfig
 from epochkv_connector.scheduler.requests import LoadEvent, Requests
 from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping, StepJobs
 from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView

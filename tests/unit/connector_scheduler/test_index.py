@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from epochkv_connector.config.keys import ConfigError
+from epochkv_connector.config.connector_config import ConfigError
 from epochkv_connector.scheduler.tiers.index import HostIndex, SlotError, slot_count
 from tests.unit.connector_scheduler.rig import config
 

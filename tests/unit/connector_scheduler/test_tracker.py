@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from epochkv_connector.config.keys import ConfigError
+from epochkv_connector.config.connector_config import ConfigError
 from epochkv_connector.scheduler.tiers.jobs import Copied, Ledger, Loaded, Outcome, Stored
 from epochkv_connector.scheduler.tiers.tracker import Tracker
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source

@@ -10,9 +10,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epochkv_connector.naming import keys
+from epochkv_connector.naming import object_keys as keys
 from epochkv_connector.store import envelope
 from epochkv_connector.store.envelope import Defect
+from tests.support.store import BlockKey, parse_key
 
 hex_digits = "0123456789abcdef"
 namespaces = st.builds(
@@ -29,7 +30,7 @@ def test_a_key_reads_back_as_its_parts(namespace: str, group: int, shard: int, b
     key = keys.object_key(namespace, group, shard, block_hash)
     uid, fingerprint, epoch, weights = namespace.split("/")
     assert key == f"{uid}/{fingerprint}/{epoch}/{weights}/g{group}/r{shard}/{block_hash.hex()}"
-    assert keys.parse_key(key) == keys.BlockKey(uid, fingerprint, int(epoch[1:]), weights[1:], group, shard, block_hash)
+    assert parse_key(key) == BlockKey(uid, fingerprint, int(epoch[1:]), weights[1:], group, shard, block_hash)
     assert keys.epoch_of(namespace) == int(epoch[1:])
 
 
@@ -49,7 +50,7 @@ def test_what_is_no_namespace_is_refused(text: str) -> None:
     with pytest.raises(keys.KeyCodecError):
         keys.epoch_of(text)
     with pytest.raises(keys.KeyCodecError):
-        keys.parse_key(text + "/g0/r0/00")
+        parse_key(text + "/g0/r0/00")
 
 
 @given(st.text(min_size=1, max_size=20), st.text(max_size=10))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from epochkv_connector.naming.keys import object_key
+from epochkv_connector.naming.object_keys import object_key
 from epochkv_connector.store import Outcome, Transfer
 from epochkv_connector.wire.jobs import LoadJob, Phase, Source
 from epochkv_connector.worker.copying.staging import StagingStream

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from epochkv_connector.naming.keys import object_key
+from epochkv_connector.naming.object_keys import object_key
 from epochkv_connector.store import Outcome
 from epochkv_connector.wire.jobs import BlockMove, Phase, Source
 from epochkv_connector.wire.steps import StepMetadata

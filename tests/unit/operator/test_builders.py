@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from epochkv_connector.config.keys import ConnectorConfig
+from epochkv_connector.config.connector_config import ConnectorConfig
 from epochkv_operator.planning import Context, connection, desired_engine, desired_pool
 from tests.support.planning import CONTEXT, ENGINE_SPECS, POOL_SPECS, containers, engine, one, pool, variables
 

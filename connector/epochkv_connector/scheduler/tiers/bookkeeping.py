@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from epochkv_connector.config.keys import ConnectorConfig
+from epochkv_connector.config.connector_config import ConnectorConfig
 from epochkv_connector.scheduler.planning.lookup import Lookups
 from epochkv_connector.scheduler.planning.planner import HitPlanner
 from epochkv_connector.scheduler.tiers.jobs import Loaded

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-from epochkv_connector.config.keys import ConfigError, ConnectorConfig
+from epochkv_connector.config.connector_config import ConfigError, ConnectorConfig
 
 Key = tuple[int, bytes]
 """(KV cache group, block hash)"""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from epochkv_connector.config.keys import ConnectorConfig
+from epochkv_connector.config.connector_config import ConnectorConfig
 from epochkv_connector.scheduler.planning.lookup import KnownInStore
 from epochkv_connector.scheduler.planning.pause import LoadPause
 from epochkv_connector.scheduler.tiers.index import HostIndex, Key, slot_count

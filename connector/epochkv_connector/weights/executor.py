@@ -12,7 +12,7 @@ from typing import Any
 from epochkv_connector.engine.patches import wake
 from epochkv_connector.weights import rank
 from epochkv_connector.weights.adapters import ADAPTER_CALLS, Adapters
-from epochkv_connector.weights.watch import Watch, is_harmless
+from epochkv_connector.weights.watch import Wanted, Watch, is_harmless
 
 logger = logging.getLogger("vllm.epochkv.weights")
 
@@ -42,20 +42,16 @@ class EngineRanks:
         """How KV lies on every rank, in hex."""
         return [bytes(one).hex() for one in self._rpc(rank.layout)]
 
-    def ask(self, number: int) -> Sequence[dict[str, Any]]:
-        """See `rank.ask`."""
-        return list(self._rpc(rank.ask, args=(number,)))
+    def digest_weights(self, number: int) -> Sequence[dict[str, Any]]:
+        return list(self._rpc(rank.digest_weights, args=(number,)))
 
-    def ask_adapters(self, number: int, wanted: list[tuple[int, Any, bool]], afresh: bool) -> Sequence[dict[str, Any]]:
-        """See `rank.adapters`."""
-        return list(self._rpc(rank.adapters, args=(number, wanted, afresh)))
+    def digest_adapters(self, number: int, wanted: Wanted, afresh: bool) -> Sequence[dict[str, Any]]:
+        return list(self._rpc(rank.digest_adapters, args=(number, wanted, afresh)))
 
-    def are_as_asked(self, number: int) -> bool:
-        """See `rank.is_as_asked`."""
-        return all(self._rpc(rank.is_as_asked, args=(number,)))
+    def are_unchanged(self, number: int) -> bool:
+        return all(self._rpc(rank.is_unchanged, args=(number,)))
 
     def end_device_work(self) -> None:
-        """See `rank.end_device_work`."""
         self._rpc(rank.end_device_work)
 
 
@@ -66,23 +62,18 @@ class NoRanks:
     num_writes = 0
 
     def layouts(self) -> list[str]:
-        """Nobody."""
         return []
 
-    def ask(self, number: int) -> Sequence[dict[str, Any]]:
-        """Nobody."""
+    def digest_weights(self, number: int) -> Sequence[dict[str, Any]]:
         raise RuntimeError("this scheduler has no engine whose ranks could be asked for their weights")
 
-    def ask_adapters(self, number: int, wanted: list[tuple[int, Any, bool]], afresh: bool) -> Sequence[dict[str, Any]]:
-        """Nobody."""
+    def digest_adapters(self, number: int, wanted: Wanted, afresh: bool) -> Sequence[dict[str, Any]]:
         raise RuntimeError("this scheduler has no engine whose ranks could be asked for their adapters")
 
-    def are_as_asked(self, number: int) -> bool:
-        """Nobody knows."""
+    def are_unchanged(self, number: int) -> bool:
         return False
 
-    def end_device_work(self) -> None:
-        """Nothing runs."""
+    def end_device_work(self) -> None: ...
 
 
 def join(core: Any, scheduler: Any, watch: Watch, adapters: Adapters, guarded: Callable[[Callable[[], None]], None]) -> None:

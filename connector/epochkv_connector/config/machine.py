@@ -1,10 +1,12 @@
-"""How much memory this process may use, so that an L1 that cannot exist is an error at start and not a kill under load.
-
-Only the loaded model tells how large a block is; a size that suits no model is refused before one is loaded.
+"""What this machine can give: memory for L1, and the devices that `distributed.protocol` asks for.
 
 A host region is touched as a whole when it is mapped. If it exceeded the container's limit, the kernel would end the engine
-without a word. Sources: cgroup v2 `memory.max` and v1 `memory.limit_in_bytes` of this process's group and of every visible
-group above it, and the machine's physical memory.
+without a word, so it is an error at start. Sources: cgroup v2 `memory.max` and v1 `memory.limit_in_bytes` of this process's group
+and of every visible group above it, and the machine's physical memory. Only the loaded model tells how large a block is; a size
+that suits no model is refused before one is loaded.
+
+Mooncake falls back to TCP where it finds no RDMA device and mentions that only in its log: a user who asked for RDMA would
+measure TCP. Source: the kernel lists devices in `/sys/class/infiniband`, where libibverbs looks for them, too.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from epochkv_connector.config.keys import EXTRA, ConfigError, ConnectorConfig
+from epochkv_connector.config.connector_config import EXTRA, ConfigError, ConnectorConfig
 from epochkv_connector.worker.copying.slots import slot_stride
 
 ROOT = Path("/")
+DEVICES = "sys/class/infiniband"
 UNLIMITED_V1 = 1 << 60
 """cgroup v1 says "no limit" as the largest multiple of a page below 2**63."""
 SMALLEST_SLOT_BYTES = slot_stride([1])
@@ -71,6 +74,33 @@ def check_holds_something(config: ConnectorConfig) -> None:
         raise ConfigError(
             f"{EXTRA}: local.capacity_bytes is {num_bytes}; it must be at least {SMALLEST_SLOT_BYTES}, as no block takes less; "
             f"{num_bytes} GiB would be {num_bytes << 30}; or leave local out for no L1"
+        )
+
+
+def check_devices(config: ConnectorConfig, root: Path = ROOT) -> None:
+    """Raise `ConfigError` for RDMA without a device, or with one that this machine does not have.
+
+    Args:
+        root: for tests: where `sys` is.
+    """
+    store = config.distributed
+    if store is None or store.protocol != "rdma":
+        return
+    folder = root / DEVICES
+    try:
+        there = sorted(path.name for path in folder.iterdir())
+    except OSError:
+        there = []
+    if not there:
+        raise ConfigError(
+            f'{EXTRA}: distributed.protocol is "rdma"; it must be "tcp" on this machine, which has no RDMA device (/{DEVICES} is '
+            "empty); use tcp here and for the stores, or give the container its devices"
+        )
+    unknown = [name for name in filter(None, (part.strip() for part in store.device_name.split(","))) if name not in there]
+    if unknown:
+        raise ConfigError(
+            f"{EXTRA}: distributed.device_name is {store.device_name!r}; this machine has no {', '.join(unknown)}; "
+            f"it must be of: {', '.join(there)}"
         )
 
 

@@ -2,8 +2,7 @@
 
 `<pool uid8>/<fp16>/e<epoch>/w<weights16>/g<group>/r<shard>/<block hash hex>`. The first four parts are the *namespace*; the
 scheduler half freezes it into every job (`identity.namespace` makes it). Names, not deletes, make old KV unreachable
-(design: fence.md), so there is exactly one place that turns a namespace into object names and back: this one. Pure:
-no clock, no I/O, no torch.
+(design: fence.md), so there is exactly one place that turns a namespace into object names: this one. Pure: no clock, no I/O, no torch.
 """
 
 from __future__ import annotations
@@ -11,12 +10,10 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 KEY_DIGEST_BYTES = 16
 
-_NAMESPACE = re.compile(r"(?P<uid>[0-9a-z]{1,8})/(?P<fingerprint>[0-9a-f]{16})/e(?P<epoch>0|[1-9][0-9]*)/w(?P<weights>[0-9a-f]{16})")
-_KEY = re.compile(_NAMESPACE.pattern + r"/g(?P<group>0|[1-9][0-9]*)/r(?P<shard>0|[1-9][0-9]*)/(?P<hash>(?:[0-9a-f]{2})+)")
+_NAMESPACE = re.compile(r"[0-9a-z]{1,8}/[0-9a-f]{16}/e(?P<epoch>0|[1-9][0-9]*)/w[0-9a-f]{16}")
 _HEX16 = "[0-9a-f]{16}"
 _ECMASCRIPT_SPECIAL = re.compile(r"([\^$\\.*+?()\[\]{}|/])")
 
@@ -25,52 +22,21 @@ class KeyCodecError(ValueError):
     """A namespace or key that this codec did not write; the message shows it and the expected form."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockKey:
-    """The parts of one L2 key. `epoch` orders names; `fingerprint` and `weights` are the first 16 hex digits; `pool` the first 8 of
-    the pool uid's digest."""
-
-    pool: str
-    fingerprint: str
-    epoch: int
-    weights: str
-    group: int
-    shard: int
-    block_hash: bytes
-
-
 def epoch_of(namespace: str) -> int:
     """The epoch a namespace was born in.
 
     Raises:
         KeyCodecError: not a namespace.
     """
-    return int(_parse_namespace(namespace)["epoch"])
+    match = _NAMESPACE.fullmatch(namespace)
+    if match is None:
+        raise KeyCodecError(f"{namespace!r} is not a namespace; expected <uid8>/<fp16>/e<epoch>/w<weights16>")
+    return int(match["epoch"])
 
 
 def object_key(namespace: str, group: int, shard: int, block_hash: bytes) -> str:
     """The L2 name of one block of one group of one shard (`block_hash`: vLLM's bytes, any length)."""
     return f"{namespace}/g{group}/r{shard}/{block_hash.hex()}"
-
-
-def parse_key(key: str) -> BlockKey:
-    """Inverse of `object_key(identity.namespace(...), ...)`.
-
-    Raises:
-        KeyCodecError: not a block key.
-    """
-    match = _KEY.fullmatch(key)
-    if match is None:
-        raise KeyCodecError(f"{key!r} is not a block key; expected <uid8>/<fp16>/e<epoch>/w<weights16>/g<group>/r<shard>/<hash hex>")
-    return BlockKey(
-        pool=match["uid"],
-        fingerprint=match["fingerprint"],
-        epoch=int(match["epoch"]),
-        weights=match["weights"],
-        group=int(match["group"]),
-        shard=int(match["shard"]),
-        block_hash=bytes.fromhex(match["hash"]),
-    )
 
 
 def key_digest(key: str) -> bytes:
@@ -142,10 +108,3 @@ def _group(weights: str, group: int | None) -> str:
 def replica_owner(block_hash: bytes, replicas: int) -> int:
     """Which of `replicas` ranks that hold the same KV shard puts this block (replicated heads are stored once, striped over ranks)."""
     return int.from_bytes(hashlib.blake2b(block_hash, digest_size=8).digest(), "little") % replicas
-
-
-def _parse_namespace(namespace: str) -> re.Match[str]:
-    match = _NAMESPACE.fullmatch(namespace)
-    if match is None:
-        raise KeyCodecError(f"{namespace!r} is not a namespace; expected <uid8>/<fp16>/e<epoch>/w<weights16>")
-    return match

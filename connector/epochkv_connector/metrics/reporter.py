@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from epochkv_connector.metrics import series as metrics
+from epochkv_connector.metrics import families as metrics
 from epochkv_connector.metrics.stats import EpochKVStats
 
 if TYPE_CHECKING:
@@ -15,13 +15,6 @@ if TYPE_CHECKING:
     from epochkv_connector.scheduler.facade import SchedulerSide
 
 INTERVAL_SECONDS = 1.0
-
-
-class HasStats(Protocol):
-    """A part that counts."""
-
-    def stats(self) -> dict[str, float]:
-        """Counters since the start and gauges of now, in one dictionary."""
 
 
 class Reporter:
@@ -45,23 +38,28 @@ class Reporter:
         return due
 
     def scheduler_stats(self, side: SchedulerSide, tiers: Any, gauges: Mapping[str, float]) -> EpochKVStats:
-        """What the scheduler half tells: its own, the fence's, and its store client's.
+        """What the scheduler half tells: its own, those of pins and root, and its store client's.
 
         Args:
             tiers: owner of that client (`halves.SchedulerTiers`); None: there are no tiers.
             gauges: from `gauges`.
         """
-        # `dict` copies at once; the agent's thread counts in the fence meanwhile.
-        totals: dict[str, float] = {**dict(side.counters), **dict(side.fence.counters), **self._error_counts()}
+        # `dict` copies at once; the agent's thread counts there meanwhile.
+        totals: dict[str, float] = {**dict(side.counters), **dict(side.pins.counters), **self._error_counts()}
         if side.weights.watch is not None:
             totals |= {f"weights_{name}": float(count) for name, count in dict(side.weights.watch.counters).items()}
-        counted, held = metrics.split({name: value for name, value in gauges.items() if name not in _OWN})
+        counted, held = metrics.split(gauges)
         store, clients = metrics.split(_store_stats(tiers))
-        return self._increments({**totals, **counted, **store}, {**_only(gauges, _OWN), **held}, metrics.SCHEDULER_RANK, clients)
+        return self._increments({**totals, **counted, **store}, held, metrics.SCHEDULER_RANK, clients)
 
-    def worker_stats(self, half: HasStats, rank: int, *, refusing: bool) -> EpochKVStats:
-        """What one rank tells. `refusing`: it has tiers and answers every job as failed."""
-        named = {name if name.startswith("store_") else f"worker_{name}": value for name, value in half.stats().items()}
+    def worker_stats(self, totals: Mapping[str, float], rank: int, *, refusing: bool) -> EpochKVStats:
+        """What one rank tells.
+
+        Args:
+            totals: counters since the start and gauges of now.
+            refusing: it has tiers and answers every job as failed.
+        """
+        named = {name if name.startswith("store_") else f"worker_{name}": value for name, value in totals.items()}
         counters, gauges = metrics.split({**named, "worker_refusing": float(refusing)})
         return self._increments({**counters, **self._error_counts()}, {}, str(rank), gauges)
 
@@ -77,18 +75,18 @@ class Reporter:
 
     def gauges(self, side: SchedulerSide, link: HubLink, *, broken: bool) -> dict[str, float]:
         """What holds now in the scheduler half, for heartbeats and metrics. Any thread."""
-        fence = side.fence
-        snapshot = fence.current()  # an idle engine, too, notices (and logs) that its lease is over
+        pins = side.pins
+        snapshot = pins.root.refresh()  # an idle engine, too, notices (and logs) that its lease is over
         gauges: dict[str, float] = {
             "epoch": float(snapshot.epoch),
             "root_shared": float(snapshot.shared),
             "bypass": float(not snapshot.in_use),
             "broken": float(broken),
-            "weights_known": float(fence.weights is not None),
-            "carried": float(fence.carried()),
-            "carried_sessions": float(fence.carried_sessions()),
-            "waiting_after_reset": float(fence.waiting_after_reset),
-            "root_overwritten": float(fence.distrusted),
+            "weights_known": float(pins.root.weights is not None),
+            "carried": float(pins.carried()),
+            "carried_sessions": float(pins.carried(sessions=True)),
+            "waiting_after_reset": float(pins.root.waiting_after_reset),
+            "root_overwritten": float(pins.root.overwritten),
             "hub_unusable": float(link.problem is not None),
             "lease_remaining_seconds": max(0.0, link.lease_until() - time.monotonic()),
             "errors": float(sum(dict(self._errors).values())),
@@ -97,28 +95,6 @@ class Reporter:
             with contextlib.suppress(RuntimeError):  # a dictionary that the scheduler thread changes meanwhile
                 gauges.update(side.books.stats())
         return gauges
-
-
-_OWN = frozenset(
-    {
-        "epoch",
-        "root_shared",
-        "bypass",
-        "broken",
-        "weights_known",
-        "carried",
-        "carried_sessions",
-        "waiting_after_reset",
-        "root_overwritten",
-        "hub_unusable",
-        "lease_remaining_seconds",
-    }
-)
-"""Gauges of `gauges` that do not come from the half (one shares its name with a counter of the fence)."""
-
-
-def _only(values: Mapping[str, float], names: frozenset[str]) -> dict[str, float]:
-    return {name: value for name, value in values.items() if name in names}
 
 
 def _store_stats(tiers: Any) -> dict[str, float]:

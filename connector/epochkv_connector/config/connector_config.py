@@ -26,8 +26,6 @@ from epochkv_fence.connection import (
     refuse_gone,
 )
 
-__all__ = ["CONFIG_ENV", "ConfigError", "ConnectorConfig", "DistributedTier", "HubRef", "LocalTier", "PoolRef"]
-
 NAME: Final = "EpochKVConnector"
 """What `kv_connector` is in vLLM's configuration."""
 EXTRA: Final = "kv_connector_extra_config"

@@ -1,0 +1,226 @@
+"""The Prometheus series of the connector: one table from what the halves count to what a dashboard reads.
+
+The halves count under names of their own, in processes of their own; only the process that serves `/metrics` needs this
+table. It is closed, so cardinality is bounded whatever a worker reports. A name that is not in it makes no series. What follows an
+open prefix (a reason, a place) is one of the values written here or `other`. `docs/reference/metrics.md` documents
+every family; a test compares the two. Pure: no vLLM, no Prometheus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+PREFIX = "vllm:epochkv_"
+OTHER = "other"
+SCHEDULER_RANK = "scheduler"
+"""Value of the label `rank` for the scheduler half's own store client."""
+
+_OUTCOMES = (
+    "ok", "absent", "pending", "expired", "transfer", "full", "unreachable", "size", "foreign",
+    "timeout", "dropped", "cancelled", "down", "closed", "error",
+)  # fmt: skip
+_JOB = (
+    "bad_move", "deadline", "error", "no_store", "other_rank", "poisoned", "shutdown", "slot_busy", "slot_mismatch", "unregistered",
+    "weights",
+)  # fmt: skip
+_SAVE = (*_JOB, "overtaken")
+_LOAD = (*_JOB, *(f"store_{outcome}" for outcome in _OUTCOMES if outcome != "ok"))
+_PUT = tuple(dict.fromkeys((*_JOB, "stale", *(outcome for outcome in _OUTCOMES if outcome != "ok"))))
+_PLACES = (
+    "acknowledgement", "acks", "adopt", "build_connector_meta", "emergency", "end", "events", "finish_step",
+    "get_num_new_matched_tokens", "has_pending_block_frees", "has_pending_push_work", "hit_sources", "hold", "isolate",
+    "late", "layouts", "let_go", "link.stop", "on_new_request", "record_loads", "register_kv_caches", "request_finished", "reset",
+    "reset_cache", "results", "settle", "start_step", "stats", "tiers", "tiers.close", "update_connector_output",
+    "update_state_after_alloc", "weights", "worker.shutdown",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric.
+
+    Attributes:
+        name: without `vllm:epochkv_`, and without the `_total` that Prometheus adds to counters.
+        meaning: its help text.
+        labels: beside those of vLLM (model, engine) and, for a `per_rank` gauge, `rank`.
+        sources: name that a half reports -> label values.
+        prefix: names that begin so belong here, too; what follows is the value of the only label (of no label: it is dropped).
+        values: what may follow `prefix`; anything else is `other`.
+        per_rank: a gauge of each worker rank.
+    """
+
+    name: str
+    meaning: str
+    sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    labels: tuple[str, ...] = ()
+    prefix: str = ""
+    values: tuple[str, ...] = ()
+    per_rank: bool = False
+
+    def series(self) -> Iterator[tuple[str, ...]]:
+        """Label values of every series that there can be (without ranks)."""
+        seen = dict.fromkeys(self.sources.values())
+        if self.prefix:
+            seen |= dict.fromkeys([(value,) for value in (*self.values, OTHER)] if self.labels else [()])
+        yield from seen
+
+
+def _family(
+    name: str,
+    meaning: str,
+    *sources: str,
+    label: str = "",
+    prefix: str = "",
+    values: tuple[str, ...] = (),
+    per_rank: bool = False,
+    **by_value: str,
+) -> Family:
+    """With at most one label: `by_value` maps a reported name to the label's value. Without any source the name is its own."""
+    if not label:
+        return Family(name, meaning, dict.fromkeys(sources or (() if prefix else (name,)), ()), prefix=prefix, per_rank=per_rank)
+    return Family(name, meaning, {source: (value,) for source, value in by_value.items()}, (label,), prefix, values, per_rank)
+
+
+# fmt: off
+COUNTERS: tuple[Family, ...] = (
+    # hits
+    _family("lookup_calls", "Questions of the scheduler for external hits, repeated ones included.", "lookups"),
+    _family("lookups", "Answered lookups, by result.", label="result", plans_opened="hit", lookups_missed="miss",
+        lookups_below_min="below_min", lookups_deferred="deferred", lookups_paused="paused"),
+    _family("hit_tokens", "Prompt tokens of accepted hits, by the tier that held them.", label="tier", tokens_hit_host="L1",
+        tokens_hit_store="L2"),
+    _family("planned_tokens", "Prompt tokens of hits that were offered to the scheduler, by tier.", label="tier", tokens_planned_host="L1",
+        tokens_planned_store="L2"),
+    _family("hits_shrunk", "Hits cut because the host slots for them were not to be had."),
+    _family("plans", "Reservations of hits, by how they ended.", label="end", plans_committed="committed", plans_aborted="aborted",
+        plans_expired="expired", plans_over_cap="over_cap", plans_dropped="dropped"),
+    _family("store_queries", "Existence queries of lookups to L2.", label="event", queries_begun="begun", queries_late="late",
+        queries_failed="failed"),
+    _family("store_blocks_absent", "Blocks that L2 was asked for and did not hold.", "blocks_absent"),
+    # loads and saves, as the scheduler half sees them
+    _family("loads", "Loads that every rank has reported.", "loads_done"),
+    _family("loads_failed", "Loads of which at least one block did not arrive; the request is recomputed."),
+    _family("loads_doomed", "Accepted hits that could not be loaded and were reported as failed without a transfer."),
+    _family("loads_poisoned", "Loads under way when an epoch change or a reset overtook them.", "poisoned_loads"),
+    _family("load_pauses", "Times that loads from L2 were paused after failures in a row."),
+    _family("saves", "Save jobs sent to the workers.", "saves_emitted"),
+    _family("saves_deferred", "Saves put off for lack of host slots."),
+    _family("save_tokens", "Tokens of the save jobs sent to the workers.", "tokens_saved"),
+    _family("blocks", "Blocks moved, by what happened to them.", label="event", blocks_loaded="loaded", blocks_saved="saved",
+        blocks_stored="stored"),
+    _family("evictions", "Blocks evicted from L1."),
+    _family("acks_ignored", "Acknowledgements of jobs that are not open."),
+    # bytes and seconds, as the workers see them, all ranks together
+    _family("load_bytes", "Bytes loaded. L1: host memory to device (every load); L2: store to host memory.", label="tier",
+        worker_copy_load_bytes="L1", store_get_bytes="L2"),
+    _family("load_seconds", "Seconds spent in these transfers.", label="tier", worker_copy_load_seconds="L1", store_get_seconds="L2"),
+    _family("save_bytes", "Bytes saved. L1: device to host memory (every save); L2: host memory to store.", label="tier",
+        worker_copy_save_bytes="L1", store_put_bytes="L2"),
+    _family("save_seconds", "Seconds spent in these transfers.", label="tier", worker_copy_save_seconds="L1", store_put_seconds="L2"),
+    _family("copied_blocks", "Blocks copied between device and host memory.", label="direction", worker_copy_load_blocks="load",
+        worker_copy_save_blocks="save"),
+    _family("jobs", "Jobs that the ranks took on.", label="direction", worker_load_jobs="load", worker_save_jobs="save"),
+    _family("load_failures", "Loads that failed on a rank, by reason.", label="reason", prefix="worker_load_failed_", values=_LOAD),
+    _family("save_failures", "Saves that failed on a rank before they were in host memory.", label="reason", prefix="worker_save_failed_",
+        values=_SAVE),
+    _family("put_drops", "Saves that did not reach L2, by reason.", label="reason", prefix="worker_save_put_dropped_", values=_PUT),
+    _family("worker_events", "Orders that a rank found poisoned, or had already.", label="event", worker_poisoned="poisoned",
+        worker_poisoned_under_way="poisoned_under_way", worker_duplicate_jobs="duplicate"),
+    # the store client, workers and scheduler half together
+    Family("store_calls", "Calls to Mooncake.", labels=("call",),
+        sources={f"store_{call}_calls": (call,) for call in ("exists", "get", "put", "remove", "canary")}),
+    Family("store_objects", "Objects by call and outcome; of `exists` only questions without an answer.", labels=("call", "outcome"),
+        sources={f"store_{call}_{outcome}": (call, outcome) for call in ("exists", "get", "put") for outcome in _OUTCOMES}),
+    _family("store_connection", "What happened to the connections to the store.", label="event", store_setups="setup",
+        store_setup_failed="setup_failed", store_connected="connected", store_canary_failed="canary_failed",
+        store_breaker_opened="breaker_opened", store_renewed="renewed", store_quarantined="quarantined"),
+    _family("store_defects", "Objects whose bytes were not what was put under their key, by what was wrong.", label="defect",
+        prefix="store_defect_", values=("magic", "sealed", "codec", "digest", "layout", "length", "no_checksum", "checksum", "torn")),
+    _family("store_unexpected_codes", "Return codes of Mooncake that have no meaning here (the log names each once).",
+        prefix="store_code_"),
+    # names and epochs
+    _family("adoptions", "Epochs adopted."),
+    _family("epochs_refused", "Grants of an epoch below the one in use.", "lower_epoch_refused"),
+    _family("local_resets", "Resets of this engine's caches by vLLM."),
+    _family("reset_effects", "What these resets did to the root of block hashes.", label="root", resets_rotated="rotated",
+        resets_kept="kept"),
+    _family("weights_looks", "Digests that were taken of the weights."),
+    _family("weights_events",
+        "What was found out about the weights: `changed` to others that are known; `unknown`: nothing is reused or saved; `late`: a rank "
+        "saw them change during a step; `unseen`: they had changed while the engine was idle.",
+        label="what", weights_changes="changed", weights_unknown="unknown", weights_late="late", weights_unseen="unseen"),
+    _family("roots", "Roots of block hashes bound, epochs and resets and lease losses together.", "snapshots"),
+    _family("root_overwrites", "Times that somebody else was found to have bound vLLM's hash root.", "root_overwritten"),
+    _family("requests_renamed", "Requests whose block hashes were not simply those of the current root.", label="how",
+        repinned_requests="repinned", rehashed_requests="rehashed", rehash_deferred="deferred", foreign_kv_requests="foreign_kv"),
+    _family("errors", "Exceptions of the connector that were turned into a miss, by place.", label="where", prefix="error_",
+        values=_PLACES),
+)
+
+GAUGES: tuple[Family, ...] = (
+    _family("epoch", "Highest epoch adopted; -1 before the first."),
+    _family("root_shared", "1: block hashes are those of the pool's epoch; 0: private to this engine."),
+    _family("bypass", "1: no tier is used now."),
+    _family("broken", "1: an internal error turned the tiers off until this engine restarts."),
+    _family("weights_known", "1: names are made of the weights that the ranks hold; 0: nobody can say what they hold."),
+    _family("lease_remaining_seconds", "Seconds until the lease on the epoch ends; 0 without one."),
+    _family("carried_requests", "Running requests that go on under an older root.", "carried"),
+    _family("carried_sessions", "Streaming-input sessions that go on under an older root."),
+    _family("waiting_after_reset", "1: reset on its own; shares nothing until the pool's next epoch."),
+    _family("root_distrusted", "1: vLLM's hash root was overwritten by somebody else; bypass until restart.", "root_overwritten"),
+    _family("hub_unusable", "1: there is no way to the hub that is configured (address, keys); the log says why."),
+    _family("plans_open", "Hits reserved and not yet accepted."),
+    _family("jobs_open", "Transfers that some rank has not acknowledged."),
+    _family("jobs_overdue", "Of these, those beyond twice their deadline."),
+    _family("reads_open", "Loads that may still receive bytes from L2."),
+    _family("loads_paused", "1: loads from L2 are paused after failures in a row."),
+    _family("tracker_entries", "Blocks that the tracker holds."),
+    _family("known_in_store", "Blocks remembered to be in L2."),
+    _family("slots", "Host slots (blocks) by what holds them; `total` counts all.", label="state", slots="total", slots_indexed="indexed",
+        slots_other_roots="other_roots", slots_held="held", slots_reserved="reserved", slots_busy="busy"),
+    _family("rank_refusing", "1: this rank answers every job as failed: its memory could not be laid out, or it failed.",
+        "worker_refusing", per_rank=True),
+    _family("rank_held_slots", "Host slots that a rank is working on.", "worker_held_slots", per_rank=True),
+    _family("rank_open", "Loads and device-to-host copies under way on a rank.", label="what", per_rank=True, worker_open_loads="loads",
+        worker_open_copies="copies"),
+    _family("store_state", "State of the store client: 0 new, 1 probing, 2 ready, 3 draining, 4 closed.", per_rank=True),
+    _family("store_breaker_open", "1: the store does not answer and is not asked.", per_rank=True),
+    _family("store_queue", "Objects waiting to be put or got.", label="queue", per_rank=True, store_queued_puts="puts",
+        store_queued_gets="gets"),
+    _family("store_in_flight", "Calls to the store that have not returned.", per_rank=True),
+)
+
+# fmt: on
+
+IGNORED = frozenset({"errors"})
+"""Reported for heartbeats, and no series: the sum of all errors."""
+
+
+class Mapped:
+    """Finds the series of a reported name."""
+
+    def __init__(self, families: tuple[Family, ...]) -> None:
+        self._exact = {source: (family, values) for family in families for source, values in family.sources.items()}
+        self._open = [family for family in families if family.prefix]
+
+    def find(self, name: str) -> tuple[Family, tuple[str, ...]] | None:
+        """Family and label values, or None for a name that is not in the table."""
+        found = self._exact.get(name)
+        if found is not None:
+            return found
+        for family in self._open:
+            if name.startswith(family.prefix):
+                rest = name[len(family.prefix) :]
+                return family, ((rest if rest in family.values else OTHER,) if family.labels else ())
+        return None
+
+
+COUNTER_OF = Mapped(COUNTERS)
+GAUGE_OF = Mapped(GAUGES)
+
+
+def split(totals: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """Reported numbers as (counters, gauges); a name that is neither is taken for a counter."""
+    gauges = {name: value for name, value in totals.items() if GAUGE_OF.find(name) is not None}
+    return {name: value for name, value in totals.items() if name not in gauges}, gauges

@@ -1,0 +1,238 @@
+"""Which root names blocks now, and why: the epoch, the lease, the weights and the resets of this engine.
+
+Two threads meet here. The agent's thread adopts epochs. The scheduler's thread reads the root, hashes with it and stores the pin
+(`pins`). Both hold `RootState.lock` meanwhile. Without it 5 of 57 names were wrong under fast adoption, with it 0 of 824
+(docs/design/fence.md, section 3).
+
+`_decide` lists every fact that decides. It is evaluated afresh, never patched.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from epochkv_connector.naming.bypass import BypassLog, Reason
+from epochkv_connector.naming.identity import ROOT_BYTES, Snapshot, namespace, shared_root
+
+if TYPE_CHECKING:
+    from epochkv_connector.engine.hashing import GlobalRoot
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMembership:
+    """What is known at start of this engine's part in its pool: what names are made of, and what may be shared.
+
+    Attributes:
+        secret: the pool's root secret; None: there is no way to the hub, so nothing is ever shared.
+        l2_allowed: False keeps every name inside this engine (random hash seed).
+        adapters_applied: how this engine applies adapters (`describe.describe_adapters`).
+        is_own_pool: no hub is configured, so tiers may be used under a private root.
+        forced_bypass: why this engine may never use a shared root, or None.
+    """
+
+    pool_uid: str
+    fingerprint: str
+    secret: bytes | None = field(repr=False)
+    l2_allowed: bool = True
+    adapters_applied: str = ""
+    is_own_pool: bool = False
+    forced_bypass: str | None = None
+
+
+class RootState:
+    """One per EngineCore. Methods are for the scheduler thread unless their docstring says otherwise.
+
+    Attributes:
+        lock: guards everything here and in `pins.Pins`.
+        snapshot: what `refresh` found last. Any thread.
+        epoch: the highest one granted in this boot; -1 before the first.
+        weights: digest of what the ranks hold; None: unknown. Any thread.
+        overwritten: somebody else has bound vLLM's global: bypass for this boot. Any thread.
+    """
+
+    def __init__(self, member: PoolMembership, global_root: GlobalRoot, lease_until: Callable[[], float]) -> None:
+        self.member = member
+        self.lock = threading.RLock()
+        self.counters: Counter[str] = Counter()
+        self.epoch = -1
+        self.weights: bytes | None = None
+        self.overwritten = False
+        self._global = global_root
+        self._lease_until = lease_until
+        self._forbidden = member.forced_bypass is not None
+        self._ended: set[tuple[int, bytes]] = set()  # (epoch, weights or adapter): blocks under these names may be wrong here
+        self._reset_at_epoch: int | None = None  # local reset: private until the pool's epoch exceeds this one
+        self._bound = False
+        self._settled = False  # in use, and nothing but lease and global can have changed since that was found out
+        self._admitted_since_swap = False
+        self._used_epoch = -1  # latest epoch under whose shared root something was admitted
+        self._last_generation = 0
+        self._shared_generation: tuple[int, int] | None = None  # (epoch, generation) of the latest shared snapshot of these weights
+        self._log = BypassLog()
+        self._reason = Reason.UNASSIGNED
+        self._state: tuple[str, int, bytes | None] | None = None
+        self.snapshot = Snapshot(-1, False, os.urandom(ROOT_BYTES), None, False)
+        self._refresh()
+
+    # ------------------------------------------------------------------ what holds now
+
+    def refresh(self) -> Snapshot:
+        """What holds now, by the lease and vLLM's global as well. Any thread."""
+        with self.lock:
+            self._refresh()
+            return self.snapshot
+
+    @property
+    def waiting_after_reset(self) -> bool:
+        """This engine's caches were reset alone; it waits for the pool's next epoch. Any thread."""
+        return self._reset_at_epoch is not None and self.epoch <= self._reset_at_epoch
+
+    def _refresh(self) -> None:
+        if self._settled and time.monotonic() < self._lease_until() and self._global.is_bound(self.snapshot.root):
+            return
+        if self._bound and not self.overwritten and not self._global.is_bound(self.snapshot.root):
+            self.overwritten = True
+            self.counters["root_overwritten"] += 1
+        if not self._bound and self._global.ready():
+            self._bound = True
+            self._global.bind(self.snapshot.root)
+        state = self._derive()
+        if state != self._state:
+            self._swap(state)
+        self._log.tell(self._reason, self.epoch)
+        self._settled = self._bound and self._reason is Reason.IN_USE
+
+    def _derive(self) -> tuple[str, int, bytes | None]:
+        """(kind, epoch, weights): everything a snapshot depends on. A private kind with a new epoch means a new private root."""
+        self._reason = self._decide()
+        if self._reason is Reason.IN_USE:
+            return "shared", self.epoch, self.weights
+        private = self._reason is Reason.NO_HUB and self.member.is_own_pool
+        return "private" if private else "bypass", self.epoch, self.weights
+
+    def _decide(self) -> Reason:
+        reasons = (
+            (self.overwritten, Reason.OVERWRITTEN),
+            (self._forbidden, Reason.FORBIDDEN),
+            (self.weights is None, Reason.NO_WEIGHTS),
+            (self.member.secret is None, Reason.NO_HUB),
+            (self.epoch < 0, Reason.UNASSIGNED),
+            (self.waiting_after_reset, Reason.LOCAL_RESET),
+            ((self.epoch, self.weights) in self._ended, Reason.WEIGHTS_ENDED),
+            (time.monotonic() >= self._lease_until(), Reason.NO_LEASE),
+        )
+        return next((reason for holds, reason in reasons if holds), Reason.IN_USE)
+
+    def _swap(self, state: tuple[str, int, bytes | None]) -> None:
+        kind, epoch, weights = state
+        generation = self._last_generation = self._last_generation + 1
+        if kind == "shared":
+            member = self.member
+            assert member.secret is not None
+            assert weights is not None
+            root = shared_root(member.secret, member.pool_uid, epoch, member.fingerprint, weights)
+            space = namespace(member.pool_uid, member.fingerprint, epoch, weights) if member.l2_allowed else None
+            if self._shared_generation is None or self._shared_generation[0] != epoch:
+                self._shared_generation = (epoch, generation)
+            # Back from a lost lease: requests pinned to this very root before are current again. Not if weights changed meanwhile.
+            fresh = Snapshot(epoch, True, root, space, True, self._shared_generation[1], weights)
+        else:
+            fresh = Snapshot(epoch, kind == "private", os.urandom(ROOT_BYTES), None, False, generation, weights)
+        if self._bound and not self.overwritten:
+            self._global.bind(fresh.root)
+        self.snapshot, self._state = fresh, state
+        self._admitted_since_swap = False
+        self.counters["snapshots"] += 1
+
+    # ------------------------------------------------------------------ epochs
+
+    def ready(self) -> bool:
+        """vLLM has set its own global: epochs may be adopted. Agent thread."""
+        return self._global.ready()
+
+    def adopt(self, epoch: int) -> None:
+        """Rebind the root and swap the snapshot. Agent thread; the acknowledgement is sent after this returns.
+
+        An epoch below the one adopted is ignored: it cannot come from a correct agent.
+        """
+        with self.lock:
+            if epoch < self.epoch:
+                self.counters["lower_epoch_refused"] += 1
+                return
+            self.epoch, self._settled = epoch, False
+            self.counters["adoptions"] += 1
+            self._refresh()
+
+    def proposal(self) -> int | None:
+        """The epoch to propose after a local reset, or None when there is none to exceed."""
+        return None if self.epoch < 0 else self.epoch + 1
+
+    # ------------------------------------------------------------------ weights
+
+    def hold(self, weights: bytes | None) -> bool:
+        """The ranks hold these weights from now on (None: unknown). Returns whether they are others than before: then no name of
+        before is given again by whoever has it, also if these weights return. The caller strands requests that hold blocks."""
+        with self.lock:
+            if weights == self.weights:
+                return False
+            self.weights, self._settled, self._shared_generation = weights, False, None
+            self._refresh()
+            return True
+
+    def end(self, weights: bytes) -> bool:
+        """Blocks that this engine has named after these weights, or this adapter, in this epoch may have been computed with others.
+        Returns whether others may have been told of such names."""
+        with self.lock:
+            self._ended = {ended for ended in self._ended if ended[0] >= self.epoch} | {(self.epoch, weights)}
+            self._settled = False
+            self._refresh()
+            return self.member.secret is not None and self.epoch >= 0
+
+    def has_ended(self, adapter: bytes) -> bool:
+        """Whether `end` was called for this adapter in this epoch."""
+        return (self.epoch, adapter) in self._ended
+
+    def forbid(self) -> None:
+        """Nothing is named any more for others to find, nor for later requests of this engine."""
+        with self.lock:
+            self._forbidden, self._settled = True, False
+            self._refresh()
+
+    # ------------------------------------------------------------------ local reset
+
+    def note_use(self) -> None:
+        """A request was admitted under the root of `snapshot`. The caller holds `lock`."""
+        self._admitted_since_swap = True
+        if self.snapshot.shared:
+            self._used_epoch = self.snapshot.epoch
+
+    def reset(self) -> bool:
+        """Somebody called vLLM's own reset. Returns whether a root that names something was given up.
+
+        A shared root that this engine used is left at once, until the pool's next epoch, also when the lease is lost at this
+        moment: it may come back. A private root that was used is replaced; one under which nothing was admitted names nothing yet
+        and is kept: of engines that are reset together, the first one's proposal may have brought the others to their next epoch
+        before their turn.
+        """
+        with self.lock:
+            self._refresh()
+            self._settled = False
+            rotated = self._admitted_since_swap
+            if self.epoch >= 0 and self._used_epoch == self.epoch:
+                self._reset_at_epoch = self.epoch
+                rotated = True
+            if not rotated:
+                self.counters["resets_kept"] += 1
+                return False
+            self.counters["resets_rotated"] += 1
+            state = self._derive()
+            if state != self._state or self._admitted_since_swap:
+                self._swap(state)
+            self._log.tell(self._reason, self.epoch)
+            return True
