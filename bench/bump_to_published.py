@@ -14,6 +14,7 @@ import asyncio
 import json
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -69,8 +70,14 @@ class Watcher:
         return min(at for seen, at in self._seen.items() if seen >= epoch)
 
 
-async def measure(namespace: str, pool: str, bumps: int, pause_seconds: float, deadline_seconds: float) -> list[Bump]:
-    """Bump `bumps` times, one after the other. Raises TimeoutError when one is not published in time."""
+async def measure(
+    namespace: str, pool: str, bumps: int, pause_seconds: float, deadline_seconds: float, done: Callable[[int], None] = lambda number: None
+) -> list[Bump]:
+    """Bump `bumps` times, one after the other; `done` is told how many there were.
+
+    Raises:
+        TimeoutError: one is not published in time.
+    """
     client = await KubeClient.connect()
     path = POOLS.path(namespace, pool)
     current = await client.get(POOLS, namespace, pool)
@@ -92,6 +99,7 @@ async def measure(namespace: str, pool: str, bumps: int, pause_seconds: float, d
             at = await arrival
             engines = int((watcher.status.get("engines") or {}).get("total") or 0)
             results.append(Bump(epoch, (at - started) * 1e3, (patched - started) * 1e3, engines))
+            done(len(results))
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

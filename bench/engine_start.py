@@ -6,15 +6,11 @@ python -m bench.engine_start [--runs 3] [--json FILE]
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import tempfile
 import time
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
+from bench.report import Row, print_table, repeated, write_json
 from hack.models import make
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
@@ -48,18 +44,11 @@ def main() -> None:
             figures["without"].append(start_seconds(f"without-{run}", model, Path(folder), None))
             figures["with"].append(start_seconds(f"with-{run}", model, Path(folder), connector))
     ratios = [a / b for a, b in zip(figures["with"], figures["without"], strict=True)]
-    table = Table(title="Engine start to /health (seconds)")
-    for column in ("", "median", "min", "max"):
-        table.add_column(column, justify="right" if column else "left")
-    for label, values in (
-        ("without connector", figures["without"]),
-        ("with connector", figures["with"]),
-        ("ratio with / without", ratios),
-    ):
-        table.add_row(label, *(f"{value:.2f}" for value in (statistics.median(values), min(values), max(values))))
-    Console().print(table)
+    sides = [repeated(f"{name} connector", values, None, "s") for name, values in figures.items()]
+    rows = [Row("engine start to /health", [*sides, repeated("with / without connector", ratios, None)], {"seconds": figures})]
+    print_table(rows, "engine start")
     if arguments.json:
-        arguments.json.write_text(json.dumps({**figures, "ratios": ratios}, indent=1))
+        write_json(rows, arguments.json, "engine_start")
 
 
 if __name__ == "__main__":

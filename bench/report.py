@@ -12,10 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from typing import Any
 
 PLAIN_WIDTH = 140
 """Of tables that go to a file or a pipe."""
@@ -74,7 +71,6 @@ def latency_figures(seconds: Sequence[float], aim_p99_ms: float) -> list[Figure]
 
 
 def repeated(name: str, values: Sequence[float], aim: float | None, unit: str = "", *, at_least: bool = False) -> Figure:
-    """The median of repetitions, with their spread."""
     return Figure(name, statistics.median(values), aim, unit, at_least, (min(values), max(values)))
 
 
@@ -83,7 +79,7 @@ def shown(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def print_table(rows: Sequence[Row], title: str, console: Console | None = None) -> None:
+def print_table(rows: Sequence[Row], title: str) -> None:
     """One line for each figure; a row's details are in the JSON file."""
     try:  # a GPU machine may have torch and nothing else
         from rich.console import Console
@@ -112,11 +108,10 @@ def print_table(rows: Sequence[Row], title: str, console: Console | None = None)
                 cells.append(" .. ".join(shown(value) for value in figure.spread or ()))
             table.add_row(*cells, aim, figure.verdict)
         table.add_section()
-    (console or Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)).print(table)
+    Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(table)
 
 
 def machine() -> dict[str, Any]:
-    """Where it was measured."""
     return {"cpus": os.cpu_count(), "load": os.getloadavg(), "python": platform.python_version(), "system": platform.platform()}
 
 
@@ -139,7 +134,6 @@ class Progress:
         self._told = -math.inf
 
     def row(self, index: int, total: int, name: str, seconds: float, left: float) -> None:
-        """A row begins."""
         self._say(f"==> {index + 1}/{total} {name}: about {seconds:.0f} s; about {left / 60:.0f} min left in all")
 
     def step(self, done: int, total: int, began: float) -> None:

@@ -152,7 +152,6 @@ def overlap(row: Row) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run every row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=found, help="default: the GPU where there is one")

@@ -37,12 +37,10 @@ Tensors = list[tuple[str, torch.Tensor]]
 
 
 def device() -> torch.device:
-    """The GPU where there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def wait() -> None:
-    """For the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -117,8 +115,10 @@ def sample_row(arguments: argparse.Namespace, progress: Progress) -> Row:
 
 
 def changed_share(rate: float, num: int = 4_000_000) -> float:
-    """Elements that one step of an Adam-like update changes in bfloat16: each moves by the rate, times a normal direction, and the
-    trainer keeps float32 masters that it rounds for the push."""
+    """Share of elements that one step of an Adam-like update changes in bfloat16.
+
+    Each moves by the rate, times a normal direction. The trainer keeps float32 masters that it rounds for the push.
+    """
     source = torch.Generator().manual_seed(2)
     master = torch.randn(num, generator=source) * 0.02
     moved = master - rate * torch.randn(num, generator=source).clamp(-3, 3)
@@ -187,7 +187,7 @@ def serve(llm: Any, seed: int, num_tokens: int) -> None:
 @contextmanager
 def in_process() -> Iterator[Path]:
     """A folder with the model; engines made inside run in this very process."""
-    from bench.connector.model import make_large
+    from bench.model import make_large
 
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_CPU_KVCACHE_SPACE="1")
     with tempfile.TemporaryDirectory(prefix="epochkv-bench-") as folder:
@@ -296,10 +296,9 @@ ENTRIES = {
 }
 
 
-def main() -> int:
-    """Run the rows that were asked for."""
-    return harness.run("weights", __doc__, ENTRIES, lambda parser: parser.add_argument("--repeats", type=int, default=5, help="default: 5"))
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--repeats", type=int, default=5, help="default: 5")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.run("weights", __doc__, ENTRIES, add_arguments))

@@ -65,7 +65,6 @@ class Finding:
 
 
 def source(path: PurePosixPath, text: str) -> Source:
-    """Parse one file."""
     parts = path.with_suffix("").parts[1 if path.parts[0] in INSTALLED else 0 :]
     name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
     return Source(path, name, len(text.splitlines()), ast.parse(text))

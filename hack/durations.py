@@ -26,7 +26,6 @@ class Durations:
         return self._seconds.get(name, default)
 
     def record(self, name: str, seconds: float) -> None:
-        """Remember for the next run."""
         self._seconds[name] = round(seconds, 1)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(self._seconds, indent=1, sort_keys=True) + "\n")

@@ -22,7 +22,6 @@ class Answer:
 
     tokens: tuple[int, ...]
     cached: int
-    logprobs: tuple[float, ...] = ()
 
 
 class EngineError(RuntimeError):

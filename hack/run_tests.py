@@ -24,12 +24,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from hack.cluster.binaries import cache_root
 from hack.durations import Durations, clock
 
 ROOT = Path(__file__).resolve().parent.parent
 DEV = ROOT / ".build/venv/bin/python"
 ENGINE = ROOT / ".build/venv-engine/bin/python"
-CACHE = Path(os.environ.get("EPOCHKV_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "epochkv")
 WRONG_ANSWER = re.compile(rb"^>.*\btokens\b|^E .*(?:wrong answer|wrong tokens)")
 """Of pytest's report: the line of a test, or its message, that compares what an engine answered."""
 FAILED = re.compile(rb"^(?:FAILED|ERROR) (.+?)(?: - |$)")
@@ -190,7 +190,7 @@ def main() -> int:
     if missing := forgotten():
         parser.error(f"no layer runs {', '.join(missing)}: name it in LAYERS")
     layers = [layer for layer in LAYERS if layer.name in wanted]
-    results = run_all(layers, extra, Durations(CACHE / "test-durations.json"))
+    results = run_all(layers, extra, Durations(cache_root() / "test-durations.json"))
     for name, run in results.items():
         print(f"{'ok  ' if run.status == 0 else 'FAIL'} {name:15s} {run.summary}")
     return 0 if all(run.status == 0 for run in results.values()) else 1

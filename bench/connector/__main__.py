@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from bench import harness
@@ -21,76 +23,30 @@ from bench.harness import Entry
 from bench.report import Progress, Row
 
 
-def bookkeeping_row(arguments: argparse.Namespace, progress: Progress) -> Row:
-    """Imports are late: a row loads only what it needs."""
-    from bench.connector import bookkeeping
+def late(module: str, name: str = "row") -> Callable[[argparse.Namespace, Progress], Row]:
+    """That function of that module: a row imports only what it needs."""
 
-    return bookkeeping.row(3 * arguments.repeats, progress)
+    def measure(arguments: argparse.Namespace, progress: Progress) -> Row:
+        row: Row = getattr(import_module(f"bench.connector.{module}"), name)(arguments, progress)
+        return row
 
-
-def steps_row(arguments: argparse.Namespace, progress: Progress) -> Row:
-    from bench.connector import steps
-
-    return steps.row(3 * arguments.repeats, progress)
-
-
-def simulation_row(arguments: argparse.Namespace, progress: Progress) -> Row:
-    from bench.connector import simulation
-
-    return simulation.row(trace.load(arguments.trace, arguments.requests), progress)
-
-
-def copies_row(arguments: argparse.Namespace, progress: Progress) -> Row:
-    from bench.connector import copies
-
-    return copies.row(arguments.repeats, progress)
-
-
-def store_row(arguments: argparse.Namespace, progress: Progress) -> Row:
-    from bench.connector import store
-
-    return store.row(3 * arguments.repeats, progress)
-
-
-def first_token_row(arguments: argparse.Namespace, progress: Progress) -> Row:
-    from bench.connector import first_token
-
-    return first_token.own_tiers(arguments.repeats, progress)
-
-
-def stock_row(arguments: argparse.Namespace, progress: Progress) -> Row:
-    from bench.connector import first_token
-
-    return first_token.against_stock(arguments.repeats, progress)
-
-
-def chat_row(arguments: argparse.Namespace, progress: Progress) -> Row:
-    from bench.connector import chat
-
-    return chat.against_stock(trace.load(arguments.trace), arguments.repeats, arguments.window, progress)
-
-
-def decode_row(arguments: argparse.Namespace, progress: Progress) -> Row:
-    from bench.connector import decode
-
-    return decode.row(2 * arguments.repeats, progress)
+    return measure
 
 
 ROWS: dict[str, Entry] = {
-    "bookkeeping": Entry("lookup, plan and commit of a hit, no engine", 5, bookkeeping_row),
-    "steps": Entry("a scheduler's step with 16, 64 and 256 running requests and no hits / without connector", 45, steps_row),
-    "hit-rates": Entry("chat trace on 4, 8, 16 simulated engines against known hit rates", 70, simulation_row),
-    "staging": Entry("copies between engine blocks and host slots / plain copy", 15, copies_row),
-    "store": Entry("L2 put and get / raw Mooncake client", 60, store_row),
-    "ttft": Entry("time to first token, 4k tokens: cold, warm L1, warm L2 from another engine", 180, first_token_row),
-    "stock": Entry("the same from L2 / vLLM's MooncakeStoreConnector", 180, stock_row),
-    "chat": Entry("throughput on chats of the trace / vLLM's MooncakeStoreConnector", 300, chat_row),
-    "decode": Entry("decode throughput with the connector and no hits / without connector", 180, decode_row),
+    "bookkeeping": Entry("lookup, plan and commit of a hit, no engine", 5, late("bookkeeping")),
+    "steps": Entry("a scheduler's step with 16, 64 and 256 running requests and no hits / without connector", 45, late("steps")),
+    "hit-rates": Entry("chat trace on 4, 8, 16 simulated engines against known hit rates", 70, late("simulation")),
+    "staging": Entry("copies between engine blocks and host slots / plain copy", 15, late("copies")),
+    "store": Entry("L2 put and get / raw Mooncake client", 60, late("store")),
+    "ttft": Entry("time to first token, 4k tokens: cold, warm L1, warm L2 from another engine", 180, late("first_token", "own_tiers")),
+    "stock": Entry("the same from L2 / vLLM's MooncakeStoreConnector", 180, late("first_token", "against_stock")),
+    "chat": Entry("throughput on chats of the trace / vLLM's MooncakeStoreConnector", 300, late("chat", "against_stock")),
+    "decode": Entry("decode throughput with the connector and no hits / without connector", 180, late("decode")),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What only this benchmark can be told."""
     parser.add_argument(
         "--repeats", type=int, default=5, help="repetitions of each side of a ratio; short ones three times as many (default 5)"
     )

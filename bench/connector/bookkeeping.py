@@ -1,11 +1,12 @@
 """What a hit costs the scheduler thread: the production `Bookkeeping` with a full L1, no engine and no store.
 
-A request's way is cut at two places: the walk over its block hashes (what the design calls lookup), and everything that
-then holds and accepts the hit (plan, commit, making the load job).
+A request's way is measured in two parts. Lookup is the walk over its block hashes; plan, commit and making the load job
+hold and accept the hit.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import itertools
 import time
@@ -127,13 +128,13 @@ def measure(num_tokens: int, repeats: int) -> Cost:
     return cost
 
 
-def row(repeats: int, progress: Progress) -> Row:
+def row(arguments: argparse.Namespace, progress: Progress) -> Row:
     """The walk per block; plan, commit and load job per request, for a short prompt and a long one."""
     figures = []
     details: dict[str, object] = {"block tokens": BLOCK_TOKENS, "requests in a batch": BATCH}
     began = time.monotonic()
     for done, num_tokens in enumerate((SHORT_TOKENS, PROMPT_TOKENS)):
-        cost = measure(num_tokens, repeats)
+        cost = measure(num_tokens, 3 * arguments.repeats)
         num_blocks = num_tokens // BLOCK_TOKENS - 1
         walk = [seconds * 1e6 / num_blocks for seconds in cost.walk]
         rest = [1e6 * (a - w + b + c) for w, a, b, c in zip(cost.walk, cost.lookup, cost.commit, cost.step, strict=True)]

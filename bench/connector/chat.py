@@ -1,22 +1,23 @@
 """Throughput on conversations of the chat trace: an engine of ours and one with vLLM's MooncakeStoreConnector, in turns.
 
-Whole conversations are drawn at random until there are enough requests, and keep their order of arrival: that keeps the
-trace's reuse (about 37 % of the blocks), which its first minutes do not have. A 512-token block of the trace becomes one
+Whole conversations are drawn at random until there are enough requests, and keep their order of arrival. That keeps the
+trace's reuse, about 37 % of the blocks, which its first minutes do not have. A 512-token block of the trace becomes one
 block of the engine (32 tokens), an answer a sixteenth of its length.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from bench.connector.engines import BLOCK_TOKENS, CONCURRENCY, MAX_TOKENS, SETTLE_SECONDS, cpu_seconds, empty_gpu, fleet, prompt
+from bench.connector.engines import BLOCK_TOKENS, CONCURRENCY, MAX_TOKENS, SETTLE_SECONDS, cpu_seconds, empty_gpu, fleet, in_turns, prompt
 from bench.connector.first_token import warm_up
 from bench.connector.misses import Misses, pairs, ratio
-from bench.connector.trace import Request, Trace
+from bench.connector.trace import Request, Trace, load
 from bench.report import Figure, Progress, Row
 from hack.engine_api import Answer, EngineApi
 
@@ -28,8 +29,6 @@ SEED = 2
 
 @dataclass(frozen=True)
 class Chat:
-    """One request for an engine."""
-
     tokens: list[int]
     answer_tokens: int
 
@@ -73,28 +72,23 @@ def serve(engine: EngineApi, chats: Sequence[Chat], misses: Misses) -> tuple[flo
     return seconds if len(answered) == len(chats) else None, sum(answer.cached for answer in answered)
 
 
-def against_stock(trace: Trace, repeats: int, window: int, progress: Progress) -> Row:
+def against_stock(arguments: argparse.Namespace, progress: Progress) -> Row:
     """Windows of the excerpt, each served by both engines before the next begins. A window with a miss gives no ratio."""
+    trace, repeats, window = load(arguments.trace), arguments.repeats, arguments.window
     chats = [to_chat(request) for request in excerpt(trace, repeats * window)]
     seconds: dict[str, list[float | None]] = {"ours": [], "stock": []}
     misses = Misses()
     cached = {"ours": 0, "stock": 0}
-    cpu: dict[str, float] = {}
     with fleet({"ours": "ours", "stock": "stock"}, l1_blocks=L1_BLOCKS) as group:
         warm_up(group, misses)
-        began = time.monotonic()
         for name, engine in group.engines.items():
             misses.attempt(name, lambda engine=engine: empty_gpu(engine))
         cpu = {name: -cpu_seconds(engine) for name, engine in group.engines.items()}
-        order = ["ours", "stock"]
-        for index in range(repeats):
-            for name in order:
-                time.sleep(SETTLE_SECONDS)
-                took, reused = serve(group.engines[name], chats[index * window : (index + 1) * window], misses)
-                seconds[name].append(took)
-                cached[name] += reused
-            order.reverse()
-            progress.step(index + 1, repeats, began)
+        for index, name in in_turns(group.engines, repeats, progress):
+            time.sleep(SETTLE_SECONDS)
+            took, reused = serve(group.engines[name], chats[index * window : (index + 1) * window], misses)
+            seconds[name].append(took)
+            cached[name] += reused
         cpu = {name: cpu[name] + cpu_seconds(engine) for name, engine in group.engines.items()}
     total = sum(len(chat.tokens) for chat in chats)
     turns = pairs(seconds["stock"], seconds["ours"])

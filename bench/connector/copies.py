@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 
 from bench import staging
@@ -17,8 +18,9 @@ INNER_REPEATS = 5
 PLAIN = {"gather": "plain out", "scatter": "plain in"}
 
 
-def row(repeats: int, progress: Progress) -> Row:
+def row(arguments: argparse.Namespace, progress: Progress) -> Row:
     """Ratios to the plain copy; one tensor for each layer, as vLLM allocates them."""
+    repeats = arguments.repeats
     figures: list[Figure] = []
     details: dict[str, object] = {}
     began, done, total = time.monotonic(), 0, len(SHAPES) * repeats

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from bench.connector.engines import CONCURRENCY, SETTLE_SECONDS, cpu_seconds, fleet, prompt
+from bench.connector.engines import CONCURRENCY, SETTLE_SECONDS, cpu_seconds, fleet, in_turns, prompt
 from bench.connector.first_token import warm_up
 from bench.connector.misses import Misses, medians, pairs, ratio
 from bench.report import Progress, Row
@@ -28,24 +29,19 @@ def tokens_per_second(engine: Engine, seed: str) -> tuple[float, float]:
     return count / (time.perf_counter() - began), count / (cpu_seconds(engine) - cpu)
 
 
-def row(repeats: int, progress: Progress) -> Row:
+def row(arguments: argparse.Namespace, progress: Progress) -> Row:
     """Ratios of neighbouring turns; a turn with a miss gives none."""
     wall: dict[str, list[float | None]] = {"with": [], "without": []}
     cpu: dict[str, list[float | None]] = {"with": [], "without": []}
     misses = Misses()
     with fleet({"with": "ours", "without": "none"}, l1_blocks=L1_BLOCKS) as group:
         warm_up(group, misses)
-        began = time.monotonic()
-        order = ["with", "without"]
-        for index in range(repeats):
-            for name in order:
-                time.sleep(SETTLE_SECONDS)
-                ask = (group.engines[name], f"{name} {index}")
-                by_clock, by_cpu = misses.attempt(name, lambda ask=ask: tokens_per_second(*ask)) or (None, None)
-                wall[name].append(by_clock)
-                cpu[name].append(by_cpu)
-            order.reverse()
-            progress.step(index + 1, repeats, began)
+        for index, name in in_turns(group.engines, 2 * arguments.repeats, progress):
+            time.sleep(SETTLE_SECONDS)
+            ask = (group.engines[name], f"{name} {index}")
+            by_clock, by_cpu = misses.attempt(name, lambda ask=ask: tokens_per_second(*ask)) or (None, None)
+            wall[name].append(by_clock)
+            cpu[name].append(by_cpu)
     figures = [
         figure
         for what, rates, aim in (("by wall clock", wall, 0.98), ("by CPU time of the engine", cpu, None))

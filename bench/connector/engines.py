@@ -1,7 +1,7 @@
 """Engines of a benchmark run: one Mooncake, one pool, and vLLM CPU engines with the model of 100 million parameters.
 
-All engines of a row are alike but for the connector, run at the same time and are asked in turns, so that what else the
-machine does meets every side of a ratio.
+All engines of a row are alike but for the connector. They run at the same time and are asked in turns, so that what else
+the machine does meets every side of a ratio.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.connector.misses import OtherHit
-from bench.connector.model import make_large
 from bench.connector.store import Raw, Region
+from bench.model import make_large
+from bench.report import Progress
 from hack.demo.stock import stock_connector
 from hack.standalone.engine import Engine, EngineError
 from hack.standalone.mooncake import Mooncake
@@ -39,7 +40,6 @@ TOUCHED_AT_ONCE = 16
 PATIENT = {"MC_TCP_STATUS_TIMEOUT_SEC": "30", "MC_TCP_PROGRESS_TIMEOUT_SEC": "30"}
 """Only for who touches the store's memory before the measurement; engines run with the limits that ship."""
 START_SECONDS = 400.0
-WAIT_SECONDS = 60.0
 SETTLE_SECONDS = 2.0
 """Between turns: an engine polls and stores for a moment after its last token, which would slow its neighbour."""
 VOCABULARY = range(2, 12_000)
@@ -127,6 +127,16 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def in_turns(names: Iterable[str], rounds: int, progress: Progress) -> Iterator[tuple[int, str]]:
+    """(round, name): everybody once a round, and in the next round the other way round."""
+    order, began = list(names), time.monotonic()
+    for index in range(rounds):
+        for name in order:
+            yield index, name
+        order.reverse()
+        progress.step(index + 1, rounds, began)
 
 
 def prompt(seed: str, num_tokens: int) -> list[int]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 
-from bench.connector.engines import BLOCK_TOKENS, GPU_BLOCKS, SETTLE_SECONDS, Fleet, empty_gpu, fleet, prompt, timed_answer
+from bench.connector.engines import BLOCK_TOKENS, GPU_BLOCKS, SETTLE_SECONDS, Fleet, empty_gpu, fleet, in_turns, prompt, timed_answer
 from bench.connector.misses import Misses, medians, pairs, ratio
 from bench.report import Progress, Row
 from hack.standalone.engine import Engine
@@ -33,11 +34,12 @@ def _warm_up(name: str, engine: Engine) -> None:
     engine.complete(tokens, 2)
 
 
-def own_tiers(repeats: int, progress: Progress) -> Row:
+def own_tiers(arguments: argparse.Namespace, progress: Progress) -> Row:
     """Two engines with L1 and L2 take turns: one computes a prompt, the other finds it in L2, the first in its L1.
 
     Whatever is not answered as it should be counts as a miss, and gives no ratio.
     """
+    repeats = arguments.repeats
     tiers = ("cold", "L2 of another engine", "L1")
     samples: dict[str, list[float | None]] = {tier: [] for tier in tiers}
     misses = Misses()
@@ -72,7 +74,7 @@ def _turn(group: Fleet, writer: Engine, reader: Engine, tokens: list[int], misse
     return cold, shared, misses.attempt(writer.name, from_l1)
 
 
-def against_stock(repeats: int, progress: Progress) -> Row:
+def against_stock(arguments: argparse.Namespace, progress: Progress) -> Row:
     """The same prompts in the same store, read by an engine of ours and by one with vLLM's MooncakeStoreConnector, in turns.
 
     Names differ, so each writes its own copy. L1 is too small to answer: every measured hit of ours comes from L2. A turn in which
@@ -86,13 +88,9 @@ def against_stock(repeats: int, progress: Progress) -> Row:
         for name, engine in group.engines.items():
             for tokens in prompts:
                 misses.attempt(name, lambda engine=engine, tokens=tokens: _store(group, engine, tokens))
-        began, order = time.monotonic(), ["ours", "stock"]
-        for index in range(repeats * NUM_ROTATING):
-            for name in order:
-                ask = (group.engines[name], prompts[index % NUM_ROTATING])
-                samples[name].append(misses.attempt(name, lambda ask=ask: _from_store(*ask)))
-            order.reverse()
-            progress.step(index + 1, repeats * NUM_ROTATING, began)
+        for index, name in in_turns(group.engines, arguments.repeats * NUM_ROTATING, progress):
+            ask = (group.engines[name], prompts[index % NUM_ROTATING])
+            samples[name].append(misses.attempt(name, lambda ask=ask: _from_store(*ask)))
     figures = ratio("ours / vLLM's MooncakeStoreConnector, warm L2", pairs(samples["ours"], samples["stock"]), 0.9)
     figures += [*medians(samples, "s"), *misses.figures()]
     return Row(f"time to first token, {PROMPT_TOKENS} tokens, same store and prompts", figures, {"seconds": samples})

@@ -10,6 +10,7 @@ with one token behind the prompt for the engine to compute.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import time
 from collections import OrderedDict
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from bench.connector import trace as traces
 from bench.connector.bookkeeping import Blocks
 from bench.connector.trace import BLOCK_TOKENS, Trace
 from bench.report import Figure, Progress, Row
@@ -169,8 +171,9 @@ def cases(trace: Trace) -> Iterable[tuple[str, int, int, bool, float | None]]:
         yield f"1 engine, L1 of {size} blocks", 1, size, False, known
 
 
-def row(trace: Trace, progress: Progress) -> Row:
+def row(arguments: argparse.Namespace, progress: Progress) -> Row:
     """Distance of each hit rate from the known answer, in points."""
+    trace = traces.load(arguments.trace, arguments.requests)
     figures: list[Figure] = []
     details: dict[str, object] = {"trace": trace.source, "requests": len(trace.requests), "blocks": trace.num_blocks}
     began, every = time.monotonic(), list(cases(trace))

@@ -7,6 +7,7 @@ to look at anybody; in the other one every request saves a block to L1.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import statistics
 import tempfile
@@ -105,7 +106,7 @@ def measure(running: int, windows: int, folder: Path) -> Cost:
     return cost
 
 
-def row(repeats: int, progress: Progress) -> Row:
+def row(arguments: argparse.Namespace, progress: Progress) -> Row:
     """Microseconds per running request and step, and how they grow with the number of requests."""
     figures: list[Figure] = []
     details: dict[str, object] = {"block tokens": BLOCK}
@@ -113,7 +114,7 @@ def row(repeats: int, progress: Progress) -> Row:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="epochkv-bench-") as folder:
         for done, running in enumerate(RUNNING):
-            cost = measure(running, repeats, Path(folder) / str(running))
+            cost = measure(running, 3 * arguments.repeats, Path(folder) / str(running))
             per_request = 1e6 / running
             plain = [per_request * seconds for seconds in cost.added(cost.plain)]
             mean = [per_request * seconds for seconds in cost.added(cost.mean)]

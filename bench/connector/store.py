@@ -1,12 +1,13 @@
 """L2 put and get through our client against the raw Mooncake client: same master, same store process, same object sizes.
 
 Both clients live in this process and take turns. The raw client is measured twice: all objects in one call, and in calls of
-as many objects as ours makes (a call to a hung store node takes seconds for each four objects, so ours makes small ones).
+as many objects as ours makes. A call to a hung store node takes seconds for each four objects, so ours makes small ones.
 Ours also seals each object and checks what it gets: header, trailer and the payload's xxh3.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import mmap
 import statistics
@@ -134,8 +135,9 @@ def turn(ours: StoreClient, region: Region, raw: Raw, name: str, small: int, bac
     return seconds
 
 
-def row(repeats: int, progress: Progress) -> Row:
+def row(arguments: argparse.Namespace, progress: Progress) -> Row:
     """Throughput of ours / raw for puts and gets of each size."""
+    repeats = 3 * arguments.repeats
     prepare_environment()
     figures: list[Figure] = []
     details: dict[str, Any] = {}

@@ -35,7 +35,6 @@ ROWS: dict[str, Entry] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What only this benchmark can be told."""
     parser.add_argument("--bumps", type=int, default=200, help="bumps for each latency (default 200)")
     parser.add_argument("--faults", type=int, default=10, help="repetitions of each fault (default 10)")
     parser.add_argument("--seconds", type=float, default=40.0, help="length of the steady state (default 40)")

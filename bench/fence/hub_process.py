@@ -1,7 +1,7 @@
 """The hub under test in a process of its own: production `HubServer` over the SQLite authority.
 
-Reads its settings as one line of JSON; prints one line of JSON when it listens and one for each publication, with the time
-at which it asked for the write (`time.monotonic`, which all processes of a machine share). Ends when standard input does.
+Reads its settings as one line of JSON. Prints one line of JSON when it listens and one for each publication, with the time
+at which it asked for the write: `time.monotonic`, which all processes of a machine share. Ends when standard input does.
 """
 
 from __future__ import annotations

@@ -12,11 +12,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.bump_to_published import Watcher
+from bench.bump_to_published import measure
 from bench.fence.parts import Child
 from bench.report import Progress, Row, latency_figures
-from epochkv_operator.kube.client import MERGE_PATCH, KubeClient
-from epochkv_operator.kube.resources import POOLS
 from hack.cluster.binaries import build
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
@@ -55,32 +53,9 @@ def _measure(plane: ControlPlane, folder: Path, bumps: int, progress: Progress) 
         with Child("bench.fence.swarm", settings) as swarm:
             swarm.hear()
             eventually(lambda: swarm.ask("state")["live"] == NUM_ENGINES, "engines granted", 60)
-            samples = asyncio.run(_bump(space.name, bumps, progress))
-    seconds = [published for published, _ in samples]
-    details = {"bumps": bumps, "seconds": seconds, "patch_seconds": [patched for _, patched in samples]}
+            total, began = WARM_UP + bumps, time.monotonic()
+            bumped = measure(space.name, POOL, total, PAUSE_SECONDS, DEADLINE_SECONDS, lambda done: progress.step(done, total, began))
+            samples = asyncio.run(bumped)[WARM_UP:]
+    seconds = [bump.milliseconds / 1e3 for bump in samples]
+    details = {"bumps": bumps, "seconds": seconds, "patch_seconds": [bump.patch_milliseconds / 1e3 for bump in samples]}
     return Row(f"patch -> status in a watch, {NUM_ENGINES} agents", latency_figures(seconds, AIM_P99_MS), details)
-
-
-async def _bump(namespace: str, bumps: int, progress: Progress) -> list[tuple[float, float]]:
-    """(seconds until seen in the watch, seconds until the patch was answered) of each bump."""
-    client = await KubeClient.connect()
-    current = await client.get(POOLS, namespace, POOL)
-    watcher = Watcher(client, namespace, POOL)
-    task = asyncio.create_task(watcher.run(current["metadata"]["resourceVersion"]))
-    samples: list[tuple[float, float]] = []
-    began = time.monotonic()
-    try:
-        for epoch in range(1, WARM_UP + bumps + 1):
-            await asyncio.sleep(PAUSE_SECONDS)
-            started = time.perf_counter()
-            patch = {"spec": {"resetEpoch": epoch}}
-            await client.request("PATCH", POOLS.path(namespace, POOL), body=patch, content_type=MERGE_PATCH)
-            patched = time.perf_counter()
-            published = await watcher.published(epoch, DEADLINE_SECONDS)
-            samples.append((published - started, patched - started))
-            progress.step(len(samples), WARM_UP + bumps, began)
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await client.close()
-    return samples[WARM_UP:]

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import zmq
@@ -72,14 +71,13 @@ class Child:
         self._reader.join(5)
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.process.kill()
         self.process.wait(10)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -163,7 +161,6 @@ class Trainer:
         return answer
 
     def target(self) -> int:
-        """The pool's target epoch."""
         return self.status().target
 
     def bump(self, epoch: int, seconds: float) -> float:
@@ -198,5 +195,4 @@ def cpu_seconds(pid: int) -> float:
 
 
 def rss_bytes(pid: int) -> int:
-    """Resident memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE

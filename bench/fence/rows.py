@@ -29,8 +29,6 @@ FLOOD_PAUSE_SECONDS = 0.02
 
 @dataclass
 class Bench:
-    """A hub process, engines and a trainer."""
-
     fence: Fence
     swarms: list[Child]
     trainer: Trainer
@@ -41,7 +39,6 @@ class Bench:
         return self.fence.hub.process.pid
 
     def live(self) -> int:
-        """Engines with a live lease."""
         return sum(int(swarm.ask("state")["live"]) for swarm in self.swarms)
 
     def longest_gap(self) -> float:

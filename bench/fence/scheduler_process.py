@@ -33,8 +33,11 @@ def microseconds(work: Callable[[], None], times: int, prepare: Callable[[], Non
 
 
 def per_request(rig: Rig) -> float:
-    """Everything the connector asks the fence on the way of a request that nothing overtakes: it is pinned when it arrives, looked
-    at when the scheduler asks for its hit, admitted when blocks are allocated, released; three times what holds now is read."""
+    """Everything the connector asks the fence on the way of a request that nothing overtakes.
+
+    The request is pinned when it arrives, looked at when the scheduler asks for its hit, admitted when blocks are allocated, and
+    released. What holds now is read three times.
+    """
     pins = rig.pins
     fresh: list[Any] = []
 

@@ -3,9 +3,9 @@
 What `AgentThread` does with a thread per engine is done here by one loop over `epoll`, so that thousands of engines fit on
 a machine that also runs the hub. Everything an engine would have to do takes no time here: what is measured is the fence.
 
-Reads its settings as one line of JSON (`endpoint`, `keys`, `engines`), then commands, one a line; each is answered with one
-line of JSON: `state` (engines with a live lease, the lowest epoch, the longest time any of them was without a lease) and
-`forget` (begin to look for the longest time anew). Ends when standard input does.
+Reads its settings as one line of JSON (`endpoint`, `keys`, `engines`), then commands, one a line. The answer to each is one line
+of JSON: engines with a live lease, the lowest epoch, and the longest time that any of them was without a lease. `state` only asks
+for it; `forget` begins to look for the longest time anew. Ends when standard input does.
 """
 
 from __future__ import annotations
@@ -94,8 +94,6 @@ class Engine:
 
 
 class Swarm:
-    """The loop."""
-
     def __init__(self, endpoint: str, keys: ClientKeys, num_engines: int) -> None:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hack.cluster.errors import ClusterError
-from hack.cluster.provider import Provider
+from hack.cluster.provider import ClusterError, Provider
 
 
 def choose_provider(name: str, kind: str | None = None) -> Provider:

@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hack.cluster import binaries, choose_provider
-from hack.cluster.errors import ClusterError, run_command_line
-from hack.cluster.provider import Provider
+from hack.cluster.provider import ClusterError, Provider, run_command_line
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 console = Console(highlight=False)
@@ -119,21 +118,6 @@ def env(name: Name = DEFAULT_NAME, kind: Kind = None) -> None:
     print(f"export KUBECTL={shlex.quote(str(found.path('kubectl')))}")
     print(f"export HELM={shlex.quote(str(found.path('helm')))}")
     print(f"export PATH={':'.join(shlex.quote(str(folder)) for folder in found.folders)}:$PATH")
-
-
-@app.command("provide-env")
-def provide_env(
-    namespace: Annotated[str, typer.Option(help="Namespace of the claim.")],
-    venv: Annotated[Path, typer.Option(help="Virtual environment with vLLM on this machine.")],
-    python: Annotated[Path | None, typer.Option(help="Interpreter's prefix on this machine, as a second claim.")] = None,
-    name: Name = DEFAULT_NAME,
-    kind: Kind = None,
-) -> None:
-    """Create the claim `vllm-env` (and `vllm-python`) in a namespace: read-only host folders through static volumes."""
-    from hack.cluster.environment import provide
-
-    for line in provide(_cluster(name, kind).kubeconfig(), namespace, venv, python):
-        _report(line)
 
 
 @app.command("node-exec", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

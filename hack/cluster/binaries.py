@@ -1,7 +1,7 @@
 """Go binaries of the local cluster: built from the pinned modules in `tools/`, cached by the hash of what they are built from.
 
-Kubernetes publishes no binaries in any package registry, but the Go module proxy serves its source, so everything is
-built here once (about ten minutes on two cores) and kept under the cache folder of the user.
+Kubernetes publishes no binaries in any package registry, but the Go module proxy serves its source. So everything is
+built here once, in about ten minutes on two cores, and kept under the cache folder of the user.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hack.cluster.errors import ClusterError
+from hack.cluster.provider import ClusterError
 
 TOOLS = Path(__file__).parent / "tools"
 KUBERNETES_VERSION = "v1.34.4"
@@ -68,7 +68,6 @@ MODULES = (
     Module("helm", {"helm": "helm.sh/helm/v3/cmd/helm"}, "-s -w", 80),
     Module("coredns", {"coredns": "github.com/coredns/coredns"}, "-s -w", 100),
 )
-_MODULE_OF = {binary: module for module in MODULES for binary in module.packages}
 
 
 def cache_root() -> Path:

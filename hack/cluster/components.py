@@ -27,12 +27,10 @@ class Layout:
 
     @property
     def pki(self) -> Pki:
-        """Certificates of this control plane."""
         return Pki(self.folder / "pki")
 
     @property
     def server(self) -> str:
-        """URL of the API server."""
         return f"https://{self.address}:{self.api_port}"
 
     def kubeconfig(self, name: str) -> Path:

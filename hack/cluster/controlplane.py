@@ -5,25 +5,63 @@ No node, no root needed: what tests of CRDs, admission, RBAC, ownership and watc
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import shutil
-import signal
+import ssl
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Self
+from urllib.parse import urlsplit
 
-from hack.cluster.api import Api
 from hack.cluster.binaries import Binaries, locate
 from hack.cluster.components import Layout, apiserver_args, controller_manager_args, etcd_args, write_credentials
-from hack.cluster.errors import ClusterError
 from hack.cluster.process import Component, ProcessTable
+from hack.cluster.provider import ClusterError
 from hack.loopback import free_ports
 from hack.waiting import poll
 
 COMPONENTS = ("etcd", "kube-apiserver", "kube-controller-manager")
 _START_SECONDS = 90.0  # a busy two-core machine; usually 5
+
+
+class Api:
+    """GET and server-side apply as the cluster's admin."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+
+    def request(
+        self, method: str, path: str, body: object = None, content_type: str = "application/json", timeout: float = 5
+    ) -> tuple[int, bytes]:
+        """Status and body of one request over a connection of its own. Raises OSError when there is no answer."""
+        pki, url = self._layout.pki, urlsplit(self._layout.server)
+        context = ssl.create_default_context(cafile=str(pki.ca))
+        context.load_cert_chain(pki.crt("admin"), pki.key("admin"))
+        connection = http.client.HTTPSConnection(url.hostname or "", url.port, context=context, timeout=timeout)
+        try:
+            data = None if body is None else json.dumps(body)
+            connection.request(method, path, body=data, headers={"Content-Type": content_type})
+            response = connection.getresponse()
+            return response.status, response.read()
+        except http.client.HTTPException as error:
+            raise OSError(str(error)) from error
+        finally:
+            connection.close()
+
+    def ok(self, path: str) -> bool:
+        """True when a GET answers 200."""
+        try:
+            return self.request("GET", path)[0] == 200
+        except OSError:
+            return False
+
+    def apply(self, path: str, obj: object) -> None:
+        """Create or update one object by server-side apply; raises OSError with the server's message."""
+        status, answer = self.request("PATCH", f"{path}?fieldManager=epochkv-cluster&force=true", obj, "application/apply-patch+yaml", 15)
+        if status not in (200, 201):
+            raise OSError(f"apply {path}: {status} {answer.decode(errors='replace')[:500]}")
 
 
 class ControlPlane:
@@ -48,7 +86,7 @@ class ControlPlane:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self) -> None:
@@ -71,7 +109,6 @@ class ControlPlane:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def end_processes(self) -> None:
-        """End every process, keep logs and data."""
         for component in reversed(self.table.all()):
             component.end(grace=0)  # The API server drains for a minute on SIGTERM; nothing here is worth that.
             self.table.forget(component.name)
@@ -94,7 +131,6 @@ class ControlPlane:
 
     @property
     def api(self) -> Api:
-        """Plain requests as admin."""
         return Api(self.layout)
 
     @property
@@ -103,18 +139,12 @@ class ControlPlane:
         return self.layout.server
 
     @property
-    def ca(self) -> Path:
-        """Certificate authority of the API server."""
-        return self.layout.pki.ca
-
-    @property
     def kubeconfig(self) -> Path:
         """Kubeconfig of the admin (group system:masters)."""
         return self.layout.kubeconfig("admin")
 
     @property
     def kubectl(self) -> Path:
-        """The kubectl of the same version."""
         return self._binaries.path("kubectl")
 
     @property
@@ -122,12 +152,11 @@ class ControlPlane:
         """The pinned Helm."""
         return self._binaries.path("helm")
 
-    def kubeconfig_for(self, user: str, groups: tuple[str, ...] = (), server: str | None = None) -> Path:
-        """Kubeconfig with a client certificate for a user without any right of its own; `server` may name a proxy on loopback."""
+    def kubeconfig_for(self, user: str, groups: tuple[str, ...] = ()) -> Path:
+        """Kubeconfig with a client certificate for a user without any right of its own."""
         name = f"user-{user.replace(':', '-').replace('/', '-')}"
         self.layout.pki.ensure(name, user, groups=groups)
-        suffix = "" if server is None else "-" + server.rpartition(":")[2]
-        return self.layout.pki.kubeconfig(self.directory / f"{name}{suffix}.kubeconfig", name, server or self.url)
+        return self.layout.pki.kubeconfig(self.directory / f"{name}.kubeconfig", name, self.url)
 
     def component(self, name: str) -> Component:
         """The process of a component: `etcd`, `kube-apiserver` or `kube-controller-manager`."""
@@ -136,13 +165,10 @@ class ControlPlane:
             raise ClusterError(f"no component {name!r} in {self.directory}: expected one of {', '.join(COMPONENTS)}")
         return found
 
-    def stop(self, name: str) -> None:
-        """SIGSTOP: the component keeps its sockets and answers nothing."""
-        self._signal(name, signal.SIGSTOP)
-
-    def cont(self, name: str) -> None:
-        """SIGCONT after `stop`."""
-        self._signal(name, signal.SIGCONT)
+    def signal(self, name: str, number: int) -> None:
+        """Send a signal to a component. After SIGSTOP it keeps its sockets and answers nothing."""
+        if not self.component(name).signal(number):
+            raise ClusterError(f"{name} of {self.directory} is not running")
 
     def kill(self, name: str) -> None:
         """SIGKILL, and wait until the process is gone."""
@@ -155,27 +181,15 @@ class ControlPlane:
         if name != "kube-controller-manager":
             self.wait_ready()
 
-    def restart_apiserver(self) -> None:
-        """Kill the API server and start it again; returns when /readyz answers."""
-        self.restart("kube-apiserver")
-
     def wait_ready(self) -> None:
         """Wait until the API server's /readyz answers 200."""
         self._wait(lambda: self.api.ok("/readyz"), "the API server")
 
     # -- internal --------------------------------------------------------------------------------------------------
 
-    def _signal(self, name: str, number: int) -> None:
-        if not self.component(name).signal(number):
-            raise ClusterError(f"{name} of {self.directory} is not running")
-
     def _launch(self, name: str) -> None:
-        args = {
-            "etcd": etcd_args,
-            "kube-apiserver": apiserver_args,
-            "kube-controller-manager": controller_manager_args,
-        }[name](self.layout)
-        self.table.start(name, [str(self._binaries.path(name)), *args])
+        arguments = {"etcd": etcd_args, "kube-apiserver": apiserver_args, "kube-controller-manager": controller_manager_args}
+        self.table.start(name, [str(self._binaries.path(name)), *arguments[name](self.layout)])
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
         dead: list[Component] = []

@@ -8,8 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from hack.cluster.errors import ClusterError
-from hack.cluster.provider import ComponentStatus, Report
+from hack.cluster.provider import ClusterError, ComponentStatus, Report
 from hack.cluster.state import check_name, run_root
 
 
@@ -21,13 +20,10 @@ def kind_config(mounts: Sequence[Path]) -> dict[str, object]:
 
 
 class KindCluster:
-    """One kind cluster."""
-
     def __init__(self, name: str) -> None:
         self.name = check_name(name)
 
     def up(self, report: Report, mounts: Sequence[Path] = ()) -> None:
-        """`kind create cluster` unless it is there."""
         if self.name in self._clusters():
             report(f"kind cluster {self.name} is there")
         else:
@@ -40,7 +36,6 @@ class KindCluster:
         report(f"cluster {self.name} is ready: export KUBECONFIG={self.kubeconfig()}")
 
     def down(self, report: Report) -> None:
-        """`kind delete cluster`."""
         self._run("delete", "cluster", "--name", self.name)
         shutil.rmtree(run_root() / f"kind-{self.name}", ignore_errors=True)
         report(f"cluster {self.name} is removed")
@@ -59,7 +54,6 @@ class KindCluster:
         return path
 
     def load_images(self, archives: Sequence[Path], report: Report) -> None:
-        """`kind load image-archive`."""
         for path in archives:
             self._run("load", "image-archive", str(path), "--name", self.name)
             report(f"loaded {path.name}")

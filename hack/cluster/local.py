@@ -17,13 +17,12 @@ from datetime import datetime
 from pathlib import Path
 
 from hack.cluster import nodeconfig, state
-from hack.cluster.api import Api
 from hack.cluster.binaries import Binaries, build
 from hack.cluster.components import apiserver_args, controller_manager_args, etcd_args, write_credentials
-from hack.cluster.errors import ClusterError
+from hack.cluster.controlplane import Api
 from hack.cluster.node import Node, host
 from hack.cluster.process import log_tail
-from hack.cluster.provider import ComponentStatus, Report
+from hack.cluster.provider import ClusterError, ComponentStatus, Report
 from hack.cluster.state import ClusterState
 from hack.waiting import poll
 
@@ -131,7 +130,6 @@ class LocalCluster:
         return lines
 
     def kubeconfig(self) -> Path:
-        """Admin kubeconfig."""
         return self._state().layout.kubeconfig("admin")
 
     def load_images(self, archives: Sequence[Path], report: Report) -> None:
@@ -152,7 +150,6 @@ class LocalCluster:
             report(f"loaded {path.name} in {time.monotonic() - started:.1f} s")
 
     def logs(self, component: str) -> str:
-        """The whole log."""
         folder = Node(self._state()).table.logs
         path = folder / f"{component}.log"
         if not path.is_file():
@@ -169,7 +166,6 @@ class LocalCluster:
 
     @property
     def network(self) -> state.Network:
-        """Addresses."""
         return self._state().network
 
     def signal(self, component: str, number: int) -> None:

@@ -1,8 +1,8 @@
 """The node's own world: network, mount, PID, UTS and IPC namespaces around one init process, and the veth pair to the host.
 
-Killing that init makes the kernel kill everything the cluster ever started (containers too) and drop its mounts, interfaces,
-iptables rules and sysctls: `down` cannot forget any, and two clusters cannot collide. Only the veth, the routes, the cgroups and the
-folders live outside; they are removed by name.
+When that init is killed, the kernel kills everything that the cluster ever started, containers too, and drops its mounts,
+interfaces, iptables rules and sysctls. So `down` cannot forget any, and two clusters cannot collide. Only the veth, the routes, the
+cgroups and the folders live outside; they are removed by name.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hack.cluster.errors import ClusterError
 from hack.cluster.process import Component, ProcessTable
+from hack.cluster.provider import ClusterError
 from hack.cluster.state import ClusterState
 from hack.waiting import poll
 
@@ -74,7 +74,6 @@ class Node:
         }
 
     def alive(self) -> bool:
-        """True while the node's init runs."""
         return self.table.alive("init")
 
     def ensure(self) -> bool:
@@ -124,7 +123,6 @@ class Node:
         return ["nsenter", "-t", str(self._init().pid), "--mount", "--net", "--pid", "--uts", "--ipc", "--"]
 
     def start(self, name: str, argv: Sequence[str]) -> Component:
-        """Start a component on the node."""
         return self.table.start(name, argv, env=self.environment, prefix=self.prefix())
 
     def run(self, argv: Sequence[str], *, stdin: int | None = None) -> subprocess.CompletedProcess[str]:

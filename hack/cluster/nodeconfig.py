@@ -114,7 +114,6 @@ def kubelet_config(state: ClusterState) -> dict[str, object]:
 
 
 def kubelet_args(state: ClusterState) -> list[str]:
-    """Command line of the kubelet."""
     return [
         f"--config={state.run}/kubelet.json",
         f"--kubeconfig={state.layout.kubeconfig('kubelet')}",
@@ -142,7 +141,6 @@ def proxy_config(state: ClusterState) -> dict[str, object]:
 
 
 def scheduler_args(state: ClusterState) -> list[str]:
-    """Command line of the scheduler."""
     config = state.layout.kubeconfig("scheduler")
     return [
         f"--kubeconfig={config}",

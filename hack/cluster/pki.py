@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from hack.cluster.errors import ClusterError
+from hack.cluster.provider import ClusterError
 
 _DAYS = "30"
 
@@ -38,11 +38,9 @@ class Pki:
         return self.folder / "ca.crt"
 
     def crt(self, name: str) -> Path:
-        """Certificate file of `name`."""
         return self.folder / f"{name}.crt"
 
     def key(self, name: str) -> Path:
-        """Private key file of `name`."""
         return self.folder / f"{name}.key"
 
     def ensure_ca(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hack.cluster.errors import ClusterError
+from hack.cluster.provider import ClusterError
 from hack.waiting import poll
 
 # Launchers (`nsenter`) that are children of this Python process: they end with their component and must be reaped.
@@ -75,7 +75,6 @@ class Component:
             raise ClusterError(f"{self.name} (pid {self.pid}) does not die: look at /proc/{self.pid}/stack")
 
     def tail(self, lines: int = 15) -> str:
-        """The last lines of the log."""
         return log_tail(Path(self.log), lines)
 
 
@@ -111,7 +110,6 @@ class ProcessTable:
         return [found for path in files if (found := self.get(path.stem))]
 
     def alive(self, name: str) -> bool:
-        """True while the recorded process runs."""
         found = self.get(name)
         return found is not None and found.alive()
 

@@ -1,13 +1,27 @@
-"""What a cluster provider must offer."""
+"""What a cluster provider must offer, and how one fails."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 Report = Callable[[str], None]
+
+
+class ClusterError(RuntimeError):
+    """Something about a cluster failed. The text says what, to which object, and what to do."""
+
+
+def run_command_line(app: Callable[[], object]) -> None:
+    """A command line: known failures are one clear message and exit status 1."""
+    try:
+        app()
+    except ClusterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 @dataclass(frozen=True)

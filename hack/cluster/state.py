@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hack.cluster.components import Layout
-from hack.cluster.errors import ClusterError
+from hack.cluster.provider import ClusterError
 
 MAX_CLUSTERS = 50
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,14}")
@@ -89,8 +89,6 @@ class Network:
 
 @dataclass(frozen=True)
 class ClusterState:
-    """One local cluster."""
-
     name: str
     run: Path
     data: Path
@@ -113,7 +111,6 @@ class ClusterState:
 
     @property
     def node_name(self) -> str:
-        """Name of the one Node."""
         return f"{self.name}-node"
 
     @property
@@ -123,7 +120,6 @@ class ClusterState:
 
     @property
     def containerd_socket(self) -> Path:
-        """Where kubelet and ctr reach containerd."""
         return self.run / "containerd.sock"
 
 
@@ -159,7 +155,6 @@ def make(name: str, index: int) -> ClusterState:
 
 
 def save(state: ClusterState) -> None:
-    """Create the folders and the record."""
     state.run.mkdir(parents=True, exist_ok=True, mode=0o755)
     state.data.mkdir(parents=True, exist_ok=True, mode=0o711)
     staging = state.run / ".cluster.tmp"

@@ -3,9 +3,9 @@
   run [VERSION ...]     an environment per version (kept in .build/compat), the layers that run on it, a table; the default is all
   lock [VERSION ...]    write the pins in which a version differs from the primary environment
 
-One environment is the primary one (hack/requirements/engine.txt) with the pins of hack/compat/VERSION.txt laid over it, so
-that nothing but vLLM and what it insists on changes. vLLM 0.33 has no build for CPUs that could be installed: its wheel is
-made for CUDA, whose Python half runs the scheduler layer and cannot run an engine.
+One environment is the primary one (hack/requirements/engine.txt) with the pins of hack/compat/VERSION.txt laid over it.
+So nothing changes but vLLM and what it insists on. vLLM 0.33 has no build for CPUs that could be installed. Its wheel is
+made for CUDA: its Python half runs the scheduler layer and cannot run an engine.
 
 Exit status: 0 when every layer of every version passed.
 """
@@ -22,6 +22,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from hack.cluster.binaries import cache_root
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HERE = Path(__file__).resolve().parent
@@ -54,7 +56,6 @@ class Version:
 
     @property
     def python(self) -> Path:
-        """Its interpreter."""
         folder = ENVIRONMENTS / self.name if self.asks else ROOT / ".build/venv-engine"
         return folder / "bin/python"
 
@@ -89,8 +90,7 @@ def entries(text: str) -> dict[str, str]:
 
 def uv() -> str:
     """The uv that hack/setup.sh installed, or any."""
-    cache = Path(os.environ.get("EPOCHKV_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "epochkv")
-    return next((str(path) for path in sorted(cache.glob("uv-*/bin/uv"), reverse=True)), "uv")
+    return next((str(path) for path in sorted(cache_root().glob("uv-*/bin/uv"), reverse=True)), "uv")
 
 
 def merged(version: Version) -> str:
@@ -190,7 +190,6 @@ def lock(versions: Sequence[Version]) -> int:
 
 
 def main() -> int:
-    """Parse the command line and act."""
     parser = argparse.ArgumentParser(prog="hack.compat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     names = [version.name for version in VERSIONS]

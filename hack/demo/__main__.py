@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from hack.cluster.errors import ClusterError
+from hack.cluster.provider import ClusterError
 from hack.demo.kube import DemoError
 from hack.engine_api import EngineError
 from hack.standalone.process import ProcessError

@@ -25,7 +25,6 @@ class Claims:
     items: list[Claim] = field(default_factory=list)
 
     def equal(self, what: str, seen: object, expected: object) -> None:
-        """`seen` must equal `expected`."""
         self.items.append(Claim(what, str(expected), str(seen), seen == expected))
 
     def check(self, what: str, held: bool, expected: str, seen: str) -> None:
@@ -34,11 +33,9 @@ class Claims:
 
     @property
     def broken(self) -> list[Claim]:
-        """The claims that did not hold."""
         return [claim for claim in self.items if not claim.held]
 
     def show(self, console: Console, title: str) -> None:
-        """One table."""
         table = Table("", "claim", "expected", "seen", title=title, title_justify="left")
         for claim in self.items:
             mark = "[green]✓[/]" if claim.held else "[bold red]✗[/]"

@@ -177,7 +177,6 @@ class Journey:
         return self.kube.get(f"/apis/epochkv.io/v1alpha1/namespaces/{NAMESPACE}/kvcachepools/{POOL}")
 
     def epoch(self) -> int:
-        """`status.epoch`."""
         return int((self.pool().get("status") or {}).get("epoch") or 0)
 
     def stored_blocks(self, epoch: int) -> int:
@@ -190,18 +189,18 @@ class Journey:
             raise DemoError(f"the master's /get_all_keys: HTTP {status}")
         return sum(f"/e{epoch}/" in key for key in body.decode().split())
 
-    def _converged(self, seconds: float = 10.0) -> int:
+    def _converged(self) -> int:
         """Engines at the target in the status, which follows a moment after the epoch."""
         count = len(self.engines)
-        return self._settled(lambda status: int((status.get("engines") or {}).get("converged", 0)), lambda n: n == count, seconds)
+        return self._settled(lambda status: int((status.get("engines") or {}).get("converged", 0)), lambda n: n == count, 10.0)
 
-    def _weights(self, engines: int, other_than: str = "", seconds: float = 30.0) -> str:
+    def _weights(self, engines: int, other_than: str = "") -> str:
         """The column WEIGHTS once all engines hold the same, other weights, or as it is when the time is over."""
 
         def all_hold(column: str) -> bool:
             return column.endswith(f" {engines}/{engines}") and column != other_than
 
-        return self._settled(lambda status: str(status.get("weightsSummary", "")), all_hold, seconds)
+        return self._settled(lambda status: str(status.get("weightsSummary", "")), all_hold, 30.0)
 
     def _settled(self, read: Callable[[Json], T], done: Callable[[T], bool], seconds: float) -> T:
         deadline = time.monotonic() + seconds

@@ -1,5 +1,7 @@
-"""Reaching a cluster from this machine, on any provider: kubectl for what a user would type, and the API server's pod proxy for HTTP
-to pods, so that neither routes to pod addresses nor port-forwards are needed."""
+"""Reaching a cluster from this machine, on any provider: kubectl for what a user would type, and requests to the API server.
+
+HTTP to pods goes through the API server's pod proxy, so that neither routes to pod addresses nor port-forwards are needed.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,6 @@ class Kube:
     # -- what a user would type ----------------------------------------------------------------------------------------
 
     def command(self, *args: str) -> list[str]:
-        """A kubectl command line for this cluster."""
         return [str(self._kubectl), f"--kubeconfig={self.kubeconfig}", *args]
 
     def kubectl(self, *args: str, seconds: float = 120.0, stdin: str | None = None) -> str:
@@ -118,7 +119,6 @@ class Kube:
         return self.request(method, proxy, body, seconds=seconds)
 
     def engines(self, namespace: str, engine: str, model: str) -> list[PodEngine]:
-        """The Ready pods of an InferenceEngine."""
         pods = self.pods(namespace, f"epochkv.io/engine={engine}")
         return [PodEngine(self, namespace, pod["metadata"]["name"], model) for pod in pods if pod_ready(pod)]
 
@@ -131,7 +131,6 @@ class PodEngine(EngineApi):
         self._kube, self._namespace = kube, namespace
 
     def request(self, method: str, path: str, body: bytes | None = None, seconds: float = 120.0) -> bytes:
-        """One HTTP request through the API server."""
         try:
             status, answer = self._kube.pod_http(self._namespace, self.name, 8000, method, path, body, seconds)
         except OSError as error:
@@ -142,7 +141,6 @@ class PodEngine(EngineApi):
 
 
 def pod_ready(pod: Json) -> bool:
-    """The pod's Ready condition is True."""
     return condition(pod, "Ready").get("status") == "True"
 
 

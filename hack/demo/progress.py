@@ -27,7 +27,6 @@ class Progress:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the beginning."""
         return time.monotonic() - self._started
 
     def note(self, text: str) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from hack import models
 from hack.cluster import binaries, choose_provider
-from hack.cluster.environment import ENV_CLAIM, provide_folder
 from hack.cluster.provider import Provider
 from hack.demo.journey import ENGINE, NAMESPACE, POOL, REFERENCE
 from hack.demo.kube import DemoError, Json, Kube, condition
+from hack.demo.volumes import ENV_CLAIM, provide_folder
 from hack.images.builder import Builder
 from hack.images.recipe import IMAGES, Image
 
@@ -51,7 +51,6 @@ class Setup:
         return self.work / "models"
 
     def kube(self) -> Kube:
-        """The running cluster, as admin."""
         return Kube(self.provider.kubeconfig(), _tool("kubectl"))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
@@ -81,14 +80,12 @@ class Setup:
         return archive
 
     def make_models(self, note: Note) -> None:
-        """Two sets of weights."""
         for name, seed in (("base", 1), ("new", 2)):
             models.make(self.models / name, seed)
         if not (self.engine_venv / "bin/python").exists():
             raise DemoError(f"{self.engine_venv} is no environment with vLLM: run 'make setup-engine'")
 
     def bring_up(self, note: Note) -> None:
-        """The cluster."""
         self.provider.up(note, [self.models, self.engine_venv])
 
     def load_images(self, archives: list[Path], note: Note) -> None:
@@ -108,7 +105,6 @@ class Setup:
         kube.kubectl("annotate", "namespace", SYSTEM, "--overwrite", f"{LOADED}={wanted}")
 
     def install(self, note: Note) -> None:
-        """The chart."""
         command = [
             *(str(_tool("helm")), "upgrade", "--install", "epochkv", str(ROOT / "charts/epochkv")),
             *("--namespace", SYSTEM, "--create-namespace", "--values", str(MANIFESTS / "values.yaml")),
@@ -125,7 +121,7 @@ class Setup:
         self._remove_other_demo(kube, note)
         kube.kubectl("apply", "-f", str(MANIFESTS / "namespace.yaml"))
         for claim, folder in ((ENV_CLAIM, self.engine_venv), ("models", self.models)):
-            note(provide_folder(self.provider.kubeconfig(), NAMESPACE, claim, folder))
+            note(provide_folder(kube, NAMESPACE, claim, folder))
         for name in ("pool", "engine", "reference"):
             note(kube.kubectl("apply", "-f", str(MANIFESTS / f"{name}.yaml")))
 

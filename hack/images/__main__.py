@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from hack.cluster.errors import run_command_line
+from hack.cluster.provider import run_command_line
 from hack.images.builder import Builder
 from hack.images.recipe import IMAGES, image
 

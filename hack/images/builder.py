@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hack.cluster.binaries import Report, cache_root
-from hack.cluster.errors import ClusterError
+from hack.cluster.provider import ClusterError
 from hack.images import recipe
 from hack.images.recipe import Image
 
@@ -31,9 +31,9 @@ _SECRETS = "/run/epochkv-build"  # where host files appear inside builds
 class Builder:
     """One image store under the cache folder; calls from several processes wait for each other."""
 
-    def __init__(self, report: Report, cache: Path | None = None) -> None:
+    def __init__(self, report: Report) -> None:
         self.report = report
-        self.folder = (cache or cache_root()) / "images"
+        self.folder = cache_root() / "images"
         self.architecture = platform.machine()
 
     def archive(self, image: Image) -> Path:

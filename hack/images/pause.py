@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 
 from hack.cluster.binaries import cache_root
-from hack.cluster.errors import ClusterError
 from hack.cluster.nodeconfig import PAUSE_IMAGE
+from hack.cluster.provider import ClusterError
 from hack.images import archive
 
 SOURCE = Path(__file__).with_name("pause.c")

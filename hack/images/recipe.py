@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hack.cluster.errors import ClusterError
+from hack.cluster.provider import ClusterError
 
 ROOT = Path(__file__).resolve().parents[2]
 SUITE = "bookworm"
@@ -96,7 +96,6 @@ def content_key(parts: Mapping[str, str], root: Path, files: Iterable[Path]) -> 
 
 
 def base_key(architecture: str) -> str:
-    """Key of the base image."""
     return content_key({"suite": SUITE, "packages": " ".join(BASE_PACKAGES), "arch": architecture, "v": "2"}, ROOT, [])
 
 

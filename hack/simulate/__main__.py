@@ -24,7 +24,6 @@ RARE_BUDGET = 100_000
 
 
 def main() -> int:
-    """Parse the command line and run."""
     parser = argparse.ArgumentParser(prog="hack.simulate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="random schedules")

@@ -1,9 +1,8 @@
 """Soak: three real vLLM engines, a Mooncake store and a hub under random faults, resets and weight changes.
 
 Every answer that ran wholly under one state of weights is compared, token by token, with an engine of exactly these weights that
-has no cache. At the end everything is healed, and nothing
-may be left: no wrong token, no failed request, no block, plan, job or slot that an idle engine still holds, no memory that
-has grown. Exit status 0 if so, else 1.
+has no cache. At the end everything is healed, and nothing may be left: no wrong token, no failed request, no memory that has
+grown. An idle engine must hold no block, plan, job or slot. Exit status 0 if so, else 1.
 
 A seed replays the same prompts, faults, resets and updates at the same times (how they meet requests differs):
 
@@ -40,7 +39,6 @@ def minutes(text: str) -> float:
 
 
 def main() -> int:
-    """Parse the command line and run."""
     parser = argparse.ArgumentParser(prog="hack.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     besides = BESIDES.format(*SET_UP_MINUTES, *CHECK_MINUTES)
     parser.add_argument("--minutes", type=minutes, default=20.0, help=f"of faults (default: %(default)s); besides: {besides}")

@@ -75,7 +75,6 @@ class Memory:
         self._thread = threading.Thread(target=self._run, name="soak-memory", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def growths(self) -> list[Growth]:

@@ -32,7 +32,6 @@ class Actor(ABC):
         self._thread = threading.Thread(target=self._run, name=f"soak-{self.name}", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def join(self, seconds: float) -> bool:

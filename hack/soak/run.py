@@ -106,7 +106,6 @@ class Crew:
         self.memory = Memory(world, self.stop_clients, tally.note)
 
     def start(self) -> None:
-        """Begin."""
         for client in self.clients:
             client.start()
         for actor in self.actors:

@@ -27,7 +27,6 @@ class Tally:
         self.problems: list[str] = []
 
     def count(self, kind: str, amount: int = 1) -> None:
-        """One more of a kind."""
         with self._lock:
             self._counts[kind] += amount
 
@@ -41,7 +40,6 @@ class Tally:
             return {kind.removeprefix(prefix): count for kind, count in sorted(self._counts.items()) if kind.startswith(prefix)}
 
     def note(self, text: str) -> None:
-        """A line in the log."""
         self._log.write(f"{time.monotonic() - self._began:9.3f} {text}\n")
 
     def close(self) -> None:

@@ -30,7 +30,6 @@ class Client:
         self._thread = threading.Thread(target=self._run, name=f"soak-client{number}", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def join(self, seconds: float) -> bool:

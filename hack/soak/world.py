@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import subprocess
@@ -14,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from epochkv_fence.client import Pool as TrainerPool
 from epochkv_fence.client import PoolError
@@ -24,7 +22,7 @@ from hack.soak.answers import BLOCK_TOKENS
 from hack.soak.states import FLIPPED, States
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
-from hack.standalone.pool import transfer_config
+from hack.standalone.pool import read_connection, transfer_config
 from hack.standalone.process import Popen, Process, ProcessError
 from hack.standalone.relay import Relay
 
@@ -37,8 +35,8 @@ BOOT_SECONDS = 600.0
 LEASE_SECONDS = 5.0
 STORE_LEASE_SECONDS = 3.0
 ENVIRON = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
-"""For memory that can be judged. PyTorch's oneDNN keeps a compiled kernel for each of the last 1,024 shapes: without any connector
-an engine's worker grew by 320 MB over 5,900 prompts of the soak, ever slower, and with these by 3 MB over 3,300 (measured)."""
+"""For memory that can be judged. PyTorch's oneDNN keeps a compiled kernel for each of the last 1,024 shapes. Without any connector
+an engine's worker grew by 320 MB over 5,900 prompts of the soak, ever slower; with these by 3 MB over 3,300 (measured)."""
 WRITER = ("--worker-extension-cls", "hack.soak.weights_writer.Writer")
 SEEN = re.compile(r"EpochKV: weights ([0-9a-f]+), seen")
 WRITE_SECONDS, RPC_SECONDS = 60.0, 60.0
@@ -69,7 +67,6 @@ class Rank:
         return "ABC"[self.index]
 
     def move(self, steps: int) -> None:
-        """Advance the version."""
         with self._moving:
             self.version += steps
 
@@ -96,11 +93,6 @@ class HubProcess:
         self.process.wait_until(lambda: b"leading" in log.read_bytes()[offset:], 60, "leading")
         return self.process
 
-    def connection(self) -> dict[str, Any]:
-        """What clients need to know."""
-        content: dict[str, Any] = json.loads((self.credentials / "connection.json").read_text())
-        return {"pool": content["pool"], "hub": {**content["hub"], "credentials_dir": str(self.credentials)}}
-
 
 class World:
     """Everything that runs. `begin` starts it, `end` ends it."""
@@ -124,7 +116,7 @@ class World:
         self.mooncake.__enter__()
         self.hub = HubProcess(self.folder)
         self.hub.start()
-        self.trainer = TrainerPool.connect(self.hub.connection())
+        self.trainer = TrainerPool.connect(read_connection(self.hub.credentials))
         for index in range(NUM_ENGINES):  # known one by one, so that `end` finds those that were started
             self.ranks.append(Rank(index, self._start(index), self.states.whole[0]))
         for rank in self.ranks:
@@ -137,7 +129,7 @@ class World:
 
     def _start(self, index: int) -> Engine:
         self._boots += 1
-        connector = transfer_config(self.hub.connection(), L1_BYTES, self.master_relay.address, **CONNECTOR)
+        connector = transfer_config(read_connection(self.hub.credentials), L1_BYTES, self.master_relay.address, **CONNECTOR)
         args = ("--num-gpu-blocks-override", str(GPU_BLOCKS), "--max-num-batched-tokens", "512", *WRITER)
         name = f"{'ABC'[index]}{self._boots}"
         return Engine(name, self.states.whole[0], self.folder, connector, args=args, environ=ENVIRON, popen=self._popen)
@@ -152,7 +144,6 @@ class World:
         return self.folder / f"{engine.name}.orders"
 
     def kill(self, rank: Rank) -> None:
-        """SIGKILL to the whole engine."""
         rank.up = False
         rank.move(2)
         rank.engine.process.kill()
@@ -167,10 +158,10 @@ class World:
             rank.up = True
 
     @contextmanager
-    def paused(self, ranks: Sequence[Rank], mode: str = "abort") -> Iterator[list[Rank]]:
+    def paused(self, ranks: Sequence[Rank]) -> Iterator[list[Rank]]:
         """Engines paused without clearing their caches; gives those that took it. Nobody else controls them meanwhile."""
         with held([rank.control for rank in ranks]):
-            taken = [rank for rank in ranks if rank.up and _tried(rank, f"/pause?mode={mode}&clear_cache=false")]
+            taken = [rank for rank in ranks if rank.up and _tried(rank, "/pause?mode=abort&clear_cache=false")]
             try:
                 yield taken
             finally:
@@ -288,7 +279,6 @@ class World:
 
 @contextmanager
 def held(locks: Sequence[threading.RLock]) -> Iterator[None]:
-    """Hold all locks, taken in order."""
     for lock in locks:
         lock.acquire()
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import urllib.request
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from hack.loopback import free_port, port_open
@@ -70,7 +69,6 @@ class Mooncake:
         return self.master
 
     def answers(self) -> bool:
-        """The master accepts connections."""
         return port_open(self.rpc_port, self.host)
 
     def start_store(self, segment_bytes: int = 0, wait: bool = True) -> Process:
@@ -130,10 +128,9 @@ class Mooncake:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def end(self) -> None:
-        """End the nodes, then the master."""
         for process in [*self.stores, *([self.master] if self.master else [])]:
             process.end(5.0)

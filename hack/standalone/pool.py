@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from epochkv_fence.protocol.pool import PoolSnapshot
@@ -42,6 +41,12 @@ def transfer_config(
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {**config, **extra},
     }
+
+
+def read_connection(credentials: Path) -> dict[str, Any]:
+    """What a client needs to know: the content of the `connection.json` in its folder."""
+    content: dict[str, Any] = json.loads((credentials / "connection.json").read_text())
+    return {"pool": content["pool"], "hub": {**content["hub"], "credentials_dir": str(credentials)}}
 
 
 class Pool:
@@ -110,9 +115,8 @@ class Pool:
         self._wait(lambda: len(self._running().accepted_keys) == 1, 30.0, "one key accepted")
 
     def connection(self) -> dict[str, Any]:
-        """What a client needs to know: the content of a `connection.json`."""
-        content: dict[str, Any] = json.loads((self.credentials / "connection.json").read_text())
-        return {"pool": content["pool"], "hub": {**content["hub"], "credentials_dir": str(self.credentials)}}
+        """What a client needs to know."""
+        return read_connection(self.credentials)
 
     def wait_engines(self, num_engines: int, seconds: float = 60.0) -> None:
         """Return once that many engines share: at the target, and their weights known."""
@@ -154,12 +158,12 @@ class Pool:
         self._thread.start()
         try:
             self.start_hub()
-        except BaseException as error:  # no `__exit__` follows
-            self.__exit__(type(error), error, error.__traceback__)
+        except BaseException:  # no `__exit__` follows
+            self.__exit__()
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop_hub()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10.0)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from hack.waiting import eventually, poll
@@ -61,7 +61,6 @@ class Process:
         return self.popen.poll() is None
 
     def tail(self, num_lines: int = 25) -> str:
-        """The last lines of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
 
     def wait_until(self, ready: Callable[[], bool], seconds: float, what: str) -> None:
@@ -141,7 +140,7 @@ class Process:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
 

@@ -49,7 +49,6 @@ class Relay:
         return len(broken) // 2
 
     def mend(self) -> None:
-        """Connect again whoever comes."""
         self._is_cut = False
 
     def close(self) -> None:

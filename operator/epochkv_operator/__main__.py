@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from epochkv_operator.settings import LogFormat, Settings
 
@@ -15,7 +16,6 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # a plain traceback: no local variables, which may be keys
     add_completion=False,
-    help="EpochKV operator: KV-cache pools that can be invalidated as a whole, provably.",
 )
 
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -30,56 +30,29 @@ def _main() -> None:
     """EpochKV operator: KV-cache pools that can be invalidated as a whole, provably."""
 
 
-@app.command()
+_HUB_ENDPOINT = "What engines dial. Default: tcp://epochkv-hub.<namespace>.svc:<port of --hub-bind>."
+
+
+@app.command(context_settings={"auto_envvar_prefix": "EPOCHKV"})
 def run(
     namespace: Annotated[
-        str,
-        typer.Option(
-            envvar="EPOCHKV_NAMESPACE",
-            default_factory=_own_namespace,
-            help="Where the Lease and the hub's Secret live. Default: the pod's own.",
-        ),
+        str, Option(default_factory=_own_namespace, help="Where the Lease and the hub's Secret live. Default: the pod's own.")
     ],
-    watch_namespace: Annotated[
-        list[str] | None,
-        typer.Option(envvar="EPOCHKV_WATCH_NAMESPACE", help="Serve only this namespace; repeatable. Default: the whole cluster."),
-    ] = None,
-    hub_bind: Annotated[
-        str, typer.Option(envvar="EPOCHKV_HUB_BIND", help="ZeroMQ endpoint the fence hub listens on while leading.")
-    ] = "tcp://0.0.0.0:7700",
-    hub_endpoint: Annotated[
-        str,
-        typer.Option(
-            envvar="EPOCHKV_HUB_ENDPOINT",
-            help="What engines dial. Default: tcp://epochkv-hub.<namespace>.svc:<port of --hub-bind>.",
-        ),
-    ] = "",
-    lease_name: Annotated[str, typer.Option(envvar="EPOCHKV_LEASE_NAME", help="Name of the leader Lease.")] = "epochkv-operator",
+    watch_namespace: Annotated[list[str] | None, Option(help="Serve only this namespace; repeatable. Default: the whole cluster.")] = None,
+    hub_bind: Annotated[str, Option(help="ZeroMQ endpoint the fence hub listens on while leading.")] = Settings.hub_bind,
+    hub_endpoint: Annotated[str, Option(help=_HUB_ENDPOINT)] = Settings.hub_endpoint,
+    lease_name: Annotated[str, Option(help="Name of the leader Lease.")] = Settings.lease_name,
     lease_duration_seconds: Annotated[
-        int,
-        typer.Option(
-            envvar="EPOCHKV_LEASE_DURATION_SECONDS",
-            min=2,
-            help="How long a standby waits after the leader's last renewal.",
-        ),
-    ] = 15,
-    probe_bind: Annotated[str, typer.Option(envvar="EPOCHKV_PROBE_BIND", help="host:port of /livez and /readyz.")] = "0.0.0.0:8080",
-    metrics_bind: Annotated[str, typer.Option(envvar="EPOCHKV_METRICS_BIND", help="host:port of /metrics.")] = "0.0.0.0:9090",
-    store_image: Annotated[
-        str, typer.Option(envvar="EPOCHKV_STORE_IMAGE", help="Image of masters and stores where the pool names none.")
-    ] = "epochkv/store:dev",
-    engine_image: Annotated[
-        str, typer.Option(envvar="EPOCHKV_ENGINE_IMAGE", help="Image of engines where the engine names none.")
-    ] = "epochkv/engine:dev",
-    workers: Annotated[int, typer.Option(envvar="EPOCHKV_WORKERS", min=1, max=64, help="Objects reconciled at the same time.")] = 4,
-    resync_seconds: Annotated[
-        float,
-        typer.Option(envvar="EPOCHKV_RESYNC_SECONDS", min=1, help="Period of the whole LISTs that heal lost events."),
-    ] = 300.0,
-    log_format: Annotated[
-        LogFormat, typer.Option(envvar="EPOCHKV_LOG_FORMAT", help="json for clusters, console for people.")
-    ] = LogFormat.JSON,
-    log_level: Annotated[str, typer.Option(envvar="EPOCHKV_LOG_LEVEL", help="debug, info, warning or error.")] = "info",
+        int, Option(min=2, help="How long a standby waits after the leader's last renewal.")
+    ] = Settings.lease_duration_seconds,
+    probe_bind: Annotated[str, Option(help="host:port of /livez and /readyz.")] = Settings.probe_bind,
+    metrics_bind: Annotated[str, Option(help="host:port of /metrics.")] = Settings.metrics_bind,
+    store_image: Annotated[str, Option(help="Image of masters and stores where the pool names none.")] = Settings.store_image,
+    engine_image: Annotated[str, Option(help="Image of engines where the engine names none.")] = Settings.engine_image,
+    workers: Annotated[int, Option(min=1, max=64, help="Objects reconciled at the same time.")] = Settings.workers,
+    resync_seconds: Annotated[float, Option(min=1, help="Period of the whole LISTs that heal lost events.")] = Settings.resync_seconds,
+    log_format: Annotated[LogFormat, Option(help="json for clusters, console for people.")] = LogFormat.JSON,
+    log_level: Annotated[str, Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Run until SIGTERM. Exits 0 on SIGTERM or SIGINT, 1 when leadership is lost or a part fails: let Kubernetes
     restart it.

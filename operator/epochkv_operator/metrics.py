@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -10,90 +12,50 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from epochkv_fence.protocol.pool import ENGINE_STATES
 
 REGISTRY = CollectorRegistry(auto_describe=True)
+_POOL: Final = ("namespace", "pool")
+_counter = partial(Counter, registry=REGISTRY)
+_gauge = partial(Gauge, registry=REGISTRY)
+_histogram = partial(Histogram, registry=REGISTRY)
 
-API_REQUESTS = Counter(
-    "epochkv_operator_api_requests",
-    "Requests to the API server by verb and answer",
-    ["verb", "code"],
-    registry=REGISTRY,
+API_REQUESTS = _counter("epochkv_operator_api_requests", "Requests to the API server by verb and answer", ["verb", "code"])
+API_WRITES = _counter(
+    "epochkv_operator_api_writes", "Objects written by kind and operation (apply, create, delete, status)", ["kind", "operation"]
 )
-API_WRITES = Counter(
-    "epochkv_operator_api_writes",
-    "Objects written by kind and operation (apply, create, delete, status)",
-    ["kind", "operation"],
-    registry=REGISTRY,
-)
-QUEUE_DEPTH = Gauge("epochkv_operator_queue_depth", "Keys waiting to be reconciled", registry=REGISTRY)
-QUEUE_OLDEST = Gauge("epochkv_operator_queue_oldest_seconds", "Age of the oldest key that is waiting or in work", registry=REGISTRY)
-RECONCILES = Counter("epochkv_operator_reconciles", "Reconciles by kind and result", ["kind", "result"], registry=REGISTRY)
-RECONCILE_SECONDS = Histogram(
+QUEUE_DEPTH = _gauge("epochkv_operator_queue_depth", "Keys waiting to be reconciled")
+QUEUE_OLDEST = _gauge("epochkv_operator_queue_oldest_seconds", "Age of the oldest key that is waiting or in work")
+RECONCILES = _counter("epochkv_operator_reconciles", "Reconciles by kind and result", ["kind", "result"])
+RECONCILE_SECONDS = _histogram(
     "epochkv_operator_reconcile_seconds",
     "Time from the first event of a key until it was served",
     ["kind"],
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
-    registry=REGISTRY,
 )
-LAST_LIST = Gauge(
-    "epochkv_operator_last_list_timestamp_seconds",
-    "When a kind was last listed as a whole (unix time)",
-    ["kind"],
-    registry=REGISTRY,
-)
-LEADER = Gauge("epochkv_operator_leader", "1 while this process holds the Lease", registry=REGISTRY)
-HUB_MESSAGES = Counter(
-    "epochkv_hub_messages",
-    "What the hub of this process took, sent, refused and failed at, by outcome",
-    ["outcome"],
-    registry=REGISTRY,
-)
+LAST_LIST = _gauge("epochkv_operator_last_list_timestamp_seconds", "When a kind was last listed as a whole (unix time)", ["kind"])
+LEADER = _gauge("epochkv_operator_leader", "1 while this process holds the Lease")
+HUB_MESSAGES = _counter("epochkv_hub_messages", "What the hub of this process took, sent, refused and failed at, by outcome", ["outcome"])
 HUB_FAULTS: Final = ("steps_failed", "take_failed", "tasks_failed", "turns_failed", "unencodable")
 """Outcomes that are defects of the hub: there from the start, at 0, so that an alert sees the first one."""
 for _outcome in HUB_FAULTS:
     HUB_MESSAGES.labels(outcome=_outcome)
 
-TARGET_EPOCH = Gauge("epochkv_pool_target_epoch", "Highest epoch recorded for the pool", ["namespace", "pool"], registry=REGISTRY)
-PUBLISHED_EPOCH = Gauge(
-    "epochkv_pool_published_epoch",
-    "Highest epoch proved: no engine uses an older one",
-    ["namespace", "pool"],
-    registry=REGISTRY,
-)
-RESET_SECONDS = Histogram(
+TARGET_EPOCH = _gauge("epochkv_pool_target_epoch", "Highest epoch recorded for the pool", _POOL)
+PUBLISHED_EPOCH = _gauge("epochkv_pool_published_epoch", "Highest epoch proved: no engine uses an older one", _POOL)
+RESET_SECONDS = _histogram(
     "epochkv_pool_reset_seconds",
     "Time from recording an epoch to publishing it",
-    ["namespace", "pool"],
+    _POOL,
     buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
-    registry=REGISTRY,
 )
-POOL_ENGINES = Gauge(
-    "epochkv_pool_engines",
-    f"Engine processes heard of, by state ({', '.join(ENGINE_STATES)})",
-    ["namespace", "pool", "state"],
-    registry=REGISTRY,
+POOL_ENGINES = _gauge("epochkv_pool_engines", f"Engine processes heard of, by state ({', '.join(ENGINE_STATES)})", (*_POOL, "state"))
+CARRIED_REQUESTS = _gauge("epochkv_pool_carried_requests", "Requests that run on under an older epoch", _POOL)
+WEIGHTS_DIVERGED = _gauge(
+    "epochkv_pool_weights_diverged_engines", "Engine processes that hold other weights than most of their kind", _POOL
 )
-CARRIED_REQUESTS = Gauge(
-    "epochkv_pool_carried_requests",
-    "Requests that run on under an older epoch",
-    ["namespace", "pool"],
-    registry=REGISTRY,
+RECLAIMED_KEYS = _gauge(
+    "epochkv_pool_reclaimed_keys", "Keys of older epochs and weights removed from the store since this operator leads", _POOL
 )
-WEIGHTS_DIVERGED = Gauge(
-    "epochkv_pool_weights_diverged_engines",
-    "Engine processes that hold other weights than most of their kind",
-    ["namespace", "pool"],
-    registry=REGISTRY,
-)
-RECLAIMED_KEYS = Gauge(
-    "epochkv_pool_reclaimed_keys",
-    "Keys of older epochs and weights removed from the store since this operator leads",
-    ["namespace", "pool"],
-    registry=REGISTRY,
-)
-RECLAIMED_BYTES = Gauge(
-    "epochkv_pool_reclaimed_bytes",
-    "Bytes of the store given back since this operator leads, as far as they are known",
-    ["namespace", "pool"],
-    registry=REGISTRY,
+RECLAIMED_BYTES = _gauge(
+    "epochkv_pool_reclaimed_bytes", "Bytes of the store given back since this operator leads, as far as they are known", _POOL
 )
 _BY_POOL = (TARGET_EPOCH, PUBLISHED_EPOCH, RESET_SECONDS, CARRIED_REQUESTS, WEIGHTS_DIVERGED, RECLAIMED_KEYS, RECLAIMED_BYTES)
 
@@ -101,15 +63,11 @@ _BY_POOL = (TARGET_EPOCH, PUBLISHED_EPOCH, RESET_SECONDS, CARRIED_REQUESTS, WEIG
 def forget_pool(namespace: str, pool: str) -> None:
     """Drop the series of a pool that is gone, so that it does not linger on dashboards."""
     for family in _BY_POOL:
-        try:
+        with suppress(KeyError):
             family.remove(namespace, pool)
-        except KeyError:
-            continue
     for state in ENGINE_STATES:
-        try:
+        with suppress(KeyError):
             POOL_ENGINES.remove(namespace, pool, state)
-        except KeyError:
-            continue
 
 
 class HubCounts:

@@ -1,7 +1,7 @@
 """The operator's own `/livez`, `/readyz` and `/metrics`.
 
-They run on the event loop they judge: a blocked loop answers nothing, which is the right answer. kopf's own liveness
-endpoint only proves that its reporting task runs, so it is not used.
+They run on the event loop that they judge: a blocked loop answers nothing, which is the right answer.
+kopf's own liveness endpoint is not used: it only proves that its reporting task runs.
 """
 
 from __future__ import annotations

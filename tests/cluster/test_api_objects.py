@@ -11,20 +11,9 @@ from typing import Any
 import pytest
 
 from epochkv_operator.api import parse_engine, parse_pool
-from epochkv_operator.planning import (
-    HubEngine,
-    HubView,
-    KeysView,
-    Observed,
-    Outlier,
-    Plan,
-    ReclaimView,
-    WeightsGroup,
-    engine_status,
-    plan_engine,
-    plan_pool,
-    pool_status,
-)
+from epochkv_operator.planning.context import HubEngine, HubView, KeysView, Observed, Outlier, ReclaimView, WeightsGroup
+from epochkv_operator.planning.plan import Plan, plan_engine, plan_pool
+from epochkv_operator.planning.status import engine_status, pool_status
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
 from tests.support.planning import CONTEXT, ENGINE_SPECS, POOL_SPECS
@@ -230,7 +219,6 @@ def test_statuses_fit_the_schema(clean: Cluster) -> None:
         target=7,
         published=6,
         engines=crowd,
-        granting=True,
         laggards=[(f"ray-{number}", "Behind") for number in range(20)],
         reset_epoch=7,
         reset_started=now,
@@ -242,7 +230,7 @@ def test_statuses_fit_the_schema(clean: Cluster) -> None:
     )
     observed = Observed(clean.children(), (), hub)
     for kind, name, status in (
-        ("KVCachePool", "policy", pool_status(pool, observed, CONTEXT, {}, now)),
+        ("KVCachePool", "policy", pool_status(pool, observed, CONTEXT, {"granting": True}, now)),
         ("InferenceEngine", "rollout", engine_status(engine, pool, observed, {}, now)),
     ):
         path = f"{clean.collection(kind)}/{name}/status?fieldValidation=Strict"

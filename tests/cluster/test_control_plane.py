@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def test_restart_keeps_address_and_data(fresh_control_plane: ControlPlane) -> No
     plane = fresh_control_plane
     assert kubectl(plane, "create", "configmap", "kept", "--from-literal=a=1").returncode == 0
     before, url = plane.component("kube-apiserver"), plane.url
-    plane.restart_apiserver()
+    plane.restart("kube-apiserver")
     assert start_time(before.pid) != before.start
     assert plane.component("kube-apiserver").pid != before.pid
     assert plane.url == url
@@ -55,12 +56,12 @@ def test_restart_keeps_address_and_data(fresh_control_plane: ControlPlane) -> No
 
 def test_a_stopped_api_server_answers_nothing_until_continued(fresh_control_plane: ControlPlane) -> None:
     plane = fresh_control_plane
-    plane.stop("kube-apiserver")
+    plane.signal("kube-apiserver", signal.SIGSTOP)
     stat = Path(f"/proc/{plane.component('kube-apiserver').pid}/stat")
     assert poll(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", 10)
     silent = kubectl(plane, "get", "--raw", "/readyz", "--request-timeout=1s")
     assert silent.returncode != 0
-    plane.cont("kube-apiserver")
+    plane.signal("kube-apiserver", signal.SIGCONT)
     plane.wait_ready()
     assert kubectl(plane, "get", "--raw", "/readyz").stdout == "ok"
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import pytest
 
 from hack.cluster.binaries import build
-from hack.cluster.errors import ClusterError
 from hack.cluster.local import COMPONENTS, LocalCluster
+from hack.cluster.provider import ClusterError
 from hack.cluster.state import run_root
 from hack.images.builder import Builder
 from hack.images.recipe import image

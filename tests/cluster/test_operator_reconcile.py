@@ -241,7 +241,7 @@ def test_deletes_in_a_watch_gap_are_noticed(fresh_control_plane: ControlPlane, t
         space.create_pool("policy", **L1_AND_L2)
         old = eventually(lambda: space.get(CHILDREN["deployments"], "policy-master"), f"made; log:\n{operator.tail()}")
         operator.process.freeze()
-        fresh_control_plane.restart_apiserver()
+        fresh_control_plane.restart("kube-apiserver")
         space.delete(CHILDREN["deployments"], "policy-master")
         eventually(lambda: space.get(CHILDREN["deployments"], "policy-master") is None, "deleted while nobody looked")
         operator.process.thaw()

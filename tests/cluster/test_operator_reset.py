@@ -304,7 +304,7 @@ def test_a_restarted_api_server_costs_nothing_but_time(fresh_control_plane: Cont
         with engines(f"tcp://127.0.0.1:{operator.hub_port}", space) as found:
             space.bump("policy", 1)
             eventually(lambda: published(space, 1), f"published; log:\n{operator.tail()}")
-            fresh_control_plane.restart_apiserver()
+            fresh_control_plane.restart("kube-apiserver")
             space.bump("policy", 2)
             eventually(lambda: space.status("policy").get("epoch") == 2, f"published; log:\n{operator.tail()}", 60)
             eventually(lambda: all(engine.epoch == 2 for engine in found), "adopted")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from epochkv_operator.planning import PUSH_SECONDS
+from epochkv_operator.planning.context import PUSH_SECONDS
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
 from tests.cluster.fence_engines import FIRST_WEIGHTS, FenceEngine, client_keys

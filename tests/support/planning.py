@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from epochkv_operator.api import InferenceEngine, KVCachePool, parse_engine, parse_pool
-from epochkv_operator.planning import Context
+from epochkv_operator.planning.context import Context
 
 Json = dict[str, Any]
 

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from epochkv_operator.api.base import API_VERSION, GROUP, VERSION, ApiModel
+from epochkv_operator.api.base import ApiModel
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 
-__all__ = ["API_VERSION", "GROUP", "VERSION", "InferenceEngine", "InvalidObject", "KVCachePool", "parse_engine", "parse_pool"]
+__all__ = ["InferenceEngine", "InvalidObject", "KVCachePool", "parse_engine", "parse_pool"]
 
 _Object = TypeVar("_Object", bound=ApiModel)
 
@@ -27,20 +27,12 @@ class InvalidObject(ValueError):
 
 
 def parse_pool(obj: Mapping[str, Any]) -> KVCachePool:
-    """A KVCachePool from its JSON form.
-
-    Raises:
-        InvalidObject: the object breaks the schema or a rule.
-    """
+    """A KVCachePool from its JSON form. Raises `InvalidObject`."""
     return _parse(KVCachePool, obj)
 
 
 def parse_engine(obj: Mapping[str, Any]) -> InferenceEngine:
-    """An InferenceEngine from its JSON form.
-
-    Raises:
-        InvalidObject: the object breaks the schema or a rule.
-    """
+    """An InferenceEngine from its JSON form. Raises `InvalidObject`."""
     return _parse(InferenceEngine, obj)
 
 

@@ -1,8 +1,8 @@
 """What both custom resources share: the base model, CEL rules carried by models, quantities, pod overrides, conditions.
 
-The models are the single source of the API. `schema.py` turns them into CRDs, so a CEL rule stands next to the Python check
-that says the same: the API server refuses bad input with a sentence, and the operator, which may meet objects that were stored under
-an older CRD, refuses the same objects for the same reason.
+The models are the single source of the API. `crd.py` turns them into CRDs, so a CEL rule stands next to the Python check
+that says the same. The API server refuses bad input with a sentence. The operator may meet objects that were stored under an
+older CRD, and refuses those for the same reason.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from epochkv_operator.api import quantity
 GROUP = "epochkv.io"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
+MANAGED_BY = "epochkv-operator"
+POOL_LABEL = "epochkv.io/pool"
+ENGINE_LABEL = "epochkv.io/engine"
 NAME_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
 NAME_MAX_LENGTH = 40
 PROTECTED_ENV_NAMES = ("PYTHONHASHSEED", "POD_NAME", "POD_NAMESPACE", "POD_IP")
@@ -57,15 +60,24 @@ def rules(*entries: Json) -> Json:
     return {"x-kubernetes-validations": list(entries)}
 
 
+def _int_or_string(max_length: int, *entries: Json) -> WithJsonSchema:
+    either: Json = {"anyOf": [{"type": "integer"}, {"type": "string"}], "x-kubernetes-int-or-string": True, "maxLength": max_length}
+    return WithJsonSchema(either | rules(*entries))
+
+
 def refused(path: str, instead: str) -> WithJsonSchema:
     """Schema of a field that this version does not have any more.
 
     It stays declared, or the API server would drop it in silence for clients that do not ask for strict validation. An object
     that was stored with it can still be updated: the API server does not judge again what an update leaves alone.
     """
-    forbidden = rule("false", f"{path} is gone: {instead}", reason="FieldValueForbidden")
-    either: Json = {"anyOf": [{"type": "integer"}, {"type": "string"}], "x-kubernetes-int-or-string": True, "maxLength": 253}
-    return WithJsonSchema(either | rules(forbidden))
+    return _int_or_string(253, rule("false", f"{path} is gone: {instead}", reason="FieldValueForbidden"))
+
+
+def list_field(max_length: int, *, key: str = "", kind: str = "", min_length: int | None = None, checks: Json | None = None) -> Any:
+    """A list: a map by `key`, or of the list type `kind`. `checks` are rules on the whole list."""
+    merged: Json = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]} if key else {"x-kubernetes-list-type": kind}
+    return Field(strict=False, min_length=min_length, max_length=max_length, json_schema_extra=merged | (checks or {}))
 
 
 def default_of(model: type[ApiModel]) -> Json:
@@ -99,23 +111,15 @@ def _amount(value: int | str) -> int | str:
     return value
 
 
-def _quantity_schema(cel: str, message: str) -> WithJsonSchema:
-    return WithJsonSchema(
-        {
-            "anyOf": [{"type": "integer"}, {"type": "string"}],
-            "x-kubernetes-int-or-string": True,
-            "maxLength": 32,
-            **rules(rule(cel, message)),
-        }
-    )
-
-
 Size = Annotated[
     int | Annotated[str, Field(max_length=32)],
     AfterValidator(_size),
-    _quantity_schema(
-        "type(self) == int ? self >= 1048576 : (isQuantity(self) && quantity(self).compareTo(quantity('1Mi')) >= 0)",
-        "must be a Kubernetes quantity of at least 1Mi, such as 64Gi",
+    _int_or_string(
+        32,
+        rule(
+            "type(self) == int ? self >= 1048576 : (isQuantity(self) && quantity(self).compareTo(quantity('1Mi')) >= 0)",
+            "must be a Kubernetes quantity of at least 1Mi, such as 64Gi",
+        ),
     ),
 ]
 """Bytes, as an integer or a quantity."""
@@ -123,15 +127,19 @@ Size = Annotated[
 Amount = Annotated[
     int | Annotated[str, Field(max_length=32)],
     AfterValidator(_amount),
-    _quantity_schema(
-        "type(self) == int ? self >= 0 : (isQuantity(self) && quantity(self).compareTo(quantity('0')) >= 0)",
-        "must be a Kubernetes quantity that is not negative, such as 2 or 16Gi",
+    _int_or_string(
+        32,
+        rule(
+            "type(self) == int ? self >= 0 : (isQuantity(self) && quantity(self).compareTo(quantity('0')) >= 0)",
+            "must be a Kubernetes quantity that is not negative, such as 2 or 16Gi",
+        ),
     ),
 ]
 """An amount of a compute resource."""
 
 Epoch = Annotated[int, Field(ge=0, le=2**53 - 1, json_schema_extra={"format": "int64"})]
-Generation = Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})]
+Number = Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})]
+Generation = Number
 Count = Annotated[int, Field(ge=0, lt=2**31, json_schema_extra={"format": "int32"})]
 Timestamp = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
 Image = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^\S+$")]
@@ -204,14 +212,7 @@ class Condition(StatusModel):
     """Why, in a sentence, with the remedy where there is one."""
 
 
-Conditions = Annotated[
-    tuple[Condition, ...],
-    Field(
-        strict=False,
-        max_length=16,
-        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
-    ),
-]
+Conditions = Annotated[tuple[Condition, ...], list_field(16, key="type")]
 
 
 class Metadata(BaseModel):

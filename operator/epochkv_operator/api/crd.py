@@ -1,15 +1,22 @@
-"""The two CustomResourceDefinitions, assembled from the models: names, printer columns, subresources, selectable fields."""
+"""The two CustomResourceDefinitions, assembled from the models: names, printer columns, subresources, schemas.
+
+Their dialect is structural OpenAPI v3. It has no `$ref`, no `title`, no `null` branches and no `additionalProperties: false`
+(pruning and strict field validation do that). Everything else a model says is carried over, `x-kubernetes-*` extensions included.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any, Final
 
 from pydantic import BaseModel
 
 from epochkv_operator.api.base import GROUP, VERSION, Json
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
-from epochkv_operator.api.schema import structural
+
+_DROPPED: Final = ("title", "$defs")
+_ORDER: Final = ("description", "type", "format", "anyOf", "enum", "default", "required", "properties", "items")
 
 
 def _column(name: str, kind: str, path: str, *, wide: bool = False) -> Json:
@@ -29,7 +36,7 @@ class Crd:
     short_name: str
     columns: tuple[Json, ...]
     scale: Json
-    selectable: tuple[str, ...] = field(default=())
+    selectable: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -95,7 +102,7 @@ CRDS = (POOL, ENGINE)
 
 def manifest(crd: Crd) -> Json:
     """The CustomResourceDefinition as JSON."""
-    schema = structural(crd.model)
+    schema = _structural(crd.model)
     for key in ("apiVersion", "kind", "metadata"):
         del schema["properties"][key]
     schema["required"] = ["spec"]
@@ -126,3 +133,51 @@ def manifest(crd: Crd) -> Json:
             "versions": [version],
         },
     }
+
+
+def _structural(model: type[BaseModel]) -> Json:
+    """The structural schema of a model, nested models inlined."""
+    schema = model.model_json_schema(by_alias=True)
+    converted: Json = _convert(schema, schema.get("$defs", {}))
+    return converted
+
+
+def _convert(node: Any, definitions: Json) -> Any:
+    if not isinstance(node, dict):
+        return node
+    node = _inline(dict(node), definitions)
+    for key in _DROPPED:
+        node.pop(key, None)
+    if node.get("default", ...) is None:
+        del node["default"]
+    if isinstance(node.get("additionalProperties"), bool):
+        del node["additionalProperties"]
+    if "const" in node:
+        node["enum"] = [node.pop("const")]
+    if "description" in node:
+        node["description"] = " ".join(node["description"].split())
+    if "properties" in node:
+        node["properties"] = {name: _convert(child, definitions) for name, child in node["properties"].items()}
+    for key in ("items", "additionalProperties"):
+        if key in node:
+            node[key] = _convert(node[key], definitions)
+    if isinstance(node.get("maximum"), int) and node.get("format") in ("int32", "int64") and node["maximum"] >= 2**31:
+        node["format"] = "int64"
+    return {key: node[key] for key in (*(key for key in _ORDER if key in node), *sorted(node.keys() - set(_ORDER)))}
+
+
+def _inline(node: Json, definitions: Json) -> Json:
+    """Resolve a reference or an optional branch; what stands beside it (description, default, extensions) wins."""
+    while True:
+        branches = [branch for branch in node.get("anyOf", ()) if branch != {"type": "null"}]
+        if len(branches) == 1:
+            inner = branches[0]
+            del node["anyOf"]
+        elif "$ref" in node:
+            inner = definitions[node.pop("$ref").rsplit("/", 1)[1]]
+        else:
+            break
+        node = {**inner, **node}
+    if node.get("exclusiveMaximum") == 2**31:
+        del node["exclusiveMaximum"]  # it says int32, which `format` already does
+    return node

@@ -27,6 +27,7 @@ from epochkv_operator.api.base import (
     StatusModel,
     default_of,
     is_protected_env,
+    list_field,
     refused,
     require_unique,
     rule,
@@ -207,35 +208,24 @@ class InferenceEngineSpec(ApiModel):
     """How one engine is spread over devices."""
     args: Annotated[
         tuple[Annotated[str, Field(max_length=4096)], ...] | None,
-        Field(
-            strict=False,
-            max_length=128,
-            json_schema_extra={
-                "x-kubernetes-list-type": "atomic",
-                **rules(
-                    rule(f"!self.exists(a, a.matches('{FORBIDDEN_ARG}'))", FORBIDDEN_ARG_TEXT, reason="FieldValueForbidden"),
-                    rule(f"!self.exists(a, a.matches('{OWNED_ARG}'))", OWNED_ARG_TEXT, reason="FieldValueForbidden"),
-                ),
-            },
+        list_field(
+            128,
+            kind="atomic",
+            checks=rules(
+                rule(f"!self.exists(a, a.matches('{FORBIDDEN_ARG}'))", FORBIDDEN_ARG_TEXT, reason="FieldValueForbidden"),
+                rule(f"!self.exists(a, a.matches('{OWNED_ARG}'))", OWNED_ARG_TEXT, reason="FieldValueForbidden"),
+            ),
         ),
     ] = None
     """Arguments for vLLM's OpenAI server, added to the operator's own and winning over its defaults."""
     env: Annotated[
         tuple[EnvVar, ...] | None,
-        Field(
-            strict=False,
-            max_length=128,
-            json_schema_extra={
-                "x-kubernetes-list-type": "map",
-                "x-kubernetes-list-map-keys": ["name"],
-                **rules(
-                    rule(
-                        f"!self.exists(e, {_PROTECTED_CEL})",
-                        f"{PROTECTED_ENV_TEXT}: remove them from spec.env",
-                        reason="FieldValueForbidden",
-                    )
-                ),
-            },
+        list_field(
+            128,
+            key="name",
+            checks=rules(
+                rule(f"!self.exists(e, {_PROTECTED_CEL})", f"{PROTECTED_ENV_TEXT}: remove them from spec.env", reason="FieldValueForbidden")
+            ),
         ),
     ] = None
     """Environment variables."""

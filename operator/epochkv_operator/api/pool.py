@@ -17,6 +17,7 @@ from epochkv_operator.api.base import (
     PodTemplate,
     Size,
     default_of,
+    list_field,
     refused,
     require_unique,
     rule,
@@ -68,7 +69,7 @@ class EtcdBackend(ApiModel):
 
     endpoints: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[^\s;,/]+:[0-9]+$")], ...],
-        Field(strict=False, min_length=1, max_length=9, json_schema_extra={"x-kubernetes-list-type": "set"}),
+        list_field(9, kind="set", min_length=1),
     ]
     """`host:port` of each member, without a scheme."""
 
@@ -168,7 +169,7 @@ class Transport(ApiModel):
     with `IPC_LOCK` and the host's `/dev/infiniband`."""
     devices: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\s,]+$")], ...] | None,
-        Field(strict=False, max_length=16, json_schema_extra={"x-kubernetes-list-type": "set"}),
+        list_field(16, kind="set"),
     ] = None
     """RDMA devices, such as `mlx5_0`."""
 
@@ -290,8 +291,8 @@ class KVCachePoolSpec(ApiModel):
     )
 
     reset_epoch: Epoch = 0
-    """Raise it to invalidate all KV of the pool: above `status.targetEpoch`, which is higher where engines or trainers asked for resets
-    themselves (at or below it nothing is reset, and `EpochConverged` says `EpochAhead`). `status.epoch` reaches it when that is proved. It
+    """Raise it above `status.targetEpoch` to invalidate all KV of the pool. That one is higher where engines or trainers asked for resets
+    themselves: at or below it nothing is reset, and `EpochConverged` says `EpochAhead`. `status.epoch` reaches it when that is proved. It
     never goes down. Leave it out of charts and GitOps manifests that do not own resets."""
     weights_version: Annotated[
         int | str | None,
@@ -344,3 +345,8 @@ class KVCachePool(ApiModel):
     """What the pool should be."""
     status: KVCachePoolStatus | None = None
     """What the pool is."""
+
+    @property
+    def mooncake(self) -> Mooncake | None:
+        """The store that the operator runs for the pool, if it does."""
+        return self.spec.distributed.mooncake if self.spec.distributed is not None else None

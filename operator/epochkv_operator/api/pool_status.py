@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-from epochkv_operator.api.base import Conditions, Count, Epoch, Generation, StatusModel, Timestamp, rule, rules
+from epochkv_operator.api.base import Conditions, Count, Epoch, Generation, Number, StatusModel, Timestamp, list_field, rule, rules
 
 WeightsId = Annotated[str, Field(pattern="^[0-9a-f]{32}$", max_length=32)]
 
@@ -33,10 +33,7 @@ class ResetStatus(StatusModel):
     """When it was published; absent while the reset is open."""
     duration_milliseconds: Annotated[int | None, Field(json_schema_extra={"format": "int64"})] = None
     """From recorded to published, by the hub's own clock."""
-    laggards: Annotated[
-        tuple[Laggard, ...] | None,
-        Field(strict=False, max_length=16, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
-    ] = None
+    laggards: Annotated[tuple[Laggard, ...] | None, list_field(16, key="name")] = None
     """Up to 16 engines that the reset waits for."""
 
 
@@ -47,7 +44,7 @@ class EnginesStatus(StatusModel):
     """Engine processes (one per data-parallel rank) with a live or recent lease."""
     converged: Count = 0
     """Of these, at the target epoch."""
-    carried_requests: Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})] = 0
+    carried_requests: Number = 0
     """Requests still running that were admitted under an older epoch; they see only what they held already."""
     summary: Annotated[str, Field(max_length=64)] = ""
     """`converged/total`, for the printer column."""
@@ -62,9 +59,9 @@ class ExternalEngine(StatusModel):
     """The epoch it reported last."""
     weights: Annotated[str | None, Field(max_length=64)] = None
     """The weights it holds, by the start of their id; absent while they are unknown."""
-    rank: Annotated[int | None, Field(ge=0, json_schema_extra={"format": "int64"})] = None
+    rank: Number | None = None
     """Its data-parallel rank."""
-    carried: Annotated[int | None, Field(ge=0, json_schema_extra={"format": "int64"})] = None
+    carried: Number | None = None
     """Requests it still runs that were admitted under an older epoch."""
 
 
@@ -75,9 +72,9 @@ class ReclaimStatus(StatusModel):
     """`Delete`, `RemoveAll` or `Retain`: what was done."""
     epoch: Epoch | None = None
     """No key of an epoch below this one is left."""
-    keys: Annotated[int | None, Field(ge=0, json_schema_extra={"format": "int64"})] = None
+    keys: Number | None = None
     """Keys removed since the latest reset."""
-    bytes: Annotated[int | None, Field(ge=0, json_schema_extra={"format": "int64"})] = None
+    bytes: Number | None = None
     """Bytes given back since the latest reset, as far as they are known."""
     completion_time: Timestamp | None = None
     """When the store was found free of them."""
@@ -173,17 +170,11 @@ class KVCachePoolStatus(StatusModel):
     """Published epoch: proved that no engine uses an older one. Never goes down."""
     granting: bool | None = None
     """True once a hub may have granted an epoch of this pool to an engine; a later hub then waits for a lease before it publishes."""
-    weights: Annotated[
-        tuple[WeightsStatus, ...] | None,
-        Field(strict=False, max_length=8, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["id"]}),
-    ] = None
+    weights: Annotated[tuple[WeightsStatus, ...] | None, list_field(8, key="id")] = None
     """Up to 8 groups of live engines by the weights they hold, the largest first."""
     weights_summary: Annotated[str | None, Field(max_length=256)] = None
     """Weights that most live engines hold and how many of them, such as `3f2a9c1e 16/16`; for the printer column."""
-    weights_labels: Annotated[
-        tuple[WeightsLabel, ...] | None,
-        Field(strict=False, max_length=16, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["id"]}),
-    ] = None
+    weights_labels: Annotated[tuple[WeightsLabel, ...] | None, list_field(16, key="id")] = None
     """What trainers called weights, the 16 newest."""
     reset: ResetStatus | None = None
     """The latest reset."""
@@ -193,10 +184,7 @@ class KVCachePoolStatus(StatusModel):
     """The client keys that the hub accepts for the pool."""
     engines: EnginesStatus | None = None
     """The engines heard from."""
-    external_engines: Annotated[
-        tuple[ExternalEngine, ...] | None,
-        Field(strict=False, max_length=64, json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}),
-    ] = None
+    external_engines: Annotated[tuple[ExternalEngine, ...] | None, list_field(64, key="name")] = None
     """Up to 64 engines that joined without the operator having made them."""
     master: MasterStatus | None = None
     """The masters that the operator runs."""

@@ -1,15 +1,14 @@
-"""kopf as the watch driver, and nothing more: every handler is an `on.event` that hands the raw object to a sink and
-returns.
+"""kopf as the watch driver, and nothing more: every handler is an `on.event` that hands the raw object to a sink.
 
-kopf's own reconciliation (create/update/delete handlers, timers, daemons, indices, finalizers, patches) is not used:
-it writes to the objects it watches, keeps state in annotations, and one 4xx ends a timer for good (measured; see the
-design pages).
+kopf's own reconciliation is not used: create, update and delete handlers, timers, daemons, indices, finalizers, patches.
+It writes to the objects that it watches and keeps state in annotations, and one 4xx ends a timer for good (measured).
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import kopf
 
@@ -17,12 +16,9 @@ from epochkv_operator.kube.client import KubeClient
 from epochkv_operator.kube.resources import CHILD_SELECTOR, LEASES, PRIMARY, WATCHED, Resource
 from epochkv_operator.settings import Settings
 
-
-class Sink(Protocol):
-    """Takes what the watches see. Must return at once and must not raise."""
-
-    def observed(self, resource: Resource, event_type: str | None, obj: dict[str, Any]) -> None:
-        """`event_type` is None for objects of an initial (or repeated) listing, else ADDED, MODIFIED or DELETED."""
+Sink = Callable[[Resource, str | None, dict[str, Any]], None]
+"""Takes what the watches see: kind, type of the event, object. Must return at once and must not raise. The type is None for objects
+of an initial (or repeated) listing, else ADDED, MODIFIED or DELETED."""
 
 
 def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
@@ -79,7 +75,7 @@ def _selector(resource: Resource) -> tuple[str, str, str]:
 
 def _watch(registry: kopf.OperatorRegistry, resource: Resource, sink: Sink) -> None:
     async def handler(event: kopf.RawEvent, **_: Any) -> None:
-        sink.observed(resource, event["type"], dict(event["object"]))
+        sink(resource, event["type"], dict(event["object"]))
 
     kopf.on.event(resource.group, resource.version, resource.plural, id=f"observe-{resource.plural}", registry=registry)(handler)
 

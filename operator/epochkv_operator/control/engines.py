@@ -6,17 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
+from epochkv_operator.api.base import ENGINE_LABEL
 from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.observe import context_for, now, observe
 from epochkv_operator.control.reporter import Reporter, invalid_status
 from epochkv_operator.control.secrets import FenceSecrets
 from epochkv_operator.hub.service import HubService
 from epochkv_operator.kube.client import Json, KubeClient, NotFound
-from epochkv_operator.kube.resources import ENGINE_LABEL, ENGINES, POOLS
+from epochkv_operator.kube.resources import POOLS
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Store
 from epochkv_operator.kube.work_keys import Key, pool_of
-from epochkv_operator.planning import Problem, engine_status, plan_engine
+from epochkv_operator.planning.context import Problem
+from epochkv_operator.planning.plan import plan_engine
+from epochkv_operator.planning.status import engine_status
 from epochkv_operator.settings import Settings
 
 #: The pool wakes its engines when it has keys; this is for the case that it was not looked at yet.
@@ -25,11 +28,7 @@ WAIT_FOR_KEYS_SECONDS = 1.0
 
 @dataclass(eq=False)
 class EngineReconciler:
-    """Brings engines to what they should be. Raises what another try may solve. `wake`: look at a key again after a
-    delay.
-    """
-
-    kind = ENGINES.kind
+    """Brings engines to what they should be. Raises what another try may solve. `wake`: look at a key after a delay."""
 
     settings: Settings
     store: Store
@@ -70,8 +69,9 @@ class EngineReconciler:
         await self._report(key, obj, engine, pool, _not_ready(pool, refusal))
 
     async def _pool(self, namespace: str, name: str) -> Json | None:
-        """The pool, asked for at the API server before it counts as missing: events of pools and of engines overtake
-        each other, and an engine that is first made without its pool starts twice.
+        """The pool, asked for at the API server before it counts as missing.
+
+        Events of pools and engines overtake each other, and an engine that is first made without its pool starts twice.
         """
         known = self.store.get(POOLS.kind, namespace, name)
         if known is not None:

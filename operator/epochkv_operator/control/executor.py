@@ -10,9 +10,10 @@ import structlog
 from epochkv_operator import metrics
 from epochkv_operator.kube.apply import Applier
 from epochkv_operator.kube.client import ApiError, Conflict, Forbidden, Invalid, Json, KubeClient, NotFound
-from epochkv_operator.kube.resources import by_kind
+from epochkv_operator.kube.resources import by_kind, identity
 from epochkv_operator.kube.store import Store
-from epochkv_operator.planning import Observed, Plan, Problem
+from epochkv_operator.planning.context import Observed, Problem
+from epochkv_operator.planning.plan import Plan
 
 log = structlog.get_logger(__name__)
 
@@ -42,13 +43,14 @@ class Executor:
         return (plan.problem, None) if plan.problem is not None else await self.execute(about, plan)
 
     async def _strangers(self, seen: Observed, plan: Plan) -> list[Json]:
-        """Live objects of wanted names that do not carry the label which `seen` was selected by: those of another pool or
-        engine, and those that the watches do not show because this operator never made them.
+        """Live objects of wanted names that do not carry the label which `seen` was selected by.
+
+        They belong to another pool or engine, or this operator never made them and its watches do not show them.
         """
-        known = {_identity(child) for child in seen.children}
+        known = {identity(child) for child in seen.children}
         found = []
         for desired in plan.apply:
-            if _identity(desired) in known:
+            if identity(desired) in known:
                 continue
             live = self._live(desired)
             if live is None:
@@ -65,8 +67,10 @@ class Executor:
         self._applier.forget(kind, obj["metadata"]["namespace"], obj["metadata"]["name"])
 
     async def execute(self, about: str, plan: Plan) -> tuple[Problem | None, ApiError | None]:
-        """Do what the plan says. Returns what to tell the user about objects that were refused, and the error to try
-        again on once the user was told: rights and quotas change, and so does what admission refuses.
+        """Do what the plan says.
+
+        Returns what to tell the user about objects that were refused, and the error to try again on once the user was told.
+        Rights and quotas change, and so does what admission refuses.
 
         Raises:
             ApiError: something that another try may solve.
@@ -79,7 +83,8 @@ class Executor:
                 answer = await self._applier.apply(desired, live)
             except (Invalid, Forbidden) as error:
                 name = f"{desired['kind']} {desired['metadata']['name']}"
-                problem = problem or Problem(_reason(error), f"{name}: {error.message}")
+                reason = "ApplyRefused" if isinstance(error, Invalid) else "ApplyForbidden"
+                problem = problem or Problem(reason, f"{name}: {error.message}")
                 again = again or error
                 continue
             if answer is None:
@@ -103,12 +108,4 @@ class Executor:
         log.info("child deleted", object=about, child=f"{child['kind']} {metadata['name']}", reason="the spec has no use for it any more")
 
     def _live(self, desired: Json) -> Json | None:
-        return self._store.get(desired["kind"], desired["metadata"]["namespace"], desired["metadata"]["name"])
-
-
-def _identity(obj: Json) -> tuple[str, str, str]:
-    return obj["kind"], obj["metadata"]["namespace"], obj["metadata"]["name"]
-
-
-def _reason(error: ApiError) -> str:
-    return "ApplyRefused" if isinstance(error, Invalid) else "ApplyForbidden"
+        return self._store.get(*identity(desired))

@@ -9,7 +9,7 @@ from epochkv_operator import __version__
 from epochkv_operator.control.secrets import FenceKeys
 from epochkv_operator.kube.resources import CHILDREN, PODS
 from epochkv_operator.kube.store import Store
-from epochkv_operator.planning import Context, HubView, Observed, Problem
+from epochkv_operator.planning.context import Context, HubView, Observed, Problem
 from epochkv_operator.settings import Settings
 
 

@@ -9,17 +9,20 @@ import structlog
 
 from epochkv_fence.protocol.pool import margin_seconds
 from epochkv_operator.api import InvalidObject, KVCachePool, parse_pool
+from epochkv_operator.api.base import POOL_LABEL
 from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.observe import context_for, now, observe
 from epochkv_operator.control.reporter import Reporter, invalid_status
 from epochkv_operator.control.secrets import FenceKeys, FenceSecrets, SecretConflict
 from epochkv_operator.hub.service import AcceptedKeys, HubService
 from epochkv_operator.kube.client import ApiError, Forbidden, Invalid, Json
-from epochkv_operator.kube.resources import POOL_LABEL, POOLS
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Store
 from epochkv_operator.kube.work_keys import Key, engine_key, engines_of
-from epochkv_operator.planning import Problem, epoch_ahead, plan_pool, pool_status
+from epochkv_operator.planning.conditions import epoch_ahead
+from epochkv_operator.planning.context import Problem
+from epochkv_operator.planning.plan import plan_pool
+from epochkv_operator.planning.status import pool_status
 from epochkv_operator.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -30,8 +33,6 @@ OLD_KEY_SECONDS = 1.0
 @dataclass(eq=False)
 class PoolReconciler:
     """Brings pools to what they should be. Raises what another try may solve. `wake`: look at a key after a delay."""
-
-    kind = POOLS.kind
 
     settings: Settings
     store: Store

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import datetime
-from typing import Any
 
 import structlog
 
@@ -14,8 +13,8 @@ from epochkv_operator.kube.client import Json
 from epochkv_operator.kube.events import EventRecorder
 from epochkv_operator.kube.resources import ref_of
 from epochkv_operator.kube.status import StatusWriter
-from epochkv_operator.planning import Condition
-from epochkv_operator.planning.status import conditions
+from epochkv_operator.planning.context import Condition
+from epochkv_operator.planning.status import conditions, conditions_by_type
 
 log = structlog.get_logger(__name__)
 #: Written by the hub's authority alone once they exist; here they may only be set for the first time or be raised.
@@ -47,11 +46,7 @@ def keep_epochs(old: Json, new: Json) -> Json:
         values = [status[field] for status in (old, new) if status.get(field) is not None]
         if values:
             kept[field] = max(values)
-    if old.get("granting"):
-        kept["granting"] = True
-    if old.get("weightsLabels"):  # the hub's own; nobody else writes them
-        kept["weightsLabels"] = old["weightsLabels"]
-    return kept
+    return kept | {key: old[key] for key in ("granting", "weightsLabels") if old.get(key)}  # the hub's own; nobody else writes them
 
 
 def invalid_status(obj: Json, message: str, now: datetime) -> Json:
@@ -95,8 +90,8 @@ class Reporter:
 
     def _tell(self, obj: Json, before: Json, after: Json) -> None:
         about = f"{obj['kind']} {obj['metadata']['namespace']}/{obj['metadata']['name']}"
-        old = _conditions(before)
-        for kind, condition in _conditions(after).items():
+        old = conditions_by_type(before)
+        for kind, condition in conditions_by_type(after).items():
             previous = old.get(kind)
             if previous is not None and (previous["status"], previous["reason"]) == (condition["status"], condition["reason"]):
                 continue
@@ -121,7 +116,3 @@ class Reporter:
         asker = f", asked for by {after['origin']}" if after.get("origin") else ""
         note = f"epoch {epoch} published{took}{asker}: no engine uses an older one"
         self._events.emit(obj, warning=False, reason="EpochPublished", action="Reset", note=note)
-
-
-def _conditions(status: Json) -> dict[str, dict[str, Any]]:
-    return {condition["type"]: condition for condition in status.get("conditions") or []}

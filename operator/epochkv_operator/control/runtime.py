@@ -11,11 +11,13 @@ import asyncio
 import signal
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 import structlog
 from kubernetes.aio.config import ConfigException
 
+from epochkv_fence.stores.mooncake import MooncakeAdmin
 from epochkv_operator import metrics
 from epochkv_operator.control import driver
 from epochkv_operator.control.engines import EngineReconciler
@@ -26,12 +28,12 @@ from epochkv_operator.control.resync import Resync
 from epochkv_operator.control.secrets import FenceSecrets, SecretConflict, hub_keys
 from epochkv_operator.control.worker import Worker
 from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed, HubService
-from epochkv_operator.hub.stores import store_admin
+from epochkv_operator.hub.stores import master_urls
 from epochkv_operator.kube.client import ApiError, Json, KubeClient
 from epochkv_operator.kube.events import EventRecorder
-from epochkv_operator.kube.lease import LeaseHolder, new_identity
+from epochkv_operator.kube.lease import LeaseHolder, LeaseLost, new_identity
 from epochkv_operator.kube.queue import WorkQueue
-from epochkv_operator.kube.resources import CHILDREN, LEASES, POOLS, PRIMARY, Resource
+from epochkv_operator.kube.resources import CHILDREN, ENGINES, LEASES, POOLS, PRIMARY, Resource
 from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.kube.store import Store
 from epochkv_operator.kube.work_keys import Key, affected, engine_key, engines_of
@@ -76,13 +78,8 @@ class Operator:
         self._add_probes()
         await self.probes.serve(self.settings.probe_bind, self.settings.metrics_bind)
         client = await KubeClient.connect()
-        lease = LeaseHolder(
-            client,
-            self.settings.namespace,
-            self.settings.lease_name,
-            self.identity,
-            self.settings.lease_duration_seconds,
-        )
+        settings = self.settings
+        lease = LeaseHolder(client, settings.namespace, settings.lease_name, self.identity, settings.lease_duration_seconds)
         try:
             if not await self._unless_stopped(lease.acquire()):
                 return 0
@@ -104,7 +101,7 @@ class Operator:
             ready = self._prepare(client, lease, resync)
             if await self._unless_stopped(ready, *self._tasks):
                 started = asyncio.Event()
-                kopf_task = self._start("watches", driver.drive(self, client, self.settings, started))
+                kopf_task = self._start("watches", driver.drive(self.observed, client, self.settings, started))
                 await self._unless_stopped(started.wait(), *self._tasks)
                 self._catch_signals()  # kopf has put its own handlers in their place
             return await self._wait_for_the_end()
@@ -116,7 +113,8 @@ class Operator:
         keys = await self._hub_keys(client)
         await resync.initial()
         self._canary_seen = time.monotonic()  # what the watches show from here on happened after this listing
-        hub = self._hub = HubService(self.settings.hub_bind, keys, lease, statuses, self._wake, store_admin(self.store))
+        stores = MooncakeAdmin(partial(master_urls, self.store))
+        hub = self._hub = HubService(self.settings.hub_bind, keys, lease, statuses, self._wake, stores)
         await hub.start()
         events = EventRecorder(client, self.identity)
         executor = self._executor = Executor(client, self.store)
@@ -124,7 +122,7 @@ class Operator:
         secrets = FenceSecrets(client, keys.public)
         pools = PoolReconciler(self.settings, self.store, executor, reporter, secrets, hub, self.queue.add_after)
         engines = EngineReconciler(self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after)
-        worker = Worker(self.queue, {pools.kind: pools.reconcile, engines.kind: engines.reconcile})
+        worker = Worker(self.queue, {POOLS.kind: pools.reconcile, ENGINES.kind: engines.reconcile})
         self._start("hub", hub.run())
         self._start("resync", resync.run())
         self._start("events", events.run())
@@ -159,15 +157,13 @@ class Operator:
                 self._executor.forget(resource.kind, obj)
             return
         if resource is POOLS and self._hub is not None:
-            # The fast path: an epoch that was asked for does not wait in the queue, and not for the store either, which may
-            # know this state from the answer to a write.
+            # The fast path: an epoch that was asked for does not wait in the queue. Nor does it wait for the store, which may know
+            # this state from the answer to a write.
             self._hub.seen(obj)
         self._take(resource, obj)
 
     def _take(self, resource: Resource, obj: Json) -> None:
-        """A state of an object, from a watch, a listing or an answer: remember it if it is newer, and look at what it
-        affects.
-        """
+        """A state of an object, from a watch, a listing or an answer: if it is newer, remember it and look at what it affects."""
         if not self.store.upsert(resource.kind, obj):
             return
         if resource is POOLS and self._hub is not None:
@@ -227,7 +223,7 @@ class Operator:
                 "operator ends: a part ended",
                 part=self._tasks[task],
                 reason=reason,
-                exc_info=error if _unexpected(error) else None,
+                exc_info=None if isinstance(error, LeaseLost | ApiError) else error,
             )
         if not ended:
             log.info("operator ends: told to")
@@ -274,12 +270,6 @@ class Operator:
         self.probes.live = {"queue": queue_age, "lists": lists, "watches": canary}
         self.probes.ready = {"leading": leading}
         self.probes.before_metrics = gauges
-
-
-def _unexpected(error: BaseException | None) -> bool:
-    from epochkv_operator.kube.lease import LeaseLost
-
-    return error is not None and not isinstance(error, LeaseLost | ApiError)
 
 
 async def _cancel(tasks: list[asyncio.Task[Any]], seconds: float) -> None:

@@ -26,8 +26,10 @@ import structlog
 from epochkv_fence.net import CredentialsError, KeyPair, generate_keypair
 from epochkv_fence.net.keys import check_key
 from epochkv_operator import metrics
+from epochkv_operator.api.base import MANAGED_BY, POOL_LABEL
 from epochkv_operator.kube.client import AlreadyExists, Forbidden, Invalid, Json, KubeClient, NotFound
-from epochkv_operator.kube.resources import MANAGED_BY, POOL_LABEL, POOLS, SECRETS
+from epochkv_operator.kube.resources import POOLS, SECRETS
+from epochkv_operator.planning.names import component_name
 
 log = structlog.get_logger(__name__)
 
@@ -55,8 +57,19 @@ class FenceKeys:
         return (self.client.public,) if self.previous is None else (self.client.public, self.previous)
 
 
-def fence_secret_name(pool: str) -> str:
-    return f"{pool}-fence"
+@dataclass
+class _Pool:
+    """What is known of one pool's Secret."""
+
+    place: tuple[str, str]
+    """Namespace and name of the pool."""
+    keys: FenceKeys | None = None
+    refusal: str | None = None
+    """Why there are no keys, in words."""
+    conflict: bool = False
+    """The Secret is somebody else's: another try does not help."""
+    drawn: KeyPair | None = None
+    """The pair that the next rotation brings; it stays the same one until it is in the Secret."""
 
 
 async def hub_keys(client: KubeClient, namespace: str, name: str) -> KeyPair:
@@ -76,7 +89,7 @@ async def hub_keys(client: KubeClient, namespace: str, name: str) -> KeyPair:
         except AlreadyExists:
             found = await client.get(SECRETS, namespace, name)
         else:
-            metrics.API_WRITES.labels(kind="Secret", operation="create").inc()
+            _count("create")
             log.info("hub key pair created", secret=f"{namespace}/{name}")
             return pair
     try:
@@ -91,30 +104,25 @@ class FenceSecrets:
     def __init__(self, client: KubeClient, hub_public: str) -> None:
         self._client = client
         self._hub_public = hub_public
-        self._known: dict[str, FenceKeys] = {}
-        self._conflicts: set[str] = set()
-        self._refusals: dict[str, str] = {}
-        self._uids: dict[tuple[str, str], str] = {}
-        self._drawn: dict[str, KeyPair] = {}
+        self._pools: dict[str, _Pool] = {}
 
     def known(self, pool_uid: str) -> FenceKeys | None:
-        return self._known.get(pool_uid)
+        pool = self._pools.get(pool_uid)
+        return pool.keys if pool is not None else None
 
     def decided(self, pool_uid: str) -> bool:
         """Whether the pool's keys are known, or known to be impossible to have."""
-        return pool_uid in self._known or pool_uid in self._conflicts
+        pool = self._pools.get(pool_uid)
+        return pool is not None and (pool.keys is not None or pool.conflict)
 
     def refusal(self, pool_uid: str) -> str | None:
         """Why the pool has no keys, in words; None when it has some or was not looked at yet."""
-        return None if pool_uid in self._known else self._refusals.get(pool_uid)
+        pool = self._pools.get(pool_uid)
+        return pool.refusal if pool is not None and pool.keys is None else None
 
-    def forget(self, namespace: str, pool: str) -> None:
+    def forget(self, namespace: str, name: str) -> None:
         """The pool is gone, or another one of its name has come: nobody may ever be given its keys again."""
-        uid = self._uids.pop((namespace, pool), "")
-        self._known.pop(uid, None)
-        self._drawn.pop(uid, None)
-        self._conflicts.discard(uid)
-        self._refusals.pop(uid, None)
+        self._pools = {uid: pool for uid, pool in self._pools.items() if pool.place != (namespace, name)}
 
     async def ensure(self, pool: Json) -> FenceKeys:
         """Make sure the pool's Secret exists, is bound to this pool's uid and names this hub.
@@ -124,35 +132,34 @@ class FenceSecrets:
             ApiError
         """
         uid, place = pool["metadata"]["uid"], (pool["metadata"]["namespace"], pool["metadata"]["name"])
-        if self._uids.get(place) != uid:
+        if uid not in self._pools:
             self.forget(*place)
-            self._uids[place] = uid
-        self._refusals.pop(uid, None)
+            self._pools[uid] = _Pool(place)
+        known = self._pools[uid]
+        known.refusal = None
         try:
-            self._remember(uid, await self._ensure(pool))
+            keys = self._remember(known, await self._ensure(pool, known.keys))
         except SecretConflict as error:
-            self._conflicts.add(uid)
-            self._refusals[uid] = str(error)
+            known.conflict, known.refusal = True, str(error)
             raise
         except (Forbidden, Invalid) as error:
-            name = f"{pool['metadata']['namespace']}/{fence_secret_name(pool['metadata']['name'])}"
-            self._refusals[uid] = f"Secret {name} with the pool's keys cannot be read or made: {error.message}"
+            known.refusal = f"Secret {'/'.join(_place(pool))} with the pool's keys cannot be read or made: {error.message}"
             raise
-        self._conflicts.discard(uid)
-        return self._known[uid]
+        known.conflict = False
+        return keys
 
-    async def _ensure(self, pool: Json) -> FenceKeys:
+    async def _ensure(self, pool: Json, known: FenceKeys | None) -> FenceKeys:
         metadata = pool["metadata"]
-        namespace, uid, name = metadata["namespace"], metadata["uid"], fence_secret_name(metadata["name"])
+        namespace, name = _place(pool)
         try:
             found = await self._client.get(SECRETS, namespace, name)
         except NotFound:
-            return await self._create(pool, self._known.get(uid))
+            return await self._create(pool, known)
         owners = found["metadata"].get("ownerReferences") or []
         owner = next((ref for ref in owners if (ref.get("kind"), ref.get("name")) == (POOLS.kind, metadata["name"])), None)
         if owner is None:
             raise SecretConflict(f"Secret {namespace}/{name} exists and is not this operator's; delete it, the pool needs that name")
-        if owner["uid"] != uid:
+        if owner["uid"] != metadata["uid"]:
             await self._delete(found, "it belonged to a deleted pool of the same name")
             return await self._create(pool, None)
         keys = _parse(found)
@@ -165,13 +172,15 @@ class FenceSecrets:
         return keys
 
     def draw(self, pool_uid: str) -> None:
-        """Draw the pair that the next rotation brings; it stays the same one until it is in the Secret."""
-        self._drawn.setdefault(pool_uid, generate_keypair())
+        """Draw the pair that the next rotation brings, unless there is one."""
+        pool = self._pools[pool_uid]
+        pool.drawn = pool.drawn or generate_keypair()
 
     def accepted(self, pool_uid: str) -> tuple[str, ...]:
         """Public keys that the hub has to accept, the newest first."""
-        keys, drawn = self._known[pool_uid], self._drawn.get(pool_uid)
-        return keys.accepted if drawn is None else (drawn.public, keys.client.public)
+        pool = self._pools[pool_uid]
+        assert pool.keys is not None  # asked only for pools that have some
+        return pool.keys.accepted if pool.drawn is None else (pool.drawn.public, pool.keys.client.public)
 
     async def rotate(self, pool: Json, generation: int) -> FenceKeys:
         """Put the drawn pair into the Secret, with the older public key beside it. The hub must accept both already.
@@ -180,22 +189,20 @@ class FenceSecrets:
             SecretConflict: the Secret cannot be changed; the text says what to do.
             ApiError: also when somebody else has changed it meanwhile.
         """
-        metadata = pool["metadata"]
-        namespace, uid, name = metadata["namespace"], metadata["uid"], fence_secret_name(metadata["name"])
+        known, (namespace, name) = self._pools[pool["metadata"]["uid"]], _place(pool)
         found = await self._client.get(SECRETS, namespace, name)
         keys = _parse(found)
         if keys.generation >= generation or keys.previous is not None:
-            self._drawn.pop(uid, None)
-            self._known[uid] = keys
+            known.drawn, known.keys = None, keys
             return keys  # done, perhaps by a write of ours whose answer was lost; or one rotation is still under way
         if found.get("immutable"):
             raise SecretConflict(
                 f"Secret {namespace}/{name} was made by an older operator and cannot be changed: delete it, the operator makes it again"
                 " with the same keys while it runs, and rotates them then; pods that mounted the deleted one see new keys after a restart"
             )
-        rotated = replace(keys, client=self._drawn[uid], generation=generation, previous=keys.client.public)
-        self._remember(uid, await self._replace(found, rotated, f"key generation {generation}"))
-        return rotated
+        assert known.drawn is not None  # by `draw`, before the hub accepted it
+        rotated = replace(keys, client=known.drawn, generation=generation, previous=keys.client.public)
+        return self._remember(known, await self._replace(found, rotated, f"key generation {generation}"))
 
     async def retire(self, pool: Json) -> FenceKeys:
         """Take the older public key out of the Secret.
@@ -203,37 +210,35 @@ class FenceSecrets:
         Raises:
             ApiError
         """
-        metadata = pool["metadata"]
-        found = await self._client.get(SECRETS, metadata["namespace"], fence_secret_name(metadata["name"]))
+        found = await self._client.get(SECRETS, *_place(pool))
         keys = _parse(found)
         if keys.previous is not None:
             keys = await self._replace(found, replace(keys, previous=None), "nobody uses the older key any more")
-        self._remember(metadata["uid"], keys)
-        return keys
+        return self._remember(self._pools[pool["metadata"]["uid"]], keys)
 
-    def _remember(self, uid: str, keys: FenceKeys) -> None:
-        self._known[uid] = keys
+    @staticmethod
+    def _remember(pool: _Pool, keys: FenceKeys) -> FenceKeys:
+        pool.keys = keys
         if keys.previous is not None:  # a rotation is in the Secret, ours or another operator's
-            self._drawn.pop(uid, None)
+            pool.drawn = None
+        return keys
 
     async def _replace(self, found: Json, keys: FenceKeys, why: str) -> FenceKeys:
         """Compare-and-swap of the whole content: `found` carries its resourceVersion."""
         metadata = found["metadata"]
         await self._client.replace(SECRETS, metadata["namespace"], {**found, "data": _encoded(_content(keys))})
-        metrics.API_WRITES.labels(kind="Secret", operation="replace").inc()
+        _count("replace")
         log.info("fence secret changed", secret=f"{metadata['namespace']}/{metadata['name']}", reason=why, generation=keys.generation)
         return keys
 
     async def _create(self, pool: Json, keys: FenceKeys | None) -> FenceKeys:
-        metadata = pool["metadata"]
-        namespace, name = metadata["namespace"], fence_secret_name(metadata["name"])
+        metadata, (namespace, name) = pool["metadata"], _place(pool)
         if keys is None:
             pair = generate_keypair()
-            keys = FenceKeys(self._hub_public, pair, secrets.token_hex(32), pool["spec"].get("keys", {}).get("generation") or 0)
-            made, again = replace(keys, first=pair.public), False
+            generation = pool["spec"].get("keys", {}).get("generation") or 0
+            made = FenceKeys(self._hub_public, pair, secrets.token_hex(32), generation, first=pair.public)
         else:
-            made, again = replace(keys, hub_public=self._hub_public), True
-        content = _content(made)
+            made = replace(keys, hub_public=self._hub_public)
         owner = {
             "apiVersion": POOLS.api_version,
             "kind": POOLS.kind,
@@ -242,22 +247,26 @@ class FenceSecrets:
             "controller": True,
             "blockOwnerDeletion": False,
         }
-        body = _secret(namespace, name, content, {POOL_LABEL: metadata["name"]}, [owner], immutable=False)
+        body = _secret(namespace, name, _content(made), {POOL_LABEL: metadata["name"]}, [owner], immutable=False)
         await self._client.create(SECRETS, namespace, body)
-        metrics.API_WRITES.labels(kind="Secret", operation="create").inc()
-        log.info(
-            "fence secret created",
-            secret=f"{namespace}/{name}",
-            pool_uid=metadata["uid"],
-            same_content=again,
-        )
+        _count("create")
+        log.info("fence secret created", secret=f"{namespace}/{name}", pool_uid=metadata["uid"], same_content=keys is not None)
         return made
 
     async def _delete(self, found: Json, why: str) -> None:
         metadata = found["metadata"]
         await self._client.delete(SECRETS, metadata["namespace"], metadata["name"], metadata["uid"])
-        metrics.API_WRITES.labels(kind="Secret", operation="delete").inc()
+        _count("delete")
         log.info("fence secret deleted", secret=f"{metadata['namespace']}/{metadata['name']}", reason=why)
+
+
+def _place(pool: Json) -> tuple[str, str]:
+    """Namespace and name of a pool's Secret."""
+    return pool["metadata"]["namespace"], component_name(pool["metadata"]["name"], "fence")
+
+
+def _count(operation: str) -> None:
+    metrics.API_WRITES.labels(kind="Secret", operation=operation).inc()
 
 
 def _secret(

@@ -23,7 +23,7 @@ from epochkv_operator.kube.client import Json
 from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.kube.work_keys import Key, pool_key
-from epochkv_operator.planning import HubView
+from epochkv_operator.planning.context import HubView
 
 log = structlog.get_logger(__name__)
 #: A published epoch reaches the rest of the status after this.

@@ -6,40 +6,29 @@ from __future__ import annotations
 
 import ipaddress
 
-from epochkv_fence.stores.mooncake import MooncakeAdmin
+from epochkv_operator.api.base import POOL_LABEL
 from epochkv_operator.kube.client import Json
 from epochkv_operator.kube.resources import PODS, POOLS
 from epochkv_operator.kube.store import Store
-from epochkv_operator.planning.names import MASTER_ADMIN_PORT, POOL_LABEL, component_selector
+from epochkv_operator.planning.names import MASTER_ADMIN_PORT, component_selector
 
 
-class PoolStores:
-    """The admin ports by pool uid, from what the watches show."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def urls(self, pool_uid: str) -> list[str]:
-        """Of the live masters, those that are ready first: with several, the one that serves is among them. None for a pool
-        that is gone, and for one whose Mooncake somebody else runs.
-        """
-        pool = self._store.by_uid(POOLS.kind, pool_uid)
-        if pool is None or not ((pool["spec"].get("distributed") or {}).get("mooncake")):
-            return []
-        namespace, name = pool["metadata"]["namespace"], pool["metadata"]["name"]
-        wanted = component_selector(name, "master")
-        pods = [
-            pod
-            for pod in self._store.labelled(PODS.kind, namespace, POOL_LABEL, name)
-            if wanted.items() <= pod["metadata"]["labels"].items() and pod["metadata"].get("deletionTimestamp") is None
-        ]
-        addresses = [address for pod in sorted(pods, key=_rank) if (address := _address(pod))]
-        return [f"http://{address}:{MASTER_ADMIN_PORT}" for address in addresses]
-
-
-def store_admin(store: Store) -> MooncakeAdmin:
-    """What the hub empties stores with."""
-    return MooncakeAdmin(PoolStores(store).urls)
+def master_urls(store: Store, pool_uid: str) -> list[str]:
+    """Admin ports of the live masters, from what the watches show. Those that are ready come first: with several masters, the
+    one that serves is among them. None for a pool that is gone, and for one whose Mooncake somebody else runs.
+    """
+    pool = store.by_uid(POOLS.kind, pool_uid)
+    if pool is None or not ((pool["spec"].get("distributed") or {}).get("mooncake")):
+        return []
+    namespace, name = pool["metadata"]["namespace"], pool["metadata"]["name"]
+    wanted = component_selector(name, "master")
+    pods = [
+        pod
+        for pod in store.labelled(PODS.kind, namespace, POOL_LABEL, name)
+        if wanted.items() <= pod["metadata"]["labels"].items() and pod["metadata"].get("deletionTimestamp") is None
+    ]
+    addresses = [address for pod in sorted(pods, key=_rank) if (address := _address(pod))]
+    return [f"http://{address}:{MASTER_ADMIN_PORT}" for address in addresses]
 
 
 def _rank(pod: Json) -> tuple[bool, str]:

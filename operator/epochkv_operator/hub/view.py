@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from epochkv_fence.protocol.messages import CONTROL
 from epochkv_fence.protocol.pool import ENGINE_STATES, EngineView, PoolSnapshot
 from epochkv_operator import metrics
-from epochkv_operator.planning import PUSH_SECONDS, HubEngine, HubView, KeysView, Outlier, ReclaimView, WeightsGroup
+from epochkv_operator.planning.context import PUSH_SECONDS, HubEngine, HubView, KeysView, Outlier, ReclaimView, WeightsGroup
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import Any
 
 from epochkv_operator import metrics
 from epochkv_operator.kube.client import Json, KubeClient
-from epochkv_operator.kube.resources import by_kind
+from epochkv_operator.kube.resources import by_kind, identity
 
 
 def project(desired: Any, live: Any) -> Any:
@@ -34,7 +34,7 @@ def project(desired: Any, live: Any) -> Any:
     return live
 
 
-def digest(manifest: Json) -> str:
+def _digest(manifest: Json) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -45,35 +45,29 @@ class Applier:
         self._client = client
         self._applied: dict[tuple[str, str, str], tuple[str, str, Any]] = {}  # -> uid, digest of the manifest, projection of the answer
 
-    def in_sync(self, desired: Json, live: Json | None) -> bool:
-        """True when applying `desired` would change nothing in `live`."""
-        if live is None or live["metadata"].get("deletionTimestamp"):
-            return False
-        known = self._applied.get(self._key(desired))
-        return known is not None and known == (live["metadata"]["uid"], digest(desired), project(desired, live))
-
     async def apply(self, desired: Json, live: Json | None) -> Json | None:
-        """Apply unless in sync. Returns the new live object when something was sent, else None.
+        """Apply, unless that would change nothing. Returns the new live object when something was sent, else None.
 
         Raises:
             ApiError: refused or unreachable; nothing is remembered then.
         """
         desired = _leave_replicas_alone(desired, live)
-        if self.in_sync(desired, live):
+        key, said = identity(desired), _digest(desired)
+        if (
+            live is not None
+            and not live["metadata"].get("deletionTimestamp")
+            and self._applied.get(key) == (live["metadata"]["uid"], said, project(desired, live))
+        ):
             return None
         resource = by_kind(desired["kind"])
         answer = await self._client.apply(resource, desired["metadata"]["namespace"], desired)
         if live is None or answer["metadata"].get("resourceVersion") != live["metadata"].get("resourceVersion"):
             metrics.API_WRITES.labels(kind=desired["kind"], operation="apply").inc()
-        self._applied[self._key(desired)] = (answer["metadata"]["uid"], digest(desired), project(desired, answer))
+        self._applied[key] = (answer["metadata"]["uid"], said, project(desired, answer))
         return answer
 
     def forget(self, kind: str, namespace: str, name: str) -> None:
         self._applied.pop((kind, namespace, name), None)
-
-    @staticmethod
-    def _key(obj: Json) -> tuple[str, str, str]:
-        return obj["kind"], obj["metadata"]["namespace"], obj["metadata"]["name"]
 
 
 def _leave_replicas_alone(desired: Json, live: Json | None) -> Json:

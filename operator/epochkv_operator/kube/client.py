@@ -30,9 +30,9 @@ In the operator's own namespace (Role):
 | ""                  | secrets   | the hub Secret  | get         |
 | ""                  | secrets   | -               | create      |
 
-Watch canary (own Lease seen through kopf's watch): `list, watch` on leases with resourceNames = the Lease, as a
-ClusterRole rule when watching cluster-wide, in the same Role when the operator's namespace is a watched one. Discovery
-(`/api`, `/apis`) comes with `system:discovery`.
+Watch canary (own Lease seen through kopf's watch): `list, watch` on leases with resourceNames = the Lease. That is a
+ClusterRole rule when watching cluster-wide, and stands in the same Role when the operator's namespace is a watched one.
+Discovery (`/api`, `/apis`) comes with `system:discovery`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio import config as kubernetes_config
 
 from epochkv_operator import metrics
-from epochkv_operator.kube.resources import MANAGED_BY, ObjectRef, Resource
+from epochkv_operator.api.base import MANAGED_BY
+from epochkv_operator.kube.resources import ObjectRef, Resource
 
 Json = dict[str, Any]
 
@@ -258,8 +259,8 @@ class KubeClient:
         """Set fields of an existing status (None removes one; an object replaces the one that is there), accepted only by the
         object with this uid in which the fields `seen` still hold (None: the field is still absent).
 
-        The API server tests and writes on the newest object and tries again by itself, so writes to the rest of the object do not get
-        in the way as they do with a resourceVersion.
+        The API server tests and writes on the newest object and tries again by itself. So writes to the rest of the object do not
+        get in the way as they do with a resourceVersion.
 
         Raises:
             Invalid: a field has changed, or a namesake with another uid stands there.
@@ -290,17 +291,13 @@ class KubeClient:
             },
         )
 
-    async def watch(self, resource: Resource, namespace: str | None, resource_version: str, seconds: int = 60) -> AsyncIterator[Json]:
-        """Watch events as they come, for at most `seconds`. For tools and tests: the operator's own watches are
-        kopf's.
-        """
+    async def watch(self, resource: Resource, namespace: str | None, resource_version: str) -> AsyncIterator[Json]:
+        """Watch events as they come, for at most a minute. For benchmarks: the operator's own watches are kopf's."""
         path = resource.path(namespace)
         headers = {"Accept": "application/json", "User-Agent": MANAGED_BY}
         await self._api.update_params_for_auth(headers, [], ["BearerToken"], path, "GET", None)
-        query = urlencode({"watch": "true", "resourceVersion": resource_version, "timeoutSeconds": str(seconds)})
+        query = urlencode({"watch": "true", "resourceVersion": resource_version, "timeoutSeconds": "60"})
         url = f"{self.configuration.host}{path}?{query}"
-        response = await self._api.rest_client.request(
-            "GET", url, headers=headers, _request_timeout=aiohttp.ClientTimeout(total=seconds + 5)
-        )
+        response = await self._api.rest_client.request("GET", url, headers=headers, _request_timeout=aiohttp.ClientTimeout(total=65))
         async for line in response.response.content:
             yield json.loads(line)

@@ -9,8 +9,9 @@ from datetime import UTC, datetime
 
 import structlog
 
+from epochkv_operator.api.base import MANAGED_BY
 from epochkv_operator.kube.client import ApiError, Json, KubeClient
-from epochkv_operator.kube.resources import EVENTS, MANAGED_BY
+from epochkv_operator.kube.resources import EVENTS
 
 log = structlog.get_logger(__name__)
 MAX_PENDING = 256

@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import structlog
 
+from epochkv_operator.api.base import MANAGED_BY
 from epochkv_operator.kube.client import AlreadyExists, ApiError, Conflict, Json, KubeClient, NotFound
-from epochkv_operator.kube.resources import LEASES, MANAGED_BY
+from epochkv_operator.kube.resources import LEASES
 
 log = structlog.get_logger(__name__)
 

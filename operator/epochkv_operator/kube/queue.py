@@ -75,16 +75,11 @@ class WorkQueue(Generic[K]):
         self.add_after(key, delay)
         return delay
 
-    def failures(self, key: K) -> int:
-        return self._failures.get(key, 0)
-
     def __len__(self) -> int:
         return len(self._ready)
 
     def oldest_age_seconds(self) -> float:
-        """Age of the oldest key that is ready or in work; 0 when there is none. Keys waiting out a backoff do not
-        count.
-        """
+        """Age of the oldest key that is ready or in work; 0 when there is none. Keys waiting out a backoff do not count."""
         since = [*self._ready.values(), *self._active.values()]
         return self._clock() - min(since) if since else 0.0
 

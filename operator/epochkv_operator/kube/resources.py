@@ -9,13 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-GROUP: Final = "epochkv.io"
-VERSION: Final = "v1alpha1"
-MANAGED_BY: Final = "epochkv-operator"
+from epochkv_operator.api.base import GROUP, MANAGED_BY, VERSION
+
 #: Server-side filter of every child watch: nothing that is not ours is ever read.
 CHILD_SELECTOR: Final = f"app.kubernetes.io/managed-by={MANAGED_BY}"
-POOL_LABEL: Final = "epochkv.io/pool"
-ENGINE_LABEL: Final = "epochkv.io/engine"
 
 
 @dataclass(frozen=True)
@@ -53,8 +50,12 @@ class ObjectRef(NamedTuple):
         return f"{self.resource.kind} {self.namespace}/{self.name} (uid {self.uid})"
 
 
+def identity(obj: dict[str, Any]) -> tuple[str, str, str]:
+    """Kind, namespace and name of an object, live or wanted."""
+    return obj["kind"], obj["metadata"]["namespace"], obj["metadata"]["name"]
+
+
 def ref_of(obj: dict[str, Any]) -> ObjectRef:
-    """The reference to a live object."""
     metadata = obj["metadata"]
     return ObjectRef(by_kind(obj["kind"]), metadata["namespace"], metadata["name"], metadata["uid"])
 

@@ -16,6 +16,7 @@ from epochkv_operator.kube.client import Conflict, Invalid, Json, KubeClient, No
 from epochkv_operator.kube.resources import ObjectRef, Resource
 from epochkv_operator.kube.store import Store, resource_version
 
+DEADLINE_SECONDS = 10.0
 #: Status fields to merge in, from the object as it is, or None: leave it alone.
 Decide = Callable[[Json], Json | None]
 
@@ -31,11 +32,10 @@ class StatusWriter:
     bring it, it is no news any more.
     """
 
-    def __init__(self, client: KubeClient, store: Store, news: Callable[[Resource, Json], object], deadline_seconds: float = 10.0) -> None:
+    def __init__(self, client: KubeClient, store: Store, news: Callable[[Resource, Json], object]) -> None:
         self._client = client
         self._news = news
         self._store = store
-        self._deadline_seconds = deadline_seconds
 
     async def read(self, ref: ObjectRef, deadline_seconds: float | None = None) -> Json:
         """Quorum read of the object.
@@ -59,12 +59,12 @@ class StatusWriter:
 
         `decide` runs again on each newer state. The patch is accepted only at the resourceVersion that `decide` saw, so
         what it checked still holds at the write. Where it depends on few fields of the status (`depends_on`), a conflict makes it
-        compare those alone: somebody who keeps writing to the rest of the object cannot hold it up.
+        compare those alone. Then nobody who keeps writing to the rest of the object can hold it up.
 
         Raises:
             ObjectGone, ApiError (`Unavailable` at the deadline); anything `decide` raises.
         """
-        deadline = time.monotonic() + (deadline_seconds or self._deadline_seconds)
+        deadline = time.monotonic() + (deadline_seconds or DEADLINE_SECONDS)
         obj = self._store.by_uid(ref.resource.kind, ref.uid) or await self.read(ref)
         attempt = 0
         while True:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from epochkv_operator.kube.resources import ENGINE_LABEL, ENGINES, POOL_LABEL, POOLS
+from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
+from epochkv_operator.kube.resources import ENGINES, POOLS
 from epochkv_operator.kube.store import Store
 
 Json = dict[str, Any]

@@ -1,65 +1,65 @@
-"""Conditions of pools and engines: type, status, a stable reason, a sentence with the remedy. Pure; transition times are added
-in `status.py`.
+"""Conditions of pools and engines: type, status, a stable reason, a sentence with the remedy. Pure; `status.py` adds the times.
 
 A condition that does not apply is absent: a pool without L2 has no `MasterAvailable`, an engine without poolRef no `PoolBound`.
+Requests under older roots see only what they held, and nobody finds old KV in a store. So of the conditions about epochs only
+`EpochConverged` counts for `Ready`. The others say what reuse or memory still waits for, and what to do.
+
+Engines name KV by the weights that they hold, so nothing here decides who shares; engines of other weights only share less.
+No text holds an age: a pool in which nothing changes is not written to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final
 
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
-from epochkv_operator.planning import epoch_conditions as epochs
-from epochkv_operator.planning.context import Condition, HubEngine, Observed
-from epochkv_operator.planning.names import component_selector, engine_selector, master_name, store_name
+from epochkv_operator.planning.context import Condition, HubEngine, HubView, Observed, Problem, listed, short_id
+from epochkv_operator.planning.names import component_name, component_selector, engine_selector
 from epochkv_operator.planning.plan import living
-from epochkv_operator.planning.weights import weights_converged
 from epochkv_operator.planning.workload import Health, find, health, select
+
+_ASKER: Final = {"Spec": "spec.resetEpoch", "Trainer": "a trainer", "Engine": "an engine that was reset alone"}
+_NO_HUB: Final = "no hub leads this pool at the moment"
+_NO_HUB_NO_LEASE: Final = f"{_NO_HUB}; engines whose lease ends serve without shared KV"
+_MAX_OUTLIERS: Final = 5
+MAX_KINDS: Final = 4
+"""Fingerprints of which the weights are named."""
 
 
 def pool_conditions(pool: KVCachePool, observed: Observed) -> list[Condition]:
     """`Ready` first, then what it is made of, then what only costs reuse or memory."""
-    parts: list[Condition] = []
-    if observed.problem is not None:
-        parts.append(Condition("Ready", "False", observed.problem.reason, observed.problem.message))
-    if pool.spec.distributed is not None and pool.spec.distributed.mooncake is not None:
+    parts, hub = [], observed.hub
+    if pool.mooncake is not None:
         parts.append(_workload_condition("MasterAvailable", master_health(pool, observed)))
         parts.append(_workload_condition("StoreAvailable", store_health(pool, observed)))
-    hub = observed.hub
-    parts.append(epochs.epoch_converged(pool, hub))
-    notes = (weights_converged(hub), epochs.drained(hub), epochs.reclaimed(pool, hub), epochs.keys_rotated(pool, hub))
-    return [*_with_ready(parts, "the pool serves"), *(note for note in notes if note is not None)]
+    parts.append(_epoch_converged(pool, hub))
+    notes = (_weights_converged(hub), _drained(hub), _reclaimed(pool, hub), _keys_rotated(pool, hub))
+    return [*_with_ready(parts, observed.problem, "the pool serves"), *(note for note in notes if note is not None)]
 
 
 def engine_conditions(engine: InferenceEngine, pool: KVCachePool | None, observed: Observed) -> list[Condition]:
     """`Ready` first, then what it is made of. `observed.hub` is the view of the engine's pool."""
-    parts: list[Condition] = []
-    if observed.problem is not None:
-        parts.append(Condition("Ready", "False", observed.problem.reason, observed.problem.message))
     state = engine_health(engine, observed)
-    parts.append(_workload_condition("Available", state))
+    parts = [_workload_condition("Available", state)]
     if engine.spec.pool_ref is not None:
         bound = living(pool)
-        parts.append(_pool_bound(engine, bound))
+        parts.append(_pool_bound(f"{engine.metadata.namespace}/{engine.spec.pool_ref.name}", bound))
         parts.append(_epoch_current(engine, bound, observed, state))
-    return _with_ready(parts, "the engine serves")
+    return _with_ready(parts, observed.problem, "the engine serves")
 
 
 def master_health(pool: KVCachePool, observed: Observed) -> Health:
-    """State of the pool's masters."""
-    return _pool_health(pool, observed, "Deployment", "master", master_name(pool.metadata.name), "the master")
+    return _pool_health(pool, observed, "Deployment", "master")
 
 
 def store_health(pool: KVCachePool, observed: Observed) -> Health:
-    """State of the pool's stores."""
-    distributed = pool.spec.distributed
-    asked = distributed.mooncake.store.replicas if distributed is not None and distributed.mooncake is not None else None
-    return _pool_health(pool, observed, "StatefulSet", "store", store_name(pool.metadata.name), "the store", asked)
+    return _pool_health(pool, observed, "StatefulSet", "store", pool.mooncake.store.replicas if pool.mooncake is not None else None)
 
 
 def engine_health(engine: InferenceEngine, observed: Observed) -> Health:
-    """State of the engine's pods."""
     metadata = engine.metadata
     workload = find(observed.children, "Deployment", metadata.name, metadata.uid)
     pods = select(observed.pods, engine_selector(metadata.name), metadata.namespace)
@@ -80,12 +80,11 @@ def at_target(ranks: Iterable[HubEngine], target: int) -> bool:
     return bool(epochs) and all(epoch is not None and epoch >= target for epoch in epochs)
 
 
-def _pool_health(
-    pool: KVCachePool, observed: Observed, kind: str, component: str, name: str, what: str, asked: int | None = None
-) -> Health:
+def _pool_health(pool: KVCachePool, observed: Observed, kind: str, component: str, asked: int | None = None) -> Health:
     metadata = pool.metadata
+    workload = find(observed.children, kind, component_name(metadata.name, component), metadata.uid)
     pods = select(observed.pods, component_selector(metadata.name, component), metadata.namespace)
-    return health(find(observed.children, kind, name, metadata.uid), pods, what, asked)
+    return health(workload, pods, f"the {component}", asked)
 
 
 def _workload_condition(kind: str, state: Health) -> Condition:
@@ -93,16 +92,12 @@ def _workload_condition(kind: str, state: Health) -> Condition:
     return Condition(kind, "True" if ok else "False", state.reason, state.message)
 
 
-def _pool_bound(engine: InferenceEngine, pool: KVCachePool | None) -> Condition:
-    name = engine.spec.pool_ref.name if engine.spec.pool_ref is not None else ""
+def _pool_bound(named: str, pool: KVCachePool | None) -> Condition:
+    kind = "PoolBound"
     if pool is None:
-        return Condition(
-            "PoolBound",
-            "False",
-            "PoolNotFound",
-            f"KVCachePool {engine.metadata.namespace}/{name} does not exist: the engine serves without shared KV; create the pool",
-        )
-    return Condition("PoolBound", "True", "Bound", f"configured for KVCachePool {name} (uid {pool.metadata.uid})")
+        text = f"KVCachePool {named} does not exist: the engine serves without shared KV; create the pool"
+        return Condition(kind, "False", "PoolNotFound", text)
+    return Condition(kind, "True", "Bound", f"configured for KVCachePool {pool.metadata.name} (uid {pool.metadata.uid})")
 
 
 def _epoch_current(engine: InferenceEngine, pool: KVCachePool | None, observed: Observed, state: Health) -> Condition:
@@ -112,7 +107,7 @@ def _epoch_current(engine: InferenceEngine, pool: KVCachePool | None, observed: 
     if engine.spec.replicas == 0:
         return Condition(kind, "True", "ScaledToZero", "there is no pod")
     if observed.hub is None:
-        return Condition(kind, "Unknown", "HubUnavailable", "no hub leads this pool at the moment")
+        return Condition(kind, "Unknown", "HubUnavailable", _NO_HUB)
     target, ranks = observed.hub.target, engine_ranks(engine, observed)
     current = [name for name, known in ranks.items() if at_target(known, target)]
     behind = sorted(set(ranks) - set(current))
@@ -125,11 +120,122 @@ def _epoch_current(engine: InferenceEngine, pool: KVCachePool | None, observed: 
     return Condition(kind, "False", "Advancing", f"{text}; behind: {', '.join(behind[:4])}" if behind else text)
 
 
-def _with_ready(parts: list[Condition], good: str) -> list[Condition]:
-    """`Ready` is the first part that is not True."""
+def _with_ready(parts: list[Condition], problem: Problem | None, good: str) -> list[Condition]:
+    """`Ready` says the problem, or else what the first part says that is not True."""
     failing = next((part for part in parts if part.status != "True"), None)
-    if failing is None:
-        ready = Condition("Ready", "True", "Ready", good)
+    if problem is not None:
+        ready = Condition("Ready", "False", problem.reason, problem.message)
+    elif failing is not None:
+        ready = replace(failing, type="Ready")
     else:
-        ready = Condition("Ready", failing.status, failing.reason, failing.message)
-    return [ready, *(part for part in parts if part.type != "Ready")]
+        ready = Condition("Ready", "True", "Ready", good)
+    return [ready, *parts]
+
+
+def _epoch_converged(pool: KVCachePool, hub: HubView | None) -> Condition:
+    """Published equals target, and target is at least what the spec asks for."""
+    kind, asked = "EpochConverged", pool.spec.reset_epoch
+    if hub is None:
+        return Condition(kind, "Unknown", "HubUnavailable", _NO_HUB_NO_LEASE)
+    if hub.target < asked:
+        return Condition(kind, "False", "Recording", f"epoch {asked} is asked for, {hub.target} is recorded")
+    if hub.published < hub.target:
+        waiting = listed([f"{name} ({reason})" for name, reason in hub.laggards])
+        text = f"epoch {hub.target} is recorded, {hub.published} is published"
+        return Condition(kind, "False", "WaitingForEngines", f"{text}; waiting for {waiting}" if waiting else text)
+    text = f"no engine uses an epoch below {hub.published}"
+    if epoch_ahead(asked, hub):
+        asker = _ASKER.get(hub.origin or "", "somebody else")
+        state = "resets nothing: that epoch was out already" if asked == hub.target else "resets nothing: it is below"
+        remedy = f"spec.resetEpoch {asked} {state}; to reset, set {hub.target + 1} or higher"
+        return Condition(kind, "True", "EpochAhead", f"{text}, which {asker} asked for; {remedy}")
+    return Condition(kind, "True", "Published", text)
+
+
+def epoch_ahead(asked: int, hub: HubView) -> bool:
+    """The spec asks for an epoch that is out already, and not because the spec asked for it.
+
+    0 asks for nothing: where a trainer owns the resets, the spec stays there. A target of an unknown origin that equals
+    what the spec asks for is taken to be the spec's.
+    """
+    return asked > 0 and (asked < hub.target or (asked == hub.target and hub.origin not in (None, "Spec")))
+
+
+def _drained(hub: HubView | None) -> Condition:
+    """No request runs any more that was admitted under an older epoch."""
+    if hub is None:
+        return Condition("Drained", "Unknown", "HubUnavailable", _NO_HUB_NO_LEASE)
+    carried = sum(engine.carried for engine in hub.engines)
+    if not carried:
+        return Condition("Drained", "True", "Drained", f"no request runs that was admitted before epoch {hub.target}")
+    where = listed([f"{engine.display_name} ({engine.carried})" for engine in hub.engines if engine.carried])
+    text = f"{carried} requests were admitted under an older epoch and run on, seeing only what they held already: {where}"
+    return Condition("Drained", "False", "CarriedRequests", f"{text}; abort them, or wait until they end")
+
+
+def _reclaimed(pool: KVCachePool, hub: HubView | None) -> Condition | None:
+    """Nothing is left of older epochs in the distributed store; absent without one, and with `Retain`."""
+    kind, policy = "Reclaimed", pool.spec.reset.reclaim_policy
+    if pool.spec.distributed is None or policy == "Retain":
+        return None
+    if hub is None:
+        return Condition(kind, "Unknown", "HubUnavailable", _NO_HUB)
+    known = hub.reclaim
+    gave = f"{known.keys} keys and {known.bytes} bytes were given back" if known.keys else "there was nothing to give back"
+    if known.epoch >= hub.published:
+        return Condition(kind, "True", "Reclaimed", f"the store holds nothing of epochs below {hub.published}; {gave}")
+    if known.wipe_failed:
+        text = f"the store could not be emptied in time after epoch {hub.published} was published"
+        remedy = "nobody finds the old KV, it only takes memory, and removing it goes on; is the master reachable on its admin port?"
+        return Condition(kind, "False", "WipeFailed", f"{text}: {remedy}")
+    if not hub.engines and pool.spec.distributed.external is not None:
+        return Condition(kind, "False", "NoEngine", "old KV in an external store is removed by an engine, and none is connected")
+    return Condition(kind, "False", "Reclaiming", f"old KV is being removed from the store; nothing waits for it; {gave} so far")
+
+
+def _keys_rotated(pool: KVCachePool, hub: HubView | None) -> Condition | None:
+    """The Secret has the key pair that `spec.keys.generation` asks for, and no older one is accepted."""
+    kind, asked = "KeysRotated", pool.spec.keys.generation
+    if not asked:
+        return None
+    if hub is None or hub.keys is None:
+        return Condition(kind, "Unknown", "HubUnavailable", _NO_HUB)
+    if hub.keys.accepted > 1:
+        secret = f"{pool.metadata.name}-fence -n {pool.metadata.namespace}"
+        cut = f'kubectl patch secret {secret} --type=json -p \'[{{"op":"remove","path":"/data/previous.pub"}}]\''
+        waits = f"still used by {listed(hub.keys.old_users)}" if hub.keys.old_users else "about to be refused"
+        text = f"the key pair before generation {hub.keys.generation} is {waits}"
+        return Condition(kind, "False", "OldKeyInUse", f"{text}; to refuse it at once: {cut}")
+    if hub.keys.generation < asked:
+        return Condition(kind, "False", "Rotating", f"key generation {asked} is asked for, {hub.keys.generation} is in the Secret")
+    return Condition(kind, "True", "Rotated", f"only the key pair of generation {hub.keys.generation} is accepted")
+
+
+def _weights_converged(hub: HubView | None) -> Condition:
+    """The live engines of each fingerprint hold the same weights."""
+    kind = "WeightsConverged"
+    if hub is None:
+        return Condition(kind, "Unknown", "HubUnavailable", _NO_HUB_NO_LEASE)
+    unknown = [f"{engine.display_name} ({engine.weights_note or 'it has not said yet'})" for engine in hub.unknown]
+    silent = f"the weights of these engines are not known, and they share nothing: {listed(unknown, _MAX_OUTLIERS)}" if unknown else ""
+    if hub.outliers and hub.overdue:
+        remedy = "push to them again; they serve correctly, and share KV only with engines of equal weights"
+        text = f"not all engines hold the weights that most hold: {_outliers(hub)}; {remedy}"
+        return Condition(kind, "False", "Diverged", f"{text}; {silent}" if silent else text)
+    if silent:
+        return Condition(kind, "Unknown", "Unknown", silent)
+    if hub.outliers:
+        return Condition(kind, "False", "Updating", f"weights are being pushed: {_outliers(hub)}")
+    held = sorted({_called(engine.known_weights, hub) for engine in hub.engines if engine.known_weights is not None})
+    text = f"all engines hold {listed(held, MAX_KINDS)}" if held else "no engine is connected"
+    return Condition(kind, "True", "Converged", text)
+
+
+def _called(weights: str, hub: HubView) -> str:
+    label = next((group.label for group in hub.weights if group.id == weights), "")
+    return f"{short_id(weights)} ({label})" if label else short_id(weights)
+
+
+def _outliers(hub: HubView) -> str:
+    found = (f"{outlier.name} holds {_called(outlier.holds, hub)} instead of {_called(outlier.most_hold, hub)}" for outlier in hub.outliers)
+    return listed(found, _MAX_OUTLIERS)

@@ -13,7 +13,7 @@ from typing import Final
 from epochkv_operator.api import quantity
 from epochkv_operator.api.pool import KVCachePool, Mooncake
 from epochkv_operator.planning.context import Context, Json
-from epochkv_operator.planning.names import CREDENTIALS_DIR, MASTER_RPC_PORT, TRANSFER_PORTS, digest, master_name
+from epochkv_operator.planning.names import CREDENTIALS_DIR, MASTER_RPC_PORT, TRANSFER_PORTS, component_name, digest
 
 # Each of these was measured: without them a dead pod costs two minutes and an overflow poisons a client for good.
 _CLIENT_ENV: Final = {
@@ -53,24 +53,22 @@ def master_address(pool: KVCachePool) -> str | None:
     etcd = etcd_endpoints(distributed.mooncake)
     if etcd is not None:
         return f"etcd://{etcd}"
-    return f"{master_name(pool.metadata.name)}.{pool.metadata.namespace}.svc:{MASTER_RPC_PORT}"
+    return f"{component_name(pool.metadata.name, 'master')}.{pool.metadata.namespace}.svc:{MASTER_RPC_PORT}"
 
 
 def client_environment(pool: KVCachePool) -> dict[str, str]:
     """Variables for every process with a Mooncake client of this pool; empty for a pool without L2."""
-    distributed = pool.spec.distributed
-    if distributed is None:
+    if pool.spec.distributed is None:
         return {}
     environment = dict(_CLIENT_ENV)
-    if distributed.mooncake is not None and etcd_endpoints(distributed.mooncake) is not None:
+    if pool.mooncake is not None and etcd_endpoints(pool.mooncake) is not None:
         environment["MC_STORE_CLUSTER_ID"] = cluster_id(pool)
     return environment
 
 
 def uses_rdma(pool: KVCachePool) -> bool:
     """True when blocks travel over RDMA, which needs privileged pods."""
-    distributed = pool.spec.distributed
-    return distributed is not None and distributed.mooncake is not None and distributed.mooncake.transport.protocol == "RDMA"
+    return pool.mooncake is not None and pool.mooncake.transport.protocol == "RDMA"
 
 
 def connection(pool: KVCachePool, context: Context) -> Json:

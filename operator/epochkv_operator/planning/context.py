@@ -8,8 +8,9 @@ from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
 Json = dict[str, Any]
-NO_HUB: Final = "no hub leads this pool at the moment; engines whose lease ends serve without shared KV"
 _SHOWN: Final = 4
+PUSH_SECONDS: Final = 60.0
+"""A push of weights takes no longer: engines that still differ then were missed by it."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,6 @@ class HubView:
     target: int
     published: int
     engines: Sequence[HubEngine] = ()
-    granting: bool = False
     laggards: Sequence[tuple[str, str]] = ()
     """`(name, reason)` of engines that publication waits for."""
     reset_epoch: int | None = None
@@ -181,6 +181,11 @@ def listed(names: Iterable[str], shown: int = _SHOWN) -> str:
     found = list(names)
     more = f" and {len(found) - shown} more" if len(found) > shown else ""
     return ", ".join(found[:shown]) + more
+
+
+def short_id(weights: str) -> str:
+    """What people see of the 32 hex digits."""
+    return weights[:8]
 
 
 def timestamp(moment: datetime, *, milliseconds: bool = False) -> str:

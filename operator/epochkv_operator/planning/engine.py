@@ -8,15 +8,15 @@ from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning import connection as wiring
 from epochkv_operator.planning import podspec
 from epochkv_operator.planning.context import Context, Json
-from epochkv_operator.planning.merge import FENCE_VOLUME, apply_template
+from epochkv_operator.planning.merge import FENCE_VOLUME, finish_pod
 from epochkv_operator.planning.names import (
     CONNECTION_ANNOTATION,
     CREDENTIALS_DIR,
     ENGINE_PORT,
+    component_name,
     engine_labels,
+    engine_object,
     engine_selector,
-    fence_secret_name,
-    owned_object,
 )
 from epochkv_operator.planning.network import engine_policy
 
@@ -30,27 +30,21 @@ _SHM_BYTES_PER_RANK = 256 * 2**20  # 64 MiB is too little for one rank
 def desired_engine(engine: InferenceEngine, pool: KVCachePool | None, context: Context) -> list[Json]:
     """Every object of an engine.
 
-    `pool` is the pool that `spec.poolRef` names, or None when it does not exist *in a complete listing* (or no pool is named):
-    the engine then
-    serves without connector. Passing None because the pool is merely not known yet would restart every engine twice.
+    `pool` is the pool that `spec.poolRef` names. None: no pool is named, or it does not exist *in a complete listing*. The engine
+    then serves without connector. Passing None because the pool is merely not known yet would restart every engine twice.
 
     Raises:
         InvalidTemplate: an override in `spec.template` that belongs to the operator.
     """
-    name, labels = engine.metadata.name, engine_labels(engine)
-    port = {"name": "http", "port": ENGINE_PORT, "targetPort": ENGINE_PORT, "protocol": "TCP"}
-    selector = engine_selector(name)
-
-    def child(api_version: str, kind: str, body: Json) -> Json:
-        return owned_object(api_version, kind, name, engine, labels, context, body)
-
-    return [
-        child("v1", "ServiceAccount", {"automountServiceAccountToken": False}),
-        child("apps/v1", "Deployment", {"spec": _deployment(engine, pool, context)}),
-        child("v1", "Service", {"spec": {"selector": selector, "ports": [port]}}),
-        child("policy/v1", "PodDisruptionBudget", podspec.budget(selector)),
-        *(engine_policy(engine, pool, context) if pool is not None else []),
-    ]
+    selector = engine_selector(engine.metadata.name)
+    bodies: dict[str, Json] = {
+        "ServiceAccount": {"automountServiceAccountToken": False},
+        "Deployment": {"spec": _deployment(engine, pool, context)},
+        "Service": {"spec": podspec.service(selector, "http", ENGINE_PORT)},
+        "PodDisruptionBudget": podspec.budget(selector),
+    }
+    policies = engine_policy(engine, pool, context) if pool is not None else []
+    return [*(engine_object(kind, engine, context, body) for kind, body in bodies.items()), *policies]
 
 
 def _deployment(engine: InferenceEngine, pool: KVCachePool | None, context: Context) -> Json:
@@ -58,7 +52,7 @@ def _deployment(engine: InferenceEngine, pool: KVCachePool | None, context: Cont
     if pool is not None:
         config = wiring.connection(pool, context)
         template["metadata"]["annotations"] = {CONNECTION_ANNOTATION: wiring.connection_hash(config, context)}
-    template = apply_template(template, engine.spec.template, "engine", "spec.template")
+    template = finish_pod(template, engine.spec.template, "engine", "spec.template")
     _set_shutdown_timeout(template["spec"], engine.spec)
     return {
         "replicas": engine.spec.replicas,
@@ -67,7 +61,7 @@ def _deployment(engine: InferenceEngine, pool: KVCachePool | None, context: Cont
         "selector": {"matchLabels": engine_selector(engine.metadata.name)},
         # No surge: there is rarely a free accelerator for a second pod.
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}},
-        "template": podspec.harden(template),
+        "template": template,
     }
 
 
@@ -81,7 +75,7 @@ def _pod_spec(engine: InferenceEngine, pool: KVCachePool | None, context: Contex
     ]
     if pool is not None:
         mounts.append({"name": FENCE_VOLUME, "mountPath": CREDENTIALS_DIR, "readOnly": True})
-        secret = {"secretName": fence_secret_name(pool.metadata.name), "defaultMode": 0o440}
+        secret = {"secretName": component_name(pool.metadata.name, "fence"), "defaultMode": 0o440}
         volumes.append({"name": FENCE_VOLUME, "secret": secret})
     container: Json = {
         "name": "engine",
@@ -89,7 +83,7 @@ def _pod_spec(engine: InferenceEngine, pool: KVCachePool | None, context: Contex
         "command": ["python3", "-m", "vllm.entrypoints.openai.api_server"],
         "args": _arguments(engine, pool, context),
         "env": _environment(engine, pool),
-        "ports": [{"name": "http", "containerPort": ENGINE_PORT, "protocol": "TCP"}],
+        "ports": [podspec.port("http", ENGINE_PORT)],
         "resources": _resources(spec, pool),
         "startupProbe": podspec.http_probe("/health", ENGINE_PORT, period=5, failures=60),
         "readinessProbe": podspec.http_probe("/health", ENGINE_PORT, period=5, failures=3),

@@ -35,25 +35,36 @@ class InvalidTemplate(ValueError):
     """A `template` that cannot be used; the text names the field and the fix."""
 
 
-def apply_template(pod: Json, template: PodTemplate | None, container: str, field: str) -> Json:
-    """The pod template (`{metadata, spec}`) with the user's overrides merged in.
+def finish_pod(pod: Json, template: PodTemplate | None, container: str, field: str) -> Json:
+    """The pod template (`{metadata, spec}`) with the user's overrides merged in, and every container hardened.
 
     `container` is the operator's own container in it, `field` the path of `template` in the user's object, for messages.
 
     Raises:
         InvalidTemplate: an override that belongs to the operator, or one that cannot be merged.
     """
-    if template is None:
-        return pod
-    overrides = template.spec or {}
-    _refuse(overrides, container, f"{field}.spec")
-    metadata = dict(pod["metadata"])
-    if template.metadata is not None:
-        metadata["labels"] = {**(template.metadata.labels or {}), **metadata.get("labels", {})}
+    metadata, spec = dict(pod["metadata"]), dict(pod["spec"])
+    if template is not None:
+        overrides = template.spec or {}
+        _refuse(overrides, container, f"{field}.spec")
+        spec = merge(spec, overrides, f"{field}.spec")
+    if template is not None and template.metadata is not None:
+        metadata["labels"] = {**(template.metadata.labels or {}), **metadata["labels"]}
         annotations = {**(template.metadata.annotations or {}), **metadata.get("annotations", {})}
         if annotations:
             metadata["annotations"] = annotations
-    return {"metadata": metadata, "spec": merge(pod["spec"], overrides, f"{field}.spec")}
+    for key in ("containers", "initContainers"):
+        if key in spec:
+            spec[key] = [_hardened(item) for item in spec[key]]
+    return {"metadata": metadata, "spec": spec}
+
+
+def _hardened(container: Json) -> Json:
+    """The container, with what Pod Security `restricted` demands of it wherever it says nothing itself."""
+    security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, **container.get("securityContext", {})}
+    if security.get("privileged"):
+        security.pop("allowPrivilegeEscalation")
+    return {**container, "securityContext": security}
 
 
 def merge(base: Json, patch: Json, path: str) -> Json:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from typing import Any, Final
 
-from epochkv_operator.api.base import API_VERSION
+from epochkv_operator.api.base import API_VERSION, ENGINE_LABEL, MANAGED_BY, POOL_LABEL
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning.context import Context, Json
 
-MANAGER = "epochkv-operator"
-POOL_LABEL = "epochkv.io/pool"
-ENGINE_LABEL = "epochkv.io/engine"
 COMPONENT_LABEL = "app.kubernetes.io/component"
 SCRAPE_LABEL = "epochkv.io/scrape"
 HASH_ANNOTATION = "epochkv.io/applied-hash"
@@ -26,26 +23,24 @@ STORE_REST_PORT = 8088
 STORE_HEALTH_PORT = 9300
 TRANSFER_PORTS = (15000, 15063)
 CREDENTIALS_DIR = "/etc/epochkv/fence"
+CHILD_KINDS: Final = {
+    "ConfigMap": "v1",
+    "Deployment": "apps/v1",
+    "NetworkPolicy": "networking.k8s.io/v1",
+    "PodDisruptionBudget": "policy/v1",
+    "Service": "v1",
+    "ServiceAccount": "v1",
+    "StatefulSet": "apps/v1",
+}
+"""Kinds that the operator makes and prunes, with their API versions."""
 
 
-def master_name(pool: str) -> str:
-    return f"{pool}-master"
-
-
-def store_name(pool: str) -> str:
-    return f"{pool}-store"
-
-
-def connection_name(pool: str) -> str:
-    return f"{pool}-connection"
-
-
-def fence_secret_name(pool: str) -> str:
-    return f"{pool}-fence"
+def component_name(pool: str, component: str) -> str:
+    """Name of the objects of one component of a pool: `master`, `store`, `connection`, or `fence`, its Secret."""
+    return f"{pool}-{component}"
 
 
 def pool_labels(pool: str, component: str) -> dict[str, str]:
-    """Labels of an object of a pool."""
     return {**_common("epochkv-pool", pool, component), POOL_LABEL: pool}
 
 
@@ -72,32 +67,20 @@ def selector_text(labels: dict[str, str]) -> str:
     return ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
 
 
-def owned_object(
-    api_version: str, kind: str, name: str, owner: KVCachePool | InferenceEngine, labels: dict[str, str], context: Context, body: Json
-) -> Json:
-    """A complete child: metadata, owner reference and, over all of it, the hash that says what was applied."""
-    obj: Json = {
-        "apiVersion": api_version,
-        "kind": kind,
-        "metadata": {
-            "name": name,
-            "namespace": owner.metadata.namespace,
-            "labels": labels,
-            "annotations": {VERSION_ANNOTATION: context.operator_version},
-            "ownerReferences": [
-                {
-                    "apiVersion": API_VERSION,
-                    "kind": owner.kind,
-                    "name": owner.metadata.name,
-                    "uid": owner.metadata.uid,
-                    "controller": True,
-                }
-            ],
-        },
-        **body,
-    }
-    obj["metadata"]["annotations"][HASH_ANNOTATION] = digest(obj)
-    return obj
+def pool_object(kind: str, pool: KVCachePool, component: str, context: Context, body: Json) -> Json:
+    """An object of one component of a pool."""
+    name = pool.metadata.name
+    return _owned_object(kind, component_name(name, component), pool, pool_labels(name, component), context, body)
+
+
+def engine_object(kind: str, engine: InferenceEngine, context: Context, body: Json) -> Json:
+    return _owned_object(kind, engine.metadata.name, engine, engine_labels(engine), context, body)
+
+
+def controller_of(child: Json) -> Json:
+    """The owner reference of what controls a live object; empty when nothing does."""
+    owners: list[Json] = child["metadata"].get("ownerReferences") or []
+    return next((owner for owner in owners if owner.get("controller")), {})
 
 
 def digest(value: Any) -> str:
@@ -105,11 +88,30 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
+def _owned_object(kind: str, name: str, owner: KVCachePool | InferenceEngine, labels: dict[str, str], context: Context, body: Json) -> Json:
+    """A complete child: metadata, owner reference and, over all of it, the hash that says what was applied."""
+    controller = {"apiVersion": API_VERSION, "kind": owner.kind, "name": owner.metadata.name, "uid": owner.metadata.uid, "controller": True}
+    obj: Json = {
+        "apiVersion": CHILD_KINDS[kind],
+        "kind": kind,
+        "metadata": {
+            "name": name,
+            "namespace": owner.metadata.namespace,
+            "labels": labels,
+            "annotations": {VERSION_ANNOTATION: context.operator_version},
+            "ownerReferences": [controller],
+        },
+        **body,
+    }
+    obj["metadata"]["annotations"][HASH_ANNOTATION] = digest(obj)
+    return obj
+
+
 def _common(name: str, instance: str, component: str) -> dict[str, str]:
     return {
         "app.kubernetes.io/name": name,
         "app.kubernetes.io/instance": instance,
         COMPONENT_LABEL: component,
-        "app.kubernetes.io/managed-by": MANAGER,
+        "app.kubernetes.io/managed-by": MANAGED_BY,
         "app.kubernetes.io/part-of": "epochkv",
     }

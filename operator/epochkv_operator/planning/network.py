@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from epochkv_operator.api.base import POOL_LABEL
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning.context import Context, Json
@@ -9,17 +10,13 @@ from epochkv_operator.planning.names import (
     COMPONENT_LABEL,
     MASTER_ADMIN_PORT,
     MASTER_RPC_PORT,
-    POOL_LABEL,
     SCRAPE_LABEL,
     STORE_HEALTH_PORT,
     TRANSFER_PORTS,
     component_selector,
-    engine_labels,
+    engine_object,
     engine_selector,
-    master_name,
-    owned_object,
-    pool_labels,
-    store_name,
+    pool_object,
 )
 
 
@@ -34,46 +31,39 @@ def pool_policies(pool: KVCachePool, context: Context) -> list[Json]:
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": context.operator_namespace}},
         **_pods({"app.kubernetes.io/part-of": "epochkv", COMPONENT_LABEL: "operator"}),
     }
-    master = [
-        {"from": members, "ports": [_tcp(MASTER_RPC_PORT)]},
-        {"from": [operator, *scrapers], "ports": [_tcp(MASTER_ADMIN_PORT)]},
-    ]
-    store = [
-        {"from": members, "ports": [_tcp(*TRANSFER_PORTS)]},
-        {"from": scrapers, "ports": [_tcp(STORE_HEALTH_PORT)]},
-    ]
+    ingress = {
+        "master": [
+            {"from": members, "ports": [_tcp(MASTER_RPC_PORT)]},
+            {"from": [operator, *scrapers], "ports": [_tcp(MASTER_ADMIN_PORT)]},
+        ],
+        "store": [
+            {"from": members, "ports": [_tcp(*TRANSFER_PORTS)]},
+            {"from": scrapers, "ports": [_tcp(STORE_HEALTH_PORT)]},
+        ],
+    }
     return [
-        _policy(master_name(name), pool, pool_labels(name, "master"), component_selector(name, "master"), master, context),
-        _policy(store_name(name), pool, pool_labels(name, "store"), component_selector(name, "store"), store, context),
+        pool_object("NetworkPolicy", pool, component, context, _policy(component_selector(name, component), allowed))
+        for component, allowed in ingress.items()
     ]
 
 
 def engine_policy(engine: InferenceEngine, pool: KVCachePool, context: Context) -> list[Json]:
-    """Closes an engine's transfer ports, whose buffers hold KV, to everybody outside the pool. Its other ports stay open:
-    clients, and trainers
-    that push weights over ports of their own choice."""
-    distributed = pool.spec.distributed
-    if pool.spec.network_policy.mode == "Disabled" or distributed is None or distributed.mooncake is None:
+    """Closes an engine's transfer ports, whose buffers hold KV, to everybody outside the pool.
+
+    Its other ports stay open: to clients, and to trainers that push weights over ports of their own choice.
+    """
+    if pool.spec.network_policy.mode == "Disabled" or pool.mooncake is None:
         return []
     first, last = TRANSFER_PORTS
     ingress = [
         {"ports": [_tcp(1, first - 1), _tcp(last + 1, 65535), {"protocol": "UDP", "port": 1, "endPort": 65535}]},
         {"from": [_pods({POOL_LABEL: pool.metadata.name})], "ports": [_tcp(first, last)]},
     ]
-    name = engine.metadata.name
-    return [_policy(name, engine, engine_labels(engine), engine_selector(name), ingress, context)]
+    return [engine_object("NetworkPolicy", engine, context, _policy(engine_selector(engine.metadata.name), ingress))]
 
 
-def _policy(
-    name: str,
-    owner: KVCachePool | InferenceEngine,
-    labels: dict[str, str],
-    selector: dict[str, str],
-    ingress: list[Json],
-    context: Context,
-) -> Json:
-    body = {"spec": {"podSelector": {"matchLabels": selector}, "policyTypes": ["Ingress"], "ingress": ingress}}
-    return owned_object("networking.k8s.io/v1", "NetworkPolicy", name, owner, labels, context, body)
+def _policy(selector: dict[str, str], ingress: list[Json]) -> Json:
+    return {"spec": {**_pods(selector), "policyTypes": ["Ingress"], "ingress": ingress}}
 
 
 def _pods(labels: dict[str, str]) -> Json:

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
+from epochkv_operator.api import quantity
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
-from epochkv_operator.planning.compare import difference
 from epochkv_operator.planning.context import Context, Json, Observed, Problem
 from epochkv_operator.planning.engine import desired_engine
 from epochkv_operator.planning.merge import InvalidTemplate
+from epochkv_operator.planning.names import CHILD_KINDS, HASH_ANNOTATION, controller_of
 from epochkv_operator.planning.pool import desired_pool
 
-PRUNED_KINDS = (
-    "ConfigMap",
-    "Deployment",
-    "NetworkPolicy",
-    "PodDisruptionBudget",
-    "Service",
-    "ServiceAccount",
-    "StatefulSet",
-)
+_ITEM_KEYS: Final = ("name", "mountPath", "containerPort", "uid", "ip")
+"""What the items of a list are told apart by."""
+_QUANTITIES: Final = ("limits", "requests", "sizeLimit")
 
 
 @dataclass(frozen=True)
@@ -53,11 +49,6 @@ def living(pool: KVCachePool | None) -> KVCachePool | None:
     return None if pool is None or pool.metadata.deletion_timestamp is not None else pool
 
 
-def owned_by(owner: KVCachePool | InferenceEngine, children: Sequence[Json]) -> list[Json]:
-    """The live objects that this very owner (by uid) controls."""
-    return [child for child in children if _controller(child).get("uid") == owner.metadata.uid]
-
-
 def _plan(owner: KVCachePool | InferenceEngine, desire: Callable[[], list[Json]], children: Sequence[Json]) -> Plan:
     if owner.metadata.deletion_timestamp is not None:
         return Plan()
@@ -65,10 +56,10 @@ def _plan(owner: KVCachePool | InferenceEngine, desire: Callable[[], list[Json]]
         desired = desire()
     except InvalidTemplate as error:
         return Plan(problem=Problem("InvalidTemplate", str(error)))
-    live = {(child["kind"], child["metadata"]["namespace"], child["metadata"]["name"]): child for child in children}
+    live = {_name(child): child for child in children}
     apply, details = [], []
     for obj in desired:
-        known = live.get((obj["kind"], obj["metadata"]["namespace"], obj["metadata"]["name"]))
+        known = live.get(_name(obj))
         foreign = _foreign(owner, known)
         if foreign is not None:
             return Plan(problem=foreign)
@@ -76,12 +67,13 @@ def _plan(owner: KVCachePool | InferenceEngine, desire: Callable[[], list[Json]]
         if why is not None:
             apply.append(obj)
             details.append(f"apply {_name(obj)}: {why}")
-    wanted = {(obj["kind"], obj["metadata"]["name"]) for obj in desired}
+    wanted = {_name(obj) for obj in desired}
     surplus = [
         child
-        for child in owned_by(owner, children)
-        if child["kind"] in PRUNED_KINDS
-        and (child["kind"], child["metadata"]["name"]) not in wanted
+        for child in children
+        if controller_of(child).get("uid") == owner.metadata.uid
+        and child["kind"] in CHILD_KINDS
+        and _name(child) not in wanted
         and child["metadata"].get("deletionTimestamp") is None
     ]
     details += [f"delete {_name(child)}: the spec has no use for it any more" for child in surplus]
@@ -90,7 +82,7 @@ def _plan(owner: KVCachePool | InferenceEngine, desire: Callable[[], list[Json]]
 
 def _foreign(owner: KVCachePool | InferenceEngine, child: Json | None) -> Problem | None:
     """A live object of the wanted name that something else controls, such as the master of a pool where an engine wants its Deployment."""
-    controller = _controller(child) if child is not None else {}
+    controller = controller_of(child) if child is not None else {}
     if child is None or controller.get("uid") == owner.metadata.uid:
         return None
     if not controller:
@@ -102,10 +94,63 @@ def _foreign(owner: KVCachePool | InferenceEngine, child: Json | None) -> Proble
     return Problem("NameConflict", f"{_name(child)} {holder}")
 
 
-def _controller(child: Json) -> Json:
-    owners: list[Json] = child["metadata"].get("ownerReferences") or []
-    return next((owner for owner in owners if owner.get("controller")), {})
-
-
 def _name(obj: Json) -> str:
     return f"{obj['kind']} {obj['metadata']['namespace']}/{obj['metadata']['name']}"
+
+
+def difference(desired: Json, live: Json) -> str | None:
+    """Where `live` differs from `desired`, as a path, or None when applying `desired` would change nothing.
+
+    Fields that an earlier version applied and this one does not are invisible here; the hash over the whole desired object, kept as an
+    annotation, gives those away.
+    """
+    annotation = (live["metadata"].get("annotations") or {}).get(HASH_ANNOTATION)
+    if annotation != desired["metadata"]["annotations"][HASH_ANNOTATION]:
+        return "what the operator wants has changed"
+    # Items of a list come without apiVersion and kind, and the caller has matched those already.
+    wanted = {key: value for key, value in desired.items() if key not in ("apiVersion", "kind")}
+    found = _differs(wanted, live, "")
+    return f"{found[1:]} was changed by somebody else" if found is not None else None
+
+
+def _differs(desired: Any, live: Any, path: str) -> str | None:
+    if live is None:
+        return path if desired not in ({}, [], "", 0, False, None) else None
+    if isinstance(desired, dict):
+        return _first(desired, live, path) if isinstance(live, dict) else path
+    if isinstance(desired, list):
+        return _differs_list(desired, live, path) if isinstance(live, list) else path
+    return None if desired == live or _same_quantity(desired, live, path) else path
+
+
+def _first(desired: Json, live: Json, path: str) -> str | None:
+    for key, value in desired.items():
+        found = _differs(value, live.get(key), f"{path}.{key}")
+        if found is not None:
+            return found
+    return None
+
+
+def _differs_list(desired: list[Any], live: list[Any], path: str) -> str | None:
+    key = next((key for key in _ITEM_KEYS if desired and all(isinstance(item, dict) and key in item for item in desired)), None)
+    if key is not None:
+        known = {item.get(key): item for item in live if isinstance(item, dict)}
+        pairs = [(item, known.get(item[key]), str(item[key])) for item in desired]
+    elif len(desired) == len(live):
+        pairs = [(item, other, str(index)) for index, (item, other) in enumerate(zip(desired, live, strict=True))]
+    else:
+        return path
+    for item, other, name in pairs:
+        found = f"{path}[{name}]" if other is None else _differs(item, other, f"{path}[{name}]")
+        if found is not None:
+            return found
+    return None
+
+
+def _same_quantity(desired: Any, live: Any, path: str) -> bool:
+    if not any(part in _QUANTITIES for part in path.split(".")):
+        return False
+    try:
+        return quantity.parse(desired) == quantity.parse(live)
+    except (ValueError, TypeError):
+        return False

@@ -30,12 +30,17 @@ def tcp_probe(port: int, *, period: int, failures: int) -> Json:
 
 
 def http_probe(path: str, port: int, *, period: int, failures: int) -> Json:
-    return {
-        "httpGet": {"path": path, "port": port},
-        "periodSeconds": period,
-        "failureThreshold": failures,
-        "timeoutSeconds": 5,
-    }
+    return {"httpGet": {"path": path, "port": port}, "periodSeconds": period, "failureThreshold": failures, "timeoutSeconds": 5}
+
+
+def port(name: str, number: int) -> Json:
+    """A port of a container."""
+    return {"name": name, "containerPort": number, "protocol": "TCP"}
+
+
+def service(selector: dict[str, str], name: str, number: int) -> Json:
+    """Spec of a Service with one port."""
+    return {"selector": selector, "ports": [{"name": name, "port": number, "targetPort": number, "protocol": "TCP"}]}
 
 
 def base_spec() -> Json:
@@ -56,12 +61,7 @@ def base_spec() -> Json:
 
 
 def container_security() -> Json:
-    """Security context of the operator's own containers."""
-    return {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
+    return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
 def budget(selector: dict[str, str]) -> Json:
@@ -69,46 +69,20 @@ def budget(selector: dict[str, str]) -> Json:
     return {"spec": {"maxUnavailable": 1, "unhealthyPodEvictionPolicy": "AlwaysAllow", "selector": {"matchLabels": selector}}}
 
 
-def harden(pod: Json) -> Json:
-    """Give containers that the user added what `restricted` demands of each, where they say nothing themselves."""
-    spec = dict(pod["spec"])
-    for key in ("containers", "initContainers"):
-        if key in spec:
-            spec[key] = [_hardened(container) for container in spec[key]]
-    return {**pod, "spec": spec}
-
-
-def _hardened(container: Json) -> Json:
-    security = {
-        "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"]},
-        **container.get("securityContext", {}),
-    }
-    if security.get("privileged"):
-        security.pop("allowPrivilegeEscalation")
-    return {**container, "securityContext": security}
-
-
 def with_rdma(spec: Json) -> Json:
     """The pod with what RDMA needs: root, locked memory and the host's devices. Only a namespace at level `privileged` admits it."""
-    first, *others = spec["containers"]
-    first = {
-        **first,
-        "securityContext": {
-            **first["securityContext"],
-            "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK", "SYS_RESOURCE"]},
-        },
-        "volumeMounts": [*first.get("volumeMounts", []), {"name": "infiniband", "mountPath": "/dev/infiniband"}],
-    }
+    [container] = spec["containers"]
+    capabilities = {"drop": ["ALL"], "add": ["IPC_LOCK", "SYS_RESOURCE"]}
+    security = {key: value for key, value in spec["securityContext"].items() if key != "runAsNonRoot"}
     return {
         **spec,
-        "securityContext": {
-            "runAsUser": 0,
-            "runAsGroup": 0,
-            "fsGroup": USER_ID,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-        "containers": [first, *others],
-        "volumes": [*spec.get("volumes", []), {"name": "infiniband", "hostPath": {"path": "/dev/infiniband", "type": "Directory"}}],
+        "securityContext": {**security, "runAsUser": 0, "runAsGroup": 0},
+        "containers": [
+            {
+                **container,
+                "securityContext": {**container["securityContext"], "capabilities": capabilities},
+                "volumeMounts": [*container["volumeMounts"], {"name": "infiniband", "mountPath": "/dev/infiniband"}],
+            }
+        ],
+        "volumes": [*spec["volumes"], {"name": "infiniband", "hostPath": {"path": "/dev/infiniband", "type": "Directory"}}],
     }

@@ -5,32 +5,30 @@ from __future__ import annotations
 import json
 
 from epochkv_operator.api import quantity
+from epochkv_operator.api.base import PodTemplate
 from epochkv_operator.api.pool import KVCachePool, Mooncake
 from epochkv_operator.planning import connection as wiring
 from epochkv_operator.planning import podspec
 from epochkv_operator.planning.context import Context, Json
-from epochkv_operator.planning.merge import apply_template
+from epochkv_operator.planning.merge import finish_pod
 from epochkv_operator.planning.names import (
     MASTER_ADMIN_PORT,
     MASTER_RPC_PORT,
     STORE_HEALTH_PORT,
     STORE_REST_PORT,
+    component_name,
     component_selector,
-    connection_name,
-    master_name,
-    owned_object,
     pool_labels,
-    store_name,
+    pool_object,
 )
 from epochkv_operator.planning.network import pool_policies
 
-_TEMPLATE_FIELD = "spec.distributed.mooncake.{}.template"
 # What a store process needs beside its segment (measured: 331 MiB peak with a full segment of 256 MiB), with its local buffer.
 _STORE_OVERHEAD_BYTES = 320 * 2**20
 _PAGE_TABLE_SHARE = 512  # 8 bytes for each page of 4 KiB; a pod pays for them, too
 _STORE_MODULE = "epochkv_connector.storenode"  # in our image; an image of the owner's is only known to have Mooncake
 _PLAIN_STORE_MODULE = "mooncake.mooncake_store_service"
-_LONGEST_TOUCH_SECONDS = 300
+_LONGEST_TOUCH_SECONDS = 300  # `epochkv_connector.touch` gives up then
 _SLOW_TOUCH_BYTES_PER_SECOND = 2**28
 _STORE_LOCAL_BUFFER_BYTES = 16 * 2**20
 
@@ -41,36 +39,62 @@ def desired_pool(pool: KVCachePool, context: Context) -> list[Json]:
     Raises:
         InvalidTemplate: an override in a `template` that belongs to the operator.
     """
-    objects = [_connection_map(pool, context)]
-    distributed = pool.spec.distributed
-    if distributed is not None and distributed.mooncake is not None:
-        mooncake = distributed.mooncake
-        objects += [
-            _master(pool, mooncake, context),
-            *([] if wiring.etcd_endpoints(mooncake) else [_master_service(pool, context)]),
-            _budget(pool, "master", context),
-            _store(pool, mooncake, context),
-            _store_service(pool, context),
-            _budget(pool, "store", context),
-            *pool_policies(pool, context),
-        ]
-    return objects
+
+    def child(kind: str, component: str, body: Json) -> Json:
+        return pool_object(kind, pool, component, context, body)
+
+    objects = [child("ConfigMap", "connection", {"data": _connection_files(pool, context)})]
+    mooncake = pool.mooncake
+    if mooncake is None:
+        return objects
+    masters, stores = component_selector(pool.metadata.name, "master"), component_selector(pool.metadata.name, "store")
+    objects.append(child("Deployment", "master", {"spec": _master(pool, mooncake, context)}))
+    if not wiring.etcd_endpoints(mooncake):  # through etcd, clients find the leader by themselves
+        # Without the admin port: it accepts a flush.
+        objects.append(child("Service", "master", {"spec": podspec.service(masters, "rpc", MASTER_RPC_PORT)}))
+    return [
+        *objects,
+        child("PodDisruptionBudget", "master", podspec.budget(masters)),
+        child("StatefulSet", "store", {"spec": _store(pool, mooncake, context)}),
+        child("Service", "store", {"spec": {"clusterIP": "None", **podspec.service(stores, "health", STORE_HEALTH_PORT)}}),
+        child("PodDisruptionBudget", "store", podspec.budget(stores)),
+        *pool_policies(pool, context),
+    ]
 
 
-def _connection_map(pool: KVCachePool, context: Context) -> Json:
-    name = connection_name(pool.metadata.name)
+def _connection_files(pool: KVCachePool, context: Context) -> dict[str, str]:
     config = wiring.connection(pool, context)
-    data = {
+    return {
         "connection.json": json.dumps(config, sort_keys=True, indent=2) + "\n",
         "kv-transfer-config.json": wiring.transfer_config(config),
     }
-    return owned_object("v1", "ConfigMap", name, pool, pool_labels(pool.metadata.name, "connection"), context, {"data": data})
 
 
 def _master(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
-    name, master = pool.metadata.name, mooncake.master
     etcd = wiring.etcd_endpoints(mooncake)
-    args = [
+    health = podspec.http_probe("/health", MASTER_ADMIN_PORT, period=10, failures=3)
+    container: Json = {
+        "name": "master",
+        "image": mooncake.image or context.store_image,
+        "command": ["mooncake_master"],
+        "args": _master_arguments(pool, etcd),
+        "env": [podspec.pod_ip()],
+        "ports": [podspec.port("rpc", MASTER_RPC_PORT), podspec.port("admin", MASTER_ADMIN_PORT)],
+        "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}},
+        "readinessProbe": health if etcd else podspec.tcp_probe(MASTER_RPC_PORT, period=2, failures=3),
+        "livenessProbe": health,
+        "securityContext": podspec.container_security(),
+    }
+    return {
+        "replicas": mooncake.master.replicas,
+        # Two masters that do not know each other would split the cache between them.
+        "strategy": {"type": "RollingUpdate" if etcd else "Recreate"},
+        **_pods(pool, "master", {**podspec.base_spec(), "containers": [container]}, mooncake.master.template),
+    }
+
+
+def _master_arguments(pool: KVCachePool, etcd: str | None) -> list[str]:
+    arguments = [
         # With etcd this address is what the leader publishes; standbys keep the port closed.
         f"--rpc_address={'$(POD_IP)' if etcd else '0.0.0.0'}",
         f"--rpc_port={MASTER_RPC_PORT}",
@@ -85,82 +109,30 @@ def _master(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
         "--logtostderr=true",
     ]
     if etcd:
-        args += [
+        arguments += [
             "--enable_ha=true",
             "--ha_backend_type=etcd",
             f"--ha_backend_connstring={etcd}",
             f"--cluster_id={wiring.cluster_id(pool)}",
             "--enable_oplog=true",
         ]
-    health = podspec.http_probe("/health", MASTER_ADMIN_PORT, period=10, failures=3)
-    container: Json = {
-        "name": "master",
-        "image": mooncake.image or context.store_image,
-        "command": ["mooncake_master"],
-        "args": args,
-        "env": [podspec.pod_ip()],
-        "ports": [
-            {"name": "rpc", "containerPort": MASTER_RPC_PORT, "protocol": "TCP"},
-            {"name": "admin", "containerPort": MASTER_ADMIN_PORT, "protocol": "TCP"},
-        ],
-        "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}},
-        "readinessProbe": health if etcd else podspec.tcp_probe(MASTER_RPC_PORT, period=2, failures=3),
-        "livenessProbe": health,
-        "securityContext": podspec.container_security(),
-    }
-    labels = pool_labels(name, "master")
-    template = {"metadata": {"labels": labels}, "spec": {**podspec.base_spec(), "containers": [container]}}
-    body = {
-        "spec": {
-            "replicas": master.replicas,
-            "revisionHistoryLimit": 3,
-            "selector": {"matchLabels": component_selector(name, "master")},
-            # Two masters that do not know each other would split the cache between them.
-            "strategy": {"type": "RollingUpdate"} if etcd else {"type": "Recreate"},
-            "template": podspec.harden(apply_template(template, master.template, "master", _TEMPLATE_FIELD.format("master"))),
-        }
-    }
-    return owned_object("apps/v1", "Deployment", master_name(name), pool, labels, context, body)
-
-
-def _master_service(pool: KVCachePool, context: Context) -> Json:
-    """Clients of highly available masters find the leader in etcd; all others go through this Service. No admin port: it accepts
-    a flush."""
-    name = pool.metadata.name
-    ports = [{"name": "rpc", "port": MASTER_RPC_PORT, "targetPort": MASTER_RPC_PORT, "protocol": "TCP"}]
-    body = {"spec": {"selector": component_selector(name, "master"), "ports": ports}}
-    return owned_object("v1", "Service", master_name(name), pool, pool_labels(name, "master"), context, body)
+    return arguments
 
 
 def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
-    name, store = pool.metadata.name, mooncake.store
-    segment = quantity.to_bytes(store.segment_size)
-    memory = quantity.from_bytes(
-        _round_up(segment + segment // _PAGE_TABLE_SHARE + _STORE_LOCAL_BUFFER_BYTES + _STORE_OVERHEAD_BYTES, 2**20)
-    )
-    variables = {
-        **wiring.client_environment(pool),
-        "MOONCAKE_LOCAL_HOSTNAME": "$(POD_IP)",  # localhost otherwise
-        "MOONCAKE_MASTER": wiring.master_address(pool) or "",
-        "MOONCAKE_TE_META_DATA_SERVER": "P2PHANDSHAKE",
-        "MOONCAKE_PROTOCOL": mooncake.transport.protocol.lower(),
-        "MOONCAKE_DEVICE": ",".join(mooncake.transport.devices or ()),
-        "MOONCAKE_GLOBAL_SEGMENT_SIZE": str(segment),
-        "MOONCAKE_LOCAL_BUFFER_SIZE": str(_STORE_LOCAL_BUFFER_BYTES),
-        "MOONCAKE_ENABLE_CLIENT_HTTP_SERVER": "true",
-        "MOONCAKE_CLIENT_HTTP_PORT": str(STORE_HEALTH_PORT),
-        "HOME": "/tmp",
-    }
+    segment = quantity.to_bytes(mooncake.store.segment_size)
+    memory = _store_memory(segment)
+    touch_seconds = min(_LONGEST_TOUCH_SECONDS, segment // _SLOW_TOUCH_BYTES_PER_SECOND)
     container: Json = {
         "name": "store",
         "image": mooncake.image or context.store_image,
         "command": ["python3", "-m", _STORE_MODULE if mooncake.image is None else _PLAIN_STORE_MODULE],
         "args": ["--port", str(STORE_REST_PORT), "--max-wait-time", "60"],
-        "env": [podspec.pod_ip(), *podspec.environment(variables)],
-        "ports": [{"name": "health", "containerPort": STORE_HEALTH_PORT, "protocol": "TCP"}],
+        "env": [podspec.pod_ip(), *podspec.environment(_store_environment(pool, mooncake, segment))],
+        "ports": [podspec.port("health", STORE_HEALTH_PORT)],
         "resources": {"requests": {"cpu": "100m", "memory": memory}, "limits": {"memory": memory}},
         # The segment is touched, and setup may wait for the master for a minute; only then does the process listen.
-        "startupProbe": podspec.tcp_probe(STORE_REST_PORT, period=2, failures=60 + _touch_seconds(segment) // 2),
+        "startupProbe": podspec.tcp_probe(STORE_REST_PORT, period=2, failures=60 + touch_seconds // 2),
         # 503 while the master is away: not ready, but nothing that a restart would mend.
         "readinessProbe": podspec.http_probe("/health", STORE_HEALTH_PORT, period=3, failures=4),
         "livenessProbe": podspec.tcp_probe(STORE_REST_PORT, period=10, failures=3),
@@ -173,40 +145,42 @@ def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
         "containers": [container],
         "volumes": [{"name": "tmp", "emptyDir": {}}],
     }
-    if wiring.uses_rdma(pool):
-        spec = podspec.with_rdma(spec)
-    labels = pool_labels(name, "store")
-    template = {"metadata": {"labels": labels}, "spec": spec}
-    body = {
-        "spec": {
-            "replicas": store.replicas,
-            "serviceName": store_name(name),
-            "podManagementPolicy": "Parallel",
-            "revisionHistoryLimit": 3,
-            "selector": {"matchLabels": component_selector(name, "store")},
-            "template": podspec.harden(apply_template(template, store.template, "store", _TEMPLATE_FIELD.format("store"))),
-        }
+    return {
+        "replicas": mooncake.store.replicas,
+        "serviceName": component_name(pool.metadata.name, "store"),
+        "podManagementPolicy": "Parallel",
+        **_pods(pool, "store", podspec.with_rdma(spec) if wiring.uses_rdma(pool) else spec, mooncake.store.template),
     }
-    return owned_object("apps/v1", "StatefulSet", store_name(name), pool, labels, context, body)
 
 
-def _touch_seconds(segment: int) -> int:
-    """How long a store may take to touch its segment: `epochkv_connector.touch` gives up after the longest."""
-    return min(_LONGEST_TOUCH_SECONDS, segment // _SLOW_TOUCH_BYTES_PER_SECOND)
+def _store_memory(segment: int) -> str:
+    """Memory of a store pod with a segment of so many bytes, in whole MiB."""
+    num_bytes = segment + segment // _PAGE_TABLE_SHARE + _STORE_LOCAL_BUFFER_BYTES + _STORE_OVERHEAD_BYTES
+    return quantity.from_bytes(-(-num_bytes // 2**20) * 2**20)
 
 
-def _store_service(pool: KVCachePool, context: Context) -> Json:
+def _store_environment(pool: KVCachePool, mooncake: Mooncake, segment: int) -> dict[str, str]:
+    return {
+        **wiring.client_environment(pool),
+        "MOONCAKE_LOCAL_HOSTNAME": "$(POD_IP)",  # localhost otherwise
+        "MOONCAKE_MASTER": wiring.master_address(pool) or "",
+        "MOONCAKE_TE_META_DATA_SERVER": "P2PHANDSHAKE",
+        "MOONCAKE_PROTOCOL": mooncake.transport.protocol.lower(),
+        "MOONCAKE_DEVICE": ",".join(mooncake.transport.devices or ()),
+        "MOONCAKE_GLOBAL_SEGMENT_SIZE": str(segment),
+        "MOONCAKE_LOCAL_BUFFER_SIZE": str(_STORE_LOCAL_BUFFER_BYTES),
+        "MOONCAKE_ENABLE_CLIENT_HTTP_SERVER": "true",
+        "MOONCAKE_CLIENT_HTTP_PORT": str(STORE_HEALTH_PORT),
+        "HOME": "/tmp",
+    }
+
+
+def _pods(pool: KVCachePool, component: str, spec: Json, overrides: PodTemplate | None) -> Json:
+    """What Deployment and StatefulSet have in common: their pods, with the user's overrides."""
     name = pool.metadata.name
-    ports = [{"name": "health", "port": STORE_HEALTH_PORT, "targetPort": STORE_HEALTH_PORT, "protocol": "TCP"}]
-    body = {"spec": {"clusterIP": "None", "selector": component_selector(name, "store"), "ports": ports}}
-    return owned_object("v1", "Service", store_name(name), pool, pool_labels(name, "store"), context, body)
-
-
-def _budget(pool: KVCachePool, component: str, context: Context) -> Json:
-    name = pool.metadata.name
-    body = podspec.budget(component_selector(name, component))
-    return owned_object("policy/v1", "PodDisruptionBudget", f"{name}-{component}", pool, pool_labels(name, component), context, body)
-
-
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step
+    pod = {"metadata": {"labels": pool_labels(name, component)}, "spec": spec}
+    return {
+        "revisionHistoryLimit": 3,
+        "selector": {"matchLabels": component_selector(name, component)},
+        "template": finish_pod(pod, overrides, component, f"spec.distributed.mooncake.{component}.template"),
+    }

@@ -11,10 +11,11 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
+from epochkv_operator.api.base import ENGINE_LABEL
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
-from epochkv_operator.planning import weights
 from epochkv_operator.planning.conditions import (
+    MAX_KINDS,
     at_target,
     engine_conditions,
     engine_health,
@@ -24,31 +25,26 @@ from epochkv_operator.planning.conditions import (
     store_health,
 )
 from epochkv_operator.planning.connection import master_address
-from epochkv_operator.planning.context import Condition, Context, HubEngine, HubView, Json, Observed, timestamp
-from epochkv_operator.planning.names import (
-    ENGINE_LABEL,
-    component_selector,
-    connection_name,
-    engine_selector,
-    fence_secret_name,
-    selector_text,
-)
+from epochkv_operator.planning.context import Condition, Context, HubEngine, HubView, Json, Observed, listed, short_id, timestamp
+from epochkv_operator.planning.names import component_name, component_selector, engine_selector, selector_text
 
 _MAX_LAGGARDS = 16
 _MAX_EXTERNAL = 64
 _MAX_MESSAGE = 4096
+_MAX_WEIGHTS = 8
 _HEARD = ("engines", "externalEngines", "weights", "weightsSummary")
 
 
 def pool_status(pool: KVCachePool, observed: Observed, context: Context, previous: Json, now: datetime) -> Json:
     """The status of a pool. `previous` is its live status (empty at first); epochs in it are never lowered.
 
-    The epochs are the hub authority's to write: they are repeated here only so that a whole status can be written, as the
-    maximum of what is
-    there and what the hub says.
+    The epochs are the hub authority's to write. They are repeated here only so that a whole status can be written: the maximum
+    of what is there and what the hub says.
     """
     observed = replace(observed, hub=_with_the_past(observed.hub, previous))
-    partial = _partial(observed.hub, (previous.get("engines") or {}).get("total", 0))
+    # A hub that has just begun to lead has not heard from everybody yet: what it does not know is no news.
+    known_before = (previous.get("engines") or {}).get("total", 0)
+    partial = observed.hub is not None and not observed.hub.complete and len(observed.hub.engines) < known_before
     found = conditions(pool_conditions(pool, observed), previous, pool.metadata.generation, now)
     status: Json = {
         "conditions": _kept(found, previous, ("WeightsConverged", "Drained")) if partial else found,
@@ -58,8 +54,8 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
     if observed.hub is not None:
         status["engines"] = _engines(observed.hub)
         status["externalEngines"] = _external(observed, pool.metadata.namespace)
-        status["weights"] = weights.groups(observed.hub, previous)
-        status["weightsSummary"] = weights.summary(observed.hub.engines, observed.hub)
+        status["weights"] = _weights_groups(observed.hub, previous)
+        status["weightsSummary"] = weights_summary(observed.hub.engines, observed.hub)
         if partial:
             status |= {key: previous[key] for key in _HEARD if key in previous}
         if observed.hub.keys is not None:
@@ -71,7 +67,7 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
     reset = _reset(observed.hub, previous, now, partial=partial)
     if reset:
         status["reset"] = reset
-    if pool.spec.distributed is not None and pool.spec.distributed.mooncake is not None:
+    if pool.mooncake is not None:
         master, store = master_health(pool, observed), store_health(pool, observed)
         status["master"] = {"replicas": master.replicas, "readyReplicas": master.ready, "address": master_address(pool)}
         status["store"] = {
@@ -85,10 +81,10 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
 
 def engine_status(engine: InferenceEngine, pool: KVCachePool | None, observed: Observed, previous: Json, now: datetime) -> Json:
     """The status of an engine. `observed.hub` is the view of its pool."""
-    state = engine_health(engine, observed)
+    state, ranks = engine_health(engine, observed), engine_ranks(engine, observed)
     found = conditions(engine_conditions(engine, pool, observed), previous, engine.metadata.generation, now)
-    silent = pool is not None and any(not ranks for ranks in engine_ranks(engine, observed).values())
-    partial = silent and _partial(observed.hub, 1 << 31)
+    silent = pool is not None and not all(ranks.values())
+    partial = silent and observed.hub is not None and not observed.hub.complete
     status: Json = {
         "conditions": _kept(found, previous, ("EpochCurrent", *_ready_too(found))) if partial else found,
         "observedGeneration": engine.metadata.generation,
@@ -98,13 +94,12 @@ def engine_status(engine: InferenceEngine, pool: KVCachePool | None, observed: O
         "selector": selector_text(engine_selector(engine.metadata.name)),
     }
     if pool is not None and observed.hub is not None:
-        target = observed.hub.target
-        ranks = engine_ranks(engine, observed)
-        status["epochReplicas"] = sum(at_target(known, target) for known in ranks.values())
-        epochs = [rank.epoch for known in ranks.values() for rank in known if rank.epoch is not None]
+        status["epochReplicas"] = sum(at_target(known, observed.hub.target) for known in ranks.values())
+        every = [rank for known in ranks.values() for rank in known]
+        epochs = [rank.epoch for rank in every if rank.epoch is not None]
         if epochs:
             status["epoch"] = min(epochs)
-        status["weights"] = weights.summary((rank for known in ranks.values() for rank in known), observed.hub)
+        status["weights"] = weights_summary(every, observed.hub)
         if partial:
             status |= {key: previous[key] for key in ("epochReplicas", "epoch", "weights") if key in previous}
     return status
@@ -112,32 +107,59 @@ def engine_status(engine: InferenceEngine, pool: KVCachePool | None, observed: O
 
 def conditions(wanted: Sequence[Condition], previous: Json, generation: int, now: datetime) -> list[Json]:
     """Conditions as written. `lastTransitionTime` is kept from `previous` unless the status of that type changed."""
-    known = {condition["type"]: condition for condition in previous.get("conditions") or []}
-    result = []
-    for condition in wanted:
+    known = conditions_by_type(previous)
+
+    def written(condition: Condition) -> Json:
         before = known.get(condition.type, {})
         same = before.get("status") == condition.status
-        result.append(
-            {
-                "type": condition.type,
-                "status": condition.status,
-                "observedGeneration": generation,
-                "lastTransitionTime": before["lastTransitionTime"] if same else timestamp(now),
-                "reason": condition.reason,
-                "message": condition.message[:_MAX_MESSAGE],
-            }
-        )
-    return result
+        return {
+            "type": condition.type,
+            "status": condition.status,
+            "observedGeneration": generation,
+            "lastTransitionTime": before["lastTransitionTime"] if same else timestamp(now),
+            "reason": condition.reason,
+            "message": condition.message[:_MAX_MESSAGE],
+        }
+
+    return [written(condition) for condition in wanted]
 
 
-def _partial(hub: HubView | None, known_before: int) -> bool:
-    """The hub has just begun to lead and has not heard from everybody yet: what it does not know is no news."""
-    return hub is not None and not hub.complete and len(hub.engines) < known_before
+def conditions_by_type(status: Json) -> dict[str, Json]:
+    return {condition["type"]: condition for condition in status.get("conditions") or []}
+
+
+def weights_summary(engines: Iterable[HubEngine], hub: HubView) -> str:
+    """`3f2a9c1e 15/16`: what most of these engines hold and how many, per fingerprint; empty without a live one."""
+    most = {outlier.most_hold for outlier in hub.outliers}  # of as many, the hub has chosen
+    kinds: dict[str, list[HubEngine]] = {}
+    for engine in engines:
+        if engine.live:
+            kinds.setdefault(engine.fingerprint, []).append(engine)
+    found: list[str] = []
+    for _, kind in sorted(kinds.items()):
+        held = Counter(engine.weights for engine in kind if engine.weights is not None)
+        chosen = max(held, key=lambda weights: (held[weights], weights in most, weights), default=None)
+        found.append(f"{short_id(chosen)} {held[chosen]}/{len(kind)}" if chosen is not None else f"unknown 0/{len(kind)}")
+    return listed(found, MAX_KINDS)
+
+
+def _weights_groups(hub: HubView, previous: Json) -> list[Json]:
+    """`status.weights`. The time of weights that the live status shows already is kept: hubs and their clocks come and go."""
+    before = {group["id"]: group["since"] for group in previous.get("weights") or []}
+    return [
+        {
+            "id": group.id,
+            **({"label": group.label} if group.label else {}),
+            "engines": group.engines,
+            "since": before.get(group.id) or timestamp(group.since),
+        }
+        for group in hub.weights[:_MAX_WEIGHTS]
+    ]
 
 
 def _kept(found: Sequence[Json], previous: Json, kinds: Sequence[str]) -> list[Json]:
     """Conditions as they were before, of these kinds, and of all whose status and reason have not changed."""
-    known = {condition["type"]: condition for condition in previous.get("conditions") or []}
+    known = conditions_by_type(previous)
 
     def keep(condition: Json) -> Json:
         before = known.get(condition["type"])
@@ -161,11 +183,7 @@ def _add_epochs(status: Json, hub: HubView | None, previous: Json) -> None:
         values = [value for value in (previous.get(key), said.get(key)) if value is not None]
         if values:
             status[key] = max(values)
-    if previous.get("weightsLabels"):
-        status["weightsLabels"] = previous["weightsLabels"]
-    granting = bool(previous.get("granting")) or (hub is not None and hub.granting)
-    if granting:
-        status["granting"] = True
+    status |= {key: previous[key] for key in ("weightsLabels", "granting") if previous.get(key)}
 
 
 def _engines(hub: HubView) -> Json:
@@ -201,7 +219,7 @@ def _external_entry(engine: HubEngine, shared_name: bool) -> Json:
     suffix = f"#{engine.boot}" if shared_name and engine.boot else ""
     entry: Json = {"name": engine.display_name[: 253 - len(suffix)] + suffix}
     if engine.known_weights is not None:
-        entry["weights"] = weights.short(engine.known_weights)
+        entry["weights"] = short_id(engine.known_weights)
     if engine.epoch is not None:
         entry["epoch"] = engine.epoch
     return {**entry, "rank": engine.rank, "carried": engine.carried}
@@ -275,10 +293,6 @@ def _laggards(laggards: Iterable[tuple[str, str]]) -> list[Json]:
 
 
 def _endpoints(pool: KVCachePool, context: Context) -> Json:
-    endpoints = {
-        "hub": context.hub_endpoint,
-        "configMap": connection_name(pool.metadata.name),
-        "secret": fence_secret_name(pool.metadata.name),
-    }
-    address = master_address(pool)
+    name, address = pool.metadata.name, master_address(pool)
+    endpoints = {"hub": context.hub_endpoint, "configMap": component_name(name, "connection"), "secret": component_name(name, "fence")}
     return endpoints if address is None else {**endpoints, "master": address}

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from epochkv_operator.planning.context import Json
+from epochkv_operator.planning.names import controller_of
 
 _IMAGE_REASONS = (
     "ErrImagePull",
@@ -39,11 +40,8 @@ class Health:
 def find(children: Iterable[Json], kind: str, name: str, owner_uid: str) -> Json | None:
     """The live object of that kind and name, if this owner controls it."""
     for child in children:
-        metadata = child["metadata"]
-        if child["kind"] == kind and metadata["name"] == name:
-            owners = metadata.get("ownerReferences") or []
-            if any(owner.get("controller") and owner.get("uid") == owner_uid for owner in owners):
-                return child
+        if (child["kind"], child["metadata"]["name"]) == (kind, name) and controller_of(child).get("uid") == owner_uid:
+            return child
     return None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hack.cluster import binaries
-from hack.cluster.errors import ClusterError
+from hack.cluster.provider import ClusterError
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from hack.cluster import choose_provider
-from hack.cluster.environment import provide_folder, volume_objects
-from hack.cluster.errors import ClusterError
+from hack.cluster.provider import ClusterError
+from hack.demo.kube import DemoError, Kube
+from hack.demo.volumes import provide_folder, volume_objects
 
 
 def _run(tmp_path: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -57,11 +58,11 @@ def test_static_volume_is_reserved_for_its_claim_and_read_only() -> None:
     assert (spec["claimRef"]["namespace"], spec["claimRef"]["name"]) == ("ml", "vllm-env")
     assert spec["accessModes"] == ["ReadOnlyMany"]
     assert spec["hostPath"] == {"path": "/srv/venv", "type": "Directory"}
-    assert claim["spec"]["volumeName"] == "ml-vllm-env"  # type: ignore[index]
+    assert claim["spec"]["volumeName"] == "ml-vllm-env"
     # The default class of a cluster must not make another volume.
-    assert claim["spec"]["storageClassName"] == ""  # type: ignore[index]
+    assert claim["spec"]["storageClassName"] == ""
 
 
 def test_folder_that_is_not_there_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match="is not a folder"):
-        provide_folder(tmp_path / "no-kubeconfig", "ml", "vllm-env", tmp_path / "absent")
+    with pytest.raises(DemoError, match="is not a folder"):
+        provide_folder(Kube.__new__(Kube), "ml", "vllm-env", tmp_path / "absent")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hack.cluster import state
-from hack.cluster.errors import ClusterError
 from hack.cluster.kind import kind_config
 from hack.cluster.nodeconfig import cni_conflist, containerd_toml, corefile, dns_objects, kubelet_config
+from hack.cluster.provider import ClusterError
 
 
 def test_addresses_of_the_first_and_a_later_cluster() -> None:

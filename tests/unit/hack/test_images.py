@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hack.cluster.errors import ClusterError
+from hack.cluster.provider import ClusterError
 from hack.images import archive, pause, recipe
 
 DOCKERFILE = """ARG BASE_IMAGE=x

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hack.cluster.errors import ClusterError
 from hack.cluster.process import ProcessTable, log_tail, start_time
+from hack.cluster.provider import ClusterError
 from hack.waiting import poll
 
 IGNORES_TERM = "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from epochkv_operator.planning import HubEngine, HubView, desired_engine, desired_pool
+from epochkv_operator.planning.context import HubEngine, HubView
+from epochkv_operator.planning.engine import desired_engine
+from epochkv_operator.planning.pool import desired_pool
 from tests.support.planning import CONTEXT, engine, one, pool
 
 Json = dict[str, Any]

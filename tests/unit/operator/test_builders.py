@@ -15,7 +15,10 @@ import pytest
 import yaml
 
 from epochkv_connector.config.connector_config import ConnectorConfig
-from epochkv_operator.planning import Context, connection, desired_engine, desired_pool
+from epochkv_operator.planning.connection import connection
+from epochkv_operator.planning.context import Context
+from epochkv_operator.planning.engine import desired_engine
+from epochkv_operator.planning.pool import desired_pool
 from tests.support.planning import CONTEXT, ENGINE_SPECS, POOL_SPECS, containers, engine, one, pool, variables
 
 Json = dict[str, Any]

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from epochkv_operator.planning import HubView, KeysView, Observed, Problem, ReclaimView, desired_engine, engine_conditions, pool_conditions
+from epochkv_operator.planning.conditions import engine_conditions, pool_conditions
+from epochkv_operator.planning.context import HubView, KeysView, Observed, Problem, ReclaimView
+from epochkv_operator.planning.engine import desired_engine
 from tests.support.planning import CONTEXT, engine, pool
 from tests.unit.operator.cluster_state import (
     CONVERGED,

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from epochkv_operator.planning import Observed, Plan, plan_engine, plan_pool
+from epochkv_operator.planning.context import Observed
+from epochkv_operator.planning.plan import Plan, plan_engine, plan_pool
 from tests.support.planning import CONTEXT, ENGINE_SPECS, POOL_SPECS, containers, engine, one, pool
 
 Json = dict[str, Any]

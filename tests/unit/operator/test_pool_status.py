@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
-from epochkv_operator.planning import HubEngine, HubView, Observed, Problem, ReclaimView, engine_status, pool_status
+from epochkv_operator.planning.context import HubEngine, HubView, Observed, Problem, ReclaimView
+from epochkv_operator.planning.status import engine_status, pool_status
 from tests.support.planning import CONTEXT
 from tests.unit.operator.cluster_state import (
     CONVERGED,
@@ -93,12 +94,11 @@ def test_pool_status_in_full() -> None:
             HubEngine("trainer-a", "ray-1", 3, None, 1),
             HubEngine("trainer-b", "", 0, 8, weights="b" * 32),
         ],
-        granting=True,
         laggards=[("p1", "Behind"), ("ray-1/3", "NotAssigned")],
         reset_epoch=8,
         reset_started=NOW,
     )
-    status = pool_status(POLICY, Observed(pool_children(), PODS, hub), CONTEXT, {"targetEpoch": 7, "epoch": 7}, NOW)
+    status = pool_status(POLICY, Observed(pool_children(), PODS, hub), CONTEXT, {"targetEpoch": 7, "epoch": 7, "granting": True}, NOW)
     assert (status["targetEpoch"], status["epoch"], status["granting"]) == (8, 7, True)
     assert status["engines"] == {"total": 4, "converged": 2, "carriedRequests": 3, "summary": "2/4"}
     assert status["externalEngines"] == [

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from epochkv_operator.planning import HubEngine, HubView, Observed, Outlier, WeightsGroup, engine_status, pool_conditions, pool_status
-from epochkv_operator.planning.weights import summary
+from epochkv_operator.planning.conditions import pool_conditions
+from epochkv_operator.planning.context import HubEngine, HubView, Observed, Outlier, WeightsGroup
+from epochkv_operator.planning.status import engine_status, pool_status, weights_summary
 from tests.support.planning import CONTEXT, engine, pool
 
 Json = dict[str, Any]
@@ -104,7 +105,7 @@ def test_five_outliers_are_named_and_the_others_counted() -> None:
     ],
 )
 def test_the_column(engines: list[HubEngine], outliers: list[Outlier], column: str) -> None:
-    assert summary(engines, view(engines, outliers=outliers)) == column
+    assert weights_summary(engines, view(engines, outliers=outliers)) == column
 
 
 def status(hub: HubView | None, previous: Json, now: datetime = NOW) -> Json:

@@ -12,7 +12,7 @@ import re
 import pytest
 
 from epochkv_operator.api.engine import FORBIDDEN_ARG, OWNED_ARG
-from epochkv_operator.planning import desired_engine
+from epochkv_operator.planning.engine import desired_engine
 from tests.support.planning import CONTEXT, ENGINE_SPECS, containers, engine, one, pool
 
 FORBIDDEN = ("--kv-transfer-config", "--kv-offloading-size", "--kv-offloading-backend", "--config")

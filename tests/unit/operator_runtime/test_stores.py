@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from epochkv_operator.hub.stores import PoolStores
+from epochkv_operator.hub.stores import master_urls
 from epochkv_operator.kube.store import Store
 
 Json = dict[str, Any]
@@ -29,7 +29,7 @@ def urls(spec: Json, *pods: Json) -> list[str]:
     store.upsert("KVCachePool", pool(spec))
     for item in pods:
         store.upsert("Pod", item)
-    return PoolStores(store).urls("uid-policy")
+    return master_urls(store, "uid-policy")
 
 
 def test_the_ready_master_comes_first() -> None:
@@ -60,4 +60,4 @@ def test_a_store_of_somebody_else_is_never_named(spec: Json) -> None:
 
 
 def test_a_pool_that_is_gone_has_none() -> None:
-    assert PoolStores(Store()).urls("uid-policy") == []
+    assert master_urls(Store(), "uid-policy") == []

@@ -15,17 +15,6 @@ from hack.models import Shape, tensors, write_safetensors
 SHAPE = Shape(vocab=12288, hidden=768, intermediate=2304, layers=12, heads=12, kv_heads=4, head_dim=64, positions=8192)
 
 
-def num_parameters(shape: Shape) -> int:
-    """How many weights a model of this shape has."""
-    total = 0
-    for tensor in tensors(shape):
-        count = 1
-        for size in tensor.shape:
-            count *= size
-        total += count
-    return total
-
-
 def make_large(out: Path, seed: int, shape: Shape = SHAPE) -> Path:
     """Write the model into the folder `out` and return it; the same seed gives the same weights."""
     import torch
