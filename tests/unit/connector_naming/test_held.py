@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from epochkv_connector.weights.packed import mark
 from torch import nn
 
 from epochkv_connector.weights.digest import Unreadable, digest
-from epochkv_connector.weights.held import LEFT_OUT, PACKED, models, packed, weights
+from epochkv_connector.weights.held import LEFT_OUT, PACKED, mark, models, packed, weights
 from tests.unit.connector_naming.workers import Worker
 
 
