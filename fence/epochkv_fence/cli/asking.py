@@ -24,6 +24,7 @@ from epochkv_fence.cli.render import (
     wait_waits_for,
 )
 from epochkv_fence.client import ConfigurationError, Connection, HubUnreachable, Pool, ResetTimeout, WrongPool
+from epochkv_fence.client.pool import LOOK_SECONDS, RESET_SECONDS
 from epochkv_fence.protocol.messages import MAX_EPOCH
 
 Config = Annotated[
@@ -63,8 +64,6 @@ def gone(option: str, instead: str) -> Any:
     return typer.Option(option, hidden=True, callback=refuse, metavar="GONE")
 
 
-LOOK_SECONDS: Final = 10.0
-RESET_SECONDS: Final = 300.0
 CONNECT_SECONDS: Final = 30.0
 """Longer than a standby operator takes to become the hub."""
 NO_EPOCH: Final = f"{{!r}} is no epoch; give an integer from 0 to {MAX_EPOCH}."

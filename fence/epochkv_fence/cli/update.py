@@ -18,13 +18,13 @@ from epochkv_fence.cli.asking import NOTHING_ASKED, Config, Out, connect, gone
 from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.render import Output, StatusLine, push_waits_for, say_error, show_weights, shown_weights
 from epochkv_fence.client import PoolError, Update, WeightsDiverged, WeightsReport
+from epochkv_fence.client.pool import WEIGHTS_SECONDS
 from epochkv_fence.connection import CONFIG_ENV
 
 FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 VERSION_ENV: Final = "EPOCHKV_WEIGHTS_VERSION"
 NOT_STARTED: Final = "COMMAND was not started, so nothing was pushed"
 ENDED_WELL: Final = "COMMAND ended well; `epochkv weights` shows which engines hold what"
-WEIGHTS_SECONDS: Final = 60.0
 
 
 class CommandFailed(Exception):

@@ -44,7 +44,7 @@ class ArgumentTypeError(ArgumentError, TypeError):
     """An argument is of another type."""
 
 
-def refuse_gone(call: str, given: Mapping[str, object]) -> None:
+def refuse_gone_parameters(call: str, given: Mapping[str, object]) -> None:
     """Raise for keywords that `call` does not take, with what replaced those that it once took."""
     for parameter in given:
         if (problem := GONE[call].get(parameter)) is not None:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Never, Self, TypeVar
 
-from epochkv_fence.client.arguments import check_reset, check_timeout, check_wait, check_weights, refuse_gone
+from epochkv_fence.client.arguments import check_reset, check_timeout, check_wait, check_weights, refuse_gone_parameters
 from epochkv_fence.client.background import Background, closed_meanwhile
 from epochkv_fence.client.pool import CONNECT_SECONDS, LOOK_SECONDS, RESET_SECONDS, WEIGHTS_SECONDS, Config, Face, open_calls
 from epochkv_fence.client.progress import Progress
@@ -57,7 +57,7 @@ class AsyncPool(Face):
         force: bool = False,
         **gone: Never,
     ) -> Reset:
-        refuse_gone("reset", gone)
+        refuse_gone_parameters("reset", gone)
         check_reset(epoch, timeout_s, on_failure, progress, wait=wait, force=force)
         return await self._do(self._calls.resets.reset(epoch, wait, timeout_s, on_failure, progress, force))
 
@@ -90,7 +90,7 @@ class AsyncPool(Face):
         progress: WeightsProgress | None = None,
         **gone: Never,
     ) -> AsyncIterator[Update]:
-        refuse_gone("weight_update", gone)
+        refuse_gone_parameters("weight_update", gone)
         names, _ = check_weights(engines, timeout_s, label, (), progress)
         update = await self._do(self._calls.pushes.begin_update(label, names, timeout_s))
         yield update

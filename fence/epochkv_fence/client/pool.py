@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, Never, NoReturn, Self
 
-from epochkv_fence.client.arguments import check_reset, check_timeout, check_wait, check_weights, refuse_gone
+from epochkv_fence.client.arguments import check_reset, check_timeout, check_wait, check_weights, refuse_gone_parameters
 from epochkv_fence.client.background import Background
 from epochkv_fence.client.errors import PoolError
 from epochkv_fence.client.looks import Looks
@@ -165,7 +165,7 @@ class Pool(Face):
             ResetTimeout: with `on_failure="crash"`.
             ArgumentError (a ValueError, or also a TypeError): an argument cannot be meant.
         """
-        refuse_gone("reset", gone)
+        refuse_gone_parameters("reset", gone)
         check_reset(epoch, timeout_s, on_failure, progress, wait=wait, force=force)
         work = self._calls.resets.reset(epoch, wait, timeout_s, on_failure, progress, force)
         return self._background.run(work, timeout_s + EXTRA_SECONDS)
@@ -247,7 +247,7 @@ class Pool(Face):
             HubUnreachable: no hub answered; on entry the block does not run.
             WeightsDiverged: on exit, as in `wait_weights`; also when a push changed nothing.
         """
-        refuse_gone("weight_update", gone)
+        refuse_gone_parameters("weight_update", gone)
         names, _ = check_weights(engines, timeout_s, label, (), progress)
         update = self._background.run(self._calls.pushes.begin_update(label, names, timeout_s), timeout_s)
         yield update

@@ -22,7 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from epochkv_fence.connection import ConfigurationError, Connection, check_endpoint
 from epochkv_fence.net.daemon import on_daemon_thread
-from epochkv_fence.net.dealer import MONITORED, configure
+from epochkv_fence.net.dealer import MONITORED, set_options
 from epochkv_fence.net.keys import ClientKeys
 from epochkv_fence.protocol.messages import BumpStatus, Error, Labelled, Message, Refusal, Status, WireError, decode, encode
 
@@ -257,7 +257,7 @@ class Session:
 def _open(context: zmq.asyncio.Context, keys: ClientKeys, ipv6: bool) -> zmq.asyncio.Socket:
     """As an agent's, but a trainer that waits dials sooner than thousands of agents that all come back."""
     dealer = context.socket(zmq.DEALER)
-    configure(dealer, keys, handshake_ms=1500, reconnect_max_ms=1000)
+    set_options(dealer, keys, handshake_ms=1500, reconnect_max_ms=1000)
     if ipv6:  # not for names: libzmq would take their IPv6 address alone
         dealer.setsockopt(zmq.IPV6, 1)
     return dealer

@@ -54,7 +54,7 @@ EVENTS: Final = {
 }
 
 
-def configure(dealer: zmq.Socket[Any], keys: ClientKeys, *, handshake_ms: int = 10_000, reconnect_max_ms: int = 500) -> None:
+def set_options(dealer: zmq.Socket[Any], keys: ClientKeys, *, handshake_ms: int = 10_000, reconnect_max_ms: int = 500) -> None:
     """The options of a client's socket, before it connects."""
     for option, value in (
         (zmq.TCP_KEEPALIVE, 1),
@@ -96,7 +96,7 @@ class Link:
         self.redial_at = self.opened_at + SILENT_REDIAL_SECONDS
         self._patience = SILENT_REDIAL_SECONDS
         self.socket = context.socket(zmq.DEALER)
-        configure(self.socket, keys)
+        set_options(self.socket, keys)
         if "[" in endpoint:  # not for names: libzmq would take their IPv6 address alone
             self.socket.setsockopt(zmq.IPV6, 1)
         self.monitor: Any = self.socket.get_monitor_socket(MONITORED)

@@ -32,6 +32,12 @@ def serving(world: FenceWorld, num_agents: int = 2) -> tuple[HubServer, Agents]:
     return hub, agents
 
 
+def answered(agent: AgentThread) -> bool:
+    """Its acknowledgement is out, and its newest heartbeat is granted."""
+    inner = agent._agent
+    return inner._acknowledged is not None and agent.view.lease_until == inner._last_beat + (inner.lease_seconds or 0.0)
+
+
 def using(agent: AgentThread, epoch: int) -> bool:
     view = agent.view
     return view.epoch == epoch and time.monotonic() < view.lease_until
@@ -120,10 +126,11 @@ def test_a_restarted_hub_takes_nobodys_lease_and_goes_on(world: FenceWorld) -> N
 
 def test_a_hub_that_lost_leadership_in_its_sleep_grants_and_publishes_nothing(world: FenceWorld) -> None:
     hub, agents = serving(world)
+    eventually(lambda: all(answered(agent) for agent, _ in agents), what="no grant is on its way")
     world.authority.term = Term("another", 99)
     before = [agent.view.lease_until for agent, _ in agents]
     reads = world.authority.calls.count("verify")
-    world.request(hub, 1)  # its Record lands: harmless
+    world.request(hub, 1)  # its write lands: harmless
     eventually(lambda: not hub.leading, "stepped down")
     assert world.authority.calls.count("verify") > reads
     assert [agent.view.lease_until for agent, _ in agents] == before
