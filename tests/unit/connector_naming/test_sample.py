@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from epochkv_connector.weights.sample import MIN_PER_TENSOR, NUM_ELEMENTS, RUN, Sample
+from epochkv_connector.weights.sample import MIN_PER_TENSOR, NUM_ELEMENTS, RUN, OnDevice, OnHost, Sample
 
 Tensors = Sequence[tuple[str, torch.Tensor]]
 
@@ -141,5 +141,20 @@ def test_a_comparison_is_of_the_moment_it_was_made() -> None:
 
 def test_another_draw_is_of_other_elements() -> None:
     tensor = torch.arange(1_000_000)
-    found = {tuple(Sample([("t", tensor)], 100)._groups[0].then.flatten().tolist()) for _ in range(5)}
+    found = {bytes(Sample([("t", tensor)], 100)._groups[0].then) for _ in range(5)}
     assert len(found) == 5
+
+
+@pytest.mark.parametrize("kind", [OnHost, OnDevice])
+def test_both_ways_of_comparing_see_one_bit(kind: type[OnHost | OnDevice]) -> None:
+    """A GPU has one, a CPU the other; host memory will do for both."""
+    tensor = torch.zeros(64, 16, dtype=torch.int16)
+    views = kind([tensor[1::3], tensor[5:7]])
+    assert not bool(views.differs())
+    tensor[2, 3] = 1
+    assert not bool(views.differs()), "that row is in neither view"
+    for place in ((4, 0), (6, 15)):
+        tensor[place] = 1
+        assert bool(views.differs()), place
+        tensor[place] = 0
+        assert not bool(views.differs())
