@@ -25,6 +25,7 @@ from hack.soak.trainer import Resets, Trainer
 from hack.soak.world import World
 from hack.standalone.engine import Engine
 from hack.standalone.process import Popen
+from hack.waiting import poll
 
 NUM_PROMPTS = 40
 CLIENTS_PER_ENGINE = 2
@@ -139,15 +140,9 @@ def _run(crew: Crew, minutes: float, say: Say) -> Verdict:
 def _share_again(world: World, trainer: Trainer, prompts: Sequence[Prompt], tally: Tally) -> None:
     """After the last fault one update must be enough for every engine to share, and to be right."""
     trainer.update_all()
-    deadline = time.monotonic() + 60.0
-    while True:
-        states = [engine.state for engine in world.trainer.engines()]
-        if states.count("use") == len(world.ranks):
-            break
-        if time.monotonic() > deadline:
-            tally.problem("engines do not share again", states=states)
-            return
-        time.sleep(0.2)
+    if not poll(lambda: [engine.state for engine in world.trainer.engines()].count("use") == len(world.ranks), 60.0, 0.2):
+        tally.problem("engines do not share again", states=[engine.state for engine in world.trainer.engines()])
+        return
     before = tally["answers with a hit"]
     deadline = time.monotonic() + 60.0
     while tally["answers with a hit"] == before and time.monotonic() < deadline:

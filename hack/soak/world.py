@@ -25,6 +25,7 @@ from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import read_connection, transfer_config
 from hack.standalone.process import Popen, Process, ProcessError
 from hack.standalone.relay import Relay
+from hack.waiting import eventually
 
 NUM_ENGINES = 3
 GPU_BLOCKS = 40
@@ -121,11 +122,12 @@ class World:
             self.ranks.append(Rank(index, self._start(index), self.states.whole[0]))
         for rank in self.ranks:
             self._welcome(rank)
-        deadline = time.monotonic() + 120.0
-        while sorted(engine.state for engine in self.trainer.engines()) != ["use"] * NUM_ENGINES:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the engines do not share: {self.trainer.engines()}")
-            time.sleep(1.0)
+        eventually(
+            lambda: [engine.state for engine in self.trainer.engines()] == ["use"] * NUM_ENGINES,
+            lambda: f"the engines share: {self.trainer.engines()}",
+            120.0,
+            1.0,
+        )
 
     def _start(self, index: int) -> Engine:
         self._boots += 1

@@ -80,9 +80,9 @@ def list_field(max_length: int, *, key: str = "", kind: str = "", min_length: in
     return Field(strict=False, min_length=min_length, max_length=max_length, json_schema_extra=merged | (checks or {}))
 
 
-def default_of(model: type[ApiModel]) -> Json:
-    """Schema extension with the default of a nested object: exactly its own defaults, so that its rules hold on it."""
-    return {"default": model().model_dump(exclude_none=True)}
+def own_defaults(model: type[ApiModel]) -> Any:
+    """A nested object whose default is exactly its own defaults, so that its rules hold on it."""
+    return Field(default_factory=model, json_schema_extra={"default": model().model_dump(exclude_none=True)})
 
 
 def is_protected_env(name: str) -> bool:

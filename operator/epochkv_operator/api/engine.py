@@ -25,9 +25,9 @@ from epochkv_operator.api.base import (
     PodTemplate,
     ResourceRequirements,
     StatusModel,
-    default_of,
     is_protected_env,
     list_field,
+    own_defaults,
     refused,
     require_unique,
     rule,
@@ -204,7 +204,7 @@ class InferenceEngineSpec(ApiModel):
     """As in a pod."""
     replicas: Annotated[int, Field(ge=0, le=5000, json_schema_extra={"format": "int32"})] = 1
     """Engine pods. `kubectl scale ie` and autoscalers change it."""
-    parallelism: Annotated[Parallelism, Field(default_factory=Parallelism, json_schema_extra=default_of(Parallelism))]
+    parallelism: Annotated[Parallelism, own_defaults(Parallelism)]
     """How one engine is spread over devices."""
     args: Annotated[
         tuple[Annotated[str, Field(max_length=4096)], ...] | None,

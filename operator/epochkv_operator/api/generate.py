@@ -18,7 +18,7 @@ _HEADER = f"# Generated from the models by `{_COMMAND}`; do not edit.\n"
 _PAGE_HEADER = """# API reference
 
 Generated from the models by `python -m epochkv_operator.api.generate`; do not edit.
-Group and version: `{version}`. Unknown fields are refused (`kubectl` validates strictly by default).
+Group and version: `{version}`. Unknown fields are rejected (`kubectl` validates strictly by default).
 """
 
 
@@ -66,7 +66,7 @@ def _markdown() -> str:
         for section in ("spec", "status"):
             parts.append(f"\n### {section}\n\n| field | type | default | meaning |\n|---|---|---|---|\n")
             parts.extend(_rows(schema["properties"][section], section))
-        parts.append("\n### Refused at admission\n\n")
+        parts.append("\n### Rejected at admission\n\n")
         parts.extend(f"- {message}\n" for message in sorted(set(_messages(schema))))
     return "".join(parts)
 

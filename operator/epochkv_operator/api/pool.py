@@ -16,8 +16,8 @@ from epochkv_operator.api.base import (
     Metadata,
     PodTemplate,
     Size,
-    default_of,
     list_field,
+    own_defaults,
     refused,
     require_unique,
     rule,
@@ -30,18 +30,19 @@ class Reset(ApiModel):
     """How a reset treats engines that are slow or gone, and old KV."""
 
     lease_seconds: Annotated[int, Field(ge=1, le=3600, json_schema_extra={"format": "int32"})] = 30
-    """Seconds an engine may use an epoch without hearing from the hub again. An engine that is frozen or cut off delays the
-    publication of a new epoch by at most this plus a margin for clock rates (10 %, at least 1 s). Engines send a heartbeat every
-    third of it. Never goes down: a new hub could not know that longer leases are still out."""
+    """Seconds an engine may use an epoch without hearing from the hub again. A stalled or unreachable
+    engine delays the publication of a new epoch by at most this time and a margin for clock rates (10 %, at least 1 s). Engines send a
+    heartbeat every third of it. It never goes down: a new hub could not know that longer leases are still out."""
     join_after_seconds: Annotated[
         int | str | None,
         refused("spec.reset.joinAfterSeconds", "weights name themselves, so engines of any age share; remove it (docs/trainers.md)"),
     ] = None
     """Not a field any more: refused."""
     reclaim_policy: Literal["Delete", "RemoveAll", "Retain"] = "Delete"
-    """What becomes of old KV in the distributed store, which no engine can find any more. `Delete`: after publication one engine removes
-    it; nothing waits for that. `RemoveAll`: after publication the store is emptied as a whole; needs a store that the operator runs.
-    `Retain`: it stays until the store evicts it. Both of the others also remove KV of weights that no engine has held for a while."""
+    """How the distributed store gets rid of old KV, which no engine can find any more. `Delete`: after publication, one engine removes
+    it; nothing waits for that. `RemoveAll`: after publication, the hub empties the whole store; the operator has to run the store.
+    `Retain`: the store's own eviction removes it. `Delete` and `RemoveAll` also remove KV of weights that no live engine has reported for
+    10 minutes."""
     on_local_reset: Annotated[
         int | str | None,
         refused("spec.reset.onLocalReset", "an engine whose caches are reset alone asks for the next epoch by itself; remove it"),
@@ -53,8 +54,8 @@ class Keys(ApiModel):
     """The key pair with which engines and trainers of the pool speak to the hub."""
 
     generation: Annotated[int, Field(ge=0, le=2**31 - 1, json_schema_extra={"format": "int32"})] = 0
-    """Raise it to replace the client key pair in the pool's Secret. Engines read the new one from there without a restart; the old one is
-    accepted until no engine has used it for a lease and its margin. It never goes down."""
+    """Raise it to replace the client key pair in the pool's Secret. Engines read the new pair without a restart. The hub accepts the old
+    pair until no engine has used it for a lease and its margin. It never goes down."""
 
 
 class Local(ApiModel):
@@ -121,7 +122,7 @@ class Master(ApiModel):
 
     replicas: Annotated[int, Field(ge=1, le=5, json_schema_extra={"format": "int32"})] = 1
     """Masters. More than one needs `highAvailability.backend: Etcd`; one of them leads, the others stand by."""
-    high_availability: Annotated[HighAvailability, Field(default_factory=HighAvailability, json_schema_extra=default_of(HighAvailability))]
+    high_availability: Annotated[HighAvailability, own_defaults(HighAvailability)]
     """How several masters agree on a leader."""
     template: PodTemplate | None = None
     """Overrides of the master pods; the operator's container is named `master`."""
@@ -188,11 +189,11 @@ class Mooncake(ApiModel):
 
     image: Image | None = None
     """Image of master and stores; the engines' Mooncake client must have the same version. The operator's own default when unset."""
-    master: Annotated[Master, Field(default_factory=Master, json_schema_extra=default_of(Master))]
+    master: Annotated[Master, own_defaults(Master)]
     """The masters."""
     store: Store
     """The stores."""
-    transport: Annotated[Transport, Field(default_factory=Transport, json_schema_extra=default_of(Transport))]
+    transport: Annotated[Transport, own_defaults(Transport)]
     """How blocks travel between engines and stores."""
 
 
@@ -243,10 +244,9 @@ class NetworkPolicy(ApiModel):
     """Who may reach the pool's ports; Mooncake itself has no authentication."""
 
     mode: Literal["Enabled", "Disabled"] = "Enabled"
-    """`Enabled`: master and store accept only pods of this namespace that carry the label `epochkv.io/pool: <pool>` (all engines
-    do; give it to
-    trainers that join), the master's admin port only the operator and namespaces labelled `epochkv.io/scrape: "true"`, and the engines'
-    transfer ports only pods of the pool."""
+    """`Enabled`: master and store accept only pods of this namespace with the label `epochkv.io/pool: <pool>`. All engines have it; give
+    it to trainers that start engines. The master's admin port accepts only the operator and namespaces with the label
+    `epochkv.io/scrape: "true"`. The engines' transfer ports accept only pods of the pool."""
 
 
 _WIPE_NEEDS_OWN_STORE = rule(
@@ -291,9 +291,9 @@ class KVCachePoolSpec(ApiModel):
     )
 
     reset_epoch: Epoch = 0
-    """Raise it above `status.targetEpoch` to invalidate all KV of the pool. That one is higher where engines or trainers asked for resets
-    themselves: at or below it nothing is reset, and `EpochConverged` says `EpochAhead`. `status.epoch` reaches it when that is proved. It
-    never goes down. Leave it out of charts and GitOps manifests that do not own resets."""
+    """Raise it above `status.targetEpoch` to make all KV of the pool unreachable. `status.epoch` reaches it when that is proved. At or
+    below the target, which engines and trainers raise, too, nothing is reset, and `EpochConverged` has the reason `EpochAhead`. It never
+    goes down. Leave it out of charts and GitOps manifests that do not own resets."""
     weights_version: Annotated[
         int | str | None,
         refused("spec.weightsVersion", "weights name themselves; remove it, or label them with the trainer client (docs/trainers.md)"),
@@ -304,15 +304,15 @@ class KVCachePoolSpec(ApiModel):
         refused("spec.weightsReady", "weights name themselves; remove it, status.weights shows who holds which (docs/trainers.md)"),
     ] = None
     """Not a field any more: refused."""
-    reset: Annotated[Reset, Field(default_factory=Reset, json_schema_extra=default_of(Reset))]
+    reset: Annotated[Reset, own_defaults(Reset)]
     """How a reset treats engines that are slow or gone, and old KV."""
-    keys: Annotated[Keys, Field(default_factory=Keys, json_schema_extra=default_of(Keys))]
+    keys: Annotated[Keys, own_defaults(Keys)]
     """The key pair with which engines and trainers of the pool speak to the hub."""
     local: Local | None = None
     """L1: host memory inside each engine pod."""
     distributed: Distributed | None = None
     """L2: a store that all engines of the pool share. Adding or removing it restarts the engines one by one."""
-    network_policy: Annotated[NetworkPolicy, Field(default_factory=NetworkPolicy, json_schema_extra=default_of(NetworkPolicy))]
+    network_policy: Annotated[NetworkPolicy, own_defaults(NetworkPolicy)]
     """Who may reach the pool's ports."""
 
     @model_validator(mode="after")

@@ -66,7 +66,7 @@ class ExternalEngine(StatusModel):
 
 
 class ReclaimStatus(StatusModel):
-    """What was given back of the distributed store's memory."""
+    """Memory of the distributed store that was freed."""
 
     policy: Annotated[str | None, Field(max_length=16)] = None
     """`Delete`, `RemoveAll` or `Retain`: what was done."""
@@ -75,9 +75,9 @@ class ReclaimStatus(StatusModel):
     keys: Number | None = None
     """Keys removed since the latest reset."""
     bytes: Number | None = None
-    """Bytes given back since the latest reset, as far as they are known."""
+    """Bytes freed since the latest reset, as far as they are known."""
     completion_time: Timestamp | None = None
-    """When the store was found free of them."""
+    """When no old key was left."""
 
 
 class KeysStatus(StatusModel):
@@ -112,7 +112,7 @@ class StoreStatus(StatusModel):
 
 
 class Endpoints(StatusModel):
-    """What an engine or trainer that the operator did not make needs to join."""
+    """What an engine or trainer needs to join if the operator did not start it."""
 
     hub: Annotated[str | None, Field(max_length=1024)] = None
     """Address of the hub."""
@@ -128,7 +128,7 @@ class WeightsStatus(StatusModel):
     """Weights that live engines hold."""
 
     id: WeightsId
-    """Digest of the weights, 32 hex digits. Engines with equal digests share KV; no other ever do."""
+    """Digest of the weights, 32 hex digits. Engines with equal digests share KV; other engines never do."""
     label: Annotated[str | None, Field(max_length=253)] = None
     """What a trainer called them."""
     engines: Count
@@ -179,16 +179,16 @@ class KVCachePoolStatus(StatusModel):
     reset: ResetStatus | None = None
     """The latest reset."""
     reclaim: ReclaimStatus | None = None
-    """What was given back of the distributed store's memory."""
+    """Memory of the distributed store that was freed."""
     keys: KeysStatus | None = None
     """The client keys that the hub accepts for the pool."""
     engines: EnginesStatus | None = None
     """The engines heard from."""
     external_engines: Annotated[tuple[ExternalEngine, ...] | None, list_field(64, key="name")] = None
-    """Up to 64 engines that joined without the operator having made them."""
+    """Up to 64 engines that joined and that the operator did not start."""
     master: MasterStatus | None = None
     """The masters that the operator runs."""
     store: StoreStatus | None = None
     """The stores that the operator runs."""
     endpoints: Endpoints | None = None
-    """What an engine or trainer that the operator did not make needs to join."""
+    """What an engine or trainer needs to join if the operator did not start it."""

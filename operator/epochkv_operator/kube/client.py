@@ -246,14 +246,8 @@ class KubeClient:
 
     async def patch_status(self, ref: ObjectRef, resource_version: str, status: Json, deadline_seconds: float | None = None) -> Json:
         """Merge-patch of the status, accepted only at `resource_version` (raises `Conflict` otherwise)."""
-        return await self.request(
-            "PATCH",
-            ref.resource.path(ref.namespace, ref.name, "status"),
-            query={"fieldManager": MANAGED_BY},
-            body={"metadata": {"resourceVersion": resource_version}, "status": status},
-            content_type=MERGE_PATCH,
-            deadline_seconds=deadline_seconds,
-        )
+        body = {"metadata": {"resourceVersion": resource_version}, "status": status}
+        return await self._patch_status(ref, body, MERGE_PATCH, deadline_seconds)
 
     async def patch_status_fields(self, ref: ObjectRef, seen: Json, status: Json, deadline_seconds: float | None = None) -> Json:
         """Set fields of an existing status (None removes one; an object replaces the one that is there), accepted only by the
@@ -269,27 +263,16 @@ class KubeClient:
         operations: list[Json] = [{"op": "test", "path": "/metadata/uid", "value": ref.uid}]
         operations += [{"op": "test", "path": f"/status/{name}", "value": value} for name, value in seen.items()]
         operations += [operation for name, value in status.items() for operation in _set_field(name, value)]
-        return await self.request(
-            "PATCH",
-            ref.resource.path(ref.namespace, ref.name, "status"),
-            query={"fieldManager": MANAGED_BY},
-            body=operations,
-            content_type=JSON_PATCH,
-            deadline_seconds=deadline_seconds,
-        )
+        return await self._patch_status(ref, operations, JSON_PATCH, deadline_seconds)
+
+    async def _patch_status(self, ref: ObjectRef, body: Any, content_type: str, deadline_seconds: float | None) -> Json:
+        path, query = ref.resource.path(ref.namespace, ref.name, "status"), {"fieldManager": MANAGED_BY}
+        return await self.request("PATCH", path, query=query, body=body, content_type=content_type, deadline_seconds=deadline_seconds)
 
     async def delete(self, resource: Resource, namespace: str, name: str, uid: str) -> None:
         """Delete exactly this object: a namesake with another uid is left alone (`Conflict`)."""
-        await self.request(
-            "DELETE",
-            resource.path(namespace, name),
-            body={
-                "kind": "DeleteOptions",
-                "apiVersion": "v1",
-                "preconditions": {"uid": uid},
-                "propagationPolicy": "Background",
-            },
-        )
+        options = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}, "propagationPolicy": "Background"}
+        await self.request("DELETE", resource.path(namespace, name), body=options)
 
     async def watch(self, resource: Resource, namespace: str | None, resource_version: str) -> AsyncIterator[Json]:
         """Watch events as they come, for at most a minute. For benchmarks: the operator's own watches are kopf's."""

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import Any
 
 from epochkv_operator.api.base import ENGINE_LABEL
 from epochkv_operator.api.engine import InferenceEngine
@@ -257,27 +256,25 @@ def _reset(hub: HubView | None, previous: Json, now: datetime, *, partial: bool 
     if hub.reset_epoch is None or hub.reset_started is None:
         return _closed(before, hub, now)
     durable = before if before.get("epoch") == hub.reset_epoch else {}
-    started = timestamp(hub.reset_started, milliseconds=True)
-    reset: dict[str, Any] = {"epoch": hub.reset_epoch, "startTime": durable.get("startTime", started)}
+    started = durable.get("startTime", timestamp(hub.reset_started, milliseconds=True))
+    reset: Json = {"epoch": hub.reset_epoch, "startTime": started}
     origin = durable.get("origin") or (hub.origin if hub.target == hub.reset_epoch else None)
     if origin:
         reset["origin"] = origin
-    if hub.reset_completed is not None:
-        reset["completionTime"] = durable.get("completionTime", timestamp(hub.reset_completed, milliseconds=True))
-        if "completionTime" in durable:
-            reset |= {key: durable[key] for key in ("durationMilliseconds",) if key in durable}
-        elif hub.reset_milliseconds is not None and _close(reset["startTime"], hub.reset_started):
+    if hub.reset_completed is not None and "completionTime" in durable:
+        reset |= {key: durable[key] for key in ("completionTime", "durationMilliseconds") if key in durable}
+    elif hub.reset_completed is not None:
+        reset["completionTime"] = timestamp(hub.reset_completed, milliseconds=True)
+        # The same start but for a clock's adjustments: another hub's reset began earlier, and its clock cannot be continued.
+        ours = abs(datetime.fromisoformat(started) - hub.reset_started) < timedelta(seconds=0.5)
+        if ours and hub.reset_milliseconds is not None:
             reset["durationMilliseconds"] = hub.reset_milliseconds
     elif hub.laggards:
-        reset["laggards"] = _laggards(hub.laggards)
+        reasons = {name[:253]: reason[:64] for name, reason in hub.laggards}
+        reset["laggards"] = [{"name": name, "reason": reason} for name, reason in sorted(reasons.items())][:_MAX_LAGGARDS]
     elif partial and "laggards" in durable:
         reset["laggards"] = durable["laggards"]
     return reset
-
-
-def _close(text: str, moment: datetime) -> bool:
-    """The same moment but for a clock's adjustments; another hub's reset began earlier, and its clock cannot be continued."""
-    return abs(datetime.fromisoformat(text) - moment) < timedelta(seconds=0.5)
 
 
 def _closed(before: Json, hub: HubView, now: datetime) -> Json:
@@ -285,11 +282,6 @@ def _closed(before: Json, hub: HubView, now: datetime) -> Json:
     if before and before.get("epoch", 0) <= hub.published:
         return {"completionTime": timestamp(now, milliseconds=True)} | {key: value for key, value in before.items() if key != "laggards"}
     return before
-
-
-def _laggards(laggards: Iterable[tuple[str, str]]) -> list[Json]:
-    named = {name[:253]: {"name": name[:253], "reason": reason[:64]} for name, reason in laggards}
-    return [named[name] for name in sorted(named)][:_MAX_LAGGARDS]
 
 
 def _endpoints(pool: KVCachePool, context: Context) -> Json:
