@@ -94,7 +94,9 @@ def test_an_engine_inside_schedule_does_not_say_that_it_leaves(world: FenceWorld
     engine.is_busy = True
     assert agent.stop()
     assert not using(agent, 0)
-    time.sleep(0.3)
+    received = hub.counters["received"]
+    agents[1][0].poke()
+    eventually(lambda: hub.counters["received"] > received, "what others say later is heard")
     assert len(world.thread.call(lambda: hub.snapshot(POOL)).engines) == 2, "a request may still be admitted with what it found"
 
 
