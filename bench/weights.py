@@ -259,7 +259,7 @@ def push_row(arguments: argparse.Namespace, progress: Progress) -> Row:
     """A push by RPC to an engine that serves nothing at the moment, then one request."""
     with in_process() as model, engine(model, model.parent, connector=True) as llm:
         core = llm.llm_engine.engine_core.engine_core
-        watch = core.scheduler.connector.side.weights.watch
+        watch = core.scheduler.connector.scheduler.weights.watch
         serve(llm, 0, 4)
         pauses, named = [], []
         for seed in range(1, 3 + 2 * arguments.repeats):

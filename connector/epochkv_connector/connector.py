@@ -1,6 +1,6 @@
 """The connector that vLLM loads: `kv_connector_module_path="epochkv_connector.connector"`.
 
-Thin on purpose: every entry point is one guarded call into `scheduler.facade` or the worker half. An exception of
+Thin on purpose: every entry point is one guarded call into `scheduler.role` or `worker.role`. An exception of
 ours becomes a miss, is counted and logged once per kind; it never reaches vLLM. Loads are always asynchronous, so
 `start_load_kv` never delays a forward pass and the layer hooks do nothing.
 """
@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from epochkv_connector import halves
 from epochkv_connector.config.connector_config import ConfigError, ConnectorConfig
 from epochkv_connector.config.machine import crowded, gib
 from epochkv_connector.engine import blocks, limits, logs, patches, topology, version
@@ -20,11 +19,12 @@ from epochkv_connector.engine.interface import KVConnectorBase_V1, KVConnectorRo
 from epochkv_connector.guard import Guard
 from epochkv_connector.metrics.reporter import Reporter
 from epochkv_connector.metrics.stats import EpochKVPromMetrics, EpochKVStats
-from epochkv_connector.scheduler.assembly import SchedulerRole
-from epochkv_connector.scheduler.facade import SchedulerSide
+from epochkv_connector.scheduler.role import SchedulerRole
 from epochkv_connector.weights.rank import held_by
 from epochkv_connector.wire.steps import StepMetadata, WorkerReport
-from epochkv_connector.worker.facade import Half, RefusingHalf, WorkerSide
+from epochkv_connector.worker.build import build_runner
+from epochkv_connector.worker.role import WorkerRole
+from epochkv_connector.worker.runner import JobRunner
 
 logger = logging.getLogger("vllm.epochkv")
 
@@ -57,7 +57,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._has_tiers = self._epochkv_config.local is not None or self._epochkv_config.distributed is not None
         self._reporter = Reporter(self._guard.errors)
         self._scheduler: SchedulerRole | None = None
-        self._worker: WorkerSide | None = None
+        self._worker: WorkerRole | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerRole(
                 *(self._epochkv_config, self._vllm_config, self._kv_cache_config), *(self._guard, self._reporter, self._find_local_worker)
@@ -82,7 +82,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
                 )
         return config
 
-    def _find_local_worker(self) -> WorkerSide | None:
+    def _find_local_worker(self) -> WorkerRole | None:
         connector = _local_workers.get(str(self._kv_transfer_config.engine_id))
         return connector._worker if connector is not None else None
 
@@ -95,28 +95,23 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def scheduler(self) -> SchedulerRole:
-        """Everything of the scheduler role."""
+        """What answers vLLM's scheduler (scheduler role only)."""
         assert self._scheduler is not None, "this is the worker role"
         return self._scheduler
-
-    @property
-    def side(self) -> SchedulerSide:
-        """What answers vLLM's scheduler (scheduler role only)."""
-        return self.scheduler.side
 
     # ------------------------------------------------------------------ scheduler role
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """The block pool is bound here; nothing else of the manager is kept but `get_block_ids`."""
-        self.side.bind(kv_cache_manager, kv_cache_manager.block_pool, self.scheduler.hashing)
+        self.scheduler.bind(kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
         """Pin the request and begin its lookup."""
-        self._guard.run("on_new_request", lambda: self.side.on_new_request(request), lambda: self._isolate(request))
+        self._guard.run("on_new_request", lambda: self.scheduler.on_new_request(request), lambda: self._isolate(request))
 
     def _isolate(self, request: Any) -> bool:
         """See `Admission.isolate`; True also when that fails."""
-        return self._guard.run("isolate", lambda: self.side.admission.isolate(request), lambda: True)
+        return self._guard.run("isolate", lambda: self.scheduler.admission.isolate(request), lambda: True)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See `Admission.answer`."""
@@ -126,21 +121,21 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             renamed = self._isolate(request)
             return (None if renamed and not request.skip_reading_prefix_cache else 0), False
 
-        return self._guard.run("get_num_new_matched_tokens", lambda: self.side.admission.answer(request, num_computed_tokens), miss)
+        return self._guard.run("get_num_new_matched_tokens", lambda: self.scheduler.admission.answer(request, num_computed_tokens), miss)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Commit or abort the plan of the last answer."""
         self._guard.run(
             "update_state_after_alloc",
-            lambda: self.side.admission.allocate(request, blocks, num_external_tokens),
-            lambda: self.side.admission.doom(request) if num_external_tokens else self.side.admission.admit(request),
+            lambda: self.scheduler.admission.allocate(request, blocks, num_external_tokens),
+            lambda: self.scheduler.admission.doom(request) if num_external_tokens else self.scheduler.admission.admit(request),
         )
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """Tokens by tier; counts sum to `num_external_tokens`."""
         return self._guard.run(
             "hit_sources",
-            lambda: self.side.admission.hit_sources(request, num_external_tokens),
+            lambda: self.scheduler.admission.hit_sources(request, num_external_tokens),
             lambda: blocks.hit_sources(0, num_external_tokens),
         )
 
@@ -148,13 +143,13 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Jobs of this step."""
         return self._guard.run(
             "build_connector_meta",
-            lambda: self.side.steps.build(scheduler_output),
-            lambda: self._guard.run("emergency", self.side.steps.emergency, lambda: StepMetadata(settle=True)),
+            lambda: self.scheduler.steps.build(scheduler_output),
+            lambda: self._guard.run("emergency", self.scheduler.steps.emergency, lambda: StepMetadata(settle=True)),
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Results of a step."""
-        self._guard.run("update_connector_output", lambda: self.side.steps.take(connector_output), _nothing)
+        self._guard.run("update_connector_output", lambda: self.scheduler.steps.take(connector_output), _nothing)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Single-group form of `request_finished_all_groups`."""
@@ -162,23 +157,25 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Frees are never delayed: saves hold their own references."""
-        return self._guard.run("request_finished", lambda: self.side.request_finished(request), lambda: (False, None))
+        return self._guard.run("request_finished", lambda: self.scheduler.request_finished(request), lambda: (False, None))
 
     def has_pending_push_work(self) -> bool:
         """Keep stepping while a save holds GPU blocks or a poisoned load is open; both have deadlines."""
-        return self._guard.run("has_pending_push_work", lambda: self.side.has_pending_work, lambda: False)
+        return self._guard.run("has_pending_push_work", lambda: self.scheduler.has_pending_work, lambda: False)
 
     def has_pending_block_frees(self) -> bool:
         """Whether waiting for a save would release blocks instead of a preemption."""
         return self._guard.run(
-            "has_pending_block_frees", lambda: self.side.books is not None and self.side.books.saves.would_free_gpu_blocks(), lambda: False
+            "has_pending_block_frees",
+            lambda: self.scheduler.books is not None and self.scheduler.books.saves.would_free_gpu_blocks(),
+            lambda: False,
         )
 
     def reset_cache(self) -> bool:
         """Clear on every tier. True: the names make it true. False only if they could not be changed."""
 
         def reset() -> bool:
-            return self.side.reset_cache()  # in the worker role there is none
+            return self.scheduler.reset_cache()  # in the worker role there is none
 
         return self._guard.run("reset_cache", reset, lambda: False)
 
@@ -192,34 +189,34 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Lay out the host region over the KV tensors; an engine that cannot be staged refuses every job."""
         rank = topology.worker_rank(self._vllm_config)
 
-        def build() -> Half:
+        def build() -> JobRunner | None:
             if not self._has_tiers:
-                return RefusingHalf(rank)
-            return halves.build_worker(self._epochkv_config, self._vllm_config, self._kv_cache_config, kv_caches)
+                return None
+            return build_runner(self._epochkv_config, self._vllm_config, self._kv_cache_config, kv_caches)
 
-        half = self._guard.build("register_kv_caches", build, lambda: RefusingHalf(rank))
+        runner = self._guard.build("register_kv_caches", build, lambda: None)
         held = held_by(self._engine_id)
-        held.layout = half.layout
-        self._worker = WorkerSide(half, self._guard.note, look=held.look, adapters=held.adapters)
+        held.layout = runner.layout if runner is not None else b""
+        self._worker = WorkerRole(rank, runner, self._guard.note, look=held.look, adapters=held.adapters)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """A new step."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is None:  # the runner never registered: answer all the same
             rank = topology.worker_rank(self._vllm_config)
-            self._worker = WorkerSide(RefusingHalf(rank), self._guard.note, adapters=held_by(self._engine_id).adapters)
+            self._worker = WorkerRole(rank, None, self._guard.note, adapters=held_by(self._engine_id).adapters)
         self._worker.new_step()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """The first call of a step, before anything of it writes to a block. (vLLM before 0.32 may give names of requests only.)"""
-        side = self._worker
-        if side is not None and isinstance(kv_connector_metadata, StepMetadata):
-            self._guard.run("settle", lambda: side.settle(kv_connector_metadata), lambda: side.refuse(StepMetadata()))
+        worker = self._worker
+        if worker is not None and isinstance(kv_connector_metadata, StepMetadata):
+            self._guard.run("settle", lambda: worker.settle(kv_connector_metadata), lambda: worker.refuse(StepMetadata()))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Loads begin; they touch only blocks that no forward pass uses."""
         idle = getattr(forward_context, "attn_metadata", None) is None
-        self._step("start_step", lambda side, metadata: side.start(metadata, idle=idle))
+        self._step("start_step", lambda worker, metadata: worker.start(metadata, idle=idle))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: loads are asynchronous."""
@@ -229,22 +226,22 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """The forward pass was issued: saves begin behind it. Returns at once (blocks stay referenced until acknowledged)."""
-        self._step("finish_step", lambda side, metadata: side.finish(metadata))
+        self._step("finish_step", lambda worker, metadata: worker.finish(metadata))
 
-    def _step(self, where: str, work: Callable[[WorkerSide, StepMetadata], None]) -> None:
-        side = self._worker
-        if side is None or not self.has_connector_metadata():
+    def _step(self, where: str, work: Callable[[WorkerRole, StepMetadata], None]) -> None:
+        worker = self._worker
+        if worker is None or not self.has_connector_metadata():
             return
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
-        self._guard.run(where, lambda: work(side, metadata), lambda: side.refuse(metadata))
+        self._guard.run(where, lambda: work(worker, metadata), lambda: worker.refuse(metadata))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Loads that ended on this rank since the last call, each exactly once."""
-        side = self._worker
-        if side is None:
+        worker = self._worker
+        if worker is None:
             return KVConnectorTransferResults()
-        finished, failed = self._guard.run("results", side.results, lambda: (set(), set()))
+        finished, failed = self._guard.run("results", worker.results, lambda: (set(), set()))
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> WorkerReport:
@@ -264,8 +261,8 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             return self._scheduler.stats()
         if self._worker is None:
             return None
-        refusing = self._has_tiers and isinstance(self._worker.half, RefusingHalf)
-        stats = self._reporter.worker_stats(self._worker.half.stats(), topology.worker_rank(self._vllm_config), refusing=refusing)
+        refusing = self._has_tiers and self._worker.runner is None
+        stats = self._reporter.worker_stats(self._worker.stats(), self._worker.rank, refusing=refusing)
         return None if stats.is_empty() else stats
 
     @classmethod
@@ -286,4 +283,4 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.stop()
         worker, self._worker = self._worker, None
         if worker is not None:
-            self._guard.run("worker.shutdown", worker.half.shutdown, lambda: False)
+            self._guard.run("worker.shutdown", worker.shutdown, _nothing)

@@ -30,11 +30,7 @@ class Guard:
         return fallback()
 
     def build(self, where: str, work: Callable[[], T], fallback: Callable[[], T]) -> T:
-        """As `run`, for what is made at start: a configuration that is impossible ends the start.
-
-        Raises:
-            ConfigError: the message says what to change.
-        """
+        """As `run`, for what is made at start. Raises ConfigError: an impossible configuration ends the start."""
         try:
             return work()
         except ConfigError as error:

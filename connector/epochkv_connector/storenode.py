@@ -34,11 +34,7 @@ class SegmentMemory:
     """An anonymous file in memory, as large as the segment, and its first use."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Make the file; nothing is touched yet.
-
-        Raises:
-            OSError: there is no room for it.
-        """
+        """Make the file; nothing is touched yet. Raises OSError: there is no room for it."""
         self.num_bytes = -(-num_bytes // SLAB_BYTES) * SLAB_BYTES
         self._file = os.memfd_create(MEMORY_NAME, os.MFD_CLOEXEC)
         os.ftruncate(self._file, self.num_bytes)
@@ -63,11 +59,9 @@ class SegmentMemory:
             memory.close()
 
     def stop(self) -> None:
-        """Have `touch` end soon."""
         self._stop()
 
     def close(self) -> None:
-        """Leave it to those who have mapped it."""
         os.close(self._file)
 
 
@@ -105,7 +99,6 @@ class TouchedStoreService(service.MooncakeStoreService):
 
 
 def main() -> None:
-    """Run until SIGTERM."""
     service.MooncakeStoreService = TouchedStoreService  # which its own `main` makes
     service.sync_main()
 

@@ -65,10 +65,7 @@ class Touch:
         self._next_word = self._began + SAY_SECONDS
 
     def run(self) -> int:
-        """Touch.
-
-        Returns:
-            Bytes that have pages now: all, or fewer after `seconds`.
+        """Touch. Returns how many bytes have pages now: all, or fewer after `seconds`.
 
         Raises:
             OSError: the machine, or this process's limit, has no more memory.
@@ -111,11 +108,7 @@ class Touch:
 
 
 def populate(address: int, num_bytes: int) -> None:
-    """Give every page of fresh memory its backing. From Linux 5.14 on the contents stay; before, they become zeros.
-
-    Raises:
-        OSError: there is no memory left.
-    """
+    """Give every page of fresh memory its backing; OSError if there is none. Before Linux 5.14 the contents become zeros."""
     if _libc.madvise(address, num_bytes, _MADV_POPULATE_WRITE) == 0:
         return
     code = ctypes.get_errno()

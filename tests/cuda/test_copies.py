@@ -14,8 +14,8 @@ import torch
 
 from epochkv_connector.worker.copying import cuda
 from epochkv_connector.worker.copying.copies import CudaCopies
+from epochkv_connector.worker.copying.cuda import SideStream
 from epochkv_connector.worker.copying.staging import Pair, StagingStream, compute_event
-from epochkv_connector.worker.copying.streams import SideStream
 from tests.cuda.rig import BLOCKS, LAYOUTS, Rig, needs_cuda
 
 SOAK_SECONDS = float(os.environ.get("SOAK_SECONDS", "60"))

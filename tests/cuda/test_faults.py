@@ -10,8 +10,8 @@ from torch import Tensor
 
 from epochkv_connector.worker.copying import cuda
 from epochkv_connector.worker.copying.copies import CudaCopies
+from epochkv_connector.worker.copying.cuda import SideStream
 from epochkv_connector.worker.copying.staging import HostRegion, Pair, StagingStream, compute_event, pin_chunks
-from epochkv_connector.worker.copying.streams import SideStream
 from tests.cuda.rig import LONG, Rig, is_page_locked, last_error, needs_cuda
 
 MIB = 1 << 20

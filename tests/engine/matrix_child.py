@@ -140,7 +140,7 @@ class Served:
         if not isinstance(connector, EpochKVConnector) or not connector._epochkv_config.hub:
             return
         deadline = time.monotonic() + JOIN_SECONDS
-        while connector.side.pins.root.refresh().in_use is False:
+        while connector.scheduler.pins.root.refresh().in_use is False:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not in use of the pool's epoch after {JOIN_SECONDS} s")
             time.sleep(0.02)
@@ -188,10 +188,10 @@ class Served:
                 facts["/".join([metric.name.removeprefix("vllm:"), *labels])] = value
         connector = self._scheduler.connector
         if isinstance(connector, EpochKVConnector):
-            facts["leaks"] = {name: count for name, count in connector.side.leak_report().items() if count}
+            facts["leaks"] = {name: count for name, count in connector.scheduler.leak_report().items() if count}
             facts["errors"] = dict(connector._guard.errors)
-            if connector.side.books is not None:
-                facts["half"] = connector.side.books.stats()
+            if connector.scheduler.books is not None:
+                facts["half"] = connector.scheduler.books.stats()
         return facts
 
     def _blocks_in_use(self) -> int:

@@ -107,7 +107,7 @@ class PinnedRig(Rig):
         for block in self.block_pool.blocks:
             if block.block_hash is not None:
                 self._compare("GPU", block.block_id, kv_cache_utils.get_block_hash(block.block_hash), self.gpu.get(block.block_id))
-        for (name, slot), worker in ((item, worker) for worker in self.workers for item in self.books.stock.index._maps[0].items()):
+        for (name, slot), worker in ((item, worker) for worker in self.workers for item in self.books.state.index._maps[0].items()):
             self._compare("L1", slot, name, worker.slots.get(slot))
 
     def _compare(self, tier: str, place: Any, name: bytes, content: Content | None) -> None:

@@ -150,14 +150,14 @@ def test_our_lines_are_vllms_with_our_name(caplog: pytest.LogCaptureFixture, mon
     try:
         logs.share_log_handlers()
         logs.share_log_handlers()  # one for each connector of the process
-        logging.getLogger("epochkv_connector.store.link").info("L2 store ready at %s", "h:1")
+        logging.getLogger("epochkv_connector.store.connection").info("L2 store ready at %s", "h:1")
         logging.getLogger("epochkv_fence.net").warning("EpochKV: lost")
         logging.getLogger("epochkv_fence.net").debug("nobody asks")
     finally:
         for logger in ours:
             logger.setLevel(logging.NOTSET)
     assert seen == ["INFO EpochKV: L2 store ready at h:1", "WARNING EpochKV: lost"]
-    assert [record.getMessage() for record in caplog.records if record.name == "epochkv_connector.store.link"] == [
+    assert [record.getMessage() for record in caplog.records if record.name == "epochkv_connector.store.connection"] == [
         "L2 store ready at h:1"
     ], "somebody else's handlers see it as it was"
 
@@ -251,12 +251,12 @@ def test_a_reclaim_walks_the_names_of_each_own_group_and_then_those_of_others(ma
 
 
 def test_an_engine_without_its_store_client_does_not_say_that_nothing_is_left(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector import halves
+    from epochkv_connector.scheduler import build
 
     def broken(*_: Any) -> None:
         raise OSError("no threads left")
 
-    monkeypatch.setattr(halves, "build_scheduler_tiers", broken)
+    monkeypatch.setattr(build, "build_tiers", broken)
     rig = make_rig(store=SharedStore())
     with pytest.raises(RuntimeError, match="tiers could not be built"):
         rig.connector.scheduler.reclaim(3, ())
@@ -307,9 +307,9 @@ def test_registration_by_name_may_be_repeated() -> None:
 def test_a_rank_that_cannot_be_staged_answers_every_job_once() -> None:
     from epochkv_connector.wire.jobs import BlockMove, LoadJob, Phase, SaveJob
     from epochkv_connector.wire.steps import StepMetadata
-    from epochkv_connector.worker.facade import RefusingHalf, WorkerSide
+    from epochkv_connector.worker.role import WorkerRole
 
-    side = WorkerSide(RefusingHalf(1))
+    side = WorkerRole(1, None)
     move = BlockMove(0, 0, 5, 0, b"h")
     step = StepMetadata(
         loads=(LoadJob(1, "a", None, (move,), 1.0),),
@@ -331,9 +331,9 @@ def test_what_a_drain_collects_is_kept_for_the_next_results() -> None:
     """An in-process engine drains between steps; a load that ended meanwhile must still be reported to vLLM, once."""
     from epochkv_connector.wire.jobs import LoadJob
     from epochkv_connector.wire.steps import StepMetadata
-    from epochkv_connector.worker.facade import RefusingHalf, WorkerSide
+    from epochkv_connector.worker.role import WorkerRole
 
-    side = WorkerSide(RefusingHalf(0))
+    side = WorkerRole(0, None)
     side.new_step()
     side.start(StepMetadata(loads=(LoadJob(1, "a", None, (), 1.0),)), idle=False)
     assert [ack.job_id for ack in side.drain(0.0).acks] == [1]
@@ -341,12 +341,12 @@ def test_what_a_drain_collects_is_kept_for_the_next_results() -> None:
     assert side.acks().acks == []
 
 
-def test_a_half_that_raises_is_replaced_by_one_that_refuses() -> None:
+def test_after_a_step_that_raised_everything_is_refused() -> None:
     from epochkv_connector.wire.jobs import LoadJob
     from epochkv_connector.wire.steps import StepMetadata
-    from epochkv_connector.worker.facade import RefusingHalf, WorkerSide
+    from epochkv_connector.worker.role import WorkerRole
 
-    side = WorkerSide(RefusingHalf(0))
+    side = WorkerRole(0, None)
     side.new_step()
     side.refuse(StepMetadata(loads=(LoadJob(1, "a", None, (), 1.0),)))
     assert side.results() == ({"a"}, {"a"})

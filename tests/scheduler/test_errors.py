@@ -74,7 +74,7 @@ def test_one_acknowledgement_that_cannot_be_applied_loses_no_other(make_rig: Mak
     for seed in (1, 2):
         rig.add(prompt(seed, LENGTH))
     rig.step()
-    failure = FailsOnce(rig.books.stock.index, "insert", monkeypatch)
+    failure = FailsOnce(rig.books.state.index, "insert", monkeypatch)
     release(rig)
     rig.run()
     assert failure.raised
@@ -175,7 +175,7 @@ def test_blocks_that_requests_hold_anyhow_do_not_put_preemption_off(make_rig: Ma
     rig.workers[0].hold_saves = True
     request = rig.add(prompt(1, LENGTH), max_tokens=4)
     rig.step()
-    assert rig.books.saves.holds_gpu_blocks()
+    assert rig.books.state.ledger.num_gpu_blocks
     assert not rig.connector.has_pending_block_frees()  # the end of the save would free nothing
     while request.request_id not in rig.finished:
         rig.step()

@@ -120,7 +120,7 @@ def listened(make_rig: MakeRig, tmp_path: Any) -> Iterator[Callable[..., tuple[A
 
 def findable(rig: Any, group: int = 0) -> set[int]:
     """Names that L1 holds and can be asked for under the present root, as its index says."""
-    index = rig.books.stock.index
+    index = rig.books.state.index
     names = [name for name in index._names if name is not None]
     current = {name for of_group, name in names if of_group == group and index._roots[index._maps[group][name]] == index._root}
     return {int.from_bytes(name, "big") % (1 << 64) for name in current}  # vLLM publishes the last 64 bits
@@ -149,7 +149,7 @@ def test_a_router_learns_what_is_in_l1(listened: Callable[..., Any]) -> None:
 def test_an_eviction_is_told(listened: Callable[..., Any]) -> None:
     rig, router = listened(l1_bytes=10 * 2304)  # ten blocks
     rig.adopt(0)
-    assert rig.books.stock.index.num_slots == 10
+    assert rig.books.state.index.num_slots == 10
     rig.serve(prompt(1, LENGTH))
     rig.serve(prompt(2, LENGTH))
     router.listen()

@@ -57,7 +57,7 @@ def test_the_hub_is_told_at_once_of_a_local_reset(make_rig: MakeRig, monkeypatch
     monkeypatch.setattr("epochkv_connector.hub_link.HubLink.poke", lambda self: told.append(f"poke {hooks.private()}"))
     monkeypatch.setattr("epochkv_connector.hub_link.HubLink.propose", lambda self, epoch: told.append(f"propose {epoch}"))
     rig = make_rig()
-    hooks: FenceHooks = FenceHooks(rig.pins, dict, lambda below, keep: (0, 0), lambda: (None, ""))
+    hooks: FenceHooks = rig.connector.scheduler.hooks()
     rig.adopt(0)
     assert not hooks.private()
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
@@ -101,7 +101,7 @@ def test_vllms_own_reset_does_not_wait_for_saves(make_rig: MakeRig, num_ranks: i
     rig.step()
     assert finished.request_id in rig.finished
     assert running.status is RequestStatus.RUNNING
-    assert rig.books.saves.holds_gpu_blocks()
+    assert rig.books.state.ledger.num_gpu_blocks
     assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert rig.block_pool.get_num_free_blocks() == rig.free_at_start
     assert rig.scheduler.has_requests(), "steps go on until the copies are acknowledged"

@@ -69,7 +69,7 @@ def test_a_last_block_whose_save_was_not_sent_is_given_up_when_caches_are_reset(
 
 def watch(rig: Any) -> list[int]:
     """Compare each step's choice with a look at every scheduled request; returns where new blocks are counted."""
-    offers, chosen, counts = rig.side.steps.offers, rig.side.steps.offers.of_step, [0, 0]
+    offers, chosen, counts = rig.side.steps.candidates, rig.side.steps.candidates.of_step, [0, 0]
 
     def num_offered(request_id: str) -> int:
         return rig.side.requests.get(request_id).num_offered
@@ -179,7 +179,7 @@ def test_a_decoding_request_is_looked_at_once_a_block(make_rig: MakeRig) -> None
         rig.add(prompt(index, BLOCK + index), max_tokens=1000)
     rig.step()
     looked = 0
-    due = rig.side.steps.offers._boundaries.due
+    due = rig.side.steps.candidates._boundaries.due
 
     def count(scheduled: Any) -> list[str]:
         nonlocal looked
@@ -187,7 +187,7 @@ def test_a_decoding_request_is_looked_at_once_a_block(make_rig: MakeRig) -> None
         looked += len(found)
         return list(found)
 
-    rig.side.steps.offers._boundaries.due = count
+    rig.side.steps.candidates._boundaries.due = count
     rig.steps(4 * BLOCK)
     assert looked == 16 * 4
 
@@ -198,7 +198,7 @@ def test_an_error_at_the_end_of_a_request_costs_its_last_block_and_nothing_else(
     def broken(*args: Any) -> None:
         raise RuntimeError("no such block")
 
-    monkeypatch.setattr(rig.side.steps.offers, "at_end", broken)
+    monkeypatch.setattr(rig.side.steps.candidates, "at_end", broken)
     assert rig.serve(prompt(1, BLOCK + 3), max_tokens=BLOCK - 2) in rig.finished
     assert rig.connector._guard.errors == {"request_finished": 1}
     assert rig.side.state.broken

@@ -133,13 +133,13 @@ def test_tiers_that_an_error_turned_off_are_told(make_rig: MakeRig, monkeypatch:
 
 
 def test_tiers_that_could_not_be_built_are_told(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector import halves
+    from epochkv_connector.scheduler import build
 
     def fails(*_: Any) -> None:
         raise OSError("no threads left")
 
     assert make_rig(l1_bytes=None).connector.scheduler.gauges()["broken"] == 0.0  # there are none to build
-    monkeypatch.setattr(halves, "build_scheduler_tiers", fails)
+    monkeypatch.setattr(build, "build_tiers", fails)
     assert make_rig().connector.scheduler.gauges()["broken"] == 1.0
 
 

@@ -1,4 +1,4 @@
-"""A rank whose worker half breaks down: everything it took is answered once, and never before its copies have ended."""
+"""A rank whose job runner breaks down: everything it took is answered once, and never before its copies have ended."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from epochkv_connector.store.lanes import Outcome
+from epochkv_connector.store.queues import Outcome
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 from epochkv_connector.wire.steps import StepMetadata
 from epochkv_connector.worker.copying.layout import GroupSpec
-from epochkv_connector.worker.copying.staging import StagingStream
-from epochkv_connector.worker.facade import WorkerSide
-from epochkv_connector.worker.half import WorkerHalf
+from epochkv_connector.worker.copying.staging import Staging, StagingStream
+from epochkv_connector.worker.role import WorkerRole
+from epochkv_connector.worker.runner import JobRunner
 from hack.waiting import eventually
 from tests.unit.connector_worker.worker_rig import NAMESPACE, ObedientStore
 
@@ -24,24 +24,25 @@ NUM_BLOCKS = 8
 
 
 class Side:
-    """A worker facade over a real half, and a collector that insists on exactly once."""
+    """A worker role over a real runner, and a collector that insists on exactly once."""
 
     def __init__(self, store: ObedientStore | None = None) -> None:
         self.kv = torch.zeros((NUM_BLOCKS, 64), dtype=torch.uint8)
-        self.half = WorkerHalf(open_store=(lambda region: store) if store else None)
-        self.half.register({"l0": self.kv}, [GroupSpec(["l0"], 16)], 6, NUM_BLOCKS)
+        staging = Staging({"l0": self.kv}, [GroupSpec(["l0"], 16)], 6, NUM_BLOCKS)
+        open_store: Any = (lambda region: store) if store else None
+        self.runner = JobRunner(staging, open_store=open_store)
         self.errors: list[str] = []
-        self.side = WorkerSide(self.half, lambda where, error: self.errors.append(where))
+        self.side = WorkerRole(0, self.runner, lambda where, error: self.errors.append(where))
         self.finished: Counter[str] = Counter()
         self.failed: set[str] = set()
         self.acks: dict[tuple[int, Phase], JobAck] = {}
 
     def step(self, raising: str = "", **parts: Any) -> None:
-        """One step as the facade makes it; `raising`: the call of the half that raises."""
+        """One step as the connector makes it; `raising`: the call of the runner that raises."""
         metadata = StepMetadata(**parts)
         self.side.new_step()
         if raising:
-            setattr(self.side.half, raising, self._raise)
+            setattr(self.side.runner, raising, self._raise)
         try:
             self.side.start(metadata, idle=True)
             self.side.finish(metadata)
@@ -83,7 +84,7 @@ def save(job_id: int, moves: Sequence[BlockMove], namespace: str | None = None) 
 
 
 @pytest.mark.parametrize("raising", ["start_step", "finish_step", "results"])
-def test_a_half_that_breaks_down_owes_nothing_afterwards(raising: str) -> None:
+def test_a_runner_that_breaks_down_owes_nothing_afterwards(raising: str) -> None:
     """Loads and saves of earlier steps are open then, and those of the step it broke down in."""
     store = ObedientStore(policy=lambda kind, transfers: None)  # leaves every request open
     side = Side(store)
@@ -115,9 +116,13 @@ def test_a_half_that_breaks_down_owes_nothing_afterwards(raising: str) -> None:
     assert "r9" in side.failed
 
 
-def test_a_copy_under_way_is_reported_when_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reported load's blocks are given to others at once, so a late copy would overwrite somebody else's KV."""
-    monkeypatch.setattr("epochkv_connector.worker.facade.REFUSE_SECONDS", 0.05)
+@pytest.mark.parametrize("num_errors", [1, 2])
+def test_a_copy_under_way_is_reported_when_it_has_ended(monkeypatch: pytest.MonkeyPatch, num_errors: int) -> None:
+    """A reported load's blocks are given to others at once, so a late copy would overwrite somebody else's KV.
+
+    Whatever breaks a step may break the next one, too.
+    """
+    monkeypatch.setattr("epochkv_connector.worker.role.REFUSE_SECONDS", 0.05)
     side = Side()
     side.step(saves=[save(1, [move(1, 0)])])
     side.until({(1, Phase.COPIED)})
@@ -133,6 +138,10 @@ def test_a_copy_under_way_is_reported_when_it_has_ended(monkeypatch: pytest.Monk
     side.step(loads=[load(2, [move(1, 0)])])
     assert begun.wait(10.0)
     side.step(raising="start_step", loads=[load(3, [move(1, 0)])])
+    assert side.finished == {"r3": 1}
+    for _ in range(1, num_errors):
+        side.side.refuse(StepMetadata())
+        side.collect()
     assert side.finished == {"r3": 1}
     may_end.set()
     side.until({(2, Phase.LOADED)})

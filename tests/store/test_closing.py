@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from epochkv_connector.store import Outcome, State, StoreClient, StoreUnavailable
+from epochkv_connector.store import Outcome, StoreClient, StoreState, StoreUnavailable
 from hack.standalone.mooncake import Mooncake
 from tests.store.conftest import ConnectTo
 from tests.support.store import Memory, block_keys, get, put, settings
@@ -73,13 +73,13 @@ def test_a_closed_client_answers_and_stays_closed(stores: Mooncake, connect: Con
     stores.start_store()
     client = connect(stores.address, memory)
     assert client.close(5)
-    assert client.state is State.CLOSED
+    assert client.state is StoreState.CLOSED
     keys = block_keys(1)
     assert put(client, memory, keys) == [Outcome.CLOSED]
     assert get(client, memory, keys) == [Outcome.CLOSED]
     assert why_not(client, keys) is Outcome.CLOSED
     with pytest.raises(StoreUnavailable):
-        client.remove_by_prefix("a/")
+        client.remove_matching("^a/")
     assert client.close(5)
 
 
@@ -89,7 +89,7 @@ def test_closing_before_start_and_while_the_master_is_away_ends_at_once(stores: 
         if start:
             client.start()
         assert client.close(5)
-        assert client.state is State.CLOSED
+        assert client.state is StoreState.CLOSED
 
 
 def test_missing_variables_are_named_once(

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import pytest
 
-from epochkv_connector.store import Outcome, State, StoreClient, StoreUnavailable
+from epochkv_connector.store import Outcome, StoreClient, StoreState, StoreUnavailable
 from hack.standalone.mooncake import Mooncake
 from hack.waiting import eventually
 from tests.store.conftest import ConnectTo
@@ -35,7 +35,7 @@ def test_a_master_that_is_absent_at_start_is_joined_when_it_appears(
     assert not stores.answers()
     client = connect(stores.address, memory, wait=False)
     time.sleep(1.0)  # several probes
-    assert client.state is State.PROBING
+    assert client.state is StoreState.PROBING
     keys = block_keys(1)
     assert put(client, memory, keys) == [Outcome.DOWN]
     assert get(client, memory, keys) == [Outcome.DOWN]
@@ -59,7 +59,7 @@ def test_a_killed_master_costs_one_call_and_its_successor_is_used(stores: Moonca
 
     master.kill()
     assert why_not(client, keys) is Outcome.UNREACHABLE
-    assert client.state is State.PROBING
+    assert client.state is StoreState.PROBING
     assert client.stats()["breaker_opened"] == 1
     calls = client.stats()["exists_calls"]
     for _ in range(100):  # answered without a call
@@ -89,10 +89,10 @@ def test_a_frozen_master_is_a_timeout_for_the_caller_and_then_an_open_breaker(st
     with pytest.raises(StoreUnavailable) as caught:
         lookup.result(10)
     assert caught.value.outcome is Outcome.TIMEOUT
-    eventually(lambda: client.state is State.PROBING, "breaker open", 10)
+    eventually(lambda: client.state is StoreState.PROBING, "breaker open", 10)
     assert client.stats()["setups"] == 1
     time.sleep(1.0)
-    assert client.state is State.PROBING, "a frozen process accepts TCP connections; that alone must not close the breaker"
+    assert client.state is StoreState.PROBING, "a frozen process accepts TCP connections; that alone must not close the breaker"
     assert client.stats()["setups"] == 1, "setup holds the GIL and must not be tried on a frozen master"
 
     master.thaw()
@@ -169,7 +169,7 @@ def test_a_killed_store_is_a_miss_and_another_one_takes_over(stores: Mooncake, c
     outcomes = get(client, memory, keys)
     assert outcomes[0] is Outcome.TRANSFER
     assert Outcome.OK not in outcomes
-    assert client.ready
+    assert client.state is StoreState.READY
 
     stores.start_store()
     eventually(lambda: client.exists(keys).result(10) == [False, False], "master dropped the dead segment", 30)
@@ -195,7 +195,7 @@ def test_a_frozen_store_keeps_the_buffers_after_the_deadline(stores: Mooncake, c
     assert client.stats()["in_flight"] == 1
     ticket.released.result(30)
     assert client.stats()["in_flight"] == 0
-    assert client.ready, "the master is fine, so lookups go on"
+    assert client.state is StoreState.READY, "the master is fine, so lookups go on"
 
     store.thaw()
     eventually(lambda: get(client, memory, keys) == [Outcome.OK] * 4, "reads work again", 30)
@@ -210,7 +210,7 @@ def test_without_any_store_puts_are_dropped_and_the_client_stays_ready(stores: M
     assert put(client, memory, keys) == [Outcome.FULL]
     assert get(client, memory, keys) == [Outcome.ABSENT]
     assert client.exists(keys).result(5) == [False]
-    assert client.ready
+    assert client.state is StoreState.READY
 
 
 def test_a_full_store_drops_puts_and_recovers(stores: Mooncake, connect: ConnectTo) -> None:

@@ -6,9 +6,9 @@ import secrets
 
 import pytest
 
-from epochkv_connector.halves import SchedulerTiers
 from epochkv_connector.naming.identity import pool_prefix
-from epochkv_connector.naming.object_keys import object_key, older_pattern, other_weights_pattern
+from epochkv_connector.naming.object_keys import object_key, older_pattern, other_weights_pattern, prefix_pattern
+from epochkv_connector.scheduler.build import Tiers
 from epochkv_connector.store import Outcome, StoreClient
 from hack.standalone.mooncake import Mooncake
 from tests.store.conftest import ConnectTo
@@ -91,7 +91,7 @@ def test_removal_takes_the_prefix_and_nothing_that_only_looks_like_it(shared: Mo
     for name in [key(3), key(3, other), *old, *keep]:
         assert put(client, memory, [name]) == [Outcome.OK]
 
-    assert client.remove_by_prefix(f"{pool}/{fingerprint}/e3/") == 1
+    assert client.remove_matching(prefix_pattern(f"{pool}/{fingerprint}/e3/")) == 1
     assert client.remove_matching(older_pattern(pool, 4)) == 1  # the other fingerprint's
     assert client.remove_matching(other_weights_pattern(pool, [weights, secrets.token_bytes(16)])) == 2
     left = set(shared.keys())
@@ -110,7 +110,7 @@ def test_a_reclaim_counts_keys_of_all_layouts_and_bytes_of_its_own(shared: Moonc
     current = {object_key(f"{pool}/{fp}/e10/w{kept}", 0, 0, b"x") for fp in (own, other)}
     for name in sorted(old | foreign | current):
         assert put(client, memory, [name]) == [Outcome.OK]
-    tiers = SchedulerTiers(books=None, store=client, object_bytes=(1000, 3))  # type: ignore[arg-type]  # which reclaims nothing
+    tiers = Tiers(books=None, store=client, object_bytes=(1000, 3))  # type: ignore[arg-type]  # which reclaims nothing
     assert tiers.reclaim(uid, own, 10) == (4 + 6 + 2, 4 * 1000 + 6 * 3)
     assert current <= set(shared.keys())
     assert not (old | foreign) & set(shared.keys())
@@ -127,7 +127,7 @@ def test_leased_objects_survive_a_removal(shared: Mooncake, connect: ConnectTo) 
     key = object_key(f"{pool}/{'0' * 16}/e1/w{'0' * 16}", 0, 0, b"x")
     put(client, memory, [key])
     assert client.exists([key]).result(5) == [True]  # grants the lease
-    assert client.remove_by_prefix(f"{pool}/") == 0
+    assert client.remove_matching(prefix_pattern(f"{pool}/")) == 0
     assert key in set(shared.keys())
 
 

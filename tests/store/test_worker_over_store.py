@@ -1,4 +1,4 @@
-"""Two worker halves that share KV through a real store, with its owner freezing under them."""
+"""Two ranks that share KV through a real store, with its owner freezing under them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from epochkv_connector.store import StoreClient
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 from epochkv_connector.wire.steps import StepMetadata
 from epochkv_connector.worker.copying.layout import GroupSpec, layout_digest
-from epochkv_connector.worker.copying.staging import HostRegion
-from epochkv_connector.worker.half import WorkerHalf
+from epochkv_connector.worker.copying.staging import HostRegion, Staging
+from epochkv_connector.worker.runner import JobRunner
 from hack.standalone.mooncake import Mooncake
 from hack.waiting import eventually
 from tests.support.store import settings
@@ -41,8 +41,7 @@ class Engine:
             client.start()
             return client
 
-        self.worker = WorkerHalf(open_store=open_store)
-        self.worker.register(caches, groups, SLOTS, num_blocks)
+        self.worker = JobRunner(Staging(caches, groups, SLOTS, num_blocks), open_store=open_store)
         self.finished: list[str] = []
         self.failed: list[str] = []
         self.acks: list[JobAck] = []

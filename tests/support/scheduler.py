@@ -60,7 +60,7 @@ class Rig:
         self.finished: set[str] = set()
         self._next_id = 0
         if store is not None:
-            monkeypatch.setattr("epochkv_connector.halves.make_lookup_client", lambda _config: store)
+            monkeypatch.setattr("epochkv_connector.scheduler.build.start_client", lambda _settings: store)
         self.vllm_config = vllm_config(tmp, self.options, has_store=store is not None)
         change_config(self.vllm_config)
         self.kv_cache_config = kv_cache_config(self.options)
@@ -76,7 +76,7 @@ class Rig:
         self._aggregator = KVOutputAggregator(expected_finished_count=len(self.workers)) if len(self.workers) > 1 else None
         self.connector: Any = self.scheduler.connector
         if self.connector is not None:
-            self.side = self.connector.side
+            self.side = self.connector.scheduler
             self.pins, self.books, self.watch = self.side.pins, self.side.books, self.side.weights.watch
             self.pins.root._lease_until = lambda: self.lease_until
 

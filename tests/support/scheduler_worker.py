@@ -185,7 +185,7 @@ class FakeExecutor:
             one.set_active_adapters(requests, None)
 
     def looked(self, metadata: StepMetadata | None) -> None:
-        """The forward pass of a step is over: each rank compares, as `working.WorkerSide`."""
+        """The forward pass of a step is over: each rank compares, as `working.WorkerRole`."""
         number = -1 if metadata is None else metadata.look
         for index, held in enumerate(self.ranks):
             self.refused[index] = number >= 0 and self.asked[index] != (number, held)

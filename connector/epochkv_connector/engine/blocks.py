@@ -37,7 +37,7 @@ def encoder_outputs_in_use(scheduler: Any) -> bool:
 
 
 class BlockPoolAdapter:
-    """vLLM's block pool by block id (`scheduler.tiers.views.BlockPoolPort`): five stable names of it and nothing else."""
+    """vLLM's block pool by block id: five stable names of it and nothing else."""
 
     def __init__(self, block_pool: Any) -> None:
         self._pool = block_pool

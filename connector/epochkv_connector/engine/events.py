@@ -81,7 +81,7 @@ def queue_all_blocks_cleared(block_pool: Any, drop_pending: bool) -> None:
 
 
 class HostEvents:
-    """The `scheduler.tiers.views.NameListener` that tells routers. Scheduler thread only.
+    """Told which blocks L1 holds (`scheduler.tiers.state`); tells routers. Scheduler thread only.
 
     Args:
         on_error: called with the error that ended the events.
@@ -105,12 +105,12 @@ class HostEvents:
     def bind(self, block_pool: Any, books: Bookkeeping | None) -> None:
         """vLLM's pool, whose queue is used, and the bookkeeping whose L1 is told of, if it has one."""
         self._pool = block_pool
-        if books is not None and books.stock.index.indexed and getattr(block_pool, "enable_kv_cache_events", False):
-            self._sizes = [group.block_size for group in books.stock.layout.groups]
+        if books is not None and books.state.index.indexed and getattr(block_pool, "enable_kv_cache_events", False):
+            self._sizes = [group.block_size for group in books.state.layout.groups]
             self._hash_block_size = hash_block_size_of(block_pool)
-            self._max_offered = 2 * books.stock.index.num_slots
+            self._max_offered = 2 * books.state.index.num_slots
             self._over = False
-            books.stock.listener = self
+            books.state.listener = self
 
     # -- what goes out ---------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ _OUTCOMES = (
     "timeout", "dropped", "cancelled", "down", "closed", "error",
 )  # fmt: skip
 _JOB = (
-    "bad_move", "deadline", "error", "no_store", "other_rank", "poisoned", "shutdown", "slot_busy", "slot_mismatch", "unregistered",
+    "bad_move", "deadline", "error", "no_store", "other_rank", "poisoned", "shutdown", "slot_busy", "slot_mismatch",
     "weights",
 )  # fmt: skip
 _SAVE = (*_JOB, "overtaken")

@@ -12,7 +12,7 @@ from epochkv_connector.metrics.stats import EpochKVStats
 
 if TYPE_CHECKING:
     from epochkv_connector.hub_link import HubLink
-    from epochkv_connector.scheduler.facade import SchedulerSide
+    from epochkv_connector.scheduler.role import SchedulerRole
 
 INTERVAL_SECONDS = 1.0
 
@@ -37,11 +37,11 @@ class Reporter:
             self._at = now
         return due
 
-    def scheduler_stats(self, side: SchedulerSide, tiers: Any, gauges: Mapping[str, float]) -> EpochKVStats:
-        """What the scheduler half tells: its own, those of pins and root, and its store client's.
+    def scheduler_stats(self, side: SchedulerRole, tiers: Any, gauges: Mapping[str, float]) -> EpochKVStats:
+        """What the scheduler role tells: its own, those of pins and root, and its store client's.
 
         Args:
-            tiers: owner of that client (`halves.SchedulerTiers`); None: there are no tiers.
+            tiers: owner of that client (`scheduler.build.Tiers`); None: there are no tiers.
             gauges: from `gauges`.
         """
         # `dict` copies at once; the agent's thread counts there meanwhile.
@@ -73,8 +73,8 @@ class Reporter:
     def _error_counts(self) -> dict[str, float]:
         return {f"error_{where}": float(count) for where, count in dict(self._errors).items()}
 
-    def gauges(self, side: SchedulerSide, link: HubLink, *, broken: bool) -> dict[str, float]:
-        """What holds now in the scheduler half, for heartbeats and metrics. Any thread."""
+    def gauges(self, side: SchedulerRole, link: HubLink, *, broken: bool) -> dict[str, float]:
+        """What holds now in the scheduler role, for heartbeats and metrics. Any thread."""
         pins = side.pins
         snapshot = pins.root.refresh()  # an idle engine, too, notices (and logs) that its lease is over
         gauges: dict[str, float] = {

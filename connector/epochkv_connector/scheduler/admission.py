@@ -12,20 +12,16 @@ from epochkv_connector.engine import blocks
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.naming.pins import Repin
 from epochkv_connector.scheduler.requests import LoadEvent, LoadState, Request
-from epochkv_connector.scheduler.state import State
+from epochkv_connector.scheduler.state import SharedState
 from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping
 from epochkv_connector.scheduler.tiers.views import RequestView
 from epochkv_connector.wire.jobs import Source
 
 
 class Admission:
-    """Answers vLLM's questions about waiting requests.
+    """Answers vLLM's questions about waiting requests. `loads_off`: why loads are never answered, or None."""
 
-    Args:
-        loads_off: why loads are never answered, or None.
-    """
-
-    def __init__(self, state: State, loads_off: str | None) -> None:
+    def __init__(self, state: SharedState, loads_off: str | None) -> None:
         self._state, self._pins, self._requests, self._books = state, state.pins, state.requests, state.books
         self._loads_off = loads_off
 

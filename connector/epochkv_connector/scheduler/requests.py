@@ -30,8 +30,6 @@ class LoadState(enum.Enum):
 
 
 class LoadEvent(enum.Enum):
-    """What happens to a load."""
-
     ACCEPT = "vLLM has allocated blocks for the hit"
     DOOM = "no rank will be told of the hit"
     SEND = "ranks are told"
@@ -152,7 +150,6 @@ class Requests:
         self._counters["poisoned_loads"] += sum(self.on(record, LoadEvent.OVERTAKE) for record in overtaken)
 
     def send(self, request_ids: Iterable[str]) -> None:
-        """Ranks are told of these loads."""
         for request_id in request_ids:
             record = self._live.get(request_id) or self._ended.get(request_id)
             if record is not None:
@@ -175,7 +172,6 @@ class Requests:
         return record
 
     def schedule(self, scheduled: Container[str]) -> None:
-        """vLLM computes tokens of these requests."""
         for record in self._of(LoadState.FAILED):
             if record.request_id in scheduled:
                 self.on(record, LoadEvent.SCHEDULE)
@@ -191,6 +187,5 @@ class Requests:
         return bool(self._of(LoadState.OVERTAKEN, LoadState.POISONED, LoadState.REPEATED, LoadState.DOOMED))
 
     def leak_report(self) -> dict[str, int]:
-        """All zero when no request lives and every load is reported."""
         loads = {f"{state.value}_loads": len(records) for state, records in self._in.items()}
         return {"requests": len(self._live), "ended_requests": len(self._ended), "to_name": len(self._to_name), **loads}

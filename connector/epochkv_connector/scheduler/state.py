@@ -1,4 +1,4 @@
-"""What the parts of the scheduler half share, and what each of their operations begins with: `State.apply`.
+"""What the parts of the scheduler role share, and what each of their operations begins with: `SharedState.apply`.
 
 Epochs are adopted on another thread, leases end and weights change between two calls of vLLM. Nothing is pushed into the
 bookkeeping then: whoever is called next finds that the root shows something else than was last applied.
@@ -17,7 +17,7 @@ from epochkv_connector.scheduler.requests import Requests
 from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping
 
 
-class State:
+class SharedState:
     """One per EngineCore; scheduler thread only.
 
     Attributes:

@@ -7,51 +7,47 @@ have changed meanwhile is hidden from vLLM instead, and every rank is asked to r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from epochkv_connector.naming.identity import Snapshot
-from epochkv_connector.scheduler.offering import Offers
+from epochkv_connector.scheduler.candidates import SaveCandidates
 from epochkv_connector.scheduler.requests import LoadEvent, LoadState
-from epochkv_connector.scheduler.state import State
+from epochkv_connector.scheduler.state import SharedState
 from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping
 from epochkv_connector.scheduler.tiers.views import ScheduledRequestView
 from epochkv_connector.scheduler.weight_changes import WeightChanges
 from epochkv_connector.wire.steps import StepMetadata, WorkerReport
 
+if TYPE_CHECKING:
+    from epochkv_connector.worker.role import WorkerRole
+
 IDLE_DRAIN_SECONDS = 0.05
 """How long an in-process engine, which never steps after its last request, may wait for device-to-host copies."""
 
 
-class LocalWorker(Protocol):
-    """A worker half in this very process (`worker.facade.WorkerSide`)."""
-
-    def drain(self, timeout: float) -> WorkerReport:
-        """Wait for device-to-host copies, at most `timeout` seconds; acknowledgements that are ready."""
-
-
-FindWorker = Callable[[], LocalWorker | None]
+FindWorker = Callable[[], "WorkerRole | None"]
 
 
 class Steps:
     """Builds the metadata of each step, and takes its results.
 
     Args:
-        offers: which blocks are offered to the tiers.
         saves_off: why nothing is saved, or None.
-        local_worker: finds the worker half when it lives in this process.
+        local_worker: finds the worker role when it lives in this process.
     """
 
-    def __init__(self, state: State, weights: WeightChanges, offers: Offers, saves_off: str | None, local_worker: FindWorker) -> None:
+    def __init__(
+        self, state: SharedState, weights: WeightChanges, candidates: SaveCandidates, saves_off: str | None, local_worker: FindWorker
+    ) -> None:
         self._state, self._pins, self._requests, self._books = state, state.pins, state.requests, state.books
         self._weights = weights
-        self.offers = offers
+        self.candidates = candidates
         self._saves_off = saves_off
         self._local_worker = local_worker
         self._settle = False  # saves have let go of GPU blocks that ranks may still read
         self._used_adapters: set[tuple[int, int]] = set()  # (id, number of the question) of what is saved next
 
     def build(self, scheduler_output: Any) -> StepMetadata:
-        """Emit saves, collect jobs, let acknowledgements go."""
         scheduled: dict[str, int] = scheduler_output.num_scheduled_tokens
         look = -1
         self._requests.schedule(scheduled)
@@ -66,7 +62,7 @@ class Steps:
             if self._books is None:
                 return StepMetadata(newest_epoch=snapshot.epoch, look=look)
             if snapshot.in_use and scheduled and self._saves_off is None:
-                views = list(self.offers.of_step(self._books.saves.planner, scheduler_output, snapshot))
+                views = list(self.candidates.of_step(self._books.saves.planner, scheduler_output, snapshot))
                 if views:
                     self._collect(self._books, views, snapshot)
             return self._told(self._books, snapshot, look)
@@ -111,7 +107,7 @@ class Steps:
             return
         try:
             snapshot = self._state.apply()
-            view = self.offers.at_end(request, snapshot) if snapshot.in_use else None
+            view = self.candidates.at_end(request, snapshot) if snapshot.in_use else None
             if view is not None:
                 self._collect(self._books, (view,), snapshot)
         except Exception as error:
@@ -182,7 +178,7 @@ class Steps:
 
     def _drain_when_idle(self) -> None:
         """An in-process engine never steps after its last request: collect device-to-host acknowledgements here."""
-        if len(self._requests) or self._books is None or not self._books.saves.holds_gpu_blocks():
+        if len(self._requests) or self._books is None or not self._books.state.ledger.num_gpu_blocks:
             return
         worker = self._local_worker()
         if worker is not None:

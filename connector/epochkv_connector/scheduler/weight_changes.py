@@ -10,7 +10,7 @@ from typing import Any
 from epochkv_connector.engine import blocks
 from epochkv_connector.hub_link import HubLink
 from epochkv_connector.scheduler.admission import Admission
-from epochkv_connector.scheduler.state import State
+from epochkv_connector.scheduler.state import SharedState
 from epochkv_connector.weights.adapters import Adapters
 from epochkv_connector.weights.watch import Watch
 from epochkv_connector.wire.steps import WorkerReport
@@ -25,7 +25,7 @@ class WeightChanges:
         adapters: looks at their adapters; None: nobody does, so no request with an adapter is named.
     """
 
-    def __init__(self, state: State, admission: Admission, link: HubLink) -> None:
+    def __init__(self, state: SharedState, admission: Admission, link: HubLink) -> None:
         self.watch: Watch | None = None
         self.adapters: Adapters | None = None
         self._state, self._pins, self._requests, self._books = state, state.pins, state.requests, state.books
@@ -77,7 +77,6 @@ class WeightChanges:
             self.break_off()
 
     def tell(self) -> None:
-        """What heartbeats say of the weights has changed."""
         if self._state.manager is not None:  # before that nobody listens yet
             self.link.poke()
 

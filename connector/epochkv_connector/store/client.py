@@ -1,9 +1,8 @@
-"""The L2 store as both halves of the connector see it: never blocks, never raises, never lies.
+"""The L2 store as both roles of the connector see it: never blocks, never raises, never lies.
 
-Requests wait in lanes and are served by this client's own threads, because no store call has an upper bound that
-suits a
-scheduler: a dead master costs 4 s, a hung segment owner 2 s and more. Every request has a deadline for its answer,
-and a separate end of the use of its buffers. While the link is not READY everything is answered DOWN at once.
+Requests wait in queues and are served by this client's own threads, because no store call has an upper bound that suits a scheduler:
+a dead master costs 4 s, a hung segment owner 2 s and more. Every request has a deadline for its answer, and a separate end of the use
+of its buffers. While the connection is not READY everything is answered DOWN at once.
 """
 
 from __future__ import annotations
@@ -14,17 +13,19 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from operator import methodcaller
 
-from epochkv_connector.naming.object_keys import key_digest, prefix_pattern
+from epochkv_connector.naming.object_keys import key_digest
 from epochkv_connector.store import envelope
-from epochkv_connector.store.connection import Connection, outcome_of
+from epochkv_connector.store.connection import StoreConnection, StoreState
 from epochkv_connector.store.counters import Counters, Notices
-from epochkv_connector.store.lanes import (
+from epochkv_connector.store.mooncake import outcome_of
+from epochkv_connector.store.queues import (
     Alarms,
     CallSize,
-    Lane,
-    Op,
     Outcome,
+    QueuedRequest,
+    RequestQueue,
     StoreUnavailable,
     Ticket,
     Transfer,
@@ -32,7 +33,6 @@ from epochkv_connector.store.lanes import (
     refuse,
     resolve,
 )
-from epochkv_connector.store.link import Link, State
 from epochkv_connector.store.settings import StoreSettings
 
 logger = logging.getLogger(__name__)
@@ -55,9 +55,8 @@ class StoreClient:
         """Nothing happens before `start`.
 
         Args:
-            settings: see there.
             regions: (address, bytes) of memory that puts and gets use, which must outlive `close`; none: a client for
-                `exists` and `remove_by_prefix` only.
+                `exists` and `remove_matching` only.
             layout: how payloads are cut from this rank's KV tensors (`worker.copying.layout.layout_digest`); objects of any other
                 layout are misses.
         """
@@ -65,12 +64,12 @@ class StoreClient:
         self._layout = layout
         self._counters = Counters()
         self._notices = Notices(logger)
-        self._link = Link(settings, regions, self._counters, self._notices, self._abandon_waiting)
-        self._gets = Lane("get", settings.get_threads)
-        self._puts = Lane("put", 1, settings.max_queued_puts)
-        self._lookups = Lane("lookup", 1)
-        self._admin = Lane("admin", 1)
-        self._lanes = (self._gets, self._puts, self._lookups, self._admin)
+        self._connection = StoreConnection(settings, regions, self._counters, self._notices, self._abandon_waiting)
+        self._gets = RequestQueue("get", settings.get_threads)
+        self._puts = RequestQueue("put", 1, settings.max_queued_puts)
+        self._lookups = RequestQueue("lookup", 1)
+        self._admin = RequestQueue("admin", 1)
+        self._queues = (self._gets, self._puts, self._lookups, self._admin)
         self._alarms = Alarms()
         self._full_pause, self._full_until = 0.0, 0.0  # put thread only
         self._call_sizes = {
@@ -79,38 +78,30 @@ class StoreClient:
 
     def start(self) -> None:
         """Connect in the background; returns at once, also when there is no master."""
-        if self._link.start():
-            for lane in self._lanes:
-                lane.start()
+        if self._connection.start():
+            for queue in self._queues:
+                queue.start()
             self._alarms.start()
 
     @property
-    def state(self) -> State:
-        """Where the client is now."""
-        return self._link.state
-
-    @property
-    def ready(self) -> bool:
-        """True while calls are served."""
-        return self._link.state is State.READY
+    def state(self) -> StoreState:
+        return self._connection.state
 
     def wait_ready(self, timeout: float) -> bool:
         """Wait until READY, at most `timeout` seconds (tests and tools; an engine never waits)."""
-        return self._link.wait_ready(timeout)
+        return self._connection.wait_ready(timeout)
 
     def close(self, timeout: float = 5.0) -> bool:
         """Refuse new calls, answer what waits, wait for calls in flight, close. A second call does nothing.
 
-        Returns:
-            False if a call was still in flight after `timeout` seconds: its buffers must then live as long as the
-            process.
+        False if a call was still in flight after `timeout` seconds: its buffers must then live as long as the process.
         """
-        started = self._link.state is not State.NEW
-        if not self._link.begin_close():
-            return self._link.in_flight == 0
-        for lane in self._lanes:
-            lane.stop()
-        idle = self._link.finish_close(timeout)
+        started = self._connection.state is not StoreState.NEW
+        if not self._connection.begin_close():
+            return self._connection.in_flight == 0
+        for queue in self._queues:
+            queue.stop()
+        idle = self._connection.finish_close(timeout)
         if started:
             self._alarms.stop()
         return idle
@@ -130,7 +121,7 @@ class StoreClient:
             for start in range(0, len(wanted), step):
                 if answer.done():
                     return
-                codes = self._link.call("exists", functools.partial(_exists, wanted[start : start + step]))
+                codes = self._connection.call("exists", methodcaller("exists", wanted[start : start + step]))
                 if isinstance(codes, Outcome):
                     return abandon(codes)
                 found += [code == 1 for code in codes]
@@ -140,7 +131,7 @@ class StoreClient:
             if refuse(answer, StoreUnavailable(outcome)):
                 self._counters.add(f"exists_{outcome}")
 
-        self._submit(self._lookups, Op(run, abandon), timeout, lambda: abandon(Outcome.TIMEOUT))
+        self._submit(self._lookups, QueuedRequest(run, abandon), timeout, lambda: abandon(Outcome.TIMEOUT))
         return answer
 
     def get(self, transfers: Sequence[Transfer], timeout: float) -> Ticket:
@@ -151,26 +142,15 @@ class StoreClient:
         """Seal objects (header and trailer are written into `view`) and store them. Existing keys are OK and keep their bytes."""
         return self._move(self._puts, "put", list(transfers), timeout, self._put_chunk)
 
-    def remove_by_prefix(self, prefix: str, timeout: float = 10.0) -> int:
-        """Remove the objects whose key starts with `prefix`, except leased ones; blocks for at most `timeout` seconds.
-
-        Returns:
-            How many were removed. Repeat after the lease time until it is 0.
-
-        Raises:
-            StoreUnavailable: no answer.
-        """
-        return self._remove(prefix_pattern(prefix), timeout)
-
     def remove_matching(self, pattern: str, timeout: float = 10.0) -> int:
-        """Remove the objects whose keys match (`keys.older_pattern`, `keys.other_weights_pattern`). As `remove_by_prefix`."""
-        return self._remove(pattern, timeout)
+        """Remove the objects whose keys match (see `naming.object_keys`), except leased ones; blocks for at most `timeout` seconds.
 
-    def _remove(self, pattern: str, timeout: float) -> int:
+        Returns how many were removed: repeat after the lease time until it is 0. Raises StoreUnavailable.
+        """
         answer: Future[int] = Future()
 
         def run() -> None:
-            codes = self._link.call("remove", lambda connection: [connection.remove_matching(pattern)])
+            codes = self._connection.call("remove", lambda client: [client.remove_matching(pattern)])
             if isinstance(codes, Outcome):
                 abandon(codes)
             elif codes[0] < 0:
@@ -181,7 +161,7 @@ class StoreClient:
         def abandon(outcome: Outcome) -> None:
             refuse(answer, StoreUnavailable(outcome, f"removing {pattern!r}"))
 
-        self._submit(self._admin, Op(run, abandon), timeout, lambda: abandon(Outcome.TIMEOUT))
+        self._submit(self._admin, QueuedRequest(run, abandon), timeout, lambda: abandon(Outcome.TIMEOUT))
         try:
             return answer.result(timeout + 1.0)
         except FutureTimeoutError:
@@ -189,28 +169,28 @@ class StoreClient:
 
     def stats(self) -> dict[str, float]:
         """Counters since start (calls, objects by outcome, bytes, seconds, defects) and gauges (state, depth of queues)."""
-        state = self._link.state
+        state = self._connection.state
         return self._counters.snapshot() | {
             "state": float(state),
-            "breaker_open": float(state is State.PROBING),
+            "breaker_open": float(state is StoreState.PROBING),
             "queued_puts": float(self._puts.depth),
             "queued_gets": float(self._gets.depth),
-            "in_flight": float(self._link.in_flight),
+            "in_flight": float(self._connection.in_flight),
         }
 
     def _abandon_waiting(self) -> None:
-        for lane in self._lanes:
-            lane.abandon_all(Outcome.DOWN)
+        for queue in self._queues:
+            queue.abandon_all(Outcome.DOWN)
 
-    def _submit(self, lane: Lane, op: Op, timeout: float, expire: Callable[[], None]) -> None:
-        state = self._link.state
-        if state is not State.READY:
-            op.abandon(Outcome.DOWN if state < State.DRAINING else Outcome.CLOSED)
+    def _submit(self, queue: RequestQueue, request: QueuedRequest, timeout: float, expire: Callable[[], None]) -> None:
+        state = self._connection.state
+        if state is not StoreState.READY:
+            request.abandon(Outcome.DOWN if state < StoreState.DRAINING else Outcome.CLOSED)
             return
         self._alarms.at(time.monotonic() + timeout, expire)
-        lane.submit(op)
+        queue.submit(request)
 
-    def _move(self, lane: Lane, kind: str, transfers: list[Transfer], timeout: float, move: MoveChunk) -> Ticket:
+    def _move(self, queue: RequestQueue, kind: str, transfers: list[Transfer], timeout: float, move: MoveChunk) -> Ticket:
         ticket = Ticket()
 
         def answer(outcomes: list[Outcome]) -> None:
@@ -244,12 +224,12 @@ class StoreClient:
             ticket.cancel()
             answer([Outcome.TIMEOUT] * len(transfers))
 
-        self._submit(lane, Op(run, abandon, len(transfers)), timeout, expire)
+        self._submit(queue, QueuedRequest(run, abandon, len(transfers)), timeout, expire)
         return ticket
 
     def _get_chunk(self, chunk: Sequence[Transfer]) -> tuple[list[Outcome], float]:
         began = time.monotonic()
-        codes = self._link.call("get", functools.partial(_get, chunk))
+        codes = self._connection.call("get", methodcaller("get", *_columns(chunk)))
         if isinstance(codes, Outcome):
             return [codes] * len(chunk), 0.0
         seconds = time.monotonic() - began
@@ -262,7 +242,7 @@ class StoreClient:
         for transfer in chunk:
             envelope.seal(transfer.view, key_digest(transfer.key), self._layout, checksum=self.settings.verify_payload)
         began = time.monotonic()
-        codes = self._link.call("put", functools.partial(_put, chunk))
+        codes = self._connection.call("put", methodcaller("put", *_columns(chunk)))
         if isinstance(codes, Outcome):
             return [codes] * len(chunk), 0.0
         seconds = time.monotonic() - began
@@ -308,18 +288,10 @@ class StoreClient:
         # A miss is an answer like any other; what fails says nothing good of the next call.
         well = all(outcome in (Outcome.OK, Outcome.ABSENT) for outcome in outcomes)
         self._call_sizes[kind].saw(len(chunk), seconds, succeeded=well)
-        self._link.note_transfers(failed_key=failed_key, succeeded=Outcome.OK in outcomes, seconds=seconds)
+        self._connection.note_transfers(failed_key=failed_key, succeeded=Outcome.OK in outcomes, seconds=seconds)
         hung = failed_key is not None and seconds >= self.settings.hung_call_seconds
         return self.settings.quarantine_seconds if hung else 0.0
 
 
-def _exists(keys: list[str], connection: Connection) -> list[int]:
-    return connection.exists(keys)
-
-
-def _get(chunk: Sequence[Transfer], connection: Connection) -> list[int]:
-    return connection.get([t.key for t in chunk], [t.address for t in chunk], [len(t.view) for t in chunk])
-
-
-def _put(chunk: Sequence[Transfer], connection: Connection) -> list[int]:
-    return connection.put([t.key for t in chunk], [t.address for t in chunk], [len(t.view) for t in chunk])
+def _columns(chunk: Sequence[Transfer]) -> tuple[list[str], list[int], list[int]]:
+    return [t.key for t in chunk], [t.address for t in chunk], [len(t.view) for t in chunk]

@@ -17,13 +17,11 @@ class Counters:
         self._lock = threading.Lock()
 
     def add(self, name: str, amount: float = 1) -> float:
-        """Add and return the new value."""
         with self._lock:
             self._values[name] += amount
             return self._values[name]
 
     def snapshot(self) -> dict[str, float]:
-        """A copy of everything counted so far."""
         with self._lock:
             return dict(self._values)
 

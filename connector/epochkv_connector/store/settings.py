@@ -52,8 +52,7 @@ class StoreSettings:
     Attributes:
         master_address: `host:port`, or `etcd://h1:2379;h2:2379` for a replicated master.
         metadata_server, protocol, device_name: Mooncake's `setup` arguments of these names.
-        local_hostname: address of this process for its peers; None: `POD_IP`, else the address the master is reached
-        from.
+        local_hostname: address of this process for its peers; None: `POD_IP`, else the address the master is reached from.
         verify_payload: checksum of the whole payload on put and get, not only header and trailer.
         get_threads: store calls that may fetch at the same time (a call to a hung peer blocks for seconds).
         min_call_keys, max_call_keys, max_call_bytes: one store call carries as many objects at first and after a call that
@@ -62,18 +61,15 @@ class StoreSettings:
         fast_call_seconds: a call that took no longer allows the next one of its kind to carry twice as many objects.
         max_queued_puts: objects that wait to be put; beyond it the oldest waiting put is dropped.
         max_exists_keys: one existence query never asks for more.
-        hung_call_seconds, quarantine_seconds: a failed transfer call that lasted at least the former was ended by
-        Mooncake's own batch
-            limit and not by its socket, so its buffers stay out of use for the latter (Mooncake's progress timeout is
-            5 s).
+        hung_call_seconds, quarantine_seconds: Mooncake's own batch limit, and not its socket, has ended a failed transfer call that
+            lasted at least the former. Its buffers stay out of use for the latter (Mooncake's progress timeout is 5 s).
         load_seconds: deadline of a load, from which Mooncake's own limit for a silent store follows (`status_timeout`).
         probe_timeout_seconds, min_backoff_seconds, max_backoff_seconds: reaching the master while it is away.
         setup_backoff_seconds: first and longest pause after a `setup` that failed, or whose client did not work. It holds the GIL for
             about a second, in which the engine stands still, and so does every repetition (measured with a master slower than
             an RPC's limit: 1.1 s in every 6 s, for each client).
-        poison_seconds, poison_calls: this many calls in a row that failed as transfers, over at least this time
-        (longer than the
-            master's `client_ttl`, within which a dead segment owner looks the same), make the client start over.
+        poison_seconds, poison_calls: the client starts over after so many calls in a row that failed as transfers, over at least this
+            time. It is longer than the master's `client_ttl`, within which a dead segment owner looks the same.
     """
 
     master_address: str

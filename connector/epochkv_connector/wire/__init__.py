@@ -1,1 +1,1 @@
-"""What the two halves of the connector send each other."""
+"""What the scheduler role and the worker role send each other."""

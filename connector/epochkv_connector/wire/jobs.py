@@ -1,7 +1,7 @@
-"""The jobs and acknowledgements that cross between the connector's halves, as plain values.
+"""Jobs and their acknowledgements, as plain values.
 
-Apart from `steps.py` because that module has to import vLLM's base classes, and the scheduler half's bookkeeping
-(`scheduler/`) is pure: property tests run thousands of its schedules a second without loading vLLM.
+`steps` imports vLLM's base classes. This module does not: property tests run thousands of schedules of the bookkeeping a second,
+without loading vLLM.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import msgspec
 
 
 class Source(enum.IntEnum):
-    """Where the bytes of a load come from."""
-
     HOST = 0  # the slot already holds the block (L1 hit)
     STORE = 1  # fetch into the slot from L2 first
 
@@ -70,7 +68,7 @@ class LoadJob:
 class SaveJob(msgspec.Struct, frozen=True):
     """Copy one contiguous range of blocks of a request to host slots, then (if `namespace`) put them to L2.
 
-    The GPU blocks stay referenced by the scheduler half until every rank acknowledged `Phase.COPIED`, or vLLM clears its cache.
+    The GPU blocks stay referenced by the scheduler role until every rank acknowledged `Phase.COPIED`, or vLLM clears its cache.
     `moves` may skip blocks of the range that need nothing (already saved, or outside a sliding window).
     """
 

@@ -1,10 +1,9 @@
-"""What the two halves of the connector tell each other, once per scheduler step.
+"""What the two roles tell each other, once per scheduler step.
 
-The scheduler half decides (which block, which slot, which name), the worker half moves bytes and acknowledges.
-Jobs carry ids that are never reused and never derived from request ids. Every job is acknowledged by every rank exactly
-once per phase; `WorkerReport.aggregate` only concatenates, so it is associative and commutative, and the scheduler half
-counts ranks down *across* steps (vLLM merges ranks within one step only: `KVOutputAggregator.aggregate`).
-The values themselves live in `jobs.py`, which does not need vLLM.
+The scheduler role decides (which block, which slot, which name), the worker role moves bytes and acknowledges.
+Job ids are never reused and never derived from request ids. Every rank acknowledges every phase of every job exactly once.
+vLLM merges ranks within one step only (`KVOutputAggregator.aggregate`), so `WorkerReport.aggregate` only concatenates, and the scheduler
+role counts ranks down *across* steps.
 """
 
 from __future__ import annotations
@@ -12,14 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from epochkv_connector.engine.interface import KVConnectorMetadata, KVConnectorWorkerMetadata
-from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
-
-__all__ = ["BlockMove", "JobAck", "LoadJob", "Phase", "SaveJob", "Source", "StepMetadata", "WorkerReport"]
+from epochkv_connector.wire.jobs import JobAck, LoadJob, SaveJob
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Scheduler half -> every worker rank, one object per step.
+    """Scheduler role -> every worker rank, one object per step.
 
     Attributes:
         loads, saves: jobs born in this step.
@@ -48,7 +45,7 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Every worker rank -> scheduler half, every step (never None and never falsy: the aggregator skips those).
+    """Every worker rank -> scheduler role, every step (never None and never falsy: the aggregator skips those).
 
     Attributes:
         late: questions whose answer was not true any more when a step was over (`StepMetadata.look`).
@@ -60,6 +57,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
     replaced: list[tuple[int, int]] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Concatenate; ranks are counted by the scheduler half."""
+        """Concatenate."""
         assert isinstance(other, WorkerReport)
         return WorkerReport(acks=self.acks + other.acks, late=self.late + other.late, replaced=self.replaced + other.replaced)

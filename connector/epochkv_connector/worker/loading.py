@@ -12,20 +12,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from epochkv_connector.store.lanes import Outcome
+from epochkv_connector.store.queues import Outcome
 from epochkv_connector.wire.jobs import BlockMove, LoadJob, Source
 from epochkv_connector.worker.copying.staging import Pair, StagingStream
 from epochkv_connector.worker.rank import Rank
-from epochkv_connector.worker.tasks import JobFailed, Load, Stage, remaining
+from epochkv_connector.worker.tasks import JobFailed, LoadTask, Stage, remaining
 
 
-class Loads:
+class LoadTasks:
     """Open loads by job id, and those that ended and were not told yet (`over`); both guarded by `Rank.changed`."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self.open: dict[int, Load] = {}
-        self.over: list[Load] = []
+        self.open: dict[int, LoadTask] = {}
+        self.over: list[LoadTask] = []
 
     def take(self, job: LoadJob) -> None:
         """A step brought this load: begin at once. Model-runner thread."""
@@ -33,7 +33,7 @@ class Loads:
         if job.job_id in self.open:
             rank.counters.add("duplicate_jobs")
             return
-        load = Load(job, time.monotonic() + job.deadline_seconds, rank.event(), pieces=_cut(job.moves))
+        load = LoadTask(job, time.monotonic() + job.deadline_seconds, rank.event(), pieces=_cut(job.moves))
         with rank.changed:
             self.open[job.job_id] = load
         rank.counters.add("load_jobs")
@@ -54,16 +54,14 @@ class Loads:
             self.fail(load, "deadline", f"load job {load.job.job_id} missed its deadline")
 
     def fail_waiting(self, reason: str, detail: str) -> None:
-        """End every load that is not being copied."""
         for load in list(self.open.values()):
             self.fail(load, reason, f"load job {load.job.job_id}: {detail}")
 
     def num_copying(self) -> int:
-        """Loads that write to GPU blocks."""
         with self._rank.changed:
             return sum(load.stage is Stage.COPYING for load in self.open.values())
 
-    def fail(self, load: Load, reason: str, detail: str) -> None:
+    def fail(self, load: LoadTask, reason: str, detail: str) -> None:
         """End a load that is not being copied; one that is ends with that copy."""
         with self._rank.changed:
             if load.stage is not Stage.QUEUED:
@@ -75,15 +73,13 @@ class Loads:
         self._mark_failed(load, reason, detail)
         self._end(load)
 
-    # -- one piece -----------------------------------------------------------------------------------------------
-
-    def _begin(self, load: Load) -> None:
+    def _begin(self, load: LoadTask) -> None:
         self._rank.check_slots(load.job.moves)
         self._begin_piece(load)
 
-    def _begin_piece(self, load: Load) -> None:
+    def _begin_piece(self, load: LoadTask) -> None:
         rank = self._rank
-        rank.usable()
+        rank.check_running()
         with rank.changed:  # a deadline cannot come between asking the store and knowing the ticket
             if load.stage is not Stage.QUEUED:
                 return
@@ -93,7 +89,7 @@ class Loads:
                 return
         self._queue_scatter(load)
 
-    def _fetch(self, load: Load, moves: Sequence[BlockMove]) -> None:
+    def _fetch(self, load: LoadTask, moves: Sequence[BlockMove]) -> None:
         rank, store, namespace = self._rank, self._rank.store, load.job.namespace
         rank.slots.check_free(moves)
         if load.at and remaining(load.deadline) == 0:  # it passed while the piece before this one was copied
@@ -106,7 +102,7 @@ class Loads:
         load.ticket = rank.slots.hold(load.busy, lambda: store.get(transfers, remaining(load.deadline)))
         load.ticket.done.add_done_callback(lambda done: self._guard(load, partial(self._fetched, load, moves, done)))
 
-    def _fetched(self, load: Load, moves: Sequence[BlockMove], done: Future[list[Outcome]]) -> None:
+    def _fetched(self, load: LoadTask, moves: Sequence[BlockMove], done: Future[list[Outcome]]) -> None:
         outcomes = done.result()
         filled = [move for move, outcome in zip(moves, outcomes, strict=True) if outcome is Outcome.OK]
         bad = next((outcome for outcome in outcomes if outcome is not Outcome.OK), None)
@@ -122,11 +118,11 @@ class Loads:
             missing = len(moves) - len(filled)
             raise JobFailed(f"store_{bad}", f"{missing} of {len(moves)} blocks were not read ({bad})")
 
-    def _queue_scatter(self, load: Load) -> None:
-        self._rank.usable()
-        self._rank.movers["load"].submit(partial(self._scatter, load))
+    def _queue_scatter(self, load: LoadTask) -> None:
+        self._rank.check_running()
+        self._rank.copy_threads["load"].submit(partial(self._scatter, load))
 
-    def _scatter(self, load: Load, stream: StagingStream) -> None:
+    def _scatter(self, load: LoadTask, stream: StagingStream) -> None:
         rank = self._rank
         with rank.changed:
             if load.stage is not Stage.QUEUED:
@@ -145,7 +141,7 @@ class Loads:
         else:  # the answer comes before the store has let go of the slots
             load.ticket.released.add_done_callback(lambda _: self._guard(load, partial(self._begin_piece, load)))
 
-    def _copy(self, load: Load, stream: StagingStream) -> None:
+    def _copy(self, load: LoadTask, stream: StagingStream) -> None:
         rank = self._rank
         load.bad = rank.slots.mismatched(load.piece)
         rank.slots.check_contents(load.piece)
@@ -154,16 +150,14 @@ class Loads:
         stream.scatter(pairs, load.after)
         rank.count_copy("load", pairs, time.monotonic() - began)
 
-    # -- the end -------------------------------------------------------------------------------------------------
-
-    def _guard(self, load: Load, work: Callable[[], None]) -> None:
+    def _guard(self, load: LoadTask, work: Callable[[], None]) -> None:
         self._rank.guard(work, partial(self.fail, load))
 
-    def _mark_failed(self, load: Load, reason: str, detail: str) -> None:
+    def _mark_failed(self, load: LoadTask, reason: str, detail: str) -> None:
         load.failed = True
         self._rank.tell("load", reason, detail)
 
-    def _end(self, load: Load) -> None:
+    def _end(self, load: LoadTask) -> None:
         with self._rank.changed:
             load.stage = Stage.OVER
             self.open.pop(load.job.job_id, None)

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from epochkv_connector.naming.object_keys import KeyCodecError, epoch_of, object_key, replica_owner
+from epochkv_connector.store.client import StoreClient
 from epochkv_connector.store.counters import Counters, Notices
-from epochkv_connector.store.lanes import Ticket, Transfer
+from epochkv_connector.store.queues import Ticket, Transfer
 from epochkv_connector.wire.jobs import BlockMove
 from epochkv_connector.worker.copying.staging import HostRegion, Pair, Staging, compute_event
-from epochkv_connector.worker.tasks import BlockStore, JobFailed, Mover, remaining
+from epochkv_connector.worker.tasks import CopyThread, JobFailed, remaining
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,6 @@ class Slots:
 
     @property
     def num_held(self) -> int:
-        """Slots that a transfer may still touch."""
         return len(self._held)
 
     def check_free(self, moves: Iterable[BlockMove]) -> None:
@@ -44,11 +45,10 @@ class Slots:
             raise JobFailed("slot_busy", f"slots {held} are still in use by an earlier job's transfer")
 
     def mismatched(self, moves: Iterable[BlockMove]) -> tuple[int, ...]:
-        """Slots that do not hold the very block that the scheduler half believes they hold."""
+        """Slots that do not hold the very block that the scheduler role believes they hold."""
         return tuple(move.slot for move in moves if self._contents.get(move.slot) != (move.group, move.block_hash))
 
     def check_contents(self, moves: Iterable[BlockMove]) -> None:
-        """Refuse what `mismatched` names."""
         bad = self.mismatched(moves)
         if bad:
             raise JobFailed("slot_mismatch", f"slots {bad} do not hold the blocks that were asked for")
@@ -87,62 +87,56 @@ class Slots:
 _KEPT: list[Staging] = []
 """Regions that a store call in flight may still touch after `close`: they live as long as the process."""
 
-OpenStore = Callable[[HostRegion], BlockStore]
+OpenStore = Callable[[HostRegion], StoreClient]
 
 
 class Rank:
-    """One rank's region, copy threads, store and slots. Jobs may be given to it between `open` and `close`.
+    """One rank's region, copy threads, store and slots. No job may be given to it after `close`.
 
     Attributes:
-        number: in the order the scheduler half counts ranks.
         shard: which KV shard this rank holds.
         replicas, replica: how many ranks hold the same shard, and this one's place among them.
         alone: no other rank holds a part of this engine's weights.
         newest_epoch: highest epoch this rank was told of.
     """
 
-    def __init__(self, number: int, world_size: int, shard: int | None, num_shards: int | None, replica: int | None) -> None:
-        """See `half.WorkerHalf`."""
+    def __init__(
+        self, staging: Staging, number: int, world_size: int, shard: int | None, num_shards: int | None, open_store: OpenStore | None
+    ) -> None:
+        """See `runner.JobRunner`."""
         self.number = number
         self.alone = world_size == 1
         self.shard = number if shard is None else shard
         self.replicas = max(1, world_size // (num_shards or world_size))
-        self.replica = number % self.replicas if replica is None else replica
-        self.staging: Staging | None = None
-        self.store: BlockStore | None = None
-        self.movers: dict[str, Mover] = {}
+        self.replica = number % self.replicas
+        self.staging = staging
+        self.store: StoreClient | None = None
+        self.copy_threads: dict[str, CopyThread] = {}
         self.newest_epoch = -1
         self.stopped = False
         self.counters = Counters()
         self.notices = Notices(logger)
         self.changed = threading.Condition()  # re-entrant: a store may answer inside the call that asks it
         self.slots = Slots(self.changed)
-
-    # -- life ----------------------------------------------------------------------------------------------------
-
-    def open(self, staging: Staging, open_store: OpenStore | None) -> None:
-        """Open the streams of the copy threads, and the store over the region.
-
-        Raises:
-            OSError, RuntimeError: one cannot be opened; `close` ends the rest.
-        """
-        self.staging = staging
-        for name in ("load", "save"):
-            self.movers[name] = Mover(name, staging)
-        if open_store is not None:
-            self.store = open_store(staging.region)
+        try:
+            for name in ("load", "save"):
+                self.copy_threads[name] = CopyThread(name, staging)
+            if open_store is not None:
+                self.store = open_store(staging.region)
+        except BaseException:
+            self.close(time.monotonic() + 1.0)
+            raise
 
     def close(self, deadline: float) -> bool:
         """End the threads and close the store. False: a call or copy is still under way, so its memory is kept."""
-        stopped = [mover.stop(remaining(deadline)) for mover in self.movers.values()]
+        stopped = [thread.stop(remaining(deadline)) for thread in self.copy_threads.values()]
         clean = all(stopped)
         if self.store is not None:
             clean = self.store.close(max(remaining(deadline), 0.1)) and clean
-        if self.staging is not None:
-            if clean:
-                self.staging.region.unpin()
-            else:
-                _KEPT.append(self.staging)
+        if clean:
+            self.staging.region.unpin()
+        else:
+            _KEPT.append(self.staging)
         return clean
 
     def tell_epoch(self, epoch: int) -> None:
@@ -150,36 +144,24 @@ class Rank:
         with self.changed:
             self.newest_epoch = max(self.newest_epoch, epoch)
 
-    def usable(self) -> Staging:
-        """The region.
-
-        Raises:
-            JobFailed: there is none yet, or the engine shuts down.
-        """
-        if self.staging is None:
-            raise JobFailed("unregistered", "a job came before the KV caches were registered")
+    def check_running(self) -> None:
+        """Refuse jobs from `shutdown` on."""
         if self.stopped:
             raise JobFailed("shutdown", "the engine shuts down")
-        return self.staging
 
     def event(self) -> Any:
         """End of the work issued so far on the model's stream (None on CPU). Model-runner thread only."""
-        return None if self.staging is None else compute_event(self.staging.device)
+        return compute_event(self.staging.device)
 
     def check_slots(self, moves: Iterable[BlockMove]) -> None:
-        """Refuse slots and groups that do not exist."""
-        staging = self.usable()
+        self.check_running()
         for move in moves:
-            if not (0 <= move.slot < staging.region.num_slots and 0 <= move.group < len(staging.groups)):
+            if not (0 <= move.slot < self.staging.region.num_slots and 0 <= move.group < len(self.staging.groups)):
                 raise JobFailed("bad_move", f"slot {move.slot} of group {move.group} does not exist")
 
-    # -- the store -----------------------------------------------------------------------------------------------
-
     def transfer(self, namespace: str, move: BlockMove) -> Transfer:
-        """One object between its slot and the store."""
-        staging = self.usable()
         key = object_key(namespace, move.group, self.shard, move.block_hash)
-        return Transfer(key, staging.region.slot_address(move.slot), staging.object_view(move.group, move.slot))
+        return Transfer(key, self.staging.region.slot_address(move.slot), self.staging.object_view(move.group, move.slot))
 
     def is_ours(self, block_hash: bytes) -> bool:
         """Whether this rank, of all that hold the same shard, puts this block."""
@@ -192,14 +174,9 @@ class Rank:
         except KeyCodecError:
             return False
 
-    # -- what is told --------------------------------------------------------------------------------------------
-
     def count_copy(self, kind: str, pairs: Sequence[Pair], seconds: float) -> None:
-        """A copy has ended."""
-        staging = self.staging
-        assert staging is not None
         self.counters.add(f"copy_{kind}_blocks", len(pairs))
-        self.counters.add(f"copy_{kind}_bytes", sum(staging.groups[pair.group].payload_bytes for pair in pairs))
+        self.counters.add(f"copy_{kind}_bytes", sum(self.staging.groups[pair.group].payload_bytes for pair in pairs))
         self.counters.add(f"copy_{kind}_seconds", seconds)
 
     def tell(self, kind: str, reason: str, detail: str, word: str = "failed") -> None:

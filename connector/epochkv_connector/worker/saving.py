@@ -11,14 +11,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
-from epochkv_connector.store.lanes import Outcome
+from epochkv_connector.store.queues import Outcome
 from epochkv_connector.wire.jobs import Phase, SaveJob
 from epochkv_connector.worker.copying.staging import Pair, StagingStream
 from epochkv_connector.worker.rank import Rank
-from epochkv_connector.worker.tasks import JobFailed, Save, Stage, remaining
+from epochkv_connector.worker.tasks import JobFailed, SaveTask, Stage, remaining
 
 
-class Saves:
+class SaveTasks:
     """Saves under way, guarded by `Rank.changed`.
 
     Attributes:
@@ -30,11 +30,11 @@ class Saves:
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self.copies: dict[int, Save] = {}
-        self.puts: dict[int, Save] = {}
-        self.waiting: dict[int, Save] = {}
-        self.acks: list[tuple[Save, Phase, bool]] = []
-        self._unsubmitted: list[Save] = []
+        self.copies: dict[int, SaveTask] = {}
+        self.puts: dict[int, SaveTask] = {}
+        self.waiting: dict[int, SaveTask] = {}
+        self.acks: list[tuple[SaveTask, Phase, bool]] = []
+        self._unsubmitted: list[SaveTask] = []
 
     def take(self, job: SaveJob) -> None:
         """A step brought this save: it begins with `submit`. Model-runner thread."""
@@ -43,7 +43,7 @@ class Saves:
             if job.job_id in self.copies or job.job_id in self.puts:
                 rank.counters.add("duplicate_jobs")
                 return
-            save = Save(job, time.monotonic() + job.deadline_seconds)
+            save = SaveTask(job, time.monotonic() + job.deadline_seconds)
             self.copies[job.job_id] = save
             self._unsubmitted.append(save)
         rank.counters.add("save_jobs")
@@ -87,7 +87,6 @@ class Saves:
             self.fail_copy(save, reason, f"save job {save.job.job_id}: {detail}")
 
     def drop_unsubmitted(self, reason: str) -> None:
-        """The engine shuts down before these could begin."""
         with self._rank.changed:
             saves, self._unsubmitted = self._unsubmitted, []
         for save in saves:
@@ -100,7 +99,7 @@ class Saves:
         for save in [save for save in list(self.waiting.values()) if save.deadline <= now]:
             self.refuse(save.job.job_id, "deadline", f"other ranks did not agree to save job {save.job.job_id} in time")
 
-    def fail_copy(self, save: Save, reason: str, detail: str) -> None:
+    def fail_copy(self, save: SaveTask, reason: str, detail: str) -> None:
         """End a save that has not begun to copy."""
         with self._rank.changed:
             if save.stage is not Stage.QUEUED:
@@ -111,15 +110,13 @@ class Saves:
         if save.job.namespace is not None:
             self._acknowledge(save, Phase.STORED, failed=True)
 
-    # -- the copy ------------------------------------------------------------------------------------------------
-
-    def _begin(self, save: Save) -> None:
+    def _begin(self, save: SaveTask) -> None:
         rank = self._rank
         rank.check_slots(save.job.moves)
         rank.slots.check_free(move for move in save.job.moves if move.copy)
-        rank.movers["save"].submit(partial(self._gather, save))
+        rank.copy_threads["save"].submit(partial(self._gather, save))
 
-    def _gather(self, save: Save, stream: StagingStream) -> None:
+    def _gather(self, save: SaveTask, stream: StagingStream) -> None:
         rank = self._rank
         with rank.changed:
             if save.stage is not Stage.QUEUED:
@@ -134,7 +131,7 @@ class Saves:
         elif rank.alone:
             rank.guard(partial(self._begin_put, save), partial(self._fail_put, save))
 
-    def _copy(self, save: Save, stream: StagingStream) -> None:
+    def _copy(self, save: SaveTask, stream: StagingStream) -> None:
         rank = self._rank
         if remaining(save.deadline) == 0:
             raise JobFailed("deadline", f"save job {save.job.job_id} missed its deadline")
@@ -151,11 +148,11 @@ class Saves:
         rank.count_copy("save", pairs, time.monotonic() - began)
         rank.slots.fill(fresh)
 
-    def _mark_copy_failed(self, save: Save, reason: str, detail: str) -> None:
+    def _mark_copy_failed(self, save: SaveTask, reason: str, detail: str) -> None:
         save.failed = True
         self._rank.tell("save", reason, detail)
 
-    def _end_copy(self, save: Save) -> None:
+    def _end_copy(self, save: SaveTask) -> None:
         with self._rank.changed:
             save.stage = Stage.OVER
             self.copies.pop(save.job.job_id, None)
@@ -165,8 +162,6 @@ class Saves:
                     self.waiting[save.job.job_id] = save
             self.acks.append((save, Phase.COPIED, save.failed))
             self._rank.changed.notify_all()
-
-    # -- the put -------------------------------------------------------------------------------------------------
 
     def agree(self, job_id: int) -> None:
         """Every rank has copied this save, with the weights that its names say: its shards may be stored."""
@@ -182,10 +177,10 @@ class Saves:
         if save is not None:
             self._fail_put(save, reason, detail)
 
-    def _begin_put(self, save: Save) -> None:
+    def _begin_put(self, save: SaveTask) -> None:
         rank, store, namespace = self._rank, self._rank.store, save.job.namespace
         assert namespace is not None
-        rank.usable()
+        rank.check_running()
         if store is None:
             raise JobFailed("no_store", f"save job {save.job.job_id} names L2, but there is none")
         ours = [move for move in save.job.moves if move.put and rank.is_ours(move.block_hash)]
@@ -200,17 +195,17 @@ class Saves:
             save.ticket = rank.slots.hold(save.busy, lambda: store.put(transfers, remaining(save.deadline)))
         save.ticket.done.add_done_callback(lambda done: rank.guard(partial(self._stored, save, done), partial(self._fail_put, save)))
 
-    def _stored(self, save: Save, done: Future[list[Outcome]]) -> None:
+    def _stored(self, save: SaveTask, done: Future[list[Outcome]]) -> None:
         bad = next((outcome for outcome in done.result() if outcome is not Outcome.OK), None)
         if bad is not None:
             raise JobFailed(f"{bad}", f"save job {save.job.job_id} was not stored completely ({bad})")
         self._acknowledge(save, Phase.STORED, failed=False)
 
-    def _fail_put(self, save: Save, reason: str, detail: str) -> None:
+    def _fail_put(self, save: SaveTask, reason: str, detail: str) -> None:
         self._rank.tell("save_put", reason, detail, word="dropped")
         self._acknowledge(save, Phase.STORED, failed=True)
 
-    def _acknowledge(self, save: Save, phase: Phase, *, failed: bool) -> None:
+    def _acknowledge(self, save: SaveTask, phase: Phase, *, failed: bool) -> None:
         with self._rank.changed:
             self.puts.pop(save.job.job_id, None)
             self.acks.append((save, phase, failed))

@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from epochkv_connector.worker.runner import JobRunner
 
 SLEEP_SECONDS = 30.0
 """How long the copies of all ranks may take to end: each moves at most one job's blocks, at the speed of the bus."""
 
 
-class Settles(Protocol):
-    """`half.WorkerHalf`."""
-
-    def settle_for_sleep(self, timeout: float) -> int: ...
-
-
-_halves: dict[str, weakref.WeakSet[Settles]] = {}
+_runners: dict[str, weakref.WeakSet[JobRunner]] = {}
 _lock = threading.Lock()
 
 
-def register(engine_id: str, half: Settles) -> None:
-    """This half copies for a rank of this engine, in this process, for as long as it lives."""
+def register(engine_id: str, runner: JobRunner) -> None:
+    """The runner copies for a rank of this engine, in this process, for as long as it lives."""
     with _lock:
-        _halves.setdefault(engine_id, weakref.WeakSet()).add(half)
+        _runners.setdefault(engine_id, weakref.WeakSet()).add(runner)
 
 
 def settle_for_sleep(engine_id: str, timeout: float = SLEEP_SECONDS) -> int:
@@ -37,5 +34,5 @@ def settle_for_sleep(engine_id: str, timeout: float = SLEEP_SECONDS) -> int:
         Copies that still run after `timeout` seconds: memory must stay mapped unless it is 0.
     """
     with _lock:
-        halves = list(_halves.get(engine_id, ()))
-    return sum(half.settle_for_sleep(timeout) for half in halves)
+        runners = list(_runners.get(engine_id, ()))
+    return sum(runner.settle_for_sleep(timeout) for runner in runners)

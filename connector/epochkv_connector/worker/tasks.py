@@ -1,4 +1,4 @@
-"""What the worker half keeps about a job under way, and the threads that copy for it."""
+"""What a rank keeps about a job under way, and the threads that copy for it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from epochkv_connector.store import Ticket, Transfer
+from epochkv_connector.store import Ticket
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob
 from epochkv_connector.worker.copying.staging import Staging, StagingStream
 
@@ -31,17 +31,6 @@ class JobFailed(Exception):
         self.reason = reason
 
 
-class BlockStore(Protocol):
-    """The L2 store, as `epochkv_connector.store.StoreClient` is."""
-
-    @property
-    def ready(self) -> bool: ...
-    def get(self, transfers: Sequence[Transfer], timeout: float) -> Ticket: ...
-    def put(self, transfers: Sequence[Transfer], timeout: float) -> Ticket: ...
-    def close(self, timeout: float) -> bool: ...
-    def stats(self) -> dict[str, float]: ...
-
-
 class Stage(enum.IntEnum):
     """How far a load or the copying part of a save is. Only QUEUED work may be failed by a deadline: a copy runs to its end."""
 
@@ -51,9 +40,7 @@ class Stage(enum.IntEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Load:
-    """One load job on this rank."""
-
+class LoadTask:
     job: LoadJob
     deadline: float
     after: Any = None  # event behind which the copy may run
@@ -68,12 +55,10 @@ class Load:
 
     @property
     def piece(self) -> tuple[BlockMove, ...]:
-        """What is being fetched or copied."""
         return self.pieces[self.at]
 
     @property
     def is_last_piece(self) -> bool:
-        """Whether the load is over with this piece."""
         return self.at + 1 == len(self.pieces)
 
     def ack(self, rank: int) -> JobAck:
@@ -96,9 +81,7 @@ class Load:
 
 
 @dataclass(slots=True, eq=False)
-class Save:
-    """One save job on this rank."""
-
+class SaveTask:
     job: SaveJob
     deadline: float
     after: Any = None  # event behind which the copy may run
@@ -128,7 +111,7 @@ def is_open(ticket: Ticket | None) -> bool:
 
 
 class Report(NamedTuple):
-    """What one `results()` call hands to vLLM (request ids) and to the scheduler half (acknowledgements)."""
+    """What one `results()` call hands to vLLM (request ids) and to the scheduler role (acknowledgements)."""
 
     finished_recving: set[str]
     failed_recving: set[str]
@@ -139,18 +122,14 @@ Work = Callable[[StagingStream], None]
 """Copies of one job on its thread's stream."""
 
 
-class Mover:
+class CopyThread:
     """A daemon thread that copies in one direction, in order of arrival. Work must not raise; an exception is only logged.
 
     The constructor returns with an open stream, so a CUDA runtime that cannot be used is noticed before the first job.
     """
 
     def __init__(self, name: str, staging: Staging) -> None:
-        """Start the thread and open its stream.
-
-        Raises:
-            RuntimeError, OSError: it cannot be opened, or not within `OPEN_SECONDS`.
-        """
+        """Raises RuntimeError or OSError when the stream cannot be opened, or not within `OPEN_SECONDS`."""
         self._staging = staging
         self._opened: Future[None] = Future()
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
@@ -163,7 +142,6 @@ class Mover:
             raise RuntimeError(f"the device gave the thread that copies for a {name} no stream within {OPEN_SECONDS:.0f} s") from None
 
     def submit(self, work: Work) -> None:
-        """Queue; never blocks."""
         self._work.put(work)
 
     def stop(self, timeout: float) -> bool:

@@ -19,7 +19,7 @@ from epochkv_connector.weights.adapters import LATER
 from epochkv_connector.weights.digest import Unreadable
 from epochkv_connector.weights.lora import HeldAdapters, digest_of
 from epochkv_connector.wire.steps import StepMetadata
-from epochkv_connector.worker.facade import WorkerSide
+from epochkv_connector.worker.role import WorkerRole
 from tests.support.scheduler_worker import RankAdapters
 
 A, B = torch.arange(8.0).view(2, 4), torch.arange(10.0, 16.0).view(3, 2)
@@ -182,8 +182,8 @@ def test_a_name_that_was_used_for_others_is_refused_to_every_id_until_the_next_e
 
 def test_a_worker_saves_nothing_of_a_step_that_used_other_tensors_and_reports_it_once() -> None:
     rank, named = Rank(), []
-    half = SimpleNamespace(start_step=lambda step: None, finish_step=lambda as_named: named.append(as_named()))
-    side = WorkerSide(half, adapters=rank.held)  # type: ignore[arg-type]
+    runner = SimpleNamespace(start_step=lambda step: None, finish_step=lambda as_named: named.append(as_named()))
+    side = WorkerRole(0, runner, adapters=rank.held)  # type: ignore[arg-type]
     rank.ask(1, (1, request(), False))
 
     def step(*adapters: tuple[int, int]) -> list[tuple[int, int]]:

@@ -15,10 +15,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from epochkv_connector.config.connector_config import ConnectorConfig
+from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.requests import LoadEvent, Requests
 from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping, StepJobs
 from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+from tests.unit.connector_scheduler.index_check import check_index
 
 HASH_BLOCK = 4
 SHARDS = 2
@@ -37,20 +39,10 @@ THREE_GROUPS = CacheLayout(
 LAYOUTS = {"full": FULL, "sliding first": SLIDING_FIRST, "three groups": THREE_GROUPS}
 
 
-@dataclass(frozen=True)
-class Snap:
-    """A snapshot as the facade makes it."""
-
-    root: bytes
-    epoch: int = 0
-    namespace: str | None = None
-    shared: bool = False
-
-
-def snap_of(epoch: int, *, shared: bool = True) -> Snap:
+def snap_of(epoch: int, *, shared: bool = True) -> Snapshot:
     """Shared roots have a namespace; private ones have none."""
     kind = "shared" if shared else "private"
-    return Snap(f"{kind} root {epoch}".encode(), epoch, f"pool/fp/e{epoch}" if shared else None, shared)
+    return Snapshot(epoch, True, f"{kind} root {epoch}".encode(), f"pool/fp/e{epoch}" if shared else None, shared)
 
 
 def config(*, l1_slots: int = 0, l2: bool = False, ranks: int = 1, **options: object) -> ConnectorConfig:
@@ -285,12 +277,12 @@ class World:
             cfg,
             layout,
             num_ranks=ranks,
-            store=self.store if cfg.distributed else None,
+            store=self.store if cfg.distributed else None,  # type: ignore[arg-type]  # a double
             ids=itertools.count(),
             clock=self.clock,
             keys_of=keys_of,
         )
-        self.books.bind_block_pool(self.pool)
+        self.books.bind_block_pool(self.pool)  # type: ignore[arg-type]  # a double
 
     def step(self) -> StepJobs:
         """End a step and hand its jobs to the ranks."""
@@ -301,7 +293,7 @@ class World:
             worker.receive(jobs, self.named)
         return jobs
 
-    def commit(self, request: RequestView, blocks: list[list[int]], num_external: int, snap: Snap) -> bool | None:
+    def commit(self, request: RequestView, blocks: list[list[int]], num_external: int, snap: Snapshot) -> bool | None:
         """vLLM takes so much of a hit. Returns whether it is loaded; None: it took nothing."""
         if num_external == 0:
             self.books.hits.forget_request(request.request_id)
@@ -310,7 +302,7 @@ class World:
         self.requests.on(self.requests.see(request), LoadEvent.ACCEPT if loading else LoadEvent.DOOM)
         return loading
 
-    def rename(self, snap: Snap | None) -> int:
+    def rename(self, snap: Snapshot | None) -> int:
         """New names hold, or (None) everything is cleared. Returns how many loads that overtook."""
         self.books.reset() if snap is None else self.books.adopt(snap)
         before = self.counters["poisoned_loads"]
@@ -354,13 +346,13 @@ class World:
         """The request gives its blocks back."""
         self.pool.free([block for group in blocks for block in group if block])
 
-    def save(self, request_id: str, tokens: Sequence[int], snap: Snap) -> list[list[int]]:
+    def save(self, request_id: str, tokens: Sequence[int], snap: Snapshot) -> list[list[int]]:
         """Compute a prompt and save it, all ranks succeeding. Returns its blocks (still held)."""
         blocks = self.begin_save(request_id, tokens, snap)
         self.work()
         return blocks
 
-    def begin_save(self, request_id: str, tokens: Sequence[int], snap: Snap) -> list[list[int]]:
+    def begin_save(self, request_id: str, tokens: Sequence[int], snap: Snapshot) -> list[list[int]]:
         """Compute a prompt and give its save to the ranks."""
         hashes = chain(snap.root, tokens)
         blocks = [[] for _ in self.layout.groups]
@@ -370,7 +362,7 @@ class World:
         self.step()
         return blocks
 
-    def load(self, request_id: str, tokens: Sequence[int], snap: Snap, local: int = 0) -> tuple[int, bool | None]:
+    def load(self, request_id: str, tokens: Sequence[int], snap: Snapshot, local: int = 0) -> tuple[int, bool | None]:
         """Look up and accept everything. Returns the tokens answered and what became of them."""
         hit = self.books.hits.answer(view(request_id, tokens, snap.root), local, snap)
         assert hit.num_tokens is not None
@@ -380,7 +372,7 @@ class World:
     def assert_idle(self) -> None:
         """Nothing is held by anybody."""
         assert {name: count for name, count in self.books.leak_report().items() if count} == {}
-        self.books.stock.index.check()
+        check_index(self.books.state.index)
 
 
 def scheduled(request_id: str, tokens: Sequence[int], root: bytes, blocks: list[list[int]], confirmed: int) -> ScheduledRequestView:

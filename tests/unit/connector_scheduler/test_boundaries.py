@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from epochkv_connector.scheduler.boundaries import Boundaries
+from epochkv_connector.scheduler.candidates import Boundaries
 
 SIZE = 16
 

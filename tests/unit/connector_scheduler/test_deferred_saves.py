@@ -6,7 +6,7 @@ import itertools
 import time
 
 from epochkv_connector.scheduler.tiers.saves import SavePlanner
-from epochkv_connector.scheduler.tiers.stock import Stock
+from epochkv_connector.scheduler.tiers.state import TierState
 from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout, ScheduledRequestView
 from epochkv_connector.wire.jobs import SaveJob
 from tests.unit.connector_scheduler.rig import config
@@ -20,8 +20,8 @@ class Saves:
     def __init__(self, num_slots: int, num_groups: int = 1) -> None:
         layout = CacheLayout(tuple(GroupLayout(GroupKind.FULL, 4) for _ in range(num_groups)), 4, 100)
         self.num_groups = num_groups
-        stock = Stock(config(l1_slots=num_slots), layout, 1, itertools.count(), time.monotonic)
-        self.index, self.planner = stock.index, SavePlanner(stock)
+        state = TierState(config(l1_slots=num_slots), layout, 1, itertools.count(), time.monotonic)
+        self.index, self.planner = state.index, SavePlanner(state)
 
     def draft(self, request_id: str, num_blocks: int = 1) -> SaveJob | None:
         """Offer this many blocks of the request."""

@@ -5,21 +5,21 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epochkv_connector.scheduler.planning import found as found_module
-from epochkv_connector.scheduler.planning.found import ABSENT, Found
+from epochkv_connector.scheduler.planning import prompt_blocks
 from epochkv_connector.scheduler.planning.hits import one_by_one
+from epochkv_connector.scheduler.planning.prompt_blocks import ABSENT, PromptBlocks
 from epochkv_connector.scheduler.tiers.index import HostIndex
-from epochkv_connector.scheduler.tiers.tracker import Tracker
+from epochkv_connector.scheduler.tiers.recent import RecentBlocks
 
 HASHES = [b"hash %d" % number for number in range(41)]
 SCALES = (1, 2, 4)
 
 
 @st.composite
-def prompts(draw: st.DrawFn) -> tuple[Found, dict[tuple[int, bytes], int]]:
+def prompts(draw: st.DrawFn) -> tuple[PromptBlocks, dict[tuple[int, bytes], int]]:
     """A prompt of which a random part is in L1, in L2, in both, or in L1 and not confirmed by every rank."""
     index = HostIndex(200, len(SCALES))
-    tracker = Tracker(1000) if draw(st.booleans()) else None
+    tracker = RecentBlocks(1000) if draw(st.booleans()) else None
     gone = draw(st.sets(st.integers(0, 40), max_size=4))
     held: dict[tuple[int, bytes], int] = {}
     remote: set[tuple[int, bytes]] = set()
@@ -36,21 +36,21 @@ def prompts(draw: st.DrawFn) -> tuple[Found, dict[tuple[int, bytes], int]]:
             else:
                 remote.add((group, name))
     if tracker is not None:
-        tracker.confirm(held)
-    return Found(index, tracker, HASHES, SCALES, frozenset(remote)), held
+        tracker.add(held)
+    return PromptBlocks(index, tracker, HASHES, SCALES, frozenset(remote)), held
 
 
 @given(prompts(), st.integers(0, 2), st.integers(0, 45), st.integers(0, 45), st.integers(1, 9), st.data())
 def test_columns_say_what_single_questions_say(
-    prompt: tuple[Found, dict[tuple[int, bytes], int]], group: int, first: int, end: int, stretch: int, data: st.DataObject
+    prompt: tuple[PromptBlocks, dict[tuple[int, bytes], int]], group: int, first: int, end: int, stretch: int, data: st.DataObject
 ) -> None:
     found, held = prompt
-    before = found_module.FIRST_STRETCH
-    found_module.FIRST_STRETCH = stretch  # type: ignore[misc]  # several stretches in a short prompt
+    before = prompt_blocks.FIRST_STRETCH
+    prompt_blocks.FIRST_STRETCH = stretch  # type: ignore[misc]  # several stretches in a short prompt
     try:
         absent = found.first_absent(group, first, end)
     finally:
-        found_module.FIRST_STRETCH = before  # type: ignore[misc]
+        prompt_blocks.FIRST_STRETCH = before  # type: ignore[misc]
     assert absent == one_by_one(found.present)(group, first, end)
     if absent > first:  # what was walked is remembered, and what is asked beside it is looked up
         start = data.draw(st.integers(0, absent - 1))

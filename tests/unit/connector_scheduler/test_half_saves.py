@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from epochkv_connector.wire.jobs import JobAck, Phase
@@ -31,11 +33,11 @@ def test_gpu_blocks_stay_referenced_until_every_rank_has_copied() -> None:
     world.free(blocks)
     world.books.finish("a")
     world.books.on_acks(world.workers[0].work())
-    assert world.books.saves.holds_gpu_blocks()
+    assert world.books.state.ledger.num_gpu_blocks
     assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 0, "one rank has not confirmed"
     world.books.finish("b")
     world.books.on_acks(world.workers[1].work())
-    assert not world.books.saves.holds_gpu_blocks()
+    assert not world.books.state.ledger.num_gpu_blocks
     assert sum(world.pool.refs.values()) == 0
     world.assert_idle()
 
@@ -55,7 +57,7 @@ def test_what_l1_holds_and_l2_lacks_is_put_without_copying() -> None:
     world.free(world.save("a", PROMPT, snap_of(1, shared=False)))
     shared = snap_of(1)
     # The same names, now allowed to leave the engine.
-    same_root = type(shared)(snap_of(1, shared=False).root, 1, shared.namespace, True)
+    same_root = replace(shared, root=snap_of(1, shared=False).root)
     blocks = world.save("b", PROMPT, same_root)
     assert world.books.stats()["blocks_saved"] == 10
     assert world.books.stats()["blocks_stored"] == 10

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from epochkv_connector.config.connector_config import ConfigError
 from epochkv_connector.scheduler.tiers.index import HostIndex, SlotError, slot_count
+from tests.unit.connector_scheduler.index_check import check_index
 from tests.unit.connector_scheduler.rig import config
 
 
@@ -64,7 +65,7 @@ def test_all_or_nothing() -> None:
     assert index.num_available == 1
     assert index.get(0, name(1)) is not None, "a failed allocation evicted something"
     assert len(index.allocate(2, reserved=True)) == 2
-    index.check()
+    check_index(index)
 
 
 def test_the_second_copy_of_a_block_stays_anonymous() -> None:
@@ -75,7 +76,7 @@ def test_the_second_copy_of_a_block_stays_anonymous() -> None:
     index.unpin([first, second])
     assert index.get(0, name(1)) == first
     assert index.num_available == 2
-    index.check()
+    check_index(index)
 
 
 def test_a_doubted_block_is_free_after_its_last_reader() -> None:
@@ -195,7 +196,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.index.check()
+        check_index(self.index)
         assert self.index.num_held == len(set(self.held))
         for slot, (group, block_hash) in self.names.items():
             assert self.index.get(group, block_hash) == slot, "a referenced block was evicted"

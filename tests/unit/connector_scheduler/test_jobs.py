@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epochkv_connector.scheduler.tiers.jobs import Copied, Ledger, Loaded, Outcome, Released, Stored
-from epochkv_connector.scheduler.tiers.tracker import Tracker
+from epochkv_connector.scheduler.tiers.ledger import Copied, Ledger, Loaded, Outcome, Released, Stored
+from epochkv_connector.scheduler.tiers.recent import RecentBlocks
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 
 BLOCKS = 6
@@ -196,14 +196,14 @@ def test_every_interleaving_of_ranks_and_phases_ends_empty(order: list[int], ran
 
 
 def test_the_tracker_keeps_the_newest_chains_and_their_heads() -> None:
-    tracker = Tracker(3)
-    tracker.confirm([(0, b"a0"), (0, b"a1")])
-    tracker.confirm([(0, b"b0"), (0, b"b1")])
-    assert [tracker.covers((0, name)) for name in (b"a0", b"a1", b"b0", b"b1")] == [True, False, True, True]
+    tracker = RecentBlocks(3)
+    tracker.add([(0, b"a0"), (0, b"a1")])
+    tracker.add([(0, b"b0"), (0, b"b1")])
+    assert [(0, name) in tracker for name in (b"a0", b"a1", b"b0", b"b1")] == [True, False, True, True]
     tracker.use([(0, b"a0")])
-    tracker.confirm([(0, b"c0")])
-    assert [tracker.covers((0, name)) for name in (b"a0", b"b0", b"b1", b"c0")] == [True, True, False, True]
-    tracker.forget((0, b"a0"))
-    assert not tracker.covers((0, b"a0"))
+    tracker.add([(0, b"c0")])
+    assert [(0, name) in tracker for name in (b"a0", b"b0", b"b1", b"c0")] == [True, True, False, True]
+    tracker.discard([(0, b"a0")])
+    assert (0, b"a0") not in tracker
     tracker.clear()
     assert len(tracker) == 0

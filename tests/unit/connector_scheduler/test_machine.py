@@ -15,10 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.requests import LoadState
 from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, RequestView
 from epochkv_connector.wire.jobs import LoadJob, Phase, SaveJob, Source
-from tests.unit.connector_scheduler.rig import HASH_BLOCK, LAYOUTS, Snap, World, chain, config, scheduled, snap_of, view
+from tests.unit.connector_scheduler.index_check import check_index
+from tests.unit.connector_scheduler.rig import HASH_BLOCK, LAYOUTS, World, chain, config, scheduled, snap_of, view
 
 NUM_SCHEDULES = int(os.environ.get("EPOCHKV_SCHEDULES", "5010"))
 """Of all random schedules here: nine tenths over modes and layouts, one tenth against the reference."""
@@ -115,7 +117,7 @@ class Schedule:
         self.saves.update((job.job_id, job) for job in jobs.saves)
         self.loads.extend(jobs.loads)
 
-    def _admit(self, live: Live, snap: Snap) -> None:
+    def _admit(self, live: Live, snap: Snapshot) -> None:
         books, request = self.world.books, view(live.request_id, live.tokens, snap.root)
         live.root = snap.root  # a waiting request holds no blocks and is re-pinned
         local = 0
@@ -307,7 +309,7 @@ class Schedule:
             elif action != self.change_names or self.random.random() < 0.2:
                 action()
             if number % 5 == 0:
-                self.world.books.stock.index.check()
+                check_index(self.world.books.state.index)
         self.end()
 
     def end(self) -> None:

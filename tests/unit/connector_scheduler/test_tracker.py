@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from epochkv_connector.config.connector_config import ConfigError
-from epochkv_connector.scheduler.tiers.jobs import Copied, Ledger, Loaded, Outcome, Stored
-from epochkv_connector.scheduler.tiers.tracker import Tracker
+from epochkv_connector.scheduler.tiers.ledger import Copied, Ledger, Loaded, Outcome, Stored
+from epochkv_connector.scheduler.tiers.recent import RecentBlocks
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 from epochkv_connector.wire.steps import WorkerReport
 from tests.unit.connector_scheduler.rig import LAYOUTS, World, chain, config, scheduled, snap_of, view
@@ -195,7 +195,7 @@ class TrackerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tracker = Tracker(5)
+        self.tracker = RecentBlocks(5)
         self.model: OrderedDict[tuple[int, bytes], None] = OrderedDict()
 
     def touch(self, keys: list[tuple[int, bytes]]) -> None:
@@ -205,7 +205,7 @@ class TrackerMachine(RuleBasedStateMachine):
 
     @rule(keys=keys)
     def confirm(self, keys: list[tuple[int, bytes]]) -> None:
-        self.tracker.confirm(keys)
+        self.tracker.add(keys)
         self.touch(keys)
         while len(self.model) > 5:
             self.model.popitem(last=False)
@@ -218,13 +218,13 @@ class TrackerMachine(RuleBasedStateMachine):
     @rule(keys=keys)
     def forget(self, keys: list[tuple[int, bytes]]) -> None:
         for key in keys:
-            self.tracker.forget(key)
+            self.tracker.discard([key])
             self.model.pop(key, None)
 
     @invariant()
     def agrees(self) -> None:
         assert len(self.tracker) == len(self.model) <= 5
-        assert all(self.tracker.covers(key) for key in self.model)
+        assert all(key in self.tracker for key in self.model)
 
 
 TestTrackerMachine = TrackerMachine.TestCase

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epochkv_connector.store.lanes import CallSize, Transfer, first_chunk
+from epochkv_connector.store.queues import CallSize, Transfer, first_chunk
 
 
 def transfers(sizes: list[int]) -> list[Transfer]:

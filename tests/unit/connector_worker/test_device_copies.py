@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epochkv_connector.worker.copying import copies, cuda
+from epochkv_connector.worker.copying.copies import progressions, row_classes
 from epochkv_connector.worker.copying.layout import GroupSpec
-from epochkv_connector.worker.copying.rows import progressions, row_classes
 from epochkv_connector.worker.copying.staging import Pair, Staging, pin_chunks
 
 
@@ -169,7 +169,7 @@ def test_an_error_leaves_only_when_what_was_issued_has_ended(to_host: bool, capl
     names = [f"l{i}" for i in range(4)]
     stage = Staging(dict(zip(names, tensors, strict=True)), [GroupSpec(names)], 9, 9)
     device = LateDevice(fail_at=5)
-    work = copies.CudaCopies(stage.groups, stage.region, device, cuda.batch_copy(device.library))
+    work = copies.CudaCopies(stage.groups, stage.region, device, cuda.batch_copy(device.library))  # type: ignore[arg-type]  # a double
     batch = stage.batch([Pair(0, block, block) for block in range(2)])
     with pytest.raises(RuntimeError, match="cudaMemcpyAsync returned CUDA error 3"):
         work.gather(batch) if to_host else work.scatter(batch)
@@ -186,7 +186,7 @@ def test_copies_that_do_not_end_are_spoken_of_and_waited_for(monkeypatch: pytest
     monkeypatch.setattr(copies, "SAY_SECONDS", 0.05)
     stage = Staging({"a": torch.zeros((9, 40), dtype=torch.uint8)}, [GroupSpec(["a"])], 9, 9)
     device = LateDevice(fail_at=1)
-    work = copies.CudaCopies(stage.groups, stage.region, device, cuda.batch_copy(device.library))
+    work = copies.CudaCopies(stage.groups, stage.region, device, cuda.batch_copy(device.library))  # type: ignore[arg-type]  # a double
     with pytest.raises(RuntimeError, match="CUDA error 3"):
         work.gather(stage.batch([Pair(0, block, block) for block in range(2)]))
     assert "their blocks stay taken until they do" in caplog.text

@@ -13,8 +13,8 @@ import torch
 from epochkv_connector import touch
 from epochkv_connector.touch import Touch, write_pages
 from epochkv_connector.worker.copying.layout import GroupSpec
-from epochkv_connector.worker.copying.staging import HostRegion
-from epochkv_connector.worker.half import WorkerHalf
+from epochkv_connector.worker.copying.staging import HostRegion, Staging
+from epochkv_connector.worker.runner import JobRunner
 from tests.unit.connector_worker.worker_rig import ObedientStore
 
 MIB = 1 << 20
@@ -105,7 +105,6 @@ def test_the_region_is_touched_before_a_store_hears_of_it() -> None:
         heard.append(resident_pages(region.address, region.num_bytes) - -(-region.num_bytes // mmap.PAGESIZE))
         return ObedientStore()
 
-    half = WorkerHalf(open_store=open_store)
-    half.register({"layer": torch.zeros((4, 1 << 20), dtype=torch.uint8)}, [GroupSpec(["layer"])], 8, 4)
-    half.shutdown()
+    staging = Staging({"layer": torch.zeros((4, 1 << 20), dtype=torch.uint8)}, [GroupSpec(["layer"])], 8, 4)
+    JobRunner(staging, open_store=open_store).shutdown()  # type: ignore[arg-type]  # a double
     assert heard == [0]

@@ -9,10 +9,10 @@ import pytest
 
 from epochkv_connector.wire.jobs import Phase, Source
 from epochkv_connector.wire.steps import StepMetadata
-from epochkv_connector.worker import half as worker_module
+from epochkv_connector.worker import runner as worker_module
 from epochkv_connector.worker import sleeping
 from epochkv_connector.worker.copying.staging import StagingStream
-from epochkv_connector.worker.facade import WorkerSide
+from epochkv_connector.worker.role import WorkerRole
 from tests.unit.connector_worker.worker_rig import NAMESPACE, ObedientStore, Rig, load, move, save
 
 
@@ -35,7 +35,7 @@ def test_a_settled_step_begins_when_copies_are_over(monkeypatch: pytest.MonkeyPa
     rig = Rig()
     copies = SlowCopies(monkeypatch)
     wanted = rig.block(3)
-    side = WorkerSide(rig.worker)
+    side = WorkerRole(0, rig.worker)
     side.new_step()
     side.finish(StepMetadata(saves=(save(1, [move(3, 0, 30)]),)))
     assert copies.began.wait(10)
@@ -54,7 +54,7 @@ def test_a_step_without_the_word_waits_for_nothing(monkeypatch: pytest.MonkeyPat
     copies = SlowCopies(monkeypatch)
     rig.step(saves=[save(1, [move(3, 0, 30)])])
     assert copies.began.wait(10)
-    WorkerSide(rig.worker).settle(StepMetadata())
+    WorkerRole(0, rig.worker).settle(StepMetadata())
     assert not rig.collect().acks
     copies.go_on.set()
     assert not rig.until_acked(1, Phase.COPIED).failed
@@ -84,11 +84,11 @@ def test_a_copy_that_is_late_has_failed(monkeypatch: pytest.MonkeyPatch, namespa
 def test_a_half_that_was_given_up_settles_too(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     copies = SlowCopies(monkeypatch)
-    side = WorkerSide(rig.worker)
+    side = WorkerRole(0, rig.worker)
     side.new_step()
     side.finish(StepMetadata(saves=(save(1, [move(3, 0, 30)]),)))
     assert copies.began.wait(10)
-    monkeypatch.setattr("epochkv_connector.worker.facade.REFUSE_SECONDS", 0.05)
+    monkeypatch.setattr("epochkv_connector.worker.role.REFUSE_SECONDS", 0.05)
     monkeypatch.setattr(worker_module, "SETTLE_SECONDS", 0.05)
     side.refuse(StepMetadata())
     side.settle(StepMetadata(settle=True))

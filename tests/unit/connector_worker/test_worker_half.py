@@ -19,8 +19,7 @@ from epochkv_connector.store import Outcome
 from epochkv_connector.wire.jobs import BlockMove, Phase, Source
 from epochkv_connector.wire.steps import StepMetadata
 from epochkv_connector.worker.copying.layout import GroupSpec, LayoutError
-from epochkv_connector.worker.copying.staging import StagingStream
-from epochkv_connector.worker.half import WorkerHalf
+from epochkv_connector.worker.copying.staging import Staging, StagingStream
 from tests.unit.connector_worker.worker_rig import LAYERS, NAMESPACE, NUM_BLOCKS, NUM_SLOTS, ObedientStore, Rig, load, move, name_of, save
 
 
@@ -286,7 +285,8 @@ def test_jobs_without_a_store_or_a_registration_fail(store: ObedientStore) -> No
     assert rig.until_acked(4, Phase.STORED).failed
     assert rig.until_acked(5, Phase.COPIED).failed
     assert rig.until_acked(6, Phase.COPIED).failed
-    bare = WorkerHalf()
+    bare = Rig().worker
+    bare.shutdown()
     bare.start_step(StepMetadata(loads=(load(1, [move(8, 5, 30)]),), saves=(save(2, [move(3, 0, 30)], NAMESPACE),)))
     bare.finish_step()
     finished, failed, acks = bare.results()
@@ -300,7 +300,7 @@ def test_jobs_without_a_store_or_a_registration_fail(store: ObedientStore) -> No
 
 def test_a_layout_that_cannot_be_cut_is_an_error_at_registration() -> None:
     with pytest.raises(LayoutError, match="no dimension"):
-        WorkerHalf().register({"a": torch.zeros(4, 4)}, [GroupSpec(["a"])], 4, num_blocks=3)
+        Staging({"a": torch.zeros(4, 4)}, [GroupSpec(["a"])], 4, num_blocks=3)
 
 
 def test_waiting_for_copies_releases_the_blocks_of_an_idle_engine() -> None:

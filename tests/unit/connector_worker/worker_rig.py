@@ -11,12 +11,13 @@ import numpy as np
 import torch
 
 from epochkv_connector.store import Outcome, Ticket, Transfer
-from epochkv_connector.store.lanes import resolve
+from epochkv_connector.store.queues import resolve
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 from epochkv_connector.wire.steps import StepMetadata
 from epochkv_connector.worker.copying.layout import GroupSpec
 from epochkv_connector.worker.copying.slots import HEADER_BYTES, TRAILER_BYTES
-from epochkv_connector.worker.half import WorkerHalf
+from epochkv_connector.worker.copying.staging import Staging
+from epochkv_connector.worker.runner import JobRunner
 from epochkv_connector.worker.tasks import Report
 from hack.waiting import eventually
 
@@ -90,22 +91,23 @@ class ObedientStore:
 
 
 class Rig:
-    """A worker half over random KV tensors, and a collector that insists on exactly once."""
+    """A runner over random KV tensors, and a collector that insists on exactly once."""
 
     def __init__(self, store: ObedientStore | None = None, **ranks: Any) -> None:
         raw = np.random.default_rng(1).integers(0, 256, (LAYERS, NUM_BLOCKS, 64), dtype=np.uint8)
         self.kv = torch.from_numpy(raw)
         self.store = store
-        self.worker = WorkerHalf(open_store=(lambda region: store) if store else None, **ranks)
         names = [f"l{i}" for i in range(LAYERS)]
         caches = {name: self.kv[i] for i, name in enumerate(names)}
-        self.worker.register(caches, [GroupSpec(names, 16)], NUM_SLOTS, NUM_BLOCKS)
+        self.staging = Staging(caches, [GroupSpec(names, 16)], NUM_SLOTS, NUM_BLOCKS)
+        open_store: Any = (lambda region: store) if store else None
+        self.worker = JobRunner(self.staging, open_store=open_store, **ranks)
         self.finished: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()
         self.acks: dict[tuple[int, Phase], JobAck] = {}
 
     def address(self, slot: int) -> int:
-        return self.worker.region.slot_address(slot)
+        return self.staging.region.slot_address(slot)
 
     def block(self, block: int) -> bytes:
         return self.kv[:, block].numpy().tobytes()

@@ -44,7 +44,6 @@ def needed_range(group: GroupLayout, num_local_tokens: int, num_total_tokens: in
 
 
 def one_by_one(present: Present) -> FirstAbsent:
-    """Ask block by block."""
     return lambda group, first, end: next((block for block in range(first, end) if not present(group, block)), max(first, end))
 
 

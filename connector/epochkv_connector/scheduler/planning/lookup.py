@@ -8,13 +8,16 @@ the answer is what L1 has. Errors are "not there".
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from epochkv_connector.scheduler.tiers.index import Key
-from epochkv_connector.scheduler.tiers.views import KeysOf, LookupClient
+from epochkv_connector.scheduler.tiers.views import KeysOf
+
+if TYPE_CHECKING:
+    from epochkv_connector.store.client import StoreClient
 
 MAX_KEYS_PER_QUERY = 1024
 
@@ -23,9 +26,7 @@ READ_LEASE_SECONDS = 5.0
 (Mooncake `types.h`, `default_kv_lease_ttl`)."""
 
 
-class State(enum.Enum):
-    """Where a query stands."""
-
+class QueryState(enum.Enum):
     READY = enum.auto()
     PENDING = enum.auto()
     LATE = enum.auto()  # past its deadline: go on without L2
@@ -56,7 +57,7 @@ class Lookups:
     """
 
     def __init__(
-        self, client: LookupClient, keys_of: KeysOf, wait_seconds: float, deadline_seconds: float, clock: Callable[[], float]
+        self, client: StoreClient, keys_of: KeysOf, wait_seconds: float, deadline_seconds: float, clock: Callable[[], float]
     ) -> None:
         self._client = client
         self._keys_of = keys_of
@@ -68,7 +69,6 @@ class Lookups:
         self._num_begun = self._num_late = self._num_errors = self._num_absent = 0
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start."""
         return {
             "queries_begun": self._num_begun,
             "queries_late": self._num_late,
@@ -113,12 +113,12 @@ class Lookups:
         self._num_begun += 1
         return query
 
-    def poll(self, query: Query) -> State:
+    def poll(self, query: Query) -> QueryState:
         """Where the query stands, after waiting at most what is left of the step's wait. READY sets `query.found`."""
         if query.found is not None:
-            return State.READY
+            return QueryState.READY
         if query.late:
-            return State.LATE
+            return QueryState.LATE
         pending = [future for future in query.futures if not future.done()]
         if pending and self._budget > 0:
             before = self._clock()
@@ -126,14 +126,14 @@ class Lookups:
             self._budget = max(0.0, self._budget - (self._clock() - before)) if not pending else 0.0
         if not pending:
             query.found = self._collect(query)
-            return State.READY
+            return QueryState.READY
         if self._clock() < query.begun_at + self._deadline_seconds:
-            return State.PENDING
+            return QueryState.PENDING
         query.late = True
         self._num_late += 1
         for future in pending:
             future.cancel()
-        return State.LATE
+        return QueryState.LATE
 
     def _collect(self, query: Query) -> frozenset[Key]:
         answers: list[bool] = []
@@ -155,44 +155,11 @@ class Lookups:
         return frozenset(found)
 
     def drop(self, request_id: str) -> None:
-        """Forget the request's query."""
         query = self._queries.pop(request_id, None)
         if query is not None:
             for future in query.futures:
                 future.cancel()
 
     def drop_all(self) -> None:
-        """Forget every query: the names changed."""
         for request_id in list(self._queries):
             self.drop(request_id)
-
-
-class KnownInStore:
-    """Blocks that L2 was seen to hold under the current root: bounded, and only a hint that saves a put."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._keys: OrderedDict[Key, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._keys
-
-    def add(self, keys: Iterable[Key]) -> None:
-        """L2 was seen to hold these."""
-        for key in keys:
-            self._keys[key] = None
-            self._keys.move_to_end(key)
-        while len(self._keys) > self.capacity:
-            self._keys.popitem(last=False)
-
-    def discard(self, keys: Iterable[Key]) -> None:
-        """L2 was seen not to hold these."""
-        for key in keys:
-            self._keys.pop(key, None)
-
-    def clear(self) -> None:
-        """The names changed."""
-        self._keys.clear()

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.planning import hits
-from epochkv_connector.scheduler.planning.found import ABSENT, Found
-from epochkv_connector.scheduler.planning.lookup import READ_LEASE_SECONDS, Lookups, Query, State
+from epochkv_connector.scheduler.planning.lookup import READ_LEASE_SECONDS, Lookups, Query, QueryState
 from epochkv_connector.scheduler.planning.plans import HELD_FRACTION, PLAN_TTL_SECONDS, Plan, PlanTable
+from epochkv_connector.scheduler.planning.prompt_blocks import ABSENT, PromptBlocks
 from epochkv_connector.scheduler.tiers.index import Key
-from epochkv_connector.scheduler.tiers.stock import Stock
-from epochkv_connector.scheduler.tiers.views import Hit, RequestView, Snapshot
+from epochkv_connector.scheduler.tiers.state import TierState
+from epochkv_connector.scheduler.tiers.views import Hit, RequestView
 from epochkv_connector.wire.jobs import Source
 
 RING_SHARE = 8
@@ -39,31 +40,28 @@ class HitPlanner:
         plans: those that are open, remembered misses included.
     """
 
-    def __init__(self, stock: Stock, lookups: Lookups | None) -> None:
-        self._stock = stock
+    def __init__(self, tiers: TierState, lookups: Lookups | None) -> None:
+        self._tiers = tiers
         self._lookups = lookups
-        self._layout = layout = stock.layout
-        self._index = stock.index
-        self._tracker = stock.tracker
-        self._count = stock.counts
+        self._layout = layout = tiers.layout
+        self._index = tiers.index
+        self._tracker = tiers.tracker
+        self._count = tiers.counts
         self.plans = PlanTable()
         self._lacking: dict[str, int] = {}  # since which step a request's hit waits for slots
         self._step = 0
         self._unit_blocks = sum(layout.alignment_tokens // max(1, g.block_size) for g in layout.groups) or 1
 
     def leak_report(self) -> dict[str, int]:
-        """All zero when no request lives."""
         queries = 0 if self._lookups is None else len(self._lookups)
         held, lacking = self.plans.num_held, len(self._lacking)
         return {"plans": len(self.plans), "plan_slots": held, "hits_lacking_slots": lacking, "queries": queries}
 
-    # -- asking --------------------------------------------------------------------------------------------------
-
     def begin(self, req: RequestView, snap: Snapshot) -> None:
         """Start asking L2 for what L1 does not hold, before the scheduler needs the answer. Returns at once."""
         max_tokens = self._max_tokens(req)
-        if self._stock.is_usable and req.root == snap.root and max_tokens >= max(1, self._stock.config.min_load_tokens):
-            self._query(req, self.find(req), 0, max_tokens, self._stock.namespace(snap))
+        if self._tiers.is_usable and req.root == snap.root and max_tokens >= max(1, self._tiers.config.min_load_tokens):
+            self._query(req, self.find(req), 0, max_tokens, self._tiers.namespace(snap))
 
     def answer(self, req: RequestView, num_local_tokens: int, snap: Snapshot) -> Hit:
         """How many tokens beyond the local ones the tiers give, held by a plan; the same question again finds the same plan.
@@ -72,9 +70,9 @@ class HitPlanner:
         prompt would leave out a block that this token attends to.
         """
         self._count["lookups"] += 1
-        if not self._stock.is_usable or req.root != snap.root:
+        if not self._tiers.is_usable or req.root != snap.root:
             return MISS
-        now, namespace = self._stock.clock(), self._stock.namespace(snap)
+        now, namespace = self._tiers.clock(), self._tiers.namespace(snap)
         plan = self.plans.get(req.request_id)
         if plan is not None:
             if plan.answers(num_local_tokens, req.root, namespace, now):
@@ -83,19 +81,19 @@ class HitPlanner:
             self.plans.pop(req.request_id)
             self.release(plan)
         max_tokens = self._max_tokens(req)
-        if max_tokens - num_local_tokens < max(1, self._stock.config.min_load_tokens):
+        if max_tokens - num_local_tokens < max(1, self._tiers.config.min_load_tokens):
             return MISS
         found = self.find(req)
         query = self._query(req, found, num_local_tokens, max_tokens, namespace)
         plan = Plan(req.request_id, req.root, num_local_tokens, MISS, namespace, now + PLAN_TTL_SECONDS)
         if query is not None and self._lookups is not None:
             state = self._lookups.poll(query)
-            if state is State.PENDING:
+            if state is QueryState.PENDING:
                 self._count["lookups_deferred"] += 1
                 return ASK_AGAIN
-            if state is State.READY and query.found is not None:
-                self._stock.known.add(query.found)
-                self._stock.known.discard(key for key in query.blocks if key not in query.found)
+            if state is QueryState.READY and query.found is not None:
+                self._tiers.known.add(query.found)
+                self._tiers.known.discard(key for key in query.blocks if key not in query.found)
                 found.remote = query.found
                 plan.valid_until = query.begun_at + READ_LEASE_SECONDS
         whole = hits.longest_hit(self._layout, num_local_tokens, max_tokens, found.present, found.first_absent)
@@ -108,22 +106,21 @@ class HitPlanner:
 
     def _await_slots(self, request_id: str) -> bool:
         """Whether a hit that lacks slots is worth asking for again: saves are open, and it has not waited for them yet."""
-        return self._stock.ledger.num_saves > 0 and self._step < self._lacking.setdefault(request_id, self._step) + SLOT_WAIT_STEPS
+        return self._tiers.ledger.num_saves > 0 and self._step < self._lacking.setdefault(request_id, self._step) + SLOT_WAIT_STEPS
 
     def _max_tokens(self, req: RequestView) -> int:
         full = min(req.num_tokens - 1, len(req.block_hashes) * req.hash_block_size)
         return hits.align_down(max(0, full), self._layout.alignment_tokens)
 
-    def find(self, req: RequestView) -> Found:
-        """Where the blocks of the request's prompt are now."""
+    def find(self, req: RequestView) -> PromptBlocks:
         scales = [group.block_size // req.hash_block_size for group in self._layout.groups]
-        return Found(self._index, self._tracker, req.block_hashes, scales)
+        return PromptBlocks(self._index, self._tracker, req.block_hashes, scales)
 
-    def _query(self, req: RequestView, found: Found, local: int, max_tokens: int, namespace: str | None) -> Query | None:
+    def _query(self, req: RequestView, found: PromptBlocks, local: int, max_tokens: int, namespace: str | None) -> Query | None:
         """The request's L2 query, begun if need be; None when L2 is not to be asked."""
         if self._lookups is None or namespace is None:
             return None
-        if not self._stock.pause.allows():
+        if not self._tiers.pause.allows():
             self._count["lookups_paused"] += 1
             return None
         query = self._lookups.get(req.request_id, namespace, req.root)
@@ -135,16 +132,17 @@ class HitPlanner:
             wanted += [(group, name) for name, slot in zip(span.names, span.slots, strict=True) if slot == ABSENT]
         return self._lookups.begin(req.request_id, namespace, req.root, wanted) if wanted else None
 
-    # -- promising -----------------------------------------------------------------------------------------------
-
-    def _fill(self, plan: Plan, total: int, found: Found) -> None:
+    def _fill(self, plan: Plan, total: int, found: PromptBlocks) -> None:
         """Make the plan promise the longest hit up to `total` tokens that can be held. Takes nothing yet."""
         local, alignment = plan.num_local_tokens, self._layout.alignment_tokens
         cap = int(self._index.num_slots * HELD_FRACTION)
         while total > local:
             self._choose(plan, total, found)
             while self.plans.num_held and self.plans.num_held + plan.num_held > cap:
-                self._evict_oldest()
+                oldest = self.plans.pop_oldest_holder()
+                assert oldest is not None, "plans hold slots that no plan holds"
+                self.release(oldest)
+                self._count["plans_over_cap"] += 1
             newly_held = self._index.num_idle(plan.pinned()) + plan.reserved
             excess = newly_held - self._index.num_available
             if excess <= 0:
@@ -164,7 +162,7 @@ class HitPlanner:
         share = max(1, self._index.num_slots // RING_SHARE)
         return min(num_missing, share, max(1, self._index.num_available))
 
-    def _choose(self, plan: Plan, total: int, found: Found) -> None:
+    def _choose(self, plan: Plan, total: int, found: PromptBlocks) -> None:
         """The blocks of a hit of `total` tokens and where they come from."""
         local = plan.num_local_tokens
         plan.choose([found.locate(group, hits.needed_range(spec, local, total)) for group, spec in enumerate(self._layout.groups)])
@@ -172,7 +170,7 @@ class HitPlanner:
         plan.hit = Hit(total - local, self._sources(plan, total - local))
 
     def _sources(self, plan: Plan, num_tokens: int) -> Mapping[Source, int]:
-        if not plan.num_missing or not plan.num_pinned:
+        if not plan.num_missing or not plan.num_pinned:  # nearly every hit; counting its blocks cost 5 us
             return {Source.STORE if plan.num_missing else Source.HOST: num_tokens}
         store = [span.num_absent for span in plan.spans]
         host = [len(span.slots) - absent for span, absent in zip(plan.spans, store, strict=True)]
@@ -180,7 +178,7 @@ class HitPlanner:
 
     def _open(self, plan: Plan, now: float) -> None:
         num_tokens = plan.hit.num_tokens or 0
-        if num_tokens < max(1, self._stock.config.min_load_tokens):
+        if num_tokens < max(1, self._tiers.config.min_load_tokens):
             self._count["lookups_below_min" if num_tokens else "lookups_missed"] += 1
             plan.hit = MISS
             plan.clear()
@@ -198,8 +196,6 @@ class HitPlanner:
         self.plans.add(plan)
         self.plans.refresh(plan, self._step, now)
 
-    # -- keeping or dropping -------------------------------------------------------------------------------------
-
     def take(self, request_id: str) -> Plan | None:
         """The request's plan, which is now the caller's to `release`. Its query ends."""
         if self._lookups is not None:
@@ -207,7 +203,6 @@ class HitPlanner:
         return self.plans.pop(request_id)
 
     def release(self, plan: Plan) -> None:
-        """Give back what the plan holds."""
         self._index.unpin(reversed(plan.pinned()))
         self._index.unreserve(plan.reserved)
         plan.clear()
@@ -232,14 +227,8 @@ class HitPlanner:
     def end_step(self) -> None:
         """Age the plans; the next step has its own share of waiting."""
         self._step += 1
-        for plan in self.plans.pop_expired(self._step, self._stock.clock()):
+        for plan in self.plans.pop_expired(self._step, self._tiers.clock()):
             self._count["plans_expired"] += plan.num_held > 0
             self.release(plan)
         if self._lookups is not None:
             self._lookups.new_step()
-
-    def _evict_oldest(self) -> None:
-        oldest = self.plans.pop_oldest_holder()
-        assert oldest is not None, "plans hold slots that no plan holds"
-        self.release(oldest)
-        self._count["plans_over_cap"] += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from epochkv_connector.scheduler.planning.found import Span
+from epochkv_connector.scheduler.planning.prompt_blocks import Span
 from epochkv_connector.scheduler.tiers.views import Hit
 
 PLAN_TTL_STEPS = 8
@@ -50,7 +50,6 @@ class Plan:
 
     @property
     def num_held(self) -> int:
-        """Slots referenced or reserved."""
         return self.num_pinned + self.reserved
 
     def choose(self, spans: list[Span]) -> None:
@@ -85,17 +84,14 @@ class PlanTable:
         return len(self._plans)
 
     def get(self, request_id: str) -> Plan | None:
-        """The plan of a request, if it has one."""
         return self._plans.get(request_id)
 
     def add(self, plan: Plan) -> None:
-        """Remember a plan; the request must have none."""
         assert plan.request_id not in self._plans, f"request {plan.request_id} has a plan already"
         self._plans[plan.request_id] = plan
         self.num_held += plan.num_held
 
     def refresh(self, plan: Plan, step: int, now: float) -> None:
-        """The plan was asked for again."""
         plan.asked_step, plan.asked_at = step, now
         self._plans.move_to_end(plan.request_id)
 
@@ -125,7 +121,6 @@ class PlanTable:
         return expired
 
     def pop_all(self) -> list[Plan]:
-        """Take out every plan."""
         plans = list(self._plans.values())
         self._plans.clear()
         self.num_held = 0

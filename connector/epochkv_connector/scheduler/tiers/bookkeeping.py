@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from epochkv_connector.config.connector_config import ConnectorConfig
+from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.planning.lookup import Lookups
 from epochkv_connector.scheduler.planning.planner import HitPlanner
-from epochkv_connector.scheduler.tiers.jobs import Loaded
-from epochkv_connector.scheduler.tiers.loads import Loads
-from epochkv_connector.scheduler.tiers.saves import Saves
-from epochkv_connector.scheduler.tiers.stock import Stock
-from epochkv_connector.scheduler.tiers.views import BlockPoolPort, CacheLayout, KeysOf, LookupClient, Snapshot
+from epochkv_connector.scheduler.tiers.ledger import Loaded
+from epochkv_connector.scheduler.tiers.loads import LoadJobs
+from epochkv_connector.scheduler.tiers.saves import SaveJobs
+from epochkv_connector.scheduler.tiers.state import TierState
+from epochkv_connector.scheduler.tiers.views import CacheLayout, KeysOf
 from epochkv_connector.wire.jobs import JobAck, LoadJob, SaveJob
+
+if TYPE_CHECKING:
+    from epochkv_connector.engine.blocks import BlockPoolAdapter
+    from epochkv_connector.store.client import StoreClient
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +70,7 @@ class Bookkeeping:
         layout: CacheLayout,
         *,
         num_ranks: int,
-        store: LookupClient | None,
+        store: StoreClient | None,
         ids: Iterator[int],
         clock: Callable[[], float],
         keys_of: KeysOf | None = None,
@@ -76,12 +81,12 @@ class Bookkeeping:
         if store is not None:
             assert keys_of is not None
             self._lookups = Lookups(store, keys_of, config.lookup_wait_ms / 1e3, config.lookup_deadline_ms / 1e3, clock)
-        self.stock = Stock(config, layout, num_ranks, ids, clock)
-        self.hits = HitPlanner(self.stock, self._lookups)
-        self.loads = Loads(self.stock, self.hits)
-        self.saves = Saves(self.stock)
+        self.state = TierState(config, layout, num_ranks, ids, clock)
+        self.hits = HitPlanner(self.state, self._lookups)
+        self.loads = LoadJobs(self.state, self.hits)
+        self.saves = SaveJobs(self.state)
 
-    def bind_block_pool(self, pool: BlockPoolPort) -> None:
+    def bind_block_pool(self, pool: BlockPoolAdapter) -> None:
         """Give access to vLLM's GPU blocks; before the first `loads.commit` and `saves.collect`."""
         self.saves.pool, self.loads.null_block = pool, pool.null_block_id
 
@@ -97,9 +102,8 @@ class Bookkeeping:
         return StepJobs(loads, *self.saves.end_step())
 
     def on_acks(self, acks: Iterable[JobAck]) -> None:
-        """Acknowledgements of any number of ranks, in order."""
         for ack in acks:
-            for outcome in self.stock.ledger.acknowledge(ack):
+            for outcome in self.state.ledger.acknowledge(ack):
                 if isinstance(outcome, Loaded):
                     self.loads.loaded(outcome)
                 else:
@@ -107,13 +111,13 @@ class Bookkeeping:
 
     def adopt(self, snap: Snapshot) -> None:
         """New names hold. Plans, queries and remembered answers go; L1 of another root is first to be evicted."""
-        if self.stock.rename(snap.root):
+        if self.state.rename(snap.root):
             self._abandon()
         self.hits.forget_all()
 
     def reset(self) -> None:
         """As `adopt`, and L1 is empty at once."""
-        self.stock.clear()
+        self.state.clear()
         self._abandon()
         self.hits.forget_all()
 
@@ -124,12 +128,12 @@ class Bookkeeping:
     def leak_report(self) -> dict[str, int]:
         """Everything that must be 0 when no request lives and every job is acknowledged."""
         return {
-            "held_slots": self.stock.index.num_held,
-            "reserved_slots": self.stock.index.num_reserved,
-            "busy_slots": self.stock.ledger.num_busy_slots,
-            "jobs": len(self.stock.ledger),
-            "loads": self.stock.ledger.num_loads,
-            "gpu_blocks": self.stock.ledger.num_gpu_blocks,
+            "held_slots": self.state.index.num_held,
+            "reserved_slots": self.state.index.num_reserved,
+            "busy_slots": self.state.ledger.num_busy_slots,
+            "jobs": len(self.state.ledger),
+            "loads": self.state.ledger.num_loads,
+            "gpu_blocks": self.state.ledger.num_gpu_blocks,
             **self.hits.leak_report(),
             **self.loads.leak_report(),
             **self.saves.leak_report(),
@@ -137,8 +141,8 @@ class Bookkeeping:
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, and gauges of now. The one method that may be called on another thread."""
-        index, ledger, tracker, pause = self.stock.index, self.stock.ledger, self.stock.tracker, self.stock.pause
-        values: dict[str, float] = {name: self.stock.counts.get(name, 0) for name in COUNTERS}
+        index, ledger, tracker, pause = self.state.index, self.state.ledger, self.state.tracker, self.state.pause
+        values: dict[str, float] = {name: self.state.counts.get(name, 0) for name in COUNTERS}
         values |= {
             "slots": index.num_slots,
             "slots_indexed": index.num_indexed,
@@ -150,11 +154,11 @@ class Bookkeeping:
             "saves_deferred": self.saves.planner.num_deferred,
             "jobs_open": len(ledger),
             "reads_open": ledger.num_reads,
-            "jobs_overdue": ledger.num_overdue(self.stock.clock()),
+            "jobs_overdue": ledger.num_overdue(self.state.clock()),
             "acks_ignored": ledger.ignored_acks,
             "plans_open": len(self.hits.plans),
             "tracker_entries": 0 if tracker is None else len(tracker),
-            "known_in_store": len(self.stock.known),
+            "known_in_store": len(self.state.known),
             "loads_paused": pause.paused,
             "load_pauses": pause.num_pauses,
         }

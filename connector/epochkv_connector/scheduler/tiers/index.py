@@ -22,11 +22,7 @@ Key = tuple[int, bytes]
 
 
 def slot_count(config: ConnectorConfig, slot_bytes: int, num_ranks: int) -> int:
-    """Slots of the host region, the same on every rank: L1's capacity, or the staging ring when there is no L1.
-
-    Raises:
-        ConfigError: the L1 capacity does not hold one block.
-    """
+    """Slots of the host region, the same on every rank: L1's capacity, or the staging ring when there is no L1."""
     if config.local is None:
         return config.staging_slots
     count = config.local.capacity_bytes // (slot_bytes * num_ranks)
@@ -50,6 +46,10 @@ class HostIndex:
         num_groups: KV cache groups.
         indexed: False: a staging ring; nothing is ever found in it.
         on_evict: told the name of every block that leaves the index.
+
+    Attributes:
+        num_reserved: slots promised and not yet allocated.
+        num_held: slots with at least one reference.
     """
 
     def __init__(self, num_slots: int, num_groups: int, indexed: bool = True, on_evict: Callable[[Key], None] | None = None) -> None:
@@ -65,13 +65,10 @@ class HostIndex:
         self._names: list[Key | None] = [None] * num_slots
         self._roots: list[bytes | None] = [None] * num_slots  # the root a name was made with
         self._root: bytes | None = None
-        self._reserved = 0
-        self._held = 0
-
-    # -- reading -------------------------------------------------------------------------------------------------
+        self.num_reserved = 0
+        self.num_held = 0
 
     def get(self, group: int, block_hash: bytes) -> int | None:
-        """Slot of a block, or None."""
         return self._maps[group].get(block_hash)
 
     def num_idle(self, slots: Iterable[int]) -> int:
@@ -89,17 +86,7 @@ class HostIndex:
     @property
     def num_available(self) -> int:
         """Slots that can still be promised: free, or evictable, and not reserved."""
-        return len(self._free) + len(self._idle) + len(self._dead) - self._reserved
-
-    @property
-    def num_reserved(self) -> int:
-        """Slots promised and not yet allocated."""
-        return self._reserved
-
-    @property
-    def num_held(self) -> int:
-        """Slots with at least one reference."""
-        return self._held
+        return len(self._free) + len(self._idle) + len(self._dead) - self.num_reserved
 
     @property
     def num_indexed(self) -> int:
@@ -111,20 +98,17 @@ class HostIndex:
         """Blocks of other roots, to be evicted first."""
         return len(self._dead)
 
-    # -- promises and references ---------------------------------------------------------------------------------
-
     def reserve(self, count: int) -> bool:
         """Promise `count` slots for a later `allocate(..., reserved=True)`; all or none."""
         if count > self.num_available:
             return False
-        self._reserved += count
+        self.num_reserved += count
         return True
 
     def unreserve(self, count: int) -> None:
-        """Take a promise back."""
-        if count > self._reserved:
-            raise SlotError(f"{count} reservations given back, {self._reserved} exist")
-        self._reserved -= count
+        if count > self.num_reserved:
+            raise SlotError(f"{count} reservations given back, {self.num_reserved} exist")
+        self.num_reserved -= count
 
     def pin(self, slots: Iterable[int]) -> None:
         """Reference indexed slots, so that they stay. The caller has checked `num_available` for the idle ones."""
@@ -135,7 +119,7 @@ class HostIndex:
                 if names[slot] is None:
                     raise SlotError(f"slot {slot} holds nothing that a hit can refer to")
                 del (idle if slot in idle else self._dead)[slot]
-                self._held += 1
+                self.num_held += 1
             refs[slot] = count + 1
 
     def unpin(self, slots: Iterable[int]) -> None:
@@ -146,7 +130,7 @@ class HostIndex:
                 raise SlotError(f"slot {slot} is released once too often")
             self._refs[slot] = refs - 1
             if refs == 1:
-                self._held -= 1
+                self.num_held -= 1
                 if self._names[slot] is None:
                     self._free.append(slot)
                 elif self._roots[slot] == self._root:
@@ -155,35 +139,28 @@ class HostIndex:
                     self._dead[slot] = None
 
     def allocate(self, count: int, reserved: bool = False) -> list[int]:
-        """Anonymous slots with one reference each.
+        """Anonymous slots with one reference each. Raises SlotError, and takes nothing, when not that many can be had.
 
-        Args:
-            reserved: use up a promise made before; otherwise the caller has checked `num_available`.
-
-        Raises:
-            SlotError: not that many can be had; nothing was taken.
+        `reserved`: use up a promise made before; otherwise the caller has checked `num_available`.
         """
         if reserved:
             self.unreserve(count)
         if count > self.num_available:
             if reserved:
-                self._reserved += count
+                self.num_reserved += count
             raise SlotError(f"{count} slots wanted, {self.num_available} available of {self.num_slots}")
-        slots = [self._take() for _ in range(count)]
-        self._held += count
+        slots = []
+        for _ in range(count):
+            if self._free:
+                slot = self._free.pop()
+            else:
+                slot, _ = (self._dead or self._idle).popitem(last=False)
+                self._unname(slot)
+                self.evictions += 1
+            self._refs[slot] = 1
+            slots.append(slot)
+        self.num_held += count
         return slots
-
-    def _take(self) -> int:
-        if self._free:
-            slot = self._free.pop()
-        else:
-            slot, _ = (self._dead or self._idle).popitem(last=False)
-            self._unname(slot)
-            self.evictions += 1
-        self._refs[slot] = 1
-        return slot
-
-    # -- names ---------------------------------------------------------------------------------------------------
 
     def insert(self, slot: int, group: int, block_hash: bytes) -> bool:
         """Name an anonymous slot. False if the block is in another slot already, or this is a staging ring."""
@@ -237,19 +214,3 @@ class HostIndex:
         self._free.extend([*self._dead, *self._idle])
         self._dead.clear()
         self._idle.clear()
-
-    def check(self) -> None:
-        """Raise `SlotError` if any slot has two owners or none (for tests; O(slots))."""
-        seen = [*self._free, *self._dead, *self._idle, *(s for s in range(self.num_slots) if self._refs[s] > 0)]
-        if sorted(seen) != list(range(self.num_slots)):
-            raise SlotError("a slot has two owners, or none")
-        if self.num_available < 0:
-            raise SlotError(f"{-self.num_available} slots more are promised than exist")
-        named = {slot: (group, name) for group, names in enumerate(self._maps) for name, slot in names.items()}
-        if named != {slot: name for slot, name in enumerate(self._names) if name is not None}:
-            raise SlotError("a slot is found under a name that it does not have")
-        for slot in named:
-            if self._refs[slot] == 0 and slot not in (self._idle if self._roots[slot] == self._root else self._dead):
-                raise SlotError(f"slot {slot} is found but not kept")
-        if self._held != sum(1 for refs in self._refs if refs):
-            raise SlotError("the count of held slots is wrong")

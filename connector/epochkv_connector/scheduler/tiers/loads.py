@@ -14,13 +14,14 @@ from itertools import repeat
 
 import msgspec
 
+from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.planning import hits
-from epochkv_connector.scheduler.planning.found import ABSENT, Span
 from epochkv_connector.scheduler.planning.planner import HitPlanner
 from epochkv_connector.scheduler.planning.plans import Plan
-from epochkv_connector.scheduler.tiers.jobs import Loaded
-from epochkv_connector.scheduler.tiers.stock import Stock
-from epochkv_connector.scheduler.tiers.views import GroupKind, RequestView, Snapshot
+from epochkv_connector.scheduler.planning.prompt_blocks import ABSENT, Span
+from epochkv_connector.scheduler.tiers.ledger import Loaded
+from epochkv_connector.scheduler.tiers.state import TierState
+from epochkv_connector.scheduler.tiers.views import GroupKind, RequestView
 from epochkv_connector.wire.jobs import BlockMove, LoadJob, Source
 
 
@@ -54,27 +55,26 @@ def _moves(span: Span, gpu_blocks: Sequence[int]) -> Iterable[BlockMove]:
     return map(BlockMove, repeat(span.group), blocks, gpu_blocks, slots, span.names, sources)
 
 
-class Loads:
+class LoadJobs:
     """Accepted hits of this step, and the end of those that went out.
 
     Attributes:
         null_block: vLLM's GPU block that holds nothing.
     """
 
-    def __init__(self, stock: Stock, planner: HitPlanner) -> None:
-        self._stock = stock
-        self._index = stock.index
+    def __init__(self, tiers: TierState, planner: HitPlanner) -> None:
+        self._tiers = tiers
+        self._index = tiers.index
         self._planner = planner
         self._drafts: dict[str, LoadDraft] = {}
         self.null_block = 0
 
     def leak_report(self) -> dict[str, int]:
-        """All zero when every accepted hit went out."""
         return {"unsent_loads": len(self._drafts)}
 
     def is_open(self, request_id: str) -> bool:
         """Whether some rank has not reported a load of this request, those accepted in this step included."""
-        return request_id in self._drafts or self._stock.ledger.is_loading(request_id)
+        return request_id in self._drafts or self._tiers.ledger.is_loading(request_id)
 
     def commit(self, req: RequestView, group_block_ids: Sequence[Sequence[int]], num_tokens: int, snap: Snapshot) -> bool:
         """vLLM has allocated blocks for a hit, or a part of it. A second call does nothing.
@@ -91,12 +91,12 @@ class Loads:
                 draft = self._bind(req, plan, num_tokens, group_block_ids)
             self._planner.release(plan)  # what the draft did not take
         if draft is None:
-            self._stock.counts["loads_doomed"] += 1
+            self._tiers.counts["loads_doomed"] += 1
             return False
-        self._stock.counts["plans_committed"] += 1
+        self._tiers.counts["plans_committed"] += 1
         self._drafts[req.request_id] = draft
         if draft.num_fetched:
-            self._stock.pause.begin(req.request_id)
+            self._tiers.pause.begin(req.request_id)
         return True
 
     def _bind(self, req: RequestView, plan: Plan, num_tokens: int, group_block_ids: Sequence[Sequence[int]]) -> LoadDraft | None:
@@ -108,7 +108,7 @@ class Loads:
         moves: list[BlockMove] = []
         dropped: list[int] = []  # slots of the plan that the load does not use
         late: list[int] = []
-        for span, spec in zip(plan.spans, self._stock.layout.groups, strict=True):
+        for span, spec in zip(plan.spans, self._tiers.layout.groups, strict=True):
             first, end = plan.num_local_tokens // spec.block_size, hits.cdiv(total, spec.block_size)
             gpu_blocks = group_block_ids[span.group][first:end]
             has_null = self.null_block in gpu_blocks
@@ -131,10 +131,10 @@ class Loads:
     def _sources(self, moves: Sequence[BlockMove], num_fetched: int, num_tokens: int) -> Mapping[Source, int]:
         if num_fetched in (0, len(moves)):
             return {Source.STORE if num_fetched else Source.HOST: num_tokens}
-        blocks = {source: [0] * len(self._stock.layout.groups) for source in Source}
+        blocks = {source: [0] * len(self._tiers.layout.groups) for source in Source}
         for move in moves:
             blocks[move.source][move.group] += 1
-        return hits.tokens_by_tier(self._stock.layout, blocks[Source.HOST], blocks[Source.STORE], num_tokens)
+        return hits.tokens_by_tier(self._tiers.layout, blocks[Source.HOST], blocks[Source.STORE], num_tokens)
 
     def _bind_window(
         self,
@@ -171,8 +171,7 @@ class Loads:
         return {} if draft is None else draft.sources
 
     def end_step(self) -> tuple[LoadJob, ...]:
-        """The jobs of the hits accepted in this step."""
-        now = self._stock.clock()
+        now = self._tiers.clock()
         jobs = tuple(self._open(draft, now) for draft in self._drafts.values())
         self._drafts = {}
         return jobs
@@ -182,8 +181,8 @@ class Loads:
         if draft.num_fetched:
             fresh = itertools.cycle(self._index.allocate(draft.num_reserved, reserved=True))
             moves = tuple(m if m.source is Source.HOST else msgspec.structs.replace(m, slot=next(fresh)) for m in moves)
-        job = LoadJob(next(self._stock.ids), draft.request_id, draft.namespace, moves, self._stock.config.job_deadline_seconds)
-        self._stock.ledger.open_load(job, now, draft.abandoned, reads=draft.num_fetched > 0)
+        job = LoadJob(next(self._tiers.ids), draft.request_id, draft.namespace, moves, self._tiers.config.job_deadline_seconds)
+        self._tiers.ledger.open_load(job, now, draft.abandoned, reads=draft.num_fetched > 0)
         return job
 
     def abandon(self) -> None:
@@ -192,13 +191,12 @@ class Loads:
             draft.abandoned = True
 
     def loaded(self, done: Loaded) -> None:
-        """Every rank has reported a load."""
-        self._stock.counts["loads_done"] += 1
-        self._stock.counts["loads_failed"] += done.failed
-        self._stock.counts["blocks_loaded"] += len(done.job.moves) - len(done.doubted)
+        self._tiers.counts["loads_done"] += 1
+        self._tiers.counts["loads_failed"] += done.failed
+        self._tiers.counts["blocks_loaded"] += len(done.job.moves) - len(done.doubted)
         fetched = sum(move.source is Source.STORE for move in done.job.moves)
         if fetched:
             arrived = not done.failed or len(done.filled) == fetched
-            self._stock.pause.end(done.job.request_id, None if done.abandoned else arrived)
+            self._tiers.pause.end(done.job.request_id, None if done.abandoned else arrived)
         if not done.abandoned:
-            self._stock.loaded(done)
+            self._tiers.loaded(done)

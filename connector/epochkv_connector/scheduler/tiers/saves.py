@@ -8,24 +8,29 @@ finds no slot is tried again while the request lives.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
+from typing import TYPE_CHECKING
 
+from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.planning.hits import align_down
 from epochkv_connector.scheduler.tiers.index import Key
-from epochkv_connector.scheduler.tiers.jobs import Copied, Outcome, Released, Stored
-from epochkv_connector.scheduler.tiers.stock import Stock
-from epochkv_connector.scheduler.tiers.views import BlockPoolPort, ScheduledRequestView, Snapshot
+from epochkv_connector.scheduler.tiers.ledger import Copied, Outcome, Released, Stored
+from epochkv_connector.scheduler.tiers.state import TierState
+from epochkv_connector.scheduler.tiers.views import ScheduledRequestView
 from epochkv_connector.wire.jobs import BlockMove, JobAck, SaveJob
+
+if TYPE_CHECKING:
+    from epochkv_connector.engine.blocks import BlockPoolAdapter
 
 
 class SavePlanner:
     """Chooses, and takes slots. The names under way are told back with `over`."""
 
-    def __init__(self, stock: Stock) -> None:
-        self._stock = stock
-        self._layout = stock.layout
-        self._index = stock.index
-        self._known = stock.known
-        self._tracker = stock.tracker
+    def __init__(self, tiers: TierState) -> None:
+        self._tiers = tiers
+        self._layout = tiers.layout
+        self._index = tiers.index
+        self._known = tiers.known
+        self._tracker = tiers.tracker
         self._cursors: dict[str, tuple[bytes, str | None, int]] = {}  # root, namespace, tokens that were looked at
         self._saving: set[Key] = set()
         self._needs: dict[str, int] = {}  # request -> slots that its next unit needs and did not find
@@ -33,7 +38,6 @@ class SavePlanner:
         self.num_deferred = 0
 
     def leak_report(self) -> dict[str, int]:
-        """All zero when no request lives and no save is open."""
         return {"names_saving": len(self._saving), "save_cursors": len(self._cursors), "saves_lacking_slots": len(self._needs)}
 
     def continuable(self, scheduled: Container[str]) -> list[str]:
@@ -59,17 +63,14 @@ class SavePlanner:
             del self._lacking[needed]
 
     def forget_request(self, request_id: str) -> None:
-        """The request is finished."""
         self._cursors.pop(request_id, None)
         self.give_up(request_id)
 
     def over(self, moves: tuple[BlockMove, ...]) -> None:
-        """A save has ended, one way or the other."""
         for move in moves:
             self._saving.discard((move.group, move.block_hash))
 
     def clear(self) -> None:
-        """The names changed: everything begins anew."""
         self._cursors.clear()
         self._needs.clear()
         self._lacking.clear()
@@ -92,7 +93,7 @@ class SavePlanner:
         self._cursors[view.request_id] = (view.root, namespace, token)
         if not moves:
             return None
-        job_id, deadline = next(self._stock.ids), self._stock.config.job_deadline_seconds
+        job_id, deadline = next(self._tiers.ids), self._tiers.config.job_deadline_seconds
         return SaveJob(job_id, view.request_id, namespace, start // size, (token - start) // size, tuple(moves), deadline)
 
     def _moves_of_unit(self, view: ScheduledRequestView, token: int, namespace: str | None, null_block: int) -> list[BlockMove] | None:
@@ -130,7 +131,7 @@ class SavePlanner:
                     continue
                 slot = self._index.get(group, name)
                 if slot is not None and self._tracker is not None:
-                    self._tracker.confirm([(group, name)])  # it may have been forgotten there; L1 holds it
+                    self._tracker.add([(group, name)])  # it may have been forgotten there; L1 holds it
                 put = namespace is not None and (group, name) not in self._known
                 if not put and (slot is not None or not self._index.indexed):
                     continue
@@ -138,17 +139,17 @@ class SavePlanner:
         return wanted
 
 
-class Saves:
+class SaveJobs:
     """Jobs for blocks that are worth saving, and what their end gives back.
 
     Attributes:
         pool: vLLM's GPU blocks; None: not bound yet, so nothing is saved.
     """
 
-    def __init__(self, stock: Stock) -> None:
-        self.planner = SavePlanner(stock)
-        self.pool: BlockPoolPort | None = None
-        self._stock = stock
+    def __init__(self, tiers: TierState) -> None:
+        self.planner = SavePlanner(tiers)
+        self.pool: BlockPoolAdapter | None = None
+        self._tiers = tiers
         self._jobs: list[SaveJob] = []
         self._scale: dict[int, int] = {}  # hash blocks per block, by group; an engine has one hash block size
         self._agreed: list[int] = []  # saves that ranks wait to hear of
@@ -162,8 +163,8 @@ class Saves:
         Returns:
             The jobs that go out with the next metadata for it.
         """
-        first, namespace = len(self._jobs), self._stock.namespace(snap)
-        if not self._stock.is_usable or self.pool is None or (self._stock.config.local is None and namespace is None):
+        first, namespace = len(self._jobs), self._tiers.namespace(snap)
+        if not self._tiers.is_usable or self.pool is None or (self._tiers.config.local is None and namespace is None):
             return ()
         for view in views:
             if view.root == snap.root:
@@ -172,14 +173,14 @@ class Saves:
                     self._open(job, view.hash_block_size, self.pool)
         return self._jobs[first:]
 
-    def _open(self, job: SaveJob, hash_block_size: int, pool: BlockPoolPort) -> None:
+    def _open(self, job: SaveJob, hash_block_size: int, pool: BlockPoolAdapter) -> None:
         gpu_blocks = tuple(move.gpu_block for move in job.moves if move.copy)
         pool.touch(gpu_blocks)
         if not self._scale:
-            self._scale = {index: group.block_size // hash_block_size for index, group in enumerate(self._stock.layout.groups)}
-        self._stock.ledger.open_save(job, gpu_blocks, self._scale, self._stock.clock())
+            self._scale = {index: group.block_size // hash_block_size for index, group in enumerate(self._tiers.layout.groups)}
+        self._tiers.ledger.open_save(job, gpu_blocks, self._scale, self._tiers.clock())
         self._jobs.append(job)
-        self._stock.counts["saves_emitted"] += 1
+        self._tiers.counts["saves_emitted"] += 1
 
     def end_step(self) -> tuple[tuple[SaveJob, ...], tuple[int, ...], tuple[int, ...]]:
         """The step's jobs, and earlier saves that every rank has copied, or some rank has not."""
@@ -191,9 +192,9 @@ class Saves:
         """The step's jobs reach no worker: end them, so that their GPU blocks and slots come back."""
         jobs, self._jobs = self._jobs, []
         for job in jobs:
-            for rank in range(self._stock.ledger.num_ranks):
+            for rank in range(self._tiers.ledger.num_ranks):
                 for phase in job.phases:
-                    for outcome in self._stock.ledger.acknowledge(JobAck(job.job_id, rank, phase, job.start_block, 0, failed=True)):
+                    for outcome in self._tiers.ledger.acknowledge(JobAck(job.job_id, rank, phase, job.start_block, 0, failed=True)):
                         self.apply(outcome)
 
     def let_go(self) -> bool:
@@ -201,7 +202,7 @@ class Saves:
 
         The caller has every rank end them before it writes to a block again (`StepMetadata.settle`).
         """
-        blocks = self._stock.ledger.let_go()
+        blocks = self._tiers.ledger.let_go()
         if blocks and self.pool is not None:
             self.pool.free(blocks)
         return bool(blocks)
@@ -212,35 +213,30 @@ class Saves:
             case Copied():
                 self._copied(outcome)
             case Stored():
-                self._stock.counts["blocks_stored"] += len(outcome.stored)
+                self._tiers.counts["blocks_stored"] += len(outcome.stored)
                 if not outcome.abandoned:
-                    self._stock.stored(outcome)
+                    self._tiers.stored(outcome)
             case Released():
-                self._stock.index.unpin(outcome.slots)
+                self._tiers.index.unpin(outcome.slots)
 
     def _copied(self, done: Copied) -> None:
         if done.gpu_blocks and self.pool is not None:
             self.pool.free(tuple(reversed(done.gpu_blocks)))
         self.planner.over(done.job.moves)
-        if done.job.namespace is not None and self._stock.ledger.num_ranks > 1:
+        if done.job.namespace is not None and self._tiers.ledger.num_ranks > 1:
             (self._agreed if done.complete else self._refused).append(done.job.job_id)
-        self._stock.counts["blocks_saved"] += len(done.saved)
+        self._tiers.counts["blocks_saved"] += len(done.saved)
         if not done.abandoned:
-            self._stock.copied(done)
+            self._tiers.copied(done)
 
     def is_pending(self) -> bool:
         """Whether a save may still read GPU blocks, or ranks wait to hear that one may be stored, or may not."""
-        return self._stock.ledger.num_gpu_blocks > 0 or bool(self._agreed or self._refused)
-
-    def holds_gpu_blocks(self) -> bool:
-        """Whether a save may still read GPU blocks."""
-        return self._stock.ledger.num_gpu_blocks > 0
+        return self._tiers.ledger.num_gpu_blocks > 0 or bool(self._agreed or self._refused)
 
     def would_free_gpu_blocks(self) -> bool:
         """Whether the end of a save would free a GPU block: one that nobody but the save holds."""
         pool = self.pool
-        return pool is not None and any(pool.num_references(block) <= 1 for block in self._stock.ledger.gpu_blocks())
+        return pool is not None and any(pool.num_references(block) <= 1 for block in self._tiers.ledger.gpu_blocks())
 
     def leak_report(self) -> dict[str, int]:
-        """All zero when no request lives and no save is open."""
         return {"unsent_saves": len(self._jobs), "unsent_agreements": len(self._agreed) + len(self._refused), **self.planner.leak_report()}

@@ -1,16 +1,10 @@
-"""What the bookkeeping is told about vLLM's world: frozen views and small ports, made by the facade.
-
-They keep the bookkeeping free of vLLM imports, and name exactly what of a request, a block pool or a store it
-depends on.
-"""
+"""What the bookkeeping is told about vLLM's requests and KV cache groups: frozen views, which keep it free of vLLM imports."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
@@ -72,19 +66,6 @@ class CacheLayout:
         return None if self.groups else "the engine has no KV cache groups"
 
 
-class Snapshot(Protocol):
-    """The names that are valid now (made by `identity`, swapped under the adoption lock). Read once per operation."""
-
-    @property
-    def epoch(self) -> int | None: ...
-    @property
-    def root(self) -> bytes: ...
-    @property
-    def namespace(self) -> str | None: ...
-    @property
-    def shared(self) -> bool: ...
-
-
 @dataclass(frozen=True, slots=True)
 class RequestView:
     """A request as a lookup sees it.
@@ -107,8 +88,8 @@ class ScheduledRequestView(msgspec.Struct, frozen=True):
     """A request that computes in this step (or computed before), as saving sees it.
 
     Attributes:
-        num_confirmed_tokens: length of the prefix whose KV is in its blocks once this step's forward has run and that
-            cannot be taken back (draft tokens and placeholders of async scheduling do not count).
+        num_confirmed_tokens: length of the prefix whose KV is in its blocks once this step's forward has run, and cannot be taken
+            back. Draft tokens and placeholders of async scheduling do not count.
         group_block_ids: the request's GPU blocks per group, null blocks included.
     """
 
@@ -131,34 +112,6 @@ class Hit:
 
     num_tokens: int | None
     sources: Mapping[Source, int] = field(default_factory=dict)
-
-
-class BlockPoolPort(Protocol):
-    """vLLM's GPU block pool, by block id."""
-
-    @property
-    def null_block_id(self) -> int: ...
-    def num_references(self, block_id: int) -> int: ...
-    def touch(self, block_ids: Sequence[int]) -> None: ...
-    def free(self, block_ids: Sequence[int]) -> None:
-        """Give the references back; the first id is evicted first."""
-
-
-class LookupClient(Protocol):
-    """Existence queries against L2, answered on the client's own thread."""
-
-    def exists(self, keys: Sequence[str], timeout: float) -> Future[Sequence[bool]]:
-        """Never blocks and never raises; at most `lookup.MAX_KEYS_PER_QUERY` keys. Errors travel in the future, `timeout` seconds
-        from now at the latest."""
-
-
-class NameListener(Protocol):
-    """Told which blocks (group, block hash) L1 holds, in order. Never raises."""
-
-    def arrived(self, keys: Iterable[tuple[int, bytes]]) -> None: ...
-    def left(self, key: tuple[int, bytes]) -> None: ...
-    def found_again(self, keys: Iterable[tuple[int, bytes]]) -> None:
-        """Blocks of a root that holds again."""
 
 
 KeysOf = Callable[[str, int, bytes], Sequence[str]]

@@ -1,7 +1,8 @@
-"""Calls the CUDA runtime by its C names: page-locking, copies in batches, and the error that the runtime remembers.
+"""What copies need of CUDA: a stream of their own, and the runtime's calls by their C names.
 
-torch has no call for the latter two. Its own page-locking leaves the error of a refusal in the thread, where the model's next
-kernel launch would raise it. Depends on torch only.
+Those are page-locking, copies in batches, and the error that the runtime remembers. torch has no call for the latter two.
+Its own page-locking leaves the error of a refusal in the thread, where the model's next kernel launch would raise it.
+Depends on torch only.
 """
 
 from __future__ import annotations
@@ -30,11 +31,7 @@ class UnsupportedDevice(RuntimeError):
 
 
 def check_device(device: torch.device, hip: str | None = torch.version.hip) -> None:
-    """Refuse what is neither host memory nor an NVIDIA GPU. torch calls the GPUs of ROCm `cuda`, too.
-
-    Raises:
-        UnsupportedDevice: names the platform.
-    """
+    """Raise UnsupportedDevice for what is neither host memory nor an NVIDIA GPU. torch calls the GPUs of ROCm `cuda`, too."""
     if device.type == "cuda" and hip is not None:
         name = f"ROCm (HIP {hip})"
     elif device.type not in ("cpu", "cuda"):
@@ -49,11 +46,7 @@ def check_device(device: torch.device, hip: str | None = torch.version.hip) -> N
 
 @functools.cache
 def runtime() -> Any:
-    """The CUDA runtime that torch has loaded.
-
-    Raises:
-        RuntimeError: it cannot be opened.
-    """
+    """The CUDA runtime that torch has loaded. Raises RuntimeError where it cannot be opened."""
     name = f"libcudart.so.{_major()}"
     try:
         return ctypes.CDLL(name)
@@ -62,10 +55,9 @@ def runtime() -> Any:
 
 
 def page_lock(address: int, num_bytes: int, library: Any = None) -> None:
-    """Page-lock exactly these bytes (torch's own pinned allocator rounds up to a power of two).
+    """Page-lock exactly these bytes (torch's own pinned allocator rounds up to a power of two). Raises RuntimeError.
 
-    Raises:
-        RuntimeError: refused; the runtime remembers no error of it.
+    The runtime remembers no error of a refusal.
     """
     library = library if library is not None else runtime()
     code = library.cudaHostRegister(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_uint(0))
@@ -81,11 +73,7 @@ def page_unlock(address: int) -> None:
 
 
 def batch_copy(library: Any = None) -> Submit:
-    """The fastest way this CUDA runtime has: one call for all, or one call for each row.
-
-    Args:
-        library: the CUDA runtime; default: the one that torch has loaded.
-    """
+    """The fastest way that this CUDA runtime (default: the one that torch has loaded) has: one call for all, or one for each row."""
     library = library if library is not None else runtime()
     single = library.cudaMemcpyAsync
     single.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
@@ -124,6 +112,40 @@ def batch_copy(library: Any = None) -> Submit:
             one_by_one(to, source, sizes, stream)
 
     return all_at_once
+
+
+class SideStream:
+    """A stream beside the model's, where the copies of one thread are issued in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream(device=device)
+
+    @property
+    def handle(self) -> int:
+        """`cudaStream_t`."""
+        handle: int = self._stream.cuda_stream
+        return handle
+
+    def behind(self, after: Any) -> None:
+        """What is issued from now on begins when `after` has come (None: at once). Makes the stream's device the thread's."""
+        torch.cuda.set_device(self._device)
+        if after is not None:
+            self._stream.wait_event(after)
+
+    def wait(self) -> None:
+        """Sleep until everything issued so far has ended."""
+        done = torch.cuda.Event(blocking=True)
+        done.record(self._stream)
+        done.synchronize()
+
+    def idle(self) -> bool:
+        """Whether nothing issued so far is under way. A device that answers with an error does nothing any more."""
+        try:
+            return bool(self._stream.query())
+        except RuntimeError:
+            return True
 
 
 def _major() -> int:

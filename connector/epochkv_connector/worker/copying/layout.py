@@ -75,36 +75,35 @@ class GroupView:
     payload_bytes: int
 
 
-def group_view(caches: Mapping[str, KVCache], spec: GroupSpec, num_blocks: int | None) -> GroupView:
+def group_view(caches: Mapping[str, KVCache], spec: GroupSpec, num_blocks: int) -> GroupView:
     """Build the view of one group.
 
     Args:
         caches: layer name -> KV tensor(s), as `register_kv_caches` receives them.
         spec: the group.
-        num_blocks: blocks in vLLM's pool; None: inferred from the tensors where that is unambiguous.
+        num_blocks: blocks in vLLM's pool.
 
     Raises:
         LayoutError: a layer is missing, or its layout is ambiguous or unsupported.
     """
     tensors = _tensors_of(caches, spec)
-    blocks = num_blocks if num_blocks is not None else _infer_num_blocks(*tensors[0])
     device = tensors[0][1].device
     layouts: list[tuple[Tensor, BlockLayout]] = []
     for name, tensor in tensors:
         if tensor.device != device:
             raise LayoutError(f"{name} is on {tensor.device}, {tensors[0][0]} on {device}; one group lies on one device")
-        layouts.append((tensor, block_layout(name, tensor, blocks)))
-    parts = _merge(layouts, blocks)
+        layouts.append((tensor, block_layout(name, tensor, num_blocks)))
+    parts = _merge(layouts, num_blocks)
     return GroupView(
         layer_names=tuple(spec.layer_names),
-        num_blocks=blocks,
+        num_blocks=num_blocks,
         parts=tuple(parts),
         payload_bytes=sum(layout.num_bytes for _, layout in layouts),
     )
 
 
 def layout_digest(
-    caches: Mapping[str, KVCache], groups: Sequence[GroupSpec], num_blocks: int | None, about: Mapping[str, Any] | None = None
+    caches: Mapping[str, KVCache], groups: Sequence[GroupSpec], num_blocks: int, about: Mapping[str, Any] | None = None
 ) -> bytes:
     """16 bytes that say what each byte of a block's payload is: equal digests, equal meaning.
 
@@ -123,10 +122,9 @@ def layout_digest(
     described: list[Any] = []
     for spec in groups:
         tensors = _tensors_of(caches, spec)
-        blocks = num_blocks if num_blocks is not None else _infer_num_blocks(*tensors[0])
         places = {_identity(tensor): place for place, (_, tensor) in enumerate(tensors)}
         layers = [[name, [places[_identity(tensor)] for tensor in _as_list(caches[name])]] for name in spec.layer_names]
-        described.append([spec.block_size, layers, [_describe_tensor(name, tensor, blocks) for name, tensor in tensors]])
+        described.append([spec.block_size, layers, [_describe_tensor(name, tensor, num_blocks) for name, tensor in tensors]])
     text = json.dumps([described, about], sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.blake2b(text.encode(), digest_size=LAYOUT_DIGEST_BYTES).digest()
 
@@ -211,12 +209,6 @@ def _block_dim(name: str, tensor: Tensor, num_blocks: int) -> tuple[int, int]:
         f"{name}: with num_blocks={num_blocks} dimensions {fits} of shape {shape} could both count blocks; "
         "use another number of GPU blocks (num_gpu_blocks_override)"
     )
-
-
-def _infer_num_blocks(name: str, tensor: Tensor) -> int:
-    if tensor.dim() > 1 and tensor.shape[0] == 2:
-        raise LayoutError(f"{name}: shape {tuple(tensor.shape)} does not say which dimension counts blocks; pass num_blocks")
-    return int(tensor.shape[0])
 
 
 def _merge(layouts: Sequence[tuple[Tensor, BlockLayout]], num_blocks: int) -> list[Tensor]:

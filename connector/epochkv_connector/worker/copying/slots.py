@@ -1,8 +1,7 @@
-"""The geometry of a host slot, shared by both halves: the scheduler half counts slots, the worker half lays them out.
+"""The geometry of a host slot: the scheduler role counts slots, the worker role lays them out.
 
-A slot is `[128 B header][payload][128 B trailer]`, all slots of a region have the same stride, and the three parts are
-one contiguous run: the very bytes that go to the store as one object (`epochkv_connector.store.envelope`). Pure
-arithmetic.
+A slot is `[128 B header][payload][128 B trailer]`: the very bytes that go to the store as one object (`store.envelope`). All slots of
+a region have the same stride.
 """
 
 from __future__ import annotations

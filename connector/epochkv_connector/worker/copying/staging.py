@@ -1,8 +1,7 @@
 """The host region of one worker rank and the copies between GPU blocks and its slots.
 
-Only this region is ever registered with the store or the CUDA driver, so vLLM's sleep mode and expandable segments keep
-working and a GPU block is held for one device-to-host copy instead of one network put. How bytes are copied: `copies`.
-Depends on torch only: importable and testable without vLLM.
+Only this region is ever registered with the store or the CUDA driver, so vLLM's sleep mode and expandable segments keep working.
+A GPU block is held for one device-to-host copy instead of one network put. How bytes are copied: `copies`. Depends on torch only.
 """
 
 from __future__ import annotations
@@ -17,12 +16,9 @@ from torch import Tensor
 
 from epochkv_connector.touch import Touch, advise
 from epochkv_connector.worker.copying import cuda
-from epochkv_connector.worker.copying.copies import Copies, CpuCopies, CudaCopies
+from epochkv_connector.worker.copying.copies import CpuCopies, CudaCopies
 from epochkv_connector.worker.copying.layout import GroupSpec, GroupView, KVCache, group_view
 from epochkv_connector.worker.copying.slots import HEADER_BYTES, object_bytes, slot_stride
-from epochkv_connector.worker.copying.streams import SideStream
-
-__all__ = ["GroupSpec", "HostRegion", "Pair", "Staging", "StagingStream"]
 
 PIN_CHUNK_BYTES = 64 << 30
 """One registration with the driver is never larger."""
@@ -68,11 +64,7 @@ class HostRegion:
             self._pin(pin_limit)
 
     def slot_address(self, slot: int) -> int:
-        """Address of the slot's header.
-
-        Raises:
-            IndexError: no such slot.
-        """
+        """Address of the slot's header. Raises IndexError."""
         if not 0 <= slot < self.num_slots:
             raise IndexError(f"slot {slot}: the host region has {self.num_slots} slots")
         return self.address + slot * self.stride
@@ -118,14 +110,12 @@ def pin_chunks(num_bytes: int, stride: int, limit: int = PIN_CHUNK_BYTES) -> Ite
 
 
 class Staging:
-    """The groups of this rank and the host region."""
-
     def __init__(
         self,
         caches: Mapping[str, KVCache],
         groups: Sequence[GroupSpec],
         num_slots: int,
-        num_blocks: int | None = None,
+        num_blocks: int,
     ) -> None:
         """Read the layouts and map the region.
 
@@ -145,11 +135,7 @@ class Staging:
         return self.region.object_view(slot, self.groups[group].payload_bytes)
 
     def batch(self, pairs: Sequence[Pair]) -> list[tuple[int, list[int], list[int]]]:
-        """(group, GPU blocks, slots) for each group.
-
-        Raises:
-            IndexError: a group, block or slot that does not exist.
-        """
+        """(group, GPU blocks, slots) for each group. Raises IndexError for what does not exist."""
         found: dict[int, tuple[list[int], list[int]]] = {}
         for pair in pairs:
             if not 0 <= pair.group < len(self.groups):
@@ -172,9 +158,9 @@ class StagingStream:
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
-        self._copies: Copies
+        self._copies: CpuCopies | CudaCopies
         if staging.device.type == "cuda":
-            self._copies = CudaCopies(staging.groups, staging.region, SideStream(staging.device), cuda.batch_copy())
+            self._copies = CudaCopies(staging.groups, staging.region, cuda.SideStream(staging.device), cuda.batch_copy())
         else:
             self._copies = CpuCopies(staging.groups, staging.region)
 

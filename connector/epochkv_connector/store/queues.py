@@ -103,44 +103,42 @@ def refuse(future: Future[T], error: Exception) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class Op:
-    """One request in a lane. `abandon(outcome)` answers it without having begun; `run()` does the work and answers."""
+class QueuedRequest:
+    """One request in a queue. `abandon(outcome)` answers it without having begun; `run()` does the work and answers."""
 
     run: Callable[[], None]
     abandon: Callable[[Outcome], None]
     weight: int = 1
 
 
-class Lane:
+class RequestQueue:
     """A FIFO served by its own daemon threads. With `max_weight`, the oldest waiting request makes room for the newest."""
 
     def __init__(self, name: str, num_threads: int, max_weight: int | None = None) -> None:
         self.name = name
         self._max_weight = max_weight
         self._weight = 0
-        self._queue: collections.deque[Op] = collections.deque()
+        self._queue: collections.deque[QueuedRequest] = collections.deque()
         self._ready = threading.Condition()
         self._stopping = False
         self._threads = [threading.Thread(target=self._serve, name=f"epochkv-store-{name}-{i}", daemon=True) for i in range(num_threads)]
 
     def start(self) -> None:
-        """Start serving; once."""
         for thread in self._threads:
             thread.start()
 
     @property
     def depth(self) -> int:
-        """Objects that wait."""
         return self._weight
 
-    def submit(self, op: Op) -> None:
-        """Queue; may abandon older requests with DROPPED, or `op` itself with CLOSED."""
-        dropped: list[Op] = []
+    def submit(self, request: QueuedRequest) -> None:
+        """Queue; may abandon older requests with DROPPED, or `request` itself with CLOSED."""
+        dropped: list[QueuedRequest] = []
         with self._ready:
             closed = self._stopping
             if not closed:
-                self._queue.append(op)
-                self._weight += op.weight
+                self._queue.append(request)
+                self._weight += request.weight
                 while self._max_weight is not None and self._weight > self._max_weight and len(self._queue) > 1:
                     oldest = self._queue.popleft()
                     self._weight -= oldest.weight
@@ -149,15 +147,14 @@ class Lane:
         for oldest in dropped:
             oldest.abandon(Outcome.DROPPED)
         if closed:
-            op.abandon(Outcome.CLOSED)
+            request.abandon(Outcome.CLOSED)
 
     def abandon_all(self, outcome: Outcome) -> None:
-        """Answer everything that waits."""
         with self._ready:
             waiting, self._weight = list(self._queue), 0
             self._queue.clear()
-        for op in waiting:
-            op.abandon(outcome)
+        for request in waiting:
+            request.abandon(outcome)
 
     def stop(self) -> None:
         """Accept nothing more, answer what waits with CLOSED, let the threads end after their current call."""
@@ -173,13 +170,13 @@ class Lane:
                     self._ready.wait()
                 if not self._queue:
                     return
-                op = self._queue.popleft()
-                self._weight -= op.weight
+                request = self._queue.popleft()
+                self._weight -= request.weight
             try:
-                op.run()
-            except Exception:  # a lane thread must outlive anything one request does
+                request.run()
+            except Exception:  # a queue thread must outlive anything one request does
                 logger.exception("store %s request failed unexpectedly", self.name)
-                op.abandon(Outcome.ERROR)
+                request.abandon(Outcome.ERROR)
 
 
 @dataclass(order=True, slots=True)
@@ -201,7 +198,6 @@ class Alarms:
         self._thread = threading.Thread(target=self._serve, name="epochkv-store-alarms", daemon=True)
 
     def start(self) -> None:
-        """Start serving; once."""
         self._thread.start()
 
     def at(self, when: float, action: Callable[[], object]) -> None:

@@ -82,25 +82,23 @@ class Ledger:
 
     Args:
         num_ranks: acknowledgements that complete a phase.
+
+    Attributes:
+        num_gpu_blocks: GPU blocks that saves may still read.
+        ignored_acks: of an unknown job or phase, or a rank's second one.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self.ignored_acks = 0  # unknown job, phase or a rank's second acknowledgement
+        self.ignored_acks = 0
         self._jobs: dict[int, _Open] = {}
         self._loading: dict[str, int] = {}  # request id -> job whose load has not been reported by all ranks
-        self._num_gpu_blocks = 0
+        self.num_gpu_blocks = 0
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    @property
-    def num_gpu_blocks(self) -> int:
-        """GPU blocks that saves may still read."""
-        return self._num_gpu_blocks
-
     def gpu_blocks(self) -> Iterator[int]:
-        """GPU blocks referenced by saves."""
         for entry in self._jobs.values():
             if Phase.COPIED not in entry.done:
                 yield from entry.gpu_blocks
@@ -112,7 +110,6 @@ class Ledger:
 
     @property
     def num_saves(self) -> int:
-        """Saves that are not over."""
         return sum(1 for entry in self._jobs.values() if isinstance(entry.job, SaveJob))
 
     @property
@@ -122,7 +119,6 @@ class Ledger:
         return len({slot for entry in entries for slots in list(entry.busy.values()) for slot in list(slots)})
 
     def is_loading(self, request_id: str) -> bool:
-        """Whether a load of this request is under way."""
         return request_id in self._loading
 
     @property
@@ -156,7 +152,7 @@ class Ledger:
         entry = _Open(job, now, tuple(gpu_blocks), scale=scale, unreleased=set(map(_SLOT, job.moves)))
         entry.num_read = len(entry.gpu_blocks)
         self._jobs[job.job_id] = entry
-        self._num_gpu_blocks += entry.num_read
+        self.num_gpu_blocks += entry.num_read
 
     def let_go(self) -> list[int]:
         """GPU blocks that saves have referenced and that the caller gives back now, although ranks may still read them."""
@@ -224,7 +220,7 @@ class Ledger:
         ]
         if phase is Phase.STORED:
             return Stored(job, tuple(move for move in inside if move.put), entry.abandoned)
-        self._num_gpu_blocks -= entry.num_read
+        self.num_gpu_blocks -= entry.num_read
         complete = start <= job.start_block and end >= job.start_block + job.num_blocks
         return Copied(job, entry.gpu_blocks, tuple(move for move in inside if move.copy), complete, entry.abandoned)
 

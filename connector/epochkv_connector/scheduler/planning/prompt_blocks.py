@@ -12,7 +12,7 @@ from itertools import repeat
 from typing import Final
 
 from epochkv_connector.scheduler.tiers.index import HostIndex, Key
-from epochkv_connector.scheduler.tiers.tracker import Tracker
+from epochkv_connector.scheduler.tiers.recent import RecentBlocks
 
 ABSENT: Final = -1
 """In a column of slots: not in L1."""
@@ -33,7 +33,6 @@ class Span:
     num_absent: int  # in `slots`
 
     def held(self) -> list[int]:
-        """The slots of blocks in L1."""
         return [slot for slot in self.slots if slot != ABSENT] if self.num_absent else self.slots
 
     def part(self, blocks: range) -> Span | None:
@@ -46,7 +45,7 @@ class Span:
 
 
 @dataclass(slots=True)
-class Found:
+class PromptBlocks:
     """See the module's docstring.
 
     Attributes:
@@ -56,7 +55,7 @@ class Found:
     """
 
     index: HostIndex
-    tracker: Tracker | None
+    tracker: RecentBlocks | None
     hashes: Sequence[bytes]
     scales: Sequence[int]
     remote: frozenset[Key] = frozenset()
@@ -68,17 +67,16 @@ class Found:
         names = list(self.hashes[(first + 1) * scale - 1 : end * scale : scale])
         slots = list(map(self.index.finder(group), names, repeat(ABSENT)))
         if self.tracker is not None:
-            covers = self.tracker.covers
-            slots = [slot if covers((group, name)) else ABSENT for name, slot in zip(names, slots, strict=True)]
+            confirmed = self.tracker
+            slots = [slot if (group, name) in confirmed else ABSENT for name, slot in zip(names, slots, strict=True)]
         return Span(group, first, names, slots, slots.count(ABSENT))
 
     def present(self, group: int, block: int) -> bool:
-        """Whether some tier holds the block."""
         position = (block + 1) * self.scales[group] - 1
         if position >= len(self.hashes):
             return False
         name = self.hashes[position]
-        if self.index.get(group, name) is not None and (self.tracker is None or self.tracker.covers((group, name))):
+        if self.index.get(group, name) is not None and (self.tracker is None or (group, name) in self.tracker):
             return True
         return (group, name) in self.remote
 

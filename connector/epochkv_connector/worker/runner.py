@@ -1,6 +1,6 @@
-"""The worker half of the connector on one rank: executes load and save jobs and acknowledges each phase exactly once.
+"""Executes the load and save jobs of one rank, and acknowledges each phase exactly once.
 
-Model-runner thread: `register` once; each step `start_step`, `finish_step`, `results`; `shutdown`. Two copy threads
+Model-runner thread: each step `start_step`, `finish_step`, `results`; `shutdown`. Two copy threads
 (one per direction) and the store client's threads do the work (`loading`, `saving`). Nothing raises out of a step and
 nothing blocks it: whatever goes wrong with a job becomes a failed job, counted by reason and logged once per kind.
 
@@ -13,15 +13,15 @@ followed by `Phase.RELEASED`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from epochkv_connector.wire.jobs import JobAck, Phase
-from epochkv_connector.worker.copying.staging import GroupSpec, HostRegion, Staging
-from epochkv_connector.worker.loading import Loads
+from epochkv_connector.worker.copying.staging import Staging
+from epochkv_connector.worker.loading import LoadTasks
 from epochkv_connector.worker.rank import OpenStore, Rank
-from epochkv_connector.worker.saving import Saves
-from epochkv_connector.worker.tasks import BlockStore, Load, Report, Save, is_open, remaining
+from epochkv_connector.worker.saving import SaveTasks
+from epochkv_connector.worker.tasks import LoadTask, Report, SaveTask, is_open, remaining
 
 if TYPE_CHECKING:
     from epochkv_connector.wire.steps import StepMetadata
@@ -33,8 +33,8 @@ SETTLE_SECONDS = 1.0
 """How long a step waits for copies whose GPU blocks it may write to; later ones count as failed."""
 
 
-class WorkerHalf:
-    """One rank's half. Not thread-safe for its callers: the model-runner thread owns it, but for `stats`, which any thread may call.
+class JobRunner:
+    """Executes the jobs of one rank. The model-runner thread owns it; any thread may call `stats`.
 
     Attributes:
         layout: how its KV tensors lie (`copying.layout.layout_digest`); empty: nobody has looked.
@@ -42,86 +42,39 @@ class WorkerHalf:
 
     def __init__(
         self,
+        staging: Staging,
         *,
         rank: int = 0,
         world_size: int = 1,
         shard: int | None = None,
         num_shards: int | None = None,
-        replica: int | None = None,
         layout: bytes = b"",
         open_store: OpenStore | None = None,
     ) -> None:
-        """Nothing is allocated before `register`.
+        """Open the streams of the copy threads, and the store.
 
         Args:
-            rank, world_size: in the order the scheduler half counts ranks.
-            shard, num_shards: which KV shard this rank holds, of how many; default: every rank its own.
-            replica: this rank's place among the ranks that hold the same shard; default: consecutive ranks share a shard
+            staging: has as many slots as that of every other rank.
+            rank, world_size: in the order the scheduler role counts ranks.
+            shard, num_shards: which KV shard this rank holds, of how many; default: every rank its own. Consecutive ranks share a shard
                 (as vLLM replicates KV heads).
             open_store: makes and starts the L2 client for the host region; None: no L2.
-        """
-        self.layout = layout
-        self._rank = Rank(rank, world_size, shard, num_shards, replica)
-        self._open_store = open_store
-        self._loads = Loads(self._rank)
-        self._saves = Saves(self._rank)
-        # Guarded by Rank.changed:
-        self._unreleased: list[Load | Save] = []
-        self._poisoned: list[str] = []
-
-    @property
-    def rank(self) -> int:
-        """Its number."""
-        return self._rank.number
-
-    # -- life ----------------------------------------------------------------------------------------------------
-
-    def register(
-        self,
-        kv_caches: Mapping[str, Any],
-        groups: Sequence[GroupSpec],
-        num_slots: int,
-        num_blocks: int | None = None,
-    ) -> int:
-        """Read the layouts, map, touch (and page-lock) the host region, open the copy threads' streams and the store.
-
-        Args:
-            kv_caches: as vLLM's `register_kv_caches` gives them.
-            groups: in the order of `kv_cache_config.kv_cache_groups`.
-            num_slots: slots on this rank, the same on every rank.
-            num_blocks: `kv_cache_config.num_blocks`.
-
-        Returns:
-            Bytes from slot to slot.
 
         Raises:
-            LayoutError, ValueError, OSError, RuntimeError: this engine cannot be staged; says why.
+            OSError, RuntimeError: one cannot be opened; the others are closed.
         """
-        staging = Staging(kv_caches, groups, num_slots, num_blocks)
-        try:
-            self._rank.open(staging, self._open_store)
-        except BaseException:
-            self.shutdown(1.0)
-            raise
-        return staging.region.stride
-
-    @property
-    def region(self) -> HostRegion:
-        """The host region; after `register`."""
-        assert self._rank.staging is not None, "no KV caches are registered"
-        return self._rank.staging.region
-
-    @property
-    def store(self) -> BlockStore | None:
-        """The L2 client of this rank."""
-        return self._rank.store
+        self.layout = layout
+        self._rank = Rank(staging, rank, world_size, shard, num_shards, open_store)
+        self._loads = LoadTasks(self._rank)
+        self._saves = SaveTasks(self._rank)
+        # Guarded by Rank.changed:
+        self._unreleased: list[LoadTask | SaveTask] = []
+        self._poisoned: list[str] = []
 
     def shutdown(self, timeout: float = 5.0) -> bool:
         """Fail what is open, end the threads, close the store. A second call does nothing.
 
-        Returns:
-            True if everything ended; False: a call or copy is still under way and its memory is kept until the
-            process ends.
+        False: a call or copy is still under way, and its memory is kept until the process ends.
         """
         rank = self._rank
         if rank.stopped:
@@ -146,8 +99,6 @@ class WorkerHalf:
             values |= {f"store_{name}": value for name, value in self._rank.store.stats().items()}
         return values
 
-    # -- one step ------------------------------------------------------------------------------------------------
-
     def start_step(self, step: StepMetadata) -> None:
         """Take the jobs of a step: loads begin at once, saves with `finish_step`. Never raises."""
         self._saves.submit()  # of a step that had no finish_step: its forward is over by now
@@ -164,11 +115,7 @@ class WorkerHalf:
             self._saves.take(save)
 
     def finish_step(self, as_named: Callable[[], bool] = lambda: True) -> None:
-        """The forward of this step has been issued (`wait_for_save`): begin its saves behind it. Never raises.
-
-        Args:
-            as_named: see `Saves.submit`.
-        """
+        """The forward of this step has been issued (`wait_for_save`): begin its saves behind it (`SaveTasks.submit`). Never raises."""
         self._saves.submit(as_named)
 
     def settle(self) -> None:
@@ -196,19 +143,19 @@ class WorkerHalf:
             released = [task for task in self._unreleased if not is_open(task.ticket)]
             self._unreleased = [task for task in self._unreleased if is_open(task.ticket)]
         for task in released:
-            report.acks.append(JobAck(task.job.job_id, self.rank, Phase.RELEASED, 0, 0))
+            report.acks.append(JobAck(task.job.job_id, self._rank.number, Phase.RELEASED, 0, 0))
         for load in over:
-            self._report(report, load, load.ack(self.rank))
+            self._report(report, load, load.ack(self._rank.number))
             report.finished_recving.add(load.job.request_id)
             if load.failed:
                 report.failed_recving.add(load.job.request_id)
         for save, phase, failed in acks:
-            self._report(report, save, save.ack(self.rank, phase, failed=failed))
+            self._report(report, save, save.ack(self._rank.number, phase, failed=failed))
         report.finished_recving.update(poisoned)
         report.failed_recving.update(poisoned)
         return report
 
-    def _report(self, report: Report, task: Load | Save, ack: JobAck) -> None:
+    def _report(self, report: Report, task: LoadTask | SaveTask, ack: JobAck) -> None:
         report.acks.append(ack)
         if ack.busy_slots:
             with self._rank.changed:
@@ -222,8 +169,6 @@ class WorkerHalf:
         self._rank.counters.add("poisoned")
         with self._rank.changed:
             self._poisoned.append(request_id)
-
-    # -- what is open --------------------------------------------------------------------------------------------
 
     def open_jobs(self) -> set[int]:
         """Jobs with something left to be acknowledged, save for RELEASED, by a later `results`."""

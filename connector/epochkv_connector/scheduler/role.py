@@ -1,6 +1,8 @@
-"""Puts the scheduler role together: names, tiers, the link to the hub and the watch over the weights of one engine.
+"""The scheduler role: one object per EngineCore, which puts the parts together and passes vLLM's calls to them.
 
-What an engine may not do is found out here, once, and said in its log with what to change.
+All of it runs on vLLM's scheduler thread, unless a method says otherwise. Every rule in the parts that looks odd is one of
+`fence.md` section 3, found by running vLLM. The order inside each call is the point: *first* bring the bookkeeping to what holds
+now (`SharedState.apply`), then act. What an engine may not do is found out here, once, and logged with what to change.
 """
 
 from __future__ import annotations
@@ -9,22 +11,26 @@ import logging
 import time
 from typing import Any
 
-from epochkv_connector import halves
 from epochkv_connector.config.connector_config import ConnectorConfig
 from epochkv_connector.engine import blocks, describe, hashing, limits, patches, topology
 from epochkv_connector.engine.limits import why_no_tiers
 from epochkv_connector.guard import Guard
-from epochkv_connector.hub_link import Credentials, FenceHooks, HubLink
+from epochkv_connector.hub_link import FenceHooks, HubLink
 from epochkv_connector.metrics.reporter import Reporter
 from epochkv_connector.metrics.stats import EpochKVStats
 from epochkv_connector.naming.identity import fingerprint
-from epochkv_connector.naming.pins import Pins
+from epochkv_connector.naming.pins import TAG_KEY, Pins
 from epochkv_connector.naming.root import PoolMembership, RootState
-from epochkv_connector.scheduler.facade import SchedulerSide
-from epochkv_connector.scheduler.steps import FindWorker
+from epochkv_connector.scheduler import build
+from epochkv_connector.scheduler.admission import Admission
+from epochkv_connector.scheduler.candidates import SaveCandidates
+from epochkv_connector.scheduler.state import SharedState
+from epochkv_connector.scheduler.steps import FindWorker, Steps
+from epochkv_connector.scheduler.weight_changes import WeightChanges
 from epochkv_connector.weights.adapters import Adapters
 from epochkv_connector.weights.executor import EngineRanks, NoRanks, join
 from epochkv_connector.weights.watch import Watch
+from epochkv_fence.protocol.messages import WEIGHTS_BYTES
 
 logger = logging.getLogger("vllm.epochkv")
 
@@ -52,23 +58,17 @@ def why_no_saves(vllm_config: Any) -> str | None:
 class _EngineNames:
     """What is named after the weights of this engine (`weights.watch.Names`). An error of ours leaves nothing named."""
 
-    def __init__(self, side: SchedulerSide, core: Any | None, scheduler: Any | None, guard: Guard) -> None:
-        self._weights, self._core, self._scheduler, self._guard = side.weights, core, scheduler, guard
+    def __init__(self, weights: WeightChanges, core: Any | None, scheduler: Any | None, guard: Guard) -> None:
+        self._weights, self._core, self._scheduler, self._guard = weights, core, scheduler, guard
+        self.tell = weights.tell
 
     def hold(self, weights: bytes | None, note: str) -> None:
-        """Names are made of these from now on."""
         self._guard.run("hold", lambda: self._weights.hold(weights), self._weights.break_off)
 
     def end(self, weights: bytes) -> None:
-        """Names of these are used no more."""
         self._guard.run("end", lambda: self._weights.end(weights), self._weights.break_off)
 
-    def tell(self) -> None:
-        """The hub should hear of it."""
-        self._weights.tell()
-
     def clear_encoder(self) -> bool:
-        """Outputs of the encoder go if nobody refers to them."""
         if self._core is None or self._scheduler is None or blocks.encoder_outputs_in_use(self._scheduler):
             return False
         self._scheduler.reset_encoder_cache()
@@ -77,19 +77,20 @@ class _EngineNames:
 
 
 class SchedulerRole:
-    """One per EngineCore.
+    """See the module's docstring.
 
     Args:
-        local_worker: finds the worker half when it lives in this process.
+        local_worker: finds the worker role when it lives in this process.
 
     Raises:
         ConfigError: the tiers cannot be built as configured.
 
     Attributes:
-        side: answers vLLM.
-        tiers: None when none is configured, or they could not be built.
+        tiers: None when none is configured, or they could not be built; then `books` is None, too, and the fence works alone.
         fingerprint: of everything that decides what a byte of a block is (64 hex digits).
         hashing: vLLM's block hashing.
+        state: what the parts share.
+        admission, weights, steps: the parts.
     """
 
     def __init__(
@@ -98,7 +99,6 @@ class SchedulerRole:
         self._config, self._vllm_config, self._guard, self._reporter = config, vllm_config, guard, reporter
         self.hashing = hashing.BlockHashing(vllm_config.cache_config.prefix_caching_hash_algo)
         global_root = hashing.GlobalRoot()
-        credentials = Credentials(config)
         described = describe.describe_engine(vllm_config, kv_cache_config)
         core, scheduler = patches.builders()
         engine_id = str(vllm_config.kv_transfer_config.engine_id)
@@ -106,28 +106,24 @@ class SchedulerRole:
         layouts: list[str] | None = guard.run("layouts", ranks.layouts, lambda: None)
         self.fingerprint = fingerprint({**described, "layouts": layouts})
         adapters = Adapters(ranks, topology.num_worker_ranks(vllm_config), time.monotonic, limits.why_no_adapters(vllm_config))
-        self._link = HubLink(config, credentials)
-        pins = self._build_pins(credentials, global_root, adapters, core)
+        self._link = HubLink(config)
+        self.pins = self._build_pins(global_root, adapters, core)
         loads_off, saves_off = why_no_loads(vllm_config), why_no_saves(vllm_config)
         for what, why in (("loads", loads_off), ("saves", saves_off)):
             if why is not None:
                 logger.warning("EpochKV: %s are off: %s", what, why)
-        self.tiers: halves.SchedulerTiers | None = guard.build(
-            "tiers", lambda: halves.build_scheduler_tiers(config, vllm_config, kv_cache_config), lambda: None
-        )
-        self.side = SchedulerSide(
-            pins,
-            self.tiers.books if self.tiers is not None else None,
-            self._link,
-            *(loads_off, saves_off),
-            local_worker=local_worker,
-            tokens_per_step=topology.tokens_per_step(vllm_config),
-            on_error=guard.note,
-        )
+        self.tiers: build.Tiers | None = guard.build("tiers", lambda: build.build_tiers(config, vllm_config, kv_cache_config), lambda: None)
+        self.books = None if self.tiers is None else self.tiers.books
+        self.state = state = SharedState(self.pins, self.books, guard.note)
+        self.requests, self.counters = state.requests, state.counters
+        self.admission = Admission(state, loads_off)
+        self.weights = WeightChanges(state, self.admission, self._link)
+        candidates = SaveCandidates(state, topology.tokens_per_step(vllm_config))
+        self.steps = Steps(state, self.weights, candidates, saves_off, local_worker)
         self._watch_weights(ranks, adapters, core, scheduler)
-        self._start_link(pins)
+        self._start_link()
 
-    def _build_pins(self, credentials: Credentials, global_root: hashing.GlobalRoot, adapters: Adapters, core: Any | None) -> Pins:
+    def _build_pins(self, global_root: hashing.GlobalRoot, adapters: Adapters, core: Any | None) -> Pins:
         config, vllm_config = self._config, self._vllm_config
         random_seed = hashing.hash_seed_is_random(self.hashing.algorithm)
         if random_seed and config.distributed is not None:
@@ -139,7 +135,7 @@ class SchedulerRole:
         member = PoolMembership(
             config.pool.uid,
             self.fingerprint,
-            credentials.secret,
+            self._link.secret,
             l2_allowed=not random_seed,
             adapters_applied=describe.describe_adapters(vllm_config),
             is_own_pool=config.hub is None,
@@ -149,10 +145,10 @@ class SchedulerRole:
 
     def _watch_weights(self, ranks: EngineRanks | NoRanks, adapters: Adapters, core: Any | None, scheduler: Any | None) -> None:
         """Names are made of the weights that the ranks hold, from the first on."""
-        weights = self.side.weights
+        weights = self.weights
         weights.watch = watch = Watch(
             ranks,
-            _EngineNames(self.side, core, scheduler, self._guard),
+            _EngineNames(weights, core, scheduler, self._guard),
             topology.num_worker_ranks(self._vllm_config),
             time.monotonic,
             has_encoder=limits.is_multimodal(self._vllm_config),
@@ -160,29 +156,92 @@ class SchedulerRole:
         weights.adapters = adapters
         adapters.join(weights, lambda: watch.value is not None and not ranks.asleep)
         patches.hide_adapters_from_hashes()
-        if self.side.pins.root.member.forced_bypass is not None:
-            watch.refuse(self.side.pins.root.member.forced_bypass)
+        if self.pins.root.member.forced_bypass is not None:
+            watch.refuse(self.pins.root.member.forced_bypass)
         if isinstance(ranks, EngineRanks):
             join(core, scheduler, watch, adapters, lambda work: self._guard.run("weights", work, weights.break_off))
         watch.before_schedule()
 
-    def _start_link(self, pins: Pins) -> None:
-        hooks = FenceHooks(pins, self.gauges, self.reclaim, self._told)
-        self._link.start(hooks, self.fingerprint, int(self._vllm_config.parallel_config.data_parallel_rank or 0))
-        if pins.root.member.forced_bypass is not None:
-            logger.warning("EpochKV serves without caches: %s", pins.root.member.forced_bypass)
+    def _start_link(self) -> None:
+        self._link.start(self.hooks(), self.fingerprint, int(self._vllm_config.parallel_config.data_parallel_rank or 0))
+        if self.pins.root.member.forced_bypass is not None:
+            logger.warning("EpochKV serves without caches: %s", self.pins.root.member.forced_bypass)
         elif self._config.hub is None:
             logger.info("EpochKV: no hub is configured; this engine is a pool of its own, and its root private")
 
+    def bind(self, manager: Any) -> None:
+        """The cache manager exists: learn the hash block size and reach the GPU block pool."""
+        state, block_pool = self.state, manager.block_pool
+        state.manager, state.pool, state.hash_block_size = manager, block_pool, blocks.hash_block_size_of(block_pool)
+        self.hashing.hash_block_size = state.hash_block_size
+        patches.before_reset(manager, self.steps.let_go)
+        if self.books is not None:
+            self.books.bind_block_pool(blocks.BlockPoolAdapter(block_pool))
+        state.events.bind(block_pool, self.books)
+
+    def on_new_request(self, request: Any) -> None:
+        """Pin, and begin the L2 lookup."""
+        self.requests.see(request)
+        self.weights.adapter_arrived(request)
+        self.admission.arrive(request)
+
+    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Forget the request; GPU pins protect its saves, so frees are never delayed."""
+        tag = self.pins.maker.tag(getattr(request, "lora_request", None)) if self._may_hand_off(request) else None
+        self.steps.save_last_blocks(request)
+        self.pins.release(request)
+        self.requests.finish(request.request_id)
+        self.steps.candidates.forget(request.request_id)
+        if self.books is not None:
+            self.books.finish(request.request_id)
+        return False, ({TAG_KEY: tag} if tag is not None else None)
+
+    def _may_hand_off(self, request: Any) -> bool:
+        """A P/D producer's request under a current, shareable pin: its KV may be named by our tag."""
+        params = request.kv_transfer_params
+        pin = self.pins.pin_of(request)
+        return bool(params and params.get("do_remote_decode") and pin is not None and self.pins.may_save(pin))
+
+    def reset_cache(self) -> bool:
+        """vLLM's own reset: clear on every tier. Always True: the names make it true."""
+        rotated = self.pins.root.reset()
+        self.state.apply()
+        self.state.clear()
+        self.counters["local_resets"] += 1
+        if rotated:
+            self.weights.ask_for_next_epoch()
+            self._link.poke()
+        return True
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Keep a multiprocess engine stepping: a save holds GPU blocks, ranks wait for word, or a load that must fail is not finally
+        reported. All have deadlines."""
+        return self.requests.must_fail or (self.books is not None and self.books.saves.is_pending())
+
+    def hooks(self) -> FenceHooks:
+        """What the agent's thread may ask of this engine."""
+        return FenceHooks(
+            ready=self.pins.root.ready,
+            adopt=self.pins.root.adopt,
+            busy=self.pins.busy,
+            carried=self.pins.carried,
+            private=lambda: self.pins.root.waiting_after_reset,
+            weights=self._told,
+            stats=self.gauges,
+            reclaim=self.reclaim,
+        )
+
     def _told(self) -> tuple[bytes | None, str]:
         """What heartbeats say of the weights. Any thread."""
-        why, watch = self.side.pins.root.member.forced_bypass, self.side.weights.watch
-        if why is not None or watch is None:
-            return None, why or ""
-        return watch.told
+        bypass, watch = self.pins.root.member.forced_bypass, self.weights.watch
+        if bypass is not None or watch is None:
+            return None, bypass or ""
+        value, note = watch.told
+        return (None if value is None else value[:WEIGHTS_BYTES]), note
 
     def reclaim(self, below: int, keep: tuple[bytes, ...]) -> tuple[int, int]:
-        """See `SchedulerTiers.reclaim`. Not for the scheduler thread.
+        """See `Tiers.reclaim`. Not for the scheduler thread.
 
         Raises:
             RuntimeError: the tiers could not be built; 0 would say that nothing is left.
@@ -197,11 +256,22 @@ class SchedulerRole:
     def gauges(self) -> dict[str, float]:
         """What holds now. Any thread (heartbeats carry it too)."""
         unbuilt = self.tiers is None and (self._config.local is not None or self._config.distributed is not None)
-        return self._reporter.gauges(self.side, self._link, broken=self.side.state.broken or unbuilt)
+        return self._reporter.gauges(self, self._link, broken=self.state.broken or unbuilt)
 
     def stats(self) -> EpochKVStats:
         """Counters since the last report, and what holds now."""
-        return self._reporter.scheduler_stats(self.side, self.tiers, self.gauges())
+        return self._reporter.scheduler_stats(self, self.tiers, self.gauges())
+
+    def leak_report(self) -> dict[str, int]:
+        """What is still open; all zero when the engine is idle and every acknowledgement arrived."""
+        report = {
+            **self.requests.leak_report(),
+            **self.steps.candidates.leak_report(),
+            "carried": self.pins.carried() + self.pins.carried(sessions=True),
+        }
+        if self.books is not None:
+            report.update({f"books.{name}": count for name, count in self.books.leak_report().items()})
+        return report
 
     def stop(self) -> None:
         """Stop the agent, then the tiers; each within its own deadline."""

@@ -7,34 +7,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from epochkv_connector.config.connector_config import ConnectorConfig
-from epochkv_connector.scheduler.planning.lookup import KnownInStore
+from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.planning.pause import LoadPause
 from epochkv_connector.scheduler.tiers.index import HostIndex, Key, slot_count
-from epochkv_connector.scheduler.tiers.jobs import Copied, Ledger, Loaded, Stored
-from epochkv_connector.scheduler.tiers.tracker import Tracker
-from epochkv_connector.scheduler.tiers.views import CacheLayout, NameListener, Snapshot
+from epochkv_connector.scheduler.tiers.ledger import Copied, Ledger, Loaded, Stored
+from epochkv_connector.scheduler.tiers.recent import RecentBlocks
+from epochkv_connector.scheduler.tiers.views import CacheLayout
 from epochkv_connector.wire.jobs import BlockMove, Source
+
+if TYPE_CHECKING:
+    from epochkv_connector.engine.events import HostEvents
 
 KNOWN_IN_STORE_CAPACITY = 100_000
 
 
-class Stock:
-    """See the module's docstring.
-
-    Args:
-        num_ranks: worker ranks that acknowledge every job.
+class TierState:
+    """See the module's docstring, and `Bookkeeping` for the arguments.
 
     Attributes:
-        ids: job ids, never repeating.
-        clock: monotonic seconds.
         is_usable: blocks of this layout can be saved and loaded.
+        known: what L2 is known to hold.
+        tracker: what all ranks have confirmed; None: L1's index answers alone.
         pause: whether L2 may be asked for hits.
         listener: told which blocks L1 holds; None: nobody listens.
-
-    Raises:
-        ConfigError: L1 is too small for one block.
     """
 
     def __init__(
@@ -48,11 +46,11 @@ class Stock:
         self.counts: Counter[str] = Counter()
         num_slots = slot_count(config, max(1, layout.slot_bytes), num_ranks)
         self.index = HostIndex(num_slots, max(1, len(layout.groups)), config.local is not None, self._left)
-        self.known = KnownInStore(KNOWN_IN_STORE_CAPACITY)
-        self.tracker = Tracker(config.tracker_capacity) if config.tracker and config.local else None
+        self.known = RecentBlocks(KNOWN_IN_STORE_CAPACITY)
+        self.tracker = RecentBlocks(config.tracker_capacity) if config.tracker and config.local else None
         self.ledger = Ledger(num_ranks)
         self.pause = LoadPause(2 * config.job_deadline_seconds, clock)
-        self.listener: NameListener | None = None
+        self.listener: HostEvents | None = None
         self._root: bytes | None = None
 
     def namespace(self, snap: Snapshot) -> str | None:
@@ -60,13 +58,11 @@ class Stock:
         return snap.namespace if snap.shared and self.config.distributed is not None else None
 
     def copied(self, done: Copied) -> None:
-        """Every rank has copied these blocks into their slots."""
         keys = self._insert(done.saved)
         if self.tracker is not None:
-            self.tracker.confirm(keys)
+            self.tracker.add(keys)
 
     def stored(self, done: Stored) -> None:
-        """Every rank has put these blocks into L2."""
         self.known.add(_keys(done.stored))
 
     def loaded(self, done: Loaded) -> None:
@@ -80,8 +76,7 @@ class Stock:
             elif move.slot not in filled:
                 self.known.discard(_keys((move,)))
         if self.tracker is not None:
-            for key in _keys(done.hull):
-                self.tracker.forget(key)
+            self.tracker.discard(_keys(done.hull))
 
     def _insert(self, moves: Iterable[BlockMove]) -> list[Key]:
         keys = _keys(move for move in moves if self.index.insert(move.slot, move.group, move.block_hash))
@@ -90,9 +85,8 @@ class Stock:
         return keys
 
     def _left(self, key: Key) -> None:
-        """L1 lost a block."""
         if self.tracker is not None:
-            self.tracker.forget(key)
+            self.tracker.discard((key,))
         if self.listener is not None:
             self.listener.left(key)
 
@@ -105,7 +99,7 @@ class Stock:
         self._forget_names()
         found_again = self.index.renew(root)
         if self.tracker is not None:
-            self.tracker.confirm(found_again)
+            self.tracker.add(found_again)
         if self.listener is not None:
             self.listener.found_again(found_again)
         return True
