@@ -196,7 +196,7 @@ def test_every_field_is_explained(plane: ControlPlane) -> None:
     for resource in ("kvp", "ie"):
         text = kubectl(plane, "explain", resource, "--recursive=false")
         assert "<no description>" not in text
-    assert "invalidate all KV of the pool" in kubectl(plane, "explain", "kvp.spec.resetEpoch")
+    assert "make all KV of the pool unreachable" in kubectl(plane, "explain", "kvp.spec.resetEpoch")
 
 
 def test_the_samples_are_accepted(plane: ControlPlane) -> None:
