@@ -98,15 +98,22 @@ def digest_row(arguments: argparse.Namespace, progress: Progress) -> Row:
 
 
 def sample_row(arguments: argparse.Namespace, progress: Progress) -> Row:
-    """One comparison, as after a step."""
-    tensors = model_tensors()
+    """One comparison: in the caches, and after the products of a step with other weights of the same size."""
+    tensors, others = model_tensors(), [tensor.float() for _, tensor in model_tensors() if tensor.dim() == 2]
     sample = Sample(tensors)
+
+    def after_a_step() -> float:
+        for other in others:
+            torch.nn.functional.linear(other[:1], other)
+        return seconds(sample.holds)
+
     assert sample.holds()
     draws = [seconds(lambda: Sample(tensors)) for _ in range(arguments.repeats)]
     looks = [seconds(sample.holds) for _ in range(200)]
     issued = [seconds(sample.look) for _ in range(200)]
     figures = [
         repeated("one comparison", [1e3 * one for one in looks], None, "ms"),
+        repeated("one comparison after a step", [1e3 * after_a_step() for _ in range(50)], None, "ms"),
         repeated("its issue, without its result", [1e3 * one for one in issued], None, "ms"),
         repeated("drawn anew", [1e3 * one for one in draws], None, "ms"),
         Figure("elements", float(sample.num_elements), None, ""),
