@@ -1,4 +1,7 @@
-"""One tier alone, several ranks, in one process, and everything that may be missing or wrong when an engine starts."""
+"""One tier alone, several ranks, in one process, and everything that may be missing or wrong when an engine starts.
+
+`test_l1_only`, `test_engine_core_in_process` and the one with a mistyped key start vLLM as a user does; the others fork it.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from hack.standalone.pool import Pool
 from hack.standalone.process import Process, ProcessError
 from hack.waiting import eventually
 from tests.engine.conftest import BLOCKS, CACHED, PATIENT, PATIENT_ENVIRON, Prompts, Reference, Weights, check, settled_keys
+from tests.engine.server_nursery import ServerNursery
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +44,13 @@ def test_l1_only(weights: Weights, folder: Path, pool: Pool, prompts: Prompts, r
         check(answer, 0, reference(prompt, weights.base))
 
 
-def test_l2_only_and_a_master_that_comes_later(weights: Weights, folder: Path, pool: Pool, prompts: Prompts, reference: Reference) -> None:
+def test_l2_only_and_a_master_that_comes_later(
+    weights: Weights, folder: Path, pool: Pool, servers: ServerNursery, prompts: Prompts, reference: Reference
+) -> None:
     prompt = prompts()
     mooncake = Mooncake(folder / "late")
     connector = pool.connector(master_address=mooncake.address, staging_slots=8, **PATIENT)  # a load gets one: 7 pieces
-    with Engine("l2", weights.base, folder, connector, environ=PATIENT_ENVIRON) as engine:
+    with Engine("l2", weights.base, folder, connector, environ=PATIENT_ENVIRON, popen=servers.popen) as engine:
         pool.wait_engines(1)
         answer = engine.complete(prompt)
         check(answer, 0, reference(prompt, weights.base))
@@ -70,13 +76,13 @@ def _stored(engine: Engine, mooncake: Mooncake, prompt: list[int]) -> bool:
 
 
 def test_two_tensor_parallel_ranks(
-    weights: Weights, folder: Path, pool: Pool, mooncake: Mooncake, prompts: Prompts, reference: Reference
+    weights: Weights, folder: Path, pool: Pool, mooncake: Mooncake, servers: ServerNursery, prompts: Prompts, reference: Reference
 ) -> None:
     prompt = prompts()
     connector = pool.connector(master_address=mooncake.address, **PATIENT)
     args = ("--tensor-parallel-size", "2")
     environ = {**PATIENT_ENVIRON, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    with Engine("tp2", weights.base, folder, connector, args=args, environ=environ) as engine:
+    with Engine("tp2", weights.base, folder, connector, args=args, environ=environ, popen=servers.popen) as engine:
         pool.wait_engines(1)
         before = settled_keys(mooncake)
         assert engine.complete(prompt).tokens == reference(prompt, weights.base)
@@ -88,7 +94,9 @@ def test_two_tensor_parallel_ranks(
     assert pool.snapshot().engines == [], "an engine that ends says so: nobody waits for its lease"
 
 
-def test_broken_hub_address_and_key(weights: Weights, folder: Path, pool: Pool, prompts: Prompts, reference: Reference) -> None:
+def test_broken_hub_address_and_key(
+    weights: Weights, folder: Path, pool: Pool, servers: ServerNursery, prompts: Prompts, reference: Reference
+) -> None:
     connector = pool.connector(local_bytes=64 << 20)
     wrong = folder / "wrong-fence"
     wrong.mkdir()
@@ -97,7 +105,7 @@ def test_broken_hub_address_and_key(weights: Weights, folder: Path, pool: Pool, 
     (wrong / "client.key").write_text("this is not a CURVE key")
     connector["kv_connector_extra_config"]["hub"] = {"endpoint": f"tcp://127.0.0.1:{free_port()}", "credentials_dir": str(wrong)}
     prompt = prompts()
-    with Engine("no-hub", weights.base, folder, connector) as engine:
+    with Engine("no-hub", weights.base, folder, connector, popen=servers.popen) as engine:
         for _ in range(3):
             answer = engine.complete(prompt)
             check(answer, 0, reference(prompt, weights.base))
