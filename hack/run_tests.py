@@ -74,7 +74,7 @@ class Run:
 RULES = tuple(
     f"tests/unit/fence/test_{name}.py"
     for name in (
-        *("agent", "asks", "hub", "labels", "messages", "reclaim", "refusals"),
+        *("agent", "asks", "hub", "hub_peers", "labels", "messages", "reclaim", "refusals"),
         *("rules_table", "status", "transport_rounds", "transport_turns", "weights", "wipe"),
     )
 )

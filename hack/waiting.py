@@ -10,14 +10,22 @@ T = TypeVar("T")
 
 
 def poll(probe: Callable[[], T], seconds: float, pause: float = 0.05) -> T:
-    """The first true result of `probe`; the last one, which is not, when `seconds` have passed."""
+    """The first true result of `probe`; the last one, which is not, when `seconds` have passed.
+
+    Args:
+        pause: between two probes; the first pauses are shorter, as most waits are.
+    """
     deadline = time.monotonic() + seconds
+    growing = pause / 16
     while not (found := probe()) and time.monotonic() < deadline:
-        time.sleep(pause)
+        time.sleep(growing)
+        growing = min(pause, 1.5 * growing)
     return found
 
 
-def eventually(probe: Callable[[], T], what: str | Callable[[], str], seconds: float = 30.0, pause: float = 0.05) -> T:
+def eventually(
+    probe: Callable[[], T | None], what: str | Callable[[], str] = "the condition", seconds: float = 30.0, pause: float = 0.05
+) -> T:
     """The first true result of `probe`.
 
     Args:

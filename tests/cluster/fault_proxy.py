@@ -1,4 +1,4 @@
-"""A proxy in front of the API server that refuses, loses or holds back what a test tells it to.
+"""A proxy in front of the API server that refuses or loses what a test tells it to.
 
 Plain HTTP on loopback towards the client, the admin's certificate towards the API server. Watches stream through.
 """
@@ -51,9 +51,6 @@ class FaultProxy:
         self._port = 0
         self.decide: Decide = lambda method, path: None
         self.faults: list[tuple[str, str, Fault]] = []
-        self.held: list[bytes] = []
-        self._holding = ""
-        self._released = asyncio.Event()
 
     def __enter__(self) -> FaultProxy:
         self._thread.start()
@@ -73,18 +70,6 @@ class FaultProxy:
         content = {"apiVersion": "v1", "kind": "Config", "clusters": [cluster], "contexts": [context], "current-context": "c"}
         path.write_text(json.dumps({**content, "users": [{"name": "u", "user": {}}]}))
         return path
-
-    def hold_streams(self, path: str) -> None:
-        """From now on nothing more comes through the open answers (watches) whose path contains this; `held` lists what did not.
-        Their connections stay open, as after a silent cut.
-        """
-        self._released = asyncio.Event()
-        self._holding = path
-
-    def release_streams(self) -> None:
-        """What was held back goes on, in order."""
-        self._holding = ""
-        self._loop.call_soon_threadsafe(self._released.set)
 
     def _serve(self) -> None:
         self._loop.run_until_complete(self._run())
@@ -134,9 +119,6 @@ class FaultProxy:
                     response.headers[name] = answer.headers[name]
             await response.prepare(request)
             async for chunk in answer.content.iter_any():
-                if self._holding and self._holding in request.path:
-                    self.held.append(chunk)
-                    await self._released.wait()
                 await response.write(chunk)
             await response.write_eof()
             return response

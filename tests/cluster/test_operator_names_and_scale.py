@@ -176,9 +176,7 @@ def test_a_pool_without_its_secret_says_why_and_goes_on_when_it_may(namespace: N
 def test_a_misspelt_field_in_a_template_is_named_in_a_condition(namespace: Namespace, operator: OperatorProcess) -> None:
     namespace.create_engine("rollout", **ENGINE, template={"spec": {"nodeSelectr": {"disk": "fast"}}})
     found = eventually(
-        lambda: next(
-            (c for c in namespace.get(ENGINES, "rollout").get("status", {}).get("conditions", []) if "nodeSelectr" in c["message"]), None
-        ),
+        lambda: next((c for c in namespace.engine_status("rollout").get("conditions", []) if "nodeSelectr" in c["message"]), None),
         f"a condition that names the field; log:\n{operator.tail()}",
     )
     assert found["status"] == "False"

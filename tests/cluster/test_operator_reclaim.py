@@ -80,6 +80,7 @@ def test_a_master_that_hangs_delays_no_publication(plane: ControlPlane, namespac
     with OperatorProcess(plane, namespace.name, tmp_path) as operator:
         served(operator, namespace, mooncake, "RemoveAll")
         with engine(operator, namespace) as reader:
+            assert mooncake.master is not None
             mooncake.master.freeze()
             try:
                 namespace.bump("policy", 1)

@@ -15,17 +15,8 @@ import pytest
 import yaml
 
 from hack.cluster.controlplane import ControlPlane
-from tests.cluster.operator_harness import (
-    CHILDREN,
-    ENGINES,
-    POOLS,
-    ROOT,
-    Namespace,
-    OperatorProcess,
-    condition,
-    eventually,
-    install_crds,
-)
+from hack.waiting import eventually
+from tests.cluster.operator_harness import CHILDREN, ENGINES, POOLS, ROOT, Namespace, OperatorProcess, condition, install_crds
 
 L1_AND_L2 = {
     "local": {"capacity": "64Mi"},

@@ -16,17 +16,9 @@ from typing import Any
 import pytest
 
 from hack.cluster.controlplane import ControlPlane
+from hack.waiting import eventually
 from tests.cluster.fence_engines import FenceEngine, Service, client_keys
-from tests.cluster.operator_harness import (
-    CHILDREN,
-    POOLS,
-    TAKEOVER_SECONDS,
-    Namespace,
-    OperatorProcess,
-    condition,
-    eventually,
-    install_crds,
-)
+from tests.cluster.operator_harness import CHILDREN, POOLS, TAKEOVER_SECONDS, Namespace, OperatorProcess, condition, install_crds
 
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
 #: L1 only: nothing to run. Short leases, so that a takeover does not take a minute.

@@ -34,7 +34,8 @@ class Calm:
         self.process = rng.choice(world.hubs)
         thorough = not self.deaf and rng.random() < 0.3
         world.calm = True
-        for who in (*world.engines, *world.hubs):
+        everybody: list[Engine | HubProcess] = [*world.engines, *world.hubs]
+        for who in everybody:
             who.frozen_until = 0.0
         for engine in world.engines:
             if engine.leaving != STAYS:
@@ -118,7 +119,7 @@ class Calm:
     def _settled(self, engine: Engine) -> bool:
         """In the published epoch, and in use of it."""
         record = self.world.authority.record
-        return engine.bound is not None and engine.bound >= record.published and self.world.engine_side.shares(engine)
+        return engine.bound is not None and engine.bound >= record.published and self.world.serving.shares(engine)
 
     def _until_told(self) -> None:
         """V: when a push reaches every engine, the hub shows that at once, not with the next heartbeats; and L."""
@@ -205,7 +206,7 @@ class Calm:
     def _turn(self) -> None:
         world = self.world
         process = self.process
-        world.hub_side.finish(process)
+        world.hub_side.drain(process)
         if world.hub_side.due(process):
             world.hub_side.drive(process)
         world.authority.settle()
@@ -219,7 +220,7 @@ class Calm:
                     self._engines()
         self._engines()
         world.store.land()
-        world.engine_side.reclaim()
+        world.removals.land()
         world.checks.step()
         world.now += STEP
 
@@ -231,4 +232,4 @@ class Calm:
                 self.world.engine_side.drive(engine)
             engine.lookup = None
             if engine.loads:
-                self.world.engine_side.serve_one(engine)
+                self.world.serving.serve_one(engine)

@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tests.model.parts import Engine, Violation
+from epochkv_fence.hub import events as ev
+from epochkv_fence.protocol.messages import Reclaim, Status
+from tests.model.parts import Engine, HubProcess, Violation
 
 if TYPE_CHECKING:
     from tests.model.world import World
 
+LOOK_EVERY = 8
+"""Steps of a hub from one look at what it shows to the next."""
 CERTAIN_LABELS = 8
 """Of the newest labels that were answered; older ones may have had to go, as repetitions of others came late."""
 
@@ -79,6 +83,39 @@ class Checks:
             raise Violation(f"I1: e{engine.index} uses a block of epoch {epoch} from {where}, made before a reset that is done")
         if epoch <= engine.cleared:
             raise Violation(f"I1: e{engine.index} uses a block of epoch {epoch} from {where}; its caches were reset at {engine.cleared}")
+
+    # ------------------------------------------------------------------ what hubs ask for and show
+
+    def shown(self, process: HubProcess, actions: list[ev.Action], now: float, *, new_weights: bool) -> None:
+        """V, R and L of what a hub shows and asks for, compared with what it was told."""
+        hub, told, who = process.hub, process.told, f"h{process.index}"
+        told.compare(hub, now)
+        if new_weights and not any(isinstance(action, ev.Changed) for action in actions):
+            raise Violation(f"V: {who} hears of other weights and does not say that something has changed")
+        for action in actions:
+            if isinstance(action, ev.Wipe) and action.epoch > self.published:
+                raise Violation(f"R: {who} has the store wiped for {action.epoch}; published is {self.published}")
+            if not isinstance(action, ev.Send):
+                continue
+            if isinstance(action.message, Reclaim) and (wrong := told.wrong_sweep(hub, action.message, now)):
+                raise Violation(f"R: {who} has keys removed, and {wrong}")
+            if isinstance(action.message, Status) and (
+                wrong := told.wrong_status(hub, action.message, now) or self._missed(process, action.message)
+            ):
+                raise Violation(f"V: {who} answers a trainer, and {wrong}")
+        process.steps += 1
+        if hub.term is not None and (new_weights or process.steps % LOOK_EVERY == 0):
+            wrong = told.wrong_view(hub, hub.snapshot(now), now)
+            if wrong:
+                raise Violation(f"V: {who}: {wrong}")
+
+    def _missed(self, process: HubProcess, page: Status) -> str:
+        """Which engine with a lease the one that leads does not know, and does not say that there may be some."""
+        world = self.world
+        if page.settling_seconds > 0 or process.term != world.authority.leader:
+            return ""
+        missed = [engine for engine in world.engines if engine.live(world.now) and engine.agent.boot not in process.hub.state.boots.known]
+        return f"does not know e{missed[0].index}, which has a lease" if missed else ""
 
     # ------------------------------------------------------------------ what somebody was told
 

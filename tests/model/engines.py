@@ -1,24 +1,17 @@
-"""Engines: the production `Agent`, what its driver does around it, and a small model of the data path.
-
-A block of KV is named by epoch and weights. An engine that may share computes blocks under the names of its epoch and of the
-weights it holds, keeps them (L1), saves them to the store (L2), and uses what it finds under these names in either. How names
-follow the weights is tested elsewhere: here they always do.
-"""
+"""Engines: the production `Agent`, what its driver does around it, and the weights that change under it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
 from epochkv_fence.protocol import agent as ag
-from epochkv_fence.protocol.messages import Heartbeat, Message, Reclaimed
-from tests.model.parts import STAYS, STORE_LEASE, WANTS_TO_LEAVE, Engine, Load, Lookup, Violation, digest
+from epochkv_fence.protocol.messages import Heartbeat, Message
+from tests.model.parts import STAYS, WANTS_TO_LEAVE, Engine, Violation, digest
 
 if TYPE_CHECKING:
     from tests.model.world import World
 
-BLOCKS = 3
-AT_ONCE = (1, 2, None)
-"""Keys that an engine removes before it answers."""
+NOTES = ("asleep", "rank 1: no answer")
 
 
 class Bound(NamedTuple):
@@ -33,24 +26,12 @@ class Repropose(NamedTuple):
     epoch: int
 
 
-class Removal(NamedTuple):
-    """Of keys, by an engine that was asked for it."""
-
-    ends: float
-    index: int
-    boot: bytes
-    below: int
-    keep: tuple[bytes, ...]
-    number: int
-
-
 class EngineSide:
-    """All engines' drivers and schedulers."""
+    """All engines' drivers."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.boots = 0
-        self.removals: list[Removal] = []
 
     def make(self, index: int) -> Engine:
         """A new boot, with the weights that it finds: the first ones, or the newest."""
@@ -164,13 +145,13 @@ class EngineSide:
                 engine.settling = True
             case ag.Send(message):
                 world.count("proposals")
-                self._tell(engine, message)
+                self.tell(engine, message)
             case ag.RemoveOld():
-                self._begin_removal(engine, action)
+                world.removals.begin(engine, action)
             case ag.HubRefused(error):
                 raise Violation(f"a hub refused a message: {error}")
 
-    def _tell(self, engine: Engine, message: Message) -> None:
+    def tell(self, engine: Engine, message: Message) -> None:
         """Both hubs hear it: which of them leads is theirs to find out."""
         for hub in (0, 1):
             self.world.network.post(f"e{engine.index}", f"h{hub}", message)
@@ -191,7 +172,7 @@ class EngineSide:
             weights_note=engine.note,
             weights_age_seconds=(self.world.now - engine.reported[1]) * engine.clock.rate,
         )
-        self._tell(engine, message)
+        self.tell(engine, message)
 
     def _adopt(self, engine: Engine, action: ag.Adopt, epoch: int) -> None:
         world, rng = self.world, self.world.rng
@@ -211,51 +192,18 @@ class EngineSide:
 
     def _resolve_floor(self, engine: Engine, epoch: int) -> None:
         """With a lease of `epoch` it is known that no later one was published when its caches were reset."""
-        if engine.floor_unknown and self.live(engine):
+        if engine.floor_unknown and engine.live(self.world.now):
             engine.private_at, engine.floor_unknown = epoch, False
             engine.queue.insert(0, Repropose(epoch + 1))  # type: ignore[arg-type]
 
-    # ------------------------------------------------------------------ keys that are removed
-
-    def _begin_removal(self, engine: Engine, asked: ag.RemoveOld) -> None:
-        world, below = self.world, asked.below
-        if below > world.checks.published:
-            raise Violation(f"R: e{engine.index} is to remove keys below {below}; published is {world.checks.published}")
-        world.count("sweeps" if asked.keep else "removals")
-        ends = world.now + world.rng.choice([0.0, 0.5, 3.0])
-        self.removals.append(Removal(ends, engine.index, engine.agent.boot, below, asked.keep, asked.number))
-
-    def reclaim(self) -> None:
-        """Removals that engines were asked for end, and are reported."""
-        world = self.world
-        due = [removal for removal in self.removals if removal.ends <= world.now]
-        for removal in due:
-            self.removals.remove(removal)
-            engine = world.engines[removal.index]
-            if engine.agent.boot == removal.boot:
-                removed = world.store.delete(removal.below, removal.keep, world.rng.choice(AT_ONCE))
-                self._tell(engine, Reclaimed(removal.boot, removal.below, removed, removed * 100, removal.number))
-
-    # ------------------------------------------------------------------ sharing
-
-    def live(self, engine: Engine) -> bool:
-        """Whether it has adopted something and its lease holds by its own clock."""
-        return engine.bound is not None and engine.clock.read(self.world.now) < engine.agent.view.lease_until
-
-    def shares(self, engine: Engine) -> bool:
-        """Whether it uses the pool's caches."""
-        if engine.bound is None or engine.note or engine.floor_unknown:
-            return False
-        if not self.live(engine) and not self.world.rules.serves_without_lease:
-            return False
-        return engine.private_at is None or engine.bound > engine.private_at
+    # ------------------------------------------------------------------ resets of one engine
 
     def local_reset(self, engine: Engine) -> None:
         """Somebody called vLLM's own reset on this engine alone: it leaves its names and asks for others."""
         world = self.world
         world.note(f"e{engine.index}: its caches are reset")
         engine.cleared = max(engine.cleared, engine.bound or 0, world.authority.record.published)
-        if not self.live(engine):
+        if not engine.live(self.world.now):
             engine.floor_unknown = not world.rules.local_reset_without_floor
         if engine.bound is not None and not world.rules.local_reset_keeps_root:
             engine.private_at = engine.bound
@@ -265,64 +213,62 @@ class EngineSide:
         if engine.agent.epoch is not None:
             self.step(engine, ag.Proposed(engine.agent.epoch + 1))
 
-    # ------------------------------------------------------------------ scheduler
 
-    def serve(self) -> bool:
-        """One engine's scheduler makes a step; False: none runs."""
-        world = self.world
-        able = [engine for engine in world.engines if world.now >= engine.frozen_until]
-        if able:
-            self.serve_one(world.rng.choice(able))
-        return bool(able)
+class Pushes:
+    """Weights change under running engines, in any order and without telling anybody: names carry them, so every order is right.
 
-    def serve_one(self, engine: Engine) -> None:
-        """Loads that ended are taken; a request reuses, loads or computes a block."""
+    Pushes reach one engine after the other, all of them or some; what was pushed before may come back; and for a while an engine
+    may not be able to say what it holds. At most one push is under way, as far as whoever pushes is concerned.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.left: list[int] = []
+        self.weights = 1
+
+    def turn(self) -> bool:
+        """The next engine of the present push, or something new; False: nothing can be done now."""
         world, rng = self.world, self.world.rng
-        self._finish_loads(engine)
-        if engine.lookup is not None:
-            if rng.random() < 0.4 or world.calm:
-                self._admit(engine, engine.lookup)
-            return
-        if not self.shares(engine):
-            if world.rules.saves_under_old_pins and engine.bound is not None:
-                world.store.put(engine.index, engine.bound, engine.weights, 0)
-            return
-        assert engine.bound is not None
-        key = (engine.bound, engine.weights, rng.randrange(BLOCKS))
-        found = engine.blocks.get(key)
-        kind = rng.random()
-        if kind < 0.2:
-            engine.lookup = Lookup(engine.bound, engine.agent.view.lease_until)
-        elif found is not None and kind < 0.6:
-            self._reuse(engine, engine.bound, found, "its own cache")
-        elif key in world.store.keys:
-            ends = world.now + rng.choice([0.0, 0.3, 2.0, 7.0] if world.profile.busy_store else [0.0, 0.1])
-            engine.loads.append(Load(*key, world.store.keys[key], ends, min(ends, world.now + STORE_LEASE)))
+        if self.left:
+            return self._push_one()
+        luck = rng.random()
+        engine = rng.choice(world.engines)
+        if not self.reachable(engine):
+            return False
+        if engine.note:
+            world.engine_side.hold(engine, engine.weights)
+        elif luck < 0.5:
+            some = rng.random() < 0.3
+            self.begin(rng.sample(range(len(world.engines)), rng.randrange(1, len(world.engines) + 1) if some else len(world.engines)))
+        elif luck < 0.7:
+            world.count("roll-backs")
+            world.engine_side.hold(engine, rng.randrange(1, world.newest_weights + 1))
         else:
-            world.checks.use(engine, engine.bound, world.now, "its own computation")
-            engine.blocks[key] = world.now
-            world.store.put(engine.index, *key)
-            world.count("blocks computed")
+            world.count("unknown weights")
+            world.engine_side.hold(engine, engine.weights, rng.choice(NOTES))
+        return True
 
-    def _finish_loads(self, engine: Engine) -> None:
+    def begin(self, slots: list[int]) -> None:
+        """New weights go to these engines, one after the other."""
         world = self.world
-        for load in [load for load in engine.loads if load.ends <= world.now]:
-            engine.loads.remove(load)
-            if load.poisoned:
-                world.count("poisoned loads")
-                continue
-            if not self.shares(engine) and not world.rules.lease_unchecked_after_load:
-                continue
-            self._reuse(engine, load.epoch, load.made_at, "the store")
-            engine.blocks[load.epoch, load.weights, load.block] = load.made_at
+        world.newest_weights += 1
+        world.count("pushes")
+        self.weights, self.left = world.newest_weights, slots
 
-    def _admit(self, engine: Engine, lookup: Lookup) -> None:
-        engine.lookup = None
-        checks = self.world.checks
-        published = self.world.authority.record.published
-        if lookup.epoch < max(published, checks.promised) and engine.clock.read(self.world.now) < lookup.lease_until:
-            raise Violation(f"I2: {checks.why(lookup.epoch)}, and e{engine.index} admits a request that found epoch {lookup.epoch}")
+    def _push_one(self) -> bool:
+        engine = self.world.engines[self.left[0]]
+        if not self.reachable(engine):
+            return False
+        self.left.pop(0)
+        self.world.engine_side.hold(engine, self.weights)
+        return True
 
-    def _reuse(self, engine: Engine, epoch: int, made_at: float, where: str) -> None:
-        self.world.count("blocks reused")
-        self.world.checks.use(engine, epoch, made_at, where)
+    def reachable(self, engine: Engine) -> bool:
+        """Its scheduler thread takes a call: it does not stand still, and is outside `schedule()`."""
+        return self.world.now >= engine.frozen_until and engine.lookup is None
+
+    def end(self) -> None:
+        """Faults end: no push goes on, and every engine can say what it holds."""
+        self.left = []
+        for engine in self.world.engines:
+            self.world.engine_side.hold(engine, engine.weights)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from epochkv_fence.hub import events as ev
 from epochkv_fence.protocol.authority import Term
-from epochkv_fence.protocol.messages import MAX_LABELS, Error, Heartbeat, Leave, Message, Reclaim, Refusal, Source, Status
+from epochkv_fence.protocol.messages import MAX_LABELS, Error, Heartbeat, Leave, Message, Reclaim, Refusal, Source
 from tests.model.parts import Call, HubProcess, Violation
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 SPLIT = 0.2
 """How often the actions of a step are not done at once."""
-LOOK_EVERY = 8
-"""Steps of a hub from one look at what it shows to the next."""
 
 
 class HubSide:
@@ -61,49 +59,17 @@ class HubSide:
         if isinstance(event, ev.Acquired):
             process.told.led_at = now
         actions = process.hub.step(event, now)
-        self._look(process, actions, now, new_weights=new_weights)
+        world.checks.shown(process, actions, now, new_weights=new_weights)
         if isinstance(event, ev.Observed) and process.hub.term is not None:
             shown = process.hub.snapshot(now).labels
             if len(shown) < MAX_LABELS and not set(event.record.labels) <= set(shown):
                 raise Violation(f"L: h{process.index} sees labels {event.record.labels} on record and shows {shown}")
         process.queue += actions
         if actions and (world.calm or world.rng.random() >= SPLIT):
-            self._drain(process)
+            self.drain(process)
 
-    def _look(self, process: HubProcess, actions: list[ev.Action], now: float, *, new_weights: bool) -> None:
-        """V, R and L of what a hub shows and asks for, compared with what it was told."""
-        hub, told, who = process.hub, process.told, f"h{process.index}"
-        told.compare(hub, now)
-        if new_weights and not any(isinstance(action, ev.Changed) for action in actions):
-            raise Violation(f"V: {who} hears of other weights and does not say that something has changed")
-        for action in actions:
-            if isinstance(action, ev.Wipe) and action.epoch > self.world.checks.published:
-                raise Violation(f"R: {who} has the store wiped for {action.epoch}; published is {self.world.checks.published}")
-            if not isinstance(action, ev.Send):
-                continue
-            if isinstance(action.message, Reclaim) and (wrong := told.wrong_sweep(hub, action.message, now)):
-                raise Violation(f"R: {who} has keys removed, and {wrong}")
-            if isinstance(action.message, Status) and (
-                wrong := told.wrong_status(hub, action.message, now) or self._missed(process, action.message)
-            ):
-                raise Violation(f"V: {who} answers a trainer, and {wrong}")
-        process.steps += 1
-        if hub.term is not None and (new_weights or process.steps % LOOK_EVERY == 0):
-            wrong = told.wrong_view(hub, hub.snapshot(now), now)
-            if wrong:
-                raise Violation(f"V: {who}: {wrong}")
-
-    def _missed(self, process: HubProcess, page: Status) -> str:
-        """Which engine with a lease the one that leads does not know, and does not say that there may be some."""
-        world = self.world
-        if page.settling_seconds > 0 or process.term != world.authority.leader:
-            return ""
-        missed = [
-            engine for engine in world.engines if world.engine_side.live(engine) and engine.agent.boot not in process.hub.state.boots.known
-        ]
-        return f"does not know e{missed[0].index}, which has a lease" if missed else ""
-
-    def _drain(self, process: HubProcess) -> None:
+    def drain(self, process: HubProcess) -> None:
+        """It does all that its last step asked for."""
         while process.queue:
             self._do(process, process.queue.pop(0))
 
@@ -189,13 +155,6 @@ class HubSide:
 
     # ------------------------------------------------------------------ leadership
 
-    def takeover(self) -> None:
-        """A hub takes leadership."""
-        process = self.world.rng.choice(self.world.hubs)
-        if self.free(process):
-            self.world.count("takeovers")
-            self.world.authority.elect(process)
-
     def installed(self, process: HubProcess, term: Term | None) -> None:
         """The write that took leadership has returned: only now is the record read."""
         process.term = term
@@ -212,14 +171,6 @@ class HubSide:
         if list(shown.items()) != list(acquired.record.labels.items()):
             raise Violation(f"L: h{process.index} leads with labels {shown}, on record are {acquired.record.labels}")
 
-    def told_late(self) -> bool:
-        """A hub that does not lead learns it; False: there is none."""
-        for process in self.world.hubs:
-            if process.term is not None and process.term != self.world.authority.leader and self.free(process):
-                self.lose(process)
-                return True
-        return False
-
     def lose(self, process: HubProcess) -> None:
         """It steps down."""
         process.term = None
@@ -227,14 +178,6 @@ class HubSide:
         self.step(process, ev.SteppedDown())
 
     # ------------------------------------------------------------------ what else a hub is told
-
-    def observe(self) -> None:
-        """A watch shows the record, as it is or as it was."""
-        process = self.world.rng.choice(self.world.hubs)
-        if self.free(process):
-            history = self.world.authority.history
-            seen = history[-1] if self.world.rng.random() < 0.7 else self.world.rng.choice(history[-6:])
-            self.step(process, ev.Observed(seen))
 
     def watch(self, process: HubProcess) -> None:
         """A watch shows this hub the record as it is."""
@@ -248,21 +191,47 @@ class HubSide:
         if world.spec_epoch and self.free(process):
             self.step(process, ev.Asked(world.spec_epoch, Source.SPEC))
 
-    def finish(self, process: HubProcess) -> None:
-        """It does all that its last step asked for."""
-        self._drain(process)
-
-    def reconfigure(self) -> None:
-        """The pool's configuration changes, or a hub learns that it has."""
-        process = self.world.rng.choice(self.world.hubs)
-        if not self.free(process):
-            return
-        if process.hub.state.config != self.world.config:
-            self.configure(process)
-        elif self.world.profile.reconfigures:
-            self.world.change_config()
-
     def configure(self, process: HubProcess) -> None:
         """This hub learns the pool's configuration."""
         if process.hub.state.config != self.world.config:
             self.step(process, ev.Configured(self.world.config))
+
+
+class Tidings:
+    """What hubs learn at any time, in any order: that they lead or do not, the record, the configuration."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def takeover(self) -> None:
+        """A hub takes leadership."""
+        process = self.world.rng.choice(self.world.hubs)
+        if self.world.hub_side.free(process):
+            self.world.count("takeovers")
+            self.world.authority.elect(process)
+
+    def told_late(self) -> bool:
+        """A hub that does not lead learns it; False: there is none."""
+        for process in self.world.hubs:
+            if process.term is not None and process.term != self.world.authority.leader and self.world.hub_side.free(process):
+                self.world.hub_side.lose(process)
+                return True
+        return False
+
+    def observe(self) -> None:
+        """A watch shows the record, as it is or as it was."""
+        process = self.world.rng.choice(self.world.hubs)
+        if self.world.hub_side.free(process):
+            history = self.world.authority.history
+            seen = history[-1] if self.world.rng.random() < 0.7 else self.world.rng.choice(history[-6:])
+            self.world.hub_side.step(process, ev.Observed(seen))
+
+    def reconfigure(self) -> None:
+        """The pool's configuration changes, or a hub learns that it has."""
+        process = self.world.rng.choice(self.world.hubs)
+        if not self.world.hub_side.free(process):
+            return
+        if process.hub.state.config != self.world.config:
+            self.world.hub_side.configure(process)
+        elif self.world.profile.reconfigures:
+            self.world.change_config()

@@ -25,9 +25,8 @@ STAYS = float("inf")
 WANTS_TO_LEAVE = float("-inf")
 LEASE = 4.0
 LONGER_LEASE = 6.0
-MARGIN = 1.0  # max(1 s, 10 %)
 SPREAD = 1.249
-"""Fastest clock over slowest: a lease of 4 s on the slowest ends just inside lease and margin on the fastest."""
+"""Fastest clock over slowest: a lease of 4 s on the slowest ends just inside lease and margin (1 s) on the fastest."""
 SPREAD_WITH_LONGER_LEASE = 1.16
 GRACE = 8.0
 """Seconds after which keys of weights that nobody reports are removed; above any lease and its margin."""
@@ -213,9 +212,9 @@ class Engine:
     beats: int = 0
     highest: int = 0  # epoch seen in this boot
 
-    def open_loads(self, now: float) -> list[Load]:
-        """Reads that may still deliver bytes."""
-        return [load for load in self.loads if load.ends > now]
+    def live(self, now: float) -> bool:
+        """Whether it has adopted something and its lease holds by its own clock."""
+        return self.bound is not None and self.clock.read(now) < self.agent.view.lease_until
 
 
 @dataclass(slots=True)

@@ -9,10 +9,11 @@ import multiprocessing
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from tests.model.mutants import ALL_MUTANTS
@@ -23,7 +24,6 @@ CHUNK = 50
 CHUNK_STEPS = 30_000
 MUTANT_BUDGET = 20_000
 """Schedules after which a mutant counts as not caught."""
-FIRST_MUTANT_SEED = 0
 
 
 @dataclass
@@ -90,11 +90,10 @@ def run_chunk(first: int, count: int, focus: str = "", steps: int | None = None)
     return report
 
 
-def hunt(name: str, budget: int = MUTANT_BUDGET) -> Catch:
-    """Schedules without the rule, until one violates an invariant."""
+def hunt(name: str, budget: int = MUTANT_BUDGET, hint: int | None = None) -> Catch:
+    """Schedules without the rule, until one violates an invariant: of the seed `hint`, and then of all from 0."""
     mutant = ALL_MUTANTS[name]
-    for index in range(budget):
-        seed = FIRST_MUTANT_SEED + index
+    for number, seed in enumerate(chain([] if hint is None else [hint], range(budget)), 1):
         try:
             simulate(seed, mutant.rules, mutant.focus)
         except Violation as violation:
@@ -102,8 +101,8 @@ def hunt(name: str, budget: int = MUTANT_BUDGET) -> Catch:
             try:
                 simulate(seed, None, mutant.focus)
             except Violation as real:
-                return Catch(name, None, index + 1, f"violated with the rule, too: {real}")
-            return Catch(name, seed, index + 1, found)
+                return Catch(name, None, number, f"violated with the rule, too: {real}")
+            return Catch(name, seed, number, found)
     return Catch(name, None, budget, "")
 
 
@@ -157,12 +156,17 @@ def run(
 
 
 def hunt_all(
-    names: list[str], *, budget: int = MUTANT_BUDGET, processes: int | None = None, caught: Callable[[Catch], None] | None = None
+    names: list[str],
+    *,
+    budget: int = MUTANT_BUDGET,
+    hints: Mapping[str, int] | None = None,
+    processes: int | None = None,
+    caught: Callable[[Catch], None] | None = None,
 ) -> dict[str, Catch]:
     """Every mutant, side by side; `caught` is called with each as it ends."""
     found: dict[str, Catch] = {}
     with pool(processes) as executor:
-        waiting = {executor.submit(hunt, name, budget) for name in names}
+        waiting = {executor.submit(hunt, name, budget, (hints or {}).get(name)) for name in names}
         while waiting:
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             for future in done:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 
 from tests.model import schedules
-from tests.model.mutants import MUTANTS
+from tests.model.mutants import MUTANTS, SEEN_AT
 from tests.model.parts import ORDERS
 from tests.model.world import simulate
 
@@ -78,7 +79,7 @@ def test_what_is_found_does_not_depend_on_the_number_of_processes() -> None:
 
 @pytest.fixture(scope="module")
 def catches() -> dict[str, schedules.Catch]:
-    return schedules.hunt_all(list(MUTANTS))
+    return schedules.hunt_all(list(MUTANTS), hints=SEEN_AT)
 
 
 @pytest.mark.timeout(LONG_SECONDS)
@@ -90,6 +91,7 @@ def test_a_missing_rule_is_noticed(rule: str, catches: dict[str, schedules.Catch
 
 @pytest.mark.timeout(LONG_SECONDS)
 def test_what_mutants_focus_on_is_clean_without_them() -> None:
-    for rule in MUTANTS:
-        report = schedules.run(10_000, FOCUS_SCHEDULES, focus=rule)
-        assert not report.failures, failures(report)
+    with schedules.pool() as executor:
+        for report in executor.map(partial(schedules.run_chunk, 10_000, FOCUS_SCHEDULES), MUTANTS):
+            assert not report.failures, failures(report)
+            assert report.schedules == FOCUS_SCHEDULES

@@ -222,7 +222,7 @@ class Trainer:
         world = self.world
         record = world.authority.record
         settled = record.target == record.published and not any(
-            world.engine_side.live(engine) and engine.private_at is not None and engine.private_at >= (engine.bound or 0)
+            engine.live(world.now) and engine.private_at is not None and engine.private_at >= (engine.bound or 0)
             for engine in world.engines
         )
         asked = any(process.hub.snapshot(0.0).asked > record.target for process in world.hubs)

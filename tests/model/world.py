@@ -17,8 +17,8 @@ from typing import Any
 from tests.model.authority import Authority
 from tests.model.calm import Calm
 from tests.model.checks import Checks
-from tests.model.engines import EngineSide
-from tests.model.hubs import HubSide
+from tests.model.engines import EngineSide, Pushes
+from tests.model.hubs import HubSide, Tidings
 from tests.model.network import Network
 from tests.model.parts import (
     LEASE,
@@ -27,12 +27,13 @@ from tests.model.parts import (
     SPREAD_WITH_LONGER_LEASE,
     START,
     Clock,
+    Engine,
+    HubProcess,
     Profile,
     Rules,
     Violation,
 )
-from tests.model.pushes import Pushes
-from tests.model.store import Store
+from tests.model.store import Removals, Serving, Store
 from tests.model.trainer import Trainer
 
 TRACE_LINES = 60
@@ -63,7 +64,10 @@ class World:
         self.authority = Authority(self)
         self.store = Store(self)
         self.engine_side = EngineSide(self)
+        self.serving = Serving(self)
+        self.removals = Removals(self)
         self.hub_side = HubSide(self)
+        self.tidings = Tidings(self)
         self.engines = [self.engine_side.make(index) for index in range(self.profile.engines)]
         self.hubs = [self.hub_side.make(index) for index in (0, 1)]
         self.trainer = Trainer(self)
@@ -132,7 +136,7 @@ class World:
             (16, self._advance),
             (45, self.network.deliver),
             (26, self.engine_side.turn),
-            (24, self.engine_side.serve),
+            (24, self.serving.serve),
             (16, self.hub_side.turn),
             (24, self.authority.turn),
             (10, self.trainer.turn),
@@ -142,23 +146,24 @@ class World:
             (0.3 * profile.trouble, self.hub_side.restart),
             (profile.trainer_restarts, self.trainer.restart),
             (1.2 * profile.freezes, self._freeze),
-            (1.4 * profile.takeovers, self.hub_side.takeover),
-            (0.6 * profile.told_late, self.hub_side.told_late),
-            (0.8 * profile.watch, self.hub_side.observe),
+            (1.4 * profile.takeovers, self.tidings.takeover),
+            (0.6 * profile.told_late, self.tidings.told_late),
+            (0.8 * profile.watch, self.tidings.observe),
         ]
         if profile.restores:
             choices.append((0.3, self.authority.restore))
         if profile.reconfigures:
-            choices.append((1.0, self.hub_side.reconfigure))
+            choices.append((1.0, self.tidings.reconfigure))
         return choices
 
     def _advance(self) -> None:
         self.now += self.profile.pace * self.rng.choice([0.02, 0.1, 0.3, 0.3, 1.0])
         self.store.land()
-        self.engine_side.reclaim()
+        self.removals.land()
 
     def _freeze(self) -> None:
-        who = self.rng.choice([*self.engines, *self.hubs, self.trainer])
+        everybody: list[Engine | HubProcess | Trainer] = [*self.engines, *self.hubs, self.trainer]
+        who = self.rng.choice(everybody)
         who.frozen_until = self.now + self.rng.choice([0.5, 2.0, 6.0, 12.0])
         self.count("freezes")
 

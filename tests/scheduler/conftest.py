@@ -14,18 +14,22 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 @pytest.fixture
 def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Build engines; each is closed at the end."""
+    """Build engines, in an epoch if one is given; each is closed at the end."""
     from vllm.v1.core import kv_cache_utils
 
     from tests.support.scheduler import Rig
 
+    # On a machine that stands still during a look at the weights, the next look need not wait for its share of the time.
+    monkeypatch.setattr("epochkv_connector.weights.watch.SHARE", 1)
     had = hasattr(kv_cache_utils, "NONE_HASH")
     before = getattr(kv_cache_utils, "NONE_HASH", None)
     made: list[Any] = []
 
-    def build(kind: type[Rig] = Rig, **kwargs: Any) -> Any:
+    def build(kind: type[Rig] = Rig, *, epoch: int | None = None, **kwargs: Any) -> Any:
         rig = kind(tmp_path / f"rig{len(made)}", monkeypatch=monkeypatch, **kwargs)
         made.append(rig)
+        if epoch is not None:
+            rig.adopt(epoch)
         return rig
 
     yield build

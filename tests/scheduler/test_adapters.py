@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.lora.request import LoRARequest
 
+from tests.scheduler.rigs import LENGTH, MakeRig
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 from tests.support.scheduler_worker import RankAdapters
 
-MakeRig = Callable[..., Any]
-LENGTH = 8 * BLOCK + 3
 ALL = 8 * BLOCK
 PATH = "/adapters/a"
 
@@ -38,8 +39,7 @@ def add(rig: Any, used: LoRARequest, tokens: list[int], max_tokens: int = 1) -> 
 def run_a_little(rig: Any, used: LoRARequest, tokens: list[int], max_tokens: int = 1) -> Any:
     """A request that is in the middle of its work: a few steps, in which its prompt is computed, or is being loaded."""
     request = add(rig, used, tokens, max_tokens)
-    for _ in range(3):
-        rig.step()
+    rig.steps(3)
     return request
 
 
@@ -93,12 +93,7 @@ def store() -> SharedStore:
 def make(make_rig: MakeRig, store: SharedStore) -> MakeRig:
     """Engines of one pool that hold the same model. One after the other: a process has one root of vLLM's."""
 
-    def engine(**kwargs: Any) -> Any:
-        rig = make_rig(store=store, **{"num_blocks": 64, **kwargs})
-        rig.adopt(0)
-        return rig
-
-    return engine
+    return partial(make_rig, store=store, num_blocks=64, epoch=0)
 
 
 # ---------------------------------------------------------------------------------------------- names
@@ -284,7 +279,7 @@ def test_a_load_that_fails_leaves_what_was_there(make: MakeRig) -> None:
     tokens = prompt(1, LENGTH)
     load(rig, adapter(), "one")
     assert serve(rig, adapter(), tokens) == 0
-    with pytest.raises(Exception, match="nowhere"):
+    with pytest.raises(LoRAAdapterNotFoundError, match="nowhere"):
         rig.core.add_lora(adapter(path="/nowhere", load_inplace=True))
     assert serve(rig, adapter(), tokens) == ALL
     rig.check_clean()

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from vllm.v1.core import kv_cache_utils
 
+from tests.scheduler.rigs import LENGTH, MakeRig, push_out
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
-
-MakeRig = Callable[..., Any]
-LENGTH = 8 * BLOCK + 3
-
-
-def evict(rig: Any, seeds: range = range(100, 104)) -> None:
-    """Push everything idle out of the GPU's prefix cache (of 12 blocks)."""
-    for seed in seeds:
-        rig.serve(prompt(seed, LENGTH))
 
 
 def test_a_naive_rebind_puts_old_kv_of_a_short_prompt_under_a_new_name(make_rig: MakeRig) -> None:
     """The fault itself, without our hasher: what the next test excludes."""
     rig = make_rig(connector=False)
     short = rig.add(prompt(1, BLOCK - 6), max_tokens=BLOCK)
-    for _ in range(3):
-        rig.step()
+    rig.steps(3)
     assert short.block_hashes == []  # its first hash will be made during decode
     rig.weights = "w1"
     kv_cache_utils.NONE_HASH = b"new root".ljust(32, b".")
@@ -35,11 +25,9 @@ def test_a_naive_rebind_puts_old_kv_of_a_short_prompt_under_a_new_name(make_rig:
 
 
 def test_a_short_prompt_keeps_its_pin_when_its_first_hash_is_made_after_the_adoption(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     short = rig.add(prompt(1, BLOCK - 6), max_tokens=BLOCK)
-    for _ in range(3):
-        rig.step()
+    rig.steps(3)
     assert short.block_hashes == []
     rig.adopt(1, weights="w1")
     assert rig.pins.carried() == 1
@@ -51,8 +39,7 @@ def test_a_short_prompt_keeps_its_pin_when_its_first_hash_is_made_after_the_adop
 
 
 def test_a_waiting_request_is_repinned(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
     waiting = rig.add(tokens)
@@ -70,8 +57,7 @@ def test_a_waiting_request_is_repinned(make_rig: MakeRig) -> None:
 
 def test_a_request_hashed_with_the_old_global_and_added_after_the_adoption_is_rehashed(make_rig: MakeRig) -> None:
     """The input thread hashes with the global of its moment."""
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
     late = rig.request(tokens)
@@ -84,8 +70,7 @@ def test_a_request_hashed_with_the_old_global_and_added_after_the_adoption_is_re
 
 def test_a_waiting_request_that_skips_the_prefix_cache_is_repinned_at_once(make_rig: MakeRig) -> None:
     """vLLM goes on with it in the same step, and caches its blocks under whatever its hashes are then."""
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     tokens = prompt(1, LENGTH)
     skipping = rig.add(tokens, skip_reading_prefix_cache=True)
     rig.adopt(1, weights="w1")
@@ -98,11 +83,10 @@ def test_a_waiting_request_that_skips_the_prefix_cache_is_repinned_at_once(make_
 
 
 def test_a_load_under_way_is_poisoned(make_rig: MakeRig) -> None:
-    rig = make_rig(num_blocks=12)
-    rig.adopt(0)
+    rig = make_rig(num_blocks=12, epoch=0)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
-    evict(rig)
+    push_out(rig)
     (worker,) = rig.workers
     worker.hold_loads = True
     loading = rig.add(tokens)
@@ -121,11 +105,10 @@ def test_a_load_under_way_is_poisoned(make_rig: MakeRig) -> None:
 
 
 def test_a_load_recorded_before_the_adoption_is_carried_and_stays_private(make_rig: MakeRig) -> None:
-    rig = make_rig(num_blocks=12)
-    rig.adopt(0)
+    rig = make_rig(num_blocks=12, epoch=0)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
-    evict(rig)
+    push_out(rig)
     loaded = rig.add(tokens, max_tokens=4)
     rig.step()
     while loaded.request_id not in rig.scheduler.finished_recving_kv_req_ids:
@@ -143,8 +126,7 @@ def test_a_load_recorded_before_the_adoption_is_carried_and_stays_private(make_r
 
 def test_a_running_request_is_carried_and_saves_nothing_more(make_rig: MakeRig) -> None:
     store = SharedStore()
-    rig = make_rig(store=store)
-    rig.adopt(0)
+    rig = make_rig(store=store, epoch=0)
     running = rig.add(prompt(1, LENGTH), max_tokens=3 * BLOCK)
     rig.step()
     before = set(store.objects)
@@ -159,8 +141,7 @@ def test_a_running_request_is_carried_and_saves_nothing_more(make_rig: MakeRig) 
 
 
 def test_a_preempted_request_is_repinned_and_recomputes(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     preempted = rig.add(prompt(1, LENGTH), max_tokens=6)
     rig.step()
     rig.step()
@@ -179,11 +160,10 @@ def test_a_preempted_request_is_repinned_and_recomputes(make_rig: MakeRig) -> No
 
 def test_a_plan_that_an_adoption_overtakes_inside_schedule_is_doomed(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the answer and the allocation: the acknowledgement waits for the step, and the load never runs."""
-    rig = make_rig(num_blocks=12)
-    rig.adopt(0)
+    rig = make_rig(num_blocks=12, epoch=0)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
-    evict(rig)
+    push_out(rig)
     answer = rig.connector.get_num_new_matched_tokens
     busy: list[bool] = []
 
@@ -206,8 +186,7 @@ def test_a_plan_that_an_adoption_overtakes_inside_schedule_is_doomed(make_rig: M
 
 
 def test_the_clearing_event_precedes_events_of_new_blocks(make_rig: MakeRig) -> None:
-    rig = make_rig(kv_events=True)
-    rig.adopt(0)
+    rig = make_rig(kv_events=True, epoch=0)
     rig.serve(prompt(1, LENGTH))
     rig.block_pool.take_events()
     rig.adopt(1)

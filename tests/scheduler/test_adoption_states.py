@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from tests.scheduler.test_loads import LENGTH, begin_load, filled, release
+from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, filled, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
-
-MakeRig = Callable[..., Any]
 
 
 def test_requests_that_a_keep_pause_holds_across_an_adoption(make_rig: MakeRig) -> None:
@@ -54,8 +51,7 @@ def test_a_load_under_way_across_a_keep_pause_and_an_adoption(make_rig: MakeRig)
     rig.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     rig.adopt(1, weights="w1")
     release(rig)
-    for _ in range(4):
-        rig.step()
+    rig.steps(4)
     assert rig.workers[0].poison_orders == [request.request_id], "its end waits for no resume"
     assert not rig.connector.has_pending_push_work(), "a pause would wait for it"
     rig.scheduler.set_pause_state(PauseState.UNPAUSED)
@@ -66,8 +62,7 @@ def test_a_load_under_way_across_a_keep_pause_and_an_adoption(make_rig: MakeRig)
 
 def test_an_adoption_between_vllms_own_lookup_and_our_answer(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM has found the prompt in its own cache, by the old names: it must drop that."""
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
     find = rig.scheduler._get_local_prefix_cache_hit
@@ -90,8 +85,7 @@ def test_an_adoption_between_vllms_own_lookup_and_our_answer(make_rig: MakeRig, 
 def test_an_adoption_between_our_answer_and_the_admission_of_a_local_hit(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too late to drop it: the request is admitted under the old root, inside the step, and carried; nobody else sees its KV."""
     store = SharedStore()
-    rig = make_rig(store=store)
-    rig.adopt(0)
+    rig = make_rig(store=store, epoch=0)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
     saved = set(store.objects)
@@ -120,8 +114,7 @@ def test_an_adoption_between_our_answer_and_the_admission_of_a_local_hit(make_ri
 
 def test_saves_under_way_keep_the_names_they_were_born_with(make_rig: MakeRig) -> None:
     store = SharedStore()
-    rig = make_rig(store=store)
-    rig.adopt(0)
+    rig = make_rig(store=store, epoch=0)
     (worker,) = rig.workers
     worker.hold_saves = True
     rig.add(prompt(1, LENGTH), max_tokens=2)
@@ -139,8 +132,7 @@ def test_saves_under_way_keep_the_names_they_were_born_with(make_rig: MakeRig) -
 
 
 def test_l1_of_older_roots_goes_first(make_rig: MakeRig) -> None:
-    rig = make_rig(l1_bytes=20 * 2304)
-    rig.adopt(0)
+    rig = make_rig(l1_bytes=20 * 2304, epoch=0)
     rig.serve(prompt(1, LENGTH))
     rig.adopt(1, weights="w1")
     rig.serve(prompt(2, LENGTH))
@@ -162,8 +154,7 @@ def test_a_multimodal_engine_shares_until_its_encoders_outputs_are_of_other_weig
     """Encoder outputs are cached by content: KV could be made from old ones. They go as soon as nobody refers to them."""
     multimodal(monkeypatch)
     store = SharedStore()
-    rig = make_rig(store=store)
-    rig.adopt(0)
+    rig = make_rig(store=store, epoch=0)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
     assert rig.cached[rig.serve(tokens)] == 8 * BLOCK
@@ -181,8 +172,7 @@ def test_a_multimodal_engine_shares_until_its_encoders_outputs_are_of_other_weig
 
 
 def test_a_skipping_request_that_is_preempted_across_an_adoption(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     request = rig.add(prompt(1, LENGTH), max_tokens=4, skip_reading_prefix_cache=True)
     rig.step()
     rig.scheduler._preempt_request(rig.scheduler.running.pop(), 0.0)

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -24,39 +24,35 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
 from epochkv_connector.engine.blocks import holds_blocks
+from tests.scheduler.rigs import MakeRig, release
 from tests.support.scheduler import BLOCK, Rig, SharedStore, prompt
+from tests.support.scheduler_oracle import Oracle
 from tests.support.scheduler_worker import Cell, Content
 from tests.support.store import parse_key
 
-MakeRig = Callable[..., Any]
 ADOPTIONS = 1000
 DEADLINE_SECONDS = 60.0
 
 
-class PinnedRig(Rig):
-    """The oracle's labels are pins, and each computed block has one right name."""
+class PinnedOracle(Oracle):
+    """Its labels are pins, and each computed block has one right name."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, rig: Rig) -> None:
+        super().__init__(rig)
         self.right_names: dict[Cell, bytes] = {}  # last position of a complete block -> its name
-        self.roots: dict[int, str] = {}  # epoch -> label of its shared root
-        self.inside_step = 0  # number of the step that is inside schedule(), or 0
-        self.checked: set[tuple[str, Any, bytes]] = set()
-        self.wrong: list[str] = []
-        self.num_steps = 0
 
     def label(self, request: Request) -> str:
-        return self.pins.pin_of(request).root.hex()
+        return str(self.rig.pins.pin_of(request).root.hex())
 
     def admitted_label(self, request: Request) -> str:
         return self.label(request)
 
-    def _check(self, request: Request, start: int, admitted: bool) -> None:
-        super()._check(request, start, True)  # a pin never changes while blocks are held: true in every step
+    def check(self, request: Request, start: int, admitted: bool) -> None:
+        super().check(request, start, True)  # a pin never changes while blocks are held: true in every step
 
-    def _compute(self, request: Request, start: int, end: int) -> None:
-        super()._compute(request, start, end)
-        digests, label = self._digests(request), self.label(request)
+    def compute(self, request: Request, start: int, end: int) -> None:
+        super().compute(request, start, end)
+        digests, label = self.digests(request), self.label(request)
         parent = bytes.fromhex(label)
         for first in range(0, end - end % BLOCK, BLOCK):
             cell = label, digests[first + BLOCK - 1]
@@ -64,6 +60,20 @@ class PinnedRig(Rig):
                 tokens = request.all_token_ids[first : first + BLOCK]
                 self.right_names[cell] = kv_cache_utils.hash_block_tokens(sha256, parent, tokens)
             parent = self.right_names[cell]
+
+
+class PinnedRig(Rig):
+    """After each step, whatever can be found by a name is compared with the right name."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, oracle=PinnedOracle, **kwargs)
+        assert isinstance(self.oracle, PinnedOracle)
+        self.right_names = self.oracle.right_names
+        self.roots: dict[int, str] = {}  # epoch -> label of its shared root
+        self.inside_step = 0  # number of the step that is inside schedule(), or 0
+        self.checked: set[tuple[str, Any, bytes]] = set()
+        self.wrong: list[str] = []
+        self.num_steps = 0
 
     def step(self) -> Any:
         self.num_steps += 1
@@ -106,15 +116,16 @@ class PinnedRig(Rig):
         self.checked.add((tier, place, name))
         if content is None or None in content or len({cell[0] for cell in content if cell}) != 1:
             self.wrong.append(f"{tier} {place}: {name.hex()} names a block that was not computed under one pin")
-        elif self.right_names.get(content[-1]) != name:
+        elif content[-1] is None or self.right_names.get(content[-1]) != name:
             self.wrong.append(f"{tier} {place}: {name.hex()} names a block of another pin or other tokens")
 
     def check_store(self) -> None:
         """L2 names carry their epoch, too."""
+        assert self.store is not None
         for key, content in self.store.objects.items():
             parsed = parse_key(key)
             self._compare("L2", key, parsed.block_hash, content)
-            if content[-1][0] != self.roots.get(parsed.epoch):
+            if content[-1] is None or content[-1][0] != self.roots.get(parsed.epoch):
                 self.wrong.append(f"L2 {key}: computed under another root than its epoch's")
 
 
@@ -225,8 +236,7 @@ def test_every_name_is_right_under_fast_adoption(make_rig: MakeRig, many_switche
         agent.stop.set()
         agent.thread.join()
         maker.join()
-    rig.workers[0].hold_loads = False
-    rig.workers[0].work()
+    release(rig)
     rig.run(5000)
     rig.check_store()
     told = {name: int(found) for name, (found, _) in reached(rig, agent, count).items()}

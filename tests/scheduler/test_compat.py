@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -10,9 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.scheduler.rigs import MakeRig
 from tests.support.scheduler import BLOCK, SharedStore, prompt
-
-MakeRig = Callable[..., Any]
 
 
 @pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.0", "0.33.0rc1"])
@@ -29,162 +27,6 @@ def test_other_versions_are_refused_in_a_sentence(version: str) -> None:
     with pytest.raises(UnsupportedEngine, match=r"0\.30 to 0\.33.*allow_untested_vllm"):
         check_version(False, version)
     check_version(True, version)
-
-
-def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig) -> None:
-    from epochkv_connector.engine import describe
-    from epochkv_connector.naming.identity import fingerprint
-
-    rig = make_rig()
-    config, cache = rig.vllm_config, rig.kv_cache_config
-
-    def digest() -> str:
-        return fingerprint(describe.describe_engine(config, cache))
-
-    base = digest()
-    assert digest() == base
-    seen = {base}
-
-    def changed(owner: Any, name: str, value: Any) -> None:
-        before = getattr(owner, name)
-        object.__setattr__(owner, name, value)
-        seen.add(digest())
-        object.__setattr__(owner, name, before)
-
-    spec = cache.kv_cache_groups[0].kv_cache_spec
-    changes = [
-        (config.model_config, "quantization", "fp8"),
-        (config.model_config, "max_model_len", 2048),
-        (config.cache_config, "cache_dtype", "fp8"),
-        (config.cache_config, "prefix_caching_hash_algo", "sha256_cbor"),
-        (config.cache_config, "kv_cache_dtype_skip_layers", ["1"]),
-        (config.cache_config, "kv_cache_dtype_skip_layers", ["2"]),
-        (config.parallel_config, "tensor_parallel_size", 2),
-        (config.parallel_config, "tensor_parallel_size", 4),  # with 2 KV heads: heads 0, 0, 1, 1 under the shards 0 to 3
-        (config.parallel_config, "world_size", 4),
-        (config.parallel_config, "pipeline_parallel_size", 2),
-        (config.parallel_config, "decode_context_parallel_size", 2),
-        (config.parallel_config, "cp_kv_cache_interleave_size", 16),
-        (config.parallel_config, "dcp_kv_cache_interleave_size", 16),
-        (cache, "kv_tp_replicas", 2),
-        (spec, "block_size", 32),
-        (spec, "num_kv_heads", 4),
-        (spec, "head_size", 64),
-        (cache, "kv_cache_layout", "HND"),
-        (config.model_config.hf_config, "rms_norm_eps", 1e-5),
-        (cache.kv_cache_groups[0], "layer_names", ["other"]),
-    ]
-    changes = [change for change in changes if hasattr(*change[:2])]  # some versions of vLLM have not all of these
-    assert len(changes) >= 18
-    for owner, name, value in changes:
-        changed(owner, name, value)
-    assert len(seen) == 1 + len(changes)
-    assert digest() == base
-
-
-def fingerprint_of(rig: Any) -> str:
-    from epochkv_connector.engine import describe
-    from epochkv_connector.naming.identity import fingerprint
-
-    return fingerprint(describe.describe_engine(rig.vllm_config, rig.kv_cache_config))
-
-
-def test_the_fingerprint_names_every_field_of_the_attention_configuration(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    attention = rig.vllm_config.attention_config
-    fields = [field.name for field in dataclasses.fields(attention)]
-    assert {"backend", "backend_per_kind", "indexer_kv_dtype", "use_trtllm_attention"} <= set(fields)
-    seen = {fingerprint_of(rig)}
-    for name in fields:
-        before = getattr(attention, name)
-        object.__setattr__(attention, name, "something else")
-        seen.add(fingerprint_of(rig))
-        object.__setattr__(attention, name, before)
-    assert len(seen) == 1 + len(fields)
-    assert fingerprint_of(rig) in seen
-    object.__setattr__(rig.vllm_config, "attention_config", None)  # versions may have none
-    assert fingerprint_of(rig) not in seen
-
-
-class Layer:
-    """An attention layer, as far as anybody asks what runs it."""
-
-    def __init__(self, backend: type, kv_cache_dtype: str = "auto") -> None:
-        self.get_attn_backend, self.kv_cache_dtype = lambda: backend, kv_cache_dtype
-
-
-def test_the_fingerprint_leaves_out_where_the_model_lies_but_for_its_own_code(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    model = rig.vllm_config.model_config
-    base = fingerprint_of(rig)
-    model.model, model.revision = "another/place", "abc"
-    assert fingerprint_of(rig) == base, "equal weights share, wherever they were loaded from"
-    model.trust_remote_code = True
-    assert fingerprint_of(rig) == base, "this model has no code of its own"
-    model.hf_config.auto_map = {"AutoModelForCausalLM": "modeling.Own"}
-    assert fingerprint_of(rig) != base
-
-
-def test_the_layout_of_a_rank_names_the_backends_that_vllm_picked_by_itself(make_rig: MakeRig) -> None:
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    from epochkv_connector.engine import describe
-
-    rig = make_rig()
-    assert rig.vllm_config.attention_config.backend is None, "nobody asked for one"
-    layers = rig.vllm_config.compilation_config.static_forward_context
-    seen = [describe.describe_layers(rig.vllm_config, ["layer0"])]
-    for layer in (
-        Layer(CPUAttentionBackend),
-        Layer(type("Another", (CPUAttentionBackend,), {})),
-        Layer(CPUAttentionBackend, "fp8"),
-        SimpleNamespace(),  # another version's
-    ):
-        layers["layer0"] = layers["vision.attn"] = layer  # the latter has no KV of its own
-        described = describe.describe_layers(rig.vllm_config, ["layer0"])
-        assert described not in seen
-        assert "vision.attn" not in described
-        seen.append(described)
-    del layers["layer0"], layers["vision.attn"]
-
-
-def test_the_fingerprint_names_what_cpu_kernels_pack_keys_for(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    import platform
-
-    import torch
-    from vllm.v1.attention.backends import cpu_attn
-
-    from epochkv_connector.engine import describe
-
-    rig = make_rig()
-    rig.kv_cache_config.kv_cache_groups[0].kv_cache_spec = dataclasses.replace(
-        rig.kv_cache_config.kv_cache_groups[0].kv_cache_spec, block_size=32, head_size=64
-    )
-    rig.vllm_config.model_config.dtype = torch.bfloat16
-    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
-    seen = set()
-    for has_amx in (False, True):
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda answer=has_amx: answer)
-        packing = describe.describe_platform(rig.vllm_config, rig.kv_cache_config)["packing"]
-        assert packing == ["amx" if has_amx else "vec"]
-        seen.add(fingerprint_of(rig))
-    monkeypatch.delattr(cpu_attn, "_get_attn_isa")  # another version: what the machine has is all that is known
-    for has_amx in (False, True):
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda answer=has_amx: answer)
-        seen.add(fingerprint_of(rig))
-    monkeypatch.setattr(platform, "machine", lambda: "s390x")
-    seen.add(fingerprint_of(rig))
-    assert len(seen) == 5
-
-
-def test_the_fingerprint_names_rocms_own_order_of_blocks(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector.engine import describe
-
-    rig = make_rig()
-    monkeypatch.setattr(describe, "on_cpu", lambda: False)
-    plain = fingerprint_of(rig)
-    monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
-    assert fingerprint_of(rig) != plain
 
 
 def test_kv_that_would_be_wrong_is_neither_loaded_nor_saved(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,21 +111,6 @@ def test_ranks_that_nobody_brings_together_are_refused(make_rig: MakeRig, role: 
     build(None, 2)
 
 
-def test_adapters_are_named_by_how_they_are_applied() -> None:
-    from vllm.config import LoRAConfig
-
-    from epochkv_connector.engine.describe import describe_adapters
-
-    def describe(**options: Any) -> str:
-        return describe_adapters(SimpleNamespace(lora_config=LoRAConfig(**options)))
-
-    assert describe_adapters(SimpleNamespace(lora_config=None)) == ""
-    base = describe()
-    assert describe(max_loras=4, max_lora_rank=64, max_cpu_loras=8) == base, "how many there may be changes nothing"
-    others = [describe(target_modules=["o_proj"]), describe(lora_dtype="float16"), describe(fully_sharded_loras=True)]
-    assert len({base, *others}) == 4
-
-
 def test_hashes_of_requests_that_we_have_pinned_say_nothing_of_an_adapters_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.lora.request import LoRARequest
     from vllm.v1.core import kv_cache_utils
@@ -304,19 +131,6 @@ def test_hashes_of_requests_that_we_have_pinned_say_nothing_of_an_adapters_name(
     assert keys(Pin(b"r", 1, adapter=1)) is None
     assert keys(None) is not None
     assert keys(Pin(b"r", 1)) is not None
-
-
-def test_adapters_of_encoders_are_not_named() -> None:
-    from epochkv_connector.engine import limits
-
-    def why(multimodal: bool, **lora: bool) -> str | None:
-        model = SimpleNamespace(is_multimodal_model=multimodal)
-        return limits.why_no_adapters(SimpleNamespace(model_config=model, lora_config=SimpleNamespace(**lora) if lora else None))
-
-    assert why(True, enable_tower_connector_lora=True) is not None
-    assert why(True, enable_tower_connector_lora=False) is None
-    assert why(False, enable_tower_connector_lora=True) is None
-    assert why(True) is None
 
 
 def test_our_lines_are_vllms_with_our_name(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,35 +160,6 @@ def test_our_lines_are_vllms_with_our_name(caplog: pytest.LogCaptureFixture, mon
     assert [record.getMessage() for record in caplog.records if record.name == "epochkv_connector.store.connection"] == [
         "L2 store ready at h:1"
     ], "somebody else's handlers see it as it was"
-
-
-def test_a_random_hash_seed_keeps_names_at_home(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector.engine import hashing
-
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    assert hashing.hash_seed_is_random("xxhash")
-    assert hashing.hash_seed_is_random("xxhash_cbor")
-    assert not hashing.hash_seed_is_random("sha256")
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    assert not hashing.hash_seed_is_random("xxhash")
-    monkeypatch.delenv("PYTHONHASHSEED")
-    monkeypatch.setattr(hashing, "hash_seed_is_random", lambda algorithm: True)
-    rig = make_rig()
-    rig.adopt(0)
-    assert rig.pins.root.snapshot.shared
-    assert rig.pins.root.snapshot.namespace is None
-
-
-def test_the_layout_tells_groups_apart(make_rig: MakeRig) -> None:
-    from epochkv_connector.engine import topology
-    from epochkv_connector.scheduler.tiers.views import GroupKind
-
-    rig = make_rig(groups=("48", "full"))
-    layout = topology.cache_layout(rig.vllm_config, rig.kv_cache_config)
-    assert [group.kind for group in layout.groups] == [GroupKind.SLIDING, GroupKind.FULL]
-    assert layout.groups[0].window_tokens == 48
-    assert layout.alignment_tokens == BLOCK
-    assert layout.slot_bytes == 2304  # 16 tokens x (16 + 16) values x 4 bytes + 256 of envelope, aligned to 256
 
 
 class Speculative:

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from epochkv_connector.wire.jobs import Phase
-from tests.scheduler.test_loads import begin_load, filled, release
+from tests.scheduler.rigs import LENGTH, FailsOnce, MakeRig, begin_load, filled, release
 from tests.support.scheduler import BLOCK, SharedStore, prompt
-
-MakeRig = Callable[..., Any]
-LENGTH = 8 * BLOCK + 3
-
-
-class FailsOnce:
-    """In the place of a function: raises once (before, or after the function has run), then is the function."""
-
-    def __init__(self, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch, *, after: bool = False) -> None:
-        self.function, self.after, self.raised = getattr(owner, name), after, False
-        monkeypatch.setattr(owner, name, self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.raised:
-            return self.function(*args, **kwargs)
-        self.raised = True
-        if self.after:
-            self.function(*args, **kwargs)
-        raise RuntimeError("an error of ours")
 
 
 def check_unharmed(rig: Any) -> None:
@@ -45,8 +25,7 @@ def check_unharmed(rig: Any) -> None:
 @pytest.mark.parametrize("failing", ["forget_request", "begin"])
 def test_a_local_hit_found_under_the_old_root_is_dropped(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     """vLLM looks into its own cache before it asks us; an error in our answer must not let it keep what it found."""
-    rig = make_rig(store=SharedStore())
-    rig.adopt(0)
+    rig = make_rig(store=SharedStore(), epoch=0)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
     request = rig.add(tokens)
@@ -62,8 +41,7 @@ def test_a_local_hit_found_under_the_old_root_is_dropped(make_rig: MakeRig, monk
 
 
 def test_a_request_that_always_fails_is_served_alone(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
 
@@ -91,8 +69,7 @@ def test_a_load_overtaken_while_our_code_fails_is_no_success(make_rig: MakeRig, 
 
 
 def test_one_acknowledgement_that_cannot_be_applied_loses_no_other(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     rig.workers[0].hold_saves = True
     for seed in (1, 2):
         rig.add(prompt(seed, LENGTH))
@@ -108,8 +85,7 @@ def test_one_acknowledgement_that_cannot_be_applied_loses_no_other(make_rig: Mak
 def test_saves_that_were_never_sent_give_their_blocks_back(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, owner: str, failing: str
 ) -> None:
-    rig = make_rig(store=SharedStore())
-    rig.adopt(0)
+    rig = make_rig(store=SharedStore(), epoch=0)
     target = rig
     for name in owner.split("."):
         target = getattr(target, name)
@@ -145,8 +121,7 @@ def test_a_report_that_was_not_counted_is_not_asked_for_again(make_rig: MakeRig,
 
 def test_what_is_computed_after_an_error_counts_as_used(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a reset with requests running would keep the root, and KV of the old weights under it."""
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     failure = FailsOnce(rig.books.hits, "forget_request", monkeypatch)
     rig.add(prompt(1, LENGTH), max_tokens=3)
     rig.step()
@@ -160,8 +135,7 @@ def test_what_is_computed_after_an_error_counts_as_used(make_rig: MakeRig, monke
 
 
 def test_a_request_that_cannot_be_forgotten_is_not_carried_for_ever(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     failure = FailsOnce(rig.books, "finish", monkeypatch)
     rig.serve(prompt(1, LENGTH))
     rig.adopt(1, weights="w1")
@@ -173,8 +147,7 @@ def test_a_request_that_cannot_be_forgotten_is_not_carried_for_ever(make_rig: Ma
 def test_an_error_at_the_end_of_a_step_does_not_hold_acknowledgements_back(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     from epochkv_connector.engine import events
 
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     rig.add(prompt(1, LENGTH), max_tokens=3)
     rig.step()
     rig.adopt(1, weights="w1")
@@ -185,8 +158,7 @@ def test_an_error_at_the_end_of_a_step_does_not_hold_acknowledgements_back(make_
 
 
 def test_a_reset_that_fails_is_no_success(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
     FailsOnce(rig.pins.root, "reset", monkeypatch)
@@ -199,8 +171,7 @@ def test_a_reset_that_fails_is_no_success(make_rig: MakeRig, monkeypatch: pytest
 
 
 def test_blocks_that_requests_hold_anyhow_do_not_put_preemption_off(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     rig.workers[0].hold_saves = True
     request = rig.add(prompt(1, LENGTH), max_tokens=4)
     rig.step()

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import zmq
 
+from tests.scheduler.rigs import LENGTH, MakeRig
 from tests.support.scheduler import BLOCK, SharedStore, prompt
-
-MakeRig = Callable[..., Any]
-LENGTH = 8 * BLOCK + 3
 
 
 class Router:
@@ -195,8 +193,7 @@ def test_a_save_that_an_epoch_overtakes_is_not_announced(listened: Callable[...,
     worker = rig.workers[0]
     worker.hold_saves = True
     request = rig.add(prompt(1, LENGTH))
-    for _ in range(3):
-        rig.step()
+    rig.steps(3)
     assert worker.saves
     rig.adopt(1, weights="w1")
     worker.hold_saves = False

@@ -7,92 +7,20 @@ the source of the installed vLLM, so a new exit is noticed.
 
 from __future__ import annotations
 
-import ast
-import inspect
-import sys
-import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.scheduler import Scheduler
 
 from epochkv_connector.scheduler.planning.plans import PLAN_TTL_STEPS
-from tests.scheduler.test_loads import LENGTH, begin_load, filled, release
+from tests.scheduler.exits import EXITS, exits, traced
+from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, filled, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
-
-MakeRig = Callable[..., Any]
-
-EXITS = {
-    "no queue or no room for drafts": "not request_queue or input_budget <= draft_slots",
-    "too many requests": "num_running >= self.max_num_active_reqs",
-    "blocked": "not ready_to_schedule",
-    "stale output": "request.num_stale_output_tokens and (not request.drop_stale_output)",
-    "too many adapters": (
-        "self.lora_config and request.lora_request and (len(scheduled_loras) == self.lora_config.max_loras "
-        "and request.lora_request.lora_int_id not in scheduled_loras)"
-    ),
-    "asked again later": "ext_tokens is None",
-    "encoder outputs on their way": "self._ec_transfer_pending(request, num_computed_tokens)",
-    "prefill deferred": "defer_prefills and num_computed_tokens < request.num_tokens - 1",
-    "no room for padding": "padded_num_tokens > request_token_budget",
-    "prompt too long for one step": (
-        "not self.scheduler_config.enable_chunked_prefill and num_new_tokens > request_token_budget and (not self.is_mm_encoder_only)"
-    ),
-    "no tokens left": "num_new_tokens == 0",
-    "no blocks": "new_blocks is None",
-    "load begun": "load_kv_async",
-}
-
-
-def waiting_loop() -> ast.While:
-    """vLLM's loop over waiting requests; line numbers are those of its file."""
-    lines, first = inspect.getsourcelines(Scheduler.schedule)
-    tree = ast.parse(textwrap.dedent("".join(lines)))
-    ast.increment_lineno(tree, first - 1)
-    (loop,) = [node for node in ast.walk(tree) if isinstance(node, ast.While) and ast.unparse(node.test) == "token_budget > 0"]
-    return loop
-
-
-def exits() -> dict[int, str]:
-    """Line of each `break` and `continue` of the loop -> the innermost condition it stands under."""
-    found: dict[int, str] = {}
-
-    def visit(statements: list[ast.stmt], condition: str) -> None:
-        for statement in statements:
-            if isinstance(statement, ast.Break | ast.Continue):
-                found[statement.lineno] = condition
-            elif isinstance(statement, ast.If):
-                visit(statement.body, ast.unparse(statement.test))
-                visit(statement.orelse, f"not ({ast.unparse(statement.test)})")
-
-    visit(waiting_loop().body, "")
-    return found
-
-
-@contextmanager
-def traced() -> Iterator[set[str]]:
-    """The exits that `Scheduler.schedule` took inside the block."""
-    lines, taken = exits(), set[str]()
-    names = {condition: name for name, condition in EXITS.items()}
-
-    def local(frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line" and frame.f_lineno in lines:
-            taken.add(names.get(lines[frame.f_lineno], lines[frame.f_lineno]))
-        return local
-
-    before = sys.gettrace()
-    sys.settrace(lambda frame, event, argument: local if frame.f_code is Scheduler.schedule.__code__ else None)
-    try:
-        yield taken
-    finally:
-        sys.settrace(before)
 
 
 @dataclass
@@ -162,8 +90,7 @@ def encoder_pending_after_the_load(make_rig: MakeRig, monkeypatch: pytest.Monkey
 
 
 def prefill_deferred(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Held:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     rig.add(prompt(50, 2 * BLOCK), max_tokens=30)
     rig.step()
     held = Held(rig, rig.add(prompt(1, LENGTH)), lambda: setattr(held, "throttle", False), throttle=True, expects=0)
@@ -171,8 +98,7 @@ def prefill_deferred(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Held
 
 
 def no_room_for_padding(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Held:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     tokens = prompt(1, 8 * BLOCK + 1)
     rig.serve(tokens)
     rig.add(prompt(50, 2 * BLOCK), max_tokens=30)
@@ -187,16 +113,14 @@ def no_room_for_padding(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> H
 
 
 def prompt_too_long_for_one_step(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Held:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     monkeypatch.setattr(rig.scheduler.scheduler_config, "enable_chunked_prefill", False)
     monkeypatch.setattr(rig.scheduler, "max_num_scheduled_tokens", 2 * BLOCK)
     return Held(rig, rig.add(prompt(1, LENGTH)), lambda: setattr(rig.scheduler, "max_num_scheduled_tokens", 8192), expects=0)
 
 
 def no_tokens_after_alignment(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Held:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     monkeypatch.setattr(rig.scheduler, "need_mamba_block_aligned_split", True)
     monkeypatch.setattr(rig.scheduler, "_mamba_block_aligned_split", lambda *_: 0)
     lift = lambda: setattr(rig.scheduler, "need_mamba_block_aligned_split", False)  # noqa: E731
@@ -204,8 +128,7 @@ def no_tokens_after_alignment(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 
 
 def no_tokens_before_the_end_of_prefill(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Held:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     monkeypatch.setattr(rig.scheduler, "num_prefill_lookahead", 300)
     monkeypatch.setattr(rig.scheduler, "max_num_scheduled_tokens", 8 * BLOCK)
     lift = lambda: setattr(rig.scheduler, "num_prefill_lookahead", 0)  # noqa: E731

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,8 @@ from vllm.config import KVTransferConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
+from tests.scheduler.rigs import LENGTH, MakeRig, push_out
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, global_root, prompt
-
-MakeRig = Callable[..., Any]
-LENGTH = 8 * BLOCK + 3
-
-
-def push_out(rig: Any) -> None:
-    """Evict everything idle from a GPU cache of 12 blocks."""
-    for seed in range(100, 104):
-        rig.serve(prompt(seed, LENGTH))
-
 
 # ---------------------------------------------------------------------------------------------- construction
 
@@ -132,8 +122,7 @@ def test_a_broken_hub_configuration_is_bypass_said_once(
 
 
 def test_a_lost_lease_is_bypass_and_its_return_finds_the_old_names_again(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
     waiting = rig.add(tokens)
@@ -149,8 +138,7 @@ def test_a_lost_lease_is_bypass_and_its_return_finds_the_old_names_again(make_ri
 
 
 def test_a_lease_lost_while_a_load_runs_fails_the_load(make_rig: MakeRig) -> None:
-    rig = make_rig(num_blocks=12)
-    rig.adopt(0)
+    rig = make_rig(num_blocks=12, epoch=0)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
     push_out(rig)
@@ -170,8 +158,7 @@ def test_a_lease_lost_while_a_load_runs_fails_the_load(make_rig: MakeRig) -> Non
 
 def test_running_requests_are_current_again_when_the_lease_returns(make_rig: MakeRig) -> None:
     store = SharedStore()
-    rig = make_rig(store=store)
-    rig.adopt(0)
+    rig = make_rig(store=store, epoch=0)
     running = rig.add(prompt(1, LENGTH), max_tokens=2 * BLOCK)
     rig.step()
     rig.lease_until = 0.0
@@ -191,8 +178,7 @@ def test_running_requests_are_current_again_when_the_lease_returns(make_rig: Mak
 
 def test_an_overwritten_global_is_bypass_for_this_boot(make_rig: MakeRig) -> None:
     store = SharedStore()
-    rig = make_rig(store=store)
-    rig.adopt(0)
+    rig = make_rig(store=store, epoch=0)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
     saved = dict(store.objects)
@@ -229,8 +215,7 @@ def test_a_second_engine_in_the_process_moves_the_first_into_bypass(make_rig: Ma
 
 def test_a_request_fed_by_another_engine_is_private_unless_the_producer_shows_our_tag(make_rig: MakeRig) -> None:
     store = SharedStore()
-    rig = make_rig(store=store)
-    rig.adopt(0)
+    rig = make_rig(store=store, epoch=0)
     tokens = prompt(1, LENGTH)
     fed = rig.serve(tokens, params={"do_remote_prefill": True, "remote_engine_id": "x"})
     assert store.objects == {}
@@ -308,8 +293,7 @@ def test_a_multiconnector_with_an_untested_sibling_is_refused(make_rig: MakeRig,
 def test_an_exception_of_ours_never_reaches_vllm(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
-    rig = make_rig(num_blocks=12)
-    rig.adopt(0)
+    rig = make_rig(num_blocks=12, epoch=0)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
     push_out(rig)
@@ -337,8 +321,7 @@ def test_an_exception_of_ours_never_reaches_vllm(
 def test_bookkeeping_that_fails_during_an_adoption_still_poisons_what_is_under_way(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = make_rig(num_blocks=12)
-    rig.adopt(0)
+    rig = make_rig(num_blocks=12, epoch=0)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
     push_out(rig)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from epochkv_connector.naming.hashers import PinnedHasher, plain_hasher
+from tests.scheduler.rigs import MakeRig
 from tests.support.scheduler import BLOCK, RequestStatus, global_root, prompt
-
-MakeRig = Callable[..., Any]
 
 
 def first_name(rig: Any, request: Any, root: bytes) -> Any:
@@ -19,8 +17,7 @@ def first_name(rig: Any, request: Any, root: bytes) -> Any:
 
 
 def test_a_long_prompt_is_hashed_by_vllms_own_hasher(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     request = rig.add(prompt(1, 2 * BLOCK), max_tokens=2 * BLOCK)
     assert request._block_hasher is rig.hasher
     rig.run()
@@ -30,8 +27,7 @@ def test_a_long_prompt_is_hashed_by_vllms_own_hasher(make_rig: MakeRig) -> None:
 
 
 def test_a_short_prompt_gives_its_first_hash_to_us_and_the_next_to_vllm(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     request = rig.add(prompt(1, BLOCK - 3), max_tokens=2 * BLOCK)
     root = rig.pins.pin_of(request).root
     rig.step()
@@ -47,8 +43,7 @@ def test_a_short_prompt_gives_its_first_hash_to_us_and_the_next_to_vllm(make_rig
 
 
 def test_a_request_that_waits_is_renamed_whoever_hashes_for_it(make_rig: MakeRig) -> None:
-    rig = make_rig(max_num_seqs=1)
-    rig.adopt(0)
+    rig = make_rig(max_num_seqs=1, epoch=0)
     rig.add(prompt(2, 5), max_tokens=4)
     request = rig.add(prompt(1, 3 * BLOCK), max_tokens=2 * BLOCK)
     rig.step()
@@ -62,8 +57,7 @@ def test_a_request_that_waits_is_renamed_whoever_hashes_for_it(make_rig: MakeRig
 
 @pytest.mark.parametrize("strange", [None, lambda request: [b"x" * 32]])
 def test_another_hasher_may_be_put_before_vllms_until_the_request_is_pinned_again(make_rig: MakeRig, strange: Any) -> None:
-    rig = make_rig(max_num_seqs=1)
-    rig.adopt(0)
+    rig = make_rig(max_num_seqs=1, epoch=0)
     rig.add(prompt(2, 5), max_tokens=4)
     request = rig.add(prompt(1, 3 * BLOCK))
 
@@ -84,8 +78,7 @@ def test_another_hasher_may_be_put_before_vllms_until_the_request_is_pinned_agai
 
 def test_a_session_whose_only_hash_vllm_cuts_off_is_named_by_its_pin_again(make_rig: MakeRig) -> None:
     # 15 tokens and one sampled are a block; the next input takes the place of the sampled one, and the hash goes with it.
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     session = rig.request(prompt(1, BLOCK - 1), max_tokens=1)
     session.resumable = True
     rig.scheduler.add_request(session)

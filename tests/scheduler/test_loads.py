@@ -2,44 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from epochkv_connector.scheduler.requests import TRANSITIONS, LoadEvent, LoadState
+from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, filled, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
-
-MakeRig = Callable[..., Any]
-LENGTH = 8 * BLOCK + 3
-
-
-def filled(make_rig: MakeRig, **kwargs: Any) -> tuple[Any, list[int]]:
-    """An engine whose L1 (or L2) holds a prompt that its GPU has lost."""
-    rig = make_rig(**{"num_blocks": 12, **kwargs})
-    rig.adopt(0)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
-    for seed in range(100, 104):
-        rig.serve(prompt(seed, LENGTH))
-    return rig, tokens
-
-
-def begin_load(rig: Any, tokens: list[int], **kwargs: Any) -> Any:
-    """A request whose load is held by the workers."""
-    for worker in rig.workers:
-        worker.hold_loads = True
-    request = rig.add(tokens, **kwargs)
-    rig.step()
-    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    return request
-
-
-def release(rig: Any) -> None:
-    """Let the workers run what they hold."""
-    for worker in rig.workers:
-        worker.hold_loads = worker.hold_saves = False
-        worker.work()
 
 
 def test_a_failed_load_is_recomputed_and_not_tried_again(make_rig: MakeRig) -> None:
@@ -85,8 +54,7 @@ def test_l2_only_loads_through_the_staging_ring(make_rig: MakeRig) -> None:
 
 def test_a_store_that_does_not_answer_costs_one_deadline(make_rig: MakeRig) -> None:
     store = SharedStore(answer_exists=False)
-    rig = make_rig(store=store, extra={"lookup_wait_ms": 1.0, "lookup_deadline_ms": 20.0})
-    rig.adopt(0)
+    rig = make_rig(store=store, extra={"lookup_wait_ms": 1.0, "lookup_deadline_ms": 20.0}, epoch=0)
     request = rig.serve(prompt(1, LENGTH))
     assert store.pending
     assert rig.cached[request] == 0
@@ -95,8 +63,7 @@ def test_a_store_that_does_not_answer_costs_one_deadline(make_rig: MakeRig) -> N
 
 def test_a_store_that_is_down_is_a_miss(make_rig: MakeRig) -> None:
     store = SharedStore(down=True)
-    rig = make_rig(store=store)
-    rig.adopt(0)
+    rig = make_rig(store=store, epoch=0)
     request = rig.serve(prompt(1, LENGTH))
     assert store.asked
     assert rig.cached[request] == 0
@@ -128,8 +95,7 @@ def test_a_failed_load_does_not_stand_in_the_way_of_others_that_hold_blocks(make
     prompts = [prompt(seed, 9 * BLOCK + 1) for seed in (1, 2)]
     for tokens in prompts:
         filler.serve(tokens)
-    rig = make_rig(num_blocks=28, **options)
-    rig.adopt(0)
+    rig = make_rig(num_blocks=28, **options, epoch=0)
     (worker,) = rig.workers
     worker.hold_loads = True
     requests = [rig.add(tokens) for tokens in prompts]
@@ -303,8 +269,7 @@ def test_loads_are_off_unless_failed_ones_are_recomputed(make_rig: MakeRig, capl
 
 
 def test_saves_hold_gpu_blocks_until_the_copy_is_acknowledged(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     rig.workers[0].hold_saves = True
     request = rig.add(prompt(1, LENGTH))
     rig.step()
@@ -320,8 +285,7 @@ def test_saves_hold_gpu_blocks_until_the_copy_is_acknowledged(make_rig: MakeRig)
 def test_saves_that_found_no_slot_are_made_in_later_steps(make_rig: MakeRig) -> None:
     """Also when no further block is completed meanwhile: here the staging ring holds a quarter of the prompt."""
     store = SharedStore()
-    rig = make_rig(store=store, l1_bytes=None, extra={"staging_slots": 2})
-    rig.adopt(0)
+    rig = make_rig(store=store, l1_bytes=None, extra={"staging_slots": 2}, epoch=0)
     rig.serve(prompt(1, 8 * BLOCK + 3), max_tokens=6)
     assert len(store.objects) == 8
     rig.check_clean()

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
-from tests.scheduler.test_fence import LENGTH, push_out
+from epochkv_connector.hub_link import FenceHooks
+from tests.scheduler.rigs import LENGTH, MakeRig, push_out
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, global_root, prompt
-
-MakeRig = Callable[..., Any]
 
 
 def test_a_local_reset_before_anything_was_admitted_keeps_the_root(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     rig.serve(prompt(1, LENGTH))
     rig.adopt(1, weights="w1")
     root = global_root()
@@ -29,8 +24,7 @@ def test_a_local_reset_before_anything_was_admitted_keeps_the_root(make_rig: Mak
 
 def test_a_local_reset_goes_private_until_the_next_epoch(make_rig: MakeRig) -> None:
     store = SharedStore()
-    rig = make_rig(store=store)
-    rig.adopt(0)
+    rig = make_rig(store=store, epoch=0)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
     saved = set(store.objects)
@@ -63,7 +57,7 @@ def test_the_hub_is_told_at_once_of_a_local_reset(make_rig: MakeRig, monkeypatch
     monkeypatch.setattr("epochkv_connector.hub_link.HubLink.poke", lambda self: told.append(f"poke {hooks.private()}"))
     monkeypatch.setattr("epochkv_connector.hub_link.HubLink.propose", lambda self, epoch: told.append(f"propose {epoch}"))
     rig = make_rig()
-    hooks = rig.connector.scheduler.hooks()
+    hooks: FenceHooks = rig.connector.scheduler.hooks()
     rig.adopt(0)
     assert not hooks.private()
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
@@ -80,8 +74,7 @@ def test_the_hub_is_told_at_once_of_a_local_reset(make_rig: MakeRig, monkeypatch
 
 def test_a_local_reset_with_requests_running(make_rig: MakeRig) -> None:
     """reset_running_requests preempts them; they come back under the private root and see nothing old."""
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     tokens = prompt(1, LENGTH)
     running = [rig.add(tokens, max_tokens=8), rig.add(prompt(2, LENGTH), max_tokens=8)]
     rig.step()
@@ -98,8 +91,7 @@ def test_a_local_reset_with_requests_running(make_rig: MakeRig) -> None:
 @pytest.mark.parametrize("settles", [True, False], ids=["copies end", "copies are late"])
 def test_vllms_own_reset_does_not_wait_for_saves(make_rig: MakeRig, num_ranks: int, settles: bool) -> None:
     """It refuses while a block is held. Saves let go; before the blocks are written to again their copies end, or have failed."""
-    rig = make_rig(num_blocks=24, num_ranks=num_ranks)
-    rig.adopt(0)
+    rig = make_rig(num_blocks=24, num_ranks=num_ranks, epoch=0)
     for worker in rig.workers:
         worker.hold_saves, worker.settles = True, settles
     tokens = prompt(1, LENGTH)
@@ -125,8 +117,7 @@ def test_vllms_own_reset_does_not_wait_for_saves(make_rig: MakeRig, num_ranks: i
 
 
 def test_an_engine_without_requests_is_stepped_until_saves_that_let_go_are_acknowledged(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     (worker,) = rig.workers
     worker.hold_saves = True
     request = rig.add(prompt(1, LENGTH), max_tokens=1)
@@ -142,8 +133,7 @@ def test_an_engine_without_requests_is_stepped_until_saves_that_let_go_are_ackno
 
 
 def test_what_fails_while_saves_let_go_is_no_error_of_vllms(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     rig.serve(prompt(1, LENGTH))
     monkeypatch.setattr(rig.books.saves, "let_go", lambda: 1 // 0)
     assert rig.scheduler.reset_prefix_cache()
@@ -152,8 +142,7 @@ def test_what_fails_while_saves_let_go_is_no_error_of_vllms(make_rig: MakeRig, m
 
 
 def test_a_refused_gpu_reset_leaves_old_kv_unreachable_all_the_same(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     tokens = prompt(1, LENGTH)
     running = rig.add(tokens, max_tokens=8)
     rig.step()
@@ -167,8 +156,7 @@ def test_a_refused_gpu_reset_leaves_old_kv_unreachable_all_the_same(make_rig: Ma
 
 
 def test_a_local_reset_poisons_a_load_under_way(make_rig: MakeRig) -> None:
-    rig = make_rig(num_blocks=12)
-    rig.adopt(0)
+    rig = make_rig(num_blocks=12, epoch=0)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
     push_out(rig)
@@ -187,8 +175,7 @@ def test_a_local_reset_poisons_a_load_under_way(make_rig: MakeRig) -> None:
 
 def test_a_reset_while_the_lease_is_lost_is_remembered(make_rig: MakeRig) -> None:
     """The lease may return; the shared root named KV of weights that the caller is about to replace."""
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     tokens = prompt(1, LENGTH)
     running = rig.add(tokens, max_tokens=4 * BLOCK)
     rig.step()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
+from tests.scheduler.rigs import MakeRig
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 
-MakeRig = Callable[..., Any]
 TOKENS = prompt(1, 4 * BLOCK)
 
 
@@ -112,8 +109,7 @@ def test_an_overwritten_root_is_said_once(make_rig: MakeRig, caplog: pytest.LogC
 
 def test_a_heartbeat_carries_what_matters_within_its_limits(make_rig: MakeRig) -> None:
     """64 numbers with names of at most 64 characters; what says whether caches work comes first."""
-    rig = make_rig(store=SharedStore())
-    rig.adopt(0)
+    rig = make_rig(store=SharedStore(), epoch=0)
     rig.serve(TOKENS)
     gauges = rig.connector.scheduler.gauges()
     assert len(gauges) <= 64

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.scheduler.test_loads import LENGTH, begin_load, filled, release
+from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, filled, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
-
-MakeRig = Callable[..., Any]
 
 
 def test_a_request_that_a_reset_preempted_is_loaded_although_the_same_step_names_it_as_preempted(make_rig: MakeRig) -> None:
@@ -34,8 +31,7 @@ def test_a_request_that_a_reset_preempted_is_loaded_although_the_same_step_names
 def test_a_save_outlives_its_request_and_a_namesake_gets_nothing_of_it(make_rig: MakeRig) -> None:
     """vllm#52360: jobs keyed by request id took the second request for the first."""
     store = SharedStore()
-    rig = make_rig(store=store)
-    rig.adopt(0)
+    rig = make_rig(store=store, epoch=0)
     rig.workers[0].hold_saves = True
     first = rig.add(prompt(1, LENGTH), max_tokens=8, request_id="same")
     rig.step()
@@ -66,8 +62,7 @@ def test_a_load_outlives_its_request_and_a_namesake_waits_for_nothing_of_it(make
 
 def test_a_preempted_requests_save_reads_its_own_blocks(make_rig: MakeRig) -> None:
     """vllm#51637: the blocks were freed by the preemption and given to another request, whose KV was stored under the victim's key."""
-    rig = make_rig(num_blocks=30)
-    rig.adopt(0)
+    rig = make_rig(num_blocks=30, epoch=0)
     rig.workers[0].hold_saves = True
     victim = rig.add(prompt(1, LENGTH), max_tokens=4)
     rig.step()
@@ -87,8 +82,7 @@ def test_a_preempted_requests_save_reads_its_own_blocks(make_rig: MakeRig) -> No
 
 def test_frees_are_never_delayed_by_a_save(make_rig: MakeRig) -> None:
     """vllm PR#41180: delayed frees made resets fail. Our saves hold their own references, for as long as the copy takes."""
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     rig.workers[0].hold_saves = True
     answers: list[Any] = []
     finished = rig.connector.request_finished_all_groups
@@ -109,8 +103,7 @@ def test_frees_are_never_delayed_by_a_save(make_rig: MakeRig) -> None:
 @pytest.mark.parametrize("beyond", [-1, 0, 1])
 def test_a_hit_of_a_whole_prompt(make_rig: MakeRig, groups: tuple[str, ...], beyond: int) -> None:
     """vllm PR#55113, #54870: a hit that leaves nothing to compute was an assertion."""
-    rig = make_rig(groups=groups, num_blocks=40)
-    rig.adopt(0)
+    rig = make_rig(groups=groups, num_blocks=40, epoch=0)
     tokens = prompt(1, 8 * BLOCK + beyond)
     first = rig.serve(tokens, max_tokens=3)
     rig.scheduler.reset_prefix_cache()
@@ -122,8 +115,7 @@ def test_a_hit_of_a_whole_prompt(make_rig: MakeRig, groups: tuple[str, ...], bey
 
 def test_a_failed_load_of_a_hybrid_model_names_requests_and_no_blocks(make_rig: MakeRig) -> None:
     """vllm#45474: block ids are ambiguous over groups, and naming them ends the engine."""
-    rig = make_rig(groups=("48", "full"), num_blocks=40)
-    rig.adopt(0)
+    rig = make_rig(groups=("48", "full"), num_blocks=40, epoch=0)
     tokens = prompt(1, LENGTH)
     first = rig.serve(tokens, max_tokens=3)
     rig.scheduler.reset_prefix_cache()

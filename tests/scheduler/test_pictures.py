@@ -5,7 +5,6 @@ On whole engines vLLM's CPU build cannot show it without torchvision: its vision
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +12,9 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.request import Request
 
+from tests.scheduler.rigs import MakeRig
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 
-MakeRig = Callable[..., Any]
 WHOLE = 8
 TOKENS = prompt(1, WHOLE * BLOCK + 3)
 PATCHES = 4
@@ -47,8 +46,7 @@ def flood(rig: Any) -> None:
 def test_pictures_tell_prompts_apart(make_rig: MakeRig, tier: str, groups: tuple[str, ...], before: int) -> None:
     """The first block is hashed by us and the others by vLLM, so the picture stands once in each."""
     options: dict[str, Any] = {"l1_bytes": None, "store": SharedStore()} if tier == "l2" else {}
-    rig = make_rig(groups=groups, num_blocks=12 * len(groups), **options)
-    rig.adopt(0)
+    rig = make_rig(groups=groups, num_blocks=12 * len(groups), **options, epoch=0)
     assert serve(rig, "one", before) == 0
     flood(rig)
     assert serve(rig, "one", before) == WHOLE

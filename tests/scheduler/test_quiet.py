@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.scheduler.rigs import MakeRig
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 
-MakeRig = Callable[..., Any]
 KINDS: dict[str, dict[str, Any]] = {
     "no tier": {"l1_bytes": None},
     "loads alone": {"store": SharedStore(), "transfer": {"kv_role": "kv_consumer"}},

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
 from epochkv_connector.wire.jobs import Source
+from tests.scheduler.rigs import MakeRig
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
-MakeRig = Callable[..., Any]
 SEEDS = [*range(int(os.environ.get("EPOCHKV_SEEDS", "16"))), int(os.environ.get("EPOCHKV_SEED", random.SystemRandom().randrange(10**6)))]
 
 

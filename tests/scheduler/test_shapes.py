@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.scheduler.rigs import LENGTH, MakeRig
 from tests.support.scheduler import BLOCK, SharedStore, prompt
-
-MakeRig = Callable[..., Any]
-LENGTH = 8 * BLOCK + 3
 
 
 @pytest.mark.parametrize("tier", ["l1", "l2"])
@@ -19,8 +16,7 @@ def test_hybrid_groups_come_back_whole(make_rig: MakeRig, groups: tuple[str, ...
     """The sliding groups load only their window; the oracle checks every position that attention can still see."""
     store = SharedStore() if tier == "l2" else None
     options: dict[str, Any] = {"l1_bytes": None, "extra": {"staging_slots": 64}} if tier == "l2" else {}
-    rig = make_rig(groups=groups, num_blocks=12 * len(groups), store=store, **options)
-    rig.adopt(0)
+    rig = make_rig(groups=groups, num_blocks=12 * len(groups), store=store, **options, epoch=0)
     tokens = prompt(1, LENGTH)
     first = rig.serve(tokens, max_tokens=4)
     for seed in range(100, 108):
@@ -35,8 +31,7 @@ def test_hybrid_groups_come_back_whole(make_rig: MakeRig, groups: tuple[str, ...
 
 
 def test_a_hybrid_load_overtaken_by_an_adoption(make_rig: MakeRig) -> None:
-    rig = make_rig(groups=("full", "48"), num_blocks=24)
-    rig.adopt(0)
+    rig = make_rig(groups=("full", "48"), num_blocks=24, epoch=0)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
     for seed in range(100, 108):
@@ -56,8 +51,7 @@ def test_a_hybrid_load_overtaken_by_an_adoption(make_rig: MakeRig) -> None:
 
 
 def test_without_prefix_caching_the_tiers_still_work(make_rig: MakeRig) -> None:
-    rig = make_rig(caching=False)
-    rig.adopt(0)
+    rig = make_rig(caching=False, epoch=0)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
     again = rig.serve(tokens)
@@ -70,8 +64,7 @@ def test_without_prefix_caching_the_tiers_still_work(make_rig: MakeRig) -> None:
 def test_rehashing_is_spread_over_steps(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a budget that one request exceeds, each step re-hashes one and the others wait their turn."""
     monkeypatch.setattr("epochkv_connector.naming.pins.REHASH_BUDGET_SECONDS", 1e-9)
-    rig = make_rig(num_blocks=128)
-    rig.adopt(0)
+    rig = make_rig(num_blocks=128, epoch=0)
     waiting = [rig.add(prompt(seed, LENGTH)) for seed in range(5)]
     rig.adopt(1, weights="w1")
     scheduled_in: dict[str, int] = {}
@@ -85,8 +78,7 @@ def test_rehashing_is_spread_over_steps(make_rig: MakeRig, monkeypatch: pytest.M
 
 
 def test_a_streaming_session_keeps_its_root_and_is_counted_apart(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     session = rig.request(prompt(1, LENGTH), max_tokens=3)
     session.resumable = True
     rig.scheduler.add_request(session)
@@ -95,8 +87,7 @@ def test_a_streaming_session_keeps_its_root_and_is_counted_apart(make_rig: MakeR
     assert rig.pins.carried() == 0
     assert rig.pins.carried(sessions=True) == 1
     root = rig.pins.pin_of(session).root
-    for _ in range(4):
-        rig.step()
+    rig.steps(4)
     assert rig.pins.pin_of(session).root == root
     from vllm.v1.request import RequestStatus
 
@@ -108,16 +99,14 @@ def test_a_streaming_session_keeps_its_root_and_is_counted_apart(make_rig: MakeR
 
 
 def test_a_session_that_never_ran_is_repinned(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
     session = rig.request(tokens, max_tokens=2)
     session.resumable = True
     rig.scheduler.add_request(session)
     rig.adopt(1, weights="w1")
-    for _ in range(3):
-        rig.step()
+    rig.steps(3)
     assert rig.cached[session.request_id] == 0
     from vllm.v1.request import RequestStatus
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
+from tests.scheduler.rigs import MakeRig
 from tests.support.scheduler import BLOCK, SharedStore, prompt
-
-MakeRig = Callable[..., Any]
 
 
 def test_gpu_prefix_reuse_under_a_shared_root(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    rig.adopt(0)
+    rig = make_rig(epoch=0)
     tokens = prompt(1, 8 * BLOCK + 3)
     first, second = rig.serve(tokens), rig.serve(tokens)
     assert rig.cached[first] == 0
@@ -22,8 +17,7 @@ def test_gpu_prefix_reuse_under_a_shared_root(make_rig: MakeRig) -> None:
 
 
 def test_l1_gives_back_what_the_gpu_lost(make_rig: MakeRig) -> None:
-    rig = make_rig(num_blocks=12)
-    rig.adopt(0)
+    rig = make_rig(num_blocks=12, epoch=0)
     tokens = prompt(1, 8 * BLOCK + 3)
     first = rig.serve(tokens)
     for seed in range(2, 5):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.scheduler.test_errors import FailsOnce
+from tests.scheduler.rigs import FailsOnce, MakeRig
 from tests.support.scheduler import BLOCK, SharedStore, prompt
-
-MakeRig = Callable[..., Any]
 
 
 def quiet(rig: Any) -> Any:
@@ -39,7 +36,7 @@ def hits_by_source(rig: Any) -> dict[str, int]:
 def has_hit_sources() -> bool:
     from epochkv_connector.engine import blocks
 
-    return blocks.CacheHitSource is not None  # vLLM 0.32 and later
+    return blocks.CacheHitSource is not None  # type: ignore[attr-defined]  # vLLM 0.32 and later
 
 
 def test_tokens_of_hits_are_counted_by_tier_here_and_in_vllm(make_rig: MakeRig) -> None:

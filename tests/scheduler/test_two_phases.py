@@ -8,15 +8,14 @@ position with the tokens it must have come from, so a block with two owners is s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from epochkv_connector.wire.jobs import Source
+from tests.scheduler.rigs import MakeRig, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
-MakeRig = Callable[..., Any]
 LENGTH = 8 * BLOCK + 1
 SLOT_BYTES = 2304
 HYBRIDS = {"sliding window + full": ("48", "full"), "three groups": ("full", "32", "80")}
@@ -61,8 +60,7 @@ def test_slots_of_a_hit_stay_while_its_other_groups_get_theirs(make_rig: MakeRig
     store = stored(make_rig, groups, [tokens])
     elsewhere = dict(store.objects)
     store.objects.clear()
-    rig = make_rig(groups=groups, num_blocks=14 * len(groups), store=store, l1_bytes=8 * len(groups) * SLOT_BYTES)
-    rig.adopt(0)
+    rig = make_rig(groups=groups, num_blocks=14 * len(groups), store=store, l1_bytes=8 * len(groups) * SLOT_BYTES, epoch=0)
     rig.serve(tokens)
     index = rig.books.state.index
     for group in range(len(groups) - 1):
@@ -99,8 +97,7 @@ def test_gpu_blocks_of_a_local_hit_stay_while_other_groups_load(
     """vLLM's half of it, on which our load rests: a prefix is on the GPU, the rest is loaded, and every idle block is needed."""
     tokens = prompt(1, LENGTH)
     store = stored(make_rig, groups, [tokens])
-    rig = make_rig(groups=groups, num_blocks=num_blocks, store=store, l1_bytes=None, extra={"staging_slots": 64})
-    rig.adopt(0)
+    rig = make_rig(groups=groups, num_blocks=num_blocks, store=store, l1_bytes=None, extra={"staging_slots": 64}, epoch=0)
     rig.serve([*tokens[: 4 * BLOCK], 7])
     rig.serve(prompt(50, filler * BLOCK - 2))  # takes what was never used: the hit's own blocks are the oldest now
     jobs = watched(rig)
@@ -114,8 +111,7 @@ def test_gpu_blocks_of_a_local_hit_stay_while_other_groups_load(
 def test_a_preempted_request_gets_two_groups_again(make_rig: MakeRig) -> None:
     """Preempted, its blocks are idle and the first to go; coming back it hits some of them and needs others in both groups."""
     groups = ("48", "full")
-    rig = make_rig(groups=groups, num_blocks=34, l1_bytes=400 * SLOT_BYTES)
-    rig.adopt(0)
+    rig = make_rig(groups=groups, num_blocks=34, l1_bytes=400 * SLOT_BYTES, epoch=0)
     tokens = prompt(1, LENGTH)
     request = rig.add(tokens, max_tokens=3 * BLOCK)
     other = rig.add(prompt(2, 5 * BLOCK), max_tokens=2 * BLOCK)
@@ -127,8 +123,7 @@ def test_a_preempted_request_gets_two_groups_again(make_rig: MakeRig) -> None:
     rig.scheduler.waiting.remove_request(request)
     for seed in (50, 51, 52):  # others take some of its blocks meanwhile
         rig.add(prompt(seed, 4 * BLOCK + 1))
-    for _ in range(6):
-        rig.step()
+    rig.steps(6)
     assert request.num_preemptions == 1
     rig.scheduler.waiting.prepend_request(request)
     rig.run()
@@ -144,8 +139,7 @@ def test_several_hits_of_one_step_share_what_is_there(make_rig: MakeRig, groups:
     prompts = [prompt(seed, LENGTH) for seed in (1, 2, 3)]
     store = stored(make_rig, groups, prompts)
     slots = 12 * len(groups)
-    rig = make_rig(groups=groups, num_blocks=30 * len(groups), store=store, l1_bytes=slots * SLOT_BYTES)
-    rig.adopt(0)
+    rig = make_rig(groups=groups, num_blocks=30 * len(groups), store=store, l1_bytes=slots * SLOT_BYTES, epoch=0)
     rig.serve(prompts[0])
     assert rig.scheduler.reset_prefix_cache()
     jobs = watched(rig)
@@ -155,7 +149,6 @@ def test_several_hits_of_one_step_share_what_is_there(make_rig: MakeRig, groups:
     loading = [request.request_id for request in requests if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS]
     assert len(loading) >= 2
     assert [job.request_id for job in jobs] == loading
-    rig.workers[0].hold_loads = False
-    rig.workers[0].work()
+    release(rig)
     rig.run()
     rig.check_clean()

@@ -18,7 +18,7 @@ from epochkv_connector.worker.copying.staging import Staging, StagingStream
 from epochkv_connector.worker.role import WorkerRole
 from epochkv_connector.worker.runner import JobRunner
 from hack.waiting import eventually
-from tests.unit.connector_worker.test_worker_half import NAMESPACE, ObedientStore
+from tests.unit.connector_worker.worker_rig import NAMESPACE, ObedientStore
 
 NUM_BLOCKS = 8
 

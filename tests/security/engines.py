@@ -15,8 +15,9 @@ import time
 from contextlib import AbstractContextManager
 
 from epochkv_fence.net import AgentThread, ClientKeys, EngineIdentity
+from hack.waiting import eventually
 from tests.security.wire import beside
-from tests.support.fence import FakeEngine, eventually
+from tests.support.fence import FakeEngine
 
 
 def engines(endpoint: str, keys: ClientKeys, count: int) -> AbstractContextManager[dict[str, int]]:
@@ -34,7 +35,7 @@ def main() -> None:
     ]
     for agent in agents:
         agent.start()
-    eventually(lambda: all(time.monotonic() < agent.view.lease_until for agent in agents), what="everyone has a lease")
+    eventually(lambda: all(time.monotonic() < agent.view.lease_until for agent in agents), "everyone has a lease")
     print("joined", flush=True)
     looks = gaps = 0
     until, renewed = [agent.view.lease_until for agent in agents], [0] * len(agents)

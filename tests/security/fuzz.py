@@ -36,7 +36,7 @@ from epochkv_fence.protocol.agent import Agent, Received, Started
 from epochkv_fence.protocol.agent import Send as AgentSend
 from epochkv_fence.protocol.authority import PoolRecord, Term
 from epochkv_fence.protocol.messages import Grant, Message, WireError, decode, encode
-from epochkv_fence.protocol.pool import PoolConfig
+from epochkv_fence.protocol.pool import PoolConfig, ReclaimPolicy
 from tests.security.generators import BOOTS, document, frames, json_text, value, zmtp
 from tests.security.wire import FakeHub, RawClient, failures, heartbeat
 from tests.support.fence import FenceWorld
@@ -70,7 +70,7 @@ def decoder(rng: Random) -> Message | None:
 
 def machines(rng: Random) -> None:
     """Both state machines take whatever can be decoded, and what they say can be encoded."""
-    policy = rng.choice(["Delete", "RemoveAll", "Retain"])
+    policy: ReclaimPolicy = rng.choice(["Delete", "RemoveAll", "Retain"])
     grace = rng.choice([0.0, 40.0, 600.0])
     hub = Hub(PoolConfig("u", "p", (), weights_grace_seconds=grace, reclaim=policy, store_admin=policy == "RemoveAll"))
     hub.step(ev.Acquired(Term("h", 1), PoolRecord(3, rng.choice([2, 3]), True)), 100.0)

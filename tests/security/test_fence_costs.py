@@ -7,60 +7,50 @@ milliseconds of the hub's only thread, and a few hundred a second would take all
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from epochkv_fence.hub.snapshot import STATUS_PAGE
-from epochkv_fence.net import ClientKeys, HubServer, generate_keypair
+from epochkv_fence.net import ClientKeys, HubServer
 from epochkv_fence.net.gate.limits import COST_BURST
 from epochkv_fence.protocol.messages import Bump, BumpStatus, Error, Heartbeat, Refusal, Status, encode
+from hack.waiting import eventually
 from tests.security.engines import engines
 from tests.security.flooder import flooding
 from tests.security.wire import failures, heartbeat, pool_boots, raw
-from tests.support.fence import POOL, FenceWorld, eventually
+from tests.support.fence import POOL, SECOND_POOL, FenceWorld
 
 LEASE = 6.0
-OTHER = "pool-uid-2"
 NUM_BOOTS = 10_000
-
-
-@pytest.fixture
-def world() -> Iterator[FenceWorld]:
-    made = FenceWorld(lease_seconds=LEASE)
-    yield made
-    made.close()
 
 
 def second_pool(world: FenceWorld, hub: HubServer, num_boots: int = 0) -> ClientKeys:
     """Keys of another pool of the same hub, and boots of it that nobody has."""
-    pair = generate_keypair()
-    config = world.reconfigure(uid=OTHER, name="default/second", client_public_keys=(pair.public,), lease_seconds=60.0)
+    keys = world.second_pool(hub, lease_seconds=60.0)
 
-    def make() -> None:
-        hub.set_pool(config)
-        holder = hub.receiver.client(pair.public)
+    def join() -> None:
+        holder = hub.receiver.client(keys.public)
         assert holder is not None
         for number in range(num_boots):
             hub.receiver.take(
                 holder, b"nobody", Heartbeat(number.to_bytes(16, "big"), 0, 0, weights=(number % 500 + 1).to_bytes(16, "big"))
             )
 
-    world.thread.call(make)
-    return ClientKeys(world.hub_pair.public, *pair)
+    world.thread.call(join)
+    return keys
 
 
 def test_a_flood_of_costly_messages_over_many_connections_takes_no_lease_of_another_pool(world: FenceWorld, hub: HubServer) -> None:
     keys = second_pool(world, hub, NUM_BOOTS)
     with engines(hub.endpoint, world.client_keys, 3) as served, flooding("bumps", hub.endpoint, 400, keys) as flood:
-        eventually(lambda: hub.counters["dropped_cost"] >= 1_000, what=f"the flood is there: {hub.counters}")
-        eventually(lambda: hub.counters["connections_accepted"] >= 600, what="all of it is")
+        eventually(lambda: hub.counters["dropped_cost"] >= 1_000, lambda: f"the flood is there: {hub.counters}")
+        eventually(lambda: hub.counters["connections_accepted"] >= 600, "all of it is")
         world.request(hub, 1)
-        eventually(lambda: world.published() == 1, what="a reset goes on")
+        eventually(lambda: world.published() == 1, "a reset goes on")
         until = time.monotonic() + 1.5 * LEASE
         eventually(lambda: time.monotonic() >= until)
         dropped = hub.counters["dropped_cost"]
-        eventually(lambda: hub.counters["dropped_cost"] > dropped, what="it was going on all the time")
+        eventually(lambda: hub.counters["dropped_cost"] > dropped, "it was going on all the time")
     assert flood["sent"] >= 1_000
     assert served["looks"] >= 100
     assert served["gaps"] == 0
@@ -107,11 +97,11 @@ def test_numbers_that_add_up_to_what_no_message_can_hold_harm_nobody(world: Fenc
     with raw(hub.endpoint, keys) as client:
         for number in range(3):
             client.socket.send_multipart(encode(Heartbeat(bytes([number]) * 16, 0, carried=carried)))
-        eventually(lambda: len(pool_boots(world, hub, OTHER)) + hub.counters["refused_malformed"] == 3, what="taken or refused")
+        eventually(lambda: len(pool_boots(world, hub, SECOND_POOL)) + hub.counters["refused_malformed"] == 3, "taken or refused")
         client.socket.send_multipart(encode(Bump(1, 1)))
         client.socket.send_multipart(encode(Status(2)))
-        eventually(lambda: isinstance(client.hear(0.1), Status), what="answered")
-        assert world.thread.call(lambda: hub.snapshot(OTHER)).asked == 1
+        eventually(lambda: isinstance(client.hear(0.1), Status), "answered")
+        assert world.thread.call(lambda: hub.snapshot(SECOND_POOL)).asked == 1
         world.request(hub, 1)
         eventually(lambda: world.published() == 1 and agent.view.epoch == 1)
         lease = agent.view.lease_until

@@ -10,55 +10,39 @@ import errno
 import os
 import resource
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from epochkv_fence.net import ClientKeys, HubServer, generate_keypair
+from epochkv_fence.net import HubServer
 from epochkv_fence.net.gate.limits import MAX_PEERS, Bucket, Peers
+from hack.waiting import eventually
 from tests.security.flooder import flooding
 from tests.security.wire import failures
-from tests.support.fence import POOL, FenceWorld, eventually
+from tests.support.fence import POOL, SECOND_POOL, FenceWorld
 
 LEASE = 6.0
-OTHER = "pool-uid-2"
-
-
-@pytest.fixture
-def world() -> Iterator[FenceWorld]:
-    made = FenceWorld(lease_seconds=LEASE)
-    yield made
-    made.close()
 
 
 def stands(world: FenceWorld, hub: HubServer, proof: str, at_least: int) -> None:
     """Leases are renewed and an epoch is published by agreement while `proof` counts on."""
     agents = [world.agent(hub.endpoint) for _ in range(3)]
-    eventually(lambda: all(agent.view.epoch == 0 for agent, _ in agents), what="everyone is granted")
-    eventually(lambda: hub.counters[proof] >= at_least, what=f"the flood is there: {hub.counters}")
+    eventually(lambda: all(agent.view.epoch == 0 for agent, _ in agents), "everyone is granted")
+    eventually(lambda: hub.counters[proof] >= at_least, lambda: f"the flood is there: {hub.counters}")
     leases = [agent.view.lease_until for agent, _ in agents]
-    eventually(lambda: all(agent.view.lease_until > old for (agent, _), old in zip(agents, leases, strict=True)), what="leases renewed")
+    eventually(lambda: all(agent.view.lease_until > old for (agent, _), old in zip(agents, leases, strict=True)), "leases renewed")
     began = time.monotonic()
     world.request(hub, 1)
-    eventually(lambda: world.published() == 1, what="published")
+    eventually(lambda: world.published() == 1, "published")
     assert world.authority.published[0][0] < began + LEASE  # by agreement, not by waiting for leases
     assert all(agent.view.epoch == 1 and time.monotonic() < agent.view.lease_until for agent, _ in agents)
     flooded = hub.counters[proof]
-    eventually(lambda: hub.counters[proof] > flooded, what="it was going on all the time")
+    eventually(lambda: hub.counters[proof] > flooded, "it was going on all the time")
     assert failures(hub) == {}
-
-
-def second_pool(world: FenceWorld, hub: HubServer) -> ClientKeys:
-    """Keys of another pool of the same hub."""
-    pair = generate_keypair()
-    config = world.reconfigure(uid=OTHER, name="default/second", client_public_keys=(pair.public,))
-    world.thread.call(lambda: hub.set_pool(config))
-    return ClientKeys(world.hub_pair.public, *pair)
 
 
 @pytest.mark.parametrize("whose", ["same pool", "another pool"])
 def test_garbage_of_an_authenticated_client(world: FenceWorld, hub: HubServer, whose: str) -> None:
-    keys = world.client_keys if whose == "same pool" else second_pool(world, hub)
+    keys = world.client_keys if whose == "same pool" else world.second_pool(hub)
     with flooding("garbage", hub.endpoint, 10_000, keys) as counts:
         stands(world, hub, "dropped_peer", 20_000)
         errors = hub.counters["refused_malformed"] + hub.counters["dropped_peer"] - hub.counters["errors_unsaid"]
@@ -68,13 +52,13 @@ def test_garbage_of_an_authenticated_client(world: FenceWorld, hub: HubServer, w
 
 
 def test_well_formed_messages_of_another_pool(world: FenceWorld, hub: HubServer) -> None:
-    with flooding("messages", hub.endpoint, 10_000, second_pool(world, hub)) as counts:
+    with flooding("messages", hub.endpoint, 10_000, world.second_pool(hub)) as counts:
         stands(world, hub, "dropped_peer", 10_000)
     assert counts["sent"] >= 10_000
 
 
 def test_messages_of_thousands_of_frames(world: FenceWorld, hub: HubServer) -> None:
-    with flooding("frames", hub.endpoint, 5, second_pool(world, hub)) as counts:
+    with flooding("frames", hub.endpoint, 5, world.second_pool(hub)) as counts:
         stands(world, hub, "discarded_frames", 100_000)
     assert counts["sent"] >= 5
 
@@ -108,13 +92,13 @@ def test_connections_that_use_up_the_file_descriptors(world: FenceWorld, hub: Hu
     try:
         with flooding("connections", hub.endpoint, 1_000) as counts:
             resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 50, hard))
-            eventually(out_of_files, what="out of file descriptors")
+            eventually(out_of_files, "out of file descriptors")
             lease = agent.view.lease_until
-            eventually(lambda: agent.view.lease_until > lease, what="leases are renewed")
+            eventually(lambda: agent.view.lease_until > lease, "leases are renewed")
             world.request(hub, 1)
             eventually(lambda: world.published() == 1)
             assert agent.view.epoch == 1
-            eventually(out_of_files, what="it was so all the time")
+            eventually(out_of_files, "it was so all the time")
         assert counts["sent"] >= 50
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -125,7 +109,7 @@ def test_connections_that_use_up_the_file_descriptors(world: FenceWorld, hub: Hu
 
 def test_many_connections_of_one_pool_share_its_limit(world: FenceWorld, hub: HubServer) -> None:
     """What one connection may send, ten may not ten times, once the pool's own limit is used up."""
-    keys = second_pool(world, hub)
+    keys = world.second_pool(hub)
 
     def empty() -> None:
         holder = hub.receiver.client(keys.public)
@@ -135,7 +119,7 @@ def test_many_connections_of_one_pool_share_its_limit(world: FenceWorld, hub: Hu
     world.thread.call(empty)
     with flooding("messages", hub.endpoint, 500, keys):
         stands(world, hub, "dropped_pool", 500)
-        assert world.thread.call(lambda: hub.snapshot(OTHER)).engines == []
+        assert world.thread.call(lambda: hub.snapshot(SECOND_POOL)).engines == []
 
 
 def test_a_pool_of_many_boots_is_limited(world: FenceWorld, hub: HubServer) -> None:
@@ -144,7 +128,7 @@ def test_a_pool_of_many_boots_is_limited(world: FenceWorld, hub: HubServer) -> N
         eventually(lambda: len(world.thread.call(lambda: hub.snapshot(POOL)).engines) >= 300)
         world.request(hub, 1)
         asked = time.monotonic()
-        eventually(lambda: world.published() == 1, timeout=60)
+        eventually(lambda: world.published() == 1, seconds=60)
     assert counts["sent"] >= 300
     assert world.authority.published[0][0] >= asked
 

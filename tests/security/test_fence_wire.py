@@ -8,7 +8,6 @@ import random
 import secrets
 import socket
 import time
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -16,16 +15,9 @@ import pytest
 from epochkv_fence.net import ClientKeys, HubServer, generate_keypair
 from epochkv_fence.protocol.messages import VERSION_FRAME, Bump, BumpStatus, Error, Grant, Refusal, encode
 from hack.standalone.relay import Relay
+from hack.waiting import eventually
 from tests.security.wire import FakeHub, failures, heartbeat, pool_boots, raw
-from tests.support.fence import POOL, FenceWorld, eventually
-
-
-@pytest.fixture
-def world() -> Iterator[FenceWorld]:
-    made = FenceWorld()
-    yield made
-    made.close()
-
+from tests.support.fence import POOL, SECOND_POOL, FenceWorld
 
 # ------------------------------------------------------------------------------------------------------------------ keys
 
@@ -39,7 +31,7 @@ def test_without_curve_nothing_is_heard(world: FenceWorld, hub: HubServer) -> No
 
 def test_an_unknown_key_is_refused_and_the_agent_says_so_once(world: FenceWorld, hub: HubServer, caplog: pytest.LogCaptureFixture) -> None:
     agent, engine = world.agent(hub.endpoint, ClientKeys(world.hub_pair.public, *generate_keypair()))
-    eventually(lambda: hub.counters["connections_refused"] >= 3, what="it keeps trying")
+    eventually(lambda: hub.counters["connections_refused"] >= 3, "it keeps trying")
     assert agent.view.epoch is None
     assert engine.adopted == []
     assert hub.counters["received"] == 0
@@ -50,7 +42,7 @@ def test_an_agent_that_was_refused_joins_once_the_hub_knows_its_key(world: Fence
     late = generate_keypair()
     agent, _ = world.agent(hub.endpoint, ClientKeys(world.hub_pair.public, *late))
     eventually(lambda: hub.counters["connections_refused"] >= 1)
-    pool = world.reconfigure(uid="pool-uid-2", name="default/second", client_public_keys=(late.public,))
+    pool = world.reconfigure(uid=SECOND_POOL, name="default/second", client_public_keys=(late.public,))
     world.thread.call(lambda: hub.set_pool(pool))
     eventually(lambda: agent.view.epoch == 0)
 
@@ -69,16 +61,13 @@ def test_another_hubs_key_is_not_spoken_to(world: FenceWorld, hub: HubServer, ca
 def test_a_client_speaks_for_its_own_pool_only(world: FenceWorld, hub: HubServer) -> None:
     agent, _ = world.agent(hub.endpoint)
     eventually(lambda: agent.view.epoch == 0)
-    other = generate_keypair()
-    second = world.reconfigure(uid="pool-uid-2", name="default/second", client_public_keys=(other.public,))
-    world.thread.call(lambda: hub.set_pool(second))
-    victims = pool_boots(world, hub)
-    with raw(hub.endpoint, ClientKeys(world.hub_pair.public, *other)) as client:
+    keys, victims = world.second_pool(hub), pool_boots(world, hub)
+    with raw(hub.endpoint, keys) as client:
         (victim,) = victims
         assert isinstance(client.ask(heartbeat(victim, 10**6)), Grant)  # as a boot of its own pool
         status = client.ask(encode(Bump(1, 7)))
         assert isinstance(status, BumpStatus)
-        eventually(lambda: world.authority.records["pool-uid-2"].target == 7)
+        eventually(lambda: world.authority.records[SECOND_POOL].target == 7)
     assert world.authority.records[POOL].target == 0
     assert pool_boots(world, hub) == victims
     before = agent.view.lease_until
@@ -153,14 +142,14 @@ def test_tampered_frames_are_never_taken(world: FenceWorld, hub: HubServer) -> N
         relay.tampering = True
         received, before = hub.counters["received"], agent.view
         agent.poke()
-        eventually(lambda: hub.counters["protocol_errors"] >= 1, what="refused and counted")
+        eventually(lambda: hub.counters["protocol_errors"] >= 1, "refused and counted")
         world.request(hub, 1)
         eventually(lambda: relay.num_changed >= 5)
         assert hub.counters["received"] == received
         assert agent.view == before
         assert engine.adopted == [0]
         relay.tampering = False
-        eventually(lambda: agent.view.epoch == 1, what="it recovers by itself")
+        eventually(lambda: agent.view.epoch == 1, "it recovers by itself")
     finally:
         relay.close()
 
@@ -173,11 +162,11 @@ def test_frames_sent_twice_are_taken_once(world: FenceWorld, hub: HubServer) -> 
         relay.replaying = True
         agent.poke()
         eventually(lambda: relay.num_changed >= 1)
-        eventually(lambda: hub.counters["protocol_errors"] >= 1, what="counted")
+        eventually(lambda: hub.counters["protocol_errors"] >= 1, "counted")
         assert hub.counters["received"] <= agent.counters["sent"]
         relay.replaying = False
         world.request(hub, 1)
-        eventually(lambda: agent.view.epoch == 1, what="it recovers by itself")
+        eventually(lambda: agent.view.epoch == 1, "it recovers by itself")
         assert engine.adopted == [0, 1]
     finally:
         relay.close()

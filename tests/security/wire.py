@@ -42,7 +42,7 @@ class RawClient:
         return self.hear(timeout)
 
     def hear(self, timeout: float) -> Message | None:
-        if not self.socket.poll(timeout * 1000):
+        if not self.socket.poll(int(timeout * 1000)):
             return None
         return decode(self.socket.recv_multipart())
 

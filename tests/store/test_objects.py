@@ -12,21 +12,11 @@ from epochkv_connector.scheduler.build import Tiers
 from epochkv_connector.store import Outcome, StoreClient
 from hack.standalone.mooncake import Mooncake
 from tests.store.conftest import ConnectTo
-from tests.support.store import END_BYTES, Memory, RawClient, pattern
-
-NAMESPACE = "0a1b2c3d/00112233445566ff/e7/w8899aabbccddeeff"
+from tests.support.store import END_BYTES, NAMESPACE, Memory, RawClient, get, pattern, put
 
 
 def unique_key(name: str = "block") -> str:
     return object_key(NAMESPACE, 0, 0, name.encode() + secrets.token_bytes(8))
-
-
-def put(client: StoreClient, memory: Memory, keys: list[str]) -> list[Outcome]:
-    return client.put([memory.transfer(key, slot) for slot, key in enumerate(keys)], 10).done.result(15)
-
-
-def get(client: StoreClient, memory: Memory, keys: list[str]) -> list[Outcome]:
-    return client.get([memory.transfer(key, slot) for slot, key in enumerate(keys)], 10).done.result(15)
 
 
 @pytest.mark.parametrize("payload_bytes", [1, 4096, 300_001])

@@ -14,8 +14,7 @@ from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
 from hack.waiting import eventually
 from tests.store.conftest import ConnectTo
-from tests.store.test_objects import put
-from tests.support.store import Memory
+from tests.support.store import Memory, put
 
 LEASE_SECONDS = 3.0
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from functools import partial
 from typing import Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
@@ -24,11 +23,12 @@ class AheadRig(Rig):
     `source` says how many drafts are proposed and accepted.
     """
 
-    depth = 1
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.source = random.Random(kwargs.pop("seed", 0))
+    def __init__(self, *args: Any, seed: int = 0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.source = random.Random(seed)
+        self.depth = 2 if self.options.async_scheduling else 1
+        assert self.vllm_config.max_concurrent_batches == self.depth
+        self.oracle.tokens_of = lambda request: self.tokens[request.request_id]
         self.tokens: dict[str, list[int]] = {}  # what the device knows; the scheduler hears of the last ones later
         self._in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
 
@@ -55,16 +55,10 @@ class AheadRig(Rig):
     def take_in(self) -> None:
         """Tell the scheduler of the oldest step that it does not know the results of."""
         output, runner = self._in_flight.popleft()
-        for core_outputs in self.scheduler.update_from_output(output, runner).values():
-            for item in core_outputs.outputs:
-                self.outputs.setdefault(item.request_id, []).extend(item.new_token_ids)
-                if item.finish_reason is not None:
-                    self.finished.add(item.request_id)
-        for request_id in self.scheduler.finished_recving_kv_req_ids - self.scheduler.failed_recving_kv_req_ids:
-            self.recorded_weights.setdefault(request_id, self.weights)
-        if self.num_drafts and self.depth == 1:
+        self.take(output, runner)
+        if self.options.num_drafts and self.depth == 1:
             names = [request.request_id for request in self.scheduler.running]
-            proposed = [[7] * self.source.randint(0, self.num_drafts) for _ in names]
+            proposed = [[7] * self.source.randint(0, self.options.num_drafts) for _ in names]
             self.scheduler.update_draft_token_ids(DraftTokenIds(names, proposed))
 
     def run(self, max_steps: int = 200) -> int:
@@ -92,10 +86,10 @@ class AheadRig(Rig):
             is_chunk = begin + given < len(tokens)
             start = begin if is_chunk else len(tokens) - given
             self.cached.setdefault(request_id, start)
-            self._check(request, start, request_id in admitted)
+            self.oracle.check(request, start, request_id in admitted)
             order.append(request_id)
             sampled.append([] if is_chunk else self._sample_some(request, num_drafts))
-            self._compute(request, start, start + given + max(0, len(sampled[-1]) - 1))
+            self.oracle.compute(request, start, start + given + max(0, len(sampled[-1]) - 1))
             self._spoil(request, start + given + max(0, len(sampled[-1]) - 1), start + num_scheduled)
         return ModelRunnerOutput(req_ids=order, req_id_to_index={name: i for i, name in enumerate(order)}, sampled_token_ids=sampled)
 
@@ -106,14 +100,9 @@ class AheadRig(Rig):
         tokens.extend(new)
         return new
 
-    def _digests(self, request: Request) -> list[bytes]:
-        from tests.support.scheduler_worker import Prefixes
-
-        return self._prefixes.setdefault(request.request_id, Prefixes()).of(self.tokens[request.request_id])
-
     def _spoil(self, request: Request, start: int, end: int) -> None:
         """KV of drafts that were rejected."""
-        for group_blocks in self._blocks(request):
+        for group_blocks in self.oracle.blocks_of(request):
             for position in range(start, end):
                 block = group_blocks[position // BLOCK] if position // BLOCK < len(group_blocks) else 0
                 if block != self.block_pool.null_block.block_id:
@@ -122,14 +111,5 @@ class AheadRig(Rig):
                     self.gpu[block] = tuple(content)
 
 
-class AsyncRig(AheadRig):
-    """vLLM's default: one step ahead."""
-
-    scheduler_class: type[Scheduler] = AsyncScheduler
-    depth = 2
-
-    def _vllm_config(self, *args: Any, **kwargs: Any) -> Any:
-        config = super()._vllm_config(*args, **kwargs)
-        config.scheduler_config.async_scheduling = True
-        assert config.max_concurrent_batches == self.depth
-        return config
+AsyncRig = partial(AheadRig, async_scheduling=True)
+"""vLLM's default: one step ahead."""

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -16,8 +16,10 @@ from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import PoolConfig
 
 T = TypeVar("T")
-POOL = "pool-uid-1"
+POOL, SECOND_POOL = "pool-uid-1", "pool-uid-2"
 WEIGHTS = b"initial-weights!"
+OLD, NEW, OTHER = b"\x0a" * 16, b"\x3f\x2a\x9c\x1e" * 4, b"\x77" * 16
+"""Weights that tests push."""
 
 
 class MemoryAuthority:
@@ -146,18 +148,6 @@ class LoopThread:
         self.loop.close()
 
 
-def eventually(condition: Callable[[], T], timeout: float = 20.0, what: str = "") -> T:
-    """Poll until the condition holds."""
-    end = time.monotonic() + timeout
-    while True:
-        found = condition()
-        if found:
-            return found
-        if time.monotonic() >= end:
-            raise AssertionError(f"not within {timeout} s: {what or condition}")
-        time.sleep(0.005)
-
-
 class FenceWorld:
     """Hubs, agents and one authority, over real sockets on loopback."""
 
@@ -202,6 +192,13 @@ class FenceWorld:
         """The pool's configuration with some fields replaced."""
         return replace(self.config, **change)
 
+    def second_pool(self, hub: HubServer, **change: Any) -> ClientKeys:
+        """The hub serves another pool, too: that pool's keys."""
+        pair = generate_keypair()
+        config = self.reconfigure(uid=SECOND_POOL, name="default/second", client_public_keys=(pair.public,), **change)
+        self.thread.call(lambda: hub.set_pool(config))
+        return ClientKeys(self.hub_pair.public, *pair)
+
     def agent(
         self, endpoint: str, keys: ClientKeys | None = None, engine: FakeEngine | None = None, **extra: Any
     ) -> tuple[AgentThread, FakeEngine]:
@@ -225,3 +222,20 @@ class FenceWorld:
         for hub in self.hubs:
             self.thread.run(hub.stop())
         self.thread.close()
+
+
+Running = tuple[AgentThread, FakeEngine]
+
+
+def push(engines: Iterable[Running], holds: bytes | str) -> None:
+    """They hold these weights now; text: nobody can tell which, and this is why."""
+    for agent, engine in engines:
+        engine.holds = holds
+        agent.poke()
+
+
+def engine_with(holds: bytes | str) -> FakeEngine:
+    """One that starts with these weights."""
+    engine = FakeEngine()
+    engine.holds = holds
+    return engine

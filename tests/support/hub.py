@@ -24,7 +24,9 @@ from epochkv_fence.net import AgentThread, EngineIdentity
 from epochkv_fence.protocol.pool import PoolSnapshot
 from epochkv_fence.standalone.hub import StandaloneHub
 from epochkv_fence.standalone.options import HubOptions
-from tests.support.fence import FakeEngine, LoopThread, eventually
+from hack.loopback import free_port
+from hack.waiting import eventually
+from tests.support.fence import FakeEngine, LoopThread
 
 CLI = (sys.executable, "-m", "epochkv_fence.cli")
 
@@ -36,13 +38,6 @@ def epochkv(*arguments: str, config: Path | None = None, seconds: float = 60.0, 
     if config is not None:
         variables["EPOCHKV_CONFIG"] = str(config)
     return subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=seconds, env=variables, check=False)
-
-
-def free_port() -> int:
-    """A port on loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -84,6 +79,12 @@ class Agents:
     def stop(self) -> None:
         for agent in self.all:
             agent.stop()
+
+    def __enter__(self) -> Agents:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
 
 
 def using(agent: AgentThread, epoch: int) -> bool:
@@ -131,7 +132,7 @@ class HubWorld:
         """Agents that share the present epoch."""
         agents = [self.agents.start() for _ in range(num_agents)]
         target = self.snapshot().target
-        eventually(lambda: all(agent.view.epoch == target for agent, _ in agents), what="everyone is granted")
+        eventually(lambda: all(agent.view.epoch == target for agent, _ in agents), "everyone is granted")
         return agents
 
     def connect(self, timeout_s: float = 20.0) -> Pool:
@@ -163,7 +164,7 @@ class HubProcess:
         with self.log.open("ab") as sink:
             self.child = subprocess.Popen(self.command, stdout=sink, stderr=sink, stdin=subprocess.DEVNULL, start_new_session=True)
         if wait:
-            eventually(lambda: b"leading" in self.log.read_bytes()[offset:] or self.child_ended(), 60, "the hub leads")
+            eventually(lambda: b"leading" in self.log.read_bytes()[offset:] or self.child_ended(), "the hub leads", 60)
             assert not self.child_ended(), self.text()
         return self
 

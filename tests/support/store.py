@@ -5,15 +5,17 @@ from __future__ import annotations
 import ctypes
 import mmap
 import re
+import secrets
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from epochkv_connector.naming.object_keys import KeyCodecError
-from epochkv_connector.store import StoreSettings, Transfer
+from epochkv_connector.naming.object_keys import KeyCodecError, object_key
+from epochkv_connector.store import Outcome, StoreClient, StoreSettings, Transfer
 
+NAMESPACE = "0a1b2c3d/00112233445566ff/e7/w8899aabbccddeeff"
 END_BYTES = 128
 """Header and trailer of a stored object, by the format's definition."""
 _KEY = re.compile(
@@ -56,6 +58,21 @@ class Memory:
 
     def transfer(self, key: str, slot: int) -> Transfer:
         return Transfer(key, self.address + slot * self.object_bytes, self.object(slot))
+
+
+def block_keys(count: int) -> list[str]:
+    """New ones."""
+    return [object_key(NAMESPACE, 0, 0, secrets.token_bytes(16)) for _ in range(count)]
+
+
+def put(client: StoreClient, memory: Memory, keys: Sequence[str], timeout: float = 10) -> list[Outcome]:
+    """Store one slot under each key."""
+    return client.put([memory.transfer(key, slot) for slot, key in enumerate(keys)], timeout).done.result(timeout + 5)
+
+
+def get(client: StoreClient, memory: Memory, keys: Sequence[str], timeout: float = 10) -> list[Outcome]:
+    """Read each key into a slot of its own."""
+    return client.get([memory.transfer(key, slot) for slot, key in enumerate(keys)], timeout).done.result(timeout + 5)
 
 
 def pattern(seed: int, num_bytes: int) -> bytes:

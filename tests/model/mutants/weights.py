@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
@@ -59,15 +60,18 @@ class _SinceTheLastBeat(Hub):
         return actions
 
 
-class _Shows(Hub):
+class _Misjudging(Hub):
     """Compares engines as `seen` by somebody who got something wrong."""
 
-    def seen(self, engine: EngineView) -> EngineView:
-        return engine
+    def __init__(self, config: PoolConfig, seen: Callable[[EngineView], EngineView]) -> None:
+        super().__init__(config)
+        self._seen = seen
 
     def snapshot(self, now: float) -> PoolSnapshot:
         shown = super().snapshot(now)
-        wrong = with_divergence([self.seen(engine) for engine in shown.engines], self.state.boots.holdings, now)
+        wrong = with_divergence(
+            [replace(self._seen(engine), diverged_seconds=None) for engine in shown.engines], self.state.boots.holdings, now
+        )
         engines = [
             replace(engine, diverged_seconds=None if other.diverged_seconds is None else self._seconds(engine, now))
             for engine, other in zip(shown.engines, wrong, strict=True)
@@ -78,25 +82,19 @@ class _Shows(Hub):
         return min(engine.weights_since, self.state.boots.holdings.unequal_seconds(engine.fingerprint, now))
 
 
-class _OneFingerprint(_Shows):
+def _of_one_fingerprint(engine: EngineView) -> EngineView:
     """Engines that cannot share are compared."""
-
-    def seen(self, engine: EngineView) -> EngineView:
-        return replace(engine, fingerprint="", diverged_seconds=None)
+    return replace(engine, fingerprint="")
 
 
-class _UnknownIsDifferent(_Shows):
+def _holding_something(engine: EngineView) -> EngineView:
     """An engine that cannot say what it holds counts as holding something of its own."""
-
-    def seen(self, engine: EngineView) -> EngineView:
-        return replace(engine, weights=engine.weights or bytes(16), diverged_seconds=None)
+    return replace(engine, weights=engine.weights or bytes(16))
 
 
-class _TheOldestLead(_Shows):
+def _oldest_first(engine: EngineView) -> EngineView:
     """Of as many engines those count that have held theirs for longest."""
-
-    def seen(self, engine: EngineView) -> EngineView:
-        return replace(engine, weights_since=-engine.weights_since, diverged_seconds=None)
+    return replace(engine, weights_since=-engine.weights_since)
 
 
 class _CountsTheSilent(Hub):
@@ -179,9 +177,11 @@ WEIGHTS_MUTANTS = {
     "weights are held since the last heartbeat": Mutant(Rules(hub=_SinceTheLastBeat), "4"),
     "weights are held since this hub heard of them": Mutant(Rules(hub=misreading(ev.Heard, _of_no_age)), "4"),
     "silent engines hold weights": Mutant(Rules(hub=_CountsTheSilent), "4", PUSHING),
-    "engines of different fingerprints diverge": Mutant(Rules(hub=_OneFingerprint), "4", {**PUSHING, "fingerprints": 2}),
-    "an engine that cannot say has diverged": Mutant(Rules(hub=_UnknownIsDifferent), "4", PUSHING),
-    "of as many engines the oldest count": Mutant(Rules(hub=_TheOldestLead), "4", PUSHING),
+    "engines of different fingerprints diverge": Mutant(
+        Rules(hub=partial(_Misjudging, seen=_of_one_fingerprint)), "4", {**PUSHING, "fingerprints": 2}
+    ),
+    "an engine that cannot say has diverged": Mutant(Rules(hub=partial(_Misjudging, seen=_holding_something)), "4", PUSHING),
+    "of as many engines the oldest count": Mutant(Rules(hub=partial(_Misjudging, seen=_oldest_first)), "4", PUSHING),
     "forgotten engines diverge": Mutant(Rules(hub=_with_holdings(_Counting)), "4", {**PUSHING, "fingerprints": 1}),
     "engines that change agree in between": Mutant(Rules(hub=_with_holdings(_Agreeing)), "4", {**PUSHING, "fingerprints": 1, "engines": 2}),
     "a new leader claims to know every engine": Mutant(

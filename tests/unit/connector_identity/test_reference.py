@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_connector.config.connector_config import ConnectorConfig, DistributedTier, HubRef, LocalTier, PoolRef
+from epochkv_connector.config.connector_config import ConnectorConfig, DistributedTier, LocalTier
 from epochkv_connector.config.reference import PAGE, main, markdown
+from epochkv_fence.connection import HubRef, PoolRef
 
 ROW = {
     "config_file": ("string", ""),

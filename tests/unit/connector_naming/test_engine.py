@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import pytest
 from vllm.v1.engine import EngineCoreRequestType
 
-from epochkv_connector.weights import executor as joining
 from epochkv_connector.weights import rank
 from epochkv_connector.weights.adapters import Adapters
 from epochkv_connector.weights.executor import EngineRanks, NoRanks, join
@@ -105,6 +105,9 @@ class Joined:
         self.watch.before_schedule()
         self.watch._look_at = 0.0  # a machine that stood still during the first look owes the next one no pause
         self.executor.calls.clear()
+
+    def tell(self) -> None:
+        """Nobody listens."""
 
     def guarded(self, work: Callable[[], None]) -> None:
         try:
@@ -261,13 +264,13 @@ def test_an_engine_with_requests_looks_with_its_next_step(joined: Joined) -> Non
 
 def test_there_is_one_alarm_at_a_time_and_another_after_it(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    thread = joining.threading.Thread
+    thread = threading.Thread
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         started.append(kwargs)
         return thread(*args, **kwargs)
 
-    monkeypatch.setattr(joining.threading, "Thread", counted)
+    monkeypatch.setattr(threading, "Thread", counted)
     for _ in range(10):
         joined.executor.collective_rpc("update_weight")
     assert len(started) == 1

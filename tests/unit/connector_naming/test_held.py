@@ -10,20 +10,7 @@ from torch import nn
 
 from epochkv_connector.weights.digest import Unreadable, digest
 from epochkv_connector.weights.held import LEFT_OUT, PACKED, mark, models, packed, weights
-
-
-class Worker:
-    """As far as its models go."""
-
-    def __init__(self, model: nn.Module, draft: nn.Module | None = None) -> None:
-        self._model = model
-        self._draft = draft
-
-    def get_model(self) -> nn.Module:
-        return self._model
-
-    def get_draft_model(self) -> nn.Module | None:
-        return self._draft
+from tests.unit.connector_naming.workers import Worker
 
 
 class OldWorker:

@@ -16,21 +16,9 @@ from epochkv_connector.engine import patches
 from epochkv_connector.weights import held as packing
 from epochkv_connector.weights.digest import Unreadable, digest
 from epochkv_connector.weights.held import packed, weights
+from tests.unit.connector_naming.workers import Worker
 
 SIZE = 64
-
-
-class Worker:
-    """As far as its models go."""
-
-    def __init__(self, model: nn.Module, draft: nn.Module | None = None) -> None:
-        self._models = model, draft
-
-    def get_model(self) -> nn.Module:
-        return self._models[0]
-
-    def get_draft_model(self) -> nn.Module | None:
-        return self._models[1]
 
 
 def value(model: nn.Module, draft: nn.Module | None = None) -> bytes:

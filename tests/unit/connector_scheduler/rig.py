@@ -18,13 +18,7 @@ from epochkv_connector.config.connector_config import ConnectorConfig
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.requests import LoadEvent, Requests
 from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping, StepJobs
-from epochkv_connector.scheduler.tiers.views import (
-    CacheLayout,
-    GroupKind,
-    GroupLayout,
-    RequestView,
-    ScheduledRequestView,
-)
+from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
 from tests.unit.connector_scheduler.index_check import check_index
 

@@ -7,15 +7,8 @@ from dataclasses import replace
 import pytest
 
 from epochkv_connector.wire.jobs import JobAck, Phase
-from tests.unit.connector_scheduler.rig import (
-    World,
-    chain,
-    config,
-    scheduled,
-    snap_of,
-    view,
-)
-from tests.unit.connector_scheduler.test_half import BOTH, L1, PROMPT, SNAP, commit, planned, stored
+from tests.unit.connector_scheduler.rig import World, chain, config, scheduled, snap_of, view
+from tests.unit.connector_scheduler.tiers import BOTH, L1, PROMPT, SNAP, commit, planned, stored
 
 # -- saves -----------------------------------------------------------------------------------------------------------
 

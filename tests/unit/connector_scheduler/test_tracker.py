@@ -96,7 +96,7 @@ def test_any_grouping_order_and_skew_of_ranks_gives_intersection_and_hull_after_
                     assert what[0] not in seen
                     seen[str(what[0])] = step, what
     everything = set(range(BLOCKS))
-    expected = {}
+    expected: dict[str, tuple[int, tuple[object, ...]]] = {}
     for name, number in (("copied", 0), ("stored", 2)):
         blocks = set(everything)
         for acks in said:

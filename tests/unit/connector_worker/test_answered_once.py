@@ -11,7 +11,7 @@ import pytest
 from epochkv_connector.store import Outcome, Ticket, Transfer
 from epochkv_connector.wire.jobs import Phase, Source
 from epochkv_connector.worker.copying.staging import StagingStream
-from tests.unit.connector_worker.test_worker_half import NAMESPACE, ObedientStore, Rig, load, move, name_of, save
+from tests.unit.connector_worker.worker_rig import NAMESPACE, ObedientStore, Rig, load, move, name_of, save
 
 
 class BrokenStore(ObedientStore):

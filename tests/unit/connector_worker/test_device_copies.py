@@ -176,7 +176,7 @@ def test_an_error_leaves_only_when_what_was_issued_has_ended(to_host: bool, capl
     stage.region.tensor.fill_(7)  # what the next owner of a slot writes, or of a block
     for tensor in tensors:
         tensor.fill_(9)
-    time.sleep(0.4)
+    device.wait()  # whatever was issued has been copied by now, also behind our back
     assert stage.region.tensor.unique().tolist() == [7]
     assert {value for tensor in tensors for value in tensor.unique().tolist()} == {9}
     assert device.forgotten == 1, "the error stays in the thread, where the next launch would raise it"

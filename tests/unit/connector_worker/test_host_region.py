@@ -15,7 +15,7 @@ from epochkv_connector.touch import Touch, write_pages
 from epochkv_connector.worker.copying.layout import GroupSpec
 from epochkv_connector.worker.copying.staging import HostRegion, Staging
 from epochkv_connector.worker.runner import JobRunner
-from tests.unit.connector_worker.test_worker_half import ObedientStore
+from tests.unit.connector_worker.worker_rig import ObedientStore
 
 MIB = 1 << 20
 

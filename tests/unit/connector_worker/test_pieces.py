@@ -16,7 +16,7 @@ from epochkv_connector.store import Outcome, Transfer
 from epochkv_connector.wire.jobs import LoadJob, Phase, Source
 from epochkv_connector.worker.copying.staging import StagingStream
 from hack.waiting import eventually
-from tests.unit.connector_worker.test_worker_half import LAYERS, NAMESPACE, ObedientStore, Rig, load, move, name_of
+from tests.unit.connector_worker.worker_rig import LAYERS, NAMESPACE, ObedientStore, Rig, load, move, name_of
 
 BLOCKS = 7
 

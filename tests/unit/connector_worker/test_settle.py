@@ -13,7 +13,7 @@ from epochkv_connector.worker import runner as worker_module
 from epochkv_connector.worker import sleeping
 from epochkv_connector.worker.copying.staging import StagingStream
 from epochkv_connector.worker.role import WorkerRole
-from tests.unit.connector_worker.test_worker_half import NAMESPACE, ObedientStore, Rig, load, move, save
+from tests.unit.connector_worker.worker_rig import NAMESPACE, ObedientStore, Rig, load, move, save
 
 
 class SlowCopies:

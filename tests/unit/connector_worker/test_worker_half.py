@@ -6,176 +6,26 @@ The store here is a double that obeys the test: real stores fail at moments nobo
 from __future__ import annotations
 
 import gc
-import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from epochkv_connector.naming.object_keys import object_key
-from epochkv_connector.store import Outcome, Ticket, Transfer
-from epochkv_connector.store.queues import resolve
-from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.store import Outcome
+from epochkv_connector.wire.jobs import BlockMove, Phase, Source
+from epochkv_connector.wire.steps import StepMetadata
 from epochkv_connector.worker.copying.layout import GroupSpec, LayoutError
-from epochkv_connector.worker.copying.slots import HEADER_BYTES, TRAILER_BYTES
 from epochkv_connector.worker.copying.staging import Staging, StagingStream
-from epochkv_connector.worker.runner import JobRunner
-from epochkv_connector.worker.tasks import Report
-from hack.waiting import eventually
-
-NUM_BLOCKS, NUM_SLOTS, LAYERS = 16, 12, 3
-NAMESPACE = "0a1b2c3d/00112233445566ff/e7/w0123456789abcdef"
-
-
-@dataclass
-class Step:
-    loads: Sequence[LoadJob] = ()
-    saves: Sequence[SaveJob] = ()
-    poisoned: Sequence[str] = ()
-    newest_epoch: int = -1
-    agreed: Sequence[int] = ()
-    refused: Sequence[int] = ()
-
-
-@dataclass
-class Request:
-    kind: str
-    transfers: list[Transfer]
-    ticket: Ticket
-    timeout: float
-
-
-@dataclass
-class ObedientStore:
-    """Keeps objects in a dictionary; `policy` decides what becomes of a request, `open` has those it decided to leave open."""
-
-    objects: dict[str, bytes] = field(default_factory=dict)
-    policy: Callable[[str, Sequence[Transfer]], Outcome | None] = lambda kind, transfers: Outcome.OK
-    open: list[Request] = field(default_factory=list)
-    seen: list[Request] = field(default_factory=list)
-    ready: bool = True
-    closed: bool = False
-
-    def get(self, transfers: Sequence[Transfer], timeout: float) -> Ticket:
-        return self._take("get", transfers, timeout)
-
-    def put(self, transfers: Sequence[Transfer], timeout: float) -> Ticket:
-        return self._take("put", transfers, timeout)
-
-    def _take(self, kind: str, transfers: Sequence[Transfer], timeout: float) -> Ticket:
-        request = Request(kind, list(transfers), Ticket(), timeout)
-        self.seen.append(request)
-        outcome = self.policy(kind, transfers)
-        if outcome is None:
-            self.open.append(request)
-        else:
-            self.answer(request, outcome)
-            self.release(request)
-        return request.ticket
-
-    def answer(self, request: Request, outcome: Outcome) -> None:
-        outcomes = []
-        for transfer in request.transfers:
-            if outcome is Outcome.OK and request.kind == "put":
-                self.objects[transfer.key] = bytes(transfer.view[HEADER_BYTES:-TRAILER_BYTES])
-            elif outcome is Outcome.OK and transfer.key in self.objects:
-                transfer.view[HEADER_BYTES:-TRAILER_BYTES] = self.objects[transfer.key]
-            elif outcome is Outcome.OK:
-                outcomes.append(Outcome.ABSENT)
-                continue
-            outcomes.append(outcome)
-        resolve(request.ticket.done, outcomes)
-
-    def release(self, request: Request) -> None:
-        resolve(request.ticket.released, None)
-
-    def end_all(self) -> None:
-        for request in self.open:
-            self.answer(request, Outcome.TIMEOUT)
-            self.release(request)
-
-    def close(self, timeout: float) -> bool:
-        self.closed = True
-        return not self.open
-
-    def stats(self) -> dict[str, float]:
-        return {"state": 2.0}
-
-
-class Rig:
-    """A runner over random KV tensors, and a collector that insists on exactly once."""
-
-    def __init__(self, store: ObedientStore | None = None, **ranks: int) -> None:
-        raw = np.random.default_rng(1).integers(0, 256, (LAYERS, NUM_BLOCKS, 64), dtype=np.uint8)
-        self.kv = torch.from_numpy(raw)
-        self.store = store
-        names = [f"l{i}" for i in range(LAYERS)]
-        caches = {name: self.kv[i] for i, name in enumerate(names)}
-        self.staging = Staging(caches, [GroupSpec(names, 16)], NUM_SLOTS, NUM_BLOCKS)
-        open_store: Any = (lambda region: store) if store else None
-        self.worker = JobRunner(self.staging, open_store=open_store, **ranks)  # type: ignore[arg-type]
-        self.finished: Counter[str] = Counter()
-        self.failed: Counter[str] = Counter()
-        self.acks: dict[tuple[int, Phase], JobAck] = {}
-
-    def address(self, slot: int) -> int:
-        return self.staging.region.slot_address(slot)
-
-    def block(self, block: int) -> bytes:
-        return self.kv[:, block].numpy().tobytes()
-
-    def step(self, finish: bool = True, **parts: object) -> None:
-        self.worker.start_step(Step(**parts))  # type: ignore[arg-type]
-        if finish:
-            self.worker.finish_step()
-
-    def collect(self, wait_seconds: float = 0.0) -> Report:
-        report = self.worker.results(wait_seconds)
-        assert report.failed_recving <= report.finished_recving
-        self.finished.update(report.finished_recving)
-        self.failed.update(report.failed_recving)
-        for ack in report.acks:
-            assert (ack.job_id, ack.phase) not in self.acks, f"acknowledged twice: {ack}"
-            self.acks[ack.job_id, ack.phase] = ack
-        return report
-
-    def until(self, condition: Callable[[], object], what: str, timeout: float = 10.0) -> None:
-        def poll() -> object:
-            self.collect(0.001)
-            return condition()
-
-        eventually(poll, what, timeout)
-
-    def until_acked(self, job_id: int, phase: Phase) -> JobAck:
-        self.until(lambda: (job_id, phase) in self.acks, f"job {job_id} {phase.name}")
-        return self.acks[job_id, phase]
+from tests.unit.connector_worker.worker_rig import LAYERS, NAMESPACE, NUM_BLOCKS, NUM_SLOTS, ObedientStore, Rig, load, move, name_of, save
 
 
 @pytest.fixture
 def store() -> ObedientStore:
     return ObedientStore()
-
-
-def name_of(number: int) -> bytes:
-    return number.to_bytes(32, "little")
-
-
-def move(block: int, slot: int, name: int, source: Source = Source.HOST, copy: bool = True) -> BlockMove:
-    return BlockMove(0, block, block, slot, name_of(name), source, copy)
-
-
-def save(job_id: int, moves: Sequence[BlockMove], namespace: str | None = None, deadline: float = 20.0) -> SaveJob:
-    return SaveJob(job_id, f"s{job_id}", namespace, 5, len(moves), tuple(moves), deadline)
-
-
-def load(job_id: int, moves: Sequence[BlockMove], namespace: str | None = None, deadline: float = 20.0) -> LoadJob:
-    return LoadJob(job_id, f"r{job_id}", namespace, tuple(moves), deadline)
 
 
 def test_host_blocks_come_back_byte_for_byte() -> None:
@@ -437,7 +287,7 @@ def test_jobs_without_a_store_or_a_registration_fail(store: ObedientStore) -> No
     assert rig.until_acked(6, Phase.COPIED).failed
     bare = Rig().worker
     bare.shutdown()
-    bare.start_step(Step(loads=[load(1, [move(8, 5, 30)])], saves=[save(2, [move(3, 0, 30)], NAMESPACE)]))  # type: ignore[arg-type]
+    bare.start_step(StepMetadata(loads=(load(1, [move(8, 5, 30)]),), saves=(save(2, [move(3, 0, 30)], NAMESPACE),)))
     bare.finish_step()
     finished, failed, acks = bare.results()
     assert finished == failed == {"r1"}
@@ -482,78 +332,6 @@ def test_shutdown_answers_everything_and_later_jobs_fail(store: ObedientStore) -
     gc.collect()
     memory = store.open[0].transfers[0].view
     memory[:] = bytes(len(memory))  # the region is still mapped: the call in flight may write
-
-
-@pytest.mark.parametrize("seed", [1, 2, 3, 4, 5, random.SystemRandom().randrange(10**6)])
-def test_any_schedule_ends_with_every_job_answered_once(seed: int) -> None:
-    print(f"seed {seed}")
-    dice = random.Random(seed)
-    store = ObedientStore()
-    rig = Rig(store)
-    lock = threading.Lock()
-
-    def policy(kind: str, transfers: Sequence[Transfer]) -> Outcome | None:
-        with lock:
-            return dice.choice([Outcome.OK, Outcome.OK, Outcome.OK, Outcome.TRANSFER, Outcome.FULL, None])
-
-    store.policy = policy
-    expected: dict[tuple[int, Phase], None] = {}
-    loads = num_read = 0
-    free_slots = list(range(NUM_SLOTS))  # a scheduler that gives a slot to nobody before it is over
-    taken: dict[int, list[int]] = {}
-    for job_id in range(1, 120):
-        rig.collect(dice.choice([0.0, 0.001]))
-        for done in [job for job in taken if is_over(rig, job, (job, Phase.STORED) in expected)]:
-            free_slots += taken.pop(done)
-        if dice.random() < 0.3 and store.open:
-            request = store.open.pop(dice.randrange(len(store.open)))
-            store.answer(request, dice.choice([Outcome.OK, Outcome.ABSENT, Outcome.TIMEOUT]))
-            store.release(request)
-        num_read += num_checked_reads(rig, store, taken)
-        count = dice.randint(1, 3)
-        if len(free_slots) < count:
-            continue
-        slots = taken[job_id] = [free_slots.pop() for _ in range(count)]
-        deadline = dice.choice([0.0, 0.01, 20.0])
-        names = [dice.randrange(6) for _ in slots]
-        if dice.random() < 0.5:
-            namespace = dice.choice([None, NAMESPACE])
-            moves = [move(dice.randrange(8), slot, name) for slot, name in zip(slots, names, strict=True)]
-            rig.step(dice.random() < 0.8, saves=[save(job_id, moves, namespace, deadline)])
-            expected[job_id, Phase.COPIED] = None
-            if namespace:
-                expected[job_id, Phase.STORED] = None
-        else:
-            moves = [move(8 + i, slot, name, Source.STORE) for i, (slot, name) in enumerate(zip(slots, names, strict=True))]
-            rig.step(loads=[load(job_id, moves, NAMESPACE, deadline)])
-            expected[job_id, Phase.LOADED] = None
-            loads += 1
-    store.policy = lambda kind, transfers: Outcome.DOWN
-    rig.worker.finish_step()
-    eventually(lambda: rig.collect(0.001) and rig.worker.stats()["open_copies"] == 0, "copies over", 10)
-    store.end_all()
-    rig.until(lambda: expected.keys() <= rig.acks.keys(), "every phase acknowledged")
-    rig.until(lambda: all((job, Phase.RELEASED) in rig.acks for (job, _), ack in list(rig.acks.items()) if ack.busy_slots), "released")
-    assert rig.finished.total() == loads
-    assert num_read > 0
-    assert set(rig.finished.values()) <= {1}
-    assert {key for key in rig.acks if key[1] is not Phase.RELEASED} == expected.keys()
-    assert {f"r{job}" for (job, phase), ack in rig.acks.items() if phase is Phase.LOADED and ack.failed} == set(rig.failed)
-    assert [rig.worker.stats()[name] for name in ("held_slots", "open_loads", "open_copies")] == [0, 0, 0]
-
-
-def num_checked_reads(rig: Rig, store: ObedientStore, slots: dict[int, list[int]]) -> int:
-    """Jobs to whose slots the store may still write."""
-    written = {transfer.address for request in store.open if request.kind == "get" for transfer in request.transfers}
-    read = {job for job, held in slots.items() if written & {rig.address(slot) for slot in held}}
-    return len(read)
-
-
-def is_over(rig: Rig, job: int, stored: bool) -> bool:
-    """True when the acknowledgements say that a job's slots are free."""
-    acks = {phase: ack for (job_id, phase), ack in rig.acks.items() if job_id == job}
-    last = acks.get(Phase.LOADED) or acks.get(Phase.STORED if stored else Phase.COPIED)
-    return last is not None and not (last.busy_slots and Phase.RELEASED not in acks)
 
 
 def test_a_failed_load_blames_only_the_slots_whose_blocks_are_missing(store: ObedientStore) -> None:

@@ -104,3 +104,17 @@ class Driver:
     @property
     def published(self) -> list[int]:
         return [action.epoch for action in self.writes if isinstance(action, ev.Publish)]
+
+
+def led(epoch: int = 0) -> Driver:
+    """A hub long past its own leadership wait, with boots 1 and 2 at `epoch`."""
+    hub = Driver()
+    hub.lead(target=epoch, published=epoch, granting=True)
+    hub.now += HOLD
+    for number in (1, 2):
+        hub.beat(number)
+    hub.round()
+    for number in (1, 2):
+        hub.beat(number, epoch=epoch)
+    hub.round()
+    return hub

@@ -23,7 +23,8 @@ def epochs(hub: Driver) -> dict[int, int]:
 
 def test_every_live_boot_is_granted_the_target_whoever_asked_for_it() -> None:
     hub = pool()
-    for epoch, ask in enumerate((Bump(1, 1), Propose(boot(1), 2)), start=1):
+    asks: tuple[Bump | Propose, ...] = (Bump(1, 1), Propose(boot(1), 2))
+    for epoch, ask in enumerate(asks, start=1):
         hub.beat(1, age=10_000.0, weights=b"a" * 16)
         hub.beat(2, age=0.0, weights=b"b" * 16)
         hub.beat(3, weights_note="asleep")

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import pty
 import signal
 import subprocess
-import sys
-import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from epochkv_fence.client import Pool
+from hack.loopback import free_port
+from hack.waiting import eventually
 from tests.support.cli import inside
-from tests.support.fence import FakeEngine, eventually
-from tests.support.hub import CLI, Agents, HubProcess, epochkv, free_port, interruptible, using
-from tests.support.pushes import NEW, OLD, OTHER, Running, engine_with, push
+from tests.support.fence import NEW, OLD, OTHER, FakeEngine, engine_with, push
+from tests.support.hub import CLI, Agents, HubProcess, epochkv, interruptible, using
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +26,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
 
 @pytest.fixture
 def agents(hub: HubProcess) -> Iterator[Agents]:
-    made = Agents(hub.folder)
-    yield made
-    made.stop()
+    with Agents(hub.folder) as made:
+        yield made
 
 
 def target(hub: HubProcess) -> int:
@@ -92,8 +86,7 @@ def test_what_is_not_published_in_time_is_status_3_with_names(hub: HubProcess, a
 
 def test_waiting_says_whom_for_and_may_be_interrupted(tmp_path: Path) -> None:
     with HubProcess(tmp_path / "patient", "--lease-seconds", "60") as patient:
-        slow = Agents(patient.folder)
-        try:
+        with Agents(patient.folder) as slow:
             agent, engine = slow.start("slow")
             eventually(lambda: agent.view.epoch is not None)
             engine.is_busy = True
@@ -110,7 +103,7 @@ def test_waiting_says_whom_for_and_may_be_interrupted(tmp_path: Path) -> None:
                     subprocess.Popen([*CLI, *arguments, "--config", str(patient.folder)], stderr=subprocess.PIPE, text=True)
                     for arguments in (("reset",), ("wait", "2"))
                 ]
-            eventually(lambda: target(patient) == 2, what="asked for")
+            eventually(lambda: target(patient) == 2, "asked for")
             said = []
             for child in children:
                 assert child.stderr is not None
@@ -123,8 +116,6 @@ def test_waiting_says_whom_for_and_may_be_interrupted(tmp_path: Path) -> None:
                 "interrupted. The epoch may be recorded already, and is published then without this command: `epochkv status` shows it"
             )
             assert said == [f"epochkv: {recorded}\n", "epochkv: interrupted\n"]
-        finally:
-            slow.stop()
 
 
 def test_nobody_there_is_status_4(tmp_path: Path, hub: HubProcess) -> None:
@@ -204,8 +195,7 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str], command: str) -
 
 def test_an_engine_that_was_reset_alone_is_shown_with_the_remedy(tmp_path: Path) -> None:
     with HubProcess(tmp_path / "state") as hub:
-        agents = Agents(hub.folder)
-        try:
+        with Agents(hub.folder) as agents:
             engine = FakeEngine()
             agent, _ = agents.start("cleared", engine=engine)
             eventually(lambda: using(agent, 0))
@@ -223,8 +213,6 @@ def test_an_engine_that_was_reset_alone_is_shown_with_the_remedy(tmp_path: Path)
             status = epochkv("status", config=hub.folder).stdout
             assert "1: 1 in use, 0 private, 0 of unknown weights, 0 behind" in status
             assert "caches reset alone" not in status
-        finally:
-            agents.stop()
 
 
 def test_an_engine_of_unknown_weights_is_shown_with_its_note(hub: HubProcess, agents: Agents) -> None:
@@ -266,183 +254,3 @@ def test_weights_shows_who_holds_what(hub: HubProcess, agents: Agents) -> None:
     assert json.loads(epochkv("weights", "--json", config=hub.folder).stdout)["equal"] is True
     status = epochkv("status", config=hub.folder).stdout
     assert "weights   77777777 3 engines" in status
-
-
-# --------------------------------------------------------------------------------------------------------------- update
-
-
-@pytest.fixture
-def pushed(tmp_path: Path) -> Iterator[HubProcess]:
-    """A hub of a new pool."""
-    with HubProcess(tmp_path / "state", "--lease-seconds", "5") as made:
-        yield made
-
-
-@pytest.fixture
-def pushed_agents(pushed: HubProcess) -> Iterator[Agents]:
-    made = Agents(pushed.folder)
-    yield made
-    made.stop()
-
-
-@contextlib.contextmanager
-def pushing_when(path: Path, engines: Sequence[Running], holds: bytes) -> Iterator[None]:
-    """While a command runs: engines get these weights as soon as it has made this file."""
-    thread = threading.Thread(target=lambda: (eventually(path.exists, 60, "the command runs"), push(engines, holds)))
-    thread.start()
-    yield
-    thread.join(60)
-
-
-def test_update_runs_the_command_and_waits_for_its_weights(pushed: HubProcess, pushed_agents: Agents, tmp_path: Path) -> None:
-    engines = [pushed_agents.start(engine=engine_with(OLD)) for _ in range(2)]
-    eventually(lambda: all(using(agent, 0) for agent, _ in engines))
-    script = "import os, sys; open(sys.argv[1], 'w').write(repr([os.environ.get(k) for k in sys.argv[2:]]))"
-    seen = tmp_path / "seen"
-    command = ("--", sys.executable, "-c", script, str(seen), "EPOCHKV_WEIGHTS_VERSION", "EPOCHKV_CONFIG")
-    with pushing_when(seen, engines, NEW):
-        done = epochkv("update", "--version", "step-1", "--config", str(pushed.folder), *command)
-    assert (done.returncode, done.stdout) == (0, "all 2 engines hold 3f2a9c1e (step-1)\n"), done.stderr
-    assert seen.read_text() == repr(["step-1", str(pushed.folder)])
-    seen.unlink()
-    with pushing_when(seen, engines, OLD):
-        done = epochkv("update", "--version", "step-2", "-o", "json", *command, config=pushed.folder)
-    found = json.loads(done.stdout)
-    assert (done.returncode, found["equal"], found["groups"][0]["label"]) == (0, True, "step-2")
-    assert target(pushed) == 0
-
-
-def test_what_the_command_of_an_update_prints_is_no_part_of_the_json(pushed: HubProcess, pushed_agents: Agents) -> None:
-    engines = [pushed_agents.start(engine=engine_with(OLD))]
-    eventually(lambda: using(engines[0][0], 0))
-    relative, marker = os.path.relpath(pushed.folder), pushed.state.parent / "marker"
-    script = f"import os; print('pushed through', os.environ['EPOCHKV_CONFIG']); open({str(marker)!r}, 'w')"
-    with pushing_when(marker, engines, NEW):
-        done = epochkv("update", "--version", "step-1", "-o", "json", "--", sys.executable, "-c", script, config=Path(relative))
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["groups"][0]["label"] == "step-1"
-    assert f"pushed through {os.path.abspath(relative)}" in done.stderr
-
-
-def test_an_engine_that_missed_the_push_is_status_3_and_named(pushed: HubProcess, pushed_agents: Agents, tmp_path: Path) -> None:
-    engines = [pushed_agents.start(engine=engine_with(OLD)) for _ in range(2)]
-    eventually(lambda: all(using(agent, 0) for agent, _ in engines))
-    with pushing_when(tmp_path / "seen", engines[:1], NEW):
-        done = epochkv("update", "--version", "v", "--timeout", "3", "--", "touch", str(tmp_path / "seen"), config=pushed.folder)
-    assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr.splitlines() == [
-        "epochkv: waiting for the new weights of engine-1",
-        "epochkv: not all engines of pool policy hold the same, new weights after 3 s: engine-1 does not. "
-        "Now 3f2a9c1e: engine-0; 0a0a0a0a: engine-1",
-    ]
-    push(engines[1:], NEW)
-    with Pool.connect(pushed.folder) as pool:
-        eventually(lambda: pool.weights().equal)
-    done = epochkv("update", "--version", "v", "--timeout", "1", "-o", "json", "--", "true", config=pushed.folder)
-    assert (done.returncode, json.loads(done.stdout)["equal"]) == (3, True)
-    assert done.stderr.endswith("after 1 s: the weights did not change. Now 3f2a9c1e: engine-0, engine-1\n")
-
-
-def test_a_pool_without_engines_got_no_weights(pushed: HubProcess) -> None:
-    done = epochkv("update", "--version", "v", "--timeout", "0.5", "--", "true", config=pushed.folder)
-    assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr == "epochkv: not all engines of pool policy hold the same weights after 0.5 s: no engine is there\n"
-
-
-def test_a_command_that_fails_passes_its_status_and_nothing_is_waited_for(pushed: HubProcess, pushed_agents: Agents) -> None:
-    agent, _ = pushed_agents.start()
-    eventually(lambda: using(agent, 0))
-    done = epochkv("update", "--version", "step-1", "--", "sh", "-c", "echo pushing; exit 7", config=pushed.folder)
-    assert (done.returncode, done.stdout) == (7, "pushing\n")
-    assert done.stderr == "epochkv: the command ended with status 7; `epochkv weights` shows which engines hold what\n"
-    done = epochkv("update", "--version", "step-1", "--", "sh", "-c", "kill -KILL $$", config=pushed.folder)
-    assert done.returncode == 128 + 9
-    assert target(pushed) == 0
-
-
-def test_a_hub_that_is_gone_after_the_command_is_status_4(tmp_path: Path) -> None:
-    hub = HubProcess(tmp_path / "state").start()
-    assert hub.child is not None
-    try:
-        command = ("--timeout", "3", "--", "kill", "-STOP", str(hub.child.pid))
-        done = epochkv("update", "--version", "step-1", *command, config=hub.folder)
-    finally:
-        hub.end()
-    assert done.returncode == 4
-    first, second = done.stderr.splitlines()
-    assert first.startswith("epochkv: no answer from the hub at tcp://")
-    assert second == "epochkv: COMMAND ended well; `epochkv weights` shows which engines hold what"
-
-
-def test_an_update_that_is_interrupted_after_its_command(pushed: HubProcess, pushed_agents: Agents) -> None:
-    agent, _ = pushed_agents.start("late")
-    eventually(lambda: using(agent, 0))
-    with interruptible():
-        arguments = ("update", "--version", "v", "--config", str(pushed.folder), "--", "true")
-        child = subprocess.Popen([*CLI, *arguments], stderr=subprocess.PIPE, text=True)
-    assert child.stderr is not None
-    assert child.stderr.readline() == "epochkv: waiting for the new weights of late\n"
-    child.send_signal(signal.SIGINT)
-    said = "epochkv: interrupted; COMMAND ended well; `epochkv weights` shows which engines hold what\n"
-    assert (child.communicate(timeout=30)[1], child.returncode) == (said, 130)
-
-
-def test_a_command_that_is_none_changes_nothing(pushed: HubProcess, tmp_path: Path) -> None:
-    done = epochkv("update", "--version", "v", "--", "no-such-command-here", config=pushed.folder)
-    assert done.returncode == 127
-    assert "no-such-command-here is not a command; nothing was asked of the pool" in done.stderr
-    broken = tmp_path / "broken"
-    broken.write_bytes(b"\x00\x01not a program")
-    broken.chmod(0o755)
-    assert epochkv("update", "--version", "v", "--", str(broken), config=pushed.folder).returncode == 126
-    assert target(pushed) == 0
-
-
-def test_signals_reach_the_whole_process_group_of_the_command(pushed: HubProcess, tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
-    script = f"sleep 300 & echo $$ $! > {pids}.part && mv {pids}.part {pids}; wait"
-    command = [*CLI, "update", "--version", "v", "--config", str(pushed.folder), "--", "sh", "-c", script]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
-    eventually(pids.exists, 60, "the command runs")
-    shell, sleeper = (int(word) for word in pids.read_text().split())
-    assert os.getpgid(shell) == os.getpgid(sleeper) == shell != os.getpgid(child.pid)
-    child.send_signal(signal.SIGTERM)
-    _, errors = child.communicate(timeout=60)
-    assert child.returncode == 128 + 15
-    eventually(lambda: not alive(shell) and not alive(sleeper), what="shell and grandchild are gone")
-    assert errors == "epochkv: the command ended with status 143; `epochkv weights` shows which engines hold what\n"
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def test_the_command_has_the_terminal(pushed: HubProcess) -> None:
-    """A command in a process group of its own that reads from a terminal would be stopped, and hang for ever."""
-    script = "read line; echo got:$line"
-    update = ("update", "--version", "v", "--timeout", "3", "--config", str(pushed.folder), "--", "sh", "-c", script)
-    pid, master = pty.fork()
-    if pid == 0:
-        os.execv(sys.executable, [*CLI, *update])
-    text = b""
-    sent = False
-    deadline = time.monotonic() + 60
-    try:
-        while time.monotonic() < deadline:
-            if not sent and target(pushed) == 0:
-                os.write(master, b"hello\n")
-                sent = True
-            try:
-                text += os.read(master, 4096)
-            except OSError:
-                break
-            if b"no engine is there" in text:
-                break
-        _, status = os.waitpid(pid, 0)
-    finally:
-        os.close(master)
-    assert b"got:hello" in text
-    assert os.waitstatus_to_exitcode(status) == 3

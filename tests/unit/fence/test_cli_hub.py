@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from epochkv_fence.client import Pool
-from tests.support.fence import eventually
-from tests.support.hub import Agents, HubProcess, epochkv, free_port, using
-from tests.support.pushes import NEW, OLD, engine_with, push
+from hack.loopback import free_port
+from hack.waiting import eventually
+from tests.support.fence import NEW, OLD, engine_with, push
+from tests.support.hub import Agents, HubProcess, epochkv, using
 
 # ------------------------------------------------------------------------------------------------------------------ hub
 
@@ -42,8 +43,7 @@ def test_a_hub_writes_what_clients_need_for_this_user_alone(tmp_path: Path) -> N
 
 def test_started_again_it_continues_the_pool_and_keeps_what_was_added_to_the_file(tmp_path: Path) -> None:
     hub = HubProcess(tmp_path / "state", "--lease-seconds", "1").start()
-    agents = Agents(hub.folder)
-    try:
+    with Agents(hub.folder) as agents:
         agent, _ = agents.start()
         eventually(lambda: using(agent, 0))
         assert epochkv("reset", config=hub.folder).returncode == 0
@@ -58,7 +58,7 @@ def test_started_again_it_continues_the_pool_and_keeps_what_was_added_to_the_fil
         assert again == {**content, "local": {"capacity_bytes": 1 << 30}}
         assert f"{path}: the key weights_source is gone: weights name themselves, pushed or not; it is removed." in hub.text()
         assert (hub.folder / "root.secret").read_text() == secret
-        eventually(lambda: using(agent, 1), 30, "the engine goes on")
+        eventually(lambda: using(agent, 1), "the engine goes on", 30)
         assert "leading: epoch 1, published 1" in hub.text()
         assert hub.text().count("epoch 1 recorded, asked for by trainer") == 1  # when it was asked for, not at the start
         done = epochkv("reset", "-o", "json", config=hub.folder)
@@ -67,15 +67,12 @@ def test_started_again_it_continues_the_pool_and_keeps_what_was_added_to_the_fil
         hub.start()
         assert json.loads(epochkv("status", "-o", "json", config=hub.folder).stdout)["published"] == 2
         assert hub.end(signal.SIGINT) == 0
-    finally:
-        agents.stop()
         hub.end()
 
 
 def test_a_log_worth_reading(tmp_path: Path) -> None:
     with HubProcess(tmp_path / "state", "--lease-seconds", "2", "--log-format", "json") as hub:
-        agents = Agents(hub.folder)
-        try:
+        with Agents(hub.folder) as agents:
             agent, engine = agents.start("rollout-a", engine=engine_with(OLD))
             eventually(lambda: using(agent, 0))
             assert epochkv("reset", config=hub.folder).returncode == 0
@@ -88,9 +85,7 @@ def test_a_log_worth_reading(tmp_path: Path) -> None:
             engine.is_busy = True
             assert epochkv("reset", config=hub.folder).returncode == 0
             agent.stop()
-            eventually(lambda: "is gone" in hub.text(), 30)
-        finally:
-            agents.stop()
+            eventually(lambda: "is gone" in hub.text(), seconds=30)
         lines = [json.loads(line) for line in hub.text().splitlines()]
         assert all({"timestamp", "level", "event"} <= line.keys() for line in lines)
         events = "\n".join(line["event"] for line in lines)
@@ -134,7 +129,7 @@ def test_a_hub_whose_keys_are_held_ends(tmp_path: Path, told: bool) -> None:
         hub.start(wait=False)
         assert hub.child is not None
         if told:
-            eventually((hub.state / "state.db").exists, 60, "it is about to take the keys")
+            eventually((hub.state / "state.db").exists, "it is about to take the keys", 60)
             assert hub.end() == 0
             assert "told to end before it served" in hub.text()
         else:
@@ -149,7 +144,7 @@ def test_a_hub_on_a_disk_that_hangs_ends_when_it_is_told_to(tmp_path: Path) -> N
     hub.state.mkdir()
     os.mkfifo(hub.state / "keys.json")  # reading it never returns
     hub.start(wait=False)
-    eventually((hub.state / "keys.lock").exists, 60, "it is about to read its keys")
+    eventually((hub.state / "keys.lock").exists, "it is about to read its keys", 60)
     assert hub.end() == 1
     assert "something hangs" in hub.text()
 
@@ -183,8 +178,7 @@ def test_a_lost_record_with_keys_left_is_no_pool_to_continue(tmp_path: Path) -> 
 
 def test_a_hub_whose_state_is_removed_ends_with_status_6(tmp_path: Path) -> None:
     hub = HubProcess(tmp_path / "state", "--lease-seconds", "2").start()
-    agents = Agents(hub.folder)
-    try:
+    with Agents(hub.folder) as agents:
         agent, _ = agents.start()
         eventually(lambda: using(agent, 0))
         for path in hub.state.glob("state.db*"):
@@ -194,16 +188,13 @@ def test_a_hub_whose_state_is_removed_ends_with_status_6(tmp_path: Path) -> None
         assert "was removed or replaced under this hub" in hub.text()
         assert f"WARNING the state directory {hub.state} was removed or replaced; stepping down from " in hub.text()
         assert "another hub leads" not in hub.text()
-        eventually(lambda: time.monotonic() >= agent.view.lease_until, what="the engine leaves with its lease")
-    finally:
-        agents.stop()
+        eventually(lambda: time.monotonic() >= agent.view.lease_until, "the engine leaves with its lease")
 
 
 def test_metrics_and_health(tmp_path: Path) -> None:
     port = free_port()
     with HubProcess(tmp_path / "state", "--metrics", f"127.0.0.1:{port}") as hub:
-        agents = Agents(hub.folder)
-        try:
+        with Agents(hub.folder) as agents:
             agent, _ = agents.start()
             eventually(lambda: using(agent, 0))
             assert epochkv("reset", config=hub.folder).returncode == 0
@@ -236,8 +227,6 @@ def test_metrics_and_health(tmp_path: Path) -> None:
             )
             assert taken.returncode == 2
             assert "--metrics" in taken.stderr
-        finally:
-            agents.stop()
 
 
 # ----------------------------------------------------------------------------------------------------------------- keys
@@ -253,7 +242,7 @@ def test_keys_are_rotated_under_a_running_hub(tmp_path: Path) -> None:
             stays, _ = fixed.start("keeps-its-keys")
             eventually(lambda: using(agent, 0) and using(stays, 0))
             assert epochkv("keys", "rotate", "--state", str(hub.state)).returncode == 0
-            eventually(lambda: "a new client key is accepted" in hub.text(), what="the hub notices")
+            eventually(lambda: "a new client key is accepted" in hub.text(), "the hub notices")
             assert epochkv("status", config=hub.folder).returncode == 0
             assert epochkv("status", config=old).returncode == 0
             again = epochkv("keys", "rotate", "--state", str(hub.state))
@@ -263,13 +252,13 @@ def test_keys_are_rotated_under_a_running_hub(tmp_path: Path) -> None:
             assert "is not accepted any more" not in hub.text()
             stays.stop()
             assert epochkv("keys", "retire", "--state", str(hub.state)).returncode == 0
-            eventually(lambda: epochkv("status", "--timeout", "5", config=old).returncode == 4, 60, "the old key goes")
+            eventually(lambda: epochkv("status", "--timeout", "5", config=old).returncode == 4, "the old key goes", 60)
             lease = agent.view.lease_until
-            eventually(lambda: agent.view.lease_until > lease and using(agent, 0), what="the other engine never lost its lease")
+            eventually(lambda: agent.view.lease_until > lease and using(agent, 0), "the other engine never lost its lease")
             assert epochkv("keys", "rotate", "--state", str(hub.state)).returncode == 0
             assert epochkv("keys", "retire", "--state", str(hub.state)).returncode == 0
             eventually(lambda: epochkv("status", config=hub.folder).returncode == 0)
-            eventually(lambda: agent.view.lease_until > time.monotonic() and using(agent, 0), what="it has taken the third key")
+            eventually(lambda: agent.view.lease_until > time.monotonic() and using(agent, 0), "it has taken the third key")
         finally:
             agents.stop()
             fixed.stop()

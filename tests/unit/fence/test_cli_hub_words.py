@@ -18,7 +18,8 @@ from epochkv_fence.net import generate_keypair
 from epochkv_fence.standalone.credentials import exposed_files
 from epochkv_fence.standalone.hub import StandaloneHub
 from epochkv_fence.standalone.options import HubError, HubOptions, split_address, split_listen
-from tests.support.fence import LoopThread, eventually
+from hack.waiting import eventually
+from tests.support.fence import LoopThread
 from tests.support.hub import Agents, HubProcess, epochkv, using
 
 
@@ -55,8 +56,7 @@ def test_the_log_says_who_is_refused_once(tmp_path: Path) -> None:
 def test_the_log_says_that_keys_were_retired_and_who_is_refused_then(tmp_path: Path) -> None:
     with HubProcess(tmp_path / "state", "--lease-seconds", "1") as hub:
         old = copy_with(hub.folder, tmp_path / "old", lambda folder: None)
-        agents = Agents(old)
-        try:
+        with Agents(old) as agents:
             agent, _ = agents.start("keeps-its-key")
             eventually(lambda: using(agent, 0))
             assert epochkv("keys", "rotate", "--state", str(hub.state)).returncode == 0
@@ -64,9 +64,7 @@ def test_the_log_says_that_keys_were_retired_and_who_is_refused_then(tmp_path: P
             assert "is refused" not in hub.text()
             assert epochkv("keys", "retire", "--state", str(hub.state)).returncode == 0
             eventually(lambda: "the client key before is not accepted any more: `epochkv keys retire`" in hub.text())
-            eventually(lambda: "a client at 127.0.0.1 is refused" in hub.text(), 30, "the engine dials again")
-        finally:
-            agents.stop()
+            eventually(lambda: "a client at 127.0.0.1 is refused" in hub.text(), "the engine dials again", 30)
 
 
 def test_the_log_says_that_key_files_were_made_again(tmp_path: Path) -> None:
@@ -160,14 +158,11 @@ def test_ipv6_from_the_engine_to_the_metrics(tmp_path: Path) -> None:
     with closing(LoopThread()) as loop:
         hub = StandaloneHub(HubOptions("policy", "tcp://[::1]:0", tmp_path / "state", metrics="[::1]:0"))
         loop.run(hub.start())
-        agents = Agents(hub.connection_file.parent)
-        try:
+        with Agents(hub.connection_file.parent) as agents:
             assert Connection.load(hub.connection_file, {}).hub.endpoint.startswith("tcp://[::1]:")
             agent, _ = agents.start()
             eventually(lambda: using(agent, 0))
             assert epochkv("reset", config=hub.connection_file).returncode == 0
             got = subprocess.run(["curl", "-sg", f"http://[::1]:{hub.metrics_port}/healthz"], capture_output=True, text=True, check=True)
             assert got.stdout == "ok\n"
-        finally:
-            agents.stop()
             loop.run(hub.stop())

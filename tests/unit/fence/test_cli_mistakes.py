@@ -9,23 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from epochkv_fence.client import ConfigurationError, Connection, Pool
 from epochkv_fence.net import generate_keypair
+from hack.waiting import eventually
 from tests.support.cli import inside
-from tests.support.fence import eventually
-from tests.support.hub import CLI, HubWorld, hub_world, interruptible
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[HubWorld]:
-    with hub_world(tmp_path / "state") as made:
-        yield made
-
+from tests.support.hub import CLI, HubWorld, interruptible
 
 # ------------------------------------------------------------------------------------------------------------------ update
 
@@ -169,7 +161,7 @@ def test_interrupted_while_it_is_loaded_it_says_no_more_than_that(tmp_path: Path
     environ = {**os.environ, "PYTHONPATH": str(tmp_path), "STARTED": str(tmp_path / "started")}
     with interruptible():
         child = subprocess.Popen([*CLI, "status"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
-    eventually((tmp_path / "started").exists, 60, "it imports")
+    eventually((tmp_path / "started").exists, "it imports", 60)
     child.send_signal(signal.SIGINT)
     assert child.communicate(timeout=30) == ("", "epochkv: interrupted\n")
     assert child.returncode == 130
@@ -210,6 +202,6 @@ def test_a_rotation_says_how_long_the_key_before_is_accepted(world: HubWorld, ca
         if grace == "3":
             assert inside(capsys, "keys", "rotate", "--state", str(state))[0] == 5
         if grace in ("3", "0"):
-            eventually(lambda key=before: key not in hub.accepted_keys, 20, "it is out")
+            eventually(lambda key=before: key not in hub.accepted_keys, "it is out", 20)
         else:
             assert inside(capsys, "keys", "retire", "--state", str(state))[0] == 0

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -37,14 +35,7 @@ from epochkv_fence.client import (
     WeightsStanding,
 )
 from tests.support.cli import inside
-from tests.support.hub import HubWorld, hub_world
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[HubWorld]:
-    with hub_world(tmp_path / "state") as made:
-        yield made
-
+from tests.support.hub import HubWorld
 
 # ------------------------------------------------------------------------------------------------------------- the command
 

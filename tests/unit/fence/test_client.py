@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
-import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from epochkv_fence.client import (
-    HubUnreachable,
-    KeyRefused,
-    Pool,
-    PoolClosed,
-    ResetNotRecorded,
-    ResetTimeout,
-    WrongPool,
-)
-from epochkv_fence.client.session import RESOLVE_SECONDS
-from epochkv_fence.connection import Connection
-from epochkv_fence.net import generate_keypair
+from epochkv_fence.client import Pool, PoolClosed, ResetTimeout
 from epochkv_fence.standalone.credentials import retire_previous, rotate_keys
-from tests.support.fence import eventually
-from tests.support.hub import HubProcess, HubWorld, Switch, free_port, hub_world, together, using
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[HubWorld]:
-    with hub_world(tmp_path / "state") as made:
-        yield made
+from hack.waiting import eventually
+from tests.support.hub import HubWorld, hub_world, together, using
 
 
 def client_threads() -> list[threading.Thread]:
@@ -58,7 +37,7 @@ def test_a_reset_returns_when_every_engine_has_moved(world: HubWorld) -> None:
     assert (snapshot.target, snapshot.published) == (1, 1)
     assert snapshot.origin is not None
     assert snapshot.origin.value == "Trainer"
-    eventually(lambda: all(using(agent, 1) for agent, _ in agents), what="everyone shares again")
+    eventually(lambda: all(using(agent, 1) for agent, _ in agents), "everyone shares again")
 
 
 def test_the_next_epoch_and_a_named_one(world: HubWorld) -> None:
@@ -219,175 +198,6 @@ def test_many_processes_at_once(world: HubWorld) -> None:
     assert world.snapshot().published == max(epochs)
 
 
-# ------------------------------------------------------------------------------------------------------------ hub faults
-
-
-def test_nobody_listens() -> None:
-    connection = {"pool": {"name": "p", "uid": "u"}, "hub": {"endpoint": f"tcp://127.0.0.1:{free_port()}"}}
-    pair = generate_keypair()
-    environ = {
-        "EPOCHKV_HUB_PUBLIC_KEY": generate_keypair().public,
-        "EPOCHKV_CLIENT_PUBLIC_KEY": pair.public,
-        "EPOCHKV_CLIENT_SECRET_KEY": pair.secret,
-    }
-    before = len(client_threads())
-    with pytest.raises(HubUnreachable, match=r"no answer from the hub at tcp://127\.0\.0\.1:\d+: nobody listens there"):
-        Pool.connect(Connection.load(connection, environ), timeout_s=0.5)
-    eventually(lambda: len(client_threads()) == before, what="the thread ends")
-
-
-@pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b"])
-def test_a_name_that_cannot_be_resolved_is_said_so(world: HubWorld, host: str) -> None:
-    asked_at = time.monotonic()
-    with pytest.raises((socket.gaierror, UnicodeError)):
-        socket.getaddrinfo(host, 7700)
-    if time.monotonic() > asked_at + RESOLVE_SECONDS / 4:
-        pytest.skip("the resolver of this machine takes too long to say no")
-    content = json.loads((world.folder / "connection.json").read_text())
-    content["hub"]["credentials_dir"] = str(world.folder)
-    content["hub"]["endpoint"] = f"tcp://{host}:7700"
-    with pytest.raises(HubUnreachable, match=rf"no answer from the hub at tcp://{host}:7700: the name {host} cannot be resolved \("):
-        Pool.connect(content, timeout_s=0.5)
-
-
-def test_a_key_that_is_refused_and_a_hub_that_is_another(world: HubWorld, tmp_path: Path) -> None:
-    with hub_world(tmp_path / "other") as other:
-        mixed = tmp_path / "mixed"
-
-        def take(**files: Path) -> Path:
-            mixed.mkdir(exist_ok=True)
-            for name in ("connection.json", "hub.pub", "client.pub", "client.key"):
-                folder = files.get(name.split(".")[0], world.folder)
-                (mixed / name).write_bytes((folder / name).read_bytes())
-            return mixed
-
-        started = time.monotonic()
-        with pytest.raises(KeyRefused, match=r"it refuses our key, which is of no pool that this hub serves, or was retired$"):
-            Pool.connect(take(client=other.folder), timeout_s=60)
-        assert time.monotonic() - started < 30  # a wrong key is not waited for
-        with pytest.raises(KeyRefused, match=r"hub\.pub is not the key of that hub, what listens there is no hub, or it hangs$"):
-            Pool.connect(take(hub=other.folder), timeout_s=60)
-        content = json.loads((other.folder / "connection.json").read_text())
-        content["pool"]["uid"] = "another-uid"
-        for name in ("hub.pub", "client.pub", "client.key"):
-            (mixed / name).write_bytes((other.folder / name).read_bytes())
-        (mixed / "connection.json").write_text(json.dumps(content))
-        with pytest.raises(WrongPool, match=r"the key speaks for the pool with uid .*another-uid; take both from one pool"):
-            Pool.connect(mixed, timeout_s=20)
-        assert other.snapshot().target == 0
-
-
-def test_without_a_hub_a_reset_raises_whatever_on_failure_says_and_works_when_it_is_back(tmp_path: Path) -> None:
-    with hub_world(tmp_path / "state", lease_seconds=2.0) as world:
-        ((agent, _),) = world.serving(1)
-        pool = world.connect()
-        world.stop_hub()
-        for epoch in (None, 7):
-            with pytest.raises(ResetNotRecorded, match="engines go on with the KV they have: ask again") as caught:
-                pool.reset(epoch, timeout_s=0.5, on_failure="bypass")
-            assert caught.value.epoch == epoch
-        with pytest.raises(HubUnreachable):
-            pool.status(timeout_s=0.3)
-        world.start_hub()
-        reset = pool.reset(timeout_s=60)
-        assert (reset.epoch, reset.published) == (1, True)
-        eventually(lambda: agent.view.epoch == 1)
-
-
-def test_a_hub_that_restarts_in_the_middle_of_a_reset_finishes_it(tmp_path: Path) -> None:
-    with hub_world(tmp_path / "state", lease_seconds=2.0) as world:
-        ((_, engine),) = world.serving(1)
-        pool = world.connect()
-        engine.is_busy = True
-        results: list[object] = []
-        thread = threading.Thread(target=lambda: results.append(pool.reset(timeout_s=60)))
-        thread.start()
-        eventually(lambda: world.snapshot().target == 1, what="recorded")
-        world.stop_hub()
-        assert thread.is_alive()
-        world.start_hub()
-        engine.is_busy = False
-        thread.join(60)
-        ((reset),) = results
-        assert reset.published  # type: ignore[attr-defined]
-        assert world.snapshot().published == reset.epoch  # type: ignore[attr-defined]
-
-
-def test_kill_9_of_the_hub_again_and_again_costs_time_and_no_epoch(tmp_path: Path) -> None:
-    process = HubProcess(tmp_path / "state", "--lease-seconds", "1").start()
-    done, stop, failures = [], threading.Event(), []
-    with Pool.connect(process.folder) as pool:
-
-        def train() -> None:
-            while not stop.is_set():
-                try:
-                    done.append(pool.reset(timeout_s=60))
-                except BaseException as error:
-                    failures.append(error)
-                    return
-
-        thread = threading.Thread(target=train)
-        thread.start()
-        try:
-            for kill in range(4):
-                seen = len(done)
-                eventually(lambda seen=seen: len(done) >= seen + 3 or failures, 60, what="resets go on")  # type: ignore[misc]
-                time.sleep(0.003 * kill)
-                process.kill()
-                process.start()
-            seen = len(done)
-            eventually(lambda: len(done) >= seen + 2 or failures, 60, what="resets go on after the last kill")
-        finally:
-            stop.set()
-            thread.join(90)
-        assert failures == []
-        assert all(reset.published for reset in done)
-        epochs = [reset.epoch for reset in done]
-        assert epochs == sorted(set(epochs))  # each one's own, never an older one
-        assert pool.status().published == epochs[-1]
-    assert process.end() == 0
-
-
-def test_a_frozen_hub_is_waited_for(tmp_path: Path) -> None:
-    process = HubProcess(tmp_path / "state").start()
-    try:
-        with Pool.connect(process.folder) as pool:
-            process.send(signal.SIGSTOP)
-            with pytest.raises(ResetNotRecorded):
-                pool.reset(timeout_s=0.5)
-            threading.Timer(0.5, lambda: process.send(signal.SIGCONT)).start()
-            reset = pool.reset(timeout_s=60)
-            assert reset.published
-    finally:
-        process.end()
-
-
-def test_the_way_to_the_hub_is_cut_and_comes_back(world: HubWorld, tmp_path: Path) -> None:
-    world.serving(1)
-    assert world.hub is not None
-    port = int(world.hub.server.endpoint.rpartition(":")[2])
-    switch = Switch(port)
-    try:
-        connection = Connection.load(world.folder, {})
-        content = {"pool": {"name": "policy", "uid": connection.pool.uid}, "hub": {"endpoint": switch.endpoint}}
-        content["hub"]["credentials_dir"] = str(world.folder)  # type: ignore[index]
-        with Pool.connect(content) as pool:
-            assert pool.reset().epoch == 1
-            switch.turn(None)
-            with pytest.raises(ResetNotRecorded):
-                pool.reset(timeout_s=0.5)
-            results: list[object] = []
-            thread = threading.Thread(target=lambda: results.append(pool.reset(timeout_s=60)))
-            thread.start()
-            accepted = switch.accepted
-            eventually(lambda: switch.accepted > accepted, what="it dials in vain")
-            switch.turn(port)
-            thread.join(60)
-            assert results[0].published  # type: ignore[attr-defined]
-    finally:
-        switch.close()
-
-
 # ------------------------------------------------------------------------------------------------------------- processes
 
 
@@ -422,7 +232,7 @@ def test_close_ends_the_thread_and_later_calls_say_so(world: HubWorld) -> None:
     forgotten = Pool.connect(world.folder)
     assert len(client_threads()) == before + 1
     del forgotten
-    eventually(lambda: len(client_threads()) == before, what="a pool that is dropped ends its thread")
+    eventually(lambda: len(client_threads()) == before, "a pool that is dropped ends its thread")
 
 
 def test_close_while_others_wait_ends_them(world: HubWorld) -> None:
@@ -486,4 +296,4 @@ def test_a_new_key_is_taken_without_a_restart(world: HubWorld) -> None:
     lease = agent.view.lease_until
     reset = pool.reset(timeout_s=60)
     assert reset.published
-    eventually(lambda: using(agent, reset.epoch) and agent.view.lease_until > lease, what="the engine took the new key")
+    eventually(lambda: using(agent, reset.epoch) and agent.view.lease_until > lease, "the engine took the new key")

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from epochkv_fence.client import ArgumentError, AsyncPool, Pool, Standing
-from tests.support.hub import HubWorld, hub_world
+from tests.support.hub import HubWorld
 
 EPOCHS = "give an integer from 0 to 9007199254740991"
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[HubWorld]:
-    with hub_world(tmp_path / "state") as made:
-        yield made
 
 
 def refusals(world: HubWorld, call: str, *arguments: object, **keys: object) -> list[ArgumentError]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,16 +26,15 @@ from epochkv_fence.protocol.messages import (
     Labelled,
     Refusal,
     Status,
-    WireError,
     decode,
     encode,
 )
-from tests.support.fence import FenceWorld, eventually
-from tests.support.hub import HubWorld, Switch, hub_world
-from tests.support.pushes import NEW, OLD, OTHER
+from hack.waiting import eventually
+from tests.support.fence import NEW, OTHER, FenceWorld
+from tests.support.hub import Switch
 
 Question = Status | Bump | Label
-Say = Callable[[list[bytes]], None]
+Say = Callable[[list[bytes]], object]
 
 
 @contextmanager
@@ -229,9 +226,6 @@ def test_what_is_not_the_protocol_at_all() -> None:
         listener.close()
 
 
-# --------------------------------------------------------------------------------------------- a hub that was deposed
-
-
 def client_of(world: FenceWorld, folder: Path, endpoint: str) -> Path:
     """A client folder for a hub of `FenceWorld`."""
     folder.mkdir()
@@ -259,14 +253,14 @@ def test_a_hub_deposed_in_its_sleep_cannot_answer_for_the_pool(tmp_path: Path) -
             new._terms = old._terms
             new.lead(second)
             new.request(second, 3)
-            eventually(lambda: new.published() == 3, what="the other hub raises the pool")
+            eventually(lambda: new.published() == 3, "the other hub raises the pool")
             results: list[object] = []
             thread = threading.Thread(target=lambda: results.append(pool.reset(timeout_s=60)))
             thread.start()
             sent = pool._calls.session.counters["sent"]
-            eventually(lambda: pool._calls.session.counters["sent"] > sent, what="it asks the sleeper")
+            eventually(lambda: pool._calls.session.counters["sent"] > sent, "it asks the sleeper")
             thaw.set()
-            eventually(lambda: not first.leading, what="the sleeper steps down")
+            eventually(lambda: not first.leading, "the sleeper steps down")
             assert not results
             switch.turn(int(second.endpoint.rpartition(":")[2]))
             thread.join(60)
@@ -294,7 +288,7 @@ def test_another_hub_takes_over_in_the_middle_of_a_reset(tmp_path: Path) -> None
             results: list[object] = []
             thread = threading.Thread(target=lambda: results.append(pool.reset(timeout_s=60)))
             thread.start()
-            eventually(lambda: old.authority.records[old.config.uid].target == 1, what="recorded by the first hub")
+            eventually(lambda: old.authority.records[old.config.uid].target == 1, "recorded by the first hub")
             thaw = old.thread.freeze()
             second = new.hub()
             new._terms = old._terms
@@ -312,95 +306,3 @@ def test_another_hub_takes_over_in_the_middle_of_a_reset(tmp_path: Path) -> None
         switch.close()
         new.close()
         old.close()
-
-
-# --------------------------------------------------------------------------------------------------------- large pools
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[HubWorld]:
-    with hub_world(tmp_path / "state") as made:
-        yield made
-
-
-class Crowd:
-    """Many boots over one socket, each of which adopts whatever it is granted."""
-
-    def __init__(self, folder: Path, num_boots: int) -> None:
-        connection = Connection.load(folder, {})
-        keys = connection.client_keys()
-        self.epochs: dict[bytes, int | None] = {secrets.token_bytes(16): None for _ in range(num_boots)}
-        self.weights = dict.fromkeys(self.epochs, OLD)
-        self._beat_at = 0.0
-        self._seqs = dict.fromkeys(self.epochs, 0)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._dealer = self._context.socket(zmq.DEALER)
-        self._dealer.sndhwm = self._dealer.rcvhwm = 100_000
-        keys.apply(self._dealer)
-        self._dealer.connect(connection.hub.endpoint)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def push(self, weights: bytes, leave_out: int = 0) -> list[str]:
-        """To all but some, whose names are returned."""
-        boots = list(self.weights)
-        for boot in boots[leave_out:]:
-            self.weights[boot] = weights
-        self._beat_at = 0.0
-        return sorted(name_of(boot) for boot in boots[:leave_out])
-
-    def _beat(self, boot: bytes) -> None:
-        self._seqs[boot] += 1
-        beat = Heartbeat(boot, self._seqs[boot], self.epochs[boot], engine=name_of(boot), fingerprint="fp", weights=self.weights[boot])
-        self._dealer.send_multipart(encode(beat))
-
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            if time.monotonic() >= self._beat_at:
-                self._beat_at = time.monotonic() + 8.0
-                for boot in self.epochs:
-                    self._beat(boot)
-            while self._dealer.poll(20):
-                try:
-                    message = decode(self._dealer.recv_multipart())
-                except WireError:
-                    continue
-                if isinstance(message, Grant) and self.epochs[message.boot] != message.epoch:
-                    self.epochs[message.boot] = message.epoch
-                    self._beat(message.boot)
-                elif not isinstance(message, Grant) and hasattr(message, "boot"):
-                    self._beat(message.boot)
-        self._dealer.close(linger=0)
-
-    def close(self) -> None:
-        self._stopping.set()
-        self._thread.join(10)
-        self._context.destroy(linger=0)
-
-
-def name_of(boot: bytes) -> str:
-    return f"e-{boot.hex()[:6]}"
-
-
-def test_a_pool_with_more_engines_than_fit_into_a_message(world: HubWorld) -> None:
-    crowd = Crowd(world.folder, 200)
-    try:
-        eventually(lambda: all(epoch == 0 for epoch in crowd.epochs.values()), 60, "everyone is granted")
-        pool = world.connect()
-        eventually(lambda: len(pool.engines()) == 200, 60)
-        assert {engine.boot for engine in pool.engines()} == {boot.hex() for boot in crowd.epochs}
-        with pool.weight_update("step-1", timeout_s=60) as update:
-            crowd.push(NEW)
-        assert update.report is not None
-        (group,) = update.report.groups
-        assert (group.id, group.label, len(group.engines)) == (NEW.hex(), "step-1", 200)
-        with pytest.raises(WeightsDiverged) as caught, pool.weight_update("step-2", timeout_s=3.0):
-            missed = crowd.push(OTHER, leave_out=12)
-        assert list(caught.value.engines) == missed
-        assert f"{missed[9]} and 2 more do not. Now 77777777: " in str(caught.value)
-        reset = pool.reset(timeout_s=60)
-        assert (reset.published, reset.engines) == (True, 200)
-        assert set(crowd.epochs.values()) == {1}
-    finally:
-        crowd.close()

@@ -14,7 +14,7 @@ from epochkv_fence.cli.render import Output, show_reset, show_wait
 from epochkv_fence.client import Reset, ResetTimeout
 from epochkv_fence.client.progress import Laggards
 from epochkv_fence.protocol.messages import EngineStatus, Status
-from tests.support.fence import eventually
+from hack.waiting import eventually
 from tests.support.hub import HubWorld, Switch, epochkv, hub_world, using
 
 LEASE = 4.0

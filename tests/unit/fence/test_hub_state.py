@@ -15,7 +15,7 @@ import pytest
 from epochkv_fence.client import Connection, Pool
 from epochkv_fence.standalone.credentials import Keys, ensure_keys, read_keys, retire_previous, rotate_keys, write_client
 from epochkv_fence.standalone.database import StateError
-from tests.support.fence import eventually
+from hack.waiting import eventually
 from tests.support.hub import hub_world, together, using
 
 
@@ -135,7 +135,7 @@ def test_a_key_whose_grace_is_over_goes_although_it_is_used(tmp_path: Path) -> N
         eventually(lambda: len(world.hub.accepted_keys) == 1 and world.hub.accepted_keys != before)  # type: ignore[union-attr]
         reset = pool.reset(timeout_s=60)
         assert reset.published
-        eventually(lambda: using(agent, reset.epoch), 60, "the engine has read the new key")
+        eventually(lambda: using(agent, reset.epoch), "the engine has read the new key", 60)
 
 
 KILLED_ROTATION = """
@@ -156,12 +156,12 @@ def test_a_running_hub_repairs_what_a_killed_rotation_left_before_it_retires_a_k
         obstacle.mkdir()  # the folder cannot be written either, as on a full disk
         done = subprocess.run([sys.executable, "-c", KILLED_ROTATION, str(state), "0"], check=False)
         assert done.returncode == 9
-        eventually(lambda: len(hub.accepted_keys) == 2, what="the hub takes the new key all the same")
+        eventually(lambda: len(hub.accepted_keys) == 2, "the hub takes the new key all the same")
         time.sleep(3.0)  # three looks
         assert old in hub.accepted_keys  # its grace is over, and the folder has no other
         assert (world.folder / "client.pub").read_text().strip() == old
         obstacle.rmdir()
-        eventually(lambda: len(hub.accepted_keys) == 1, what="the old key goes")
+        eventually(lambda: len(hub.accepted_keys) == 1, "the old key goes")
         keys = read_keys(state)
         assert keys is not None
         assert hub.accepted_keys == keys.accepted == (keys.client.public,)
@@ -195,17 +195,17 @@ def test_a_trainers_key_stays_although_no_engine_uses_it(tmp_path: Path, monkeyp
                 previous = rotate_keys(state, 86_400.0).previous
                 assert previous is not None
                 eventually(lambda: len(hub.accepted_keys) == 2)
-                eventually(lambda: all(view.key_index == 0 for view in world.snapshot().engines), 60, "engines use the new key")
+                eventually(lambda: all(view.key_index == 0 for view in world.snapshot().engines), "engines use the new key", 60)
                 assert hub._keys is not None
                 enough = previous.rotated_at + 2 * hub._keys.config.hold_seconds + 3.0
-                eventually(lambda: time.time() > enough, 60, "what engines need is over")
+                eventually(lambda: time.time() > enough, "what engines need is over", 60)
                 assert previous.public in hub.accepted_keys
                 engine.holds = b"w" * 16
                 agent.poke()
             assert update.report is not None
             assert [group.label for group in update.report.groups] == ["v1"]
         monkeypatch.setattr("epochkv_fence.standalone.credentials.KEEP_SECONDS", 1.0)
-        eventually(lambda: len(hub.accepted_keys) == 1, what="no engine uses it, and trainers have had their time")
+        eventually(lambda: len(hub.accepted_keys) == 1, "no engine uses it, and trainers have had their time")
 
 
 HOLDER = """

@@ -13,7 +13,7 @@ import pytest
 
 from epochkv_fence.stores.admin import Removed, StoreAdminError
 from epochkv_fence.stores.mooncake import MooncakeAdmin, _Call, check_admin_url
-from tests.support.fence import eventually
+from hack.waiting import eventually
 
 Handler = Callable[[socket.socket, str], None]
 OK = b'{"success":true,"removed_count":%d}'
@@ -190,7 +190,7 @@ def test_a_master_that_hangs_or_drips_costs_the_deadline_and_leaves_no_thread() 
                 with pytest.raises(StoreAdminError, match=r"no answer within 0\.3 s"):
                     remove_all(url, seconds=0.3)
                 assert time.monotonic() - started < 20
-                eventually(lambda: threads() == 0, what="the thread ends")
+                eventually(lambda: threads() == 0, "the thread ends")
     finally:
         release.set()
 
@@ -210,7 +210,7 @@ def test_nothing_is_removed_after_the_deadline() -> None:
         with pytest.raises(StoreAdminError):
             remove_all(url, seconds=2.0)
         assert answered.wait(20)
-        eventually(lambda: threads() == 0, what="the thread ends")
+        eventually(lambda: threads() == 0, "the thread ends")
         with pytest.raises(StoreAdminError, match="too late"):
             _Call(url, until)._remove_all()  # as the thread of a process that slept would go on
     assert [line for line in asked if "remove_all" in line] == []
@@ -237,7 +237,7 @@ def test_a_slow_look_up_of_the_name_does_not_make_a_removal_late(monkeypatch: py
             asyncio.run(admin.remove_all("u-1"))
         assert "within 10 s" not in str(told.value)
         assert time.monotonic() - started < 20
-        eventually(lambda: threads() == 0, what="the thread ends")
+        eventually(lambda: threads() == 0, "the thread ends")
     assert [at >= before for at in looked_up] == [False, True]
     assert len(asked) == 1
     assert "/metrics" in asked[0]
@@ -255,13 +255,13 @@ def test_a_call_that_is_given_up_while_its_connection_is_made_ends() -> None:
                 fillers.append(filler)
             call = _Call(f"http://127.0.0.1:{address[1]}", time.monotonic() + 3600.0)
             future = call.start()
-            eventually(lambda: call._sock is not None, what="it dials")
+            eventually(lambda: call._sock is not None, "it dials")
             with pytest.raises(TimeoutError):
                 future.result(0.5)
             call.abort()
             assert isinstance(future.exception(20), StoreAdminError)
             assert not call.may_land
-            eventually(lambda: threads() == 0, what="the thread ends")
+            eventually(lambda: threads() == 0, "the thread ends")
         finally:
             for filler in fillers:
                 filler.close()

@@ -11,7 +11,8 @@ import pytest
 from epochkv_fence.net import AgentThread, ClientKeys, HubServer, UnknownPool, generate_keypair
 from epochkv_fence.protocol.authority import PoolRecord, Term
 from epochkv_fence.protocol.messages import Source
-from tests.support.fence import POOL, WEIGHTS, FakeEngine, FenceWorld, eventually
+from hack.waiting import eventually
+from tests.support.fence import POOL, SECOND_POOL, WEIGHTS, FakeEngine, FenceWorld
 
 Agents = list[tuple[AgentThread, FakeEngine]]
 
@@ -27,7 +28,7 @@ def serving(world: FenceWorld, num_agents: int = 2) -> tuple[HubServer, Agents]:
     hub = world.hub()
     world.lead(hub)
     agents = [world.agent(hub.endpoint) for _ in range(num_agents)]
-    eventually(lambda: all(agent.view.epoch is not None for agent, _ in agents), what="everyone is granted")
+    eventually(lambda: all(agent.view.epoch is not None for agent, _ in agents), "everyone is granted")
     return hub, agents
 
 
@@ -47,7 +48,7 @@ def test_an_epoch_is_asked_for_and_published_by_agreement(world: FenceWorld) -> 
     agents[0][1].num_carried = 3
     started = time.monotonic()
     world.request(hub, 1)
-    eventually(lambda: world.published() == 1, what="published")
+    eventually(lambda: world.published() == 1, "published")
     assert world.authority.published[0][0] - started < world.config.lease_seconds  # not by waiting for leases
     for agent, engine in agents:
         assert engine.adopted == [0, 1]
@@ -81,9 +82,9 @@ def test_a_reset_does_not_wait_for_an_engine_that_was_stopped(world: FenceWorld)
     hub, agents = serving(world)
     began = time.monotonic()
     assert agents[0][0].stop()
-    eventually(lambda: len(world.thread.call(lambda: hub.snapshot(POOL)).engines) == 1, what="the hub forgets the engine")
+    eventually(lambda: len(world.thread.call(lambda: hub.snapshot(POOL)).engines) == 1, "the hub forgets the engine")
     world.request(hub, 1)
-    eventually(lambda: world.published() == 1, what="published")
+    eventually(lambda: world.published() == 1, "published")
     assert time.monotonic() < began + world.config.lease_seconds, "its lease of 30 s is not waited for"
 
 
@@ -93,7 +94,9 @@ def test_an_engine_inside_schedule_does_not_say_that_it_leaves(world: FenceWorld
     engine.is_busy = True
     assert agent.stop()
     assert not using(agent, 0)
-    time.sleep(0.3)
+    received = hub.counters["received"]
+    agents[1][0].poke()
+    eventually(lambda: hub.counters["received"] > received, "what others say later is heard")
     assert len(world.thread.call(lambda: hub.snapshot(POOL)).engines) == 2, "a request may still be admitted with what it found"
 
 
@@ -130,7 +133,7 @@ def test_a_hub_that_lost_leadership_in_its_sleep_grants_and_publishes_nothing(wo
     before = [agent.view.lease_until for agent, _ in agents]
     reads = world.authority.calls.count("verify")
     world.request(hub, 1)  # its write lands: harmless
-    eventually(lambda: not hub.leading, what="stepped down")
+    eventually(lambda: not hub.leading, "stepped down")
     assert world.authority.calls.count("verify") > reads
     assert [agent.view.lease_until for agent, _ in agents] == before
     assert world.published() == 0
@@ -148,11 +151,11 @@ def test_a_hub_frozen_through_a_reset_grants_nothing_when_it_thaws() -> None:
         second.thread.call(lambda: successor.set_pool(world.config))
         second.lead(successor)
         second.request(successor, 1)
-        eventually(lambda: world.published() == 1, what="the successor publishes after lease and margin")
+        eventually(lambda: world.published() == 1, "the successor publishes after lease and margin")
         assert time.monotonic() >= agent.view.lease_until  # the engine of the frozen hub shares nothing by then
         before, received = agent.view, hub.counters["received"]
         thaw.set()
-        eventually(lambda: not hub.leading, what="the old hub steps down")
+        eventually(lambda: not hub.leading, "the old hub steps down")
         assert hub.counters["received"] > received  # it did have heartbeats to grant
         assert agent.view == before
         assert successor.leading
@@ -266,7 +269,7 @@ def test_an_engine_that_cannot_adopt_shares_nothing_and_says_so_once(world: Fenc
     agent, _ = world.agent(hub.endpoint, engine=Broken())
     eventually(lambda: agent.counters["adopt_errors"] >= 1)
     agent.poke()
-    eventually(lambda: agent.counters["adopt_errors"] >= 2, timeout=30)
+    eventually(lambda: agent.counters["adopt_errors"] >= 2, seconds=30)
     assert agent.view.epoch is None
     assert caplog.text.count("cannot adopt epoch 0") == 1
 
@@ -284,7 +287,7 @@ def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
     world = FenceWorld()
     try:
         agent, engine = world.agent("tcp://127.0.0.1:1")
-        eventually(lambda: "no connection to the hub" in caplog.text, timeout=15)
+        eventually(lambda: "no connection to the hub" in caplog.text, seconds=15)
         assert engine.adopted == []
         assert agent.stop()
     finally:
@@ -331,16 +334,13 @@ def test_a_removed_pool_is_gone_and_may_come_back(world: FenceWorld) -> None:
 
 def test_two_pools_share_a_hub_and_not_a_key(world: FenceWorld) -> None:
     hub, agents = serving(world, 1)
-    other = generate_keypair()
-    second = world.reconfigure(uid="pool-uid-2", name="default/second", client_public_keys=(world.pool_pair.public,))
+    second = world.reconfigure(uid=SECOND_POOL, name="default/second", client_public_keys=(world.pool_pair.public,))
     with pytest.raises(ValueError, match="has the client key of pool 'default/policy'"):
         world.thread.call(lambda: hub.set_pool(second))
-    second = world.reconfigure(uid="pool-uid-2", name="default/second", client_public_keys=(other.public,))
-    world.thread.call(lambda: hub.set_pool(second))
-    agent, engine = world.agent(hub.endpoint, ClientKeys(world.hub_pair.public, *other))
+    agent, engine = world.agent(hub.endpoint, world.second_pool(hub))
     eventually(lambda: using(agent, 0))
-    world.thread.call(lambda: hub.request("pool-uid-2", 1))
-    eventually(lambda: world.authority.records["pool-uid-2"].published == 1)
+    world.thread.call(lambda: hub.request(SECOND_POOL, 1))
+    eventually(lambda: world.authority.records[SECOND_POOL].published == 1)
     assert engine.adopted[-1] == 1
     assert agents[0][1].adopted == [0]
 
@@ -372,7 +372,7 @@ def test_an_engine_says_at_once_that_its_weights_have_changed(world: FenceWorld)
     assert groups() == [(WEIGHTS, 2)]
     engine.holds = b"w" * 16
     agent.poke()
-    eventually(lambda: groups() == [(b"w" * 16, 1), (WEIGHTS, 1)], what="the newest first, of as many")
+    eventually(lambda: groups() == [(b"w" * 16, 1), (WEIGHTS, 1)], "the newest first, of as many")
     assert [view.pod for view in world.thread.call(lambda: hub.snapshot(POOL)).diverged] == ["rollout-1"]
     engine.holds = "rank 1: no digest"
     agent.poke()

@@ -10,7 +10,8 @@ import pytest
 
 from epochkv_fence.net import ClientKeys, CredentialsError, generate_keypair
 from epochkv_fence.net.key_reader import MAX_READS, KeyReader
-from tests.support.fence import FenceWorld, eventually
+from hack.waiting import eventually
+from tests.support.fence import FenceWorld
 
 LEASE = 3.0
 
@@ -67,9 +68,9 @@ def test_a_file_system_that_hangs_costs_no_lease_and_stopping_does_not_wait_for_
         agent, _ = world.agent(hub.endpoint, credentials=files)
         eventually(lambda: agent.view.epoch == 0)
         files.hang()
-        eventually(lambda: files.num_hanging >= 1, what="a read hangs")
+        eventually(lambda: files.num_hanging >= 1, "a read hangs")
         lease, gaps = agent.view.lease_until, 0
-        while agent.view.lease_until < lease + 2 * LEASE:
+        while agent.view.lease_until < lease + LEASE:
             gaps += time.monotonic() >= agent.view.lease_until
             assert gaps == 0, "the lease was lost"
             time.sleep(0.01)
@@ -77,7 +78,7 @@ def test_a_file_system_that_hangs_costs_no_lease_and_stopping_does_not_wait_for_
         assert caplog.text.count("the file system hangs") == 1
         assert 1 <= files.num_hanging <= MAX_READS
         world.request(hub, 1)
-        eventually(lambda: agent.view.epoch == 1, what="resets go on, too")
+        eventually(lambda: agent.view.epoch == 1, "resets go on, too")
         assert agent.stop()
         assert files.num_hanging >= 1  # it hangs still
     finally:
@@ -93,7 +94,7 @@ def test_new_keys_are_taken_when_the_file_system_is_back(files: HangingFiles) ->
         agent, _ = world.agent(hub.endpoint, credentials=files)
         eventually(lambda: agent.view.epoch == 0)
         back = files.hang()
-        eventually(lambda: files.num_hanging >= 1, what="a read hangs")
+        eventually(lambda: files.num_hanging >= 1, "a read hangs")
         new = generate_keypair()
         world.thread.call(lambda: hub.set_pool(world.reconfigure(client_public_keys=(new.public, world.pool_pair.public))))
         files.keys = ClientKeys(world.hub_pair.public, *new)

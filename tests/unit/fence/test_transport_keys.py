@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from epochkv_fence.net import AgentThread, ClientKeys, CredentialsError, HubServer, KeyPair, generate_keypair
+from hack.waiting import eventually
 from tests.security.wire import heartbeat, raw
-from tests.support.fence import POOL, FakeEngine, FenceWorld, eventually
+from tests.support.fence import POOL, FakeEngine, FenceWorld
 
 LEASE = 3.0
 
@@ -76,7 +77,7 @@ def serving(world: FenceWorld, num_agents: int = 4) -> tuple[HubServer, Vault, l
     world.lead(hub)
     vault = Vault(world.client_keys)
     made = [world.agent(hub.endpoint, credentials=vault) for _ in range(num_agents)]
-    eventually(lambda: all(time.monotonic() < agent.view.lease_until for agent, _ in made), what="everyone may use the pool")
+    eventually(lambda: all(time.monotonic() < agent.view.lease_until for agent, _ in made), "everyone may use the pool")
     return hub, vault, [agent for agent, _ in made], [engine for _, engine in made]
 
 
@@ -88,23 +89,23 @@ def test_a_key_is_replaced_under_load_and_no_lease_ends(world: FenceWorld, first
     try:
         if first == "hub":
             accept(world, hub, new, old)
-            eventually(lambda: key_indexes(world, hub) == [1] * 4, what="everyone still uses the old key")
+            eventually(lambda: key_indexes(world, hub) == [1] * 4, "everyone still uses the old key")
             vault.keys = ClientKeys(world.hub_pair.public, *new)
         else:
             vault.keys = ClientKeys(world.hub_pair.public, *new)
-            eventually(lambda: hub.counters["connections_refused"] >= 4, what="the new key was tried too early")
+            eventually(lambda: hub.counters["connections_refused"] >= 4, "the new key was tried too early")
             assert all(agent.counters["key_changes"] == 0 for agent in agents)
             accept(world, hub, new, old)
         world.request(hub, 1)  # there is no rest for it
-        eventually(lambda: all(agent.counters["key_changes"] == 1 for agent in agents), what="everyone has changed over")
-        eventually(lambda: key_indexes(world, hub) == [0] * 4, what="the hub knows that the old key can go")
+        eventually(lambda: all(agent.counters["key_changes"] == 1 for agent in agents), "everyone has changed over")
+        eventually(lambda: key_indexes(world, hub) == [0] * 4, "the hub knows that the old key can go")
         accept(world, hub, new)
         with raw(hub.endpoint, world.client_keys) as client:
             assert client.ask(heartbeat(b"o" * 16), timeout=1.0) is None  # the old key is refused
         refused = hub.counters["connections_refused"]
         assert refused >= 1
         world.request(hub, 2)
-        eventually(lambda: world.published() == 2, what="life goes on")
+        eventually(lambda: world.published() == 2, "life goes on")
         lease = agents[0].view.lease_until
         eventually(lambda: agents[0].view.lease_until >= lease + LEASE)
     finally:
@@ -119,12 +120,12 @@ def test_a_key_that_was_dropped_too_early_costs_a_rejoin_and_nothing_else(world:
     new = generate_keypair()
     accept(world, hub, new)
     agents[0].poke()
-    eventually(lambda: hub.counters["refused_pool"] >= 1, what="its open connection speaks for no pool any more")
+    eventually(lambda: hub.counters["refused_pool"] >= 1, "its open connection speaks for no pool any more")
     reads = vault.num_reads
-    eventually(lambda: vault.num_reads > reads, what="it looks for new keys at once")
-    eventually(lambda: time.monotonic() >= agents[0].view.lease_until, what="it shares nothing")
+    eventually(lambda: vault.num_reads > reads, "it looks for new keys at once")
+    eventually(lambda: time.monotonic() >= agents[0].view.lease_until, "it shares nothing")
     vault.keys = ClientKeys(world.hub_pair.public, *new)
-    eventually(lambda: time.monotonic() < agents[0].view.lease_until, what="it is back")
+    eventually(lambda: time.monotonic() < agents[0].view.lease_until, "it is back")
     assert agents[0].view.epoch == 0
     assert engines[0].adopted == [0]
 

@@ -12,8 +12,9 @@ import pytest
 from epochkv_fence.net import HubServer, PoolSnapshot
 from epochkv_fence.protocol.messages import Label, Labelled, encode
 from epochkv_fence.stores.admin import Removed, StoreAdminError
+from hack.waiting import eventually
 from tests.security.wire import raw
-from tests.support.fence import POOL, WEIGHTS, FakeEngine, FenceWorld, eventually
+from tests.support.fence import POOL, WEIGHTS, FakeEngine, FenceWorld
 
 
 @dataclass
@@ -88,7 +89,7 @@ def test_a_store_that_cannot_be_wiped_holds_nothing_up_and_engines_remove_the_ke
     world.request(hub, 1)
     eventually(lambda: world.published() == 1)
     eventually(lambda: agent.view.epoch == 1 and time.monotonic() < agent.view.lease_until)
-    eventually(lambda: hub.counters["wipe_failed"] >= 2, what="it is tried again")
+    eventually(lambda: hub.counters["wipe_failed"] >= 2, "it is tried again")
     eventually(lambda: snapshot(world, hub).wipe_failed)
     eventually(lambda: snapshot(world, hub).reclaimed == 1)
     assert (1, ()) in engine.reclaims
@@ -129,7 +130,7 @@ def test_keys_of_weights_that_nobody_holds_any_more_are_removed() -> None:
         hub = world.hub()
         world.lead(hub)
         agent, engine = world.agent(hub.endpoint)
-        eventually(lambda: engine.reclaims == [(0, (WEIGHTS,))], what="what hubs before have left")
+        eventually(lambda: engine.reclaims == [(0, (WEIGHTS,))], "what hubs before have left")
         engine.holds = b"w" * 16
         agent.poke()
         eventually(lambda: (0, (b"w" * 16,)) in engine.reclaims)

@@ -23,12 +23,12 @@ def test_addresses_of_the_first_and_a_later_cluster() -> None:
 
 def test_no_two_clusters_overlap_and_no_pod_gets_the_nodes_address() -> None:
     networks = [state.Network(index) for index in range(state.MAX_CLUSTERS)]
-    ranges = [ipaddress.ip_network(cidr) for network in networks for cidr in (network.range, network.services)]
+    ranges = [ipaddress.IPv4Network(cidr) for network in networks for cidr in (network.range, network.services)]
     assert len(set(ranges)) == 2 * state.MAX_CLUSTERS
     assert not any(a.overlaps(b) for number, a in enumerate(ranges) for b in ranges[:number])
     for network in networks:
-        pods = ipaddress.ip_network(network.pods)
-        assert pods.subnet_of(ipaddress.ip_network(network.range))
+        pods = ipaddress.IPv4Network(network.pods)
+        assert pods.subnet_of(ipaddress.IPv4Network(network.range))
         assert ipaddress.ip_address(network.node) not in pods
         assert len(network.device) <= 15  # the kernel's limit for interface names
 

@@ -12,7 +12,7 @@ from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 
 ROOT = Path(__file__).resolve().parents[3]
-MODELS = {"KVCachePool": KVCachePool, "InferenceEngine": InferenceEngine}
+MODELS: dict[str, type[KVCachePool | InferenceEngine]] = {"KVCachePool": KVCachePool, "InferenceEngine": InferenceEngine}
 FILES = sorted([*(ROOT / "config").glob("*/*.yaml")])
 
 

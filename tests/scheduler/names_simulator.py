@@ -1,0 +1,236 @@
+"""A simulator of names: engines with real schedulers on one store, weights that are pushed in any order, through vLLM and past it.
+
+The oracle knows which weights computed every token's KV, and from which tokens. After every step and at the end:
+
+- W1: nobody begins with KV of other weights than his own; no object of the store was computed with others than its name says;
+- W2: after a change that passes through vLLM, what is named next is named by the new weights, or by none;
+- W3: engines that hold the same bytes share again by themselves, in the epoch that was asked for;
+- W4: an engine that does not know its weights shares nothing.
+
+A write past vLLM is seen behind the step that follows it, so what that one step was scheduled with is not held against it. Nor are
+the blocks that a request took before a change: it goes on with them, and nobody finds what it makes of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from epochkv_connector.weights import watch as watching
+from epochkv_connector.weights.watch import fold
+from tests.scheduler.names_actions import ACTIONS, BLOCKS
+from tests.scheduler.rigs import MakeRig
+from tests.support.scheduler import BLOCK, OwnRoot, RequestStatus, Rig, SharedStore, prompt
+from tests.support.scheduler_oracle import Oracle
+
+NUM_ACTIONS = 250
+reached: Counter[str] = Counter()
+"""What the schedules so far contained."""
+
+
+def digest_of(weights: str, num_ranks: int) -> bytes:
+    """What an engine with these weights (of all its ranks, or of each) should call them."""
+    held = weights.split("|") if "|" in weights else [weights] * num_ranks
+    return fold(hashlib.sha256(one.encode()).digest() for one in held)
+
+
+class NamesOracle(Oracle):
+    """Compares with what an engine may have taken its KV for.
+
+    Attributes:
+        taken: what the engine called its weights when a request took a hit whose rest is loaded: from then on it is carried, and what
+            it finds must be of these.
+    """
+
+    rig: Engine
+
+    def __init__(self, rig: Engine) -> None:
+        super().__init__(rig)
+        self.taken: dict[str, bytes] = {}
+        self._texts: dict[bytes, str] = {}
+        self._expected = ""
+
+    def admitted_label(self, request: Any) -> str:
+        """See `check`."""
+        return self._expected
+
+    def check(self, request: Any, start: int, admitted: bool) -> None:
+        was = self.stale_tokens.get(request.request_id, 0)
+        recorded = self.recorded_weights.pop(request.request_id, self.rig.weights)
+        taken = self._texts.get(self.taken.pop(request.request_id, b""), recorded)
+        for label in (taken, recorded, self.rig.weights):
+            self._expected = label
+            self.stale_tokens[request.request_id] = was
+            super().check(request, start, admitted)
+            if self.stale_tokens[request.request_id] == was:
+                return
+        if self.rig.is_misled():
+            self.stale_tokens[request.request_id] = was
+
+    def note(self) -> None:
+        """After a schedule."""
+        rig = self.rig
+        self._texts[rig.truth] = rig.weights
+        for request in rig.scheduler.requests.values():
+            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS and rig.watch.value is not None:
+                self.taken.setdefault(request.request_id, rig.watch.value)
+            elif request.status is not RequestStatus.RUNNING:
+                self.taken.pop(request.request_id, None)
+
+
+class Engine(Rig):
+    """A rig whose weights may be written without a word to vLLM.
+
+    Attributes:
+        past: somebody has, and nobody has looked since.
+    """
+
+    past = False
+
+    @property
+    def truth(self) -> bytes:
+        """What its ranks hold."""
+        return fold(hashlib.sha256(held.encode()).digest() for held in self.executor.ranks)
+
+    def is_misled(self) -> bool:
+        """Its names are of other weights than its own, and it cannot know."""
+        self.past = self.past and self.watch.value not in (None, self.truth)
+        return self.past
+
+
+class Names:
+    """One random schedule."""
+
+    def __init__(self, make_rig: MakeRig, source: random.Random, mutate: Callable[[Any], None] = lambda rig: None) -> None:
+        self.source = source
+        self.store = SharedStore()
+        self.target = 0
+        self.now = 1000.0
+        self.num_ranks = source.choice([1, 2, 2])
+        self._make = make_rig
+        self._mutate = mutate
+        self._options = {
+            "num_ranks": self.num_ranks,
+            "num_blocks": source.choice([24, 40]),
+            "l1_bytes": source.choice([None, 1 << 20]),
+            "max_batched_tokens": source.choice([64, 8192]),
+        }
+        self._happened: Counter[str] = Counter()
+        self._put_before: set[str] = set()
+        self.known = ["w0"]
+        self.said: list[list[int]] = []
+        self.engines = [self.new() for _ in range(source.choice([2, 2, 3]))]
+
+    def new(self) -> Any:
+        """One more engine."""
+        rig = self._make(Engine, store=self.store, oracle=NamesOracle, **self._options)
+        rig.pins.root._global = OwnRoot(rig.pins.root.snapshot.root)
+        rig.side.weights.link.propose = self._proposed
+        rig.watch._clock = lambda: self.now
+        rig.watch._scheduled_at = rig.watch._suspected_at = self.now
+        rig.watch._look_at = 0.0
+        rig.adopt(self.target)
+        self._mutate(rig)
+        return rig
+
+    def _proposed(self, epoch: int) -> None:
+        self.target = max(self.target, epoch)
+
+    # ------------------------------------------------------------------ what happens
+
+    def act(self) -> None:
+        """One thing happens to one engine."""
+        names = list(ACTIONS)
+        (name,) = self.source.choices(names, [ACTIONS[name].weight for name in names])
+        rig = self.source.choice(self.engines)
+        self._happened[name] += 1
+        ACTIONS[name].do(self, rig)
+        self.check()
+
+    def next_weights(self) -> str:
+        """New ones, or a return to earlier ones."""
+        if self.source.random() < 0.3 or len(self.known) < 2:
+            self.known.append(f"w{len(self.known)}")
+            return self.known[-1]
+        return self.source.choice(self.known[-3:])
+
+    def step(self, rig: Any, between: Callable[[], None] = lambda: None) -> None:
+        """One step of one engine; `between` happens while it is under way."""
+        self.now += 0.01
+        if self.now - rig.watch._scheduled_at > watching.IDLE_SECONDS:
+            rig.past = False  # after a pause it compares first, so nothing excuses it
+        output = rig.scheduler.schedule()
+        self._check_named(rig)
+        rig.oracle.note()
+        between()
+        rig.update(output)
+        for worker in rig.workers:
+            if self.source.random() < 0.5:
+                worker.work()
+
+    def drop(self, rig: Any) -> None:
+        """Its requests end."""
+        for worker in rig.workers:
+            worker.hold_loads = worker.hold_saves = False
+            worker.work()
+        self.now += 100.0
+        rig.run(3000)
+        self._verify(rig)
+
+    # ------------------------------------------------------------------ what must hold
+
+    def _check_named(self, rig: Any) -> None:
+        """What a step is scheduled with."""
+        if rig.is_misled():
+            return
+        value = rig.watch.value
+        assert value in (None, rig.truth), "W2: named after other weights than it holds"
+        shown = rig.pins.root.refresh()
+        assert not shown.shared or value == shown.weights, "W4: a shared root without weights"
+
+    def check(self) -> None:
+        """After each action."""
+        for rig in self.engines:
+            assert not any(rig.foreign_tokens.values()), f"KV of other tokens: {rig.foreign_tokens}"
+            assert not any(rig.stale_tokens.values()), f"W1: KV of other weights: {rig.stale_tokens}"
+        for key in self.store.objects.keys() - self._put_before:
+            labels = {cell[0] for cell in self.store.objects[key] if cell is not None}
+            named = [f"/w{digest_of(label, self.num_ranks).hex()[:16]}/" for label in labels]
+            assert all(name in key for name in named), f"W1: {key} was computed with {labels}"
+        self._put_before = set(self.store.objects)
+
+    def _verify(self, rig: Any) -> None:
+        assert rig.leaks() == {}
+        assert rig.block_pool.get_num_free_blocks() == rig.free_at_start
+        assert not rig.connector._guard.errors, dict(rig.connector._guard.errors)
+        reached.update({f"watch_{name}": count for name, count in rig.watch.counters.items()})
+        reached.update({name: int(value) for name, value in rig.books.stats().items() if name in ("loads_done", "blocks_stored")})
+        reached["poisoned"] += rig.side.counters["poisoned_loads"]
+
+    def finish(self) -> None:
+        """Everything ends; then all get the same weights, each in its way, and the epoch that was asked for, and share."""
+        for rig in self.engines:
+            self.drop(rig)
+            self.check()
+        weights = self.source.choice(self.known)
+        for rig in self.engines:
+            rig.past = False
+            rig.weights = weights
+            rig.adopt(self.target)
+        self.now += 10.0
+        tokens = prompt(900, BLOCKS * BLOCK + 1)
+        first, *others = self.engines
+        first.serve(tokens)
+        for rig in others:
+            assert rig.cached[rig.serve(tokens)] == BLOCKS * BLOCK, "W3: engines with the same weights do not share"
+        self.check()
+        reached.update(self._happened)
+
+    def run(self) -> None:
+        """All of it."""
+        for _ in range(NUM_ACTIONS):
+            self.act()
+        self.finish()

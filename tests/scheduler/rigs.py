@@ -1,0 +1,77 @@
+"""Engines in the states that many tests of the scheduler layer begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
+
+MakeRig = Callable[..., Any]
+LENGTH = 8 * BLOCK + 3
+TOKENS = prompt(1, LENGTH)
+WHOLE = 8 * BLOCK
+
+
+def push_out(rig: Any) -> None:
+    """Evict everything idle from a GPU cache of 12 blocks."""
+    for seed in range(100, 104):
+        rig.serve(prompt(seed, LENGTH))
+
+
+def filled(make_rig: MakeRig, **kwargs: Any) -> tuple[Any, list[int]]:
+    """An engine whose L1 (or L2) holds a prompt that its GPU has lost."""
+    rig = make_rig(**{"num_blocks": 12, **kwargs})
+    rig.adopt(0)
+    rig.serve(TOKENS)
+    push_out(rig)
+    return rig, TOKENS
+
+
+def begin_load(rig: Any, tokens: list[int], **kwargs: Any) -> Any:
+    """A request whose load is held by the workers."""
+    for worker in rig.workers:
+        worker.hold_loads = True
+    request = rig.add(tokens, **kwargs)
+    rig.step()
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    return request
+
+
+def release(rig: Any) -> None:
+    """Let the workers run what they hold."""
+    for worker in rig.workers:
+        worker.hold_loads = worker.hold_saves = False
+        worker.work()
+
+
+def found(rig: Any, tokens: list[int] = TOKENS) -> int:
+    """Tokens that a new request with this prompt finds computed."""
+    return int(rig.cached[rig.serve(tokens)])
+
+
+def names(store: SharedStore, weights: bytes) -> list[str]:
+    """What is stored under names of these weights."""
+    return [key for key in store.objects if f"/w{weights.hex()[:16]}/" in key]
+
+
+def alter(answer: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {**answer, **changes}
+
+
+class FailsOnce:
+    """In the place of a function: raises once (before, or after the function has run), then is the function."""
+
+    def __init__(self, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch, *, after: bool = False) -> None:
+        self.function, self.after, self.raised = getattr(owner, name), after, False
+        monkeypatch.setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.raised:
+            return self.function(*args, **kwargs)
+        self.raised = True
+        if self.after:
+            self.function(*args, **kwargs)
+        raise RuntimeError("an error of ours")

@@ -1,0 +1,177 @@
+"""Every call on workers that may write to weights ends the names that they had, before it is delegated; harmless ones cost nothing."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from epochkv_connector.weights.adapters import ADAPTER_CALLS
+from epochkv_connector.weights.watch import HARMLESS
+from tests.scheduler.rigs import LENGTH, WHOLE, MakeRig, found, names, push_out
+from tests.support.scheduler import BLOCK, SharedStore, prompt
+
+
+def touch(worker: Any) -> None:
+    """Any function, as `apply_model` sends one."""
+
+
+WRITING: dict[str, tuple[Any, ...]] = {
+    "vLLM": (
+        "start_weight_update",
+        "start_draft_weight_update",
+        "update_weights",
+        "finish_weight_update",
+        "reload_weights",
+        "reset_weights",
+        "load_model",
+        "wake_up",
+        "sleep",
+        "discard",
+        "elastic_ep_execute",
+        touch,
+    ),
+    "verl": ("update_weights_from_ipc", "update_verl_delta_weights"),
+    "SkyRL": ("skyrl_start_weight_update", "update_weights_ipc", "update_weights_nccl", "skyrl_finish_weight_update"),
+    "TRL": ("update_named_param",),
+    "OpenRLHF": ("update_weight", "update_weight_cuda_ipc"),
+    "NeMo-RL": (
+        "update_weights_via_ipc_zmq",
+        "update_weights_from_collective",
+        "nccl_reshard_refit",
+        "sparse_delta_refit",
+        "load_mtp_weights_from_disk",
+    ),
+    "prime-rl": ("update_weights_from_path",),
+    "AReaL": ("areal_update_weights", "areal_update_weight_xccl", "areal_update_weights_lora", "areal_update_weight_lora_xccl"),
+}
+"""Every call of the frameworks that writes (the dossier of trainers, section 1.2), and vLLM's own."""
+
+BESIDE: tuple[str, ...] = (
+    "init_weight_transfer_engine",
+    "shutdown_weight_transfer_engine",
+    "update_config",
+    "apply_model",
+    "monkey_patch_model",
+    "init_process_group",
+    "report_device_id",
+    "prepare_refit_info",
+    "init_collective",
+    "liveness_probe",
+    "areal_init_update_weight_group",
+    "areal_set_weight_meta",
+    "never_heard_of",
+)
+"""Other calls that the frameworks make on workers: nobody vouches for them, so each costs a digest."""
+
+ALL = [pytest.param(method, id=f"{owner}-{getattr(method, '__name__', method)}") for owner, those in WRITING.items() for method in those]
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_every_call_that_writes_ends_the_names_before_it_is_delegated(make_rig: MakeRig, method: Any) -> None:
+    store = SharedStore()
+    rig = make_rig(store=store, epoch=0)
+    assert found(rig) == 0
+    assert found(rig) == WHOLE
+    running = rig.add(prompt(2, LENGTH), max_tokens=2 * BLOCK)
+    rig.step()
+    old, stored = rig.watch.value, len(store.objects)
+    order: list[tuple[str, bool]] = []
+    rig.executor.on_call = lambda name: order.append((name, rig.watch.pending))
+    rig.executor.collective_rpc(method, kwargs={"weights": "w1"})
+    rig._weights = "w1"
+    name = method if isinstance(method, str) else "touch"
+    assert (name, True) in order
+    assert order.index(("end_device_work", True)) < order.index((name, True))
+    if "start" in name:  # its end is a call of its own
+        rig.step()
+        assert rig.watch.value is None
+        rig.executor.collective_rpc("finish_weight_update")
+    if name == "sleep":
+        rig.executor.collective_rpc("wake_up")
+    order.clear()
+    assert found(rig) == 0
+    assert order[0][0] == "digest_weights"
+    assert rig.watch.value not in (None, old)
+    rig.run()
+    assert running.request_id in rig.finished
+    assert len(names(store, old)) == stored  # nothing more under the old names
+    assert found(rig) == WHOLE  # and sharing goes on with the new ones
+    rig.check_clean()
+
+
+@pytest.mark.parametrize("method", BESIDE)
+def test_an_unknown_call_costs_a_digest_and_no_sharing(make_rig: MakeRig, method: str) -> None:
+    rig = make_rig(num_blocks=12, epoch=0)
+    found(rig)
+    push_out(rig)
+    looks, root = rig.watch.counters["looks"], rig.pins.root.snapshot.root
+    for _ in range(3):
+        rig.executor.collective_rpc(method)
+    assert found(rig) == WHOLE
+    assert rig.watch.counters["looks"] == looks + 1
+    assert rig.pins.root.snapshot.root is root
+    rig.check_clean()
+
+
+RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+WORKER = "vllm.v1.worker.gpu_worker.Worker"
+BASE = "vllm.v1.worker.worker_base.WorkerBase"
+HARMLESS_BECAUSE = {
+    "add_lora": (RUNNER, "add_lora", "self.lora_manager.add_adapter(lora_request)"),
+    "check_health": (WORKER, "check_health", "return"),
+    "compile_or_warm_up_model": (WORKER, "compile_or_warm_up_model", "self.model_runner._dummy_run("),
+    "compute_weight_checksums": (WORKER, "compute_weight_checksums", "compute_tensor_digests(self.model_runner.get_model())"),
+    "determine_available_memory": (WORKER, "determine_available_memory", "self.model_runner.profile_run("),
+    "execute_dummy_batch": (WORKER, "execute_dummy_batch", "self.model_runner._dummy_run("),
+    "execute_model": (WORKER, "execute_model", "self.model_runner.execute_model("),
+    "get_kv_cache_spec": (WORKER, "get_kv_cache_spec", "return self.model_runner.get_kv_cache_spec()"),
+    "get_kv_connector_handshake_metadata": (WORKER, "get_kv_connector_handshake_metadata", "connector.get_handshake_metadata()"),
+    "get_supported_kv_cache_layouts": (BASE, "get_supported_kv_cache_layouts", "get_current_attn_backends(self.vllm_config)"),
+    "get_supported_tasks": (WORKER, "get_supported_tasks", "return self.model_runner.get_supported_tasks()"),
+    "list_loras": (RUNNER, "list_loras", "return self.lora_manager.list_adapters()"),
+    "pin_lora": (RUNNER, "pin_lora", "return self.lora_manager.pin_adapter(lora_id)"),
+    "profile": (WORKER, "profile", "self.profiler.start("),
+    "release_late_interaction_query_cache": (RUNNER, "release_late_interaction_query_cache", "release_queries(query_keys)"),
+    "remove_lora": (RUNNER, "remove_lora", "return self.lora_manager.remove_adapter(lora_id)"),
+    "reset_encoder_cache": (RUNNER, "reset_encoder_cache", "self.encoder_cache.clear()"),
+    "reset_mm_cache": (RUNNER, "reset_mm_cache", "self.mm_budget.reset_cache()"),
+    "sample_tokens": (WORKER, "sample_tokens", "return self.model_runner.sample_tokens(grammar_output)"),
+    "shutdown": (WORKER, "shutdown", "ensure_kv_transfer_shutdown()"),
+    "supports_draft_weight_updates": (BASE, "supports_draft_weight_updates", "return False"),
+    "synchronize_device": (BASE, "synchronize_device", "torch.accelerator.synchronize()"),
+    "take_draft_token_ids": (WORKER, "take_draft_token_ids", "return self.model_runner.take_draft_token_ids()"),
+}
+"""Of each harmless name the class and method of vLLM that it ends in, and a line of it that says what it does instead of writing."""
+WRITERS = ("load_weights", "reload_weights", "load_model(", ".copy_(", "process_weights_after_loading", "set_(")
+
+
+def test_every_harmless_name_is_accounted_for() -> None:
+    assert set(HARMLESS_BECAUSE) == HARMLESS
+    assert not HARMLESS & {method for those in WRITING.values() for method in those}
+
+
+@pytest.mark.parametrize("method", sorted(HARMLESS_BECAUSE))
+def test_vllms_source_shows_that_a_harmless_name_leaves_weights_alone(method: str) -> None:
+    owner, function, line = HARMLESS_BECAUSE[method]
+    module, _, kind = owner.rpartition(".")
+    owner_type = getattr(import_module(module), kind)
+    held = [found for name in (function, f"_{function}") if (found := getattr(owner_type, name, None)) is not None]
+    if not held:
+        pytest.skip(f"this version of vLLM has no {function}")
+    source = "".join(inspect.getsource(inspect.unwrap(found)) for found in held)  # some versions have it in two halves
+    assert line in source
+    assert not [writer for writer in WRITERS if writer in source]
+
+
+@pytest.mark.parametrize("method", sorted(HARMLESS - ADAPTER_CALLS))
+def test_a_harmless_name_costs_nothing(make_rig: MakeRig, method: str) -> None:
+    rig = make_rig(epoch=0)
+    found(rig)
+    rig.executor.calls.clear()
+    rig.executor.collective_rpc(method)
+    assert found(rig) == WHOLE
+    assert rig.executor.calls == [method]
+    rig.check_clean()

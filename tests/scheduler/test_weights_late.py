@@ -1,0 +1,267 @@
+"""Weights that change behind a step, and ranks that hold different ones, on the real scheduler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, alter, found
+from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt, several
+
+# ---------------------------------------------------------------------------------------------- H2: a change behind a step
+
+
+def late_hit(rig: Any) -> list[int]:
+    """Somebody writes past vLLM while a step is under way; what was asked for."""
+    asked: list[int] = []
+    rig.side.weights.link.propose = asked.append
+    rig.add(prompt(5, LENGTH))
+    output = rig.scheduler.schedule()
+    rig.write_past("w1")
+    rig.update(output)
+    return asked
+
+
+def test_a_change_behind_a_step_saves_nothing_of_it_and_asks_for_one_epoch(make_rig: MakeRig) -> None:
+    store = SharedStore()
+    rig = make_rig(store=store, epoch=0)
+    found(rig)
+    old, before = rig.watch.value, len(store.objects)
+    asked = late_hit(rig)
+    assert asked == [1]
+    rig.run()
+    assert asked == [1]
+    assert len(store.objects) == before
+    assert rig.watch.value not in (None, old)
+    assert found(rig, prompt(5, LENGTH)) == 0
+    assert found(rig, prompt(5, LENGTH)) == WHOLE
+    assert rig.watch.counters["late"] == 1
+    assert not any(rig.foreign_tokens.values())
+
+
+def test_an_ended_digest_stays_ended_until_the_next_epoch(make_rig: MakeRig) -> None:
+    store = SharedStore()
+    rig = make_rig(store=store, epoch=0)
+    found(rig)
+    old = rig.watch.value
+    late_hit(rig)
+    rig.run()
+    for _ in range(3):
+        rig.weights = "w2"
+        found(rig)
+        rig.weights = "w0"
+        before = len(store.objects)
+        assert found(rig) == 0, "a digest that ended was used again"
+        assert found(rig, prompt(5, LENGTH)) == 0
+        assert rig.watch.value == old
+        assert rig.connector.scheduler.gauges()["bypass"] == 1.0
+        assert len(store.objects) == before
+    rig.adopt(1)
+    assert found(rig) == 0
+    assert found(rig) == WHOLE
+    assert not any(rig.stale_tokens.values())
+    rig.check_clean()
+
+
+def test_other_digests_of_the_epoch_go_on(make_rig: MakeRig) -> None:
+    rig = make_rig(epoch=0)
+    late_hit(rig)
+    rig.run()
+    found(rig)
+    assert found(rig) == WHOLE
+    assert rig.pins.root.snapshot.shared
+
+
+def test_a_lost_lease_does_not_bring_an_ended_digest_back(make_rig: MakeRig) -> None:
+    rig = make_rig(epoch=0)
+    found(rig)
+    late_hit(rig)
+    rig.run()
+    rig.weights = "w0"
+    rig.lease_until = 0.0
+    found(rig)
+    rig.lease_until = float("inf")
+    assert found(rig) == 0
+    assert not rig.pins.root.snapshot.shared
+
+
+def test_a_load_that_ends_with_the_step_of_a_change_leaves_nothing_open(make_rig: MakeRig) -> None:
+    """Its success is recorded and cannot be taken back: waiting for it would keep the engine stepping for ever."""
+    rig = make_rig(num_blocks=24, epoch=0)
+    rig.serve(TOKENS)
+    for seed in range(100, 106):
+        rig.serve(prompt(seed, LENGTH))
+    (worker,) = rig.workers
+    worker.hold_loads = True
+    loading = rig.add(TOKENS)
+    rig.step()
+    assert loading.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    rig.add(prompt(5, LENGTH))
+    output = rig.scheduler.schedule()
+    rig.write_past("w1")
+    worker.hold_loads = False
+    rig.update(output)
+    assert rig.watch.counters["late"] == 1
+    rig.run()
+    assert rig.leaks() == {}
+    assert not any(rig.foreign_tokens.values())
+
+
+def test_an_engine_without_tiers_sees_a_change_behind_a_step_too(make_rig: MakeRig) -> None:
+    rig = make_rig(l1_bytes=None, epoch=0)
+    assert rig.books is None
+    found(rig)
+    asked = late_hit(rig)
+    assert asked == [1]
+    rig.run()
+    rig.weights = "w0"
+    assert found(rig, prompt(5, LENGTH)) == 0
+    assert not any(rig.stale_tokens.values())
+
+
+def test_a_change_behind_a_step_that_completes_no_block_is_seen_too(make_rig: MakeRig) -> None:
+    """Its part of a block would be named with the rest of it, after the weights that were there before and after."""
+    store = SharedStore()
+    rig = make_rig(store=store, epoch=0)
+    request = rig.add(TOKENS, max_tokens=2 * BLOCK)
+    rig.steps(3)
+    before = len(store.objects)
+    for weights in ("w1", "w0"):
+        output = rig.scheduler.schedule()
+        assert output.num_scheduled_tokens == {request.request_id: 1}
+        rig.write_past(weights)
+        rig.update(output)
+    rig.run()
+    assert rig.watch.counters["late"] == 2
+    assert len(store.objects) == before
+
+
+def test_a_request_stranded_over_a_roll_back_is_named_anew_when_it_is_preempted(make_rig: MakeRig) -> None:
+    """Its first name is right again, and those of blocks that it computed with other weights are not."""
+    rig = make_rig(epoch=0)
+    request = rig.add(TOKENS, max_tokens=4 * BLOCK)
+    rig.steps(3)
+    rig.weights = "w1"
+    rig.steps(BLOCK)
+    rig.weights = "w0"
+    rig.steps(BLOCK)
+    rig.scheduler._preempt_request(rig.scheduler.running.pop(), 0.0)
+    rig.step()
+    rig.step()
+    rig.run()
+    assert request.request_id in rig.finished
+    rig.check_clean()
+
+
+def test_a_preempted_request_finds_none_of_its_blocks_while_nobody_knows_the_weights(make_rig: MakeRig) -> None:
+    rig = make_rig(epoch=0)
+    rig.executor.answers = lambda answer: alter(answer, weights=None, note="loading")
+    rig.weights = "w1"
+    request = rig.add(TOKENS, max_tokens=BLOCK)
+    rig.steps(3)
+    rig.weights = "w2"
+    rig.scheduler._preempt_request(rig.scheduler.running.pop(), 0.0)
+    rig.run()
+    assert request.request_id in rig.finished
+    rig.check_clean()
+
+
+def test_a_change_behind_a_step_without_a_hub_asks_nobody(make_rig: MakeRig) -> None:
+    rig = make_rig(hub=False)
+    found(rig)
+    assert late_hit(rig) == []
+    rig.run()
+    assert found(rig, prompt(5, LENGTH)) == 0
+
+
+# ---------------------------------------------------------------------------------------------- H3: ranks that differ
+
+
+def test_no_shard_is_stored_before_every_rank_has_agreed(make_rig: MakeRig) -> None:
+    store = SharedStore()
+    rig = make_rig(store=store, num_ranks=2, epoch=0)
+    rig.workers[1].hold_saves = True
+    request = rig.add(TOKENS, max_tokens=4)
+    for _ in range(4):
+        rig.step()
+        assert store.objects == {}
+    rig.workers[1].hold_saves = False
+    rig.workers[1].work()
+    rig.run()
+    assert request.request_id in rig.finished
+    assert len(store.objects) == 16
+    assert found(rig) == WHOLE
+    rig.check_clean()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_holds_other_weights_after_the_step_stores_nothing_anywhere(make_rig: MakeRig, rank: int) -> None:
+    store = SharedStore()
+    rig = make_rig(store=store, num_ranks=2, epoch=0)
+    asked: list[int] = []
+    rig.side.weights.link.propose = asked.append
+    rig.add(TOKENS, max_tokens=4)
+    output = rig.scheduler.schedule()
+    rig.write_past("w1", rank)
+    rig.update(output)
+    rig.run()
+    assert store.objects == {}
+    assert asked == [1]
+    assert found(rig) == 0
+    rig.run()
+    assert len({key.split("/")[3] for key in store.objects}) == 1  # names of both ranks' weights, of one question
+    assert not any(rig.foreign_tokens.values())
+
+
+def test_two_engines_of_which_one_lost_a_rank_never_mix_shards(make_rig: MakeRig) -> None:
+    """What went wrong without: one engine's rank 1 stores, an honest engine adds shard 0 under the name, a third reads both."""
+    engines = several(make_rig, 3, num_ranks=2, num_blocks=12)
+    skewed = engines[0]
+    skewed.add(TOKENS, max_tokens=2)
+    output = skewed.scheduler.schedule()
+    skewed.write_past("w1", 0)
+    skewed.update(output)
+    skewed.run()
+    honest = engines[1]
+    assert found(honest) == 0
+    third = engines[2]
+    assert found(third) == WHOLE
+    honest.check_clean()
+    third.check_clean()
+
+
+def test_a_push_that_missed_a_rank_has_a_name_of_its_own(make_rig: MakeRig) -> None:
+    engines = several(make_rig, 2, num_ranks=2, num_blocks=12)
+    half = engines[0]
+    found(half)
+    half.executor.on_call = lambda name: half.executor.write("w1", 0) if name == "update_weights" else None
+    half.executor.collective_rpc("update_weights")
+    half.write_past("w1", 0)
+    assert found(half) == 0
+    assert found(half) == WHOLE
+    whole = engines[1]
+    assert found(whole) == WHOLE  # of before
+    whole.weights = "w1"
+    assert found(whole) == 0
+    half = engines[0]
+    half.executor.on_call = lambda name: half.executor.write("w1") if name == "update_weights" else None
+    half.executor.collective_rpc("update_weights")
+    half.write_past("w1", 1)
+    assert found(half) == WHOLE
+    for rig in engines:
+        rig.check_clean()
+
+
+def test_ranks_that_swapped_their_weights_are_told_apart(make_rig: MakeRig) -> None:
+    rig = make_rig(num_ranks=2, epoch=0)
+    rig.executor.ranks[:] = ["a", "b"]
+    rig._weights = "a|b"
+    rig.executor.collective_rpc("update_weights")
+    found(rig)
+    first = rig.watch.value
+    rig.executor.ranks[:] = ["b", "a"]
+    rig._weights = "b|a"
+    rig.executor.collective_rpc("update_weights")
+    assert found(rig) == 0
+    assert rig.watch.value != first

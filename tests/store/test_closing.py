@@ -1,0 +1,106 @@
+"""Ends of the store client: with calls in flight, before its start, with its master away; and what it says of its environment."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from epochkv_connector.store import Outcome, StoreClient, StoreState, StoreUnavailable
+from hack.standalone.mooncake import Mooncake
+from tests.store.conftest import ConnectTo
+from tests.support.store import Memory, block_keys, get, put, settings
+
+
+def why_not(client: StoreClient, keys: Sequence[str]) -> Outcome:
+    with pytest.raises(StoreUnavailable) as caught:
+        client.exists(keys).result(10)
+    return caught.value.outcome
+
+
+_CLOSE_IN_FLIGHT = """
+import sys, threading
+sys.path[:0] = [{root!r}]
+from tests.support.store import Memory, settings
+from epochkv_connector.store import StoreClient
+memory = Memory(8, 1 << 18)
+client = StoreClient(settings({address!r}), [memory.region])
+client.start()
+assert client.wait_ready(15)
+keys = [f"k{{i}}" for i in range(8)]
+put = client.put([memory.transfer(key, slot) for slot, key in enumerate(keys)], 20)
+assert put.done.result(20) == ["ok"] * 8
+print("stored", flush=True)
+sys.stdin.readline()  # the store is frozen now
+tickets = [client.get([memory.transfer(key, slot) for slot, key in enumerate(keys)], 30) for _ in range(3)]
+lookups = [client.exists(keys) for _ in range(3)]
+while client.stats()["in_flight"] < 2:
+    pass
+print("idle" if client.close({timeout}) else "busy", flush=True)
+print([ticket.done.done() for ticket in tickets[2:]], client.exists(keys).exception(1).outcome, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("timeout", "expected"), [(0.3, "busy"), (30.0, "idle")])
+def test_closing_with_calls_in_flight_does_not_crash(
+    stores: Mooncake, request: pytest.FixtureRequest, timeout: float, expected: str
+) -> None:
+    stores.client_ttl_seconds = 60
+    stores.start_master()
+    store = stores.start_store()
+    script = _CLOSE_IN_FLIGHT.format(root=str(request.config.rootpath), address=stores.address, timeout=timeout)
+    child = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert child.stdin
+    assert child.stdout
+    try:
+        assert child.stdout.readline() == "stored\n"
+        store.freeze()
+        out, _ = child.communicate("\n", timeout=60)
+    finally:
+        child.kill()
+    assert out.splitlines() == [expected, "[True] closed"]
+    assert child.returncode == 0
+
+
+def test_a_closed_client_answers_and_stays_closed(stores: Mooncake, connect: ConnectTo) -> None:
+    memory = Memory(1, 100)
+    stores.start_master()
+    stores.start_store()
+    client = connect(stores.address, memory)
+    assert client.close(5)
+    assert client.state is StoreState.CLOSED
+    keys = block_keys(1)
+    assert put(client, memory, keys) == [Outcome.CLOSED]
+    assert get(client, memory, keys) == [Outcome.CLOSED]
+    assert why_not(client, keys) is Outcome.CLOSED
+    with pytest.raises(StoreUnavailable):
+        client.remove_matching("^a/")
+    assert client.close(5)
+
+
+def test_closing_before_start_and_while_the_master_is_away_ends_at_once(stores: Mooncake) -> None:
+    for start in (False, True):
+        client = StoreClient(settings(stores.address))
+        if start:
+            client.start()
+        assert client.close(5)
+        assert client.state is StoreState.CLOSED
+
+
+def test_missing_variables_are_named_once(
+    stores: Mooncake, connect: ConnectTo, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MC_RPC_TIMEOUT_MS", raising=False)
+    monkeypatch.delenv("MC_TCP_STATUS_TIMEOUT_SEC", raising=False)
+    with caplog.at_level(logging.INFO):
+        connect(stores.address, wait=False)
+        connect(stores.address, wait=False)
+    named = [record.getMessage() for record in caplog.records if "Mooncake variables not set" in record.getMessage()]
+    assert len(named) == 1
+    assert "MC_RPC_TIMEOUT_MS" in named[0]
+    assert "MC_TCP_STATUS_TIMEOUT_SEC" in named[0]

@@ -1,0 +1,169 @@
+"""What a vLLM `Scheduler` with our connector is configured with, in tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import zmq
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+
+BLOCK = 16
+MAX_MODEL_LEN = 4096
+
+MODEL_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def write_model_dir(path: Path) -> Path:
+    """A Hugging Face configuration without weights."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(MODEL_CONFIG))
+    return path
+
+
+def write_credentials(path: Path, secret: str = "ab" * 32) -> Path:
+    """A credentials directory whose hub nobody listens to; grants are given by the tests."""
+    path.mkdir(parents=True, exist_ok=True)
+    hub_public, _ = zmq.curve_keypair()
+    public, private = zmq.curve_keypair()
+    for name, value in (("hub.pub", hub_public), ("client.pub", public), ("client.key", private)):
+        (path / name).write_bytes(value)
+    (path / "root.secret").write_text(secret)
+    return path
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What an engine is started with.
+
+    Attributes:
+        l1_bytes: capacity of L1; None: it has none.
+        groups: of its layers: `full`, or the window in tokens.
+        extra: of our configuration.
+        transfer: of vLLM's configuration of connectors.
+        caching: vLLM's own prefix cache.
+        connector: ours is there.
+    """
+
+    num_blocks: int = 64
+    l1_bytes: int | None = 1 << 20
+    hub: bool = True
+    num_ranks: int = 1
+    groups: Sequence[str] = ("full",)
+    max_batched_tokens: int = 8192
+    max_num_seqs: int = 16
+    extra: dict[str, Any] | None = None
+    transfer: dict[str, Any] | None = None
+    kv_events: bool = False
+    pool_uid: str = "6f1c2d3e-0000-4000-8000-000000000001"
+    caching: bool = True
+    connector: bool = True
+    num_drafts: int = 0
+    async_scheduling: bool = False
+
+
+def vllm_config(tmp: Path, options: EngineOptions, has_store: bool) -> VllmConfig:
+    """The configuration of an engine whose files are in and beside `tmp`."""
+    model = ModelConfig(
+        model=str(write_model_dir(tmp.parent / "model")), skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_MODEL_LEN, seed=0
+    )
+    cache = CacheConfig(block_size=BLOCK, gpu_memory_utilization=0.9, enable_prefix_caching=options.caching)
+    cache.num_gpu_blocks = options.num_blocks
+    config = VllmConfig(
+        model_config=model,
+        cache_config=cache,
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_batched_tokens,
+            max_model_len=MAX_MODEL_LEN,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            disable_hybrid_kv_cache_manager=False,
+            async_scheduling=False,
+            watermark=0.0,
+        ),
+        device_config=DeviceConfig("cpu"),
+        parallel_config=ParallelConfig(),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if options.kv_events else None,
+        kv_transfer_config=_kv_transfer_config(tmp, options, has_store),
+    )
+    config.parallel_config.world_size = options.num_ranks
+    if options.num_drafts:
+        config.speculative_config = SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=options.num_drafts,
+            prompt_lookup_max=2,
+            target_model_config=model,
+            target_parallel_config=config.parallel_config,
+        )
+    config.scheduler_config.async_scheduling = options.async_scheduling
+    if not options.connector:
+        config.kv_transfer_config = None
+    return config
+
+
+def _kv_transfer_config(tmp: Path, options: EngineOptions, has_store: bool) -> KVTransferConfig:
+    ours: dict[str, Any] = {
+        "pool": {"name": "policy", "namespace": "default", "uid": options.pool_uid},
+        "lookup_wait_ms": 50.0,
+        "lookup_deadline_ms": 200.0,
+        **(options.extra or {}),
+    }
+    if options.hub:
+        ours["hub"] = {"endpoint": "tcp://127.0.0.1:9", "credentials_dir": str(write_credentials(tmp / "fence"))}
+    if options.l1_bytes is not None:
+        ours["local"] = {"capacity_bytes": options.l1_bytes}
+    if has_store:
+        ours["distributed"] = {"master_address": "127.0.0.1:1"}
+    return KVTransferConfig(
+        **{
+            "kv_connector": "EpochKVConnector",
+            "kv_connector_module_path": "epochkv_connector.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": ours,
+            **(options.transfer or {}),
+        }
+    )
+
+
+def kv_cache_config(options: EngineOptions) -> KVCacheConfig:
+    """One layer per group, of one head."""
+    made = []
+    for index, kind in enumerate(options.groups):
+        common = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 16, "dtype": torch.float32}
+        spec = FullAttentionSpec(**common) if kind == "full" else SlidingWindowSpec(**common, sliding_window=int(kind))
+        made.append(KVCacheGroupSpec([f"layer{index}"], spec))
+    return KVCacheConfig(num_blocks=options.num_blocks, kv_cache_tensors=[], kv_cache_groups=made)

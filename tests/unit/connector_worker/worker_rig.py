@@ -1,0 +1,155 @@
+"""A worker half over host memory, and a store that does what a test tells it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from epochkv_connector.store import Outcome, Ticket, Transfer
+from epochkv_connector.store.queues import resolve
+from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.wire.steps import StepMetadata
+from epochkv_connector.worker.copying.layout import GroupSpec
+from epochkv_connector.worker.copying.slots import HEADER_BYTES, TRAILER_BYTES
+from epochkv_connector.worker.copying.staging import Staging
+from epochkv_connector.worker.runner import JobRunner
+from epochkv_connector.worker.tasks import Report
+from hack.waiting import eventually
+
+NUM_BLOCKS, NUM_SLOTS, LAYERS = 16, 12, 3
+NAMESPACE = "0a1b2c3d/00112233445566ff/e7/w0123456789abcdef"
+
+
+@dataclass
+class Request:
+    kind: str
+    transfers: list[Transfer]
+    ticket: Ticket
+    timeout: float
+
+
+@dataclass
+class ObedientStore:
+    """Keeps objects in a dictionary; `policy` decides what becomes of a request, `open` has those it decided to leave open."""
+
+    objects: dict[str, bytes] = field(default_factory=dict)
+    policy: Callable[[str, Sequence[Transfer]], Outcome | None] = lambda kind, transfers: Outcome.OK
+    open: list[Request] = field(default_factory=list)
+    seen: list[Request] = field(default_factory=list)
+    ready: bool = True
+    closed: bool = False
+
+    def get(self, transfers: Sequence[Transfer], timeout: float) -> Ticket:
+        return self._take("get", transfers, timeout)
+
+    def put(self, transfers: Sequence[Transfer], timeout: float) -> Ticket:
+        return self._take("put", transfers, timeout)
+
+    def _take(self, kind: str, transfers: Sequence[Transfer], timeout: float) -> Ticket:
+        request = Request(kind, list(transfers), Ticket(), timeout)
+        self.seen.append(request)
+        outcome = self.policy(kind, transfers)
+        if outcome is None:
+            self.open.append(request)
+        else:
+            self.answer(request, outcome)
+            self.release(request)
+        return request.ticket
+
+    def answer(self, request: Request, outcome: Outcome) -> None:
+        outcomes = []
+        for transfer in request.transfers:
+            if outcome is Outcome.OK and request.kind == "put":
+                self.objects[transfer.key] = bytes(transfer.view[HEADER_BYTES:-TRAILER_BYTES])
+            elif outcome is Outcome.OK and transfer.key in self.objects:
+                transfer.view[HEADER_BYTES:-TRAILER_BYTES] = self.objects[transfer.key]
+            elif outcome is Outcome.OK:
+                outcomes.append(Outcome.ABSENT)
+                continue
+            outcomes.append(outcome)
+        resolve(request.ticket.done, outcomes)
+
+    def release(self, request: Request) -> None:
+        resolve(request.ticket.released, None)
+
+    def end_all(self) -> None:
+        for request in self.open:
+            self.answer(request, Outcome.TIMEOUT)
+            self.release(request)
+
+    def close(self, timeout: float) -> bool:
+        self.closed = True
+        return not self.open
+
+    def stats(self) -> dict[str, float]:
+        return {"state": 2.0}
+
+
+class Rig:
+    """A runner over random KV tensors, and a collector that insists on exactly once."""
+
+    def __init__(self, store: ObedientStore | None = None, **ranks: Any) -> None:
+        raw = np.random.default_rng(1).integers(0, 256, (LAYERS, NUM_BLOCKS, 64), dtype=np.uint8)
+        self.kv = torch.from_numpy(raw)
+        self.store = store
+        names = [f"l{i}" for i in range(LAYERS)]
+        caches = {name: self.kv[i] for i, name in enumerate(names)}
+        self.staging = Staging(caches, [GroupSpec(names, 16)], NUM_SLOTS, NUM_BLOCKS)
+        open_store: Any = (lambda region: store) if store else None
+        self.worker = JobRunner(self.staging, open_store=open_store, **ranks)
+        self.finished: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+        self.acks: dict[tuple[int, Phase], JobAck] = {}
+
+    def address(self, slot: int) -> int:
+        return self.staging.region.slot_address(slot)
+
+    def block(self, block: int) -> bytes:
+        return self.kv[:, block].numpy().tobytes()
+
+    def step(self, finish: bool = True, **parts: Any) -> None:
+        self.worker.start_step(StepMetadata(**parts))
+        if finish:
+            self.worker.finish_step()
+
+    def collect(self, wait_seconds: float = 0.0) -> Report:
+        report = self.worker.results(wait_seconds)
+        assert report.failed_recving <= report.finished_recving
+        self.finished.update(report.finished_recving)
+        self.failed.update(report.failed_recving)
+        for ack in report.acks:
+            assert (ack.job_id, ack.phase) not in self.acks, f"acknowledged twice: {ack}"
+            self.acks[ack.job_id, ack.phase] = ack
+        return report
+
+    def until(self, condition: Callable[[], object], what: str, timeout: float = 10.0) -> None:
+        def poll() -> object:
+            self.collect(0.001)
+            return condition()
+
+        eventually(poll, what, timeout)
+
+    def until_acked(self, job_id: int, phase: Phase) -> JobAck:
+        self.until(lambda: (job_id, phase) in self.acks, f"job {job_id} {phase.name}")
+        return self.acks[job_id, phase]
+
+
+def name_of(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+def move(block: int, slot: int, name: int, source: Source = Source.HOST, copy: bool = True) -> BlockMove:
+    return BlockMove(0, block, block, slot, name_of(name), source, copy)
+
+
+def save(job_id: int, moves: Sequence[BlockMove], namespace: str | None = None, deadline: float = 20.0) -> SaveJob:
+    return SaveJob(job_id, f"s{job_id}", namespace, 5, len(moves), tuple(moves), deadline)
+
+
+def load(job_id: int, moves: Sequence[BlockMove], namespace: str | None = None, deadline: float = 20.0) -> LoadJob:
+    return LoadJob(job_id, f"r{job_id}", namespace, tuple(moves), deadline)

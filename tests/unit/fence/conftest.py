@@ -1,0 +1,17 @@
+"""Fixtures of the fence's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.hub import HubWorld, hub_world
+
+
+@pytest.fixture
+def world(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[HubWorld]:
+    """A file hub, its agents and clients; with the HUB_OPTIONS of the test's module."""
+    with hub_world(tmp_path / "state", **getattr(request.module, "HUB_OPTIONS", {})) as made:
+        yield made

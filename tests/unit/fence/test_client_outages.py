@@ -1,0 +1,190 @@
+"""Resets while hubs are gone, refuse, restart, are killed or frozen, or cannot be reached."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from epochkv_fence.client import HubUnreachable, KeyRefused, Pool, ResetNotRecorded, WrongPool
+from epochkv_fence.client.session import RESOLVE_SECONDS
+from epochkv_fence.connection import Connection
+from epochkv_fence.net import generate_keypair
+from hack.loopback import free_port
+from hack.waiting import eventually
+from tests.support.hub import HubProcess, HubWorld, Switch, hub_world
+
+
+def client_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "epochkv-client"]
+
+
+def test_nobody_listens() -> None:
+    connection = {"pool": {"name": "p", "uid": "u"}, "hub": {"endpoint": f"tcp://127.0.0.1:{free_port()}"}}
+    pair = generate_keypair()
+    environ = {
+        "EPOCHKV_HUB_PUBLIC_KEY": generate_keypair().public,
+        "EPOCHKV_CLIENT_PUBLIC_KEY": pair.public,
+        "EPOCHKV_CLIENT_SECRET_KEY": pair.secret,
+    }
+    before = len(client_threads())
+    with pytest.raises(HubUnreachable, match=r"no answer from the hub at tcp://127\.0\.0\.1:\d+: nobody listens there"):
+        Pool.connect(Connection.load(connection, environ), timeout_s=0.5)
+    eventually(lambda: len(client_threads()) == before, "the thread ends")
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b"])
+def test_a_name_that_cannot_be_resolved_is_said_so(world: HubWorld, host: str) -> None:
+    asked_at = time.monotonic()
+    with pytest.raises((socket.gaierror, UnicodeError)):
+        socket.getaddrinfo(host, 7700)
+    if time.monotonic() > asked_at + RESOLVE_SECONDS / 4:
+        pytest.skip("the resolver of this machine takes too long to say no")
+    content = json.loads((world.folder / "connection.json").read_text())
+    content["hub"]["credentials_dir"] = str(world.folder)
+    content["hub"]["endpoint"] = f"tcp://{host}:7700"
+    with pytest.raises(HubUnreachable, match=rf"no answer from the hub at tcp://{host}:7700: the name {host} cannot be resolved \("):
+        Pool.connect(content, timeout_s=0.5)
+
+
+def test_a_key_that_is_refused_and_a_hub_that_is_another(world: HubWorld, tmp_path: Path) -> None:
+    with hub_world(tmp_path / "other") as other:
+        mixed = tmp_path / "mixed"
+
+        def take(**files: Path) -> Path:
+            mixed.mkdir(exist_ok=True)
+            for name in ("connection.json", "hub.pub", "client.pub", "client.key"):
+                folder = files.get(name.split(".")[0], world.folder)
+                (mixed / name).write_bytes((folder / name).read_bytes())
+            return mixed
+
+        started = time.monotonic()
+        with pytest.raises(KeyRefused, match=r"it refuses our key, which is of no pool that this hub serves, or was retired$"):
+            Pool.connect(take(client=other.folder), timeout_s=60)
+        assert time.monotonic() - started < 30  # a wrong key is not waited for
+        with pytest.raises(KeyRefused, match=r"hub\.pub is not the key of that hub, what listens there is no hub, or it hangs$"):
+            Pool.connect(take(hub=other.folder), timeout_s=60)
+        content = json.loads((other.folder / "connection.json").read_text())
+        content["pool"]["uid"] = "another-uid"
+        for name in ("hub.pub", "client.pub", "client.key"):
+            (mixed / name).write_bytes((other.folder / name).read_bytes())
+        (mixed / "connection.json").write_text(json.dumps(content))
+        with pytest.raises(WrongPool, match=r"the key speaks for the pool with uid .*another-uid; take both from one pool"):
+            Pool.connect(mixed, timeout_s=20)
+        assert other.snapshot().target == 0
+
+
+def test_without_a_hub_a_reset_raises_whatever_on_failure_says_and_works_when_it_is_back(tmp_path: Path) -> None:
+    with hub_world(tmp_path / "state", lease_seconds=2.0) as world:
+        ((agent, _),) = world.serving(1)
+        pool = world.connect()
+        world.stop_hub()
+        for epoch in (None, 7):
+            with pytest.raises(ResetNotRecorded, match="engines go on with the KV they have: ask again") as caught:
+                pool.reset(epoch, timeout_s=0.5, on_failure="bypass")
+            assert caught.value.epoch == epoch
+        with pytest.raises(HubUnreachable):
+            pool.status(timeout_s=0.3)
+        world.start_hub()
+        reset = pool.reset(timeout_s=60)
+        assert (reset.epoch, reset.published) == (1, True)
+        eventually(lambda: agent.view.epoch == 1)
+
+
+def test_a_hub_that_restarts_in_the_middle_of_a_reset_finishes_it(tmp_path: Path) -> None:
+    with hub_world(tmp_path / "state", lease_seconds=2.0) as world:
+        ((_, engine),) = world.serving(1)
+        pool = world.connect()
+        engine.is_busy = True
+        results: list[object] = []
+        thread = threading.Thread(target=lambda: results.append(pool.reset(timeout_s=60)))
+        thread.start()
+        eventually(lambda: world.snapshot().target == 1, "recorded")
+        world.stop_hub()
+        assert thread.is_alive()
+        world.start_hub()
+        engine.is_busy = False
+        thread.join(60)
+        ((reset),) = results
+        assert reset.published  # type: ignore[attr-defined]
+        assert world.snapshot().published == reset.epoch  # type: ignore[attr-defined]
+
+
+def test_kill_9_of_the_hub_again_and_again_costs_time_and_no_epoch(tmp_path: Path) -> None:
+    process = HubProcess(tmp_path / "state", "--lease-seconds", "1").start()
+    done, stop, failures = [], threading.Event(), []
+    with Pool.connect(process.folder) as pool:
+
+        def train() -> None:
+            while not stop.is_set():
+                try:
+                    done.append(pool.reset(timeout_s=60))
+                except BaseException as error:
+                    failures.append(error)
+                    return
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        try:
+            for kill in range(4):
+                seen = len(done)
+                eventually(lambda seen=seen: len(done) >= seen + 3 or failures, "resets go on", 60)  # type: ignore[misc]
+                time.sleep(0.003 * kill)
+                process.kill()
+                process.start()
+            seen = len(done)
+            eventually(lambda: len(done) >= seen + 2 or failures, "resets go on after the last kill", 60)
+        finally:
+            stop.set()
+            thread.join(90)
+        assert failures == []
+        assert all(reset.published for reset in done)
+        epochs = [reset.epoch for reset in done]
+        assert epochs == sorted(set(epochs))  # each one's own, never an older one
+        assert pool.status().published == epochs[-1]
+    assert process.end() == 0
+
+
+def test_a_frozen_hub_is_waited_for(tmp_path: Path) -> None:
+    process = HubProcess(tmp_path / "state").start()
+    try:
+        with Pool.connect(process.folder) as pool:
+            process.send(signal.SIGSTOP)
+            with pytest.raises(ResetNotRecorded):
+                pool.reset(timeout_s=0.5)
+            threading.Timer(0.5, lambda: process.send(signal.SIGCONT)).start()
+            reset = pool.reset(timeout_s=60)
+            assert reset.published
+    finally:
+        process.end()
+
+
+def test_the_way_to_the_hub_is_cut_and_comes_back(world: HubWorld, tmp_path: Path) -> None:
+    world.serving(1)
+    assert world.hub is not None
+    port = int(world.hub.server.endpoint.rpartition(":")[2])
+    switch = Switch(port)
+    try:
+        connection = Connection.load(world.folder, {})
+        content = {"pool": {"name": "policy", "uid": connection.pool.uid}, "hub": {"endpoint": switch.endpoint}}
+        content["hub"]["credentials_dir"] = str(world.folder)  # type: ignore[index]
+        with Pool.connect(content) as pool:
+            assert pool.reset().epoch == 1
+            switch.turn(None)
+            with pytest.raises(ResetNotRecorded):
+                pool.reset(timeout_s=0.5)
+            results: list[object] = []
+            thread = threading.Thread(target=lambda: results.append(pool.reset(timeout_s=60)))
+            thread.start()
+            accepted = switch.accepted
+            eventually(lambda: switch.accepted > accepted, "it dials in vain")
+            switch.turn(port)
+            thread.join(60)
+            assert results[0].published  # type: ignore[attr-defined]
+    finally:
+        switch.close()

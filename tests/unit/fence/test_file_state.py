@@ -1,0 +1,210 @@
+"""State directories that cannot be used: foreign, damaged, older, newer, read-only, full or on a disk that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from epochkv_fence.protocol.authority import AuthorityError, PoolRecord
+from epochkv_fence.protocol.messages import Source
+from epochkv_fence.standalone.authority import SqliteAuthority
+from epochkv_fence.standalone.database import StateError
+from tests.unit.fence.state_dirs import opened, record_of
+
+
+def refused(directory: Path, match: str, kind: type[StateError] = StateError) -> None:
+    with pytest.raises(kind, match=match):
+        asyncio.run(opened(directory))
+
+
+def test_a_directory_of_another_pool_and_a_shorter_lease_are_refused(tmp_path: Path) -> None:
+    async def body() -> None:
+        authority, uid = await opened(tmp_path, lease_seconds=30.0)
+        await authority.close()
+        for name, lease, match in (
+            ("other", 30.0, "belongs to pool 'policy', not 'other'; give --pool policy or another --state"),
+            ("policy", 10.0, "give --lease-seconds 30 or more"),
+        ):
+            with pytest.raises(StateError, match=match):
+                await opened(tmp_path, name, lease)
+        authority, again = await opened(tmp_path, lease_seconds=60.0)
+        assert again == uid
+        await authority.close()
+        with pytest.raises(StateError, match="give --lease-seconds 60 or more"):
+            await opened(tmp_path, "policy", 30.0)
+
+    asyncio.run(body())
+
+
+def test_garbage_and_foreign_databases_are_refused(tmp_path: Path) -> None:
+    garbage = tmp_path / "garbage"
+    garbage.mkdir()
+    (garbage / "state.db").write_bytes(os.urandom(8192))
+    refused(garbage, "is damaged .*remove the whole directory and start a new pool")
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    with sqlite3.connect(foreign / "state.db") as connection:
+        connection.execute("CREATE TABLE mine (x)")
+    connection.close()
+    refused(foreign, "is not the state of an EpochKV hub; give another --state")
+
+
+def test_a_damaged_page_is_found_when_the_state_is_opened(tmp_path: Path) -> None:
+    record_of(tmp_path)
+    path = tmp_path / "state.db"
+    content = bytearray(path.read_bytes())
+    content[4096 * 2 : 4096 * 3] = os.urandom(4096)
+    path.write_bytes(content)
+    refused(tmp_path, "is damaged")
+
+
+TO_3 = (
+    "DROP TABLE labels",
+    "CREATE TABLE updates (uid TEXT PRIMARY KEY REFERENCES pools, serial INTEGER)",
+    "CREATE TRIGGER updates_never_go BEFORE DELETE ON updates BEGIN SELECT RAISE(ABORT, 'never'); END",
+    "INSERT INTO updates SELECT uid, 1 FROM pools",
+    "ALTER TABLE pools ADD COLUMN weights_version TEXT NOT NULL DEFAULT 'step-7'",
+    "ALTER TABLE pools ADD COLUMN listed INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE pools ADD COLUMN inherited INTEGER NOT NULL DEFAULT 0",
+)
+TO_2 = ("ALTER TABLE pools DROP COLUMN listed", "ALTER TABLE pools DROP COLUMN inherited")
+TO_1 = ("DROP TABLE updates",)
+
+
+@pytest.mark.parametrize(("version", "older"), [(3, TO_3), (2, TO_3 + TO_2), (1, TO_3 + TO_2 + TO_1)])
+def test_a_state_of_a_version_before_is_taken_over(tmp_path: Path, version: int, older: tuple[str, ...]) -> None:
+    async def use() -> PoolRecord:
+        authority, uid = await opened(tmp_path)
+        await authority.record(uid, 7, Source.TRAINER)
+        await authority.publish(uid, 6)
+        await authority.note_granting(uid)
+        found = await authority.load(uid)
+        await authority.close()
+        return found
+
+    before = asyncio.run(use())
+    connection = sqlite3.connect(tmp_path / "state.db")
+    for statement in (*older, f"PRAGMA user_version = {version}"):
+        connection.execute(statement)
+    connection.commit()
+    connection.close()
+    assert record_of(tmp_path)[0] == before == PoolRecord(7, 6, True, Source.TRAINER)
+    connection = sqlite3.connect(tmp_path / "state.db")
+    assert connection.execute("PRAGMA user_version").fetchone() == (4,)
+    columns = {row[1] for row in connection.execute("PRAGMA table_info(pools)")}
+    assert columns == {"uid", "name", "target", "published", "granting", "source", "lease_seconds"}
+    tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
+    assert tables == {"leadership", "pools", "labels"}
+    connection.close()
+
+
+def test_a_newer_state_is_refused(tmp_path: Path) -> None:
+    record_of(tmp_path)
+    connection = sqlite3.connect(tmp_path / "state.db")
+    connection.execute("PRAGMA user_version = 5")
+    connection.close()
+    refused(tmp_path, r"was written by a newer EpochKV \(state version 5, this one reads 4\)")
+
+
+def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refused(tmp_path / "file", "cannot be used .*give a --state directory that this user can write")
+    refused(Path("/proc/epochkv"), "cannot be used")
+
+
+def test_a_directory_that_this_user_cannot_write_is_refused(tmp_path: Path) -> None:
+    record_of(tmp_path)
+    run_without_rights(tmp_path, lambda: tmp_path.chmod(0o555))
+
+
+def run_without_rights(directory: Path, prepare: Callable[[], object]) -> None:
+    """Open as somebody who may only read: rights do not bind root, so root becomes nobody in a child."""
+    prepare()
+    for parent in (directory, *directory.parents):
+        if parent == Path("/"):
+            break
+        if os.geteuid() == 0 and parent.stat().st_uid == 0 and parent != directory:
+            parent.chmod(parent.stat().st_mode | 0o055)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            if os.geteuid() == 0:
+                os.setgroups([])
+                os.setgid(65534)
+                os.setuid(65534)
+            asyncio.run(opened(directory))
+        except StateError as error:
+            status = 0 if "give a --state directory that this user can write" in str(error) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+FULL_DISK = """
+import asyncio, resource, sys
+from epochkv_fence.protocol.authority import AuthorityError
+from epochkv_fence.standalone.authority import SqliteAuthority
+
+async def main():
+    authority = await SqliteAuthority.open(sys.argv[1])
+    uid = await authority.ensure_pool("policy", 1.0)
+    term = await authority.acquire()
+    await authority.record(uid, 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))  # every write beyond this fails from here on
+    try:
+        await authority.record(uid, 2)
+    except AuthorityError as error:
+        print(error)
+    print((await authority.load(uid)).target, await authority.verify(term))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    await authority.record(uid, 3)
+    print((await authority.load(uid)).target)
+
+asyncio.run(main())
+"""
+
+
+def test_a_write_that_the_disk_refuses_is_an_error_and_the_next_one_works(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    error, after, last = done.stdout.splitlines()
+    assert "is the disk full? Nothing is granted or published until it can be" in error
+    assert after == "1 True"
+    assert last == "3"
+    assert record_of(tmp_path)[0].target == 3
+
+
+def test_a_disk_that_hangs_is_an_error_and_never_blocks_the_loop(tmp_path: Path) -> None:
+    async def body() -> None:
+        authority = await SqliteAuthority.open(tmp_path, deadline_seconds=0.2)
+        uid = await authority.ensure_pool("policy", 1.0)
+        hang = threading.Event()
+        authority._worker.submit(hang.wait)  # the thread is where a write that does not return would leave it
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0.01)
+
+        ticker = asyncio.create_task(tick())
+        for call in (authority.record(uid, 5), authority.load(uid)):
+            with pytest.raises(AuthorityError, match=r"did not answer within 0\.2 s"):
+                await call
+        assert ticks > 10
+        hang.set()
+        assert (await authority.load(uid)).target == 0  # a call that was given up before it began is never made
+        ticker.cancel()
+        await authority.close()
+
+    asyncio.run(body())
