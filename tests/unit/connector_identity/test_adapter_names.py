@@ -1,4 +1,4 @@
-"""The scheduler half of adapters: which it asks ranks for, when, and what it names. No vLLM."""
+"""The scheduler role of adapters: which it asks ranks for, when, and what it names. No vLLM."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Ranks:
 
 
 class Half:
-    """What is named: the scheduler half's other side."""
+    """What is named: the scheduler role's other side."""
 
     def __init__(self, num_ranks: int = 1, why_not: str | None = None) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""What an adapter's tensors are on a rank, whether a rank still uses them, and what the scheduler half makes of the answers."""
+"""What an adapter's tensors are on a rank, whether a rank still uses them, and what the scheduler role makes of the answers."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_the_same_tensors_read_again_are_unchanged_and_others_are_not() -> None:
 
 
 def test_a_name_that_was_used_for_others_is_refused_to_every_id_until_the_next_epoch() -> None:
-    """A request of another id may have found the block in vLLM's own cache before the scheduler half heard of it."""
+    """A request of another id may have found the block in vLLM's own cache before the scheduler role heard of it."""
     rank = Rank()
     rank.ask(1, (1, request(), False), (2, request(2, "/copy"), False))
     rank.adapters.disk["/a"] = "two"

@@ -1,4 +1,4 @@
-"""The worker half answers every job exactly once in any schedule, over a store that answers, fails or hangs at random."""
+"""The worker role answers every job exactly once in any schedule, over a store that answers, fails or hangs at random."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker half over host memory, and a store that does what a test tells it."""
+"""A worker role over host memory, and a store that does what a test tells it."""
 
 from __future__ import annotations
 
