@@ -82,8 +82,8 @@ RULES = tuple(
 
 LAYERS = (
     Layer("fast", DEV, ("tests/unit/operator", "tests/unit/operator_runtime", "tests/unit/hack", *RULES), 30, 4),
-    Layer("fence", DEV, ("tests/unit/fence",), 150, 4, real=True, without=RULES),
-    Layer("security", DEV, ("tests/security",), 100, real=True),
+    Layer("fence", DEV, ("tests/unit/fence",), 120, 6, real=True, without=RULES),
+    Layer("security", DEV, ("tests/security",), 45, 4, real=True),
     Layer(
         "unit-connector",
         ENGINE,
@@ -101,10 +101,10 @@ LAYERS = (
     ),
     Layer("scheduler", ENGINE, ("tests/scheduler",), 90, beside=True),
     Layer("matrix", ENGINE, ("tests/engine/test_matrix.py",), 180, real=True, beside=True),
-    Layer("model", DEV, ("tests/model",), 420, beside=True),
-    Layer("store", ENGINE, ("tests/store",), 100, 2, real=True),
+    Layer("model", DEV, ("tests/model",), 300, beside=True),
+    Layer("store", ENGINE, ("tests/store",), 90, 3, real=True),
     Layer("cluster", DEV, ("tests/cluster", "tests/unit/chart"), 300, 3, real=True),
-    Layer("engine", ENGINE, ("tests/engine",), 960, real=True, without=("tests/engine/test_matrix.py",)),
+    Layer("engine", ENGINE, ("tests/engine",), 800, real=True, without=("tests/engine/test_matrix.py",)),
     Layer("e2e", DEV, ("tests/e2e",), 480, real=True),
 )
 GROUPS = {"unit": ("fast", "fence", "model", "security", "unit-connector"), "engine": ("engine", "matrix")}

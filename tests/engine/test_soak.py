@@ -1,4 +1,4 @@
-"""Two minutes of `make soak`: three engines under random faults, resets and weight changes, from a fixed seed."""
+"""A minute of `make soak`: three engines under random faults, resets and weight changes, from a fixed seed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hack.soak.states import States
 from tests.engine.conftest import Reference, Weights
 from tests.engine.server_nursery import ServerNursery
 
-MINUTES, SEED = 2.0, 20
+MINUTES, SEED = 1.0, 20
 
 
 @pytest.mark.timeout(1200)
-def test_two_minutes_of_random_faults_leave_nothing_wrong(
+def test_a_minute_of_random_faults_leave_nothing_wrong(
     weights: Weights, reference: Reference, servers: ServerNursery, tmp_path: Path
 ) -> None:
     states = States.make(tmp_path, [weights.base, weights.new, weights.third])
@@ -29,5 +29,5 @@ def test_two_minutes_of_random_faults_leave_nothing_wrong(
             f"engines said, hub.log the hub, mooncake/ the store; again: python -m hack.soak --minutes {MINUTES:g} --seed {SEED}",
         )
     )
-    enough = (verdict.faults >= 20, verdict.resets >= 5, verdict.updates >= 1, verdict.ways >= 3, verdict.hits >= 20)
+    enough = (verdict.faults >= 10, verdict.resets >= 3, verdict.updates >= 1, verdict.ways >= 2, verdict.hits >= 10)
     assert enough == (True,) * 5, (*verdict.lines, verdict.closing)
