@@ -82,7 +82,7 @@ lint: setup-engine ## ruff, mypy --strict, import walls, generated files up to d
 census: setup ## Lines, and what is over the bounds of CONTRIBUTING.md (ARGS=-v lists it); fails on import circles
 	@$(DEV) -m hack.census $(ARGS)
 
-generate: setup ## Write the CRDs, the API reference and the chart's copies from the models
+generate: setup ## Write the CRDs, the references of the API and of the connector's configuration, the chart's copies
 	@$(DEV) -m epochkv_operator.api.generate
 	@$(DEV) -m epochkv_connector.config.reference
 	@$(DEV) -m hack.sync_chart
@@ -99,7 +99,7 @@ docs: $(DOCS)/.made ## Build the documentation site into .build/site; a broken l
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 	@echo "open .build/site/index.html"
 
-bench-epoch: setup ## Patch -> published on the demo's cluster: median and max of 20 bumps
+bench-epoch: setup ## Patch -> published: median and max of 20 bumps; needs the cluster that `make demo` leaves up
 	@$(DEV) -m bench.bump_to_published
 
 bench-fence: setup-cluster ## Fence: bump -> published by size and authority, steady state, faults, scheduler cost (ARGS="bump-16 --bumps 50")

@@ -26,7 +26,7 @@ from epochkv_connector.config.connector_config import ConnectorConfig
 from epochkv_connector.naming.object_keys import object_key
 from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping, StepJobs
 from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
-from epochkv_connector.wire.jobs import JobAck, Phase, Source
+from epochkv_connector.wire.jobs import JobAck, Phase, Tier
 
 LAYOUT = CacheLayout((GroupLayout(GroupKind.FULL, BLOCK_TOKENS),), BLOCK_TOKENS, 1)
 ROOT, NAMESPACE = b"root", "bench/0123456789abcdef/e1"
@@ -113,7 +113,7 @@ class Engine:
 
     def _work(self, jobs: StepJobs) -> None:
         for load in jobs.loads:
-            filled = tuple(move.slot for move in load.moves if move.source is Source.STORE)
+            filled = tuple(move.slot for move in load.moves if move.source is Tier.STORE)
             self._books.on_acks([JobAck(load.job_id, 0, Phase.LOADED, 0, len(load.moves), filled_slots=filled)])
         for save in jobs.saves:
             self._books.on_acks([JobAck(save.job_id, 0, Phase.COPIED, save.start_block, save.num_blocks)])

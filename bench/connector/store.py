@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import Figure, Progress, Row, repeated
-from epochkv_connector.store import Outcome, StoreClient, StoreSettings, Transfer
+from epochkv_connector.store import StoreClient, StoreOutcome, StoreSettings, Transfer
 from epochkv_connector.store.settings import prepare_environment
 from hack.standalone.mooncake import Mooncake
 
@@ -110,8 +110,8 @@ def turn(ours: StoreClient, region: Region, raw: Raw, name: str, small: int, bac
     count = len(region.addresses)
     keys = {who: [f"bench/{name}/{who}/{index}" for index in range(count)] for who in ("ours", "raw", "raw small")}
 
-    def check(outcomes: list[Outcome]) -> None:
-        if any(outcome is not Outcome.OK for outcome in outcomes):
+    def check(outcomes: list[StoreOutcome]) -> None:
+        if any(outcome is not StoreOutcome.OK for outcome in outcomes):
             raise RuntimeError(f"our client: {outcomes}")
 
     transfers = region.transfers(keys["ours"])

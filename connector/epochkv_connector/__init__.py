@@ -1,4 +1,4 @@
-"""EpochKV's connector for vLLM: host-memory and Mooncake tiers behind the prefix cache, fenced by weights epochs.
+"""EpochKV's connector for vLLM: host-memory and Mooncake tiers behind the prefix cache, fenced by weights and epochs.
 
 vLLM loads `epochkv_connector.connector:EpochKVConnector`; nothing else here is public.
 """

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from epochkv_connector.wire.jobs import Source
+from epochkv_connector.wire.jobs import Tier
 from tests.scheduler.rigs import MakeRig
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
@@ -59,7 +59,7 @@ class Chaos:
 
     def check_reads(self) -> None:
         """In bypass, once nothing is read, nothing begins to be."""
-        held = [job for worker in self.rig.workers for job in worker.loads if any(m.source is Source.STORE for m in job.moves)]
+        held = [job for worker in self.rig.workers for job in worker.loads if any(m.source is Tier.STORE for m in job.moves)]
         if held:
             self.num_held += 1
         if self.rig.pins.root.refresh().in_use or self.rig.books.stats()["reads_open"]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.wire.jobs import Source
+from epochkv_connector.wire.jobs import Tier
 from tests.scheduler.rigs import MakeRig, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
@@ -42,8 +42,8 @@ def watched(rig: Any) -> list[Any]:
         moves = [move for job in metadata.loads for move in job.moves]
         assert len({move.gpu_block for move in moves}) == len(moves), "a GPU block has two owners"
         indexed = rig.books.state.index.indexed  # a staging ring is used in turns within a load
-        fetched = [move.slot for move in moves if move.source is Source.STORE]
-        held = {move.slot for move in moves if move.source is Source.HOST}
+        fetched = [move.slot for move in moves if move.source is Tier.STORE]
+        held = {move.slot for move in moves if move.source is Tier.HOST}
         assert not indexed or len(set(fetched)) == len(fetched), "a slot is filled twice"
         assert not held & set(fetched), "a slot of a hit was given to another block of the step"
         jobs.extend(metadata.loads)
@@ -77,8 +77,8 @@ def test_slots_of_a_hit_stay_while_its_other_groups_get_theirs(make_rig: MakeRig
     jobs, evicted = watched(rig), index.evictions
     again = rig.serve(tokens)
     assert rig.cached[again] == 8 * BLOCK
-    assert {Source.HOST, Source.STORE} == {move.source for job in jobs for move in job.moves}, "the hit was not mixed"
-    assert {move.group for job in jobs for move in job.moves if move.source is Source.HOST} == {len(groups) - 1}
+    assert {Tier.HOST, Tier.STORE} == {move.source for job in jobs for move in job.moves}, "the hit was not mixed"
+    assert {move.group for job in jobs for move in job.moves if move.source is Tier.HOST} == {len(groups) - 1}
     assert index.evictions > evicted, "nothing had to be evicted"
     rig.check_clean()
 

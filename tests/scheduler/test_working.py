@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from epochkv_connector.store.queues import Outcome
-from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.store.queues import StoreOutcome
+from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
 from epochkv_connector.wire.steps import StepMetadata
 from epochkv_connector.worker.copying.layout import GroupSpec
 from epochkv_connector.worker.copying.staging import Staging, StagingStream
@@ -71,7 +71,7 @@ class Side:
         eventually(arrived, f"acknowledgements {wanted}", 10.0)
 
 
-def move(block: int, slot: int, source: Source = Source.HOST) -> BlockMove:
+def move(block: int, slot: int, source: Tier = Tier.HOST) -> BlockMove:
     return BlockMove(0, block, block, slot, bytes([block]) * 32, source)
 
 
@@ -90,11 +90,11 @@ def test_a_runner_that_breaks_down_owes_nothing_afterwards(raising: str) -> None
     side = Side(store)
     side.step(saves=[save(1, [move(1, 0)], NAMESPACE)])
     side.until({(1, Phase.COPIED)})
-    side.step(loads=[load(2, [move(2, 1, Source.STORE)])])
+    side.step(loads=[load(2, [move(2, 1, Tier.STORE)])])
     assert side.finished == {}
     for request in store.open:  # a real store answers what waits when it is closed
-        store.answer(request, Outcome.CLOSED) if request.kind == "put" else None
-    side.step(raising=raising, loads=[load(3, [move(3, 2, Source.STORE)])], saves=[save(4, [move(4, 3)])], poisoned=["p"])
+        store.answer(request, StoreOutcome.CLOSED) if request.kind == "put" else None
+    side.step(raising=raising, loads=[load(3, [move(3, 2, Tier.STORE)])], saves=[save(4, [move(4, 3)])], poisoned=["p"])
     expected = {(1, Phase.COPIED), (1, Phase.STORED), (2, Phase.LOADED), (3, Phase.LOADED), (4, Phase.COPIED)}
     side.until(expected)
     assert side.finished == {"r2": 1, "r3": 1, "p": 1}

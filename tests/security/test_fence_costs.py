@@ -75,7 +75,7 @@ def test_who_asks_for_too_much_is_told_and_its_pools_heartbeats_are_taken(world:
     def spend() -> None:
         holder = hub.receiver.client(world.pool_pair.public)
         assert holder is not None
-        holder.pool.costs.fine(10**6)
+        holder.pool.costs.penalise(10**6)
 
     with raw(hub.endpoint, world.client_keys) as client:
         assert isinstance(client.ask(encode(Bump(1, 1))), BumpStatus)

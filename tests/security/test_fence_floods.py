@@ -114,7 +114,7 @@ def test_many_connections_of_one_pool_share_its_limit(world: FenceWorld, hub: Hu
     def empty() -> None:
         holder = hub.receiver.client(keys.public)
         assert holder is not None
-        holder.pool.bucket.fine(holder.pool.bucket.tokens + 10**6)
+        holder.pool.bucket.penalise(holder.pool.bucket.tokens + 10**6)
 
     world.thread.call(empty)
     with flooding("messages", hub.endpoint, 500, keys):
@@ -139,7 +139,7 @@ def test_a_bucket_gives_its_rate_and_no_more() -> None:
     assert not bucket.take(1, at + 0.09)
     assert bucket.take(1, at + 0.11)
     assert sum(bucket.take(1, at + 1.1) for _ in range(50)) == 9
-    bucket.fine(15)
+    bucket.penalise(15)
     assert not bucket.take(1, at + 2.0)
     assert bucket.take(4.5, at + 3.0)
     assert not bucket.take(1, at)  # a clock that goes back gives nothing

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from epochkv_connector.store import Outcome, StoreClient, StoreState, StoreUnavailable
+from epochkv_connector.store import StoreClient, StoreOutcome, StoreState, StoreUnavailable
 from hack.standalone.mooncake import Mooncake
 from tests.store.conftest import ConnectTo
 from tests.support.store import Memory, block_keys, get, put, settings
 
 
-def why_not(client: StoreClient, keys: Sequence[str]) -> Outcome:
+def why_not(client: StoreClient, keys: Sequence[str]) -> StoreOutcome:
     with pytest.raises(StoreUnavailable) as caught:
         client.exists(keys).result(10)
     return caught.value.outcome
@@ -75,9 +75,9 @@ def test_a_closed_client_answers_and_stays_closed(stores: Mooncake, connect: Con
     assert client.close(5)
     assert client.state is StoreState.CLOSED
     keys = block_keys(1)
-    assert put(client, memory, keys) == [Outcome.CLOSED]
-    assert get(client, memory, keys) == [Outcome.CLOSED]
-    assert why_not(client, keys) is Outcome.CLOSED
+    assert put(client, memory, keys) == [StoreOutcome.CLOSED]
+    assert get(client, memory, keys) == [StoreOutcome.CLOSED]
+    assert why_not(client, keys) is StoreOutcome.CLOSED
     with pytest.raises(StoreUnavailable):
         client.remove_matching("^a/")
     assert client.close(5)

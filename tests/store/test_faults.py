@@ -12,14 +12,14 @@ from contextlib import suppress
 
 import pytest
 
-from epochkv_connector.store import Outcome, StoreClient, StoreState, StoreUnavailable
+from epochkv_connector.store import StoreClient, StoreOutcome, StoreState, StoreUnavailable
 from hack.standalone.mooncake import Mooncake
 from hack.waiting import eventually
 from tests.store.conftest import ConnectTo
 from tests.support.store import Memory, RawClient, RelayProcess, block_keys, get, pattern, put
 
 
-def why_not(client: StoreClient, keys: Sequence[str]) -> Outcome:
+def why_not(client: StoreClient, keys: Sequence[str]) -> StoreOutcome:
     with pytest.raises(StoreUnavailable) as caught:
         client.exists(keys).result(10)
     return caught.value.outcome
@@ -37,16 +37,16 @@ def test_a_master_that_is_absent_at_start_is_joined_when_it_appears(
     time.sleep(1.0)  # several probes
     assert client.state is StoreState.PROBING
     keys = block_keys(1)
-    assert put(client, memory, keys) == [Outcome.DOWN]
-    assert get(client, memory, keys) == [Outcome.DOWN]
-    assert why_not(client, keys) is Outcome.DOWN
+    assert put(client, memory, keys) == [StoreOutcome.DOWN]
+    assert get(client, memory, keys) == [StoreOutcome.DOWN]
+    assert why_not(client, keys) is StoreOutcome.DOWN
     assert len([r for r in caplog.records if "no Mooncake master answers" in r.message]) == 1
 
     stores.start_master()
     stores.start_store()
     assert client.wait_ready(15)
-    assert put(client, memory, keys) == [Outcome.OK]
-    assert get(client, memory, keys) == [Outcome.OK]
+    assert put(client, memory, keys) == [StoreOutcome.OK]
+    assert get(client, memory, keys) == [StoreOutcome.OK]
 
 
 def test_a_killed_master_costs_one_call_and_its_successor_is_used(stores: Mooncake, connect: ConnectTo) -> None:
@@ -55,25 +55,25 @@ def test_a_killed_master_costs_one_call_and_its_successor_is_used(stores: Moonca
     stores.start_store()
     client = connect(stores.address, memory)
     keys = block_keys(2)
-    assert put(client, memory, keys) == [Outcome.OK] * 2
+    assert put(client, memory, keys) == [StoreOutcome.OK] * 2
 
     master.kill()
-    assert why_not(client, keys) is Outcome.UNREACHABLE
+    assert why_not(client, keys) is StoreOutcome.UNREACHABLE
     assert client.state is StoreState.PROBING
     assert client.stats()["breaker_opened"] == 1
     calls = client.stats()["exists_calls"]
     for _ in range(100):  # answered without a call
-        assert why_not(client, keys) is Outcome.DOWN
-        assert get(client, memory, keys) == [Outcome.DOWN] * 2
+        assert why_not(client, keys) is StoreOutcome.DOWN
+        assert get(client, memory, keys) == [StoreOutcome.DOWN] * 2
     assert client.stats()["exists_calls"] == calls
 
     stores.start_master()  # empty
     assert client.wait_ready(15)
     assert stores.keys() == []
     assert client.exists(keys).result(10) == [False, False]
-    assert get(client, memory, keys)[0] is Outcome.ABSENT
-    eventually(lambda: put(client, memory, keys) == [Outcome.OK] * 2, "store remounted and puts accepted", 30)
-    assert get(client, memory, keys) == [Outcome.OK] * 2
+    assert get(client, memory, keys)[0] is StoreOutcome.ABSENT
+    eventually(lambda: put(client, memory, keys) == [StoreOutcome.OK] * 2, "store remounted and puts accepted", 30)
+    assert get(client, memory, keys) == [StoreOutcome.OK] * 2
 
 
 def test_a_frozen_master_is_a_timeout_for_the_caller_and_then_an_open_breaker(stores: Mooncake, connect: ConnectTo) -> None:
@@ -82,13 +82,13 @@ def test_a_frozen_master_is_a_timeout_for_the_caller_and_then_an_open_breaker(st
     stores.start_store()
     client = connect(stores.address, memory)
     keys = block_keys(2)
-    assert put(client, memory, keys) == [Outcome.OK] * 2
+    assert put(client, memory, keys) == [StoreOutcome.OK] * 2
 
     master.freeze()
     lookup = client.exists(keys, timeout=0.05)
     with pytest.raises(StoreUnavailable) as caught:
         lookup.result(10)
-    assert caught.value.outcome is Outcome.TIMEOUT
+    assert caught.value.outcome is StoreOutcome.TIMEOUT
     eventually(lambda: client.state is StoreState.PROBING, "breaker open", 10)
     assert client.stats()["setups"] == 1
     time.sleep(1.0)
@@ -97,7 +97,7 @@ def test_a_frozen_master_is_a_timeout_for_the_caller_and_then_an_open_breaker(st
 
     master.thaw()
     assert client.wait_ready(15)
-    assert get(client, memory, keys) == [Outcome.OK] * 2
+    assert get(client, memory, keys) == [StoreOutcome.OK] * 2
 
 
 class Mute:
@@ -162,20 +162,20 @@ def test_a_killed_store_is_a_miss_and_another_one_takes_over(stores: Mooncake, c
     store = stores.start_store()
     client = connect(stores.address, memory)
     keys = block_keys(2)
-    assert put(client, memory, keys) == [Outcome.OK] * 2
+    assert put(client, memory, keys) == [StoreOutcome.OK] * 2
 
     store.kill()
     assert client.exists(keys).result(10) == [True, True]  # the master does not know yet
     outcomes = get(client, memory, keys)
-    assert outcomes[0] is Outcome.TRANSFER
-    assert Outcome.OK not in outcomes
+    assert outcomes[0] is StoreOutcome.TRANSFER
+    assert StoreOutcome.OK not in outcomes
     assert client.state is StoreState.READY
 
     stores.start_store()
     eventually(lambda: client.exists(keys).result(10) == [False, False], "master dropped the dead segment", 30)
-    assert get(client, memory, keys)[0] is Outcome.ABSENT
-    assert put(client, memory, keys) == [Outcome.OK] * 2
-    assert get(client, memory, keys) == [Outcome.OK] * 2
+    assert get(client, memory, keys)[0] is StoreOutcome.ABSENT
+    assert put(client, memory, keys) == [StoreOutcome.OK] * 2
+    assert get(client, memory, keys) == [StoreOutcome.OK] * 2
 
 
 def test_a_frozen_store_keeps_the_buffers_after_the_deadline(stores: Mooncake, connect: ConnectTo) -> None:
@@ -186,11 +186,11 @@ def test_a_frozen_store_keeps_the_buffers_after_the_deadline(stores: Mooncake, c
     client = connect(stores.address, memory)
     keys = block_keys(4)
     values = [memory.fill(slot, slot) for slot in range(4)]
-    assert put(client, memory, keys) == [Outcome.OK] * 4
+    assert put(client, memory, keys) == [StoreOutcome.OK] * 4
 
     store.freeze()
     ticket = client.get([memory.transfer(key, slot) for slot, key in enumerate(keys)], 0.2)
-    assert ticket.done.result(5) == [Outcome.TIMEOUT] * 4
+    assert ticket.done.result(5) == [StoreOutcome.TIMEOUT] * 4
     assert not ticket.released.done(), "the call is still in flight, so the buffers are not free"
     assert client.stats()["in_flight"] == 1
     ticket.released.result(30)
@@ -198,7 +198,7 @@ def test_a_frozen_store_keeps_the_buffers_after_the_deadline(stores: Mooncake, c
     assert client.state is StoreState.READY, "the master is fine, so lookups go on"
 
     store.thaw()
-    eventually(lambda: get(client, memory, keys) == [Outcome.OK] * 4, "reads work again", 30)
+    eventually(lambda: get(client, memory, keys) == [StoreOutcome.OK] * 4, "reads work again", 30)
     assert [bytes(memory.payload(slot)) for slot in range(4)] == values
 
 
@@ -207,8 +207,8 @@ def test_without_any_store_puts_are_dropped_and_the_client_stays_ready(stores: M
     stores.start_master()
     client = connect(stores.address, memory)
     keys = block_keys(1)
-    assert put(client, memory, keys) == [Outcome.FULL]
-    assert get(client, memory, keys) == [Outcome.ABSENT]
+    assert put(client, memory, keys) == [StoreOutcome.FULL]
+    assert get(client, memory, keys) == [StoreOutcome.ABSENT]
     assert client.exists(keys).result(5) == [False]
     assert client.state is StoreState.READY
 
@@ -221,24 +221,24 @@ def test_a_full_store_drops_puts_and_recovers(stores: Mooncake, connect: Connect
     stores.start_store(segment_bytes=16 << 20)
     client = connect(stores.address, memory)
     kept: list[str] = []
-    outcomes: list[Outcome] = []
-    while Outcome.FULL not in outcomes:
+    outcomes: list[StoreOutcome] = []
+    while StoreOutcome.FULL not in outcomes:
         assert len(kept) < 100, "the store never filled up"
         key = block_keys(1)[0]
         memory.fill(0, len(kept))
         outcomes = put(client, memory, [key])
-        if outcomes == [Outcome.OK]:
+        if outcomes == [StoreOutcome.OK]:
             kept.append(key)
             assert client.exists([key]).result(5) == [True]
     calls = client.stats()["put_calls"]
-    assert put(client, memory, block_keys(1)) == [Outcome.FULL]
+    assert put(client, memory, block_keys(1)) == [StoreOutcome.FULL]
     assert client.stats()["put_calls"] == calls, "backing off: not even tried"
     memory.clear()
-    assert get(client, memory, [kept[-1]]) == [Outcome.OK]
+    assert get(client, memory, [kept[-1]]) == [StoreOutcome.OK]
     assert bytes(memory.payload(0)) == pattern(len(kept) - 1, 1 << 20)
 
     stores.flush()
-    eventually(lambda: put(client, memory, block_keys(1)) == [Outcome.OK], "puts accepted again", 20)
+    eventually(lambda: put(client, memory, block_keys(1)) == [StoreOutcome.OK], "puts accepted again", 20)
 
 
 def test_every_transfer_failing_although_the_objects_exist_starts_a_new_client(stores: Mooncake, connect: ConnectTo) -> None:
@@ -248,7 +248,7 @@ def test_every_transfer_failing_although_the_objects_exist_starts_a_new_client(s
     store = stores.start_store()
     client = connect(stores.address, memory, poison_seconds=0.5, poison_calls=3)
     keys = block_keys(1)
-    assert put(client, memory, keys) == [Outcome.OK]
+    assert put(client, memory, keys) == [StoreOutcome.OK]
     store.kill()
 
     def renewed() -> bool:
@@ -260,7 +260,7 @@ def test_every_transfer_failing_although_the_objects_exist_starts_a_new_client(s
     assert client.wait_ready(20)
     assert client.stats()["setups"] == 2
     stores.start_store()
-    eventually(lambda: put(client, memory, block_keys(1)) == [Outcome.OK], "puts go to the living store", 30)
+    eventually(lambda: put(client, memory, block_keys(1)) == [StoreOutcome.OK], "puts go to the living store", 30)
 
 
 # -- races --------------------------------------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ def test_a_forced_flush_while_reading_never_yields_wrong_bytes(stores: Mooncake,
             stores.flush()
             key = block_keys(1)[0]
             memory.payload(0)[:] = value
-            if put(reader, memory, [key]) != [Outcome.OK]:
+            if put(reader, memory, [key]) != [StoreOutcome.OK]:
                 seen["not put"] += 1  # the store keeps the space of a write that was cut short for a while
                 time.sleep(0.3)
                 continue
@@ -328,9 +328,9 @@ def test_a_forced_flush_while_reading_never_yields_wrong_bytes(stores: Mooncake,
             vandal.begin(within=read_seconds / 8)
             began = time.monotonic()
             outcome = get(reader, memory, [key])[0]
-            read_seconds = time.monotonic() - began if outcome is Outcome.OK else read_seconds
+            read_seconds = time.monotonic() - began if outcome is StoreOutcome.OK else read_seconds
             seen[outcome.value] += 1
-            wrong += outcome is Outcome.OK and bytes(memory.payload(0)) != value
+            wrong += outcome is StoreOutcome.OK and bytes(memory.payload(0)) != value
             vandal.end()
     finally:
         vandal.close()
@@ -350,11 +350,11 @@ def test_a_full_queue_drops_the_oldest_put(stores: Mooncake, connect: ConnectTo)
     eventually(lambda: client.stats()["in_flight"] == 1, "the first put is in flight", 5)
     waiting = [client.put([memory.transfer(block_keys(1)[0], slot)], 20) for slot in range(1, 6)]
 
-    assert [ticket.done.result(1) for ticket in waiting[:2]] == [[Outcome.DROPPED], [Outcome.DROPPED]]
+    assert [ticket.done.result(1) for ticket in waiting[:2]] == [[StoreOutcome.DROPPED], [StoreOutcome.DROPPED]]
     assert all(ticket.released.done() for ticket in waiting[:2])
     assert not any(ticket.done.done() for ticket in (running, *waiting[2:]))
     assert client.stats()["put_dropped"] == 2
     store.thaw()
     for ticket in (running, *waiting[2:]):
         ticket.released.result(30)
-    assert waiting[-1].done.result(1) == [Outcome.OK]
+    assert waiting[-1].done.result(1) == [StoreOutcome.OK]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_connector.store import Outcome, prepare_environment
+from epochkv_connector.store import StoreOutcome, prepare_environment
 from epochkv_connector.store.settings import LOAD_SECONDS, status_timeout
 from hack.standalone.mooncake import Mooncake
 from hack.waiting import eventually
@@ -37,9 +37,9 @@ def test_a_segment_is_touched_before_it_is_mounted(stores: Mooncake, connect: Co
     client = connect(stores.address, memory)
     wanted = [memory.fill(slot, slot) for slot in range(8)]
     transfers = [memory.transfer(f"pool/{slot}", slot) for slot in range(8)]
-    assert set(client.put(transfers, 20).done.result(25)) == {Outcome.OK}
+    assert set(client.put(transfers, 20).done.result(25)) == {StoreOutcome.OK}
     memory.clear()
-    assert set(client.get(transfers, 20).done.result(25)) == {Outcome.OK}
+    assert set(client.get(transfers, 20).done.result(25)) == {StoreOutcome.OK}
     assert [bytes(memory.payload(slot)) for slot in range(8)] == wanted
 
 
@@ -76,12 +76,12 @@ def test_a_stall_of_a_store_within_half_a_loads_deadline_fails_nothing(
     for slot in range(4):
         memory.fill(slot, slot)
     transfers = [memory.transfer(f"pool/{slot}", slot) for slot in range(4)]
-    assert set(client.put(transfers, 10).done.result(15)) == {Outcome.OK}
+    assert set(client.put(transfers, 10).done.result(15)) == {StoreOutcome.OK}
     store.freeze()
     threading.Timer(3.0, store.thaw).start()
     began = time.monotonic()
     ticket = client.get(transfers, LOAD_SECONDS)
-    assert set(ticket.done.result(15)) == {Outcome.OK}, f"after {time.monotonic() - began:.1f} s"
+    assert set(ticket.done.result(15)) == {StoreOutcome.OK}, f"after {time.monotonic() - began:.1f} s"
 
 
 @pytest.mark.parametrize(("load_seconds", "timeout"), [(0.5, "2"), (5.0, "2"), (10.0, "5"), (15.5, "7"), (60.0, "10")])

@@ -9,7 +9,7 @@ import pytest
 from epochkv_connector.naming.identity import pool_prefix
 from epochkv_connector.naming.object_keys import object_key, older_pattern, other_weights_pattern, prefix_pattern
 from epochkv_connector.scheduler.build import Tiers
-from epochkv_connector.store import Outcome, StoreClient
+from epochkv_connector.store import StoreClient, StoreOutcome
 from hack.standalone.mooncake import Mooncake
 from tests.store.conftest import ConnectTo
 from tests.support.store import END_BYTES, NAMESPACE, Memory, RawClient, get, pattern, put
@@ -28,8 +28,8 @@ def test_another_client_reads_exactly_what_was_put(shared: Mooncake, connect: Co
     keys = [unique_key() for _ in range(9)]
     values = [mine.fill(slot, seed=slot) for slot in range(9)]
 
-    assert put(writer, mine, keys) == [Outcome.OK] * 9
-    assert get(reader, theirs, keys) == [Outcome.OK] * 9
+    assert put(writer, mine, keys) == [StoreOutcome.OK] * 9
+    assert get(reader, theirs, keys) == [StoreOutcome.OK] * 9
     assert [bytes(theirs.payload(slot)) for slot in range(9)] == values
     assert set(keys) <= set(shared.keys())
     assert reader.stats()["get_bytes"] == 9 * (payload_bytes + 2 * END_BYTES)
@@ -40,11 +40,11 @@ def test_first_writer_wins_and_the_second_is_told_ok(shared: Mooncake, connect: 
     client = connect(shared.address, memory)
     key = unique_key()
     first = memory.fill(0, seed=1)
-    assert put(client, memory, [key]) == [Outcome.OK]
+    assert put(client, memory, [key]) == [StoreOutcome.OK]
     memory.fill(0, seed=2)
-    assert put(client, memory, [key]) == [Outcome.OK]
+    assert put(client, memory, [key]) == [StoreOutcome.OK]
     memory.clear()
-    assert get(client, memory, [key]) == [Outcome.OK]
+    assert get(client, memory, [key]) == [StoreOutcome.OK]
     assert bytes(memory.payload(0)) == first
 
 
@@ -71,8 +71,8 @@ def test_a_missing_key_is_a_miss_and_stops_the_request(shared: Mooncake, connect
     keys = [unique_key() for _ in range(8)]
     put(client, memory, keys[:3])
     outcomes = get(client, memory, keys)
-    assert outcomes[:4] == [Outcome.OK, Outcome.OK, Outcome.OK, Outcome.ABSENT]
-    assert outcomes[4:] == [Outcome.CANCELLED] * 4
+    assert outcomes[:4] == [StoreOutcome.OK, StoreOutcome.OK, StoreOutcome.OK, StoreOutcome.ABSENT]
+    assert outcomes[4:] == [StoreOutcome.CANCELLED] * 4
 
 
 def test_removal_takes_the_prefix_and_nothing_that_only_looks_like_it(shared: Mooncake, connect: ConnectTo) -> None:
@@ -89,7 +89,7 @@ def test_removal_takes_the_prefix_and_nothing_that_only_looks_like_it(shared: Mo
     keep = [key(30), key(13), key(3, owner="f" * 8), "prefix/" + key(3)]
     old = [key(13, held=gone), key(30, other, held=gone)]
     for name in [key(3), key(3, other), *old, *keep]:
-        assert put(client, memory, [name]) == [Outcome.OK]
+        assert put(client, memory, [name]) == [StoreOutcome.OK]
 
     assert client.remove_matching(prefix_pattern(f"{pool}/{fingerprint}/e3/")) == 1
     assert client.remove_matching(older_pattern(pool, 4)) == 1  # the other fingerprint's
@@ -109,13 +109,13 @@ def test_a_reclaim_counts_keys_of_all_layouts_and_bytes_of_its_own(shared: Moonc
     foreign = {object_key(f"{pool}/{other}/e{epoch}/w{kept}", 0, 0, b"x") for epoch in (0, 9)}
     current = {object_key(f"{pool}/{fp}/e10/w{kept}", 0, 0, b"x") for fp in (own, other)}
     for name in sorted(old | foreign | current):
-        assert put(client, memory, [name]) == [Outcome.OK]
+        assert put(client, memory, [name]) == [StoreOutcome.OK]
     tiers = Tiers(books=None, store=client, object_bytes=(1000, 3))  # type: ignore[arg-type]  # which reclaims nothing
     assert tiers.reclaim(uid, own, 10) == (4 + 6 + 2, 4 * 1000 + 6 * 3)
     assert current <= set(shared.keys())
     assert not (old | foreign) & set(shared.keys())
     late = object_key(f"{pool}/{own}/e3/w{kept}", 1, 0, b"late")  # a put that was under way during the sweep
-    assert put(client, memory, [late]) == [Outcome.OK]
+    assert put(client, memory, [late]) == [StoreOutcome.OK]
     assert tiers.reclaim(uid, own, 10) == (1, 3)
     assert tiers.reclaim(uid, own, 10) == (0, 0)
 
@@ -138,7 +138,7 @@ def sealed(client: StoreClient, memory: Memory, raw: RawClient, seed: int) -> by
     """The stored bytes of a good object under some other key."""
     key = unique_key()
     memory.fill(0, seed)
-    assert put(client, memory, [key]) == [Outcome.OK]
+    assert put(client, memory, [key]) == [StoreOutcome.OK]
     return raw.get(key, memory.object_bytes)
 
 
@@ -163,7 +163,7 @@ def test_foreign_bytes_of_the_right_length_are_refused(shared: Mooncake, connect
     raw.put(key, foreign)
     raw.close()
     assert client.exists([key]).result(5) == [True]  # the store itself sees nothing wrong
-    assert get(client, memory, [key]) == [Outcome.FOREIGN]
+    assert get(client, memory, [key]) == [StoreOutcome.FOREIGN]
     assert client.stats()[f"defect_{defect}"] == 1
 
 
@@ -176,15 +176,15 @@ def test_an_object_of_another_layout_is_a_miss_that_is_counted_and_said_once(
     reader = connect(shared.address, memory, layout=b"r" * 16)
     keys = [unique_key() for _ in range(3)]
     values = [memory.fill(slot, seed=slot) for slot in range(3)]
-    assert put(writer, memory, keys) == [Outcome.OK] * 3
+    assert put(writer, memory, keys) == [StoreOutcome.OK] * 3
     for key in keys:
-        assert get(reader, memory, [key]) == [Outcome.FOREIGN]
+        assert get(reader, memory, [key]) == [StoreOutcome.FOREIGN]
     assert reader.stats()["defect_layout"] == 3
     said = [record.getMessage() for record in caplog.records if "laid out otherwise" in record.getMessage()]
     assert len(said) == 1
     assert keys[0] in said[0]
     memory.clear()
-    assert get(writer, memory, keys) == [Outcome.OK] * 3
+    assert get(writer, memory, keys) == [StoreOutcome.OK] * 3
     assert [bytes(memory.payload(slot)) for slot in range(3)] == values
 
 
@@ -197,18 +197,18 @@ def test_one_flipped_bit_anywhere_is_refused(shared: Mooncake, connect: ConnectT
     for position in positions:
         key = unique_key()
         memory.fill(0, seed=position)
-        assert put(client, memory, [key]) == [Outcome.OK]
+        assert put(client, memory, [key]) == [StoreOutcome.OK]
         damaged = bytearray(raw.get(key, memory.object_bytes))
         damaged[position] ^= 1
         shared.flush()
         raw.put(key, bytes(damaged))
-        refused.append(get(client, memory, [key]) == [Outcome.FOREIGN])
+        refused.append(get(client, memory, [key]) == [StoreOutcome.FOREIGN])
     raw.close()
     assert dict(zip(positions, refused, strict=True)) == dict.fromkeys(positions, True)
 
 
-@pytest.mark.parametrize(("stored_bytes", "outcome"), [(4000, Outcome.SIZE), (6000, Outcome.ERROR)])
-def test_an_object_of_another_length_is_refused(shared: Mooncake, connect: ConnectTo, stored_bytes: int, outcome: Outcome) -> None:
+@pytest.mark.parametrize(("stored_bytes", "outcome"), [(4000, StoreOutcome.SIZE), (6000, StoreOutcome.ERROR)])
+def test_an_object_of_another_length_is_refused(shared: Mooncake, connect: ConnectTo, stored_bytes: int, outcome: StoreOutcome) -> None:
     memory = Memory(1, 5000)
     client = connect(shared.address, memory)
     raw = RawClient(shared.address)
@@ -224,7 +224,7 @@ def test_an_object_without_checksum_is_refused_by_a_reader_that_wants_one(shared
     strict = connect(shared.address, memory)
     key = unique_key()
     memory.fill(0, 1)
-    assert put(lax, memory, [key]) == [Outcome.OK]
-    assert get(strict, memory, [key]) == [Outcome.FOREIGN]
+    assert put(lax, memory, [key]) == [StoreOutcome.OK]
+    assert get(strict, memory, [key]) == [StoreOutcome.FOREIGN]
     assert strict.stats()["defect_no_checksum"] == 1
-    assert get(lax, memory, [key]) == [Outcome.OK]
+    assert get(lax, memory, [key]) == [StoreOutcome.OK]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from epochkv_connector.store import StoreClient
-from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
 from epochkv_connector.wire.steps import StepMetadata
 from epochkv_connector.worker.copying.layout import GroupSpec, layout_digest
 from epochkv_connector.worker.copying.staging import HostRegion, Staging
@@ -83,18 +83,18 @@ def engines(stores: Mooncake):  # type: ignore[no-untyped-def]
         assert engine.worker.shutdown(10)
 
 
-def moves(count: int, first_block: int, names: list[bytes], source: Source) -> tuple[BlockMove, ...]:
+def moves(count: int, first_block: int, names: list[bytes], source: Tier) -> tuple[BlockMove, ...]:
     return tuple(BlockMove(0, i, first_block + i, i, names[i], source) for i in range(count))
 
 
 def test_kv_saved_by_one_worker_is_loaded_by_another(engines: list[Engine]) -> None:
     one, two = engines
     names = [secrets.token_bytes(32) for _ in range(10)]
-    one.step(saves=(SaveJob(1, "a", NAMESPACE, 0, 10, moves(10, 3, names, Source.HOST), 20.0),))
+    one.step(saves=(SaveJob(1, "a", NAMESPACE, 0, 10, moves(10, 3, names, Tier.HOST), 20.0),))
     assert not one.wait(1, Phase.STORED).failed
     before = two.kv.clone()
 
-    two.step(loads=(LoadJob(1, "b", NAMESPACE, moves(10, 20, names, Source.STORE), 20.0),))
+    two.step(loads=(LoadJob(1, "b", NAMESPACE, moves(10, 20, names, Tier.STORE), 20.0),))
     ack = two.wait(1, Phase.LOADED)
     assert (ack.failed, ack.num_blocks, ack.filled_slots) == (False, 10, tuple(range(10)))
     assert (two.finished, two.failed) == (["b"], [])
@@ -104,7 +104,7 @@ def test_kv_saved_by_one_worker_is_loaded_by_another(engines: list[Engine]) -> N
 
     # Another epoch is another name: nothing is found, nothing is written.
     other = NAMESPACE.replace("/e7", "/e8")
-    two.step(loads=(LoadJob(2, "c", other, moves(10, 5, names, Source.STORE), 20.0),))
+    two.step(loads=(LoadJob(2, "c", other, moves(10, 5, names, Tier.STORE), 20.0),))
     assert two.wait(2, Phase.LOADED).failed
     assert two.failed == ["c"]
     assert torch.equal(two.kv[:, :20], before[:, :20])
@@ -121,11 +121,11 @@ def test_kv_of_tensors_that_are_laid_out_otherwise_is_a_miss(stores: Mooncake) -
         Engine(stores.address, 3, heads_first=False),
     )
     names = [secrets.token_bytes(32) for _ in range(4)]
-    one.step(saves=(SaveJob(1, "a", NAMESPACE, 0, 4, moves(4, 3, names, Source.HOST), 20.0),))
+    one.step(saves=(SaveJob(1, "a", NAMESPACE, 0, 4, moves(4, 3, names, Tier.HOST), 20.0),))
     assert not one.wait(1, Phase.STORED).failed
     before = other.kv.clone()
     for engine in (smaller, other):
-        engine.step(loads=(LoadJob(1, "b", NAMESPACE, moves(4, 20, names, Source.STORE), 20.0),))
+        engine.step(loads=(LoadJob(1, "b", NAMESPACE, moves(4, 20, names, Tier.STORE), 20.0),))
     assert not smaller.wait(1, Phase.LOADED).failed
     assert torch.equal(smaller.kv[:, 20:24], one.kv[:, 3:7])
     assert other.wait(1, Phase.LOADED).failed
@@ -139,12 +139,12 @@ def test_kv_of_tensors_that_are_laid_out_otherwise_is_a_miss(stores: Mooncake) -
 def test_a_frozen_store_fails_the_load_at_its_deadline_and_frees_the_slots_later(stores: Mooncake, engines: list[Engine]) -> None:
     one, two = engines
     names = [secrets.token_bytes(32) for _ in range(4)]
-    one.step(saves=(SaveJob(1, "a", NAMESPACE, 0, 4, moves(4, 3, names, Source.HOST), 20.0),))
+    one.step(saves=(SaveJob(1, "a", NAMESPACE, 0, 4, moves(4, 3, names, Tier.HOST), 20.0),))
     assert not one.wait(1, Phase.STORED).failed
     before = two.kv.clone()
 
     stores.stores[0].freeze()
-    two.step(loads=(LoadJob(1, "b", NAMESPACE, moves(4, 20, names, Source.STORE), 0.2),))
+    two.step(loads=(LoadJob(1, "b", NAMESPACE, moves(4, 20, names, Tier.STORE), 0.2),))
     ack = two.wait(1, Phase.LOADED)
     assert (ack.failed, ack.busy_slots) == (True, (0, 1, 2, 3))
     assert two.finished == two.failed == ["b"]
@@ -156,7 +156,7 @@ def test_a_frozen_store_fails_the_load_at_its_deadline_and_frees_the_slots_later
 
     def loaded() -> bool:
         job_id = len(two.acks) + 10
-        two.step(loads=(LoadJob(job_id, f"r{job_id}", NAMESPACE, moves(4, 20, names, Source.STORE), 5.0),))
+        two.step(loads=(LoadJob(job_id, f"r{job_id}", NAMESPACE, moves(4, 20, names, Tier.STORE), 5.0),))
         return not two.wait(job_id, Phase.LOADED).failed
 
     eventually(loaded, "loads work again", 30)
@@ -166,7 +166,7 @@ def test_a_frozen_store_fails_the_load_at_its_deadline_and_frees_the_slots_later
 def test_a_load_longer_than_its_slots_arrives_whole(engines: list[Engine]) -> None:
     one, two = engines
     names = [secrets.token_bytes(32) for _ in range(10)]
-    one.step(saves=(SaveJob(1, "a", NAMESPACE, 0, 10, moves(10, 3, names, Source.HOST), 20.0),))
+    one.step(saves=(SaveJob(1, "a", NAMESPACE, 0, 10, moves(10, 3, names, Tier.HOST), 20.0),))
     assert not one.wait(1, Phase.STORED).failed
     before = two.kv.clone()
     two.step(loads=(LoadJob(1, "b", NAMESPACE, in_turns(10, 20, names, 3), 20.0),))
@@ -188,7 +188,7 @@ def test_a_load_longer_than_its_slots_arrives_whole(engines: list[Engine]) -> No
 def test_a_store_killed_under_loads_and_saves_leaves_every_job_answered_once(stores: Mooncake, engines: list[Engine], victim: str) -> None:
     one, two = engines
     names = [secrets.token_bytes(32) for _ in range(8)]
-    one.step(saves=(SaveJob(1, "a", NAMESPACE, 0, 8, moves(8, 3, names, Source.HOST), 20.0),))
+    one.step(saves=(SaveJob(1, "a", NAMESPACE, 0, 8, moves(8, 3, names, Tier.HOST), 20.0),))
     assert not one.wait(1, Phase.STORED).failed
     process = stores.stores[0] if victim == "store" else stores.master
     assert process is not None
@@ -211,4 +211,4 @@ def test_a_store_killed_under_loads_and_saves_leaves_every_job_answered_once(sto
 
 
 def in_turns(count: int, first_block: int, names: list[bytes], num_slots: int) -> tuple[BlockMove, ...]:
-    return tuple(BlockMove(0, i, first_block + i, i % num_slots, names[i], Source.STORE) for i in range(count))
+    return tuple(BlockMove(0, i, first_block + i, i % num_slots, names[i], Tier.STORE) for i in range(count))

@@ -22,7 +22,7 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from epochkv_connector.weights import rank as rank_calls
 from epochkv_connector.weights.lora import HeldAdapters
-from epochkv_connector.wire.jobs import JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.wire.jobs import JobAck, LoadJob, Phase, SaveJob, Tier
 from epochkv_connector.wire.steps import StepMetadata, WorkerReport
 
 if TYPE_CHECKING:
@@ -355,7 +355,7 @@ class FakeWorker:
         broken = self.fail_loads(job)
         for move in job.moves:
             content: Content | None = None
-            if move.source is Source.HOST:
+            if move.source is Tier.HOST:
                 content = self.slots.get(move.slot)
             elif self.rig.store is not None and job.namespace is not None:
                 key = self._key(job.namespace, move.group, move.block_hash)
@@ -366,7 +366,7 @@ class FakeWorker:
                 failed_slots.append(move.slot)
                 continue
             self.rig.gpu[move.gpu_block] = content
-            if move.source is Source.STORE:
+            if move.source is Tier.STORE:
                 self.slots[move.slot] = content
                 filled.append(move.slot)
         self.finished.add(job.request_id)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from epochkv_connector.naming.object_keys import KeyCodecError, object_key
-from epochkv_connector.store import Outcome, StoreClient, StoreSettings, Transfer
+from epochkv_connector.store import StoreClient, StoreOutcome, StoreSettings, Transfer
 
 NAMESPACE = "0a1b2c3d/00112233445566ff/e7/w8899aabbccddeeff"
 END_BYTES = 128
@@ -65,12 +65,12 @@ def block_keys(count: int) -> list[str]:
     return [object_key(NAMESPACE, 0, 0, secrets.token_bytes(16)) for _ in range(count)]
 
 
-def put(client: StoreClient, memory: Memory, keys: Sequence[str], timeout: float = 10) -> list[Outcome]:
+def put(client: StoreClient, memory: Memory, keys: Sequence[str], timeout: float = 10) -> list[StoreOutcome]:
     """Store one slot under each key."""
     return client.put([memory.transfer(key, slot) for slot, key in enumerate(keys)], timeout).done.result(timeout + 5)
 
 
-def get(client: StoreClient, memory: Memory, keys: Sequence[str], timeout: float = 10) -> list[Outcome]:
+def get(client: StoreClient, memory: Memory, keys: Sequence[str], timeout: float = 10) -> list[StoreOutcome]:
     """Read each key into a slot of its own."""
     return client.get([memory.transfer(key, slot) for slot, key in enumerate(keys)], timeout).done.result(timeout + 5)
 
@@ -186,7 +186,9 @@ def parse_key(key: str) -> BlockKey:
     """
     match = _KEY.fullmatch(key)
     if match is None:
-        raise KeyCodecError(f"{key!r} is not a block key; expected <uid8>/<fp16>/e<epoch>/w<weights16>/g<group>/r<shard>/<hash hex>")
+        raise KeyCodecError(
+            f"{key!r} is not a block key; expected <pool8>/<fingerprint16>/e<epoch>/w<weights16>/g<group>/r<shard>/<hash hex>"
+        )
     return BlockKey(
         pool=match["uid"],
         fingerprint=match["fingerprint"],

@@ -1,6 +1,6 @@
 """`python -m epochkv_connector.config.reference [--check]`: write the reference of all keys, or fail when it differs.
 
-The page is generated from the fields of the models in `keys`. Needs no vLLM.
+The page is generated from the fields of the models in `connector_config`. Needs no vLLM.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from epochkv_connector.engine.blocks import hash_block_size_of
 from epochkv_connector.engine.interface import kv_cache_utils
 from epochkv_connector.scheduler.tiers.index import Key
-from epochkv_connector.wire.jobs import BlockMove, LoadJob, SaveJob, Source
+from epochkv_connector.wire.jobs import BlockMove, LoadJob, SaveJob, Tier
 
 if TYPE_CHECKING:
     from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping
@@ -122,7 +122,7 @@ class HostEvents:
         for job in jobs:
             if (request := find(job.request_id)) is None:
                 continue
-            fills = (lambda move: move.copy) if isinstance(job, SaveJob) else (lambda move: move.source is Source.STORE)
+            fills = (lambda move: move.copy) if isinstance(job, SaveJob) else (lambda move: move.source is Tier.STORE)
             for move in filter(fills, job.moves):
                 self._offered[move.group, move.block_hash] = self._describe(request, move)
         while len(self._offered) > self._max_offered:

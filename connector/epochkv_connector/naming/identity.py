@@ -1,7 +1,7 @@
 """Who may share which KV: fingerprint, roots and the snapshot that every operation reads once.
 
-Everything a name is made of is decided here, so a wrong name can only come from this file. Pure: no clock, no I/O,
-no vLLM.
+Roots and namespaces are made here, and `object_keys` turns a namespace into the names of objects in L2. So a wrong name can only
+come from these two files. Pure: no clock, no I/O, no vLLM.
 
 Source: `fence.md` sections 1 to 3. Names are made of lengths and bytes, never of joined strings, so that no two
 different inputs give one name.
@@ -129,7 +129,7 @@ def pool_prefix(pool_uid: str) -> str:
 
 
 def namespace(pool_uid: str, fingerprint_hex: str, epoch: int, weights: bytes) -> str:
-    """Prefix of every L2 key of this pool, layout, epoch and weights: `<pool uid8>/<fp16>/e<epoch>/w<16 hex>` (see `object_keys`)."""
+    """Prefix of every L2 key of this pool, layout, epoch and weights; `object_keys` shows its form."""
     return f"{pool_prefix(pool_uid)}/{fingerprint_hex[:16]}/e{epoch}/w{weights.hex()[:16]}"
 
 

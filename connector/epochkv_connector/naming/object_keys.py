@@ -1,8 +1,9 @@
 """Names of KV blocks in L2: one object is one block of one group of one KV shard.
 
-`<pool uid8>/<fp16>/e<epoch>/w<weights16>/g<group>/r<shard>/<block hash hex>`. The first four parts are the *namespace*; the
-scheduler role freezes it into every job (`identity.namespace` makes it). Names, not deletes, make old KV unreachable
-(design: fence.md), so there is exactly one place that turns a namespace into object names: this one. Pure: no clock, no I/O, no torch.
+`<pool8>/<fingerprint16>/e<epoch>/w<weights16>/g<group>/r<shard>/<block hash>`. A number says how many characters a part has:
+`pool8` is of a hash of the pool's uid, and all hashes are in hex. The first four parts are the *namespace*. `identity.namespace`
+makes it, and the scheduler role freezes it into every job. Names, not deletes, make old KV unreachable (design: fence.md), so only
+this module turns a namespace into object names. Pure: no clock, no I/O, no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def epoch_of(namespace: str) -> int:
     """
     match = _NAMESPACE.fullmatch(namespace)
     if match is None:
-        raise KeyCodecError(f"{namespace!r} is not a namespace; expected <uid8>/<fp16>/e<epoch>/w<weights16>")
+        raise KeyCodecError(f"{namespace!r} is not a namespace; expected <pool8>/<fingerprint16>/e<epoch>/w<weights16>")
     return int(match["epoch"])
 
 
@@ -72,7 +73,7 @@ def older_pattern(pool: str, epoch: int, fingerprint: str | None = None, group: 
         lowest = 1 if place == 0 and len(digits) > 1 else 0
         if int(digit) > lowest:
             below.append(f"{digits[:place]}[{lowest}-{int(digit) - 1}][0-9]{{{len(digits) - place - 1}}}")
-    return rf"^{pool}\/{_layout(fingerprint, others)}\/e({'|'.join(below)})\/" + _group(rf"w{_HEX16}\/", group)
+    return rf"^{pool}\/{_fingerprint_part(fingerprint, others)}\/e({'|'.join(below)})\/" + _group(rf"w{_HEX16}\/", group)
 
 
 def other_weights_pattern(
@@ -90,10 +91,10 @@ def other_weights_pattern(
     if not keep or any(len(weights) < 8 for weights in keep) or not re.fullmatch(r"[0-9a-z]{1,8}", pool):
         raise KeyCodecError(f"weights to keep of pool {pool!r} are {list(keep)!r}; expected at least one digest of at least 8 bytes")
     kept = "|".join(sorted({weights.hex()[:16] for weights in keep}))
-    return rf"^{pool}\/{_layout(fingerprint, others)}\/e[0-9]+\/w(?!({kept})\/)" + _group(rf"{_HEX16}\/", group)
+    return rf"^{pool}\/{_fingerprint_part(fingerprint, others)}\/e[0-9]+\/w(?!({kept})\/)" + _group(rf"{_HEX16}\/", group)
 
 
-def _layout(fingerprint: str | None, others: bool) -> str:
+def _fingerprint_part(fingerprint: str | None, others: bool) -> str:
     if fingerprint is None:
         return _HEX16
     if not re.fullmatch(r"[0-9a-f]{16,}", fingerprint):

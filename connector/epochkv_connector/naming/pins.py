@@ -200,8 +200,8 @@ class Pins:
             strand(request, num_named)
 
     def _name(self, request: Any, pin: Pin) -> None:
-        """Store the pin, and hash the request's blocks again unless the pin names them already. A first block that comes later has the
-        pin as its parent; nothing of ours stays in the way of those after it."""
+        """Store the pin, and hash the request's blocks again unless the pin names them already. If the first block comes later, our
+        hasher gives it the pin as its parent. vLLM's own hasher names all later blocks."""
         stranded, inner = is_stranded(request), plain_hasher(request)
         setattr(request, PIN_ATTRIBUTE, pin)
         if inner is None:

@@ -176,8 +176,11 @@ class RootState:
     # ------------------------------------------------------------------ weights
 
     def hold(self, weights: bytes | None) -> bool:
-        """The ranks hold these weights from now on (None: unknown). Returns whether they are others than before: then no name of
-        before is given again by whoever has it, also if these weights return. The caller strands requests that hold blocks."""
+        """The ranks hold these weights from now on (None: unknown). The caller strands requests that hold blocks.
+
+        Returns:
+            True if the weights changed. Requests then never reuse their old names, even if these weights return.
+        """
         with self.lock:
             if weights == self.weights:
                 return False

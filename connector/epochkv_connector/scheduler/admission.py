@@ -15,7 +15,7 @@ from epochkv_connector.scheduler.requests import LoadEvent, LoadState, Request
 from epochkv_connector.scheduler.state import SharedState
 from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping
 from epochkv_connector.scheduler.tiers.views import RequestView
-from epochkv_connector.wire.jobs import Source
+from epochkv_connector.wire.jobs import Tier
 
 
 class Admission:
@@ -140,7 +140,7 @@ class Admission:
 
     def _tokens_by_tier(self, request_id: str, num_external: int) -> tuple[int, int]:
         sources = self._books.loads.sources(request_id) if self._books is not None else {}
-        host = min(sources.get(Source.HOST, 0), num_external)
+        host = min(sources.get(Tier.HOST, 0), num_external)
         return host, num_external - host
 
     def isolate(self, request: Any) -> bool:

@@ -3,6 +3,9 @@
 All of it runs on vLLM's scheduler thread, unless a method says otherwise. Every rule in the parts that looks odd is one of
 `fence.md` section 3, found by running vLLM. The order inside each call is the point: *first* bring the bookkeeping to what holds
 now (`SharedState.apply`), then act. What an engine may not do is found out here, once, and logged with what to change.
+
+The lease is checked before a hit is answered: `Admission.answer` calls `Pins.repin`, and that calls `RootState.refresh`
+(`naming/root.py`). When the lease has expired, the root is in bypass, and so the answer is no hit.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ def why_no_saves(vllm_config: Any) -> str | None:
 
 
 class _EngineNames:
-    """What is named after the weights of this engine (`weights.watch.Names`). An error of ours leaves nothing named."""
+    """What is named after the weights of this engine (`weights.watch.WeightNames`). An error of ours leaves nothing named."""
 
     def __init__(self, weights: WeightChanges, core: Any | None, scheduler: Any | None, guard: Guard) -> None:
         self._weights, self._core, self._scheduler, self._guard = weights, core, scheduler, guard

@@ -2,13 +2,13 @@
 
 from epochkv_connector.store.client import StoreClient
 from epochkv_connector.store.connection import StoreState
-from epochkv_connector.store.queues import Outcome, StoreUnavailable, Ticket, Transfer
+from epochkv_connector.store.queues import StoreOutcome, StoreUnavailable, Ticket, Transfer
 from epochkv_connector.store.settings import ENVIRONMENT, StoreSettings, prepare_environment
 
 __all__ = [
     "ENVIRONMENT",
-    "Outcome",
     "StoreClient",
+    "StoreOutcome",
     "StoreSettings",
     "StoreState",
     "StoreUnavailable",

@@ -23,9 +23,9 @@ from epochkv_connector.store.mooncake import outcome_of
 from epochkv_connector.store.queues import (
     Alarms,
     CallSize,
-    Outcome,
     QueuedRequest,
     RequestQueue,
+    StoreOutcome,
     StoreUnavailable,
     Ticket,
     Transfer,
@@ -44,7 +44,7 @@ _OTHER_LAYOUT = (
     "dimensions or layer types): treated as a miss; give both engines the same hardware and --attention-backend, or pools of their own"
 )
 
-MoveChunk = Callable[[Sequence[Transfer]], tuple[list[Outcome], float]]
+MoveChunk = Callable[[Sequence[Transfer]], tuple[list[StoreOutcome], float]]
 """Moves a few objects in one store call: outcomes, and for how many seconds the buffers must still stay unused."""
 
 
@@ -122,16 +122,16 @@ class StoreClient:
                 if answer.done():
                     return
                 codes = self._connection.call("exists", methodcaller("exists", wanted[start : start + step]))
-                if isinstance(codes, Outcome):
+                if isinstance(codes, StoreOutcome):
                     return abandon(codes)
                 found += [code == 1 for code in codes]
             resolve(answer, found)
 
-        def abandon(outcome: Outcome) -> None:
+        def abandon(outcome: StoreOutcome) -> None:
             if refuse(answer, StoreUnavailable(outcome)):
                 self._counters.add(f"exists_{outcome}")
 
-        self._submit(self._lookups, QueuedRequest(run, abandon), timeout, lambda: abandon(Outcome.TIMEOUT))
+        self._submit(self._lookups, QueuedRequest(run, abandon), timeout, lambda: abandon(StoreOutcome.TIMEOUT))
         return answer
 
     def get(self, transfers: Sequence[Transfer], timeout: float) -> Ticket:
@@ -151,21 +151,21 @@ class StoreClient:
 
         def run() -> None:
             codes = self._connection.call("remove", lambda client: [client.remove_matching(pattern)])
-            if isinstance(codes, Outcome):
+            if isinstance(codes, StoreOutcome):
                 abandon(codes)
             elif codes[0] < 0:
                 abandon(self._known(codes[0]))
             else:
                 resolve(answer, codes[0])
 
-        def abandon(outcome: Outcome) -> None:
+        def abandon(outcome: StoreOutcome) -> None:
             refuse(answer, StoreUnavailable(outcome, f"removing {pattern!r}"))
 
-        self._submit(self._admin, QueuedRequest(run, abandon), timeout, lambda: abandon(Outcome.TIMEOUT))
+        self._submit(self._admin, QueuedRequest(run, abandon), timeout, lambda: abandon(StoreOutcome.TIMEOUT))
         try:
             return answer.result(timeout + 1.0)
         except FutureTimeoutError:
-            raise StoreUnavailable(Outcome.TIMEOUT, f"removing {pattern!r}") from None
+            raise StoreUnavailable(StoreOutcome.TIMEOUT, f"removing {pattern!r}") from None
 
     def stats(self) -> dict[str, float]:
         """Counters since start (calls, objects by outcome, bytes, seconds, defects) and gauges (state, depth of queues)."""
@@ -180,12 +180,12 @@ class StoreClient:
 
     def _abandon_waiting(self) -> None:
         for queue in self._queues:
-            queue.abandon_all(Outcome.DOWN)
+            queue.abandon_all(StoreOutcome.DOWN)
 
     def _submit(self, queue: RequestQueue, request: QueuedRequest, timeout: float, expire: Callable[[], None]) -> None:
         state = self._connection.state
         if state is not StoreState.READY:
-            request.abandon(Outcome.DOWN if state < StoreState.DRAINING else Outcome.CLOSED)
+            request.abandon(StoreOutcome.DOWN if state < StoreState.DRAINING else StoreOutcome.CLOSED)
             return
         self._alarms.at(time.monotonic() + timeout, expire)
         queue.submit(request)
@@ -193,13 +193,13 @@ class StoreClient:
     def _move(self, queue: RequestQueue, kind: str, transfers: list[Transfer], timeout: float, move: MoveChunk) -> Ticket:
         ticket = Ticket()
 
-        def answer(outcomes: list[Outcome]) -> None:
+        def answer(outcomes: list[StoreOutcome]) -> None:
             if resolve(ticket.done, outcomes):
                 for outcome in outcomes:
                     self._counters.add(f"{kind}_{outcome}")
 
         def run() -> None:
-            outcomes: list[Outcome] = []
+            outcomes: list[StoreOutcome] = []
             quarantine = 0.0
             while len(outcomes) < len(transfers) and not ticket.cancelled:
                 num_keys = self._call_sizes[kind].num_keys
@@ -207,47 +207,47 @@ class StoreClient:
                 moved, hold = move(chunk)
                 outcomes += moved
                 quarantine = max(quarantine, hold)
-                if any(outcome is not Outcome.OK for outcome in moved):
+                if any(outcome is not StoreOutcome.OK for outcome in moved):
                     break
-            answer(outcomes + [Outcome.CANCELLED] * (len(transfers) - len(outcomes)))
+            answer(outcomes + [StoreOutcome.CANCELLED] * (len(transfers) - len(outcomes)))
             if quarantine:
                 self._counters.add("quarantined", len(transfers))
                 self._alarms.at(time.monotonic() + quarantine, functools.partial(resolve, ticket.released, None))
             else:
                 resolve(ticket.released, None)
 
-        def abandon(outcome: Outcome) -> None:
+        def abandon(outcome: StoreOutcome) -> None:
             answer([outcome] * len(transfers))
             resolve(ticket.released, None)
 
         def expire() -> None:
             ticket.cancel()
-            answer([Outcome.TIMEOUT] * len(transfers))
+            answer([StoreOutcome.TIMEOUT] * len(transfers))
 
         self._submit(queue, QueuedRequest(run, abandon, len(transfers)), timeout, expire)
         return ticket
 
-    def _get_chunk(self, chunk: Sequence[Transfer]) -> tuple[list[Outcome], float]:
+    def _get_chunk(self, chunk: Sequence[Transfer]) -> tuple[list[StoreOutcome], float]:
         began = time.monotonic()
         codes = self._connection.call("get", methodcaller("get", *_columns(chunk)))
-        if isinstance(codes, Outcome):
+        if isinstance(codes, StoreOutcome):
             return [codes] * len(chunk), 0.0
         seconds = time.monotonic() - began
         outcomes = [self._judge(transfer, code) for transfer, code in zip(chunk, codes, strict=True)]
         return outcomes, self._settle("get", chunk, outcomes, seconds)
 
-    def _put_chunk(self, chunk: Sequence[Transfer]) -> tuple[list[Outcome], float]:
+    def _put_chunk(self, chunk: Sequence[Transfer]) -> tuple[list[StoreOutcome], float]:
         if time.monotonic() < self._full_until:
-            return [Outcome.FULL] * len(chunk), 0.0
+            return [StoreOutcome.FULL] * len(chunk), 0.0
         for transfer in chunk:
             envelope.seal(transfer.view, key_digest(transfer.key), self._layout, checksum=self.settings.verify_payload)
         began = time.monotonic()
         codes = self._connection.call("put", methodcaller("put", *_columns(chunk)))
-        if isinstance(codes, Outcome):
+        if isinstance(codes, StoreOutcome):
             return [codes] * len(chunk), 0.0
         seconds = time.monotonic() - began
         outcomes = [self._known(code) for code in codes]
-        if Outcome.FULL in outcomes:
+        if StoreOutcome.FULL in outcomes:
             low, high = _FULL_BACKOFF_SECONDS
             self._full_pause = min(max(self._full_pause * 2, low), high)
             self._full_until = time.monotonic() + self._full_pause
@@ -255,40 +255,40 @@ class StoreClient:
             self._full_pause = 0.0
         return outcomes, self._settle("put", chunk, outcomes, seconds)
 
-    def _judge(self, transfer: Transfer, code: int) -> Outcome:
+    def _judge(self, transfer: Transfer, code: int) -> StoreOutcome:
         """OK only for exactly the bytes that were put under this key."""
         if code != len(transfer.view):
-            return self._known(code) if code < 0 else Outcome.SIZE
+            return self._known(code) if code < 0 else StoreOutcome.SIZE
         checksum = self.settings.verify_payload
         defect = envelope.find_defect(transfer.view, key_digest(transfer.key), self._layout, checksum=checksum)
         if defect is None:
-            return Outcome.OK
+            return StoreOutcome.OK
         self._counters.add(f"defect_{defect}")
         if defect is envelope.Defect.LAYOUT:
             self._notices.say(f"defect {defect}", _OTHER_LAYOUT, transfer.key)
         else:
             self._notices.say(f"defect {defect}", "object %s is not what was put there (%s): treated as a miss", transfer.key, defect)
-        return Outcome.FOREIGN
+        return StoreOutcome.FOREIGN
 
-    def _known(self, code: int) -> Outcome:
+    def _known(self, code: int) -> StoreOutcome:
         outcome = outcome_of(code)
-        if outcome is Outcome.ERROR:
+        if outcome is StoreOutcome.ERROR:
             self._counters.add(f"code_{code}")
             self._notices.say(f"code {code}", "Mooncake returned %d, which is not expected: treated as a miss", code)
         return outcome
 
-    def _settle(self, kind: str, chunk: Sequence[Transfer], outcomes: list[Outcome], seconds: float) -> float:
+    def _settle(self, kind: str, chunk: Sequence[Transfer], outcomes: list[StoreOutcome], seconds: float) -> float:
         """Count; seconds for which the buffers must stay unused although the call has returned."""
-        moved = sum(len(t.view) for t, outcome in zip(chunk, outcomes, strict=True) if outcome is Outcome.OK)
+        moved = sum(len(t.view) for t, outcome in zip(chunk, outcomes, strict=True) if outcome is StoreOutcome.OK)
         self._counters.add(f"{kind}_bytes", moved)
         self._counters.add(f"{kind}_seconds", seconds)
         failed_key: str | None = None
-        if Outcome.TRANSFER in outcomes:
-            failed_key = chunk[outcomes.index(Outcome.TRANSFER)].key if kind == "get" else ""
+        if StoreOutcome.TRANSFER in outcomes:
+            failed_key = chunk[outcomes.index(StoreOutcome.TRANSFER)].key if kind == "get" else ""
         # A miss is an answer like any other; what fails says nothing good of the next call.
-        well = all(outcome in (Outcome.OK, Outcome.ABSENT) for outcome in outcomes)
+        well = all(outcome in (StoreOutcome.OK, StoreOutcome.ABSENT) for outcome in outcomes)
         self._call_sizes[kind].saw(len(chunk), seconds, succeeded=well)
-        self._connection.note_transfers(failed_key=failed_key, succeeded=Outcome.OK in outcomes, seconds=seconds)
+        self._connection.note_transfers(failed_key=failed_key, succeeded=StoreOutcome.OK in outcomes, seconds=seconds)
         hung = failed_key is not None and seconds >= self.settings.hung_call_seconds
         return self.settings.quarantine_seconds if hung else 0.0
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from epochkv_connector.store.counters import Counters, Notices
 from epochkv_connector.store.mooncake import MooncakeClient, SetupFailed, probe_master
-from epochkv_connector.store.queues import Outcome
+from epochkv_connector.store.queues import StoreOutcome
 from epochkv_connector.store.settings import StoreSettings, prepare_environment
 
 logger = logging.getLogger(__name__)
@@ -124,13 +124,13 @@ class StoreConnection:
             self._changed.notify_all()
         return idle
 
-    def call(self, kind: str, function: Call, *, probing: bool = False) -> list[int] | Outcome:
+    def call(self, kind: str, function: Call, *, probing: bool = False) -> list[int] | StoreOutcome:
         """Run one store call if the state allows it; opens the breaker when the master does not answer."""
         with self._changed:
             allowed = StoreState.PROBING if probing else StoreState.READY
             client = self._client
             if self.state is not allowed or client is None:
-                return Outcome.DOWN if self.state < StoreState.DRAINING else Outcome.CLOSED
+                return StoreOutcome.DOWN if self.state < StoreState.DRAINING else StoreOutcome.CLOSED
             self.in_flight += 1
         try:
             codes = function(client)
@@ -141,7 +141,7 @@ class StoreConnection:
         self._counters.add(f"{kind}_calls")
         if not _RPC_FAILURES.isdisjoint(codes):
             self._open(client, f"{kind} returned {min(codes)}")
-            return Outcome.UNREACHABLE
+            return StoreOutcome.UNREACHABLE
         return codes
 
     def note_transfers(self, *, failed_key: str | None, succeeded: bool, seconds: float) -> None:
@@ -205,7 +205,7 @@ class StoreConnection:
             return False
         outcome, detail = self._canary()
         # FULL and TRANSFER prove that the master understands this client; there is no space, or one segment owner is away.
-        if outcome not in (Outcome.OK, Outcome.FULL, Outcome.TRANSFER):
+        if outcome not in (StoreOutcome.OK, StoreOutcome.FULL, StoreOutcome.TRANSFER):
             self._counters.add("canary_failed")
             self._canary_failures += 1
             self._renew = self._renew or self._canary_failures % _MAX_CANARY_FAILURES == 0
@@ -221,14 +221,14 @@ class StoreConnection:
         self._setup_pause, self._next_setup = self._settings.setup_backoff_seconds[0], 0.0
         self._notices.forget()
         self._counters.add("connected")
-        if outcome is Outcome.OK:
+        if outcome is StoreOutcome.OK:
             logger.info("L2 store ready at %s (%s)", master, detail)
         else:
             logger.warning("the L2 master at %s takes requests but %s (%s)", master, detail, _advice(outcome))
         return True
 
-    def _canary(self) -> tuple[Outcome, str]:
-        result = (Outcome.DOWN, "")
+    def _canary(self) -> tuple[StoreOutcome, str]:
+        result = (StoreOutcome.DOWN, "")
 
         def run(client: MooncakeClient) -> list[int]:
             nonlocal result
@@ -283,7 +283,7 @@ class StoreConnection:
             client = self._client
         if key:
             codes = self.call("exists", lambda c: c.exists([key]))
-            if isinstance(codes, Outcome) or codes[0] != 1:
+            if isinstance(codes, StoreOutcome) or codes[0] != 1:
                 return True
         self._counters.add("renewed")
         with self._changed:
@@ -293,14 +293,14 @@ class StoreConnection:
         return True
 
 
-def _advice(canary: Outcome) -> str:
+def _advice(canary: StoreOutcome) -> str:
     """What a canary that did not come back says, for the log."""
     match canary:
-        case Outcome.UNREACHABLE | Outcome.DOWN:
+        case StoreOutcome.UNREACHABLE | StoreOutcome.DOWN:
             return "no answer in time; trying again"
-        case Outcome.FULL:
+        case StoreOutcome.FULL:
             return "no space is left, or no store is mounted; what is saved is dropped until there is some"
-        case Outcome.TRANSFER:
+        case StoreOutcome.TRANSFER:
             return "a store node does not answer"
     return "are master, store and engine one Mooncake version?"
 

@@ -20,22 +20,22 @@ from collections.abc import Sequence
 from ctypes import addressof, c_char
 from typing import Any
 
-from epochkv_connector.store.queues import Outcome
+from epochkv_connector.store.queues import StoreOutcome
 from epochkv_connector.store.settings import StoreSettings
 
 OUTCOMES = {
-    0: Outcome.OK,
-    -200: Outcome.FULL,
-    -703: Outcome.PENDING,
-    -704: Outcome.ABSENT,
-    -707: Outcome.EXPIRED,
-    -714: Outcome.PENDING,
-    -800: Outcome.TRANSFER,
-    -801: Outcome.FOREIGN,
-    -900: Outcome.UNREACHABLE,
-    -901: Outcome.UNREACHABLE,
+    0: StoreOutcome.OK,
+    -200: StoreOutcome.FULL,
+    -703: StoreOutcome.PENDING,
+    -704: StoreOutcome.ABSENT,
+    -707: StoreOutcome.EXPIRED,
+    -714: StoreOutcome.PENDING,
+    -800: StoreOutcome.TRANSFER,
+    -801: StoreOutcome.FOREIGN,
+    -900: StoreOutcome.UNREACHABLE,
+    -901: StoreOutcome.UNREACHABLE,
 }
-"""Mooncake's return codes; everything else is `Outcome.ERROR`."""
+"""Mooncake's return codes; everything else is `StoreOutcome.ERROR`."""
 
 _CANARY_BYTES = 2048
 
@@ -44,8 +44,8 @@ class SetupFailed(RuntimeError):
     """`setup` or the registration of memory was refused; the message has the code."""
 
 
-def outcome_of(code: int) -> Outcome:
-    return OUTCOMES.get(code, Outcome.ERROR)
+def outcome_of(code: int) -> StoreOutcome:
+    return OUTCOMES.get(code, StoreOutcome.ERROR)
 
 
 def probe_master(address: str, timeout: float) -> str | None:
@@ -107,7 +107,7 @@ class MooncakeClient:
         """Remove what matches and is not leased; number removed, or a negative code."""
         return int(self._client.remove_by_regex(pattern, False))
 
-    def canary(self) -> tuple[Outcome, str]:
+    def canary(self) -> tuple[StoreOutcome, str]:
         """Write, read, compare and remove a small object.
 
         Returns:
@@ -124,12 +124,12 @@ class MooncakeClient:
         try:
             code = self.get([key], [self._scratch_address + _CANARY_BYTES], [_CANARY_BYTES])[0]
             if code != _CANARY_BYTES:
-                return (outcome_of(code) if code < 0 else Outcome.SIZE), f"canary get returned {code}"
+                return (outcome_of(code) if code < 0 else StoreOutcome.SIZE), f"canary get returned {code}"
             if self._scratch[_CANARY_BYTES:] != value:
-                return Outcome.FOREIGN, "canary came back with other bytes"
+                return StoreOutcome.FOREIGN, "canary came back with other bytes"
         finally:
             self._client.remove(key, True)  # nobody else knows the key, so nobody can be reading it
-        return Outcome.OK, "canary written, read and compared"
+        return StoreOutcome.OK, "canary written, read and compared"
 
     def close(self) -> None:
         """Give the client back; takes about a second and holds the GIL. No call may be running, and none may follow."""

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Outcome(enum.StrEnum):
+class StoreOutcome(enum.StrEnum):
     """What became of one object of a request. Everything but OK is a miss for a get and a dropped save for a put."""
 
     OK = "ok"
@@ -46,7 +46,7 @@ class Outcome(enum.StrEnum):
 class StoreUnavailable(RuntimeError):
     """A store call has no answer; `outcome` says why."""
 
-    def __init__(self, outcome: Outcome, detail: str = "") -> None:
+    def __init__(self, outcome: StoreOutcome, detail: str = "") -> None:
         super().__init__(f"the L2 store gave no answer: {outcome.value}{': ' + detail if detail else ''}")
         self.outcome = outcome
 
@@ -64,13 +64,13 @@ class Ticket:
     """A put or get under way.
 
     Attributes:
-        done: one `Outcome` per transfer, in order. Never fails; on a deadline it is answered early.
+        done: one `StoreOutcome` per transfer, in order. Never fails; on a deadline it is answered early.
         released: resolved (always after `done`) when the store touches the buffers no more. Until then nobody else
         may use them.
     """
 
     def __init__(self) -> None:
-        self.done: Future[list[Outcome]] = Future()
+        self.done: Future[list[StoreOutcome]] = Future()
         self.released: Future[None] = Future()
         self._cancelled = threading.Event()
 
@@ -107,7 +107,7 @@ class QueuedRequest:
     """One request in a queue. `abandon(outcome)` answers it without having begun; `run()` does the work and answers."""
 
     run: Callable[[], None]
-    abandon: Callable[[Outcome], None]
+    abandon: Callable[[StoreOutcome], None]
     weight: int = 1
 
 
@@ -145,11 +145,11 @@ class RequestQueue:
                     dropped.append(oldest)
                 self._ready.notify()
         for oldest in dropped:
-            oldest.abandon(Outcome.DROPPED)
+            oldest.abandon(StoreOutcome.DROPPED)
         if closed:
-            request.abandon(Outcome.CLOSED)
+            request.abandon(StoreOutcome.CLOSED)
 
-    def abandon_all(self, outcome: Outcome) -> None:
+    def abandon_all(self, outcome: StoreOutcome) -> None:
         with self._ready:
             waiting, self._weight = list(self._queue), 0
             self._queue.clear()
@@ -161,7 +161,7 @@ class RequestQueue:
         with self._ready:
             self._stopping = True
             self._ready.notify_all()
-        self.abandon_all(Outcome.CLOSED)
+        self.abandon_all(StoreOutcome.CLOSED)
 
     def _serve(self) -> None:
         while True:
@@ -176,7 +176,7 @@ class RequestQueue:
                 request.run()
             except Exception:  # a queue thread must outlive anything one request does
                 logger.exception("store %s request failed unexpectedly", self.name)
-                request.abandon(Outcome.ERROR)
+                request.abandon(StoreOutcome.ERROR)
 
 
 @dataclass(order=True, slots=True)

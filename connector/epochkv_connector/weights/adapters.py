@@ -37,7 +37,7 @@ RETRY_SECONDS = 1.0
 """Until a request for an adapter that had no digest has the ranks asked again."""
 
 
-class Names(Protocol):
+class AdapterNames(Protocol):
     """What is named after adapters."""
 
     def adapters_in_use(self) -> Mapping[int, Any]:
@@ -83,7 +83,7 @@ class Adapters:
         self._num_ranks = num_ranks
         self._clock = clock
         self._why_not = why_not
-        self._names: Names | None = None
+        self._names: AdapterNames | None = None
         self._may_ask: Callable[[], bool] = lambda: False
         self._known: dict[int, Known] = {}
         self._answers: dict[tuple[int, int], bytes] = {}  # (id, number of the question), of late
@@ -94,7 +94,7 @@ class Adapters:
         self._turns = itertools.count(1)
         self._said: set[str] = set()
 
-    def join(self, names: Names, may_ask: Callable[[], bool]) -> None:
+    def join(self, names: AdapterNames, may_ask: Callable[[], bool]) -> None:
         """Whom to tell, and whether the ranks can be asked now: awake, and their weights known."""
         self._names, self._may_ask = names, may_ask
 

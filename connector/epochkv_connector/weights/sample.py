@@ -1,4 +1,4 @@
-"""A few elements of every tensor, compared again after each step that saves: weights that were written past vLLM show here.
+"""A few elements of every tensor, compared again after each scheduled step: weights that were written past vLLM show here.
 
 This is the backstop; the hook on the executor is the mechanism. One comparison misses a push of one element in a thousand with a
 chance of 4e-8.

@@ -6,7 +6,7 @@ step is scheduled, and names nothing between the two:
 
 - an RPC to the workers that is not known to be harmless, whoever made it: it is marked before it is delegated;
 - `load_weights` of a model, called in this very process;
-- a step that saved and whose sample was not what the digest had been made of (`late`);
+- a step after which a sample was not what the digest had been made of (`late`); every scheduled step compares samples;
 - the first step after a pause: somebody may have written past vLLM.
 
 Pure: ranks, names and time are arguments. Scheduler thread, but for `told`.
@@ -102,7 +102,7 @@ class Ranks(Protocol):
         """`rank.end_device_work` on every rank. May raise."""
 
 
-class Names(Protocol):
+class WeightNames(Protocol):
     """What is named after the weights."""
 
     def hold(self, weights: bytes | None, note: str) -> None:
@@ -129,7 +129,7 @@ class Watch:
         counters: `looks`, `changes`, `unknown`, `late` (ranks saw a change after a step), `unseen` (changes found on an idle engine).
     """
 
-    def __init__(self, ranks: Ranks, names: Names, num_ranks: int, clock: Callable[[], float], *, has_encoder: bool = False) -> None:
+    def __init__(self, ranks: Ranks, names: WeightNames, num_ranks: int, clock: Callable[[], float], *, has_encoder: bool = False) -> None:
         self.value: bytes | None = None
         self.told: tuple[bytes | None, str] = (None, "nobody has looked yet")
         self.number = 0

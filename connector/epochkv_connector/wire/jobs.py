@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 
-class Source(enum.IntEnum):
+class Tier(enum.IntEnum):
     HOST = 0  # the slot already holds the block (L1 hit)
     STORE = 1  # fetch into the slot from L2 first
 
@@ -45,7 +45,7 @@ class BlockMove(msgspec.Struct, frozen=True, gc=False):
     gpu_block: int
     slot: int
     block_hash: bytes
-    source: Source = Source.HOST
+    source: Tier = Tier.HOST
     copy: bool = True
     put: bool = True
 

@@ -3,6 +3,9 @@
 A load with more blocks than it was given slots names slots more than once. It goes through in *pieces*, cut where a slot comes
 again. The next piece is fetched when the last copy has ended and the store has let go of the slots. Between pieces a load may be
 failed like one that has not begun. While a piece is copied it is not: blocks of a reported load are given to others at once.
+
+One rank that fails makes the whole load fail. vLLM then has all ranks compute what was to be loaded, and the request steps aside
+once before it is scheduled again (`Admission._steps_aside_once`).
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from epochkv_connector.store.queues import Outcome
-from epochkv_connector.wire.jobs import BlockMove, LoadJob, Source
+from epochkv_connector.store.queues import StoreOutcome
+from epochkv_connector.wire.jobs import BlockMove, LoadJob, Tier
 from epochkv_connector.worker.copying.staging import Pair, StagingStream
 from epochkv_connector.worker.rank import Rank
 from epochkv_connector.worker.tasks import JobFailed, LoadTask, Stage, remaining
@@ -83,7 +86,7 @@ class LoadTasks:
         with rank.changed:  # a deadline cannot come between asking the store and knowing the ticket
             if load.stage is not Stage.QUEUED:
                 return
-            from_store = [move for move in load.piece if move.source is Source.STORE]
+            from_store = [move for move in load.piece if move.source is Tier.STORE]
             if from_store:
                 self._fetch(load, from_store)
                 return
@@ -102,15 +105,15 @@ class LoadTasks:
         load.ticket = rank.slots.hold(load.busy, lambda: store.get(transfers, remaining(load.deadline)))
         load.ticket.done.add_done_callback(lambda done: self._guard(load, partial(self._fetched, load, moves, done)))
 
-    def _fetched(self, load: LoadTask, moves: Sequence[BlockMove], done: Future[list[Outcome]]) -> None:
+    def _fetched(self, load: LoadTask, moves: Sequence[BlockMove], done: Future[list[StoreOutcome]]) -> None:
         outcomes = done.result()
-        filled = [move for move, outcome in zip(moves, outcomes, strict=True) if outcome is Outcome.OK]
-        bad = next((outcome for outcome in outcomes if outcome is not Outcome.OK), None)
+        filled = [move for move, outcome in zip(moves, outcomes, strict=True) if outcome is StoreOutcome.OK]
+        bad = next((outcome for outcome in outcomes if outcome is not StoreOutcome.OK), None)
         with self._rank.changed:
             if load.stage is not Stage.QUEUED:
                 return
             load.filled += tuple(move.slot for move in filled)
-            load.bad = tuple(move.slot for move, outcome in zip(moves, outcomes, strict=True) if outcome is not Outcome.OK)
+            load.bad = tuple(move.slot for move, outcome in zip(moves, outcomes, strict=True) if outcome is not StoreOutcome.OK)
             self._rank.slots.fill(filled)
         if bad is None:
             self._queue_scatter(load)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from epochkv_connector.weights.lora import HeldAdapters
-from epochkv_connector.wire.jobs import JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.wire.jobs import JobAck, LoadJob, Phase, SaveJob, Tier
 from epochkv_connector.wire.steps import StepMetadata, WorkerReport
 from epochkv_connector.worker.runner import IDLE_WAIT_SECONDS, JobRunner
 from epochkv_connector.worker.tasks import Report
@@ -69,7 +69,7 @@ class _Debts:
         acks = []
         for job_id, load in self.loads.items():
             if job_id not in spared:
-                fetched = tuple(move.slot for move in load.moves if move.source is Source.STORE)
+                fetched = tuple(move.slot for move in load.moves if move.source is Tier.STORE)
                 acks.append(JobAck(job_id, rank, Phase.LOADED, 0, 0, failed=True, busy_slots=fetched if job_id in lost else ()))
         for job_id, (save, phases) in self.saves.items():
             if job_id not in spared:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
-from epochkv_connector.store.queues import Outcome
+from epochkv_connector.store.queues import StoreOutcome
 from epochkv_connector.wire.jobs import Phase, SaveJob
 from epochkv_connector.worker.copying.staging import Pair, StagingStream
 from epochkv_connector.worker.rank import Rank
@@ -195,8 +195,8 @@ class SaveTasks:
             save.ticket = rank.slots.hold(save.busy, lambda: store.put(transfers, remaining(save.deadline)))
         save.ticket.done.add_done_callback(lambda done: rank.guard(partial(self._stored, save, done), partial(self._fail_put, save)))
 
-    def _stored(self, save: SaveTask, done: Future[list[Outcome]]) -> None:
-        bad = next((outcome for outcome in done.result() if outcome is not Outcome.OK), None)
+    def _stored(self, save: SaveTask, done: Future[list[StoreOutcome]]) -> None:
+        bad = next((outcome for outcome in done.result() if outcome is not StoreOutcome.OK), None)
         if bad is not None:
             raise JobFailed(f"{bad}", f"save job {save.job.job_id} was not stored completely ({bad})")
         self._acknowledge(save, Phase.STORED, failed=False)

@@ -250,11 +250,11 @@ class KubeClient:
         return await self._patch_status(ref, body, MERGE_PATCH, deadline_seconds)
 
     async def patch_status_fields(self, ref: ObjectRef, seen: Json, status: Json, deadline_seconds: float | None = None) -> Json:
-        """Set fields of an existing status (None removes one; an object replaces the one that is there), accepted only by the
-        object with this uid in which the fields `seen` still hold (None: the field is still absent).
+        """Set fields of an existing status: None removes a field, and an object replaces the one that is there.
 
-        The API server tests and writes on the newest object and tries again by itself. So writes to the rest of the object do not
-        get in the way as they do with a resourceVersion.
+        The write is accepted only by the object with this uid, and only while the fields `seen` hold (None: the field is absent).
+
+        The API server tests and writes the newest object, and tries again by itself. So writes to other fields do not conflict.
 
         Raises:
             Invalid: a field has changed, or a namesake with another uid stands there.

@@ -246,9 +246,10 @@ def _with_the_past(hub: HubView | None, previous: Json) -> HubView | None:
 
 
 def _reset(hub: HubView | None, previous: Json, now: datetime, *, partial: bool = False) -> Json:
-    """The latest reset. A hub that did not lead it knows nothing of its times, so what an earlier one wrote stays; so does what
-    the hub's authority has just written about a target that this view does not know yet. Times are never written anew: the
-    clock they come from is adjusted all the time.
+    """The latest reset.
+
+    A hub that did not lead the reset does not know its times, so what an earlier hub wrote stays. What the hub's authority wrote
+    about a target that this view does not know yet stays, too. Times are never written again: their clock is adjusted all the time.
     """
     before: Json = previous.get("reset") or {}
     if hub is None or before.get("epoch", 0) > hub.target:

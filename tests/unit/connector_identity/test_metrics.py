@@ -10,7 +10,7 @@ import epochkv_connector
 from epochkv_connector.metrics import families as metrics
 from epochkv_connector.scheduler.tiers.bookkeeping import COUNTERS
 from epochkv_connector.store import envelope
-from epochkv_connector.store.queues import Outcome
+from epochkv_connector.store.queues import StoreOutcome
 
 PAGE = Path(__file__).parents[3] / "docs/reference/metrics.md"
 SOURCES = Path(epochkv_connector.__file__).parent
@@ -82,14 +82,14 @@ def test_what_the_workers_count_has_a_series() -> None:
     assert reasons - {"stale", "overtaken"} <= listed["load_failures"]
     assert reasons - {"stale"} <= listed["save_failures"]
     assert reasons - {"overtaken"} <= listed["put_drops"]
-    failed = {outcome.value for outcome in Outcome if outcome is not Outcome.OK}
+    failed = {outcome.value for outcome in StoreOutcome if outcome is not StoreOutcome.OK}
     assert {f"store_{outcome}" for outcome in failed} <= listed["load_failures"]
     assert failed <= listed["put_drops"]
 
 
 def test_what_the_store_client_counts_has_a_series() -> None:
     counted = literals("store", r'_counters\.add\("(\w+)"') | {f"{call}_calls" for call in literals("store", r'\.call\(\s*"(\w+)"')}
-    counted |= {f"{call}_{outcome.value}" for call in ("get", "put") for outcome in Outcome} | {"get_bytes", "put_seconds"}
+    counted |= {f"{call}_{outcome.value}" for call in ("get", "put") for outcome in StoreOutcome} | {"get_bytes", "put_seconds"}
     assert {"exists_calls", "canary_calls", "breaker_opened", "get_foreign"} <= counted
     assert {name for name in counted if metrics.COUNTER_OF.find(f"store_{name}") is None} == set()
     defects = next(family for family in metrics.COUNTERS if family.name == "store_defects")

@@ -19,7 +19,7 @@ from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.requests import LoadEvent, Requests
 from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping, StepJobs
 from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
-from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
 from tests.unit.connector_scheduler.index_check import check_index
 
 HASH_BLOCK = 4
@@ -196,7 +196,7 @@ class Worker:
         job_id, job = self.late.popitem()
         if isinstance(job, LoadJob):
             for move in job.moves:
-                if move.source is Source.STORE:
+                if move.source is Tier.STORE:
                     self._fetch(job, move)
         return [JobAck(job_id, self.rank, Phase.RELEASED, 0, 0)]
 
@@ -249,10 +249,10 @@ class Worker:
         filled, missing = [], []
         for move in job.moves:  # in order: a slot may stand for several blocks
             lost = how == "partial" and move is job.moves[-1]
-            if lost or (move.source is Source.STORE and not self._fetch(job, move)):
+            if lost or (move.source is Tier.STORE and not self._fetch(job, move)):
                 missing.append(move.slot)
                 continue
-            if move.source is Source.STORE:
+            if move.source is Tier.STORE:
                 filled.append(move.slot)
             assert self.slots[move.slot] == (move.group, move.block_hash), "a slot had two owners"
             self.gpu[move.gpu_block] = self.slots[move.slot]

@@ -6,7 +6,7 @@ import pytest
 
 from epochkv_connector.scheduler.planning.lookup import MAX_KEYS_PER_QUERY, READ_LEASE_SECONDS
 from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout
-from epochkv_connector.wire.jobs import Source
+from epochkv_connector.wire.jobs import Tier
 from tests.unit.connector_scheduler.rig import FULL, HASH_BLOCK, LAYOUTS, World, chain, config, snap_of, view
 from tests.unit.connector_scheduler.tiers import BOTH, L1, L2, PROMPT, SNAP, stored
 
@@ -21,7 +21,7 @@ def test_what_was_saved_is_found_in_l1(cfg, layout) -> None:
     world.books.finish("a")
     assert world.load("b", PROMPT, SNAP) == (40, True)
     (job,) = world.step().loads
-    assert {move.source for move in job.moves} == {Source.HOST}
+    assert {move.source for move in job.moves} == {Tier.HOST}
     assert world.books.loads.sources("b") == {}
     world.work()
     assert world.workers[0].reports == [("b", False)]
@@ -36,9 +36,9 @@ def test_what_another_engine_saved_is_found_in_l2(cfg, layout) -> None:
     stored(world, PROMPT, layout)
     world.books.hits.begin(view("b", PROMPT, SNAP.root), SNAP)
     assert world.load("b", PROMPT, SNAP) == (40, True)
-    assert world.books.loads.sources("b") == {Source.STORE: 40}
+    assert world.books.loads.sources("b") == {Tier.STORE: 40}
     (job,) = world.step().loads
-    assert {move.source for move in job.moves} == {Source.STORE}
+    assert {move.source for move in job.moves} == {Tier.STORE}
     num_slots = len({move.slot for move in job.moves})
     assert num_slots == len(job.moves) if cfg.local else num_slots == 8, "an eighth of a ring of 64"
     world.work()
@@ -48,7 +48,7 @@ def test_what_another_engine_saved_is_found_in_l2(cfg, layout) -> None:
     hit = world.books.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP)
     assert hit.num_tokens == 40
     if cfg is BOTH and layout is FULL:
-        assert hit.sources == {Source.HOST: 40}
+        assert hit.sources == {Tier.HOST: 40}
         assert len(world.store.queries) == queries, "L1 holds everything: nothing to ask"
     world.books.finish("c")
     world.assert_idle()
@@ -70,7 +70,7 @@ def test_a_prefix_in_l1_and_the_rest_in_l2() -> None:
     stored(world, PROMPT)
     hit = world.books.hits.answer(view("b", PROMPT, SNAP.root), 4, SNAP)
     assert hit.num_tokens == 36
-    assert hit.sources == {Source.HOST: 16, Source.STORE: 20}
+    assert hit.sources == {Tier.HOST: 16, Tier.STORE: 20}
 
 
 def test_without_any_tier_nothing_is_answered_or_saved() -> None:
@@ -164,7 +164,7 @@ def test_a_slow_store_defers_until_the_deadline_then_l1_answers() -> None:
     assert world.books.leak_report()["plans"] == 0
     world.clock.now += 0.0201
     hit = world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP)
-    assert (hit.num_tokens, hit.sources) == (20, {Source.HOST: 20})
+    assert (hit.num_tokens, hit.sources) == (20, {Tier.HOST: 20})
     assert world.books.stats()["queries_late"] == 1
     assert len(world.store.queries) == 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from epochkv_connector.scheduler.planning.plans import PLAN_TTL_SECONDS, PLAN_TTL_STEPS
-from epochkv_connector.wire.jobs import Source
+from epochkv_connector.wire.jobs import Tier
 from tests.unit.connector_scheduler.rig import SLIDING_FIRST, World, config, snap_of, view
 from tests.unit.connector_scheduler.tiers import L1, PROMPT, SNAP, commit, planned, stored
 
@@ -15,7 +15,7 @@ def test_a_shrunk_hit_loads_what_was_accepted_and_frees_the_rest(num: int) -> No
     world = planned()
     assert commit(world, num) is True
     host = min(num, 20)
-    assert world.books.loads.sources("b") == {s: n for s, n in {Source.HOST: host, Source.STORE: num - host}.items() if n}
+    assert world.books.loads.sources("b") == {s: n for s, n in {Tier.HOST: host, Tier.STORE: num - host}.items() if n}
     report = world.books.leak_report()
     assert (report["held_slots"], report["reserved_slots"]) == (host // 4, (num - host) // 4)
     (job,) = world.step().loads

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from epochkv_connector.scheduler.tiers.ledger import Copied, Ledger, Loaded, Outcome, Released, Stored
 from epochkv_connector.scheduler.tiers.recent import RecentBlocks
-from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
 
 BLOCKS = 6
 
@@ -21,7 +21,7 @@ def save_job(namespace: str | None = "ns") -> SaveJob:
 
 def load_job() -> LoadJob:
     moves = tuple(
-        BlockMove(0, block, 10 + block, 20 + block, bytes([block]), Source.HOST if block < 2 else Source.STORE) for block in range(BLOCKS)
+        BlockMove(0, block, 10 + block, 20 + block, bytes([block]), Tier.HOST if block < 2 else Tier.STORE) for block in range(BLOCKS)
     )
     return LoadJob(2, "r", "ns", moves, 10.0)
 
@@ -60,7 +60,7 @@ def test_a_read_is_open_until_every_rank_has_reported_it_and_let_go() -> None:
 
 def test_a_failed_load_that_used_slots_in_turns_is_doubted_as_a_whole() -> None:
     ledger = Ledger(1)
-    moves = tuple(BlockMove(0, block, 10 + block, 20 + block % 2, bytes([block]), Source.STORE) for block in range(BLOCKS))
+    moves = tuple(BlockMove(0, block, 10 + block, 20 + block % 2, bytes([block]), Tier.STORE) for block in range(BLOCKS))
     ledger.open_load(LoadJob(2, "r", "ns", moves, 10.0), 0.0, reads=True)
     loaded, released = feed(ledger, [JobAck(2, 0, Phase.LOADED, 0, 0, failed=True, filled_slots=(20, 21), failed_slots=(21,))])
     assert isinstance(loaded, Loaded)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.requests import LoadState
 from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, RequestView
-from epochkv_connector.wire.jobs import LoadJob, Phase, SaveJob, Source
+from epochkv_connector.wire.jobs import LoadJob, Phase, SaveJob, Tier
 from tests.unit.connector_scheduler.index_check import check_index
 from tests.unit.connector_scheduler.rig import HASH_BLOCK, LAYOUTS, World, chain, config, scheduled, snap_of, view
 
@@ -360,14 +360,14 @@ def test_the_reference_judges_real_hits(layout: CacheLayout) -> None:
 def test_the_schedules_exercise_what_they_claim(mode: tuple[bool, bool]) -> None:
     """Hits, loads from both tiers, evictions, dooms, failures and expiries all happen in a handful of seeds."""
     seen: dict[str, float] = {}
-    sources: set[Source] = set()
+    sources: set[Tier] = set()
     for seed in range(80):
         schedule = Schedule(seed, LAYOUTS["sliding first"], l1=mode[0], l2=mode[1], ranks=2, ample=False)
         schedule.run(200)
         for name, value in schedule.world.books.stats().items():
             seen[name] = seen.get(name, 0) + value
         sources |= {move.source for job in schedule.loads for move in job.moves}
-    assert sources == {source for source, on in zip((Source.HOST, Source.STORE), mode, strict=True) if on}
+    assert sources == {source for source, on in zip((Tier.HOST, Tier.STORE), mode, strict=True) if on}
     expected = ["plans_committed", "plans_aborted", "plans_expired", "plans_dropped", "loads_failed", "saves_deferred"]
     expected += ["evictions"] if mode[0] else []
     expected += ["queries_late", "queries_failed", "lookups_deferred"] if mode[1] else []

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from epochkv_connector.config.connector_config import ConfigError
 from epochkv_connector.scheduler.tiers.ledger import Copied, Ledger, Loaded, Outcome, Stored
 from epochkv_connector.scheduler.tiers.recent import RecentBlocks
-from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
 from epochkv_connector.wire.steps import WorkerReport
 from tests.unit.connector_scheduler.rig import LAYOUTS, World, chain, config, scheduled, snap_of, view
 
@@ -32,7 +32,7 @@ ranges = st.tuples(st.integers(0, BLOCKS), st.integers(0, BLOCKS))
 def ledger_of(num_ranks: int) -> Ledger:
     """A save to both tiers and a load of blocks 0..7, slots 20..27."""
     ledger = Ledger(num_ranks)
-    moves = tuple(BlockMove(0, block, 10 + block, 20 + block, bytes([block]), Source.STORE) for block in range(BLOCKS))
+    moves = tuple(BlockMove(0, block, 10 + block, 20 + block, bytes([block]), Tier.STORE) for block in range(BLOCKS))
     ledger.open_save(SaveJob(SAVE, "s", "ns", 0, BLOCKS, moves, 10.0), [10 + block for block in range(BLOCKS)], {0: 1}, 0.0)
     ledger.open_load(LoadJob(LOAD, "l", "ns", moves, 10.0), 0.0, reads=True)
     return ledger

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.store import Outcome, Ticket, Transfer
-from epochkv_connector.wire.jobs import Phase, Source
+from epochkv_connector.store import StoreOutcome, Ticket, Transfer
+from epochkv_connector.wire.jobs import Phase, Tier
 from epochkv_connector.worker.copying.staging import StagingStream
 from tests.unit.connector_worker.worker_rig import NAMESPACE, ObedientStore, Rig, load, move, name_of, save
 
@@ -28,7 +28,7 @@ class BrokenStore(ObedientStore):
 def test_a_store_client_that_raises_fails_the_jobs_and_holds_no_slot() -> None:
     store = BrokenStore()
     rig = Rig(store)
-    rig.step(saves=[save(1, [move(3, 0, 30)], NAMESPACE)], loads=[load(2, [move(8, 5, 40, Source.STORE)], NAMESPACE)])
+    rig.step(saves=[save(1, [move(3, 0, 30)], NAMESPACE)], loads=[load(2, [move(8, 5, 40, Tier.STORE)], NAMESPACE)])
     assert rig.until_acked(2, Phase.LOADED).failed
     assert not rig.until_acked(1, Phase.COPIED).failed
     assert rig.until_acked(1, Phase.STORED).failed
@@ -123,7 +123,7 @@ def test_a_shutdown_in_mid_copy_answers_what_is_copied_behind_the_copy_and_the_r
     rig.step(loads=[load(2, [move(8, 0, 30)])] if direction == "load" else [], saves=[save(3, [move(4, 1, 40)], NAMESPACE)])
     assert copying.wait(10)
     store.policy = lambda kind, transfers: None
-    rig.step(finish=False, loads=[load(4, [move(9, 5, 50, Source.STORE)], NAMESPACE)], saves=[save(5, [move(5, 2, 41)], NAMESPACE)])
+    rig.step(finish=False, loads=[load(4, [move(9, 5, 50, Tier.STORE)], NAMESPACE)], saves=[save(5, [move(5, 2, 41)], NAMESPACE)])
     assert not rig.worker.shutdown(0.2), "a copy is under way"
     rig.collect()
     assert rig.acks[4, Phase.LOADED].failed
@@ -148,12 +148,12 @@ def test_a_job_that_comes_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     store = ObedientStore(policy=lambda kind, transfers: None)
     rig = Rig(store)
     store.objects[f"{NAMESPACE}/g0/r0/{name_of(30).hex()}"] = b"x" * 192
-    job, other = load(1, [move(8, 5, 30, Source.STORE)], NAMESPACE), save(2, [move(3, 0, 31)], NAMESPACE)
+    job, other = load(1, [move(8, 5, 30, Tier.STORE)], NAMESPACE), save(2, [move(3, 0, 31)], NAMESPACE)
     rig.step(loads=[job], saves=[other])
     rig.until(lambda: len(store.open) == 2, "both are under way")
     rig.step(loads=[job], saves=[other])
     for request in store.open:
-        store.answer(request, Outcome.OK)
+        store.answer(request, StoreOutcome.OK)
         store.release(request)
     rig.until(lambda: {(1, Phase.LOADED), (2, Phase.STORED)} <= rig.acks.keys(), "both over")
     assert rig.finished == {"r1": 1}

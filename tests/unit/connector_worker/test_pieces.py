@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from epochkv_connector.naming.object_keys import object_key
-from epochkv_connector.store import Outcome, Transfer
-from epochkv_connector.wire.jobs import LoadJob, Phase, Source
+from epochkv_connector.store import StoreOutcome, Transfer
+from epochkv_connector.wire.jobs import LoadJob, Phase, Tier
 from epochkv_connector.worker.copying.staging import StagingStream
 from hack.waiting import eventually
 from tests.unit.connector_worker.worker_rig import LAYERS, NAMESPACE, ObedientStore, Rig, load, move, name_of
@@ -33,7 +33,7 @@ def filled(store: ObedientStore) -> Rig:
 
 
 def long_load(job_id: int = 1, num_slots: int = 3, deadline: float = 20.0) -> LoadJob:
-    moves = [move(4 + number, number % num_slots, 100 + number, Source.STORE) for number in range(BLOCKS)]
+    moves = [move(4 + number, number % num_slots, 100 + number, Tier.STORE) for number in range(BLOCKS)]
     return load(job_id, moves, NAMESPACE, deadline)
 
 
@@ -47,9 +47,9 @@ def test_every_block_arrives_and_no_slot_is_used_before_its_copy_is_over(store: 
     rig = filled(store)
     arrived: list[int] = []
 
-    def policy(kind: str, transfers: Sequence[Transfer]) -> Outcome:
+    def policy(kind: str, transfers: Sequence[Transfer]) -> StoreOutcome:
         arrived.append(sum(rig.block(4 + number) == content(number + 1) for number in range(BLOCKS)))
-        return Outcome.OK
+        return StoreOutcome.OK
 
     store.policy = policy
     before = rig.kv.clone()
@@ -72,12 +72,12 @@ def test_the_next_piece_waits_until_the_store_lets_go_of_the_slots(store: Obedie
     store.policy = lambda kind, transfers: None
     rig.step(loads=[long_load()])
     (first,) = store.open
-    store.answer(first, Outcome.OK)
+    store.answer(first, StoreOutcome.OK)
     rig.until(lambda: rig.block(6) == content(3), "the first piece is copied")
     for _ in range(20):
         rig.collect(0.001)
     assert store.open == [first], "its buffers are still the store's"
-    store.policy = lambda kind, transfers: Outcome.OK
+    store.policy = lambda kind, transfers: StoreOutcome.OK
     store.release(first)
     assert not rig.until_acked(1, Phase.LOADED).failed
 
@@ -87,7 +87,7 @@ def test_a_load_that_fails_while_it_waits_for_its_slots_fetches_nothing_more(sto
     store.policy = lambda kind, transfers: None
     rig.step(loads=[long_load()])
     (first,) = store.open
-    store.answer(first, Outcome.OK)
+    store.answer(first, StoreOutcome.OK)
     rig.until(lambda: rig.block(6) == content(3), "the first piece is copied")
     rig.step(poisoned=["r1"])
     ack = rig.until_acked(1, Phase.LOADED)
@@ -100,7 +100,7 @@ def test_a_load_that_fails_while_it_waits_for_its_slots_fetches_nothing_more(sto
 
 def test_a_deadline_between_pieces_names_the_slots_of_the_piece_under_way(store: ObedientStore) -> None:
     rig = filled(store)
-    store.policy = lambda kind, transfers: Outcome.OK if len(store.seen) < 2 else None
+    store.policy = lambda kind, transfers: StoreOutcome.OK if len(store.seen) < 2 else None
     rig.step(loads=[long_load(deadline=0.3)])
     ack = rig.until_acked(1, Phase.LOADED)
     assert (ack.failed, ack.num_blocks, ack.filled_slots, ack.failed_slots, ack.busy_slots) == (True, 0, (), (), (0, 1, 2))
@@ -108,7 +108,7 @@ def test_a_deadline_between_pieces_names_the_slots_of_the_piece_under_way(store:
     (request,) = store.open
     assert request.ticket.cancelled
     before = rig.kv.clone()
-    store.answer(request, Outcome.OK)  # too late
+    store.answer(request, StoreOutcome.OK)  # too late
     store.release(request)
     rig.until_acked(1, Phase.RELEASED)
     assert torch.equal(rig.kv, before)
@@ -117,10 +117,10 @@ def test_a_deadline_between_pieces_names_the_slots_of_the_piece_under_way(store:
     assert rig.worker.stats()["held_slots"] == 0
 
 
-@pytest.mark.parametrize("outcome", [Outcome.ABSENT, Outcome.FOREIGN, Outcome.CLOSED])
-def test_a_block_that_is_missing_in_a_later_piece_fails_the_load_and_blames_no_slot(store: ObedientStore, outcome: Outcome) -> None:
+@pytest.mark.parametrize("outcome", [StoreOutcome.ABSENT, StoreOutcome.FOREIGN, StoreOutcome.CLOSED])
+def test_a_block_that_is_missing_in_a_later_piece_fails_the_load_and_blames_no_slot(store: ObedientStore, outcome: StoreOutcome) -> None:
     rig = filled(store)
-    store.policy = lambda kind, transfers: Outcome.OK if len(store.seen) < 3 else outcome
+    store.policy = lambda kind, transfers: StoreOutcome.OK if len(store.seen) < 3 else outcome
     rig.step(loads=[long_load()])
     ack = rig.until_acked(1, Phase.LOADED)
     assert (ack.failed, ack.filled_slots, ack.failed_slots) == (True, (), ())
@@ -190,9 +190,9 @@ def test_random_ends_of_long_loads_are_answered_once(seed: int) -> None:
     rig = filled(store)
     lock = threading.Lock()
 
-    def policy(kind: str, transfers: Sequence[Transfer]) -> Outcome | None:
+    def policy(kind: str, transfers: Sequence[Transfer]) -> StoreOutcome | None:
         with lock:
-            return dice.choice([Outcome.OK, Outcome.OK, Outcome.OK, Outcome.OK, None, Outcome.TRANSFER])
+            return dice.choice([StoreOutcome.OK, StoreOutcome.OK, StoreOutcome.OK, StoreOutcome.OK, None, StoreOutcome.TRANSFER])
 
     store.policy = policy
     failed = succeeded = 0
@@ -224,7 +224,7 @@ def settle(rig: Rig, store: ObedientStore, job_id: int) -> Callable[[], bool]:
     def settled() -> bool:
         while store.open:
             request = store.open.pop()
-            store.answer(request, Outcome.OK)
+            store.answer(request, StoreOutcome.OK)
             store.release(request)
         ack = rig.acks.get((job_id, Phase.LOADED))
         return ack is not None and (not ack.busy_slots or (job_id, Phase.RELEASED) in rig.acks)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.wire.jobs import Phase, Source
+from epochkv_connector.wire.jobs import Phase, Tier
 from epochkv_connector.wire.steps import StepMetadata
 from epochkv_connector.worker import runner as worker_module
 from epochkv_connector.worker import sleeping
@@ -102,7 +102,7 @@ def test_sleep_waits_for_copies_and_fails_what_has_not_begun(monkeypatch: pytest
     rig = Rig(store)
     sleeping.register("an-engine", rig.worker)
     copies = SlowCopies(monkeypatch)
-    rig.step(saves=[save(1, [move(3, 0, 30)])], loads=[load(2, [move(8, 1, 31, Source.STORE)], NAMESPACE)])
+    rig.step(saves=[save(1, [move(3, 0, 30)])], loads=[load(2, [move(8, 1, 31, Tier.STORE)], NAMESPACE)])
     assert copies.began.wait(10)
     threading.Timer(0.2, copies.go_on.set).start()
     assert sleeping.settle_for_sleep("an-engine", 10) == 0

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from epochkv_connector.naming.object_keys import object_key
-from epochkv_connector.store import Outcome
-from epochkv_connector.wire.jobs import BlockMove, Phase, Source
+from epochkv_connector.store import StoreOutcome
+from epochkv_connector.wire.jobs import BlockMove, Phase, Tier
 from epochkv_connector.wire.steps import StepMetadata
 from epochkv_connector.worker.copying.layout import GroupSpec, LayoutError
 from epochkv_connector.worker.copying.staging import Staging, StagingStream
@@ -73,7 +73,7 @@ def test_blocks_travel_through_the_store_between_two_workers(store: ObedientStor
     assert not one.until_acked(1, Phase.STORED).failed
     assert set(store.objects) == {object_key(NAMESPACE, 0, 0, name_of(n)) for n in (30, 40)}
 
-    two.step(loads=[load(1, [move(8, 5, 30, Source.STORE), move(9, 6, 40, Source.STORE)], NAMESPACE)])
+    two.step(loads=[load(1, [move(8, 5, 30, Tier.STORE), move(9, 6, 40, Tier.STORE)], NAMESPACE)])
     ack = two.until_acked(1, Phase.LOADED)
     assert (ack.failed, ack.num_blocks, ack.filled_slots) == (False, 2, (5, 6))
     assert [two.block(8), two.block(9)] == wanted
@@ -83,12 +83,12 @@ def test_blocks_travel_through_the_store_between_two_workers(store: ObedientStor
     assert two.block(10) == wanted[0]
 
 
-@pytest.mark.parametrize("outcome", [o for o in Outcome if o is not Outcome.OK])
-def test_a_load_that_misses_a_byte_fails_and_writes_no_block(store: ObedientStore, outcome: Outcome) -> None:
+@pytest.mark.parametrize("outcome", [o for o in StoreOutcome if o is not StoreOutcome.OK])
+def test_a_load_that_misses_a_byte_fails_and_writes_no_block(store: ObedientStore, outcome: StoreOutcome) -> None:
     rig = Rig(store)
     before = rig.kv.clone()
     store.policy = lambda kind, transfers: outcome
-    rig.step(loads=[load(1, [move(8, 5, 30, Source.STORE)], NAMESPACE)])
+    rig.step(loads=[load(1, [move(8, 5, 30, Tier.STORE)], NAMESPACE)])
     ack = rig.until_acked(1, Phase.LOADED)
     assert (ack.failed, ack.num_blocks, ack.filled_slots) == (True, 0, ())
     assert (rig.finished, rig.failed) == ({"r1": 1}, {"r1": 1})
@@ -99,7 +99,7 @@ def test_a_load_that_misses_a_byte_fails_and_writes_no_block(store: ObedientStor
 def test_the_verified_part_of_a_failed_load_may_be_kept(store: ObedientStore) -> None:
     rig = Rig(store)
     store.objects[object_key(NAMESPACE, 0, 0, name_of(30))] = b"x" * (LAYERS * 64)
-    rig.step(loads=[load(1, [move(8, 5, 30, Source.STORE), move(9, 6, 40, Source.STORE)], NAMESPACE)])
+    rig.step(loads=[load(1, [move(8, 5, 30, Tier.STORE), move(9, 6, 40, Tier.STORE)], NAMESPACE)])
     ack = rig.until_acked(1, Phase.LOADED)
     assert (ack.failed, ack.filled_slots) == (True, (5,))
 
@@ -108,7 +108,7 @@ def test_a_deadline_fails_the_load_at_once_and_names_the_slots_that_are_still_wr
     rig = Rig(store)
     store.policy = lambda kind, transfers: None
     before = rig.kv.clone()
-    rig.step(loads=[load(1, [move(8, 5, 30, Source.STORE)], NAMESPACE, deadline=0.05)])
+    rig.step(loads=[load(1, [move(8, 5, 30, Tier.STORE)], NAMESPACE, deadline=0.05)])
     ack = rig.until_acked(1, Phase.LOADED)
     assert (ack.failed, ack.busy_slots) == (True, (5,))
     assert (rig.finished, rig.failed) == ({"r1": 1}, {"r1": 1})
@@ -119,13 +119,13 @@ def test_a_deadline_fails_the_load_at_once_and_names_the_slots_that_are_still_wr
     assert (1, Phase.RELEASED) not in rig.acks
 
     # The slot is refused to others meanwhile, whoever asks.
-    store.policy = lambda kind, transfers: Outcome.OK
-    rig.step(saves=[save(2, [move(3, 5, 31)])], loads=[load(3, [move(9, 5, 31, Source.STORE)], NAMESPACE)])
+    store.policy = lambda kind, transfers: StoreOutcome.OK
+    rig.step(saves=[save(2, [move(3, 5, 31)])], loads=[load(3, [move(9, 5, 31, Tier.STORE)], NAMESPACE)])
     assert rig.until_acked(2, Phase.COPIED).failed
     assert rig.until_acked(3, Phase.LOADED).failed
 
     store.objects[request.transfers[0].key] = b"late" * (LAYERS * 16)
-    store.answer(request, Outcome.OK)  # too late
+    store.answer(request, StoreOutcome.OK)  # too late
     store.release(request)
     rig.until_acked(1, Phase.RELEASED)
     assert torch.equal(rig.kv, before), "a late answer must not reach the blocks"
@@ -140,7 +140,7 @@ def test_a_put_that_outlives_its_deadline_is_dropped_and_released_later(store: O
     rig.step(saves=[save(1, [move(3, 0, 30), move(4, 1, 40)], NAMESPACE)])
     assert not rig.until_acked(1, Phase.COPIED).failed, "GPU blocks are free although the put has not ended"
     (request,) = store.open
-    store.answer(request, Outcome.TIMEOUT)
+    store.answer(request, StoreOutcome.TIMEOUT)
     stored = rig.until_acked(1, Phase.STORED)
     assert (stored.failed, stored.num_blocks, stored.busy_slots) == (True, 0, (0, 1))
     assert (1, Phase.RELEASED) not in rig.acks
@@ -153,7 +153,7 @@ def test_the_store_gets_what_is_left_of_the_deadline(store: ObedientStore) -> No
     rig = Rig(store)
     rig.step(
         saves=[save(1, [move(3, 0, 30)], NAMESPACE, deadline=7.0)],
-        loads=[load(2, [move(8, 5, 30, Source.STORE)], NAMESPACE, deadline=3.0)],
+        loads=[load(2, [move(8, 5, 30, Tier.STORE)], NAMESPACE, deadline=3.0)],
     )
     rig.until_acked(1, Phase.STORED)
     assert {request.kind: 0 < request.timeout <= limit for request, limit in zip(store.seen, (3.0, 7.0), strict=True)} == {
@@ -235,7 +235,7 @@ def test_poisoned_ids_are_reported_once_more_and_only_once(store: ObedientStore)
     assert rig.collect() == (set(), set(), [])
     # Should a load of that request still be under way, its own report is the only one.
     store.policy = lambda kind, transfers: None
-    rig.step(loads=[load(1, [move(8, 5, 30, Source.STORE)], NAMESPACE)])
+    rig.step(loads=[load(1, [move(8, 5, 30, Tier.STORE)], NAMESPACE)])
     rig.step(poisoned=["r1"])
     rig.until_acked(1, Phase.LOADED)
     for _ in range(3):
@@ -277,7 +277,7 @@ def test_a_copy_into_gpu_blocks_is_reported_only_when_it_is_over(monkeypatch: py
 def test_jobs_without_a_store_or_a_registration_fail(store: ObedientStore) -> None:
     rig = Rig()
     rig.step(
-        loads=[load(1, [move(8, 5, 30, Source.STORE)], NAMESPACE), load(2, [move(8, 99, 30)]), load(3, [move(8, 5, 30, Source.STORE)])],
+        loads=[load(1, [move(8, 5, 30, Tier.STORE)], NAMESPACE), load(2, [move(8, 99, 30)]), load(3, [move(8, 5, 30, Tier.STORE)])],
         saves=[save(4, [move(3, 0, 30)], NAMESPACE), save(5, [move(99, 1, 30)]), save(6, [BlockMove(7, 0, 0, 0, b"x")])],
     )
     assert all(rig.until_acked(job, Phase.LOADED).failed for job in (1, 2, 3))
@@ -314,7 +314,7 @@ def test_waiting_for_copies_releases_the_blocks_of_an_idle_engine() -> None:
 def test_shutdown_answers_everything_and_later_jobs_fail(store: ObedientStore) -> None:
     rig = Rig(store)
     store.policy = lambda kind, transfers: None
-    rig.step(finish=False, loads=[load(1, [move(8, 5, 30, Source.STORE)], NAMESPACE)], saves=[save(2, [move(3, 0, 30)], NAMESPACE)])
+    rig.step(finish=False, loads=[load(1, [move(8, 5, 30, Tier.STORE)], NAMESPACE)], saves=[save(2, [move(3, 0, 30)], NAMESPACE)])
     assert not rig.worker.shutdown(1.0), "a call is still in flight"
     assert store.closed
     rig.step(loads=[load(3, [move(8, 6, 30)])], saves=[save(4, [move(3, 1, 30)])])
@@ -340,7 +340,7 @@ def test_a_failed_load_blames_only_the_slots_whose_blocks_are_missing(store: Obe
     rig.until_acked(1, Phase.STORED)
     rig.step(loads=[load(2, [move(8, 0, 30), move(9, 1, 41)])])  # slot 1 holds another block than the scheduler role believes
     assert rig.until_acked(2, Phase.LOADED).failed_slots == (1,)
-    rig.step(loads=[load(3, [move(8, 5, 30, Source.STORE), move(9, 6, 99, Source.STORE), move(10, 0, 30)], NAMESPACE)])
+    rig.step(loads=[load(3, [move(8, 5, 30, Tier.STORE), move(9, 6, 99, Tier.STORE), move(10, 0, 30)], NAMESPACE)])
     ack = rig.until_acked(3, Phase.LOADED)  # nobody ever stored 99
     assert (ack.failed, ack.failed_slots, ack.filled_slots) == (True, (6,), (5,))
     rig.step(loads=[load(4, [move(8, 0, 30)])])

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from epochkv_connector.store import Outcome, Transfer
-from epochkv_connector.wire.jobs import Phase, Source
+from epochkv_connector.store import StoreOutcome, Transfer
+from epochkv_connector.wire.jobs import Phase, Tier
 from hack.waiting import eventually
 from tests.unit.connector_worker.worker_rig import NAMESPACE, NUM_SLOTS, ObedientStore, Rig, load, move, save
 
@@ -32,9 +32,9 @@ class Schedule:
         self._taken: dict[int, list[int]] = {}
         self._lock = threading.Lock()
 
-    def _fails_at_random(self, kind: str, transfers: Sequence[Transfer]) -> Outcome | None:
+    def _fails_at_random(self, kind: str, transfers: Sequence[Transfer]) -> StoreOutcome | None:
         with self._lock:
-            return self.dice.choice([Outcome.OK, Outcome.OK, Outcome.OK, Outcome.TRANSFER, Outcome.FULL, None])
+            return self.dice.choice([StoreOutcome.OK, StoreOutcome.OK, StoreOutcome.OK, StoreOutcome.TRANSFER, StoreOutcome.FULL, None])
 
     def turn(self, job_id: int) -> None:
         """Results are taken in, the store may answer an old request, and if there are slots, a job begins."""
@@ -44,7 +44,7 @@ class Schedule:
             self._free_slots += self._taken.pop(done)
         if dice.random() < 0.3 and self.store.open:
             request = self.store.open.pop(dice.randrange(len(self.store.open)))
-            self.store.answer(request, dice.choice([Outcome.OK, Outcome.ABSENT, Outcome.TIMEOUT]))
+            self.store.answer(request, dice.choice([StoreOutcome.OK, StoreOutcome.ABSENT, StoreOutcome.TIMEOUT]))
             self.store.release(request)
         self.num_reads += self._num_written()
         count = dice.randint(1, 3)
@@ -64,7 +64,7 @@ class Schedule:
             if namespace:
                 self.expected[job_id, Phase.STORED] = None
         else:
-            moves = [move(8 + i, slot, name, Source.STORE) for i, (slot, name) in enumerate(zip(slots, names, strict=True))]
+            moves = [move(8 + i, slot, name, Tier.STORE) for i, (slot, name) in enumerate(zip(slots, names, strict=True))]
             self.rig.step(loads=[load(job_id, moves, NAMESPACE, deadline)])
             self.expected[job_id, Phase.LOADED] = None
             self.num_loads += 1
@@ -83,7 +83,7 @@ class Schedule:
     def end(self) -> None:
         """The store is down, and then everything that it left open ends."""
         rig = self.rig
-        self.store.policy = lambda kind, transfers: Outcome.DOWN
+        self.store.policy = lambda kind, transfers: StoreOutcome.DOWN
         rig.worker.finish_step()
         eventually(lambda: rig.collect(0.001) and rig.worker.stats()["open_copies"] == 0, "copies over", 10)
         self.store.end_all()

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from epochkv_connector.store import Outcome, Ticket, Transfer
+from epochkv_connector.store import StoreOutcome, Ticket, Transfer
 from epochkv_connector.store.queues import resolve
-from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
 from epochkv_connector.wire.steps import StepMetadata
 from epochkv_connector.worker.copying.layout import GroupSpec
 from epochkv_connector.worker.copying.slots import HEADER_BYTES, TRAILER_BYTES
@@ -38,7 +38,7 @@ class ObedientStore:
     """Keeps objects in a dictionary; `policy` decides what becomes of a request, `open` has those it decided to leave open."""
 
     objects: dict[str, bytes] = field(default_factory=dict)
-    policy: Callable[[str, Sequence[Transfer]], Outcome | None] = lambda kind, transfers: Outcome.OK
+    policy: Callable[[str, Sequence[Transfer]], StoreOutcome | None] = lambda kind, transfers: StoreOutcome.OK
     open: list[Request] = field(default_factory=list)
     seen: list[Request] = field(default_factory=list)
     ready: bool = True
@@ -61,15 +61,15 @@ class ObedientStore:
             self.release(request)
         return request.ticket
 
-    def answer(self, request: Request, outcome: Outcome) -> None:
+    def answer(self, request: Request, outcome: StoreOutcome) -> None:
         outcomes = []
         for transfer in request.transfers:
-            if outcome is Outcome.OK and request.kind == "put":
+            if outcome is StoreOutcome.OK and request.kind == "put":
                 self.objects[transfer.key] = bytes(transfer.view[HEADER_BYTES:-TRAILER_BYTES])
-            elif outcome is Outcome.OK and transfer.key in self.objects:
+            elif outcome is StoreOutcome.OK and transfer.key in self.objects:
                 transfer.view[HEADER_BYTES:-TRAILER_BYTES] = self.objects[transfer.key]
-            elif outcome is Outcome.OK:
-                outcomes.append(Outcome.ABSENT)
+            elif outcome is StoreOutcome.OK:
+                outcomes.append(StoreOutcome.ABSENT)
                 continue
             outcomes.append(outcome)
         resolve(request.ticket.done, outcomes)
@@ -79,7 +79,7 @@ class ObedientStore:
 
     def end_all(self) -> None:
         for request in self.open:
-            self.answer(request, Outcome.TIMEOUT)
+            self.answer(request, StoreOutcome.TIMEOUT)
             self.release(request)
 
     def close(self, timeout: float) -> bool:
@@ -143,7 +143,7 @@ def name_of(number: int) -> bytes:
     return number.to_bytes(32, "little")
 
 
-def move(block: int, slot: int, name: int, source: Source = Source.HOST, copy: bool = True) -> BlockMove:
+def move(block: int, slot: int, name: int, source: Tier = Tier.HOST, copy: bool = True) -> BlockMove:
     return BlockMove(0, block, block, slot, name_of(name), source, copy)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout
-from epochkv_connector.wire.jobs import Source
+from epochkv_connector.wire.jobs import Tier
 
 Present = Callable[[int, int], bool]
 """(group, block index in units of the group's block size) -> some tier holds that block."""
@@ -99,7 +99,7 @@ def _sliding_limit(layout: CacheLayout, index: int, local: int, limit: int, pres
     return local
 
 
-def tokens_by_tier(layout: CacheLayout, host: Sequence[int], store: Sequence[int], num_tokens: int) -> dict[Source, int]:
+def tokens_by_tier(layout: CacheLayout, host: Sequence[int], store: Sequence[int], num_tokens: int) -> dict[Tier, int]:
     """Tokens of a hit, of which so many blocks of each group come from each tier.
 
     Every token is in the first full-attention group, so that one is counted; without one, all are.
@@ -109,4 +109,4 @@ def tokens_by_tier(layout: CacheLayout, host: Sequence[int], store: Sequence[int
     from_host, from_store = (sum(blocks[index] * groups[index].block_size for index in counted) for blocks in (host, store))
     whole = from_host + from_store
     host_tokens = num_tokens * from_host // whole if whole else 0
-    return {s: n for s, n in ((Source.HOST, host_tokens), (Source.STORE, num_tokens - host_tokens)) if n}
+    return {s: n for s, n in ((Tier.HOST, host_tokens), (Tier.STORE, num_tokens - host_tokens)) if n}

@@ -17,7 +17,7 @@ from epochkv_connector.scheduler.planning.prompt_blocks import ABSENT, PromptBlo
 from epochkv_connector.scheduler.tiers.index import Key
 from epochkv_connector.scheduler.tiers.state import TierState
 from epochkv_connector.scheduler.tiers.views import Hit, RequestView
-from epochkv_connector.wire.jobs import Source
+from epochkv_connector.wire.jobs import Tier
 
 RING_SHARE = 8
 """A load through the staging ring gets at most this part of it: several go on at a time, and saves find slots, too."""
@@ -169,9 +169,9 @@ class HitPlanner:
         plan.reserved = self._slots_for(plan.num_missing)
         plan.hit = Hit(total - local, self._sources(plan, total - local))
 
-    def _sources(self, plan: Plan, num_tokens: int) -> Mapping[Source, int]:
+    def _sources(self, plan: Plan, num_tokens: int) -> Mapping[Tier, int]:
         if not plan.num_missing or not plan.num_pinned:  # nearly every hit; counting its blocks cost 5 us
-            return {Source.STORE if plan.num_missing else Source.HOST: num_tokens}
+            return {Tier.STORE if plan.num_missing else Tier.HOST: num_tokens}
         store = [span.num_absent for span in plan.spans]
         host = [len(span.slots) - absent for span, absent in zip(plan.spans, store, strict=True)]
         return hits.tokens_by_tier(self._layout, host, store, num_tokens)

@@ -112,16 +112,17 @@ class Bookkeeping:
     def adopt(self, snap: Snapshot) -> None:
         """New names hold. Plans, queries and remembered answers go; L1 of another root is first to be evicted."""
         if self.state.rename(snap.root):
-            self._abandon()
+            self._end_plans()
         self.hits.forget_all()
 
     def reset(self) -> None:
         """As `adopt`, and L1 is empty at once."""
         self.state.clear()
-        self._abandon()
+        self._end_plans()
         self.hits.forget_all()
 
-    def _abandon(self) -> None:
+    def _end_plans(self) -> None:
+        """Forget how far each request was saved. Accepted hits still go out, and what they bring is not indexed."""
         self.saves.planner.clear()
         self.loads.abandon()
 

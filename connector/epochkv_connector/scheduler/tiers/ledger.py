@@ -3,7 +3,8 @@
 vLLM merges the ranks of one step only, so ranks are counted down here, across steps, by job id. A job never ends by
 itself: workers acknowledge it as dropped after its deadline, and until a rank says so nothing it might still touch is
 reused.
-Saves are aggregated over ranks by intersection (a block is saved if every rank saved it), failed loads by hull.
+Saves are aggregated over ranks by intersection (a block is saved if every rank saved it), failed loads by hull. After a load that
+failed on one rank, the request is recomputed (`worker.loading`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from operator import attrgetter
 
 import msgspec
 
-from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Source
+from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
 
 _SLOT = attrgetter("slot")
 
@@ -57,7 +58,11 @@ Outcome = Copied | Stored | Loaded | Released
 
 
 class _Open(msgspec.Struct):
-    """One job and what its ranks have said."""
+    """One job and what its ranks have said.
+
+    `abandoned`: the root has changed, or the tiers were cleared, since the job went out. The job is not dropped: its copies and puts
+    go on under the old name, and only its results are not indexed.
+    """
 
     job: SaveJob | LoadJob
     opened_at: float
@@ -226,10 +231,10 @@ class Ledger:
 
     def _loaded(self, entry: _Open, job: LoadJob) -> Loaded:
         filled = entry.filled or set()
-        arrived = tuple(move for move in job.moves if move.source is Source.STORE and move.slot in filled)
+        arrived = tuple(move for move in job.moves if move.source is Tier.STORE and move.slot in filled)
         doubted: tuple[BlockMove, ...] = ()
         if entry.failed:
-            unfilled = [m for m in job.moves if m.source is Source.STORE and m.slot not in filled]
+            unfilled = [m for m in job.moves if m.source is Tier.STORE and m.slot not in filled]
             named = [move for move in job.moves if move.slot in entry.failed_slots]
             # A rank that did not say which blocks failed: blame the fetched ones that are not filled, else everything.
             doubted = tuple(dict.fromkeys([*named, *(unfilled or job.moves)])) if entry.blamed_all else tuple(named)

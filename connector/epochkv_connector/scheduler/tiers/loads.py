@@ -22,7 +22,7 @@ from epochkv_connector.scheduler.planning.prompt_blocks import ABSENT, Span
 from epochkv_connector.scheduler.tiers.ledger import Loaded
 from epochkv_connector.scheduler.tiers.state import TierState
 from epochkv_connector.scheduler.tiers.views import GroupKind, RequestView
-from epochkv_connector.wire.jobs import BlockMove, LoadJob, Source
+from epochkv_connector.wire.jobs import BlockMove, LoadJob, Tier
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class LoadDraft:
     moves: list[BlockMove]
     num_fetched: int
     num_reserved: int
-    sources: Mapping[Source, int]
+    sources: Mapping[Tier, int]
     abandoned: bool = False
 
 
@@ -51,7 +51,7 @@ def _moves(span: Span, gpu_blocks: Sequence[int]) -> Iterable[BlockMove]:
     blocks, slots = range(span.first, span.first + count), span.slots[:count]
     if not span.num_absent:
         return map(BlockMove, repeat(span.group), blocks, gpu_blocks, slots, span.names)
-    sources = [Source.STORE if slot == ABSENT else Source.HOST for slot in slots]
+    sources = [Tier.STORE if slot == ABSENT else Tier.HOST for slot in slots]
     return map(BlockMove, repeat(span.group), blocks, gpu_blocks, slots, span.names, sources)
 
 
@@ -119,7 +119,7 @@ class LoadJobs:
             elif refused or not self._bind_window(req, span, first, gpu_blocks, moves, dropped, late):
                 self._index.unpin(reversed(late))
                 return None
-        num_fetched = sum(move.source is Source.STORE for move in moves) if plan.num_missing else 0
+        num_fetched = sum(move.source is Tier.STORE for move in moves) if plan.num_missing else 0
         num_reserved = min(plan.reserved, num_fetched)
         self._index.unpin(slot for slot in reversed(dropped) if slot != ABSENT)
         unused = plan.reserved - num_reserved
@@ -128,13 +128,13 @@ class LoadJobs:
         sources = self._sources(moves, num_fetched, num_tokens)
         return LoadDraft(req.request_id, plan.namespace, moves, num_fetched, num_reserved, sources)
 
-    def _sources(self, moves: Sequence[BlockMove], num_fetched: int, num_tokens: int) -> Mapping[Source, int]:
+    def _sources(self, moves: Sequence[BlockMove], num_fetched: int, num_tokens: int) -> Mapping[Tier, int]:
         if num_fetched in (0, len(moves)):
-            return {Source.STORE if num_fetched else Source.HOST: num_tokens}
-        blocks = {source: [0] * len(self._tiers.layout.groups) for source in Source}
+            return {Tier.STORE if num_fetched else Tier.HOST: num_tokens}
+        blocks = {source: [0] * len(self._tiers.layout.groups) for source in Tier}
         for move in moves:
             blocks[move.source][move.group] += 1
-        return hits.tokens_by_tier(self._tiers.layout, blocks[Source.HOST], blocks[Source.STORE], num_tokens)
+        return hits.tokens_by_tier(self._tiers.layout, blocks[Tier.HOST], blocks[Tier.STORE], num_tokens)
 
     def _bind_window(
         self,
@@ -161,11 +161,11 @@ class LoadJobs:
                     return False
                 self._index.pin([slot])
                 late.append(slot)
-            moves.append(BlockMove(span.group, block, gpu_block, slot, name, Source.STORE if slot == ABSENT else Source.HOST))
+            moves.append(BlockMove(span.group, block, gpu_block, slot, name, Tier.STORE if slot == ABSENT else Tier.HOST))
         dropped += left.values()
         return True
 
-    def sources(self, request_id: str) -> Mapping[Source, int]:
+    def sources(self, request_id: str) -> Mapping[Tier, int]:
         """Tokens by tier of the hit accepted in this step (for vLLM's metrics)."""
         draft = self._drafts.get(request_id)
         return {} if draft is None else draft.sources
@@ -180,7 +180,7 @@ class LoadJobs:
         moves = tuple(draft.moves)
         if draft.num_fetched:
             fresh = itertools.cycle(self._index.allocate(draft.num_reserved, reserved=True))
-            moves = tuple(m if m.source is Source.HOST else msgspec.structs.replace(m, slot=next(fresh)) for m in moves)
+            moves = tuple(m if m.source is Tier.HOST else msgspec.structs.replace(m, slot=next(fresh)) for m in moves)
         job = LoadJob(next(self._tiers.ids), draft.request_id, draft.namespace, moves, self._tiers.config.job_deadline_seconds)
         self._tiers.ledger.open_load(job, now, draft.abandoned, reads=draft.num_fetched > 0)
         return job
@@ -194,7 +194,7 @@ class LoadJobs:
         self._tiers.counts["loads_done"] += 1
         self._tiers.counts["loads_failed"] += done.failed
         self._tiers.counts["blocks_loaded"] += len(done.job.moves) - len(done.doubted)
-        fetched = sum(move.source is Source.STORE for move in done.job.moves)
+        fetched = sum(move.source is Tier.STORE for move in done.job.moves)
         if fetched:
             arrived = not done.failed or len(done.filled) == fetched
             self._tiers.pause.end(done.job.request_id, None if done.abandoned else arrived)

@@ -16,7 +16,7 @@ from epochkv_connector.scheduler.tiers.index import HostIndex, Key, slot_count
 from epochkv_connector.scheduler.tiers.ledger import Copied, Ledger, Loaded, Stored
 from epochkv_connector.scheduler.tiers.recent import RecentBlocks
 from epochkv_connector.scheduler.tiers.views import CacheLayout
-from epochkv_connector.wire.jobs import BlockMove, Source
+from epochkv_connector.wire.jobs import BlockMove, Tier
 
 if TYPE_CHECKING:
     from epochkv_connector.engine.events import HostEvents
@@ -71,7 +71,7 @@ class TierState:
         self.known.add(_keys(done.filled))
         filled = {move.slot for move in done.filled}
         for move in done.doubted:
-            if move.source is Source.HOST:
+            if move.source is Tier.HOST:
                 self.index.forget(move.group, move.block_hash)
             elif move.slot not in filled:
                 self.known.discard(_keys((move,)))

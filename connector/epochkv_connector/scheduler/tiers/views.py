@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from epochkv_connector.wire.jobs import Source
+from epochkv_connector.wire.jobs import Tier
 
 
 class GroupKind(enum.Enum):
@@ -111,7 +111,7 @@ class Hit:
     """
 
     num_tokens: int | None
-    sources: Mapping[Source, int] = field(default_factory=dict)
+    sources: Mapping[Tier, int] = field(default_factory=dict)
 
 
 KeysOf = Callable[[str, int, bytes], Sequence[str]]

@@ -52,7 +52,7 @@ class Bucket:
         self.tokens -= tokens
         return True
 
-    def fine(self, tokens: float) -> None:
+    def penalise(self, tokens: float) -> None:
         """Take them in any case; what is missing has to be made up for first."""
         self.tokens -= tokens
 

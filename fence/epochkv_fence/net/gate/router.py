@@ -253,7 +253,7 @@ class Router:
             message = decode(waiting.frames)
         except WireError as error:
             self._counters[f"refused_{error.code.value}"] += 1
-            peer.bucket.fine(GARBAGE_TOKENS)
+            peer.bucket.penalise(GARBAGE_TOKENS)
             self._refuse(name, peer, error.code, error.text[:1024], now)
             return
         cost = client.pool.cost(message)
