@@ -62,10 +62,10 @@ KNOWN_KEYS: Final = (
 """Of the JSON: ours, and those of the connector, which refuses any other."""
 GONE_KEYS: Final[Mapping[str, str]] = {
     "weights_source": "weights name themselves, pushed or not",
-    "on_local_reset": "an engine whose caches are reset alone always asks for the pool's next epoch",
+    "on_local_reset": "an engine whose own caches are reset always asks for the pool's next epoch",
     "encoder": "an engine looks at its encoder by itself, as at its other weights",
 }
-"""Keys of before, and what replaced them."""
+"""Removed keys, and what replaced them."""
 MAX_CONFIG_BYTES: Final = 1 << 20
 MAX_UID: Final = 253
 RELOAD_TRIES: Final = 4
@@ -272,10 +272,10 @@ def convert(content: Mapping[str, Any], kind: type[T], origin: str) -> T:
 
 
 def refuse_gone(content: Mapping[str, Any], origin: str) -> None:
-    """Raise `ConfigurationError` for a key of before, with what replaced it."""
+    """Raise `ConfigurationError` for a removed key, with what replaced it."""
     for key, instead in GONE_KEYS.items():
         if key in content:
-            raise ConfigurationError(f"{origin}: the key {key} is gone: {instead}; remove it, see docs/trainers.md")
+            raise ConfigurationError(f"{origin}: the key {key} is no longer supported: {instead}; remove it, see docs/trainers.md")
 
 
 def warn_of_unknown(content: Mapping[str, Any], origin: str) -> None:

@@ -27,7 +27,7 @@ def _own_namespace() -> str:
 
 @app.callback()
 def _main() -> None:
-    """EpochKV operator: KV-cache pools that can be invalidated as a whole, provably."""
+    """EpochKV operator: runs KV-cache pools, and proves when a reset is complete."""
 
 
 _HUB_ENDPOINT = "What engines dial. Default: tcp://epochkv-hub.<namespace>.svc:<port of --hub-bind>."

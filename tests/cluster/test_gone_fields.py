@@ -59,7 +59,7 @@ def test_refused_whatever_validation_a_client_asks_for(plane: ControlPlane, kind
     collection = (POOLS if kind == "KVCachePool" else ENGINES).format("default")
     status, answer = send(plane, "POST", f"{collection}?fieldValidation={validation}", manifest(kind, "old", spec))
     assert status == 422, answer
-    assert f"spec.{path}: Forbidden: spec.{path} is gone: " in answer["message"]
+    assert f"spec.{path}: Forbidden: spec.{path} is no longer supported: " in answer["message"]
     assert "remove it" in answer["message"]
 
 
@@ -67,14 +67,14 @@ def test_refused_whatever_validation_a_client_asks_for(plane: ControlPlane, kind
 @pytest.mark.parametrize("flags", [[], ["--validate=false"], ["--server-side", "--validate=false"]], ids=["plain", "lax", "server-side"])
 def test_refused_by_kubectl_apply(plane: ControlPlane, kind: str, path: str, spec: Json, flags: list[str]) -> None:
     message = kubectl(plane, "apply", *flags, "-f", "-", stdin=json.dumps(manifest(kind, "old", spec)), ok=False)
-    assert f"spec.{path} is gone: " in message
+    assert f"spec.{path} is no longer supported: " in message
 
 
 def test_refused_in_a_patch_of_an_object_without_them(plane: ControlPlane, namespace: Namespace) -> None:
     namespace.create_pool("policy", local=LOCAL)
     for patch in ('{"spec":{"resetEpoch":1,"weightsVersion":"b"}}', '{"spec":{"reset":{"joinAfterSeconds":60}}}'):
         message = kubectl(plane, "-n", namespace.name, "patch", "kvp/policy", "--type=merge", "-p", patch, ok=False)
-        assert "is gone: weights name themselves" in message
+        assert "is no longer supported: weights name themselves" in message
     assert namespace.pool("policy")["spec"]["resetEpoch"] == 0
 
 
@@ -149,9 +149,9 @@ def test_what_was_stored_with_them_can_be_changed_in_every_other_field(upgraded:
 
 def test_what_was_stored_with_them_refuses_another_value(upgraded: Namespace) -> None:
     message = kubectl(upgraded.plane, "patch", "kvp/applied", "--type=merge", "-p", '{"spec":{"weightsVersion":"b"}}', ok=False)
-    assert "spec.weightsVersion is gone: weights name themselves; remove it" in message
+    assert "spec.weightsVersion is no longer supported: weights name themselves; remove it" in message
     message = kubectl(upgraded.plane, "patch", "ie/rollout", "--type=merge", "-p", '{"spec":{"weightsSource":"Model"}}', ok=False)
-    assert "spec.weightsSource is gone: " in message
+    assert "spec.weightsSource is no longer supported: " in message
 
 
 def test_what_was_stored_with_them_loses_them_with_the_next_manifest(upgraded: Namespace) -> None:

@@ -96,7 +96,7 @@ POOL_CASES = [
     pool("keys-empty", {"local": LOCAL, "keys": {}}),
     # what other fields have replaced
     *(
-        pool(f"gone-{path}-{number}", spec, f"spec.{path}: Forbidden: spec.{path} is gone: ", "remove it", gone=True)
+        pool(f"gone-{path}-{number}", spec, f"spec.{path}: Forbidden: spec.{path} is no longer supported: ", "remove it", gone=True)
         for path, specs in GONE_OF_POOLS.items()
         for number, spec in enumerate(specs)
     ),
@@ -342,10 +342,10 @@ CHANGES = [
     pool_change("lower-epoch", {"resetEpoch": 7}, {"resetEpoch": 6}, "spec.resetEpoch", "it is 7; to reset, set 8 or higher"),
     pool_change("remove-epoch", {"resetEpoch": 7}, {}, "spec.resetEpoch", "it is 7"),
     *(
-        pool_change(f"set-{path}", {"resetEpoch": 1}, {"resetEpoch": 2, **specs[0]}, f"spec.{path} is gone: ", "remove it")
+        pool_change(f"set-{path}", {"resetEpoch": 1}, {"resetEpoch": 2, **specs[0]}, f"spec.{path} is no longer supported: ", "remove it")
         for path, specs in GONE_OF_POOLS.items()
     ),
-    engine_change("set-weightsSource", {}, {"weightsSource": "Model"}, "spec.weightsSource is gone: ", "remove it"),
+    engine_change("set-weightsSource", {}, {"weightsSource": "Model"}, "spec.weightsSource is no longer supported: ", "remove it"),
     pool_change("rotate-keys", {"keys": {"generation": 1}}, {"keys": {"generation": 2}}),
     pool_change("rotate-keys-back", {"keys": {"generation": 2}}, {"keys": {"generation": 1}}, "spec.keys.generation never goes down"),
     pool_change("forget-generation", {"keys": {"generation": 2}}, {}, "spec.keys.generation never goes down"),

@@ -151,7 +151,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         Meta(
             gt=0,
             le=600_000,
-            description="How long L2 may take to answer for one request. After that, the L1 answer alone counts.",
+            description="How long L2 may take to answer for one request. After that, only the L1 answer counts.",
             extra={"unit": "milliseconds"},
         ),
     ] = 500.0
@@ -160,7 +160,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         Meta(
             ge=0,
             le=MAX_COUNT,
-            description="The engine computes a hit that saves fewer tokens than this, beyond those that the GPU holds.",
+            description="Ignore hits that add fewer tokens than this to the GPU hit.",
             extra={"unit": "tokens"},
         ),
     ] = 0

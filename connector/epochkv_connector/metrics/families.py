@@ -167,7 +167,7 @@ GAUGES: tuple[Family, ...] = (
     _family("lease_remaining_seconds", "Seconds until the lease on the epoch ends; 0 without one."),
     _family("carried_requests", "Running requests that continue under an older root.", "carried"),
     _family("carried_sessions", "Streaming-input sessions that continue under an older root."),
-    _family("waiting_after_reset", "1: this engine alone was reset; it shares nothing until the next epoch."),
+    _family("waiting_after_reset", "1: only this engine was reset; it shares nothing until the next epoch."),
     _family("root_distrusted", "1: somebody else overwrote vLLM's hash root; bypass until restart.", "root_overwritten"),
     _family("hub_unusable", "1: the configured hub cannot be used (address, keys); the log says why."),
     _family("plans_open", "Hits reserved and not yet accepted."),

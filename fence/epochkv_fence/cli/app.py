@@ -17,12 +17,13 @@ from epochkv_fence.client import ArgumentError, ConfigurationError, HubUnreachab
 from epochkv_fence.standalone.database import StateError
 from epochkv_fence.standalone.options import HubError
 
-HELP: Final = """KV-cache pools that can be invalidated as a whole, provably.
+HELP: Final = """Reset KV-cache pools, and show what their engines hold.
 
-Exit status: 0 done; 1 failed; 2 wrong usage or configuration, or a key of another pool; 3 not in time: an epoch is recorded and not
-published (leases fence the engines that did not acknowledge), or engines do not hold the same, new weights; 4 no hub answered, and
-nothing is known to be recorded; 5 the hub's state cannot be used; 6 the hub lost its state; 130 interrupted. `update` also ends with
-the status of COMMAND when it failed (128 + n for signal n), 126 if COMMAND cannot be executed, 127 if there is no such command.
+Exit status: 0 done; 1 failed; 2 wrong usage or configuration, such as a key that the hub accepts for another pool; 3 not in time: an
+epoch is recorded and not published (leases fence the engines that did not acknowledge), or engines do not hold the same, new weights;
+4 no hub answered, or it rejected the key, and nothing is known to be recorded; 5 the hub's state cannot be used; 6 the hub lost its
+state; 130 interrupted. `update` also ends with the status of COMMAND when it failed (128 + n for signal n), 126 if COMMAND cannot be
+executed, 127 if there is no such command.
 """
 OPTIONS: Final = {
     "epoch": "--epoch",

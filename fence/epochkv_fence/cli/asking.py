@@ -38,7 +38,8 @@ Config = Annotated[
 ]
 Out = Annotated[Output, typer.Option("--output", "-o", help="A table for people, or JSON.")]
 Timeout = Annotated[
-    float, typer.Option("--timeout", metavar="SECONDS", help="For the whole command; a hub must answer within the first 30 s of it.")
+    float,
+    typer.Option("--timeout", metavar="SECONDS", help="Give up after this time. The command gives up after 30 s if no hub has answered."),
 ]
 OnFailure = Annotated[
     str,
@@ -51,15 +52,15 @@ OnFailure = Annotated[
 
 
 def gone(option: str, instead: str) -> Any:
-    """An option of before: hidden from help, and rejected with what replaced it.
+    """A removed option: hidden from help, and rejected with what replaced it.
 
     Args:
-        instead: what to do now, after "is gone: ".
+        instead: what to do now, after "is no longer supported: ".
     """
 
     def refuse(ctx: typer.Context, value: str | None) -> None:
         if value is not None:
-            raise typer.BadParameter(f"it is gone: {instead}", ctx, param_hint=option)
+            raise typer.BadParameter(f"it is no longer supported: {instead}", ctx, param_hint=option)
 
     return typer.Option(option, hidden=True, callback=refuse, metavar="GONE")
 
@@ -228,7 +229,7 @@ def weights(
     output: Out = Output.TABLE,
     as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
 ) -> None:
-    """Show which engines hold which weights, bit by bit. The largest group comes first, then the one that changed last.
+    """List the weights by digest, with the engines that hold them. The largest group comes first, then the one that changed last.
 
     `epochkv update` waits until a push has reached every engine.
 

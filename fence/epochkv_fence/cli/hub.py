@@ -1,4 +1,4 @@
-"""`epochkv hub`: serve a pool without Kubernetes, until it is told to end."""
+"""`epochkv hub`: serve a pool without Kubernetes, until a signal ends it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ LogFormat = Literal["text", "json"]
 ReclaimOption = Annotated[
     ReclaimPolicy,
     typer.Option(
-        help="Keys of older epochs and of weights that are gone: an engine removes them; the store is also emptied after each "
-        "reset; or its eviction takes them."
+        help="Delete: an engine removes old keys. RemoveAll: the hub also empties the store after each reset. "
+        "Retain: the store evicts them."
     ),
 ]
 
@@ -70,11 +70,14 @@ def hub(
     state: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the record and the keys; the hub creates it on first use.")],
     lease_seconds: Annotated[
         float,
-        typer.Option(min=0.5, max=86_400, help="How long an engine may use an epoch without hearing from the hub. Never gets shorter."),
+        typer.Option(
+            min=0.5, max=86_400, help="How long an engine may use an epoch without hearing from the hub. A restart cannot make it shorter."
+        ),
     ] = 30.0,
     reclaim: ReclaimOption = "Delete",
     store_admin: Annotated[
-        list[str] | None, typer.Option(metavar="URL", help="Admin port of the Mooncake master, for a store of this pool alone; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="URL", help="Admin port of the Mooncake master, for a store that only this pool uses; repeatable."),
     ] = None,
     advertise: Annotated[str, typer.Option(metavar="tcp://HOST:PORT", help="Address that clients dial. Default: from --listen.")] = "",
     metrics: Annotated[str, typer.Option(metavar="HOST:PORT", help="Serve /metrics and /healthz there. Default: no.")] = "",
@@ -93,9 +96,9 @@ def hub(
 
     Engines and trainers join with `EPOCHKV_CONFIG=STATE/client/connection.json`, on other machines with a copy of that folder.
 
-    Exit status: 0 ended by SIGTERM or SIGINT; 1 the same, and something had stalled; 2 wrong usage, or the address is taken; 5 the
-    state cannot be used (held by another process, unreadable, of another pool); 6 the state was removed or replaced while the hub
-    served.
+    Exit status: 0 ended by SIGTERM or SIGINT; 1 ended by a signal, but shutdown took more than 10 s; 2 wrong usage, or the
+    address is taken; 5 the state cannot be used (held by another process, unreadable, of another pool); 6 the state was removed or
+    replaced while the hub served.
     """
     options = HubOptions(
         pool=pool,
@@ -126,7 +129,7 @@ async def serve(made: StandaloneHub, log_format: LogFormat) -> Exit:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     if not await _started(made, told):
-        logger.info("told to end before it served")
+        logger.info("ended by a signal before it served")
         return Exit.DONE
     text = f"pool {made.options.pool} ({made.uid}) on {made.endpoint}, state {made.options.state.absolute()}"
     fields = {"pool": made.options.pool, "uid": made.uid, "endpoint": made.endpoint, "connection": str(made.connection_file)}
@@ -141,14 +144,14 @@ async def serve(made: StandaloneHub, log_format: LogFormat) -> Exit:
             task.cancel()
         await made.stop()
     if told.is_set():
-        logger.info("told to end: engines keep what they were granted until their leases run out")
+        logger.info("ended by a signal: engines keep what they were granted until their leases expire")
         return Exit.DONE
     say_error(f"{made.options.state} was removed or replaced under this hub; it cannot prove any more that it leads")
     return Exit.LOST
 
 
 async def _started(made: StandaloneHub, told: asyncio.Event) -> bool:
-    """Whether it serves; False when it was told to end first."""
+    """Whether it serves; False when a signal ended it first."""
     starting, ending = asyncio.create_task(made.start()), asyncio.create_task(told.wait())
     try:
         await asyncio.wait([starting, ending], return_when=asyncio.FIRST_COMPLETED)
@@ -168,7 +171,7 @@ def _end_anyway() -> None:
     """Be gone END_SECONDS from now, also when a thread of this process hangs on a disk that does not answer."""
 
     def give_up() -> None:
-        say_error(f"it did not end within {END_SECONDS:g} s of being told to: something hangs, a disk perhaps; giving up")
+        say_error(f"shutdown took more than {END_SECONDS:g} s: something stalls, perhaps a disk; giving up")
         os._exit(Exit.FAILED)
 
     timer = threading.Timer(END_SECONDS, give_up)
@@ -177,7 +180,7 @@ def _end_anyway() -> None:
 
 
 def introduction(made: StandaloneHub) -> str:
-    """How to join, for whoever started the hub in a terminal."""
+    """How to join, for the person who started the hub in a terminal."""
     folder = made.connection_file.parent
     return "\n".join(
         [

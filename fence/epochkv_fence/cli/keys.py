@@ -26,8 +26,8 @@ def rotate(
     """Make a new client key. The running hub accepts it within a second, and the one before as well.
 
     Engines and trainers on this machine read the new key from STATE/client by themselves; elsewhere replace their copy of that
-    folder. The key before goes when no engine uses it any more, at the latest after --grace. Trainers are not counted: for them it
-    stays 10 minutes at least (or --grace, if that is less). One that has its key in its environment needs the new one by then.
+    folder. The hub drops the old key when no engine uses it: after 10 minutes at the earliest, after --grace at the latest. Trainers do
+    not count. A trainer that has its key in its environment needs the new key by then.
 
     \b
       epochkv keys rotate --state /var/lib/epochkv/policy

@@ -18,7 +18,7 @@ from epochkv_fence.client import Engine, PoolStatus, Reset, Standing, WeightsRep
 from epochkv_fence.client.weights import SHOWN_DIGITS, called, listed, report
 from epochkv_fence.standalone.report import counted
 
-ALONE: Final = "caches reset alone; shared again after the next `epochkv reset`"
+ALONE: Final = "only its caches were reset; it has asked for the next epoch"
 FIRST_LINE_SECONDS: Final = 2.0
 PROGRESS_SECONDS: Final = 10.0
 WIDTH: Final = 140

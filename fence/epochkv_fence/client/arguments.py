@@ -16,15 +16,18 @@ DIGEST: Final = re.compile("[0-9a-f]{32}")
 NAMED: Final = "weights name themselves"
 GONE: Final[Mapping[str, Mapping[str, str]]] = {
     "reset": {
-        "weights_version": f"is gone: {NAMED}. Leave it out; weight_update(label) or wait_weights(label=...) says what they are called",
+        "weights_version": f"is no longer supported: {NAMED}. Leave it out; weight_update(label) or wait_weights(label=...) "
+        "says what they are called",
     },
     "weight_update": {
         "version": "is now called label",
-        "order": f"is gone: {NAMED}, so no order of push and reset is wrong, and engines may serve during the push. Leave it out",
-        "on_failure": "is gone: WeightsDiverged is raised when engines do not hold the same, new weights in time. Leave it out",
+        "order": f"is no longer supported: {NAMED}, so no order of push and reset is wrong, and "
+        "engines may serve during the push. Leave it out",
+        "on_failure": "is no longer supported: WeightsDiverged is raised when engines do not hold the same, new weights in "
+        "time. Leave it out",
     },
 }
-"""Parameters of before, and what replaced them."""
+"""Removed parameters, and what replaced them."""
 
 
 class ArgumentError(ValueError):

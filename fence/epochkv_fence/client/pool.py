@@ -5,7 +5,7 @@ with Pool.connect("policy/connection.json") as pool:
         push(weights)       # as you like: KV is named by the weights that computed it
     # every engine holds the same, new weights, bit by bit
 
-    pool.reset()            # returns when no engine can find KV of before
+    pool.reset()            # returns when no engine can find older KV
 """
 
 from __future__ import annotations

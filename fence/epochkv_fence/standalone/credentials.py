@@ -87,8 +87,8 @@ def ensure_keys(directory: Path, pool_uid: str) -> Keys:
         if keys is None:
             if not is_new(directory):
                 logger.warning(
-                    "%s is gone, so new keys are made: engines and trainers of before are refused; give them the new %s, and start "
-                    "engines again",
+                    "%s is missing, so the hub made new keys and rejects engines and trainers with the old ones; give them the new %s, "
+                    "and restart the engines",
                     directory / KEYS_FILE,
                     directory / CLIENT_FOLDER,
                 )
@@ -96,8 +96,8 @@ def ensure_keys(directory: Path, pool_uid: str) -> Keys:
             _write(directory / KEYS_FILE, msgspec.json.format(msgspec.json.encode(keys)))
     if keys.pool_uid != pool_uid:
         raise StateError(
-            f"{directory / KEYS_FILE} belongs to pool uid {keys.pool_uid}, whose record is gone: epochs would begin at 0 again under names "
-            "that were used. Remove the whole directory and start a new pool, whose engines get its new client folder"
+            f"{directory / KEYS_FILE} belongs to pool uid {keys.pool_uid}, whose record is missing: epochs would begin at 0 again under "
+            "names that were used. Remove the whole directory and start a new pool, whose engines get its new client folder"
         )
     return keys
 
@@ -170,7 +170,7 @@ def rotate_keys(directory: Path, grace_seconds: float) -> Keys:
 def accepted_for(most: float, least: float) -> str:
     """How long the key before is, in seconds from now."""
     if least >= most:
-        return f"for {math.ceil(most)} s, whoever uses it"
+        return f"for {math.ceil(most)} s, even if an engine still uses it"
     first = f"for {math.ceil(least)} s at least and " if least > 0 else ""
     return f"{first}until no engine uses it, for {math.ceil(most)} s at most"
 
@@ -234,7 +234,12 @@ def write_client(directory: Path, keys: Keys, pool: str, endpoint: str) -> Path:
             content = _existing_json(path)
             for key in GONE_KEYS.keys() & content.keys():
                 del content[key]
-                logger.info("%s: the key %s is gone: %s; it is removed. Copies of this file need that, too", path, key, GONE_KEYS[key])
+                logger.info(
+                    "%s: the key %s is no longer supported: %s; it is removed. Copies of this file need that, too",
+                    path,
+                    key,
+                    GONE_KEYS[key],
+                )
             warn_of_unknown(content, str(path))
             content["pool"] = {"name": pool, "uid": keys.pool_uid}
             content["hub"] = {"endpoint": endpoint, "credentials_dir": "."}

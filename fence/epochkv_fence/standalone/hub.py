@@ -86,9 +86,7 @@ class StandaloneHub:
         self.endpoint = options.advertise or advertised(server.endpoint, options.listen)
         self.connection_file = await asyncio.to_thread(write_client, directory, keys, options.pool, self.endpoint)
         for path, mode in await asyncio.to_thread(exposed_files, directory):
-            logger.warning(
-                "%s can be read by others (mode %04o), and whoever has it speaks for the pool; chmod go-rwx %s", path, mode, path
-            )
+            logger.warning("%s can be read by others (mode %04o), so others can speak for the pool; run chmod go-rwx %s", path, mode, path)
         server.lead(await authority.acquire())
         self._serve_metrics(server)
         if new:  # said when nothing can remove them again

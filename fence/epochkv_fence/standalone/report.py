@@ -96,7 +96,7 @@ def _engines(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:
     yield from _each(joined, logging.INFO, "joined", "engines joined")
     yield from _each(back, logging.INFO, "is heard again", "engines are heard again")
     yield from _each(silent, logging.WARNING, "is silent: its lease is over", "engines are silent: their leases are over")
-    yield from _each(gone, logging.INFO, "is gone", "engines are gone")
+    yield from _each(gone, logging.INFO, "left", "engines left")
 
 
 def _each(views: list[EngineView], level: int, one: str, many: str) -> Iterable[LogLine]:

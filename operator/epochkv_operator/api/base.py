@@ -71,7 +71,7 @@ def refused(path: str, instead: str) -> WithJsonSchema:
     It stays declared, or the API server would drop it in silence for clients that do not ask for strict validation. An object
     that was stored with it can still be updated: the API server does not judge again what an update leaves alone.
     """
-    return _int_or_string(253, rule("false", f"{path} is gone: {instead}", reason="FieldValueForbidden"))
+    return _int_or_string(253, rule("false", f"{path} is no longer supported: {instead}", reason="FieldValueForbidden"))
 
 
 def list_field(max_length: int, *, key: str = "", kind: str = "", min_length: int | None = None, checks: Json | None = None) -> Any:

@@ -27,7 +27,7 @@ from epochkv_operator.api.pool_status import KVCachePoolStatus
 
 
 class Reset(ApiModel):
-    """How a reset treats engines that are slow or gone, and old KV."""
+    """How a reset treats slow or dead engines, and old KV."""
 
     lease_seconds: Annotated[int, Field(ge=1, le=3600, json_schema_extra={"format": "int32"})] = 30
     """Seconds an engine may use an epoch without hearing from the hub again. A stalled or unreachable
@@ -45,7 +45,7 @@ class Reset(ApiModel):
     10 minutes."""
     on_local_reset: Annotated[
         int | str | None,
-        refused("spec.reset.onLocalReset", "an engine whose caches are reset alone asks for the next epoch by itself; remove it"),
+        refused("spec.reset.onLocalReset", "an engine whose own caches are reset asks for the next epoch; remove it"),
     ] = None
     """Not a field any more: refused."""
 
@@ -305,7 +305,7 @@ class KVCachePoolSpec(ApiModel):
     ] = None
     """Not a field any more: refused."""
     reset: Annotated[Reset, own_defaults(Reset)]
-    """How a reset treats engines that are slow or gone, and old KV."""
+    """How a reset treats slow or dead engines, and old KV."""
     keys: Annotated[Keys, own_defaults(Keys)]
     """The key pair with which engines and trainers of the pool speak to the hub."""
     local: Local | None = None

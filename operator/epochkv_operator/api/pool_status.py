@@ -26,7 +26,7 @@ class ResetStatus(StatusModel):
     epoch: Epoch | None = None
     """The epoch that this reset leads to."""
     origin: Annotated[str | None, Field(max_length=16)] = None
-    """Who asked for it first: `Spec` (`spec.resetEpoch`), `Trainer` (the trainer client) or `Engine` (an engine that was reset alone)."""
+    """Who asked for it first: `Spec` (`spec.resetEpoch`), `Trainer` (the client) or `Engine` (an engine whose own caches were reset)."""
     start_time: Timestamp | None = None
     """When the target was recorded."""
     completion_time: Timestamp | None = None
@@ -165,7 +165,7 @@ class KVCachePoolStatus(StatusModel):
     observed_generation: Generation | None = None
     """The `metadata.generation` this status was computed from."""
     target_epoch: Epoch | None = None
-    """Highest epoch durably recorded; engines are told this one. Never goes down."""
+    """Highest epoch durably recorded; engines get this one. Never goes down."""
     epoch: Epoch | None = None
     """Published epoch: proved that no engine uses an older one. Never goes down."""
     granting: bool | None = None

@@ -1,4 +1,8 @@
-"""Reconciling a KVCachePool: its Secret, its place in the hub, its objects, its status."""
+"""Reconciling a KVCachePool: its Secret, its place in the hub, its objects, its status.
+
+It does not drive resets. It hands `spec.resetEpoch` to the hub (`hub/service.py`), which records the epoch (`hub/kubernetes.py`)
+and follows it until it is published (`epochkv_fence/hub/resets.py`).
+"""
 
 from __future__ import annotations
 
@@ -133,7 +137,7 @@ class PoolReconciler:
         return self.hub.old_key_idle_seconds(pool.metadata.uid) >= lease + margin_seconds(lease)
 
     def _tell_ahead(self, obj: Json, pool: KVCachePool) -> None:
-        """One Event for each `spec.resetEpoch` that resets nothing, because that epoch was out already."""
+        """One Event for each `spec.resetEpoch` that resets nothing, because the pool was at that epoch already."""
         uid, asked, view = pool.metadata.uid, pool.spec.reset_epoch, self.hub.view(pool.metadata.uid)
         if view is None or view.target < asked:
             return
@@ -141,5 +145,5 @@ class PoolReconciler:
         before = self._judged.get(uid, asked if seen_before else 0)
         self._judged[uid] = asked
         if asked > before and epoch_ahead(asked, view):
-            note = f"spec.resetEpoch {asked} is not applied, epoch {view.target} is out already: set {view.target + 1} or higher"
+            note = f"spec.resetEpoch {asked} resets nothing: the pool is at epoch {view.target} already. Set {view.target + 1} or higher"
             self.reporter.tell(obj, reason="EpochAhead", action="Reset", note=note)

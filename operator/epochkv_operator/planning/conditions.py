@@ -16,12 +16,12 @@ from typing import Final
 
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
-from epochkv_operator.planning.context import Condition, HubEngine, HubView, Observed, Problem, listed, short_id
+from epochkv_operator.planning.context import PUSH_SECONDS, Condition, HubEngine, HubView, Observed, Problem, listed, short_id
 from epochkv_operator.planning.names import component_name, component_selector, engine_selector
 from epochkv_operator.planning.plan import living
 from epochkv_operator.planning.workload import Health, find, health, select
 
-_ASKER: Final = {"Spec": "spec.resetEpoch", "Trainer": "a trainer", "Engine": "an engine that was reset alone"}
+_ASKER: Final = {"Spec": "spec.resetEpoch", "Trainer": "a trainer", "Engine": "an engine whose own caches were reset"}
 _NO_HUB: Final = "no hub leads this pool at the moment"
 _NO_HUB_NO_LEASE: Final = f"{_NO_HUB}; engines whose lease ends serve without shared KV"
 _MAX_OUTLIERS: Final = 5
@@ -146,14 +146,13 @@ def _epoch_converged(pool: KVCachePool, hub: HubView | None) -> Condition:
     text = f"no engine uses an epoch below {hub.published}"
     if epoch_ahead(asked, hub):
         asker = _ASKER.get(hub.origin or "", "somebody else")
-        state = "resets nothing: that epoch was out already" if asked == hub.target else "resets nothing: it is below"
-        remedy = f"spec.resetEpoch {asked} {state}; to reset, set {hub.target + 1} or higher"
-        return Condition(kind, "True", "EpochAhead", f"{text}, which {asker} asked for; {remedy}")
+        ahead = f"spec.resetEpoch {asked} resets nothing: {asker} raised the pool to epoch {hub.target}"
+        return Condition(kind, "True", "EpochAhead", f"{text}; {ahead}. Set {hub.target + 1} or higher")
     return Condition(kind, "True", "Published", text)
 
 
 def epoch_ahead(asked: int, hub: HubView) -> bool:
-    """The spec asks for an epoch that is out already, and not because the spec asked for it.
+    """The spec asks for an epoch that was asked for already, and not by the spec.
 
     0 asks for nothing: where a trainer owns the resets, the spec stays there. A target of an unknown origin that equals
     what the spec asks for is taken to be the spec's.
@@ -225,7 +224,9 @@ def _weights_converged(hub: HubView | None) -> Condition:
     if silent:
         return Condition(kind, "Unknown", "Unknown", silent)
     if hub.outliers:
-        return Condition(kind, "False", "Updating", f"weights are being pushed: {_outliers(hub)}")
+        return Condition(
+            kind, "False", "Updating", f"engines have held different weights for less than {PUSH_SECONDS:g} s: {_outliers(hub)}"
+        )
     held = sorted({_called(engine.known_weights, hub) for engine in hub.engines if engine.known_weights is not None})
     text = f"all engines hold {listed(held, MAX_KINDS)}" if held else "no engine is connected"
     return Condition(kind, "True", "Converged", text)

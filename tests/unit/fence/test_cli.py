@@ -143,11 +143,14 @@ def test_nobody_there_is_status_4(tmp_path: Path, hub: HubProcess) -> None:
         (("wait",), "EPOCH"),
         (("update", "--version", "v"), "COMMAND"),
         (("update", "--", "true"), "--version"),
-        (("update", "--version", "v", "--order", "fence_first", "--", "true"), "--order: it is gone: weights name themselves, so no order"),
+        (
+            ("update", "--version", "v", "--order", "fence_first", "--", "true"),
+            "--order: it is no longer supported: weights name themselves, so no order",
+        ),
         (("update", "--version", "step-\udcff", "--", "touch", "/nowhere"), "no Unicode text"),
         (
             ("reset", "--weights-version", "step-7"),
-            "--weights-version: it is gone: weights name themselves. Leave it out; `epochkv update`",
+            "--weights-version: it is no longer supported: weights name themselves. Leave it out; `epochkv update`",
         ),
         (("status", "--config", "/nowhere"), "/nowhere"),
         (("frobnicate",), "frobnicate"),
@@ -161,11 +164,12 @@ def test_nobody_there_is_status_4(tmp_path: Path, hub: HubProcess) -> None:
         (("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--lease-seconds", "0"), "--lease-seconds"),
         (
             ("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--weights-source", "Model"),
-            "--weights-source: it is gone: engines name KV by the weights that they hold, pushed or not. Leave it out",
+            "--weights-source: it is no longer supported: engines name KV by the weights that they hold, pushed or not. Leave it out",
         ),
         (
             ("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--join-after-seconds", "0"),
-            "--join-after-seconds: it is gone: engines name KV by the weights that they hold, so no engine has to wait. Leave it out",
+            "--join-after-seconds: it is no longer supported: engines name KV by the weights that they hold, so no engine has to wait. "
+            "Leave it out",
         ),
     ],
 )
@@ -202,7 +206,7 @@ def test_an_engine_that_was_reset_alone_is_shown_with_the_remedy(tmp_path: Path)
             engine.reset_at = 0
             agent.poke()
             eventually(lambda: "1: 0 in use, 1 private, 0 of unknown weights, 0 behind" in epochkv("status", config=hub.folder).stdout)
-            remedy = "caches reset alone; shared again after the next `epochkv reset`"
+            remedy = "only its caches were reset; it has asked for the next epoch"
             assert f"cleared: {remedy}" in epochkv("status", config=hub.folder).stdout
             head, row = epochkv("engines", config=hub.folder).stdout.splitlines()
             assert head.split() == ["ENGINE", "STATE", "WEIGHTS", "EPOCH", "CARRIED", "AGE", "HEARD", "BOOT", "NOTE"]
@@ -212,7 +216,7 @@ def test_an_engine_that_was_reset_alone_is_shown_with_the_remedy(tmp_path: Path)
             assert epochkv("reset", config=hub.folder).returncode == 0
             status = epochkv("status", config=hub.folder).stdout
             assert "1: 1 in use, 0 private, 0 of unknown weights, 0 behind" in status
-            assert "caches reset alone" not in status
+            assert "only its caches were reset" not in status
 
 
 def test_an_engine_of_unknown_weights_is_shown_with_its_note(hub: HubProcess, agents: Agents) -> None:

@@ -52,11 +52,13 @@ def test_started_again_it_continues_the_pool_and_keeps_what_was_added_to_the_fil
         path.write_text(json.dumps({**content, "weights_source": "Pushed", "local": {"capacity_bytes": 1 << 30}}))
         secret = (hub.folder / "root.secret").read_text()
         assert hub.end() == 0
-        assert "told to end" in hub.text()
+        assert "ended by a signal" in hub.text()
         hub.start()
         again = json.loads(path.read_text())
         assert again == {**content, "local": {"capacity_bytes": 1 << 30}}
-        assert f"{path}: the key weights_source is gone: weights name themselves, pushed or not; it is removed." in hub.text()
+        assert (
+            f"{path}: the key weights_source is no longer supported: weights name themselves, pushed or not; it is removed." in hub.text()
+        )
         assert (hub.folder / "root.secret").read_text() == secret
         eventually(lambda: using(agent, 1), "the engine goes on", 30)
         assert "leading: epoch 1, published 1" in hub.text()
@@ -85,7 +87,7 @@ def test_a_log_worth_reading(tmp_path: Path) -> None:
             engine.is_busy = True
             assert epochkv("reset", config=hub.folder).returncode == 0
             agent.stop()
-            eventually(lambda: "is gone" in hub.text(), seconds=30)
+            eventually(lambda: " left" in hub.text(), seconds=30)
         lines = [json.loads(line) for line in hub.text().splitlines()]
         assert all({"timestamp", "level", "event"} <= line.keys() for line in lines)
         events = "\n".join(line["event"] for line in lines)
@@ -99,7 +101,7 @@ def test_a_log_worth_reading(tmp_path: Path) -> None:
             "weights 3f2a9c1e are called step-1",
             "the weights of engine rollout-a are unknown: asleep",
             "not acknowledged, fenced by its lease: rollout-a",
-            "engine rollout-a is gone",
+            "engine rollout-a left",
         ):
             assert wanted in events, events
         quiet = len(hub.text().splitlines())
@@ -131,7 +133,7 @@ def test_a_hub_whose_keys_are_held_ends(tmp_path: Path, told: bool) -> None:
         if told:
             eventually((hub.state / "state.db").exists, "it is about to take the keys", 60)
             assert hub.end() == 0
-            assert "told to end before it served" in hub.text()
+            assert "ended by a signal before it served" in hub.text()
         else:
             assert hub.child.wait(60) == 5
             assert f"{hub.state / 'keys.lock'} has been held by another process for 5 s" in hub.text()

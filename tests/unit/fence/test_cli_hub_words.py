@@ -80,7 +80,9 @@ def test_the_log_says_that_key_files_were_made_again(tmp_path: Path) -> None:
     assert hub.end() == 0
     (hub.state / "keys.json").unlink()
     hub.start()
-    assert f"{hub.state / 'keys.json'} is gone, so new keys are made: engines and trainers of before are refused" in hub.text()
+    assert (
+        f"{hub.state / 'keys.json'} is missing, so the hub made new keys and rejects engines and trainers with the old ones" in hub.text()
+    )
     assert epochkv("status", config=hub.folder).returncode == 0
     assert epochkv("status", "--timeout", "3", config=old).returncode == 4
     assert hub.end() == 0
@@ -97,7 +99,7 @@ def test_secrets_that_others_can_read_are_named_with_the_remedy(tmp_path: Path) 
     hub.start()
     assert hub.end() == 0
     for path in paths:
-        assert f"{path} can be read by others (mode 0644), and whoever has it speaks for the pool; chmod go-rwx {path}" in hub.text()
+        assert f"{path} can be read by others (mode 0644), so others can speak for the pool; run chmod go-rwx {path}" in hub.text()
     assert "hub.pub can be" not in hub.text()
 
 

@@ -191,8 +191,8 @@ def test_a_rotation_says_how_long_the_key_before_is_accepted(world: HubWorld, ca
     state, hub = world.options.state, world.hub
     assert hub is not None
     for grace, said in (
-        ("3", "is accepted for 3 s, whoever uses it"),
-        ("600", "is accepted for 600 s, whoever uses it"),
+        ("3", "is accepted for 3 s, even if an engine still uses it"),
+        ("600", "is accepted for 600 s, even if an engine still uses it"),
         ("601", "is accepted for 600 s at least and until no engine uses it, for 601 s at most"),
         ("0", "is not accepted any more: a running hub notices within a second"),
     ):

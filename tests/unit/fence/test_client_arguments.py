@@ -94,10 +94,18 @@ def test_a_progress_that_nobody_would_await(world: HubWorld, call: str, first: t
 @pytest.mark.parametrize(
     ("call", "keys", "problem"),
     [
-        ("reset", {"weights_version": "step-1"}, "is gone: weights name themselves. Leave it out; weight_update(label) or wait_weights("),
-        ("weight_update", {"order": "fence_first"}, "is gone: weights name themselves, so no order of push and reset is wrong, and"),
+        (
+            "reset",
+            {"weights_version": "step-1"},
+            "is no longer supported: weights name themselves. Leave it out; weight_update(label) or wait_weights(",
+        ),
+        (
+            "weight_update",
+            {"order": "fence_first"},
+            "is no longer supported: weights name themselves, so no order of push and reset is wrong, and",
+        ),
         ("weight_update", {"version": "step-1"}, "is now called label"),
-        ("weight_update", {"on_failure": "crash"}, "is gone: WeightsDiverged is raised"),
+        ("weight_update", {"on_failure": "crash"}, "is no longer supported: WeightsDiverged is raised"),
     ],
 )
 def test_an_argument_of_before_says_what_replaced_it(world: HubWorld, call: str, keys: dict[str, object], problem: str) -> None:

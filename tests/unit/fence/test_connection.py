@@ -234,7 +234,7 @@ def test_a_key_that_nobody_knows_is_told(folder: Path, caplog: pytest.LogCapture
 def test_a_key_of_before_says_what_replaced_it(folder: Path, key: str) -> None:
     path = folder / "connection.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), key: "Model"}))
-    said = f"{path}: the key {key} is gone: {GONE_KEYS[key]}; remove it, see docs/trainers.md"
+    said = f"{path}: the key {key} is no longer supported: {GONE_KEYS[key]}; remove it, see docs/trainers.md"
     with pytest.raises(ConfigurationError, match=f"^{re.escape(said)}$"):
         Connection.load(folder, {})
     done = epochkv("status", "--timeout", "0.2", config=folder)

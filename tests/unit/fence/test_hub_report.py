@@ -58,7 +58,7 @@ def test_engines_come_and_go_one_line_each_until_there_are_many() -> None:
     assert texts(pool(), pool(engine(1, weights=None))) == ["engine rollout-1 joined"]
     assert texts(pool(engine(1)), pool(engine(1, alive=False))) == ["engine rollout-1 is silent: its lease is over"]
     assert texts(pool(engine(1, alive=False)), pool(engine(1))) == ["engine rollout-1 is heard again"]
-    assert texts(pool(engine(1, alive=False)), pool()) == ["engine rollout-1 is gone"]
+    assert texts(pool(engine(1, alive=False)), pool()) == ["engine rollout-1 left"]
     crowd = [engine(number, weights=None) for number in range(11)]
     assert texts(pool(), pool(*crowd)) == ["11 engines joined"]
     assert len(texts(pool(), pool(*crowd[:10]))) == 10

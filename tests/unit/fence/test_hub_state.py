@@ -34,7 +34,7 @@ def test_keys_are_made_once_and_belong_to_one_pool(tmp_path: Path) -> None:
     assert len({keys.client.public, keys.hub.public}) == 2
     write_client(tmp_path, keys, "policy", "tcp://h:1")
     folder_fits(tmp_path, keys)
-    with pytest.raises(StateError, match=r"belongs to pool uid uid-1, whose record is gone"):
+    with pytest.raises(StateError, match=r"belongs to pool uid uid-1, whose record is missing"):
         ensure_keys(tmp_path, "uid-2")
 
 
@@ -46,7 +46,8 @@ def test_a_rotation_keeps_the_key_before_and_everything_else(tmp_path: Path) -> 
     assert (second.hub, second.root_secret, second.pool_uid) == (first.hub, first.root_secret, first.pool_uid)
     folder_fits(tmp_path, second)
     with pytest.raises(
-        StateError, match="the key before is still accepted for 100 s, whoever uses it; rotate again afterwards, or drop it now"
+        StateError,
+        match="the key before is still accepted for 100 s, even if an engine still uses it; rotate again afterwards, or drop it now",
     ):
         rotate_keys(tmp_path, 100.0)
     assert retire_previous(tmp_path).accepted == (second.client.public,)

@@ -144,10 +144,20 @@ def test_children_of_a_namesake_do_not_count() -> None:
         (HubView(9, 8), "False", "WaitingForEngines", "9 is recorded"),
         (HubView(7, 7, origin="Spec"), "True", "Published", "no engine uses an epoch below 7"),
         # A trainer or an engine asked for more than the spec, or was first with the same.
-        (HubView(9, 9), "True", "EpochAhead", "somebody else asked for; spec.resetEpoch 7 resets nothing: it is below; to reset, set 10"),
-        (HubView(9, 9, origin="Trainer"), "True", "EpochAhead", "no engine uses an epoch below 9, which a trainer asked for"),
-        (HubView(7, 7, origin="Trainer"), "True", "EpochAhead", "spec.resetEpoch 7 resets nothing: that epoch was out already; to reset"),
-        (HubView(7, 7, origin="Engine"), "True", "EpochAhead", "set 8 or higher"),
+        (HubView(9, 9), "True", "EpochAhead", "7 resets nothing: somebody else raised the pool to epoch 9. Set 10 or higher"),
+        (
+            HubView(9, 9, origin="Trainer"),
+            "True",
+            "EpochAhead",
+            "no engine uses an epoch below 9; spec.resetEpoch 7 resets nothing: a trainer raised",
+        ),
+        (HubView(7, 7, origin="Trainer"), "True", "EpochAhead", "7 resets nothing: a trainer raised the pool to epoch 7. Set 8"),
+        (
+            HubView(7, 7, origin="Engine"),
+            "True",
+            "EpochAhead",
+            "an engine whose own caches were reset raised the pool to epoch 7. Set 8 or higher",
+        ),
     ],
 )
 def test_epoch_converged(hub: HubView | None, status: str, reason: str, says: str) -> None:

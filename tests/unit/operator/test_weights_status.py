@@ -50,7 +50,12 @@ def converged(hub: HubView | None) -> tuple[str, str, str]:
         (replace(EQUAL, weights=[group(A, 2, label="step-42")]), "True", "Converged", "all engines hold 3f2a9c1e (step-42)"),
         # Two kinds of engines: their digests are never equal, and need not be.
         (view([held("p0"), held("p1", B, fingerprint="tp4")]), "True", "Converged", "all engines hold 3f2a9c1e, 77aa00ff"),
-        (LATE, "False", "Updating", "weights are being pushed: p1 holds 77aa00ff instead of 3f2a9c1e (step-42)"),
+        (
+            LATE,
+            "False",
+            "Updating",
+            "engines have held different weights for less than 60 s: p1 holds 77aa00ff instead of 3f2a9c1e (step-42)",
+        ),
         (
             replace(LATE, overdue=True),
             "False",
