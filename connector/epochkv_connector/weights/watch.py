@@ -248,7 +248,7 @@ class Watch:
             self.suspect("they changed while the engine was idle")
             self._look()
         elif self._waiting is not None:
-            self._name(self._waiting, "the encoder's outputs are gone")
+            self._name(self._waiting, "the encoder's older outputs were dropped")
         if self.value is None:
             self._encoded = MIXED
         self._scheduled_at = self._clock()

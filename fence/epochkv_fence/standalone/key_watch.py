@@ -56,7 +56,7 @@ class KeyWatch:
     async def _look(self) -> None:
         keys = await asyncio.to_thread(read_keys, self._directory)
         if keys is None or keys.pool_uid != self.config.uid:
-            raise StateError(f"{self._directory}: the keys are gone; those in use go on, and a restart makes new ones")
+            raise StateError(f"{self._directory}: the keys are missing; the hub goes on with those in use, and a restart makes new keys")
         before = self.config
         self._accept(keys)
         if await asyncio.to_thread(repair_client, self._directory, keys):  # or the only key that is accepted could be nobody's

@@ -63,7 +63,7 @@ class HubOptions:
         except (ConfigurationError, ValueError) as error:
             raise HubError(str(error)) from error
         if self.reclaim == "RemoveAll" and not urls:
-            raise HubError("--reclaim RemoveAll needs --store-admin: the hub itself empties the store, which must be this pool's alone")
+            raise HubError("--reclaim RemoveAll needs --store-admin: the hub itself empties the store, which only this pool may use")
         if self.metrics:
             split_address(self.metrics)
         return replace(self, store_admin=urls)
