@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +36,7 @@ from tests.engine.names_lab import (
 )
 from tests.engine.server_nursery import ServerNursery
 
+IN_PROCESS = Path(__file__).with_name("in_process_trainer.py")
 NUM_RUNNING = 8
 """`--max-num-seqs` of these engines; more requests than that wait."""
 
@@ -369,60 +369,18 @@ def test_without_the_plugin_weights_are_unknown(lab: Lab, weights: Weights) -> N
     lab.share(weights.base)
 
 
-IN_PROCESS = """
-    import json, os, sys, time
-    from pathlib import Path
-    from safetensors.torch import load_file
-    from vllm import LLM, SamplingParams
-    model, half, connector, prompt, openings, name, step = json.load(open(sys.argv[1]))
-    llm = LLM(model=model, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=2048, max_num_seqs=8,
-              enable_prefix_caching=True, kv_transfer_config=connector)
-    engine = llm.llm_engine
-    loads = engine.model_executor.driver_worker.worker.get_model().load_weights
-    def load(folder):
-        loads([(name, load_file(Path(folder) / "model.safetensors")[name])])
-    def params(tokens):
-        return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    def ask(prompt=prompt):
-        output = llm.generate([{"prompt_token_ids": prompt}], params(8), use_tqdm=False)[0]
-        return [output.num_cached_tokens, list(output.outputs[0].token_ids)]
-    def run(number):
-        for index in range(number):
-            engine.add_request(f"{number} {index} {time.monotonic()}", {"prompt_token_ids": openings[index]}, params(300))
-        steps, wholes = 0, []
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished:
-                    wholes.append(list(output.prompt_token_ids) + list(output.outputs[0].token_ids))
-            steps += 1
-            if steps in (40, 200):
-                load(half if steps == 40 else model)
-        return wholes
-    while not os.path.exists(sys.argv[2]):
-        time.sleep(0.1)
-    first = ask()
-    load(half)
-    other = ask()
-    load(model)
-    again = ask()
-    asked = [whole[:end] for whole in run(len(openings)) for end in range(step[0], len(whole) + 1, step[1])]
-    answers = [ask(prompt) for prompt in asked]
-    print("RESULT " + json.dumps([first, other, again, asked, answers]), flush=True)
-    time.sleep(2)
-"""
-
-
 def test_load_weights_of_the_model_is_called_in_process(lab: Lab, weights: Weights, half: Path, prompts: Prompts) -> None:
     """As trainers do that have their engine in their own process; also while requests run, there and back."""
     lab.have(weights.base)
     known = lab.share(weights.base)
-    job, go, script = lab.folder / "job.json", lab.folder / "go", lab.folder / "in_process.py"
-    script.write_text(textwrap.dedent(IN_PROCESS))
+    job, go = lab.folder / "job.json", lab.folder / "go"
     openings = [prompts(OPENING) for _ in range(6)]
     connector = connector_of(lab.pool, None, lab.mooncake)
     job.write_text(json.dumps([str(weights.base), str(half), connector, known, openings, EMBEDDING, [OPENING, BLOCK_TOKENS]]))
     environ = {**CPU_ENVIRONMENT, **PATIENT_ENVIRON, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    with Process("in-process engine", [sys.executable, str(script), str(job), str(go)], lab.folder / "in_process.log", environ) as process:
+    with Process(
+        "in-process engine", [sys.executable, str(IN_PROCESS), str(job), str(go)], lab.folder / "in_process.log", environ
+    ) as process:
         lab.pool.wait_engines(3, 240)
         go.touch()
         try:
