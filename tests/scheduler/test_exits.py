@@ -17,10 +17,15 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.interface import PauseState
 
+from epochkv_connector.scheduler.planning import lookup, plans
 from epochkv_connector.scheduler.planning.plans import PLAN_TTL_STEPS
 from tests.scheduler.exits import EXITS, exits, traced
 from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, filled, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
+
+
+PATIENT_SECONDS = 1e6
+"""A machine that stands still for seconds lets no answer and no plan expire."""
 
 
 @dataclass
@@ -161,6 +166,8 @@ def test_dropped_after_our_answer(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, scenario: Callable[..., Held], cancelled: bool
 ) -> None:
     """Asked again, nothing is pinned or looked up twice; cancelled, all is given back at once; let go, the hit is used."""
+    monkeypatch.setattr(lookup, "READ_LEASE_SECONDS", PATIENT_SECONDS)
+    monkeypatch.setattr(plans, "PLAN_TTL_SECONDS", PATIENT_SECONDS)
     held = scenario(make_rig, monkeypatch)
     rig = held.rig
     others = held.held()
