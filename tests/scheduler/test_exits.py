@@ -23,7 +23,6 @@ from tests.scheduler.exits import EXITS, exits, traced
 from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, filled, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
-
 PATIENT_SECONDS = 1e6
 """A machine that stands still for seconds lets no answer and no plan expire."""
 
