@@ -8,6 +8,7 @@ import itertools
 import mmap
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from epochkv_connector.worker.copying import copies, cuda
 from epochkv_connector.worker.copying.copies import progressions, row_classes
 from epochkv_connector.worker.copying.layout import GroupSpec
 from epochkv_connector.worker.copying.staging import Pair, Staging, pin_chunks
+from hack.waiting import poll
 
 
 @settings(deadline=None)
@@ -120,13 +122,16 @@ def test_a_driver_without_batches_copies_row_by_row_from_then_on(code: int) -> N
 # -- a submit that fails half-way --------------------------------------------------------------------------------------
 
 
+WORDS = "their blocks stay taken until they do"
+
+
 class LateDevice:
-    """Host memory that behaves like a device: what is issued is copied by its own thread, a while later."""
+    """Host memory that behaves like a device: what is issued is copied by its own thread, a while later, and once `may_end` says so."""
 
     handle = 77
 
-    def __init__(self, fail_at: int) -> None:
-        self._fail_at = fail_at
+    def __init__(self, fail_at: int, may_end: Callable[[], bool] = lambda: True) -> None:
+        self._fail_at, self._may_end = fail_at, may_end
         self._issued: list[tuple[int, int, int]] = []
         self._threads: list[threading.Thread] = []
         self.forgotten = 0
@@ -145,6 +150,7 @@ class LateDevice:
 
         def copy() -> None:
             time.sleep(0.2)
+            poll(self._may_end, 30.0)
             ctypes.memmove(to, source, size)
 
         self._threads.append(threading.Thread(target=copy))
@@ -185,11 +191,13 @@ def test_an_error_leaves_only_when_what_was_issued_has_ended(to_host: bool, capl
 def test_copies_that_do_not_end_are_spoken_of_and_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(copies, "SAY_SECONDS", 0.05)
     stage = Staging({"a": torch.zeros((9, 40), dtype=torch.uint8)}, [GroupSpec(["a"])], 9, 9)
-    device = LateDevice(fail_at=1)
+    device = LateDevice(fail_at=1, may_end=lambda: WORDS in caplog.text)
     work = copies.CudaCopies(stage.groups, stage.region, device, cuda.batch_copy(device.library))  # type: ignore[arg-type]  # a double
+    began = time.monotonic()
     with pytest.raises(RuntimeError, match="CUDA error 3"):
         work.gather(stage.batch([Pair(0, block, block) for block in range(2)]))
-    assert "their blocks stay taken until they do" in caplog.text
+    assert WORDS in caplog.text
+    assert time.monotonic() - began < 30.0, "only the end of the copies brought the word"
 
 
 @pytest.mark.parametrize(("device", "hip", "name"), [("cuda", "7.1.0", "ROCm (HIP 7.1.0)"), ("xpu", None, "'xpu'")])
