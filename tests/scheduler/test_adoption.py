@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm.v1.core import kv_cache_utils
 
-from tests.scheduler.rigs import LENGTH, MakeRig, push_out
+from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, filled, push_out
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 
@@ -83,15 +83,9 @@ def test_a_waiting_request_that_skips_the_prefix_cache_is_repinned_at_once(make_
 
 
 def test_a_load_under_way_is_poisoned(make_rig: MakeRig) -> None:
-    rig = make_rig(num_blocks=12, epoch=0)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
-    push_out(rig)
+    rig, tokens = filled(make_rig)
+    loading = begin_load(rig, tokens)
     (worker,) = rig.workers
-    worker.hold_loads = True
-    loading = rig.add(tokens)
-    rig.step()
-    assert loading.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     assert len(worker.loads) == 1
     rig.adopt(1, weights="w1")
     worker.hold_loads = False

@@ -12,7 +12,7 @@ from vllm.config import KVTransferConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
-from tests.scheduler.rigs import LENGTH, MakeRig, push_out
+from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, filled, push_out
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, global_root, prompt
 
 # ---------------------------------------------------------------------------------------------- construction
@@ -138,15 +138,9 @@ def test_a_lost_lease_is_bypass_and_its_return_finds_the_old_names_again(make_ri
 
 
 def test_a_lease_lost_while_a_load_runs_fails_the_load(make_rig: MakeRig) -> None:
-    rig = make_rig(num_blocks=12, epoch=0)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
-    push_out(rig)
+    rig, tokens = filled(make_rig)
+    request = begin_load(rig, tokens)
     (worker,) = rig.workers
-    worker.hold_loads = True
-    request = rig.add(tokens)
-    rig.step()
-    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     rig.lease_until = 0.0
     worker.hold_loads = False
     worker.work()
@@ -321,15 +315,9 @@ def test_an_exception_of_ours_never_reaches_vllm(
 def test_bookkeeping_that_fails_during_an_adoption_still_poisons_what_is_under_way(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = make_rig(num_blocks=12, epoch=0)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
-    push_out(rig)
+    rig, tokens = filled(make_rig)
+    request = begin_load(rig, tokens)
     (worker,) = rig.workers
-    worker.hold_loads = True
-    request = rig.add(tokens)
-    rig.step()
-    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
 
     def broken(snapshot: Any) -> None:
         raise RuntimeError("broken")

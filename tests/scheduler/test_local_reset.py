@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from epochkv_connector.hub_link import FenceHooks
-from tests.scheduler.rigs import LENGTH, MakeRig, push_out
+from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, filled
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, global_root, prompt
 
 
@@ -156,14 +156,9 @@ def test_a_refused_gpu_reset_leaves_old_kv_unreachable_all_the_same(make_rig: Ma
 
 
 def test_a_local_reset_poisons_a_load_under_way(make_rig: MakeRig) -> None:
-    rig = make_rig(num_blocks=12, epoch=0)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
-    push_out(rig)
+    rig, tokens = filled(make_rig)
+    request = begin_load(rig, tokens)
     (worker,) = rig.workers
-    worker.hold_loads = True
-    request = rig.add(tokens)
-    rig.step()
     rig.scheduler.reset_connector_cache()
     rig.weights = "w1"
     worker.hold_loads = False

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, alter, found
-from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt, several
+from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, alter, begin_load, found
+from tests.support.scheduler import BLOCK, SharedStore, prompt, several
 
 # ---------------------------------------------------------------------------------------------- H2: a change behind a step
 
@@ -92,11 +92,8 @@ def test_a_load_that_ends_with_the_step_of_a_change_leaves_nothing_open(make_rig
     rig.serve(TOKENS)
     for seed in range(100, 106):
         rig.serve(prompt(seed, LENGTH))
+    begin_load(rig, TOKENS)
     (worker,) = rig.workers
-    worker.hold_loads = True
-    loading = rig.add(TOKENS)
-    rig.step()
-    assert loading.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     rig.add(prompt(5, LENGTH))
     output = rig.scheduler.schedule()
     rig.write_past("w1")
