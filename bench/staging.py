@@ -86,7 +86,7 @@ class Row:
         num_jobs = max(2, span // self.num_bytes)
         names = [f"l{i}" for i in range(layers)]
         tensors = kv_tensors(layout, layers, num_jobs * blocks, block_bytes, device)
-        self.staging = Staging(dict(zip(names, tensors, strict=True)), [GroupSpec(names)], num_jobs * blocks, num_jobs * blocks)
+        self.staging = Staging(dict(zip(names, tensors, strict=True)), {0: GroupSpec(names)}, num_jobs * blocks, num_jobs * blocks)
         order = torch.randperm(num_jobs * blocks, generator=torch.Generator().manual_seed(1)).tolist()
         jobs = [[Pair(0, order[job * blocks + i], job * blocks + i) for i in range(blocks)] for job in range(num_jobs)]
         self.jobs = itertools.cycle(jobs)

@@ -29,7 +29,7 @@ class Rig:
             whole = torch.randint(0, 255, (layers, BLOCKS, row_bytes), dtype=torch.uint8, device=device)
             self.tensors = list(whole.unbind(0))
         names = [f"layer {index}" for index in range(layers)]
-        self.stage = Staging(dict(zip(names, self.tensors, strict=True)), [GroupSpec(names)], 2 * BLOCKS, BLOCKS)
+        self.stage = Staging(dict(zip(names, self.tensors, strict=True)), {0: GroupSpec(names)}, 2 * BLOCKS, BLOCKS)
         self.payload_bytes = self.stage.groups[0].payload_bytes
 
     def block(self, block: int) -> Tensor:

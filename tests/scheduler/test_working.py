@@ -28,7 +28,7 @@ class Side:
 
     def __init__(self, store: ObedientStore | None = None) -> None:
         self.kv = torch.zeros((NUM_BLOCKS, 64), dtype=torch.uint8)
-        staging = Staging({"l0": self.kv}, [GroupSpec(["l0"], 16)], 6, NUM_BLOCKS)
+        staging = Staging({"l0": self.kv}, {0: GroupSpec(["l0"], 16)}, 6, NUM_BLOCKS)
         open_store: Any = (lambda region: store) if store else None
         self.runner = JobRunner(staging, open_store=open_store)
         self.errors: list[str] = []

@@ -41,7 +41,7 @@ class Engine:
             client.start()
             return client
 
-        self.worker = JobRunner(Staging(caches, groups, SLOTS, num_blocks), open_store=open_store)
+        self.worker = JobRunner(Staging(caches, dict(enumerate(groups)), SLOTS, num_blocks), open_store=open_store)
         self.finished: list[str] = []
         self.failed: list[str] = []
         self.acks: list[JobAck] = []

@@ -1,13 +1,16 @@
 """Requests of vLLM's scheduler and the GPU blocks that they hold: what is computed, named, referenced and confirmed.
 
 Knows of vLLM 0.30 to 0.33: fields of `Request` and `RequestStatus`, `BlockPool` by block id, `KVCacheManager.get_blocks` and
-`coordinator.single_type_managers`, `EncoderCacheManager.cached`; from 0.32 on `CacheHitSource`.
+`coordinator.single_type_managers`, `EncoderCacheManager.cached`, `SchedulerOutput.kv_connector_block_state`; from 0.32 on
+`CacheHitSource`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from epochkv_connector.engine.interface import kv_cache_utils
 
 try:  # 0.32 and later
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -37,7 +40,7 @@ def encoder_outputs_in_use(scheduler: Any) -> bool:
 
 
 class BlockPoolAdapter:
-    """vLLM's block pool by block id: five stable names of it and nothing else."""
+    """vLLM's block pool by block id: seven stable names of it and nothing else."""
 
     def __init__(self, block_pool: Any) -> None:
         self._pool = block_pool
@@ -51,6 +54,14 @@ class BlockPoolAdapter:
         """How many requests and saves hold the block."""
         return int(self._pool.blocks[block_id].ref_cnt)
 
+    def is_kept(self, block_id: int) -> bool:
+        """Whether vLLM keeps the block in its own cache, or keeps none in it."""
+        return not self._pool.enable_caching or self._pool.blocks[block_id].block_hash is not None
+
+    def names(self, block_id: int, group: int, name: bytes) -> bool:
+        """Whether vLLM's own cache holds this block under this name (a block hash)."""
+        return bool(self._pool.blocks[block_id].block_hash == kv_cache_utils.make_block_hash_with_group_id(name, group))
+
     def touch(self, block_ids: Sequence[int]) -> None:
         """Take a reference on each block."""
         self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
@@ -58,6 +69,12 @@ class BlockPoolAdapter:
     def free(self, block_ids: Sequence[int]) -> None:
         """Give the references back; the first id is evicted first."""
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
+
+
+def offered_states(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
+    """Recurrent states that vLLM hands over in this step alone: request -> (group, GPU block, tokens)."""
+    state = getattr(scheduler_output, "kv_connector_block_state", None)
+    return getattr(state, "boundary_state_offloads", None) or {}
 
 
 class _Ids(Sequence[int]):

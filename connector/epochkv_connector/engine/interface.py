@@ -20,6 +20,7 @@ try:
         SupportsHMA,
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.v1 import kv_cache_interface
     from vllm.v1.core import kv_cache_utils
 except ImportError as error:  # a version so far away that there is nothing to try
     raise UnsupportedEngine(f"{unsupported(getattr(vllm, '__version__', '(unknown)'))} ({error})") from None
@@ -33,5 +34,6 @@ __all__ = [
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
+    "kv_cache_interface",
     "kv_cache_utils",
 ]

@@ -1,6 +1,6 @@
 """How an engine's KV is cut: groups, ranks, shards, replicas and machines, so that both roles count the same slots.
 
-Knows of vLLM 0.30 to 0.33: `ParallelConfig`, `SpeculativeConfig`, the classes of KV cache specs by name, `get_pp_indices`,
+Knows of vLLM 0.30 to 0.33: `ParallelConfig`, `SpeculativeConfig`, the classes of KV cache specs, `get_pp_indices`,
 `parallel_state.get_world_group`; from 0.32 on `kv_tp_replicas` and `use_eagle_block_drop`.
 """
 
@@ -10,20 +10,35 @@ import dataclasses
 import math
 from typing import Any
 
+from epochkv_connector.engine.interface import kv_cache_interface
 from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout
 from epochkv_connector.worker.copying.slots import slot_stride
+
+
+_KINDS = (
+    (kv_cache_interface.FullAttentionSpec, GroupKind.FULL),
+    (kv_cache_interface.SlidingWindowSpec, GroupKind.SLIDING),
+    (kv_cache_interface.ChunkedLocalAttentionSpec, GroupKind.CHUNKED),
+)
+
+_REMEDIES = {"CrossAttentionSpec": "encoder-decoder models have no prefixes to share; start the engine without EpochKV"}
+
+_UNKNOWN_KIND = "this version of EpochKV does not know this kind of layer; start the engine without EpochKV"
 
 
 def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
     """The KV cache groups as the scheduler role sees them."""
     dcp = int(getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1))
-    groups = tuple(_group_layout(group, dcp) for group in kv_cache_config.kv_cache_groups)
+    groups = tuple(_group_layout(vllm_config, group, dcp) for group in kv_cache_config.kv_cache_groups)
     if _drops_last_block(vllm_config) and not any(group.eagle for group in groups):
-        groups = tuple(dataclasses.replace(group, eagle=True) for group in groups)  # as `KVCacheCoordinator.__init__` does
-    payloads = _largest_payloads(vllm_config, kv_cache_config)
+        # As `KVCacheCoordinator.__init__` does. Drafts have no recurrent layers, so no state is dropped.
+        groups = tuple(dataclasses.replace(group, eagle=group.kind is not GroupKind.STATE) for group in groups)
+    payloads = [
+        n for n, group in zip(_largest_payloads(vllm_config, kv_cache_config), groups, strict=True) if group.kind is not GroupKind.PRIVATE
+    ]
     return CacheLayout(
         groups=groups,
-        alignment_tokens=math.lcm(*(group.block_size for group in groups)),
+        alignment_tokens=math.lcm(*(group.block_size for group in groups if group.kind is not GroupKind.PRIVATE)),
         slot_bytes=slot_stride(payloads) if payloads else 0,
     )
 
@@ -105,25 +120,46 @@ def group_payload_bytes(group: Any) -> int:
     return int(spec.page_size_bytes) * len(group.layer_names)
 
 
-def _group_layout(group: Any, dcp: int) -> GroupLayout:
+def _group_layout(vllm_config: Any, group: Any, dcp: int) -> GroupLayout:
     spec = group.kv_cache_spec
-    block_size = int(spec.block_size) * (dcp if getattr(spec, "dcp_sharded", False) else 1)
     inner = spec.first_spec if type(spec).__name__ == "UniformTypeKVCacheSpecs" else spec
-    name = type(inner).__name__
-    eagle = bool(getattr(group, "is_eagle_group", False))
-    transferable = bool(getattr(group, "enable_kv_transfer", True)) and bool(getattr(spec, "prefix_cacheable", True))
-    if transferable and name in ("FullAttentionSpec", "MLAAttentionSpec"):
-        return GroupLayout(GroupKind.FULL, block_size, eagle=eagle, name=name)
-    if transferable and name == "SlidingWindowSpec":
-        return GroupLayout(
-            GroupKind.SLIDING,
-            block_size,
-            window_tokens=int(inner.sliding_window),
-            extra_retained_tokens=int(getattr(inner, "extra_retained_tokens", 0)),
-            eagle=eagle,
-            name=name,
+    kind, remedy = _kind(vllm_config, group, inner)
+    window = {GroupKind.SLIDING: "sliding_window", GroupKind.CHUNKED: "attention_chunk_size"}.get(kind)
+    return GroupLayout(
+        kind,
+        block_size=int(spec.block_size) * (dcp if getattr(spec, "dcp_sharded", False) else 1),
+        window_tokens=int(getattr(inner, window)) if window else 0,
+        extra_retained_tokens=int(getattr(inner, "extra_retained_tokens", 0)),
+        eagle=bool(getattr(group, "is_eagle_group", False)) and kind is not GroupKind.STATE,
+        name=type(inner).__name__,
+        remedy=remedy,
+    )
+
+
+def _kind(vllm_config: Any, group: Any, spec: Any) -> tuple[GroupKind, str]:
+    """How blocks of a group are reused, and, where they cannot be, what would help. A subclass does as its base class's manager."""
+    if getattr(group, "host_resident", False):
+        return GroupKind.UNSUPPORTED, "turn HiSparse off: its blocks lie in host memory of its own"
+    if not getattr(group, "enable_kv_transfer", True) or not getattr(group.kv_cache_spec, "prefix_cacheable", True):
+        return GroupKind.PRIVATE, ""
+    if isinstance(spec, kv_cache_interface.MambaSpec):
+        return _state_kind(vllm_config, spec)
+    kind = next((kind for base, kind in _KINDS if isinstance(spec, base)), GroupKind.UNSUPPORTED)
+    return kind, _REMEDIES.get(type(spec).__name__, _UNKNOWN_KIND) if kind is GroupKind.UNSUPPORTED else ""
+
+
+def _state_kind(vllm_config: Any, spec: Any) -> tuple[GroupKind, str]:
+    mode = getattr(spec, "mamba_cache_mode", "none")
+    if mode == "none":
+        return GroupKind.UNSUPPORTED, "turn prefix caching on (enable_prefix_caching): without it, vLLM keeps no recurrent states"
+    if mode != "align":
+        return GroupKind.UNSUPPORTED, f"mamba_cache_mode is {mode!r}; set it to 'align'"
+    if getattr(vllm_config, "speculative_config", None) is not None and int(vllm_config.parallel_config.pipeline_parallel_size) > 1:
+        return (
+            GroupKind.UNSUPPORTED,
+            "with drafts, states of earlier pipeline stages are final only after a step; turn drafts or pipeline parallelism off",
         )
-    return GroupLayout(GroupKind.UNSUPPORTED, block_size, eagle=eagle, name=name)
+    return GroupKind.STATE, ""
 
 
 def tokens_per_step(vllm_config: Any) -> int:

@@ -106,6 +106,7 @@ COUNTERS: tuple[Family, ...] = (
     _family("load_pauses", "Times that loads from L2 were paused after failures in a row."),
     _family("saves", "Save jobs sent to the workers.", "saves_emitted"),
     _family("saves_deferred", "Saves put off for lack of host slots."),
+    _family("states_lost", "Recurrent states not saved for lack of host slots."),
     _family("save_tokens", "Tokens of the save jobs sent to the workers.", "tokens_saved"),
     _family("blocks", "Blocks moved, by what happened to them.", label="event", blocks_loaded="loaded", blocks_saved="saved",
         blocks_stored="stored"),

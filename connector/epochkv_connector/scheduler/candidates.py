@@ -8,7 +8,7 @@ due and not scheduled stays due.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from epochkv_connector.engine import blocks
@@ -83,8 +83,9 @@ class SaveCandidates:
             boundaries.start(record.request_id for record in self._requests)  # what may be saved is another matter now
         boundaries.start(new.req_id for new in scheduler_output.scheduled_new_reqs)
         boundaries.start(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
-        lacked = saves.continuable(scheduled)
-        for request_id in dict.fromkeys((*boundaries.due(scheduled), *lacked)):
+        lacked, offered = saves.continuable(scheduled), blocks.offered_states(scheduler_output)
+        with_states = [request_id for request_id in offered if request_id in scheduled]
+        for request_id in dict.fromkeys((*boundaries.due(scheduled), *lacked, *with_states)):
             record = self._requests.get(request_id)
             if record is None:
                 boundaries.forget(request_id)
@@ -93,7 +94,7 @@ class SaveCandidates:
             confirmed = blocks.num_confirmed_tokens(request, scheduled[request_id], len(drafts.get(request_id, ())))
             boundaries.later(request_id, confirmed - confirmed % size + size - blocks.num_expected_tokens(request))
             again = request_id in lacked
-            view = self._view(record, confirmed, snapshot, again=again)
+            view = self._view(record, confirmed, snapshot, again=again, states=offered.get(request_id, ()))
             if view is not None:
                 yield view
             elif again:
@@ -110,11 +111,13 @@ class SaveCandidates:
             return None  # vLLM counts as computed what is being loaded
         return self._view(record, blocks.num_final_tokens(request), snapshot)
 
-    def _view(self, record: Request, confirmed: int, snapshot: Snapshot, *, again: bool = False) -> ScheduledRequestView | None:
-        """The request with its complete blocks, or None if none is new (and not `again`) or none may be saved."""
+    def _view(
+        self, record: Request, confirmed: int, snapshot: Snapshot, *, again: bool = False, states: Sequence[tuple[int, int, int]] = ()
+    ) -> ScheduledRequestView | None:
+        """The request with its complete blocks, or None if nothing is new (and not `again`) or nothing may be saved."""
         request: Any = record.vllm
         complete = min(confirmed // self._state.hash_block_size, len(request.block_hashes))
-        if complete <= record.num_offered and not again:
+        if complete <= record.num_offered and not again and not states:
             return None
         pin = self._pins.pin_of(request)
         if pin is None or not self._pins.may_save(pin):
@@ -127,6 +130,7 @@ class SaveCandidates:
             hash_block_size=self._state.hash_block_size,
             root=snapshot.root,
             group_block_ids=blocks.group_block_ids(self._state.manager, record.request_id),
+            states=states,
         )
 
     def forget(self, request_id: str) -> None:

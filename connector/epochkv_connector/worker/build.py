@@ -32,10 +32,13 @@ def build_runner(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any
     ranks, rank = topology.num_worker_ranks(vllm_config), topology.worker_rank(vllm_config)
     shards = topology.num_kv_shards(vllm_config, kv_cache_config)
     settings = StoreSettings.of(config)
-    groups = [GroupSpec(list(group.layer_names), group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups]
-    layers = describe_layers(vllm_config, [name for group in groups for name in group.layer_names])
+    described = kv_cache_config.kv_cache_groups
+    groups = {
+        index: GroupSpec(list(described[index].layer_names), described[index].kv_cache_spec.block_size) for index, _ in layout.restored
+    }
+    layers = describe_layers(vllm_config, [name for group in groups.values() for name in group.layer_names])
     about = {"layers": layers, "platform": describe_platform(vllm_config, kv_cache_config)}
-    own_layout = layout_digest(kv_caches, groups, kv_cache_config.num_blocks, about)
+    own_layout = layout_digest(kv_caches, list(groups.values()), kv_cache_config.num_blocks, about)
 
     def open_store(region: HostRegion) -> StoreClient:
         assert settings is not None

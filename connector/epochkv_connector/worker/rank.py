@@ -156,7 +156,7 @@ class Rank:
     def check_slots(self, moves: Iterable[BlockMove]) -> None:
         self.check_running()
         for move in moves:
-            if not (0 <= move.slot < self.staging.region.num_slots and 0 <= move.group < len(self.staging.groups)):
+            if not (0 <= move.slot < self.staging.region.num_slots and move.group in self.staging.groups):
                 raise JobFailed("bad_move", f"slot {move.slot} of group {move.group} does not exist")
 
     def transfer(self, namespace: str, move: BlockMove) -> Transfer:

@@ -97,6 +97,8 @@ class Pool:
 
     def __init__(self) -> None:
         self.refs: Counter[int] = Counter()
+        self.not_kept: set[int] = set()  # blocks that vLLM leaves out of its own cache
+        self.named: dict[int, tuple[int, bytes]] = {}  # states in vLLM's own cache
         self._free: list[int] = []
         self._next = itertools.count(1)
 
@@ -108,6 +110,12 @@ class Pool:
 
     def num_references(self, block_id: int) -> int:
         return self.refs[block_id]
+
+    def is_kept(self, block_id: int) -> bool:
+        return block_id not in self.not_kept
+
+    def names(self, block_id: int, group: int, name: bytes) -> bool:
+        return self.named.get(block_id) == (group, name)
 
     def touch(self, block_ids: Sequence[int]) -> None:
         for block in block_ids:

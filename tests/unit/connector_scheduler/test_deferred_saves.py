@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import time
+from typing import Any
 
 from epochkv_connector.scheduler.tiers.saves import SavePlanner
 from epochkv_connector.scheduler.tiers.state import TierState
 from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout, ScheduledRequestView
 from epochkv_connector.wire.jobs import SaveJob
-from tests.unit.connector_scheduler.rig import config
+from tests.unit.connector_scheduler.rig import Pool, config
 
 ROOT = b"root"
 
@@ -20,6 +21,7 @@ class Saves:
     def __init__(self, num_slots: int, num_groups: int = 1) -> None:
         layout = CacheLayout(tuple(GroupLayout(GroupKind.FULL, 4) for _ in range(num_groups)), 4, 100)
         self.num_groups = num_groups
+        self.pool: Any = Pool()
         state = TierState(config(l1_slots=num_slots), layout, 1, itertools.count(), time.monotonic)
         self.index, self.planner = state.index, SavePlanner(state)
 
@@ -27,7 +29,7 @@ class Saves:
         """Offer this many blocks of the request."""
         hashes = [f"{request_id} {index}".encode() for index in range(num_blocks)]
         blocks = [list(range(1, num_blocks + 1)) for _ in range(self.num_groups)]
-        return self.planner.draft(ScheduledRequestView(request_id, 4 * num_blocks, hashes, 4, ROOT, blocks), None, 0)
+        return self.planner.draft(ScheduledRequestView(request_id, 4 * num_blocks, hashes, 4, ROOT, blocks), None, self.pool)
 
     def end(self, draft: SaveJob | None) -> None:
         """The save was copied and nothing of it is kept."""

@@ -56,7 +56,7 @@ def test_series_name_every_value_once_and_in_order(values: list[int]) -> None:
 
 def test_rows_are_where_plain_indexing_finds_them() -> None:
     pool = torch.arange(2 * 5 * 3 * 8, dtype=torch.uint8).view(2, 5, 3, 8)  # K and V first, then 5 blocks of 24 bytes
-    stage = Staging({"a": pool}, [GroupSpec(["a"])], 1, 5)
+    stage = Staging({"a": pool}, {0: GroupSpec(["a"])}, 1, 5)
     (rows,) = row_classes(stage.groups[0].parts)
     found = [bytes((ctypes.c_uint8 * rows.num_bytes).from_address(address)) for address in rows.of_blocks(torch.tensor([3]))[0].tolist()]
     assert found == [bytes(pool[0, 3].flatten().tolist()), bytes(pool[1, 3].flatten().tolist())]
@@ -173,7 +173,7 @@ def test_an_error_leaves_only_when_what_was_issued_has_ended(to_host: bool, capl
     """Its blocks, and its slots, are then given to others."""
     tensors = [torch.randint(1, 255, (9, 40), dtype=torch.uint8) for _ in range(4)]
     names = [f"l{i}" for i in range(4)]
-    stage = Staging(dict(zip(names, tensors, strict=True)), [GroupSpec(names)], 9, 9)
+    stage = Staging(dict(zip(names, tensors, strict=True)), {0: GroupSpec(names)}, 9, 9)
     device = LateDevice(fail_at=5)
     work = copies.CudaCopies(stage.groups, stage.region, device, cuda.batch_copy(device.library))  # type: ignore[arg-type]  # a double
     batch = stage.batch([Pair(0, block, block) for block in range(2)])
@@ -190,7 +190,7 @@ def test_an_error_leaves_only_when_what_was_issued_has_ended(to_host: bool, capl
 
 def test_copies_that_do_not_end_are_spoken_of_and_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(copies, "SAY_SECONDS", 0.05)
-    stage = Staging({"a": torch.zeros((9, 40), dtype=torch.uint8)}, [GroupSpec(["a"])], 9, 9)
+    stage = Staging({"a": torch.zeros((9, 40), dtype=torch.uint8)}, {0: GroupSpec(["a"])}, 9, 9)
     device = LateDevice(fail_at=1, may_end=lambda: WORDS in caplog.text)
     work = copies.CudaCopies(stage.groups, stage.region, device, cuda.batch_copy(device.library))  # type: ignore[arg-type]  # a double
     began = time.monotonic()

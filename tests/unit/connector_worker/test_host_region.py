@@ -105,6 +105,6 @@ def test_the_region_is_touched_before_a_store_hears_of_it() -> None:
         heard.append(resident_pages(region.address, region.num_bytes) - -(-region.num_bytes // mmap.PAGESIZE))
         return ObedientStore()
 
-    staging = Staging({"layer": torch.zeros((4, 1 << 20), dtype=torch.uint8)}, [GroupSpec(["layer"])], 8, 4)
+    staging = Staging({"layer": torch.zeros((4, 1 << 20), dtype=torch.uint8)}, {0: GroupSpec(["layer"])}, 8, 4)
     JobRunner(staging, open_store=open_store).shutdown()  # type: ignore[arg-type]  # a double
     assert heard == [0]

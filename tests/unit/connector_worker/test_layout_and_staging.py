@@ -76,7 +76,7 @@ def engines(draw: st.DrawFn) -> Cache:
 
 
 def staging(cache: Cache, slots: int) -> Staging:
-    return Staging(cache.caches, [GroupSpec(names, 16) for names in cache.groups], slots, cache.num_blocks)
+    return Staging(cache.caches, dict(enumerate(GroupSpec(names, 16) for names in cache.groups)), slots, cache.num_blocks)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -189,7 +189,7 @@ def test_layers_in_no_order_are_copied_both_ways(why: str) -> None:
         stride = 48 + (16 * number if why == "strides" else 0)
         caches[name] = memory.as_strided((5, 48), (stride, 1), start)
         start += 2048 if why == "strides" else 5 * stride + 16 * number * number
-    stage = Staging(caches, [GroupSpec(names)], 6, 5)
+    stage = Staging(caches, {0: GroupSpec(names)}, 6, 5)
     stream = StagingStream(stage)
     blocks = [[caches[name][block].clone() for name in names] for block in range(5)]
     untouched = memory.clone()
@@ -212,14 +212,14 @@ def test_layers_that_share_one_tensor_are_stored_once() -> None:
 
 def test_a_layer_may_have_several_tensors() -> None:
     conv, ssm = torch.arange(12.0).view(4, 3), torch.arange(20.0).view(4, 5) + 100
-    stage = Staging({"mamba": [conv, ssm]}, [GroupSpec(["mamba"])], 1, 4)
+    stage = Staging({"mamba": [conv, ssm]}, {0: GroupSpec(["mamba"])}, 1, 4)
     StagingStream(stage).gather([Pair(0, 2, 0)])
     assert stage.region.payload(0, 32).view(torch.float32).tolist() == [6, 7, 8, 110, 111, 112, 113, 114]
 
 
 def test_smaller_kernel_blocks_are_grouped_into_pool_blocks() -> None:
     kernel = torch.arange(12 * 2.0).view(12, 2)  # 4 pool blocks of 3 kernel blocks
-    stage = Staging({"a": kernel}, [GroupSpec(["a"])], 1, 4)
+    stage = Staging({"a": kernel}, {0: GroupSpec(["a"])}, 1, 4)
     StagingStream(stage).gather([Pair(0, 1, 0)])
     assert stage.region.payload(0, 24).view(torch.float32).tolist() == [6, 7, 8, 9, 10, 11]
 
@@ -265,7 +265,7 @@ def test_missing_layers_are_refused() -> None:
 
 
 def test_ids_out_of_range_touch_nothing() -> None:
-    stage = Staging({"a": torch.zeros(4, 4)}, [GroupSpec(["a"])], 2, 4)
+    stage = Staging({"a": torch.zeros(4, 4)}, {0: GroupSpec(["a"])}, 2, 4)
     stream = StagingStream(stage)
     for pair in (Pair(0, 4, 0), Pair(0, -1, 0), Pair(0, 0, 2), Pair(0, 0, -1), Pair(1, 0, 0)):
         with pytest.raises(IndexError):

@@ -300,7 +300,7 @@ def test_jobs_without_a_store_or_a_registration_fail(store: ObedientStore) -> No
 
 def test_a_layout_that_cannot_be_cut_is_an_error_at_registration() -> None:
     with pytest.raises(LayoutError, match="no dimension"):
-        Staging({"a": torch.zeros(4, 4)}, [GroupSpec(["a"])], 4, num_blocks=3)
+        Staging({"a": torch.zeros(4, 4)}, {0: GroupSpec(["a"])}, 4, num_blocks=3)
 
 
 def test_waiting_for_copies_releases_the_blocks_of_an_idle_engine() -> None:

@@ -99,7 +99,7 @@ class Rig:
         self.store = store
         names = [f"l{i}" for i in range(LAYERS)]
         caches = {name: self.kv[i] for i, name in enumerate(names)}
-        self.staging = Staging(caches, [GroupSpec(names, 16)], NUM_SLOTS, NUM_BLOCKS)
+        self.staging = Staging(caches, {0: GroupSpec(names, 16)}, NUM_SLOTS, NUM_BLOCKS)
         open_store: Any = (lambda region: store) if store else None
         self.worker = JobRunner(self.staging, open_store=open_store, **ranks)
         self.finished: Counter[str] = Counter()

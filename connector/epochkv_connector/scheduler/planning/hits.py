@@ -2,13 +2,13 @@
 
 The same answer as vLLM's coordinator gives for its own pool (`HybridKVCacheCoordinator.find_longest_cache_hit`; a test
 compares them), written anew because ours is asked about two tiers and must not touch vLLM's blocks: full attention
-needs every block of the prefix, a sliding window only the blocks that the next token attends to, and a length counts
-only where all groups agree.
+needs every block of the prefix, a sliding window or a chunk only the blocks that the next token attends to, a recurrent
+state only the block that ends there, and a length counts only where all groups agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout
 from epochkv_connector.wire.jobs import Tier
@@ -32,9 +32,16 @@ def align_down(num_tokens: int, alignment: int) -> int:
 
 def num_skipped_blocks(group: GroupLayout, num_tokens: int) -> int:
     """Leading blocks that nobody attends to once `num_tokens` are computed (`get_num_skipped_tokens` in vLLM)."""
-    if group.kind is not GroupKind.SLIDING:
-        return 0
-    return max(0, num_tokens - group.window_tokens + 1 - group.extra_retained_tokens) // group.block_size
+    match group.kind:
+        case GroupKind.SLIDING:
+            skipped = max(0, num_tokens - group.window_tokens + 1 - group.extra_retained_tokens)
+        case GroupKind.CHUNKED:
+            skipped = align_down(num_tokens, group.window_tokens)
+        case GroupKind.STATE:
+            skipped = max(0, num_tokens - 1)
+        case _:
+            skipped = 0
+    return skipped // group.block_size
 
 
 def needed_range(group: GroupLayout, num_local_tokens: int, num_total_tokens: int) -> range:
@@ -60,16 +67,16 @@ def longest_hit(
     """
     first_absent = first_absent or one_by_one(present)
     limit = align_down(max_tokens, layout.alignment_tokens)
-    sliding: list[int] = []
-    for index, group in enumerate(layout.groups):
-        if group.kind is GroupKind.SLIDING:
-            sliding.append(index)
+    partial: list[int] = []  # those that need the last blocks only
+    for index, group in layout.restored:
+        if group.kind is not GroupKind.FULL:
+            partial.append(index)
         elif limit > num_local_tokens:
             limit = _full_limit(layout, index, num_local_tokens, limit, first_absent)
     while limit > num_local_tokens:
         before = limit
-        for index in sliding:
-            limit = _sliding_limit(layout, index, num_local_tokens, limit, present)
+        for index in partial:
+            limit = _partial_limit(layout, index, num_local_tokens, limit, present)
         if limit == before:
             return limit
     return num_local_tokens
@@ -82,8 +89,8 @@ def _full_limit(layout: CacheLayout, index: int, local: int, limit: int, first_a
     return max(local, min(limit, align_down((block - margin) * size, layout.alignment_tokens)))
 
 
-def _sliding_limit(layout: CacheLayout, index: int, local: int, limit: int, present: Present) -> int:
-    """Longest aligned length up to `limit` whose window is complete; one scan from the right."""
+def _partial_limit(layout: CacheLayout, index: int, local: int, limit: int, present: Present) -> int:
+    """Longest aligned length up to `limit` whose last blocks, as far as they are needed, are there; one scan from the right."""
     group = layout.groups[index]
     size, margin, first = group.block_size, 1 if group.eagle else 0, local // group.block_size
     total = limit
@@ -94,19 +101,18 @@ def _sliding_limit(layout: CacheLayout, index: int, local: int, limit: int, pres
             block -= 1
         if block < lowest:
             return total
-        # `block` is missing: every length whose window includes it fails too.
+        # `block` is missing: every length that needs it fails too.
         total = min(total - layout.alignment_tokens, align_down(max(block - margin, 0) * size, layout.alignment_tokens))
     return local
 
 
-def tokens_by_tier(layout: CacheLayout, host: Sequence[int], store: Sequence[int], num_tokens: int) -> dict[Tier, int]:
+def tokens_by_tier(layout: CacheLayout, host: Mapping[int, int], store: Mapping[int, int], num_tokens: int) -> dict[Tier, int]:
     """Tokens of a hit, of which so many blocks of each group come from each tier.
 
     Every token is in the first full-attention group, so that one is counted; without one, all are.
     """
-    groups = layout.groups
-    counted = next(([index] for index, group in enumerate(groups) if group.kind is GroupKind.FULL), range(len(groups)))
-    from_host, from_store = (sum(blocks[index] * groups[index].block_size for index in counted) for blocks in (host, store))
+    counted = [(index, group) for index, group in layout.restored if group.kind is GroupKind.FULL][:1] or layout.restored
+    from_host, from_store = (sum(blocks.get(index, 0) * group.block_size for index, group in counted) for blocks in (host, store))
     whole = from_host + from_store
     host_tokens = num_tokens * from_host // whole if whole else 0
     return {s: n for s, n in ((Tier.HOST, host_tokens), (Tier.STORE, num_tokens - host_tokens)) if n}

@@ -50,7 +50,7 @@ class HitPlanner:
         self.plans = PlanTable()
         self._lacking: dict[str, int] = {}  # since which step a request's hit waits for slots
         self._step = 0
-        self._unit_blocks = sum(layout.alignment_tokens // max(1, g.block_size) for g in layout.groups) or 1
+        self._unit_blocks = sum(layout.alignment_tokens // max(1, g.block_size) for _, g in layout.restored) or 1
 
     def leak_report(self) -> dict[str, int]:
         queries = 0 if self._lookups is None else len(self._lookups)
@@ -127,7 +127,7 @@ class HitPlanner:
         if query is not None:
             return query
         wanted: list[Key] = []
-        for group, spec in enumerate(self._layout.groups):
+        for group, spec in self._layout.restored:
             span = found.blocks(group, local // spec.block_size, max_tokens // spec.block_size + (1 if spec.eagle else 0))
             wanted += [(group, name) for name, slot in zip(span.names, span.slots, strict=True) if slot == ABSENT]
         return self._lookups.begin(req.request_id, namespace, req.root, wanted) if wanted else None
@@ -165,15 +165,15 @@ class HitPlanner:
     def _choose(self, plan: Plan, total: int, found: PromptBlocks) -> None:
         """The blocks of a hit of `total` tokens and where they come from."""
         local = plan.num_local_tokens
-        plan.choose([found.locate(group, hits.needed_range(spec, local, total)) for group, spec in enumerate(self._layout.groups)])
+        plan.choose([found.locate(group, hits.needed_range(spec, local, total)) for group, spec in self._layout.restored])
         plan.reserved = self._slots_for(plan.num_missing)
         plan.hit = Hit(total - local, self._sources(plan, total - local))
 
     def _sources(self, plan: Plan, num_tokens: int) -> Mapping[Tier, int]:
         if not plan.num_missing or not plan.num_pinned:  # nearly every hit; counting its blocks cost 5 us
             return {Tier.STORE if plan.num_missing else Tier.HOST: num_tokens}
-        store = [span.num_absent for span in plan.spans]
-        host = [len(span.slots) - absent for span, absent in zip(plan.spans, store, strict=True)]
+        store = {span.group: span.num_absent for span in plan.spans}
+        host = {span.group: len(span.slots) - span.num_absent for span in plan.spans}
         return hits.tokens_by_tier(self._layout, host, store, num_tokens)
 
     def _open(self, plan: Plan, now: float) -> None:

@@ -29,7 +29,7 @@ class Plan:
     Attributes:
         root, num_local_tokens: with the request id, what the answer is valid for.
         hit: the answer; a plan with 0 tokens is a remembered miss and holds nothing.
-        spans: the blocks of each group, in the groups' order: those with a slot are referenced in L1 (`num_pinned`), the
+        spans: the blocks of each group that is restored, in the groups' order: those with a slot are referenced in L1 (`num_pinned`), the
             others are to be fetched from L2 (`num_missing`).
         reserved: slots promised for the latter; fewer where blocks only pass through (a staging ring).
         valid_until: when the answer must be found anew (the store's read lease, or the life of a remembered miss).

@@ -153,6 +153,7 @@ class Bookkeeping:
             "slots_busy": ledger.num_busy_slots,
             "evictions": index.evictions,
             "saves_deferred": self.saves.planner.num_deferred,
+            "states_lost": self.saves.planner.num_states_lost,
             "jobs_open": len(ledger),
             "reads_open": ledger.num_reads,
             "jobs_overdue": ledger.num_overdue(self.state.clock()),

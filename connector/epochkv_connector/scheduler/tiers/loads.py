@@ -8,6 +8,7 @@ Slots are allocated when the whole step is known (`scheduler.tiers.index`), so a
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -108,7 +109,8 @@ class LoadJobs:
         moves: list[BlockMove] = []
         dropped: list[int] = []  # slots of the plan that the load does not use
         late: list[int] = []
-        for span, spec in zip(plan.spans, self._tiers.layout.groups, strict=True):
+        for span in plan.spans:
+            spec = self._tiers.layout.groups[span.group]
             first, end = plan.num_local_tokens // spec.block_size, hits.cdiv(total, spec.block_size)
             gpu_blocks = group_block_ids[span.group][first:end]
             has_null = self.null_block in gpu_blocks
@@ -131,7 +133,7 @@ class LoadJobs:
     def _sources(self, moves: Sequence[BlockMove], num_fetched: int, num_tokens: int) -> Mapping[Tier, int]:
         if num_fetched in (0, len(moves)):
             return {Tier.STORE if num_fetched else Tier.HOST: num_tokens}
-        blocks = {source: [0] * len(self._tiers.layout.groups) for source in Tier}
+        blocks: dict[Tier, Counter[int]] = {source: Counter() for source in Tier}
         for move in moves:
             blocks[move.source][move.group] += 1
         return hits.tokens_by_tier(self._tiers.layout, blocks[Tier.HOST], blocks[Tier.STORE], num_tokens)

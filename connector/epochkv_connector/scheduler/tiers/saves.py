@@ -3,27 +3,51 @@
 A block is saved once: what L1 holds, what another job is saving and what L2 is known to hold is left out. Each request remembers
 how far it was looked at, so a step costs only its new blocks. Slots are taken per alignment unit, for all its groups or none. What
 finds no slot is tried again while the request lives.
+
+A recurrent state is saved in the step in which vLLM offers it, or never: its block may hold a later state with the next step.
+Of a sliding window, what vLLM keeps in its own cache is saved: the blocks that a later request can resume at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.planning.hits import align_down
 from epochkv_connector.scheduler.tiers.index import Key
 from epochkv_connector.scheduler.tiers.ledger import Copied, Outcome, Released, Stored
 from epochkv_connector.scheduler.tiers.state import TierState
-from epochkv_connector.scheduler.tiers.views import ScheduledRequestView
+from epochkv_connector.scheduler.tiers.views import GroupKind, ScheduledRequestView
 from epochkv_connector.wire.jobs import BlockMove, JobAck, SaveJob
 
 if TYPE_CHECKING:
     from epochkv_connector.engine.blocks import BlockPoolAdapter
 
 
+class Wanted(NamedTuple):
+    """A block that is worth saving.
+
+    Attributes:
+        slot: in L1; None: it is not there yet.
+        put: L2 is not known to hold it.
+    """
+
+    group: int
+    block: int
+    gpu_block: int
+    name: bytes
+    slot: int | None
+    put: bool
+
+
 class SavePlanner:
-    """Chooses, and takes slots. The names under way are told back with `over`."""
+    """Chooses, and takes slots. The names under way are told back with `over`.
+
+    Attributes:
+        num_deferred: times that blocks found no slots; they are tried again.
+        num_states_lost: recurrent states that found no slots.
+    """
 
     def __init__(self, tiers: TierState) -> None:
         self._tiers = tiers
@@ -36,6 +60,7 @@ class SavePlanner:
         self._needs: dict[str, int] = {}  # request -> slots that its next unit needs and did not find
         self._lacking: dict[int, dict[str, None]] = {}  # the same by number of slots, the longest deferred first
         self.num_deferred = 0
+        self.num_states_lost = 0
 
     def leak_report(self) -> dict[str, int]:
         return {"names_saving": len(self._saving), "save_cursors": len(self._cursors), "saves_lacking_slots": len(self._needs)}
@@ -75,7 +100,7 @@ class SavePlanner:
         self._needs.clear()
         self._lacking.clear()
 
-    def draft(self, view: ScheduledRequestView, namespace: str | None, null_block: int) -> SaveJob | None:
+    def draft(self, view: ScheduledRequestView, namespace: str | None, pool: BlockPoolAdapter) -> SaveJob | None:
         """Take slots for the request's new blocks, or None if nothing is to be saved."""
         unit, size = self._layout.alignment_tokens, view.hash_block_size
         end = align_down(min(view.num_confirmed_tokens, len(view.block_hashes) * size), unit)
@@ -84,59 +109,87 @@ class SavePlanner:
         self.give_up(view.request_id)
         moves: list[BlockMove] = []
         while token < end:
-            of_unit = self._moves_of_unit(view, token, namespace, null_block)
-            if of_unit is None:
+            wanted = self._unit(view, token, namespace, pool)
+            needed = self._num_needed(wanted)
+            if needed > self._index.num_available:
+                self._needs[view.request_id] = needed
+                self._lacking.setdefault(needed, {})[view.request_id] = None
                 self.num_deferred += 1
                 break
-            moves.extend(of_unit)
+            moves.extend(self._take(wanted))
             token += unit
         self._cursors[view.request_id] = (view.root, namespace, token)
+        for state in self._states(view, namespace, pool):
+            moves.extend(self._take(state))
+            last = (state[0].block + 1) * self._layout.groups[state[0].group].block_size
+            start, token = min(start, max(0, last - unit)), max(token, last)
         if not moves:
             return None
         job_id, deadline = next(self._tiers.ids), self._tiers.config.job_deadline_seconds
         return SaveJob(job_id, view.request_id, namespace, start // size, (token - start) // size, tuple(moves), deadline)
 
-    def _moves_of_unit(self, view: ScheduledRequestView, token: int, namespace: str | None, null_block: int) -> list[BlockMove] | None:
-        """Blocks of one alignment unit with their slots, or None if the slots cannot be had (nothing is taken)."""
-        wanted = self._wanted(view, token, namespace, null_block)
-        held = [slot for *_, slot, _ in wanted if slot is not None]
-        num_new = len(wanted) - len(held)
-        needed = num_new + sum(1 for slot in held if self._index.is_idle(slot))
-        if needed > self._index.num_available:
-            self._needs[view.request_id] = needed
-            self._lacking.setdefault(needed, {})[view.request_id] = None
-            return None
-        self._index.pin(held)
-        fresh = iter(self._index.allocate(num_new))
-        moves = []
-        for group, block, gpu_block, name, slot, put in wanted:
-            move_slot = next(fresh) if slot is None else slot
-            moves.append(BlockMove(group, block, gpu_block, move_slot, name, copy=slot is None, put=put))
-            self._saving.add((group, name))
-        return moves
+    def _num_needed(self, wanted: Sequence[Wanted]) -> int:
+        """Slots that become unavailable if all of these are taken."""
+        return sum(1 for one in wanted if one.slot is None or self._index.is_idle(one.slot))
 
-    def _wanted(
-        self, view: ScheduledRequestView, token: int, namespace: str | None, null_block: int
-    ) -> list[tuple[int, int, int, bytes, int | None, bool]]:
-        wanted = []
-        for group, spec in enumerate(self._layout.groups):
+    def _take(self, wanted: Sequence[Wanted]) -> Iterator[BlockMove]:
+        """Moves with slots, of which there are enough."""
+        held = [one.slot for one in wanted if one.slot is not None]
+        self._index.pin(held)
+        fresh = iter(self._index.allocate(len(wanted) - len(held)))
+        self._saving.update((one.group, one.name) for one in wanted)
+        for group, block, gpu_block, name, slot, put in wanted:
+            yield BlockMove(group, block, gpu_block, next(fresh) if slot is None else slot, name, copy=slot is None, put=put)
+
+    def _unit(self, view: ScheduledRequestView, token: int, namespace: str | None, pool: BlockPoolAdapter) -> list[Wanted]:
+        """What is worth saving of one alignment unit, but states."""
+        found: list[Wanted] = []
+        for group, spec in self._layout.restored:
+            if spec.kind is GroupKind.STATE:
+                continue
             gpu_blocks = view.group_block_ids[group]
-            scale = spec.block_size // view.hash_block_size
+            only_kept = spec.kind is GroupKind.SLIDING and not spec.eagle  # drafts' blocks are named later than they are complete
             first = token // spec.block_size
             for block in range(first, first + self._layout.alignment_tokens // spec.block_size):
-                if block >= len(gpu_blocks) or gpu_blocks[block] == null_block:
+                if block >= len(gpu_blocks) or gpu_blocks[block] == pool.null_block_id:
                     continue  # outside the sliding window by now
-                name = bytes(view.block_hashes[(block + 1) * scale - 1])
-                if (group, name) in self._saving:
+                if only_kept and not pool.is_kept(gpu_blocks[block]):
                     continue
-                slot = self._index.get(group, name)
-                if slot is not None and self._tracker is not None:
-                    self._tracker.add([(group, name)])  # it may have been forgotten there; L1 holds it
-                put = namespace is not None and (group, name) not in self._known
-                if not put and (slot is not None or not self._index.indexed):
-                    continue
-                wanted.append((group, block, gpu_blocks[block], name, slot, put))
-        return wanted
+                found += self._worth(view, group, block, gpu_blocks[block], namespace)
+        return found
+
+    def _worth(self, view: ScheduledRequestView, group: int, block: int, gpu_block: int, namespace: str | None) -> tuple[Wanted, ...]:
+        """The block, unless every tier has it, or will."""
+        name = bytes(view.block_hashes[(block + 1) * self._layout.groups[group].block_size // view.hash_block_size - 1])
+        if (group, name) in self._saving:
+            return ()
+        slot = self._index.get(group, name)
+        if slot is not None and self._tracker is not None:
+            self._tracker.add([(group, name)])  # it may have been forgotten there; L1 holds it
+        put = namespace is not None and (group, name) not in self._known
+        if not put and (slot is not None or not self._index.indexed):
+            return ()
+        return (Wanted(group, block, gpu_block, name, slot, put),)
+
+    def _states(self, view: ScheduledRequestView, namespace: str | None, pool: BlockPoolAdapter) -> Iterator[list[Wanted]]:
+        """Offered states that are worth saving, boundary by boundary, all groups of one or none.
+
+        vLLM's own cache must hold the very block under the very name now. Anything else may be a state of other tokens.
+        """
+        by_boundary: dict[int, list[Wanted]] = {}
+        for group, gpu_block, tokens in view.states:
+            spec = self._layout.groups[group]
+            end = tokens // view.hash_block_size
+            if tokens % spec.block_size or not 0 < end <= len(view.block_hashes) or gpu_block == pool.null_block_id:
+                continue  # a state inside of a block (`prefix_match_unit`) has no name of a whole block
+            if pool.names(gpu_block, group, bytes(view.block_hashes[end - 1])):
+                worth = self._worth(view, group, tokens // spec.block_size - 1, gpu_block, namespace)
+                by_boundary.setdefault(tokens, []).extend(worth)
+        for wanted in by_boundary.values():
+            if self._num_needed(wanted) > self._index.num_available:
+                self.num_states_lost += len(wanted)
+            elif wanted:
+                yield wanted
 
 
 class SaveJobs:
@@ -168,7 +221,7 @@ class SaveJobs:
             return ()
         for view in views:
             if view.root == snap.root:
-                job = self.planner.draft(view, namespace, self.pool.null_block_id)
+                job = self.planner.draft(view, namespace, self.pool)
                 if job is not None:
                     self._open(job, view.hash_block_size, self.pool)
         return self._jobs[first:]

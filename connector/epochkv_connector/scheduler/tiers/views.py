@@ -16,7 +16,10 @@ class GroupKind(enum.Enum):
 
     FULL = "full"  # every block of the prefix is needed
     SLIDING = "sliding"  # only the blocks of the last window are needed
-    UNSUPPORTED = "unsupported"  # state that blocks cannot restore (mamba, chunked local, ring buffers): no hits
+    CHUNKED = "chunked"  # only the blocks of the chunk that the next token is in are needed
+    STATE = "state"  # recurrent state: the block that ends at the hit holds all; vLLM says when one is worth keeping
+    PRIVATE = "private"  # vLLM makes it anew for every request: nothing is saved or loaded
+    UNSUPPORTED = "unsupported"  # blocks cannot restore it: no hits
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +29,12 @@ class GroupLayout:
     Attributes:
         kind: see `GroupKind`.
         block_size: tokens per block as vLLM's manager of the group counts them.
-        window_tokens: `sliding_window` of the spec (SLIDING only).
+        window_tokens: `sliding_window` of the spec (SLIDING), or `attention_chunk_size` (CHUNKED).
         extra_retained_tokens: `SlidingWindowSpec.extra_retained_tokens`: blocks kept alive below the window.
         eagle: a block's last position depends on the next token (EAGLE/MTP draft layers): a hit needs one block more
             than it uses.
         name: for messages, e.g. the spec's class name.
+        remedy: what would make it work, in words (UNSUPPORTED only).
     """
 
     kind: GroupKind
@@ -39,6 +43,7 @@ class GroupLayout:
     extra_retained_tokens: int = 0
     eagle: bool = False
     name: str = ""
+    remedy: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +55,27 @@ class CacheLayout:
         alignment_tokens: hits end on multiples of this (vLLM's scheduler block size: LCM of the groups' block sizes).
         slot_bytes: stride of one host slot on one rank: the largest block of any group, all layers, padded as the
             worker pads.
+        restored: (index, group) of those that are saved and loaded: all but PRIVATE.
     """
 
     groups: tuple[GroupLayout, ...]
     alignment_tokens: int
     slot_bytes: int
+    restored: tuple[tuple[int, GroupLayout], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        shared = tuple((index, group) for index, group in enumerate(self.groups) if group.kind is not GroupKind.PRIVATE)
+        object.__setattr__(self, "restored", shared)
 
     def problem(self) -> str | None:
         """Why external hits are impossible with this layout, or None."""
-        for index, group in enumerate(self.groups):
+        for index, group in self.restored:
             if group.kind is GroupKind.UNSUPPORTED:
-                return f"KV cache group {index} ({group.name or 'unknown'}) cannot be restored block by block"
+                remedy = f"; {group.remedy}" if group.remedy else ""
+                return f"KV cache group {index} ({group.name or 'unknown'}) cannot be restored block by block{remedy}"
             if self.alignment_tokens % group.block_size:
                 return f"alignment of {self.alignment_tokens} tokens is no multiple of group {index}'s block size {group.block_size}"
-        return None if self.groups else "the engine has no KV cache groups"
+        return None if self.restored else "the engine has no KV cache groups that can be shared"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +103,8 @@ class ScheduledRequestView(msgspec.Struct, frozen=True):
         num_confirmed_tokens: length of the prefix whose KV is in its blocks once this step's forward has run, and cannot be taken
             back. Draft tokens and placeholders of async scheduling do not count.
         group_block_ids: the request's GPU blocks per group, null blocks included.
+        states: (group, GPU block, tokens) of recurrent states that vLLM offers in this step alone: each is that of so many tokens
+            once this step's forward has run, and its place in the chain of blocks may change with the next step.
     """
 
     request_id: str
@@ -99,6 +113,7 @@ class ScheduledRequestView(msgspec.Struct, frozen=True):
     hash_block_size: int
     root: bytes
     group_block_ids: Sequence[Sequence[int]]
+    states: Sequence[tuple[int, int, int]] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -111,8 +111,10 @@ def progressions(values: Tensor) -> list[tuple[int, int, Tensor]]:
 class CpuCopies:
     """Copies within host memory, on the calling thread alone. `after` is for `CudaCopies`."""
 
-    def __init__(self, groups: Sequence[GroupView], region: HostRegion) -> None:
-        self._classes = [[_CpuRows(rows, group.num_blocks, region) for rows in row_classes(group.parts)] for group in groups]
+    def __init__(self, groups: Mapping[int, GroupView], region: HostRegion) -> None:
+        self._classes = {
+            index: [_CpuRows(rows, group.num_blocks, region) for rows in row_classes(group.parts)] for index, group in groups.items()
+        }
         _use_one_thread_for_copies()
 
     def gather(self, batch: Batch, after: Any = None) -> None:
@@ -199,8 +201,8 @@ def _use_one_thread_for_copies() -> None:
 class CudaCopies:
     """Copies between device memory and page-locked host memory on a side stream. Waits for its own event, never for the device."""
 
-    def __init__(self, groups: Sequence[GroupView], region: HostRegion, stream: SideStream, submit: Submit) -> None:
-        self._classes = [row_classes(group.parts) for group in groups]
+    def __init__(self, groups: Mapping[int, GroupView], region: HostRegion, stream: SideStream, submit: Submit) -> None:
+        self._classes = {index: row_classes(group.parts) for index, group in groups.items()}
         self._region = region
         self._stream = stream
         self._submit = submit

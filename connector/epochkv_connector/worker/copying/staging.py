@@ -113,21 +113,24 @@ class Staging:
     def __init__(
         self,
         caches: Mapping[str, KVCache],
-        groups: Sequence[GroupSpec],
+        groups: Mapping[int, GroupSpec],
         num_slots: int,
         num_blocks: int,
     ) -> None:
         """Read the layouts and map the region.
+
+        Args:
+            groups: those that are copied, by KV cache group id.
 
         Raises:
             UnsupportedDevice: the tensors are neither on a CPU nor on an NVIDIA GPU.
             LayoutError: the tensors cannot be cut into blocks.
             ValueError, OSError, RuntimeError: see `HostRegion`.
         """
-        self.groups: tuple[GroupView, ...] = tuple(group_view(caches, spec, num_blocks) for spec in groups)
-        self.device = self.groups[0].parts[0].device
+        self.groups: dict[int, GroupView] = {group: group_view(caches, spec, num_blocks) for group, spec in groups.items()}
+        self.device = next(iter(self.groups.values())).parts[0].device
         cuda.check_device(self.device)
-        stride = slot_stride([group.payload_bytes for group in self.groups])
+        stride = slot_stride([group.payload_bytes for group in self.groups.values()])
         self.region = HostRegion(num_slots, stride, pin=self.device.type == "cuda")
 
     def object_view(self, group: int, slot: int) -> memoryview:
@@ -138,8 +141,8 @@ class Staging:
         """(group, GPU blocks, slots) for each group. Raises IndexError for what does not exist."""
         found: dict[int, tuple[list[int], list[int]]] = {}
         for pair in pairs:
-            if not 0 <= pair.group < len(self.groups):
-                raise IndexError(f"KV cache group {pair.group}: there are {len(self.groups)}")
+            if pair.group not in self.groups:
+                raise IndexError(f"KV cache group {pair.group}: there are {sorted(self.groups)}")
             if not 0 <= pair.gpu_block < self.groups[pair.group].num_blocks:
                 raise IndexError(f"block {pair.gpu_block}: the pool has {self.groups[pair.group].num_blocks} blocks")
             self.region.slot_address(pair.slot)
