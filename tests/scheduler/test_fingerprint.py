@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.scheduler.rigs import MakeRig
-from tests.support.scheduler import BLOCK
 
 
 def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig) -> None:
@@ -210,15 +209,3 @@ def test_a_random_hash_seed_keeps_names_at_home(make_rig: MakeRig, monkeypatch: 
     rig = make_rig(epoch=0)
     assert rig.pins.root.snapshot.shared
     assert rig.pins.root.snapshot.namespace is None
-
-
-def test_the_layout_tells_groups_apart(make_rig: MakeRig) -> None:
-    from epochkv_connector.engine import topology
-    from epochkv_connector.scheduler.tiers.views import GroupKind
-
-    rig = make_rig(groups=("48", "full"))
-    layout = topology.cache_layout(rig.vllm_config, rig.kv_cache_config)
-    assert [group.kind for group in layout.groups] == [GroupKind.SLIDING, GroupKind.FULL]
-    assert layout.groups[0].window_tokens == 48
-    assert layout.alignment_tokens == BLOCK
-    assert layout.slot_bytes == 2304  # 16 tokens x (16 + 16) values x 4 bytes + 256 of envelope, aligned to 256

@@ -14,7 +14,6 @@ from epochkv_connector.engine.interface import kv_cache_interface
 from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout
 from epochkv_connector.worker.copying.slots import slot_stride
 
-
 _KINDS = (
     (kv_cache_interface.FullAttentionSpec, GroupKind.FULL),
     (kv_cache_interface.SlidingWindowSpec, GroupKind.SLIDING),
@@ -38,7 +37,7 @@ def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
     ]
     return CacheLayout(
         groups=groups,
-        alignment_tokens=math.lcm(*(group.block_size for group in groups if group.kind is not GroupKind.PRIVATE)),
+        alignment_tokens=math.lcm(*(group.block_size for group in groups)),  # private ones, too (`resolve_kv_cache_block_sizes`)
         slot_bytes=slot_stride(payloads) if payloads else 0,
     )
 

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import itertools
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -36,7 +36,22 @@ THREE_GROUPS = CacheLayout(
     8,
     100,
 )
-LAYOUTS = {"full": FULL, "sliding first": SLIDING_FIRST, "three groups": THREE_GROUPS}
+STATES = CacheLayout((GroupLayout(GroupKind.FULL, 4), GroupLayout(GroupKind.STATE, 8), GroupLayout(GroupKind.STATE, 4)), 8, 100)
+MIXED = CacheLayout(
+    (
+        GroupLayout(GroupKind.STATE, 8),
+        GroupLayout(GroupKind.PRIVATE, 4),
+        GroupLayout(GroupKind.SLIDING, 4, window_tokens=9),
+        GroupLayout(GroupKind.FULL, 8),
+    ),
+    8,
+    100,
+)
+CHUNKS = CacheLayout((GroupLayout(GroupKind.CHUNKED, 4, window_tokens=16), GroupLayout(GroupKind.FULL, 4)), 4, 100)
+LAYOUTS = {
+    **{"full": FULL, "sliding first": SLIDING_FIRST, "three groups": THREE_GROUPS},
+    **{"states": STATES, "states, windows, private": MIXED, "chunks": CHUNKS},
+}
 
 
 def snap_of(epoch: int, *, shared: bool = True) -> Snapshot:
@@ -106,6 +121,8 @@ class Pool:
         block = self._free.pop() if self._free else next(self._next)
         assert self.refs[block] == 0, "a referenced GPU block was given out"
         self.refs[block] = 1
+        self.not_kept.discard(block)
+        self.named.pop(block, None)
         return block
 
     def num_references(self, block_id: int) -> int:
@@ -275,6 +292,7 @@ class World:
     def __init__(self, cfg: ConnectorConfig, layout: CacheLayout = FULL, ranks: int = 1) -> None:
         self.clock = Clock()
         self.pool = Pool()
+        self.keeps: Callable[[], bool] = lambda: True  # whether vLLM keeps the next block of a window in its own cache
         self.store = Store()
         self.layout = layout
         self.workers = [Worker(rank, self.store) for rank in range(ranks)]
@@ -329,26 +347,59 @@ class World:
                 self.books.on_acks(acks)
 
     def allocate(self, num_local: int, num_total: int) -> list[list[int]]:
-        """GPU blocks as vLLM would give them: null below the window of the next token, new ones otherwise."""
+        """GPU blocks as vLLM would give them: null below what the next token needs, new ones otherwise."""
         blocks = []
         for group in self.layout.groups:
             skipped = 0
             if group.kind is GroupKind.SLIDING:
                 skipped = max(0, num_total - group.window_tokens + 1) // group.block_size
-            count = -(-num_total // group.block_size)
+            elif group.kind is GroupKind.CHUNKED:
+                skipped = num_total // group.window_tokens * group.window_tokens // group.block_size
+            elif group.kind is GroupKind.STATE:
+                skipped = max(0, num_total - 1) // group.block_size
+            count = 1 if group.kind is GroupKind.PRIVATE else -(-num_total // group.block_size)
             blocks.append([0 if index < skipped else self.pool.new() for index in range(count)])
         return blocks
 
-    def compute(self, blocks: list[list[int]], hashes: Sequence[bytes], start: int, end: int) -> None:
-        """The forward pass of all ranks writes these tokens' KV."""
-        for group, spec in enumerate(self.layout.groups):
+    def compute(self, blocks: list[list[int]], hashes: Sequence[bytes], start: int, end: int) -> list[tuple[int, int, int]]:
+        """The forward pass of all ranks writes these tokens' KV. Returns the states that vLLM offers with it."""
+        offers: list[tuple[int, int, int]] = []
+        for group, spec in self.layout.restored:
+            if spec.kind is GroupKind.STATE:
+                offers += self._compute_state(group, blocks[group], hashes, end) if end > start else []
+                continue
             scale = spec.block_size // HASH_BLOCK
             for index in range(start // spec.block_size, end // spec.block_size):
                 while len(blocks[group]) <= index:
                     blocks[group].append(self.pool.new())
                 if blocks[group][index]:
-                    for worker in self.workers:
-                        worker.gpu[blocks[group][index]] = (group, hashes[(index + 1) * scale - 1])
+                    if spec.kind is GroupKind.SLIDING and not self.keeps():
+                        self.pool.not_kept.add(blocks[group][index])
+                    self._write(blocks[group][index], (group, hashes[(index + 1) * scale - 1]))
+        return offers
+
+    def _compute_state(self, group: int, blocks: list[int], hashes: Sequence[bytes], end: int) -> list[tuple[int, int, int]]:
+        """The state of `end` tokens, which overwrites the one before unless that ended a block."""
+        size = self.layout.groups[group].block_size
+        index = (end - 1) // size
+        if index >= len(blocks):
+            self.pool.free([block for block in blocks if block])
+            blocks[:] = [0] * index + [self.pool.new()]
+        block = blocks[index]
+        self.pool.named.pop(block, None)
+        if block == 0:
+            return []
+        if end % size:
+            self._write(block, (group, b"a state in the middle"))
+            return []
+        name = hashes[end // HASH_BLOCK - 1]
+        self._write(block, (group, name))
+        self.pool.named[block] = (group, name)
+        return [(group, block, end)]
+
+    def _write(self, block: int, content: tuple[int, bytes]) -> None:
+        for worker in self.workers:
+            worker.gpu[block] = content
 
     def free(self, blocks: list[list[int]]) -> None:
         """The request gives its blocks back."""
@@ -365,8 +416,8 @@ class World:
         hashes = chain(snap.root, tokens)
         blocks = [[] for _ in self.layout.groups]
         end = len(hashes) * HASH_BLOCK // self.layout.alignment_tokens * self.layout.alignment_tokens
-        self.compute(blocks, hashes, 0, end)
-        self.books.saves.collect([scheduled(request_id, tokens, snap.root, blocks, end)], snap)
+        states = self.compute(blocks, hashes, 0, end)
+        self.books.saves.collect([scheduled(request_id, tokens, snap.root, blocks, end, states)], snap)
         self.step()
         return blocks
 
@@ -383,6 +434,13 @@ class World:
         check_index(self.books.state.index)
 
 
-def scheduled(request_id: str, tokens: Sequence[int], root: bytes, blocks: list[list[int]], confirmed: int) -> ScheduledRequestView:
+def scheduled(
+    request_id: str,
+    tokens: Sequence[int],
+    root: bytes,
+    blocks: list[list[int]],
+    confirmed: int,
+    states: Sequence[tuple[int, int, int]] = (),
+) -> ScheduledRequestView:
     """What the facade would show of a request that computes."""
-    return ScheduledRequestView(request_id, confirmed, chain(root, tokens), HASH_BLOCK, root, blocks)
+    return ScheduledRequestView(request_id, confirmed, chain(root, tokens), HASH_BLOCK, root, blocks, states)

@@ -42,6 +42,7 @@ class Live:
     finished: bool = False
     cooldown: bool = False
     asleep: int = 0  # steps in which vLLM does not get to this request
+    states: list[tuple[int, int, int]] = field(default_factory=list)  # offered in this step
 
 
 class Schedule:
@@ -56,6 +57,7 @@ class Schedule:
         wait = 0.0  # queries that are not answered at once are left to `disturb_store` and to time, which nobody waits for here
         cfg = config(l1_slots=slots if l1 else 0, l2=l2, ranks=ranks, staging_slots=slots, tracker=tracker, lookup_wait_ms=wait)
         self.world = World(cfg, layout, ranks)
+        self.world.keeps = lambda: ample or self.random.random() < 0.8
         self.l2 = l2
         self.l1 = l1
         self.snap = snap_of(0)
@@ -103,12 +105,12 @@ class Schedule:
             if live.state == "waiting" and not live.finished and not live.asleep:
                 self._admit(live, snap)
             if live.state == "running" and not live.finished:
-                step = self.random.randrange(1, 50)
-                end = min(len(live.tokens), live.computed + step)
-                self.world.compute(live.blocks, chain(live.root, live.tokens), live.computed, end)
+                end = self._end(live)
+                live.states = self.world.compute(live.blocks, chain(live.root, live.tokens), live.computed, end)
+                self._misoffer(live)
                 live.computed, live.cooldown = end, False
         views = [
-            scheduled(live.request_id, live.tokens, live.root, live.blocks, live.computed)
+            scheduled(live.request_id, live.tokens, live.root, live.blocks, live.computed, live.states)
             for live in self.live.values()
             if live.state == "running" and not live.finished
         ]
@@ -116,6 +118,25 @@ class Schedule:
         jobs = self.world.step()
         self.saves.update((job.job_id, job) for job in jobs.saves)
         self.loads.extend(jobs.loads)
+
+    def _end(self, live: Live) -> int:
+        """How far the request gets in a step. With recurrent states vLLM ends steps at blocks."""
+        end = min(len(live.tokens), live.computed + self.random.randrange(1, 50))
+        unit = self.layout.alignment_tokens
+        has_states = any(group.kind is GroupKind.STATE for group in self.layout.groups)
+        if has_states and end - end % unit > live.computed and self.random.random() < 0.8:
+            end -= end % unit
+        return end
+
+    def _misoffer(self, live: Live) -> None:
+        """Offers of vLLM that are not what they say, or come twice: of another request's block, of other tokens."""
+        if not live.states or self.random.random() < 0.7:
+            return
+        group, block, tokens = self.random.choice(live.states)
+        other = self.random.choice([one for one in self.live.values() if one.blocks]).blocks[group]
+        wrong = [(group, block, tokens), (group, block, tokens - 4), (group, 0, tokens), (group, block, tokens + 4000)]
+        wrong += [(group, self.random.choice(other), tokens)] if other else []
+        live.states.insert(self.random.randrange(2), self.random.choice(wrong))
 
     def _admit(self, live: Live, snap: Snapshot) -> None:
         books, request = self.world.books, view(live.request_id, live.tokens, snap.root)
@@ -244,7 +265,7 @@ class Schedule:
 
     def _check_filled(self, live: Live) -> None:
         hashes = chain(live.root, live.tokens)
-        for group, spec in enumerate(self.layout.groups):
+        for group, spec in self.layout.restored:
             scale = spec.block_size // HASH_BLOCK
             for index, block in enumerate(live.blocks[group]):
                 if block:
@@ -284,7 +305,7 @@ class Schedule:
         hashes = chain(live.root, live.tokens)
         unit = self.layout.alignment_tokens
         for total in range((len(live.tokens) - 1) // unit * unit, local, -unit):
-            if all(self._serves(group, hashes, local, total) for group in range(len(self.layout.groups))):
+            if all(self._serves(group, hashes, local, total) for group, _ in self.layout.restored):
                 return total
         return local
 
@@ -293,6 +314,10 @@ class Schedule:
         first = local
         if spec.kind is GroupKind.SLIDING:
             first = max(local, total - (spec.window_tokens - 1))
+        elif spec.kind is GroupKind.CHUNKED:
+            first = max(local, total - total % spec.window_tokens)
+        elif spec.kind is GroupKind.STATE:
+            first = max(local, total - 1)
         scale = spec.block_size // HASH_BLOCK
         blocks = {token // spec.block_size for token in range(first, total)}
         return all((group, hashes[(block + 1) * scale - 1]) in self.in_l1 for block in blocks)

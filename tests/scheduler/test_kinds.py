@@ -1,0 +1,99 @@
+"""How each kind of vLLM's KV cache groups is reused: told by its class, and refused by name with what would help."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1 import kv_cache_interface as specs
+
+from epochkv_connector.engine import topology
+from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind
+from tests.scheduler.rigs import MakeRig
+
+ATTENTION: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 16, "dtype": torch.float32}
+LATENT: dict[str, Any] = {**ATTENTION, "cache_dtype_str": "auto"}
+
+
+def mamba(mode: str) -> specs.MambaSpec:
+    return specs.MambaSpec(block_size=16, shapes=((4, 4), (8,)), dtypes=(torch.float32, torch.float32), mamba_cache_mode=mode)
+
+
+def layout_of(*groups: Any, drafts: bool = False, stages: int = 1) -> CacheLayout:
+    """As an engine with these groups, or specs, would have it."""
+    parallel = SimpleNamespace(pipeline_parallel_size=stages, decode_context_parallel_size=1)
+    speculative = SimpleNamespace(use_eagle_block_drop=lambda: drafts, use_eagle=lambda: drafts) if drafts else None
+    config = SimpleNamespace(
+        parallel_config=parallel, speculative_config=speculative, model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 2)
+    )
+    made = [group if hasattr(group, "layer_names") else specs.KVCacheGroupSpec([f"layer{i}"], group) for i, group in enumerate(groups)]
+    return topology.cache_layout(config, SimpleNamespace(kv_cache_groups=made))
+
+
+class PluginSpec(specs.SlidingWindowSpec):
+    """As a platform plugin would make it."""
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [
+        (specs.FullAttentionSpec(**ATTENTION), GroupKind.FULL),
+        (specs.MLAAttentionSpec(**LATENT), GroupKind.FULL),
+        (specs.SinkFullAttentionSpec(**ATTENTION, sink_len=4), GroupKind.FULL),
+        (specs.SlidingWindowSpec(**ATTENTION, sliding_window=48), GroupKind.SLIDING),
+        (specs.SlidingWindowMLASpec(**LATENT, sliding_window=48), GroupKind.SLIDING),
+        (PluginSpec(**ATTENTION, sliding_window=48), GroupKind.SLIDING),
+        (specs.ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=64), GroupKind.CHUNKED),
+        (mamba("align"), GroupKind.STATE),
+        (specs.CircularBufferSpec(**ATTENTION), GroupKind.PRIVATE),
+        (specs.SlidingWindowMLASpec(**LATENT, sliding_window=48, bounded_replay=True), GroupKind.PRIVATE),
+        (specs.CrossAttentionSpec(**ATTENTION), GroupKind.UNSUPPORTED),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, GroupKind) else value.value,
+)
+def test_the_kind_is_told_by_the_class(spec: Any, kind: GroupKind) -> None:
+    layout = layout_of(spec, specs.FullAttentionSpec(**ATTENTION))
+    assert layout.groups[0].kind is kind
+    assert (layout.problem() is None) == (kind is not GroupKind.UNSUPPORTED)
+
+
+def test_windows_and_chunks_have_their_length() -> None:
+    window = specs.SlidingWindowSpec(**ATTENTION, sliding_window=48)
+    chunk = specs.ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=64)
+    assert [group.window_tokens for group in layout_of(window, chunk, mamba("align")).groups] == [48, 64, 0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "remedy"),
+    [
+        (layout_of(mamba("none")), "turn prefix caching on"),
+        (layout_of(mamba("all")), "set it to 'align'"),
+        (layout_of(mamba("align"), drafts=True, stages=2), "turn drafts or pipeline parallelism off"),
+        (layout_of(specs.CrossAttentionSpec(**ATTENTION)), "encoder-decoder models have no prefixes to share"),
+        (layout_of(specs.EncoderOnlyAttentionSpec(**ATTENTION)), "does not know this kind of layer"),
+        (layout_of(specs.KVCacheGroupSpec(["a"], specs.FullAttentionSpec(**ATTENTION), host_resident=True)), "turn HiSparse off"),
+    ],
+)
+def test_what_cannot_be_restored_says_what_would_help(layout: CacheLayout, remedy: str) -> None:
+    assert remedy in (layout.problem() or "")
+
+
+def test_a_group_that_vllm_makes_anew_counts_for_alignment_alone() -> None:
+    ring = specs.CircularBufferSpec(**{**ATTENTION, "block_size": 48, "head_size": 1024})
+    layout = layout_of(ring, specs.FullAttentionSpec(**ATTENTION))
+    assert layout.alignment_tokens == 48
+    assert layout.slot_bytes == 2304, "a slot holds no ring"
+
+
+def test_drafts_take_a_block_off_attention_and_nothing_off_states() -> None:
+    layout = layout_of(specs.FullAttentionSpec(**ATTENTION), mamba("align"), drafts=True)
+    assert [group.eagle for group in layout.groups] == [True, False]
+
+
+def test_the_layout_of_a_real_scheduler(make_rig: MakeRig) -> None:
+    rig = make_rig(groups=("48", "full"))
+    layout = topology.cache_layout(rig.vllm_config, rig.kv_cache_config)
+    assert [group.kind for group in layout.groups] == [GroupKind.SLIDING, GroupKind.FULL]
+    assert layout.slot_bytes == 2304  # 16 tokens x (16 + 16) values x 4 bytes + 256 of envelope, aligned to 256

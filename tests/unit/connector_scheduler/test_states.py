@@ -1,0 +1,126 @@
+"""What is saved of groups that are not plain attention: recurrent states, windows that vLLM keeps in part, private groups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout
+from epochkv_connector.wire.jobs import SaveJob
+from tests.unit.connector_scheduler.rig import MIXED, SLIDING_FIRST, STATES, World, chain, config, scheduled, view
+from tests.unit.connector_scheduler.tiers import L1, PROMPT, SNAP
+
+FULL_AND_STATE = CacheLayout((GroupLayout(GroupKind.FULL, 8), GroupLayout(GroupKind.STATE, 8)), 8, 100)
+PROMPT_BLOCKS = chain(SNAP.root, PROMPT)
+
+
+def compute(world: World, end: int) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
+    """A request's blocks after so many tokens of the prompt, block by block of states, and what the last step offers."""
+    blocks: list[list[int]] = [[] for _ in world.layout.groups]
+    states: list[tuple[int, int, int]] = []
+    for start in range(0, end, world.layout.alignment_tokens):
+        states = world.compute(blocks, PROMPT_BLOCKS, start, min(end, start + world.layout.alignment_tokens))
+    return blocks, states
+
+
+def moves(jobs: tuple[SaveJob, ...]) -> set[tuple[int, int]]:
+    """(group, block) of all."""
+    return {(move.group, move.block) for job in jobs for move in job.moves}
+
+
+def test_a_state_is_saved_when_it_is_offered_and_its_prefix_comes_back() -> None:
+    world = World(L1, STATES)
+    blocks, states = compute(world, 24)
+    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 24, states)], SNAP)
+    assert moves(world.step().saves) == {(0, block) for block in range(6)} | {(1, 2), (2, 5)}
+    world.work()
+    world.free(blocks)
+    assert world.load("b", PROMPT, SNAP) == (24, True)
+    world.step()
+    world.work()
+    world.books.finish("a")
+    world.books.finish("b")
+
+
+def test_without_its_state_a_prefix_is_no_hit() -> None:
+    world = World(L1, STATES)
+    blocks, _ = compute(world, 24)
+    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 24)], SNAP)
+    world.step()
+    world.work()
+    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 0
+
+
+def test_an_offer_alone_is_a_reason_to_save() -> None:
+    world = World(L1, FULL_AND_STATE)
+    blocks, states = compute(world, 16)
+    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 16)], SNAP)
+    assert moves(world.step().saves) == {(0, 0), (0, 1)}
+    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 16, states)], SNAP)
+    (job,) = world.step().saves
+    assert moves((job,)) == {(1, 1)}
+    assert (job.start_block, job.start_block + job.num_blocks) == (2, 4), "ranks acknowledge by ranges: the state's must be in"
+    world.work()
+    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 16
+
+
+def test_a_state_without_a_slot_is_lost_and_blocks_are_tried_again() -> None:
+    world = World(config(l1_slots=4), FULL_AND_STATE)
+    blocks, states = compute(world, 32)
+    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 32, states)], SNAP)
+    assert moves(world.step().saves) == {(0, block) for block in range(4)}
+    assert world.books.stats()["states_lost"] == 1
+    assert world.books.saves.planner.leak_report()["saves_lacking_slots"] == 0, "nobody waits for a state that may be gone"
+
+
+def test_of_one_boundary_all_states_are_saved_or_none() -> None:
+    world = World(config(l1_slots=5), STATES)
+    blocks, states = compute(world, 16)
+    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 16, states)], SNAP)
+    assert moves(world.step().saves) == {(0, block) for block in range(4)}, "one slot is left, and two states are offered"
+    assert world.books.stats()["states_lost"] == 2
+
+
+def test_only_the_very_block_under_the_very_name_is_a_state() -> None:
+    world = World(L1, STATES)
+    blocks, states = compute(world, 24)
+    null = [(group, 0, tokens) for group, _, tokens in states]
+    inside = [(group, block, tokens - 2) for group, block, tokens in states]
+    earlier = [(group, block, tokens - 8) for group, block, tokens in states]
+    beyond = [(group, block, 8000) for group, block, _ in states]
+    swapped = [(states[0][0], states[1][1], 24), (states[1][0], states[0][1], 24)]
+    wrong = null + inside + earlier + beyond + swapped
+    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 24, wrong)], SNAP)
+    assert moves(world.step().saves) == {(0, block) for block in range(6)}
+
+
+def test_of_a_window_what_vllm_keeps_is_saved_and_all_of_it_where_drafts_are_made() -> None:
+    for eagle in (False, True):
+        groups = tuple(replace(group, eagle=eagle) for group in SLIDING_FIRST.groups)
+        world = World(L1, CacheLayout(groups, 4, 100))
+        keep = iter([False, False, True, True])
+        world.keeps = lambda keep=keep: next(keep)
+        blocks, _ = compute(world, 16)
+        world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 16)], SNAP)
+        windows = range(4) if eagle else (2, 3)
+        assert moves(world.step().saves) == {(0, block) for block in windows} | {(1, block) for block in range(4)}
+
+
+def test_private_groups_are_in_no_move() -> None:
+    world = World(config(l1_slots=50, l2=True), MIXED)
+    blocks, states = compute(world, 40)
+    blocks[1].append(world.pool.new())
+    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 40, states)], SNAP)
+    assert {group for group, _ in moves(world.step().saves)} == {0, 2, 3}
+    world.work()
+    hit = world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP)
+    assert hit.num_tokens == 40
+    assert sum(hit.sources.values()) == 40
+    assert world.books.loads.commit(view("b", PROMPT, SNAP.root), world.allocate(0, 40), 40, SNAP)
+    assert {move.group for job in world.step().loads for move in job.moves} == {0, 2, 3}
+
+
+def test_what_cannot_be_restored_is_named_with_its_remedy() -> None:
+    state = GroupLayout(GroupKind.UNSUPPORTED, 4, name="MambaSpec", remedy="turn prefix caching on")
+    layout = CacheLayout((GroupLayout(GroupKind.PRIVATE, 4), state), 4, 100)
+    assert layout.problem() == "KV cache group 1 (MambaSpec) cannot be restored block by block; turn prefix caching on"
+    assert CacheLayout((GroupLayout(GroupKind.PRIVATE, 4),), 4, 100).problem() is not None
