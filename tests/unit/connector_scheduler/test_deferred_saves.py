@@ -10,7 +10,8 @@ from epochkv_connector.scheduler.tiers.saves import SavePlanner
 from epochkv_connector.scheduler.tiers.state import TierState
 from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout, ScheduledRequestView
 from epochkv_connector.wire.jobs import SaveJob
-from tests.unit.connector_scheduler.rig import Pool, config
+from tests.unit.connector_scheduler.machines import Pool
+from tests.unit.connector_scheduler.rig import config
 
 ROOT = b"root"
 

@@ -100,35 +100,36 @@ def test_everything_needed_is_present(case: tuple[CacheLayout, int, int, frozens
         assert (total > local) == bool(needed)
 
 
+def spec_of(group: GroupLayout, index: int):
+    """vLLM's."""
+    import torch
+    from vllm.v1 import kv_cache_interface as specs
+
+    # Different head sizes keep vLLM from merging groups that have the same window.
+    common = {"block_size": group.block_size, "num_kv_heads": 1, "head_size": 8 + index, "dtype": torch.float32}
+    match group.kind:
+        case GroupKind.FULL:
+            return specs.FullAttentionSpec(**common)
+        case GroupKind.SLIDING:
+            return specs.SlidingWindowSpec(**common, sliding_window=group.window_tokens)
+        case GroupKind.CHUNKED:
+            return specs.ChunkedLocalAttentionSpec(**common, attention_chunk_size=group.window_tokens)
+        case GroupKind.STATE:
+            return specs.MambaSpec(block_size=group.block_size, shapes=((8 + index,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+        case _:
+            return specs.CircularBufferSpec(**common)
+
+
 @pytest.fixture(scope="module")
 def vllm_answer():
     """vLLM's own answer for its own pool, holding exactly the blocks of `present`."""
     pytest.importorskip("vllm", reason="compares with vLLM's coordinator")
-    import torch
-    from vllm.v1 import kv_cache_interface as specs
     from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
     from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-    def spec(group: GroupLayout, index: int):
-        # Different head sizes keep vLLM from merging groups that have the same window.
-        common = {"block_size": group.block_size, "num_kv_heads": 1, "head_size": 8 + index, "dtype": torch.float32}
-        match group.kind:
-            case GroupKind.FULL:
-                return specs.FullAttentionSpec(**common)
-            case GroupKind.SLIDING:
-                return specs.SlidingWindowSpec(**common, sliding_window=group.window_tokens)
-            case GroupKind.CHUNKED:
-                return specs.ChunkedLocalAttentionSpec(**common, attention_chunk_size=group.window_tokens)
-            case GroupKind.STATE:
-                return specs.MambaSpec(
-                    block_size=group.block_size, shapes=((8 + index,),), dtypes=(torch.float32,), mamba_cache_mode="align"
-                )
-            case _:
-                return specs.CircularBufferSpec(**common)
-
     def answer(layout: CacheLayout, limit: int, present: frozenset[tuple[int, int]]) -> int:
-        groups = [KVCacheGroupSpec([f"layer{i}"], spec(g, i)) for i, g in enumerate(layout.groups)]
+        groups = [KVCacheGroupSpec([f"layer{i}"], spec_of(g, i)) for i, g in enumerate(layout.groups)]
         hash_block_size = min(group.block_size for _, group in layout.restored)
         coordinator = get_kv_cache_coordinator(
             kv_cache_config=KVCacheConfig(num_blocks=200, kv_cache_tensors=[], kv_cache_groups=groups),

@@ -41,6 +41,14 @@ def test_a_state_is_saved_when_it_is_offered_and_its_prefix_comes_back() -> None
     world.books.finish("b")
 
 
+def test_a_state_that_is_offered_twice_is_saved_once() -> None:
+    world = World(L1, FULL_AND_STATE)
+    blocks, states = compute(world, 16)
+    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 16, states * 2)], SNAP)
+    (job,) = world.step().saves
+    assert len(job.moves) == len(moves((job,))) == 3
+
+
 def test_without_its_state_a_prefix_is_no_hit() -> None:
     world = World(L1, STATES)
     blocks, _ = compute(world, 24)

@@ -176,7 +176,7 @@ class SavePlanner:
 
         vLLM's own cache must hold the very block under the very name now. Anything else may be a state of other tokens.
         """
-        by_boundary: dict[int, list[Wanted]] = {}
+        by_boundary: dict[int, dict[int, Wanted]] = {}  # and by group: vLLM may offer a state twice
         for group, gpu_block, tokens in view.states:
             spec = self._layout.groups[group]
             end = tokens // view.hash_block_size
@@ -184,8 +184,9 @@ class SavePlanner:
                 continue  # a state inside of a block (`prefix_match_unit`) has no name of a whole block
             if pool.names(gpu_block, group, bytes(view.block_hashes[end - 1])):
                 worth = self._worth(view, group, tokens // spec.block_size - 1, gpu_block, namespace)
-                by_boundary.setdefault(tokens, []).extend(worth)
-        for wanted in by_boundary.values():
+                by_boundary.setdefault(tokens, {}).update((group, one) for one in worth)
+        for by_group in by_boundary.values():
+            wanted = list(by_group.values())
             if self._num_needed(wanted) > self._index.num_available:
                 self.num_states_lost += len(wanted)
             elif wanted:
