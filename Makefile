@@ -118,8 +118,8 @@ bench-weights: ## What naming KV after weights costs (ARGS="digest sample update
 bench-staging: ## Staging copies against a plain copy of the same machine; torch only, no setup (PYTHON=python ARGS="--json FILE")
 	@$(TORCH) -m bench.staging $(ARGS)
 
-soak: setup-engine ## Three engines under random faults, resets and weight changes (MINUTES=20 SEED=random)
-	@$(ENGINE) -m hack.soak --minutes $(or $(MINUTES),20) $(if $(SEED),--seed $(SEED))
+soak: setup-engine ## Three engines under random faults, resets and weight changes (MINUTES=20 SEED=random MODEL=attention|hybrid)
+	@$(ENGINE) -m hack.soak --minutes $(or $(MINUTES),20) --model $(or $(MODEL),attention) $(if $(SEED),--seed $(SEED))
 
 compat: setup-engine ## Scheduler, unit and engine layers on every vLLM version that is accepted (VERSIONS="0.30 0.31")
 	@$(DEV) -m hack.compat run $(VERSIONS)

@@ -1,4 +1,6 @@
-"""Make a tiny random-weight Qwen3-shaped model that vLLM loads like any other, so that tests and the demo need no download.
+"""Make tiny random-weight models that vLLM loads like any other, so that tests and the demo need no download.
+
+There are two shapes: Qwen3's, which is attention alone, and Granite 4's hybrid, where most layers keep a recurrent state (Mamba 2).
 
 The weights are drawn so that attention decides the answer: sharp attention scores and large value projections make a
 wrong block of KV change the tokens. Two seeds are two sets of weights for one architecture: "base" and "pushed".
@@ -70,16 +72,115 @@ class Shape:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One weight: `gain` is the standard deviation of its outputs for unit inputs; 0 means a constant `fill`."""
+    """One weight: `gain` is the standard deviation of its outputs for unit inputs; 0 means a constant `fill`.
+
+    `spread`: the standard deviation around `fill` then.
+    """
 
     name: str
     shape: tuple[int, ...]
     gain: float = 0.0
     fill: float = 1.0
+    spread: float = 0.0
 
 
-def tensors(shape: Shape) -> Iterator[Tensor]:
+@dataclass(frozen=True)
+class HybridShape:
+    """Sizes of a hybrid; by default 18 KiB of state in each layer that has one, and 32 KiB of KV per 128 tokens in the other."""
+
+    vocab: int = 512
+    hidden: int = 64
+    intermediate: int = 128
+    layers: tuple[str, ...] = ("mamba", "attention", "mamba")
+    heads: int = 2
+    kv_heads: int = 1
+    positions: int = 4096
+    state_heads: int = 4
+    state_head_dim: int = 32
+    state_size: int = 32
+
+    @property
+    def inner(self) -> int:
+        """Width inside of a layer with a state."""
+        return self.state_heads * self.state_head_dim
+
+    def config(self) -> dict[str, object]:
+        """The `config.json` of Hugging Face's Granite 4 hybrids without experts."""
+        return {
+            "architectures": ["GraniteMoeHybridForCausalLM"],
+            "model_type": "granitemoehybrid",
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "shared_intermediate_size": self.intermediate,
+            "num_hidden_layers": len(self.layers),
+            "layer_types": list(self.layers),
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "mamba_n_heads": self.state_heads,
+            "mamba_d_head": self.state_head_dim,
+            "mamba_d_state": self.state_size,
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 4,
+            "mamba_expand": self.inner // self.hidden,
+            "mamba_chunk_size": 64,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+            "position_embedding_type": "rope",
+            "max_position_embeddings": self.positions,
+            "attention_multiplier": 2.5 / (self.hidden // self.heads) ** 0.5,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "tie_word_embeddings": False,
+            "initializer_range": 0.02,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "dtype": "float32",
+            "torch_dtype": "float32",
+            "use_cache": True,
+        }
+
+
+def tensors(shape: Shape | HybridShape) -> Iterator[Tensor]:
     """Every weight of the model, in file order."""
+    return _hybrid_tensors(shape) if isinstance(shape, HybridShape) else _attention_tensors(shape)
+
+
+def _hybrid_tensors(shape: HybridShape) -> Iterator[Tensor]:
+    hidden, kv, inner = shape.hidden, shape.kv_heads * shape.hidden // shape.heads, shape.inner
+    convolved = inner + 2 * shape.state_size
+    yield Tensor("model.embed_tokens.weight", (shape.vocab, hidden), gain=float(hidden) ** 0.5)
+    for index, kind in enumerate(shape.layers):
+        layer = f"model.layers.{index}"
+        yield Tensor(f"{layer}.input_layernorm.weight", (hidden,))
+        if kind == "attention":
+            yield Tensor(f"{layer}.self_attn.q_proj.weight", (hidden, hidden), gain=1.0)
+            yield Tensor(f"{layer}.self_attn.k_proj.weight", (kv, hidden), gain=1.0)
+            yield Tensor(f"{layer}.self_attn.v_proj.weight", (kv, hidden), gain=4.0)
+            yield Tensor(f"{layer}.self_attn.o_proj.weight", (hidden, hidden), gain=2.0)
+        else:
+            # A state forgets over tens to hundreds of tokens, so it decides the answer and does not blow up.
+            yield Tensor(f"{layer}.mamba.A_log", (shape.state_heads,), fill=-3.0, spread=1.0)
+            yield Tensor(f"{layer}.mamba.D", (shape.state_heads,))
+            yield Tensor(f"{layer}.mamba.dt_bias", (shape.state_heads,), fill=-1.0, spread=0.5)
+            yield Tensor(f"{layer}.mamba.conv1d.weight", (convolved, 1, 4), gain=1.0)
+            yield Tensor(f"{layer}.mamba.conv1d.bias", (convolved,), fill=0.0, spread=0.1)
+            yield Tensor(f"{layer}.mamba.in_proj.weight", (inner + convolved + shape.state_heads, hidden), gain=1.0)
+            yield Tensor(f"{layer}.mamba.norm.weight", (inner,))
+            yield Tensor(f"{layer}.mamba.out_proj.weight", (hidden, inner), gain=4.0)
+        yield Tensor(f"{layer}.post_attention_layernorm.weight", (hidden,))
+        yield Tensor(f"{layer}.shared_mlp.input_linear.weight", (2 * shape.intermediate, hidden), gain=1.0)
+        yield Tensor(f"{layer}.shared_mlp.output_linear.weight", (hidden, shape.intermediate), gain=1.0)
+    yield Tensor("model.norm.weight", (hidden,))
+    yield Tensor("lm_head.weight", (shape.vocab, hidden), gain=4.0)
+
+
+def _attention_tensors(shape: Shape) -> Iterator[Tensor]:
     hidden, wide, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     yield Tensor("model.embed_tokens.weight", (shape.vocab, hidden), gain=float(hidden) ** 0.5)
     for index in range(shape.layers):
@@ -106,7 +207,7 @@ def values(tensor: Tensor, rng: random.Random) -> array[float]:
     for size in tensor.shape:
         count *= size
     if not tensor.gain:
-        return array("f", [tensor.fill]) * count
+        return array("f", (rng.gauss(tensor.fill, tensor.spread) if tensor.spread else tensor.fill for _ in range(count)))
     std = tensor.gain / tensor.shape[-1] ** 0.5
     return array("f", (rng.gauss(0.0, std) for _ in range(count)))
 
@@ -130,7 +231,7 @@ def write_safetensors(path: Path, weights: dict[str, tuple[tuple[int, ...], arra
             data.tofile(file)
 
 
-def make(out: Path, seed: int, shape: Shape | None = None) -> Path:
+def make(out: Path, seed: int, shape: Shape | HybridShape | None = None) -> Path:
     """Write the model of this seed into the folder `out` (made if absent) and return it; the same seed gives the same bytes."""
     shape = shape or Shape()
     out.mkdir(parents=True, exist_ok=True)
@@ -163,9 +264,10 @@ def make_adapter(out: Path, seed: int, shape: Shape | None = None, rank: int = 4
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m hack.models", description="Make a tiny random-weight model.")
     parser.add_argument("out", type=Path, help="folder to write config.json and model.safetensors into")
+    parser.add_argument("--hybrid", action="store_true", help="layers with a recurrent state (Mamba 2) around one of attention")
     parser.add_argument("--seed", type=int, default=1, help="another seed is another set of weights (default 1)")
     arguments = parser.parse_args()
-    out = make(arguments.out, arguments.seed)
+    out = make(arguments.out, arguments.seed, HybridShape() if arguments.hybrid else None)
     print(f"{out}: {sum(file.stat().st_size for file in out.iterdir())} bytes, seed {arguments.seed}")
 
 

@@ -7,6 +7,7 @@ grown. An idle engine must hold no block, plan, job or slot. Exit status 0 if so
 A seed replays the same prompts, faults, resets and updates at the same times (how they meet requests differs):
 
     python -m hack.soak --minutes 20 --seed 7
+    python -m hack.soak --minutes 20 --model hybrid    # layers with recurrent states beside attention
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from hack.soak.kinds import KINDS
 from hack.soak.run import make_weights, soak, work_out_answers
 from hack.soak.states import States
 from hack.standalone.process import nothing_left
@@ -43,6 +45,7 @@ def main() -> int:
     besides = BESIDES.format(*SET_UP_MINUTES, *CHECK_MINUTES)
     parser.add_argument("--minutes", type=minutes, default=20.0, help=f"of faults (default: %(default)s); besides: {besides}")
     parser.add_argument("--seed", type=int, default=None, help="default: a random one, which is printed")
+    parser.add_argument("--model", choices=sorted(KINDS), default="attention", help="what its layers are (default: %(default)s)")
     parser.add_argument("--directory", type=Path, default=None, help="for logs (default: a new temporary one)")
     args = parser.parse_args()
     seed = random.SystemRandom().randrange(1 << 31) if args.seed is None else args.seed
@@ -52,18 +55,19 @@ def main() -> int:
     def say(text: str) -> None:
         print(text, flush=True)
 
+    kind = KINDS[args.model]
     say(f"seed {seed}, logs in {folder}")
     least, most = (args.minutes + set_up + checks for set_up, checks in zip(SET_UP_MINUTES, CHECK_MINUTES, strict=True))
     say(f"{args.minutes:g} minutes of faults; besides: {besides}; {least:g} to {most:g} in all")
     with nothing_left(say):
-        states = States.make(folder / "models", make_weights(folder / "models"))
+        states = States.make(folder / "models", make_weights(folder / "models", kind))
         prompts = work_out_answers(folder, states, seed, say)
-        verdict = soak(folder, states, prompts, args.minutes, seed, say)
+        verdict = soak(folder, states, prompts, args.minutes, seed, say, kind)
     for line in verdict.lines:
         say(line)
     for problem in verdict.problems:
         say(f"PROBLEM {problem}")
-    say(f"replay: python -m hack.soak --minutes {args.minutes:g} --seed {seed}")
+    say(f"replay: python -m hack.soak --minutes {args.minutes:g} --seed {seed} --model {args.model}")
     say(verdict.closing)
     return 1 if verdict.problems else 0
 

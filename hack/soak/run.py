@@ -17,6 +17,7 @@ from hack.engine_api import EngineApi
 from hack.soak.answers import Prompt, draw, work_out
 from hack.soak.checks import Memory, leaks
 from hack.soak.faults import Actor, FrozenEngine, Hub, KilledEngine, Lines, Master, StoreNode
+from hack.soak.kinds import KINDS, Kind
 from hack.soak.lone import LonePushes
 from hack.soak.states import States
 from hack.soak.tally import Tally
@@ -49,9 +50,9 @@ class Verdict:
     ways: int
 
 
-def make_weights(folder: Path) -> list[Path]:
+def make_weights(folder: Path, kind: Kind) -> list[Path]:
     """Three sets of weights for one architecture."""
-    return [models.make(folder / name, seed) for seed, name in enumerate(("base", "new", "third"), 1)]
+    return [models.make(folder / name, seed, kind.shape) for seed, name in enumerate(("base", "new", "third"), 1)]
 
 
 def work_out_answers(folder: Path, states: States, seed: int, say: Say, reference: EngineApi | None = None) -> list[Prompt]:
@@ -66,10 +67,17 @@ def work_out_answers(folder: Path, states: States, seed: int, say: Say, referenc
 
 
 def soak(
-    folder: Path, states: States, prompts: Sequence[Prompt], minutes: float, seed: int, say: Say, popen: Popen = subprocess.Popen
+    folder: Path,
+    states: States,
+    prompts: Sequence[Prompt],
+    minutes: float,
+    seed: int,
+    say: Say,
+    kind: Kind = KINDS["attention"],
+    popen: Popen = subprocess.Popen,
 ) -> Verdict:
     """Run for `minutes` under faults, heal everything, and look for what is left; `popen` makes the engines' processes."""
-    world, tally = World(folder, states, popen), Tally(folder / "soak.log")
+    world, tally = World(folder, states, kind, popen), Tally(folder / "soak.log")
     crew: Crew | None = None
     try:
         began = time.monotonic()

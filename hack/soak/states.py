@@ -14,8 +14,8 @@ from pathlib import Path
 
 FILE = "model.safetensors"
 EMBEDDING = "model.embed_tokens.weight"
-FLIPPED = "model.layers.0.self_attn.k_norm.weight"
-"""Times -1: every key of the first layer points the other way, and doing it again takes it back, bit by bit."""
+FLIPPED = "model.layers.0.input_layernorm.weight"
+"""Times -1: every input of the first layer points the other way, and doing it again takes it back, bit by bit."""
 
 
 @dataclass(frozen=True)

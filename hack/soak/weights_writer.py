@@ -5,12 +5,28 @@ The methods are RPC names that nobody has listed; `write_later` does its work on
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.v1.kv_cache_interface import MambaSpec
+
+_get_spec = MambaMixer2.get_kv_cache_spec
+
+
+def _get_spec_without_checkpoints(self: Any, vllm_config: Any) -> Any:
+    """vLLM's scan for CPUs returns no state from inside a prefill, but Mamba-2 layers promise them: let them promise none."""
+    spec = _get_spec(self, vllm_config)
+    if not isinstance(spec, MambaSpec):
+        return spec
+    return dataclasses.replace(spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None)
+
+
+MambaMixer2.get_kv_cache_spec = _get_spec_without_checkpoints  # type: ignore[method-assign]
 
 
 class Writer:

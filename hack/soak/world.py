@@ -19,6 +19,7 @@ from epochkv_fence.client import PoolError
 from hack.engine_api import EngineError
 from hack.loopback import free_port
 from hack.soak.answers import BLOCK_TOKENS
+from hack.soak.kinds import Kind
 from hack.soak.states import FLIPPED, States
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
@@ -30,8 +31,6 @@ from hack.waiting import eventually
 NUM_ENGINES = 3
 GPU_BLOCKS = 40
 """Of 128 tokens: less than the prompts need together, so that vLLM evicts and preempts."""
-L1_BYTES = 12 << 20
-"""About 60 blocks: less than there are prompts, so that L1 evicts, too."""
 BOOT_SECONDS = 600.0
 LEASE_SECONDS = 5.0
 STORE_LEASE_SECONDS = 3.0
@@ -98,8 +97,8 @@ class HubProcess:
 class World:
     """Everything that runs. `begin` starts it, `end` ends it."""
 
-    def __init__(self, folder: Path, states: States, popen: Popen = subprocess.Popen) -> None:
-        self.folder, self.states, self._popen = folder, states, popen
+    def __init__(self, folder: Path, states: States, kind: Kind, popen: Popen = subprocess.Popen) -> None:
+        self.folder, self.states, self._kind, self._popen = folder, states, kind, popen
         self.mooncake = Mooncake(folder / "mooncake", 2, 48 << 20, STORE_LEASE_SECONDS, client_ttl_seconds=5)
         self.master_relay = Relay(self.mooncake.address)
         self.updates = threading.RLock()
@@ -131,8 +130,8 @@ class World:
 
     def _start(self, index: int) -> Engine:
         self._boots += 1
-        connector = transfer_config(read_connection(self.hub.credentials), L1_BYTES, self.master_relay.address, **CONNECTOR)
-        args = ("--num-gpu-blocks-override", str(GPU_BLOCKS), "--max-num-batched-tokens", "512", *WRITER)
+        connector = transfer_config(read_connection(self.hub.credentials), self._kind.l1_bytes, self.master_relay.address, **CONNECTOR)
+        args = ("--num-gpu-blocks-override", str(GPU_BLOCKS), "--max-num-batched-tokens", "512", *WRITER, *self._kind.args)
         name = f"{'ABC'[index]}{self._boots}"
         return Engine(name, self.states.whole[0], self.folder, connector, args=args, environ=ENVIRON, popen=self._popen)
 

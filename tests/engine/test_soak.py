@@ -20,7 +20,7 @@ def test_a_minute_of_random_faults_leave_nothing_wrong(
 ) -> None:
     states = States.make(tmp_path, [weights.base, weights.new, weights.third])
     prompts = work_out_answers(tmp_path, states, SEED, print, reference.lend())
-    verdict = soak(tmp_path, states, prompts, MINUTES, SEED, print, servers.popen)
+    verdict = soak(tmp_path, states, prompts, MINUTES, SEED, print, popen=servers.popen)
     print(*verdict.lines, verdict.closing, sep="\n")
     assert not verdict.problems, "\n".join(
         (

@@ -24,6 +24,7 @@ from hack.soak import checks
 from hack.soak.answers import BLOCK_TOKENS, Prompt, certain_answer, draw
 from hack.soak.checks import Growth, Memory
 from hack.soak.faults import Actor, start_again
+from hack.soak.kinds import KINDS
 from hack.soak.lone import LonePushes
 from hack.soak.run import _verdict
 from hack.soak.states import EMBEDDING, FLIPPED, States, tensor_of
@@ -209,7 +210,7 @@ def test_a_write_past_vllm_counts_when_the_engine_says_so_and_silence_is_a_probl
 ) -> None:
     monkeypatch.setattr("hack.soak.world.WRITE_SECONDS", 0.2)
     base = states.whole[0]
-    lone, rank = LonePushes(World(tmp_path, states), tally, 1, threading.Event()), Rank(0, Held(tmp_path, deaf), base)  # type: ignore[arg-type]
+    lone, rank = LonePushes(World(tmp_path, states, KINDS["attention"]), tally, 1, threading.Event()), Rank(0, Held(tmp_path, deaf), base)  # type: ignore[arg-type]
     assert lone._change("past vLLM", rank, 0.0) is not deaf
     assert rank.weights == (None if deaf else states.flips[base])
     assert rank.version == 2
@@ -217,7 +218,7 @@ def test_a_write_past_vllm_counts_when_the_engine_says_so_and_silence_is_a_probl
 
 
 def test_half_a_push_leaves_what_its_folder_holds_and_a_dead_engine_nothing(states: States, tmp_path: Path) -> None:
-    world, server, base = World(tmp_path, states), Server(), states.whole[0]
+    world, server, base = World(tmp_path, states, KINDS["attention"]), Server(), states.whole[0]
     rank = Rank(0, server, base)  # type: ignore[arg-type]
     server.error = EngineError("HTTP 500: the push broke off")
     assert world.push_half(rank)
@@ -231,7 +232,7 @@ def test_half_a_push_leaves_what_its_folder_holds_and_a_dead_engine_nothing(stat
 
 
 def test_a_push_to_all_changes_something(states: States, tmp_path: Path) -> None:
-    world, (base, new, third) = World(tmp_path, states), states.whole
+    world, (base, new, third) = World(tmp_path, states, KINDS["attention"]), states.whole
     for held, targets in (
         ((base, base), {new, third}),
         ((base, new), {third}),
@@ -365,7 +366,7 @@ def test_a_world_that_could_not_begin_ends_what_it_had_started(tmp_path: Path) -
     """Its hub cannot use its folder, and is known all the same; an engine stands still in its start."""
     folder = tmp_path / "hub"
     folder.write_text("no folder")
-    world = World(tmp_path, States((BASE,), {}, {}, {}))
+    world = World(tmp_path, States((BASE,), {}, {}, {}), KINDS["attention"])
     frozen = tmp_path / "python"
     frozen.write_text("#!/bin/sh\nkill -STOP $$\n")
     frozen.chmod(0o755)
