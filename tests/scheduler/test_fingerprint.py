@@ -221,4 +221,3 @@ def test_the_layout_tells_groups_apart(make_rig: MakeRig) -> None:
     assert [group.kind for group in layout.groups] == [GroupKind.SLIDING, GroupKind.FULL]
     assert layout.groups[0].window_tokens == 48
     assert layout.alignment_tokens == BLOCK
-    assert layout.slot_bytes == 2304  # 16 tokens x (16 + 16) values x 4 bytes + 256 of envelope, aligned to 256

@@ -48,13 +48,10 @@ class CacheLayout:
     Attributes:
         groups: in vLLM's order (index = KV cache group id).
         alignment_tokens: hits end on multiples of this (vLLM's scheduler block size: LCM of the groups' block sizes).
-        slot_bytes: stride of one host slot on one rank: the largest block of any group, all layers, padded as the
-            worker pads.
     """
 
     groups: tuple[GroupLayout, ...]
     alignment_tokens: int
-    slot_bytes: int
 
     def problem(self) -> str | None:
         """Why external hits are impossible with this layout, or None."""
