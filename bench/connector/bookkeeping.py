@@ -26,7 +26,7 @@ SHORT_TOKENS = 256
 NUM_PROMPTS = 64
 BATCH = 20
 ROOT = b"root"
-LAYOUT = CacheLayout((GroupLayout(GroupKind.FULL, BLOCK_TOKENS),), BLOCK_TOKENS, 1)
+LAYOUT = CacheLayout((GroupLayout(GroupKind.FULL, BLOCK_TOKENS),), BLOCK_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def filled_books(prompts: Sequence[Sequence[bytes]], names: Names) -> Bookkeepin
     """An L1 twice as large as the prompts, which are saved in it."""
     num_slots = 2 * sum(len(hashes) for hashes in prompts)
     config = ConnectorConfig.parse({"pool": {"name": "p", "namespace": "n", "uid": "u"}, "local": {"capacity_bytes": num_slots}}, {})
-    books = Bookkeeping(config, LAYOUT, num_ranks=1, store=None, ids=itertools.count(), clock=time.monotonic)
+    books = Bookkeeping(config, LAYOUT, num_ranks=1, num_slots=num_slots, store=None, ids=itertools.count(), clock=time.monotonic)
     books.bind_block_pool(Blocks())
     books.adopt(names)
     for index, hashes in enumerate(prompts):

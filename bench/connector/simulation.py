@@ -28,7 +28,7 @@ from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping, StepJobs
 from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
 from epochkv_connector.wire.jobs import JobAck, Phase, Tier
 
-LAYOUT = CacheLayout((GroupLayout(GroupKind.FULL, BLOCK_TOKENS),), BLOCK_TOKENS, 1)
+LAYOUT = CacheLayout((GroupLayout(GroupKind.FULL, BLOCK_TOKENS),), BLOCK_TOKENS)
 ROOT, NAMESPACE = b"root", "bench/0123456789abcdef/e1"
 SMALL_L1_BLOCKS = 2_000
 ENGINES = (4, 8, 16)
@@ -84,6 +84,7 @@ class Engine:
             ConnectorConfig.parse(extra, {}),
             LAYOUT,
             num_ranks=1,
+            num_slots=num_slots,
             store=store,
             ids=ids,
             clock=time.monotonic,

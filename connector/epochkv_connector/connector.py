@@ -21,6 +21,7 @@ from epochkv_connector.metrics.reporter import Reporter
 from epochkv_connector.metrics.stats import EpochKVPromMetrics, EpochKVStats
 from epochkv_connector.scheduler.role import SchedulerRole
 from epochkv_connector.weights.rank import held_by
+from epochkv_connector.wire.layout import RankLayout
 from epochkv_connector.wire.steps import StepMetadata, WorkerReport
 from epochkv_connector.worker.build import build_runner
 from epochkv_connector.worker.role import WorkerRole
@@ -196,7 +197,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
         runner = self._guard.build("register_kv_caches", build, lambda: None)
         held = held_by(self._engine_id)
-        held.layout = runner.layout if runner is not None else b""
+        held.layout = runner.layout if runner is not None else RankLayout()
         self._worker = WorkerRole(rank, runner, self._guard.note, look=held.look, adapters=held.adapters)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:

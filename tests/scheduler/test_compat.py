@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -353,23 +352,3 @@ def test_after_a_step_that_raised_everything_is_refused() -> None:
     side.new_step()
     side.start(StepMetadata(loads=(LoadJob(2, "b", None, (), 1.0),)), idle=False)
     assert side.results() == ({"b"}, {"b"})
-
-
-@pytest.mark.parametrize(("partition", "expected"), [("", 4352), ("3,1,0", 6400), ("1,1,2", 4352)])
-def test_every_pipeline_stage_counts_slots_of_the_same_size(
-    make_rig: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, partition: str, expected: int
-) -> None:
-    """4 layers on 3 stages are 1, 2, 1 unless said otherwise; a layer's block of 16 tokens has 2048 bytes here, and ends of 256."""
-    from epochkv_connector.engine import topology
-
-    if partition:
-        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
-    rig = make_rig()
-    rig.vllm_config.parallel_config.pipeline_parallel_size = 3
-    monkeypatch.setattr(type(rig.vllm_config.model_config), "get_total_num_hidden_layers", lambda self: 4)
-    (group,) = rig.kv_cache_config.kv_cache_groups
-    sizes = set()
-    for num_layers in (1, 2, 1):
-        group.layer_names[:] = [f"layer{number}" for number in range(num_layers)]
-        sizes.add(topology.cache_layout(rig.vllm_config, rig.kv_cache_config).slot_bytes)
-    assert sizes == {expected}

@@ -143,13 +143,6 @@ def test_tiers_that_could_not_be_built_are_told(make_rig: MakeRig, monkeypatch: 
     assert make_rig().connector.scheduler.gauges()["broken"] == 1.0
 
 
-def test_an_l1_that_holds_no_block_is_an_error_at_start(make_rig: MakeRig) -> None:
-    from epochkv_connector.config.connector_config import ConfigError
-
-    with pytest.raises(ConfigError, match=r"local\.capacity_bytes is 1000; one block takes 2304 bytes .* give at least 2304"):
-        make_rig(l1_bytes=1000)
-
-
 def test_an_engine_of_another_layout_finds_nothing_under_its_own_names(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store holds the same tokens, of the same pool and epoch, from an engine with another fingerprint: a miss, by name."""
     from epochkv_connector.engine import describe

@@ -24,7 +24,15 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.support.scheduler_config import BLOCK, EngineOptions, kv_cache_config, vllm_config, write_credentials, write_model_dir
+from tests.support.scheduler_config import (
+    BLOCK,
+    EngineOptions,
+    kv_cache_config,
+    rank_layout,
+    vllm_config,
+    write_credentials,
+    write_model_dir,
+)
 from tests.support.scheduler_oracle import Oracle
 from tests.support.scheduler_worker import EngineCore, FakeExecutor, FakeWorker, SharedStore
 
@@ -52,7 +60,8 @@ class Rig:
     ) -> None:
         self.options = EngineOptions(**options)
         self._weights = weights
-        self.executor = FakeExecutor(weights, self.options.num_ranks, num_adapters)
+        layouts = [rank_layout(self.options, rank) for rank in range(self.options.num_ranks)]
+        self.executor = FakeExecutor(weights, layouts, num_adapters)
         self.store: Any = store
         self.lease_until = float("inf")
         self.cached: dict[str, int] = {}

@@ -21,9 +21,20 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from epochkv_connector.wire.layout import RankLayout
 
 BLOCK = 16
+HEAD = 16
 MAX_MODEL_LEN = 4096
 
 MODEL_CONFIG = {
@@ -70,7 +81,8 @@ class EngineOptions:
 
     Attributes:
         l1_bytes: capacity of L1; None: it has none.
-        groups: of its layers: `full`, or the window in tokens.
+        groups: of its layers: `full`, the window in tokens, or `unlike` (two layers, the second with pages seven times as large).
+        num_layers: on each rank, in each group; pipeline stages may have unlike numbers. Empty: one.
         extra: of our configuration.
         transfer: of vLLM's configuration of connectors.
         caching: vLLM's own prefix cache.
@@ -82,6 +94,7 @@ class EngineOptions:
     hub: bool = True
     num_ranks: int = 1
     groups: Sequence[str] = ("full",)
+    num_layers: Sequence[int] = ()
     max_batched_tokens: int = 8192
     max_num_seqs: int = 16
     extra: dict[str, Any] | None = None
@@ -159,11 +172,42 @@ def _kv_transfer_config(tmp: Path, options: EngineOptions, has_store: bool) -> K
     )
 
 
-def kv_cache_config(options: EngineOptions) -> KVCacheConfig:
-    """One layer per group, of one head."""
+def rank_kv_cache_config(options: EngineOptions, rank: int = 0) -> KVCacheConfig:
+    """What one rank gets: groups of layers of one head."""
     made = []
     for index, kind in enumerate(options.groups):
-        common = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 16, "dtype": torch.float32}
-        spec = FullAttentionSpec(**common) if kind == "full" else SlidingWindowSpec(**common, sliding_window=int(kind))
-        made.append(KVCacheGroupSpec([f"layer{index}"], spec))
+        names = [f"layer{index}"]
+        spec: KVCacheSpec
+        if kind == "unlike":
+            names.append(f"layer{index}.drafter")
+            spec = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={names[0]: _full(HEAD), names[1]: _full(7 * HEAD)})
+        else:
+            names += [f"layer{index}.{number}" for number in range(1, options.num_layers[rank] if options.num_layers else 1)]
+            spec = _full(HEAD) if kind == "full" else SlidingWindowSpec(**_layer(HEAD), sliding_window=int(kind))
+        made.append(KVCacheGroupSpec(names, spec))
     return KVCacheConfig(num_blocks=options.num_blocks, kv_cache_tensors=[], kv_cache_groups=made)
+
+
+def _layer(head_size: int) -> dict[str, Any]:
+    return {"block_size": BLOCK, "num_kv_heads": 1, "head_size": head_size, "dtype": torch.float32}
+
+
+def _full(head_size: int) -> FullAttentionSpec:
+    return FullAttentionSpec(**_layer(head_size))
+
+
+def kv_cache_config(options: EngineOptions) -> KVCacheConfig:
+    """What vLLM shows the scheduler role of it."""
+    return generate_scheduler_kv_cache_config([rank_kv_cache_config(options, rank) for rank in range(options.num_ranks)])
+
+
+def rank_layout(options: EngineOptions, rank: int) -> RankLayout:
+    """What a rank finds out about its tensors: layers lie in a slot one after the other, between ends of 128 bytes, aligned to 256."""
+    payloads = []
+    for group in rank_kv_cache_config(options, rank).kv_cache_groups:
+        unlike = isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs)
+        payloads.append(group.kv_cache_spec.page_size_bytes * (1 if unlike else len(group.layer_names)))
+    stride = -(-(max(payloads) + 256) // 256) * 256
+    ring = int((options.extra or {}).get("staging_slots", 64))
+    num_slots = ring if options.l1_bytes is None else options.l1_bytes // options.num_ranks // stride
+    return RankLayout(b"", num_slots, dict(enumerate(payloads)))

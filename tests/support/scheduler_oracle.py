@@ -6,16 +6,41 @@ shows as a wrong prefix or wrong weights, whoever made the mistake.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request
 
 from tests.support.scheduler_config import BLOCK
-from tests.support.scheduler_worker import Cell, Content, Prefixes
+from tests.support.scheduler_worker import Cell, Content
 
 if TYPE_CHECKING:
     from tests.support.scheduler import Rig
+
+
+class Prefixes:
+    """Digests of every prefix of one growing sequence of tokens: what the KV at a position is a function of, but for weights."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._tokens: list[int] = []
+        self._digests: list[bytes] = []
+        self._hash = hashlib.sha256()
+
+    def of(self, tokens: Sequence[int]) -> list[bytes]:
+        """One digest per position; at least as many as there are tokens."""
+        known = len(self._tokens)
+        if list(tokens[:known]) != self._tokens[: len(tokens)]:
+            self._begin()
+            known = 0
+        for token in tokens[known:]:
+            self._hash.update(b"%d," % token)
+            self._digests.append(self._hash.digest())
+            self._tokens.append(token)
+        return self._digests
 
 
 class Oracle:
@@ -70,7 +95,7 @@ class Oracle:
         label = self.admitted_label(request)
         digests = self.digests(request)
         for kind, blocks in zip(self.rig.options.groups, self.blocks_of(request), strict=True):
-            first = 0 if kind == "full" else max(0, start - int(kind) + 1)
+            first = 0 if kind in ("full", "unlike") else max(0, start - int(kind) + 1)
             for index in range(first // BLOCK, -(-start // BLOCK)):
                 positions = range(max(first, index * BLOCK), min(start, (index + 1) * BLOCK))
                 held = self.gpu.get(blocks[index], (None,) * BLOCK)

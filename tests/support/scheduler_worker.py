@@ -23,6 +23,7 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from epochkv_connector.weights import rank as rank_calls
 from epochkv_connector.weights.lora import HeldAdapters
 from epochkv_connector.wire.jobs import JobAck, LoadJob, Phase, SaveJob, Tier
+from epochkv_connector.wire.layout import RankLayout
 from epochkv_connector.wire.steps import StepMetadata, WorkerReport
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class FakeExecutor:
 
     Attributes:
         ranks: what each rank holds.
+        layouts: what each rank says of its host slots.
         asked: per rank, (number, weights) of the last question.
         calls: methods that were called, ours by name.
         fails: methods that raise, after `weights` of the call took effect on the first rank.
@@ -103,7 +105,8 @@ class FakeExecutor:
         on_call: told of each call before it takes effect.
     """
 
-    def __init__(self, weights: str, num_ranks: int, num_adapters: int = 8) -> None:
+    def __init__(self, weights: str, layouts: Sequence[RankLayout], num_adapters: int = 8) -> None:
+        self.layouts, num_ranks = layouts, len(layouts)
         self.disk: dict[str, str] = {}
         self.adapters = [RankAdapters(self.disk, num_adapters) for _ in range(num_ranks)]
         self.ranks = [weights] * num_ranks
@@ -160,8 +163,9 @@ class FakeExecutor:
             return [self._answer(index, *args) for index in range(len(self.ranks))]
         if method is rank_calls.is_unchanged:
             return [self.asked[index] == (args[0], held) for index, held in enumerate(self.ranks)]
-        fixed = {rank_calls.layout: b"", rank_calls.settle_for_sleep: 0}
-        return [fixed[method]] * len(self.ranks) if not isinstance(method, str) and method in fixed else None
+        if method is rank_calls.layout:
+            return list(self.layouts)
+        return [0] * len(self.ranks) if method is rank_calls.settle_for_sleep else None
 
     @staticmethod
     def _is_about_adapters(method: Any, args: tuple[Any, ...]) -> bool:
@@ -195,30 +199,6 @@ class FakeExecutor:
                 adapters = self.adapters[index].held
                 self.replaced[index] += adapters.replaced(metadata.newest_epoch)
                 self.refused[index] |= not adapters.are_unchanged(metadata.adapters)
-
-
-class Prefixes:
-    """Digests of every prefix of one growing sequence of tokens: what the KV at a position is a function of, but for weights."""
-
-    def __init__(self) -> None:
-        self._begin()
-
-    def _begin(self) -> None:
-        self._tokens: list[int] = []
-        self._digests: list[bytes] = []
-        self._hash = hashlib.sha256()
-
-    def of(self, tokens: Sequence[int]) -> list[bytes]:
-        """One digest per position; at least as many as there are tokens."""
-        known = len(self._tokens)
-        if list(tokens[:known]) != self._tokens[: len(tokens)]:
-            self._begin()
-            known = 0
-        for token in tokens[known:]:
-            self._hash.update(b"%d," % token)
-            self._digests.append(self._hash.digest())
-            self._tokens.append(token)
-        return self._digests
 
 
 @dataclass
@@ -263,11 +243,18 @@ class SharedStore:
 
 
 class FakeWorker:
-    """One rank: runs jobs on contents instead of bytes, at once or when told to."""
+    """One rank: runs jobs on contents instead of bytes, at once or when told to.
+
+    Attributes:
+        num_slots: a job that names another slot fails.
+        bad_jobs: those that did.
+    """
 
     def __init__(self, rig: Rig, rank: int) -> None:
         self.rig = rig
         self.rank = rank
+        self.num_slots = rig.executor.layouts[rank].num_slots
+        self.bad_jobs: list[int] = []
         self.slots: dict[int, Content] = {}
         self.loads: list[LoadJob] = []
         self.saves: list[SaveJob] = []
@@ -290,11 +277,17 @@ class FakeWorker:
         self.loads.extend(metadata.loads)
         refused = self.rig.executor.refused[self.rank]
         for save in metadata.saves:
-            if refused:
+            if refused or self._is_bad(save):
                 self.acks += [JobAck(save.job_id, self.rank, phase, save.start_block, 0, failed=True) for phase in save.phases]
             else:
                 self.saves.append(save)
         self.work()
+
+    def _is_bad(self, job: SaveJob | LoadJob) -> bool:
+        bad = any(not 0 <= move.slot < self.num_slots for move in job.moves)
+        if bad:
+            self.bad_jobs.append(job.job_id)
+        return bad
 
     def _agreed(self, metadata: StepMetadata) -> None:
         for job_id in metadata.agreed:
@@ -352,7 +345,7 @@ class FakeWorker:
     def _load(self, job: LoadJob) -> None:
         failed_slots: list[int] = []
         filled: list[int] = []
-        broken = self.fail_loads(job)
+        broken = self.fail_loads(job) or self._is_bad(job)
         for move in job.moves:
             content: Content | None = None
             if move.source is Tier.HOST:

@@ -1,6 +1,6 @@
-"""How an engine's KV is cut: groups, ranks, shards, replicas and machines, so that both roles count the same slots.
+"""How an engine's KV is cut: groups, ranks, shards, replicas and machines. How many bytes that makes, only ranks know (`wire.layout`).
 
-Knows of vLLM 0.30 to 0.33: `ParallelConfig`, `SpeculativeConfig`, the classes of KV cache specs, `get_pp_indices`,
+Knows of vLLM 0.30 to 0.33: `ParallelConfig`, `SpeculativeConfig`, the classes of KV cache specs,
 `parallel_state.get_world_group`; from 0.32 on `kv_tp_replicas` and `use_eagle_block_drop`.
 """
 
@@ -12,7 +12,6 @@ from typing import Any
 
 from epochkv_connector.engine.interface import kv_cache_interface
 from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout
-from epochkv_connector.worker.copying.slots import slot_stride
 
 _KINDS = (
     (kv_cache_interface.FullAttentionSpec, GroupKind.FULL),
@@ -32,31 +31,8 @@ def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
     if _drops_last_block(vllm_config) and not any(group.eagle for group in groups):
         # As `KVCacheCoordinator.__init__` does. Drafts have no recurrent layers, so no state is dropped.
         groups = tuple(dataclasses.replace(group, eagle=group.kind is not GroupKind.STATE) for group in groups)
-    payloads = [
-        n for n, group in zip(_largest_payloads(vllm_config, kv_cache_config), groups, strict=True) if group.kind is not GroupKind.PRIVATE
-    ]
-    return CacheLayout(
-        groups=groups,
-        alignment_tokens=math.lcm(*(group.block_size for group in groups)),  # private ones, too (`resolve_kv_cache_block_sizes`)
-        slot_bytes=slot_stride(payloads) if payloads else 0,
-    )
-
-
-def _largest_payloads(vllm_config: Any, kv_cache_config: Any) -> list[int]:
-    """Bytes of one block by group, on the pipeline stage with the most layers, so that every rank counts the same slots.
-
-    A rank knows only its own layers, and the scheduler only those of rank 0. With several groups they are all that is known:
-    nothing tells how the stages cut them.
-    """
-    groups, stages = kv_cache_config.kv_cache_groups, int(vllm_config.parallel_config.pipeline_parallel_size)
-    if stages == 1 or len(groups) != 1 or type(groups[0].kv_cache_spec).__name__ == "UniformTypeKVCacheSpecs":
-        return [group_payload_bytes(group) for group in groups]
-    from vllm.distributed.utils import get_pp_indices
-
-    layers = int(vllm_config.model_config.get_total_num_hidden_layers())
-    bounds = [get_pp_indices(layers, stage, stages) for stage in range(stages)]
-    most = max(len(groups[0].layer_names), *(end - start for start, end in bounds))
-    return [int(groups[0].kv_cache_spec.page_size_bytes) * most]
+    alignment = math.lcm(*(group.block_size for group in groups))  # of private ones, too (`resolve_kv_cache_block_sizes`)
+    return CacheLayout(groups, alignment)
 
 
 def _drops_last_block(vllm_config: Any) -> bool:
@@ -109,14 +85,6 @@ def worker_rank(vllm_config: Any) -> int:
     except AssertionError:  # nobody has set it up: a single rank
         return 0
     return int(group.rank_in_group) % num_worker_ranks(vllm_config)
-
-
-def group_payload_bytes(group: Any) -> int:
-    """Bytes of one block of one group on one rank, all layers."""
-    spec = group.kv_cache_spec
-    if type(spec).__name__ == "UniformTypeKVCacheSpecs":
-        return int(spec.page_size_bytes)
-    return int(spec.page_size_bytes) * len(group.layer_names)
 
 
 def _group_layout(vllm_config: Any, group: Any, dcp: int) -> GroupLayout:

@@ -1,6 +1,6 @@
 """Builds the tiers of an engine from its configuration: the bookkeeping, and the L2 client that it looks blocks up with.
 
-`worker.build` derives slots and shards from the same numbers (`engine.topology`), so scheduler and workers cannot disagree.
+Slots and sizes are those that the ranks have laid out (`wire.layout`), and shards are counted as `worker.build` does.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from epochkv_connector.naming.identity import pool_prefix
 from epochkv_connector.naming.object_keys import object_key, older_pattern, other_weights_pattern
 from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping
 from epochkv_connector.store import StoreClient, StoreSettings
+from epochkv_connector.wire.layout import RankLayout, common_slots
 from epochkv_connector.worker.copying.slots import object_bytes
 
 CLOSE_SECONDS = 2.0
@@ -29,7 +30,7 @@ class Tiers:
 
     Attributes:
         store: for existence and removal only; None: there is no L2.
-        object_bytes: size of an L2 object of this engine, by KV cache group.
+        object_bytes: size of an L2 object of this engine, by KV cache group, on average over its ranks.
     """
 
     books: Bookkeeping
@@ -65,14 +66,18 @@ class Tiers:
             self.store.close(CLOSE_SECONDS)
 
 
-def build_tiers(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any) -> Tiers | None:
-    """None when no tier is configured: the fence works alone."""
+def build_tiers(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any, layouts: Sequence[RankLayout]) -> Tiers | None:
+    """None when no tier is configured: the fence works alone.
+
+    Args:
+        layouts: what the ranks have answered; without the answers of all of them, the tiers have no slots.
+    """
     if config.local is None and config.distributed is None:
         return None
     layout = topology.cache_layout(vllm_config, kv_cache_config)
     settings = StoreSettings.of(config)
     store = start_client(settings) if settings is not None else None
-    num_shards = topology.num_kv_shards(vllm_config, kv_cache_config)
+    num_ranks, num_shards = topology.num_worker_ranks(vllm_config), topology.num_kv_shards(vllm_config, kv_cache_config)
 
     def keys_of(namespace: str, group: int, block_hash: bytes) -> Sequence[str]:
         return [object_key(namespace, group, shard, block_hash) for shard in range(num_shards)]
@@ -80,14 +85,21 @@ def build_tiers(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any)
     books = Bookkeeping(
         config,
         layout,
-        num_ranks=topology.num_worker_ranks(vllm_config),
+        num_ranks=num_ranks,
+        num_slots=common_slots(layouts, num_ranks),
         store=store,
         ids=itertools.count(1),
         clock=time.monotonic,
         keys_of=keys_of if store is not None else None,
     )
-    sizes = tuple(object_bytes(topology.group_payload_bytes(group)) for group in kv_cache_config.kv_cache_groups)
-    return Tiers(books, store, sizes)
+    return Tiers(books, store, mean_object_bytes(layouts, len(layout.groups)))
+
+
+def mean_object_bytes(layouts: Sequence[RankLayout], num_groups: int) -> tuple[int, ...]:
+    """Size of an L2 object by KV cache group; ranks may hold unlike numbers of layers. 0 where no rank knows."""
+    known = [layout.payload_bytes for layout in layouts]
+    sizes = [[object_bytes(payloads[group]) for payloads in known if group in payloads] for group in range(num_groups)]
+    return tuple(round(sum(one) / len(one)) if one else 0 for one in sizes)
 
 
 def start_client(settings: StoreSettings) -> StoreClient:

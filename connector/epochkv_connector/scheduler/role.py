@@ -33,6 +33,7 @@ from epochkv_connector.scheduler.weight_changes import WeightChanges
 from epochkv_connector.weights.adapters import Adapters
 from epochkv_connector.weights.executor import EngineRanks, NoRanks, join
 from epochkv_connector.weights.watch import Watch
+from epochkv_connector.wire.layout import RankLayout
 from epochkv_fence.protocol.messages import WEIGHTS_BYTES
 
 logger = logging.getLogger("vllm.epochkv")
@@ -85,9 +86,6 @@ class SchedulerRole:
     Args:
         local_worker: finds the worker role when it lives in this process.
 
-    Raises:
-        ConfigError: the tiers cannot be built as configured.
-
     Attributes:
         tiers: None when none is configured, or they could not be built; then `books` is None, too, and the fence works alone.
         fingerprint: of everything that decides what a byte of a block is (64 hex digits).
@@ -106,8 +104,9 @@ class SchedulerRole:
         core, scheduler = patches.builders()
         engine_id = str(vllm_config.kv_transfer_config.engine_id)
         ranks = NoRanks() if core is None or scheduler is None else EngineRanks(core.model_executor, engine_id)
-        layouts: list[str] | None = guard.run("layouts", ranks.layouts, lambda: None)
-        self.fingerprint = fingerprint({**described, "layouts": layouts})
+        layouts: list[RankLayout] | None = guard.run("layouts", ranks.layouts, lambda: None)
+        digests = None if layouts is None else [layout.digest.hex() for layout in layouts]
+        self.fingerprint = fingerprint({**described, "layouts": digests})
         adapters = Adapters(ranks, topology.num_worker_ranks(vllm_config), time.monotonic, limits.why_no_adapters(vllm_config))
         self._link = HubLink(config)
         self.pins = self._build_pins(global_root, adapters, core)
@@ -115,7 +114,9 @@ class SchedulerRole:
         for what, why in (("loads", loads_off), ("saves", saves_off)):
             if why is not None:
                 logger.warning("EpochKV: %s are off: %s", what, why)
-        self.tiers: build.Tiers | None = guard.build("tiers", lambda: build.build_tiers(config, vllm_config, kv_cache_config), lambda: None)
+        self.tiers: build.Tiers | None = guard.run(
+            "tiers", lambda: build.build_tiers(config, vllm_config, kv_cache_config, layouts or []), lambda: None
+        )
         self.books = None if self.tiers is None else self.tiers.books
         self.state = state = SharedState(self.pins, self.books, guard.note)
         self.requests, self.counters = state.requests, state.counters
@@ -258,8 +259,9 @@ class SchedulerRole:
 
     def gauges(self) -> dict[str, float]:
         """What holds now. Any thread (heartbeats carry it too)."""
-        unbuilt = self.tiers is None and (self._config.local is not None or self._config.distributed is not None)
-        return self._reporter.gauges(self, self._link, broken=self.state.broken or unbuilt)
+        configured = self._config.local is not None or self._config.distributed is not None
+        has_slots = self.books is not None and self.books.state.index.num_slots > 0
+        return self._reporter.gauges(self, self._link, broken=self.state.broken or (configured and not has_slots))
 
     def stats(self) -> EpochKVStats:
         """Counters since the last report, and what holds now."""

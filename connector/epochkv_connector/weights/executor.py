@@ -13,6 +13,7 @@ from epochkv_connector.engine.patches import wake
 from epochkv_connector.weights import rank
 from epochkv_connector.weights.adapters import ADAPTER_CALLS, Adapters
 from epochkv_connector.weights.watch import Wanted, Watch, is_harmless
+from epochkv_connector.wire.layout import RankLayout
 
 logger = logging.getLogger("vllm.epochkv.weights")
 
@@ -38,9 +39,9 @@ class EngineRanks:
         """Of the rank in this process, if there is one."""
         return self._held.writes
 
-    def layouts(self) -> list[str]:
-        """How KV lies on every rank, in hex."""
-        return [bytes(one).hex() for one in self._rpc(rank.layout)]
+    def layouts(self) -> list[RankLayout]:
+        """How KV and its host slots lie on every rank."""
+        return list(self._rpc(rank.layout))
 
     def digest_weights(self, number: int) -> Sequence[dict[str, Any]]:
         return list(self._rpc(rank.digest_weights, args=(number,)))
@@ -61,7 +62,7 @@ class NoRanks:
     asleep = False
     num_writes = 0
 
-    def layouts(self) -> list[str]:
+    def layouts(self) -> list[RankLayout]:
         return []
 
     def digest_weights(self, number: int) -> Sequence[dict[str, Any]]:

@@ -18,6 +18,7 @@ from epochkv_connector.weights.held import homes, models, packed, weights
 from epochkv_connector.weights.lora import HeldAdapters
 from epochkv_connector.weights.sample import Sample
 from epochkv_connector.weights.watch import Wanted
+from epochkv_connector.wire.layout import RankLayout
 from epochkv_connector.worker import sleeping
 
 DIGEST_SECONDS = 60.0
@@ -65,7 +66,7 @@ class Held:
         sample: drawn with it; `places`: where every tensor lay, and was kept.
         writes: calls of `load_weights` that have begun or ended, by whoever made them; `seen`: those before `number`.
         waits: calls of `end_device_work`.
-        layout: how this rank's KV tensors lie (`worker.copying.layout.layout_digest`); empty: nobody has said.
+        layout: how this rank's KV tensors and host slots lie.
         adapters: what it said of its adapters.
     """
 
@@ -76,7 +77,7 @@ class Held:
     writes: int = 0
     seen: int = 0
     waits: int = 0
-    layout: bytes = b""
+    layout: RankLayout = field(default_factory=RankLayout)
     adapters: HeldAdapters = field(default_factory=HeldAdapters)
 
     def forget(self) -> None:
@@ -191,7 +192,7 @@ def digest_adapters(worker: Any, number: int, wanted: Wanted, afresh: bool) -> A
     return answer
 
 
-def layout(worker: Any) -> bytes:
+def layout(worker: Any) -> RankLayout:
     """See `Held.layout`."""
     return _of(worker).layout
 

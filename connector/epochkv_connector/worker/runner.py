@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from epochkv_connector.wire.jobs import JobAck, Phase
+from epochkv_connector.wire.layout import RankLayout
 from epochkv_connector.worker.copying.staging import Staging
 from epochkv_connector.worker.loading import LoadTasks
 from epochkv_connector.worker.rank import OpenStore, Rank
@@ -37,7 +38,7 @@ class JobRunner:
     """Executes the jobs of one rank. The model-runner thread owns it; any thread may call `stats`.
 
     Attributes:
-        layout: how its KV tensors lie (`copying.layout.layout_digest`); empty: nobody has looked.
+        layout: how its KV tensors and host slots lie, for the scheduler role.
     """
 
     def __init__(
@@ -48,22 +49,23 @@ class JobRunner:
         world_size: int = 1,
         shard: int | None = None,
         num_shards: int | None = None,
-        layout: bytes = b"",
+        digest: bytes = b"",
         open_store: OpenStore | None = None,
     ) -> None:
         """Open the streams of the copy threads, and the store.
 
         Args:
-            staging: has as many slots as that of every other rank.
+            staging: jobs name only slots that every rank's has.
             rank, world_size: in the order the scheduler role counts ranks.
             shard, num_shards: which KV shard this rank holds, of how many; default: every rank its own. Consecutive ranks share a shard
                 (as vLLM replicates KV heads).
+            digest: `copying.layout.layout_digest` of its KV tensors; empty: nobody has looked.
             open_store: makes and starts the L2 client for the host region; None: no L2.
 
         Raises:
             OSError, RuntimeError: one cannot be opened; the others are closed.
         """
-        self.layout = layout
+        self.layout = RankLayout(digest, staging.region.num_slots, {group: view.payload_bytes for group, view in staging.groups.items()})
         self._rank = Rank(staging, rank, world_size, shard, num_shards, open_store)
         self._loads = LoadTasks(self._rank)
         self._saves = SaveTasks(self._rank)

@@ -15,8 +15,10 @@ from epochkv_connector.weights import rank
 from epochkv_connector.weights.adapters import Adapters
 from epochkv_connector.weights.executor import EngineRanks, NoRanks, join
 from epochkv_connector.weights.watch import QUIET_SECONDS, Watch
+from epochkv_connector.wire.layout import RankLayout
 
 LONG = 10.0
+LAYOUTS = [RankLayout(b"\x01\x02", 7, {0: 100}), RankLayout(b"\x03", 5, {0: 140})]
 
 
 class Executor:
@@ -40,7 +42,7 @@ class Executor:
         if method is rank.settle_for_sleep:
             return [0, self.late_copies]
         if method is rank.layout:
-            return [b"\x01\x02", b"\x03"]
+            return LAYOUTS
         return [True, method is not rank.is_unchanged or args[0] >= 0]
 
     def execute_model(self, *args: Any) -> Any:
@@ -209,7 +211,7 @@ def test_sleep_is_refused_while_copies_still_run(joined: Joined) -> None:
 
 
 def test_what_an_executor_says_of_its_ranks(joined: Joined) -> None:
-    assert joined.ranks.layouts() == ["0102", "03"]
+    assert joined.ranks.layouts() == LAYOUTS
     assert joined.ranks.are_unchanged(1)
     assert not joined.ranks.are_unchanged(-1)  # one rank says no
     assert not joined.ranks.asleep

@@ -135,6 +135,7 @@ def pack_int8(weight: torch.Tensor, scale: torch.Tensor) -> nn.Module:
     for name, given in {**others, **fields}.items():
         object.__setattr__(config, name, given)
     layer = Linear(weight, weight_scale=scale)
+    layer.input_scale = layer.input_zero_point = layer.azp_adj = None  # as vLLM's quantization makes them; CPUs without AMX look
     kernel = CPUInt8ScaledMMLinearKernel.__new__(CPUInt8ScaledMMLinearKernel)
     kernel.config, kernel.layer_param_names = config, ("weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj")
     kernel.process_weights_after_loading(layer)

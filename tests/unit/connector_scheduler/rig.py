@@ -22,8 +22,10 @@ from tests.unit.connector_scheduler.machines import Pool, Store, Worker, keys_of
 
 HASH_BLOCK = 4
 
-FULL = CacheLayout((GroupLayout(GroupKind.FULL, 4),), 4, 100)
-SLIDING_FIRST = CacheLayout((GroupLayout(GroupKind.SLIDING, 4, window_tokens=6), GroupLayout(GroupKind.FULL, 4)), 4, 100)
+SLOT_BYTES = 100
+
+FULL = CacheLayout((GroupLayout(GroupKind.FULL, 4),), 4)
+SLIDING_FIRST = CacheLayout((GroupLayout(GroupKind.SLIDING, 4, window_tokens=6), GroupLayout(GroupKind.FULL, 4)), 4)
 THREE_GROUPS = CacheLayout(
     (
         GroupLayout(GroupKind.SLIDING, 4, window_tokens=9),
@@ -31,9 +33,8 @@ THREE_GROUPS = CacheLayout(
         GroupLayout(GroupKind.SLIDING, 8, window_tokens=10),
     ),
     8,
-    100,
 )
-STATES = CacheLayout((GroupLayout(GroupKind.FULL, 4), GroupLayout(GroupKind.STATE, 8), GroupLayout(GroupKind.STATE, 4)), 8, 100)
+STATES = CacheLayout((GroupLayout(GroupKind.FULL, 4), GroupLayout(GroupKind.STATE, 8), GroupLayout(GroupKind.STATE, 4)), 8)
 MIXED = CacheLayout(
     (
         GroupLayout(GroupKind.STATE, 8),
@@ -42,9 +43,8 @@ MIXED = CacheLayout(
         GroupLayout(GroupKind.FULL, 8),
     ),
     8,
-    100,
 )
-CHUNKS = CacheLayout((GroupLayout(GroupKind.CHUNKED, 4, window_tokens=16), GroupLayout(GroupKind.FULL, 4)), 4, 100)
+CHUNKS = CacheLayout((GroupLayout(GroupKind.CHUNKED, 4, window_tokens=16), GroupLayout(GroupKind.FULL, 4)), 4)
 LAYOUTS = {
     **{"full": FULL, "sliding first": SLIDING_FIRST, "three groups": THREE_GROUPS},
     **{"states": STATES, "states, windows, private": MIXED, "chunks": CHUNKS},
@@ -58,10 +58,10 @@ def snap_of(epoch: int, *, shared: bool = True) -> Snapshot:
 
 
 def config(*, l1_slots: int = 0, l2: bool = False, ranks: int = 1, **options: object) -> ConnectorConfig:
-    """A configuration with that many L1 slots of 100 bytes on each rank (0: no L1)."""
+    """A configuration with that many L1 slots of `SLOT_BYTES` on each rank (0: no L1)."""
     extra: dict[str, object] = {"pool": {"name": "p", "namespace": "n", "uid": "u"}, **options}
     if l1_slots:
-        extra["local"] = {"capacity_bytes": l1_slots * 100 * ranks}
+        extra["local"] = {"capacity_bytes": l1_slots * SLOT_BYTES * ranks}
     if l2:
         extra["distributed"] = {"master_address": "master:1"}
     return ConnectorConfig.parse(extra, {})
@@ -114,6 +114,7 @@ class World:
             cfg,
             layout,
             num_ranks=ranks,
+            num_slots=cfg.local.capacity_bytes // (SLOT_BYTES * ranks) if cfg.local else cfg.staging_slots,
             store=self.store if cfg.distributed else None,  # type: ignore[arg-type]  # a double
             ids=itertools.count(),
             clock=self.clock,

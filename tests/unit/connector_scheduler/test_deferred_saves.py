@@ -20,10 +20,10 @@ class Saves:
     """A planner over few slots."""
 
     def __init__(self, num_slots: int, num_groups: int = 1) -> None:
-        layout = CacheLayout(tuple(GroupLayout(GroupKind.FULL, 4) for _ in range(num_groups)), 4, 100)
+        layout = CacheLayout(tuple(GroupLayout(GroupKind.FULL, 4) for _ in range(num_groups)), 4)
         self.num_groups = num_groups
         self.pool: Any = Pool()
-        state = TierState(config(l1_slots=num_slots), layout, 1, itertools.count(), time.monotonic)
+        state = TierState(config(l1_slots=num_slots), layout, 1, num_slots, itertools.count(), time.monotonic)
         self.index, self.planner = state.index, SavePlanner(state)
 
     def draft(self, request_id: str, num_blocks: int = 1) -> SaveJob | None:

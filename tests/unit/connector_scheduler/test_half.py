@@ -118,7 +118,7 @@ def test_too_small_a_hit_is_not_worth_a_load() -> None:
 
 
 def test_an_unsupported_layout_is_said_once_and_answers_nothing(caplog) -> None:
-    mamba = CacheLayout((GroupLayout(GroupKind.UNSUPPORTED, 4, name="MambaSpec"),), 4, 100)
+    mamba = CacheLayout((GroupLayout(GroupKind.UNSUPPORTED, 4, name="MambaSpec"),), 4)
     world = World(BOTH, mamba)
     for number in range(3):
         world.books.hits.begin(view(f"r{number}", PROMPT, SNAP.root), SNAP)

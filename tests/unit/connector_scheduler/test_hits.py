@@ -37,7 +37,7 @@ def cases(draw: st.DrawFn, eagle: bool = True) -> tuple[CacheLayout, int, int, f
     local = draw(st.integers(0, num_blocks)) * alignment
     all_blocks = [(g, b) for g, group in enumerate(groups) for b in range(64 // group.block_size + 1)]
     gone = draw(st.sets(st.sampled_from(all_blocks), max_size=6))
-    return CacheLayout(groups, alignment, 1), local, draw(st.integers(0, 64)), frozenset(all_blocks) - gone
+    return CacheLayout(groups, alignment), local, draw(st.integers(0, 64)), frozenset(all_blocks) - gone
 
 
 def brute_force(layout: CacheLayout, local: int, limit: int, present: frozenset[tuple[int, int]]) -> int:
@@ -79,7 +79,7 @@ def test_equals_the_definition(case: tuple[CacheLayout, int, int, frozenset[tupl
 def test_every_window_with_every_single_gap(block_size: int, eagle: bool) -> None:
     blocks = {(0, block) for block in range(7)}
     for window in range(2, 4 * block_size + 3):
-        layout = CacheLayout((GroupLayout(GroupKind.SLIDING, block_size, window, eagle=eagle),), block_size, 1)
+        layout = CacheLayout((GroupLayout(GroupKind.SLIDING, block_size, window, eagle=eagle),), block_size)
         for gap in range(7):
             for limit in range(6 * block_size):
                 present = frozenset(blocks - {(0, gap)})

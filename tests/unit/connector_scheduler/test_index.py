@@ -7,10 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from epochkv_connector.config.connector_config import ConfigError
-from epochkv_connector.scheduler.tiers.index import HostIndex, SlotError, slot_count
+from epochkv_connector.scheduler.tiers.index import HostIndex, SlotError
 from tests.unit.connector_scheduler.index_check import check_index
-from tests.unit.connector_scheduler.rig import config
 
 
 def name(number: int) -> bytes:
@@ -103,17 +101,6 @@ def test_releasing_twice_is_an_error_not_a_second_owner() -> None:
     index.unpin(slots)
     with pytest.raises(SlotError):
         index.unpin(slots)
-
-
-def test_capacity_is_split_over_ranks() -> None:
-    assert slot_count(config(l1_slots=10, ranks=4), 100, 4) == 10
-    assert slot_count(config(l1_slots=10), 100, 4) == 2
-    assert slot_count(config(staging_slots=7), 100, 4) == 7
-
-
-def test_an_l1_smaller_than_a_block_says_what_to_give() -> None:
-    with pytest.raises(ConfigError, match=r"local.capacity_bytes is 100.*at least 400"):
-        slot_count(config(l1_slots=1), 100, 4)
 
 
 class IndexMachine(RuleBasedStateMachine):

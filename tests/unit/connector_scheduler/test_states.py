@@ -9,7 +9,7 @@ from epochkv_connector.wire.jobs import SaveJob
 from tests.unit.connector_scheduler.rig import MIXED, SLIDING_FIRST, STATES, World, chain, config, scheduled, view
 from tests.unit.connector_scheduler.tiers import L1, PROMPT, SNAP
 
-FULL_AND_STATE = CacheLayout((GroupLayout(GroupKind.FULL, 8), GroupLayout(GroupKind.STATE, 8)), 8, 100)
+FULL_AND_STATE = CacheLayout((GroupLayout(GroupKind.FULL, 8), GroupLayout(GroupKind.STATE, 8)), 8)
 PROMPT_BLOCKS = chain(SNAP.root, PROMPT)
 
 
@@ -104,7 +104,7 @@ def test_only_the_very_block_under_the_very_name_is_a_state() -> None:
 def test_of_a_window_what_vllm_keeps_is_saved_and_all_of_it_where_drafts_are_made() -> None:
     for eagle in (False, True):
         groups = tuple(replace(group, eagle=eagle) for group in SLIDING_FIRST.groups)
-        world = World(L1, CacheLayout(groups, 4, 100))
+        world = World(L1, CacheLayout(groups, 4))
         keep = iter([False, False, True, True])
         world.keeps = lambda keep=keep: next(keep)
         blocks, _ = compute(world, 16)
@@ -129,6 +129,6 @@ def test_private_groups_are_in_no_move() -> None:
 
 def test_what_cannot_be_restored_is_named_with_its_remedy() -> None:
     state = GroupLayout(GroupKind.UNSUPPORTED, 4, name="MambaSpec", remedy="turn prefix caching on")
-    layout = CacheLayout((GroupLayout(GroupKind.PRIVATE, 4), state), 4, 100)
+    layout = CacheLayout((GroupLayout(GroupKind.PRIVATE, 4), state), 4)
     assert layout.problem() == "KV cache group 1 (MambaSpec) cannot be restored block by block; turn prefix caching on"
-    assert CacheLayout((GroupLayout(GroupKind.PRIVATE, 4),), 4, 100).problem() is not None
+    assert CacheLayout((GroupLayout(GroupKind.PRIVATE, 4),), 4).problem() is not None

@@ -55,13 +55,11 @@ class Bookkeeping:
     Args:
         layout: KV cache groups; a layout with a `problem()` gets no hits and no saves, said once.
         num_ranks: worker ranks that acknowledge every job (vLLM's world size).
+        num_slots: host slots that every rank has; 0: some rank has none, so there are no hits and no saves, said once.
         store: existence queries; None: lookups end at L1.
         ids: job ids, never repeating.
         clock: monotonic seconds.
         keys_of: names a block's L2 keys; required with `store`.
-
-    Raises:
-        ConfigError: L1 is too small for one block.
     """
 
     def __init__(
@@ -70,6 +68,7 @@ class Bookkeeping:
         layout: CacheLayout,
         *,
         num_ranks: int,
+        num_slots: int,
         store: StoreClient | None,
         ids: Iterator[int],
         clock: Callable[[], float],
@@ -77,11 +76,13 @@ class Bookkeeping:
     ) -> None:
         if layout.problem():
             logger.warning("EpochKV answers no hits and saves nothing: %s", layout.problem())
+        elif not num_slots:
+            logger.warning("EpochKV answers no hits and saves nothing: not every rank has host memory for KV blocks")
         self._lookups: Lookups | None = None
         if store is not None:
             assert keys_of is not None
             self._lookups = Lookups(store, keys_of, config.lookup_wait_ms / 1e3, config.lookup_deadline_ms / 1e3, clock)
-        self.state = TierState(config, layout, num_ranks, ids, clock)
+        self.state = TierState(config, layout, num_ranks, num_slots, ids, clock)
         self.hits = HitPlanner(self.state, self._lookups)
         self.loads = LoadJobs(self.state, self.hits)
         self.saves = SaveJobs(self.state)

@@ -15,23 +15,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-from epochkv_connector.config.connector_config import ConfigError, ConnectorConfig
-
 Key = tuple[int, bytes]
 """(KV cache group, block hash)"""
-
-
-def slot_count(config: ConnectorConfig, slot_bytes: int, num_ranks: int) -> int:
-    """Slots of the host region, the same on every rank: L1's capacity, or the staging ring when there is no L1."""
-    if config.local is None:
-        return config.staging_slots
-    count = config.local.capacity_bytes // (slot_bytes * num_ranks)
-    if count < 1:
-        raise ConfigError(
-            f"local.capacity_bytes is {config.local.capacity_bytes}; one block takes {slot_bytes} bytes on each of "
-            f"{num_ranks} ranks, so give at least {slot_bytes * num_ranks} (or leave local out for no L1)"
-        )
-    return count
 
 
 class SlotError(RuntimeError):
@@ -42,7 +27,7 @@ class HostIndex:
     """Slots, their references and their names. All operations are O(number of slots named in the call).
 
     Args:
-        num_slots: size of the host region.
+        num_slots: those that every rank's host region has.
         num_groups: KV cache groups.
         indexed: False: a staging ring; nothing is ever found in it.
         on_evict: told the name of every block that leaves the index.

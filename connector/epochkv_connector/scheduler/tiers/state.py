@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from epochkv_connector.config.connector_config import ConnectorConfig
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.planning.pause import LoadPause
-from epochkv_connector.scheduler.tiers.index import HostIndex, Key, slot_count
+from epochkv_connector.scheduler.tiers.index import HostIndex, Key
 from epochkv_connector.scheduler.tiers.ledger import Copied, Ledger, Loaded, Stored
 from epochkv_connector.scheduler.tiers.recent import RecentBlocks
 from epochkv_connector.scheduler.tiers.views import CacheLayout
@@ -28,7 +28,7 @@ class TierState:
     """See the module's docstring, and `Bookkeeping` for the arguments.
 
     Attributes:
-        is_usable: blocks of this layout can be saved and loaded.
+        is_usable: blocks of this layout can be saved and loaded, and there are slots for them.
         known: what L2 is known to hold.
         tracker: what all ranks have confirmed; None: L1's index answers alone.
         pause: whether L2 may be asked for hits.
@@ -36,15 +36,14 @@ class TierState:
     """
 
     def __init__(
-        self, config: ConnectorConfig, layout: CacheLayout, num_ranks: int, ids: Iterator[int], clock: Callable[[], float]
+        self, config: ConnectorConfig, layout: CacheLayout, num_ranks: int, num_slots: int, ids: Iterator[int], clock: Callable[[], float]
     ) -> None:
         self.config = config
         self.layout = layout
         self.ids = ids
         self.clock = clock
-        self.is_usable = layout.problem() is None
+        self.is_usable = layout.problem() is None and num_slots > 0
         self.counts: Counter[str] = Counter()
-        num_slots = slot_count(config, max(1, layout.slot_bytes), num_ranks)
         self.index = HostIndex(num_slots, max(1, len(layout.groups)), config.local is not None, self._left)
         self.known = RecentBlocks(KNOWN_IN_STORE_CAPACITY)
         self.tracker = RecentBlocks(config.tracker_capacity) if config.tracker and config.local else None

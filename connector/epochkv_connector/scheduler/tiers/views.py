@@ -53,14 +53,11 @@ class CacheLayout:
     Attributes:
         groups: in vLLM's order (index = KV cache group id).
         alignment_tokens: hits end on multiples of this (vLLM's scheduler block size: LCM of the groups' block sizes).
-        slot_bytes: stride of one host slot on one rank: the largest block of any group, all layers, padded as the
-            worker pads.
         restored: (index, group) of those that are saved and loaded: all but PRIVATE.
     """
 
     groups: tuple[GroupLayout, ...]
     alignment_tokens: int
-    slot_bytes: int
     restored: tuple[tuple[int, GroupLayout], ...] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,156 @@
+"""Host slots: each rank lays out what its tensors take, and the scheduler role uses the slots that all ranks have.
+
+vLLM shows the scheduler role the first layer of a group and the first rank of an engine, so what it could count is often too much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from epochkv_connector.config.connector_config import ConfigError, ConnectorConfig
+from epochkv_connector.scheduler.build import mean_object_bytes
+from epochkv_connector.weights import executor as joining
+from epochkv_connector.wire.layout import RankLayout
+from epochkv_connector.worker import build
+from epochkv_connector.worker.runner import JobRunner
+from tests.scheduler.rigs import LENGTH, WHOLE, MakeRig
+from tests.support.scheduler import BLOCK, SharedStore, prompt
+from tests.support.scheduler_config import rank_kv_cache_config
+
+PAGE = 2048  # 16 tokens x (16 + 16) values x 4 bytes
+UNLIKE = 8 * PAGE + 256  # the second layer's page is seven times as large; with header and trailer
+SEEN = 2 * PAGE + 256  # what the scheduler role makes of it: two layers like the first
+BLOCKS = 8  # of a prompt
+
+
+def serve_again(rig: Any, seed: int) -> int:
+    """Tokens of a prompt that are found once the GPU has forgotten it."""
+    assert rig.block_pool.reset_prefix_cache()
+    return int(rig.cached[rig.serve(prompt(seed, LENGTH))])
+
+
+def check_fills_and_evicts(rig: Any, num_slots: int) -> None:
+    """L1 is filled several times over: the newest prompts are found, no job names a slot that a rank lacks, and nothing fails."""
+    num_prompts = 4 * num_slots // BLOCKS
+    for seed in range(num_prompts):
+        rig.serve(prompt(seed, LENGTH))
+    stats = rig.books.stats()
+    assert (stats["slots"], stats["slots_indexed"]) == (num_slots, num_slots)
+    assert stats["evictions"] >= BLOCKS * num_prompts - num_slots
+    newest = range(num_prompts - num_slots // BLOCKS, num_prompts)
+    assert [serve_again(rig, seed) for seed in reversed(newest)] == [WHOLE] * len(newest)
+    assert serve_again(rig, 0) == 0
+    assert [worker.bad_jobs for worker in rig.workers] == [[]] * len(rig.workers)
+    assert rig.books.stats()["loads_failed"] == 0
+    rig.check_clean()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_l1_of_unlike_pages_evicts_when_it_is_full(make_rig: MakeRig, num_ranks: int) -> None:
+    capacity = 24 * UNLIKE * num_ranks
+    rig = make_rig(groups=("unlike",), num_ranks=num_ranks, num_blocks=12, l1_bytes=capacity, epoch=0)
+    (group,) = rig.kv_cache_config.kv_cache_groups
+    assert group.kv_cache_spec.page_size_bytes * len(group.layer_names) + 256 == SEEN, "vLLM shows the pages as they are"
+    assert capacity // num_ranks // SEEN > 3 * 24
+    check_fills_and_evicts(rig, 24)
+
+
+@pytest.mark.parametrize("num_layers", [(1, 3), (3, 1)])
+def test_the_rank_with_the_fewest_slots_decides(make_rig: MakeRig, num_layers: tuple[int, int]) -> None:
+    """As pipeline stages of one layer and three: shares of L1 are equal, blocks are not."""
+    rig = make_rig(num_layers=num_layers, num_ranks=2, num_blocks=12, l1_bytes=2 * 16 * (3 * PAGE + 256), epoch=0)
+    assert sorted(worker.num_slots for worker in rig.workers) == [16, 44]
+    check_fills_and_evicts(rig, 16)
+
+
+def test_a_staging_ring_of_unlike_pages_has_the_slots_that_were_asked_for(make_rig: MakeRig) -> None:
+    rig = make_rig(groups=("unlike",), num_blocks=12, store=SharedStore(), l1_bytes=None, extra={"staging_slots": 16}, epoch=0)
+    assert rig.books.stats()["slots"] == 16
+    for seed in range(6):
+        rig.serve(prompt(seed, LENGTH))
+    assert [serve_again(rig, seed) for seed in range(6)] == [WHOLE] * 6
+    assert rig.workers[0].bad_jobs == []
+    rig.check_clean()
+
+
+def test_l1_of_another_size_shares_with_the_others(make_rig: MakeRig) -> None:
+    assert make_rig(l1_bytes=1 << 20).side.fingerprint == make_rig(l1_bytes=1 << 21).side.fingerprint
+
+
+@pytest.mark.parametrize("answers", ["nobody", "too few", "one without", "an error"])
+def test_without_slots_on_every_rank_an_engine_serves_without_tiers_and_says_so(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, answers: str
+) -> None:
+    known = RankLayout(b"", 40, {0: PAGE})
+
+    def layouts(_: Any) -> list[RankLayout]:
+        if answers == "an error":
+            raise RuntimeError("a rank has gone")
+        return {"nobody": [], "too few": [known], "one without": [known, RankLayout()]}[answers]
+
+    monkeypatch.setattr(joining.EngineRanks, "layouts", layouts)
+    store = SharedStore()
+    rig = make_rig(num_ranks=2, num_blocks=12, store=store, epoch=0)
+    assert rig.side.gauges()["broken"] == 1.0
+    assert "not every rank has host memory for KV blocks" in caplog.text
+    rig.serve(prompt(1, LENGTH))
+    assert serve_again(rig, 1) == 0
+    assert (store.asked, store.objects, rig.leaks()) == ([], {}, {})
+    assert len(rig.side.tiers.object_bytes) == 1, "keys of this group are still removed when the pool wants it"
+
+
+def test_objects_count_with_the_mean_of_what_ranks_put() -> None:
+    layouts = [RankLayout(b"", 9, {0: 1000, 1: 2000}), RankLayout(b"", 5, {0: 4000, 1: 2000}), RankLayout()]
+    assert mean_object_bytes(layouts, 2) == (2500 + 256, 2000 + 256)
+    assert mean_object_bytes([], 2) == (0, 0)
+
+
+# ---------------------------------------------------------------------------------------------- what a rank lays out
+
+
+@pytest.fixture
+def runners() -> Iterator[list[JobRunner]]:
+    made: list[JobRunner] = []
+    yield made
+    for runner in made:
+        runner.shutdown()
+
+
+def lay_out(rig: Any, runners: list[JobRunner]) -> JobRunner:
+    """What the worker role of this engine's first rank builds over tensors like vLLM's."""
+    config = rank_kv_cache_config(rig.options)
+    caches = {}
+    for group in config.kv_cache_groups:
+        for name in group.layer_names:
+            spec = getattr(group.kv_cache_spec, "kv_cache_specs", {name: group.kv_cache_spec})[name]
+            caches[name] = torch.zeros((2, config.num_blocks, BLOCK, 1, spec.head_size), dtype=spec.dtype)
+    ours = ConnectorConfig.parse(rig.vllm_config.kv_transfer_config.kv_connector_extra_config)
+    runners.append(build.build_runner(ours, rig.vllm_config, config, caches))
+    return runners[-1]
+
+
+@pytest.mark.parametrize(
+    ("groups", "payloads"), [(("unlike",), {0: 8 * PAGE}), (("48", "unlike"), {0: PAGE, 1: 8 * PAGE}), (("full",), {0: PAGE})]
+)
+def test_a_rank_measures_its_tensors_and_stays_within_its_share(
+    make_rig: MakeRig, runners: list[JobRunner], groups: tuple[str, ...], payloads: dict[int, int]
+) -> None:
+    rig = make_rig(groups=groups, l1_bytes=1_000_000)
+    runner = lay_out(rig, runners)
+    slot = max(payloads.values()) + 256
+    assert runner.layout.payload_bytes == payloads
+    assert runner.layout.num_slots == 1_000_000 // slot == rig.books.stats()["slots"]
+    region = runner._rank.staging.region
+    assert (region.num_slots, region.stride) == (runner.layout.num_slots, slot)
+    assert region.num_bytes <= 1_000_000
+
+
+def test_an_l1_that_holds_no_block_is_an_error_at_start(make_rig: MakeRig, runners: list[JobRunner]) -> None:
+    rig = make_rig(groups=("unlike",), l1_bytes=UNLIKE - 1)
+    wanted = rf"local\.capacity_bytes is {UNLIKE - 1}; one block takes {UNLIKE} bytes on each of 1 ranks, so give at least {UNLIKE} "
+    with pytest.raises(ConfigError, match=wanted):
+        lay_out(rig, runners)
