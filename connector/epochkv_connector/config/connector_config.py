@@ -54,8 +54,9 @@ class LocalTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=1,
             le=MAX_BYTES,
-            description="Size of L1 of one engine, split evenly over its worker ranks. It must hold one block on each rank, and fit into "
-            "the memory of this machine or container.",
+            description="Size of L1 of one engine, split evenly over its worker ranks; no rank takes more than its share. The rank whose "
+            "blocks are largest decides how many blocks L1 holds. It must hold one block on each rank, and fit into the memory of this "
+            "machine or container.",
             extra={"unit": "bytes", "remedy": "or leave local out for no L1"},
         ),
     ]
