@@ -19,9 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hack.soak.kinds import KINDS
 from hack.soak.run import make_weights, soak, work_out_answers
-from hack.soak.states import States
+from hack.soak.states import KINDS, States
 from hack.standalone.process import nothing_left
 
 SET_UP_MINUTES, CHECK_MINUTES = (2, 5), (1, 4)

@@ -17,9 +17,8 @@ from hack.engine_api import EngineApi
 from hack.soak.answers import Prompt, draw, work_out
 from hack.soak.checks import Memory, leaks
 from hack.soak.faults import Actor, FrozenEngine, Hub, KilledEngine, Lines, Master, StoreNode
-from hack.soak.kinds import KINDS, Kind
 from hack.soak.lone import LonePushes
-from hack.soak.states import States
+from hack.soak.states import KINDS, Kind, States
 from hack.soak.tally import Tally
 from hack.soak.traffic import Client, ask
 from hack.soak.trainer import Resets, Trainer

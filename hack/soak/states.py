@@ -1,4 +1,4 @@
-"""Sets of weights that engines of a soak may hold: whole ones, what half a push leaves, and what a write past vLLM makes of them.
+"""Kinds of models that a soak can run with, and sets of weights that its engines may hold: whole ones, what half a push leaves, and what a write past vLLM makes of them.
 
 Each is a folder that an engine without any cache can load, so every answer has weights that it can be compared with.
 """
@@ -12,10 +12,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hack.models import HybridShape, Shape
+
 FILE = "model.safetensors"
 EMBEDDING = "model.embed_tokens.weight"
 FLIPPED = "model.layers.0.input_layernorm.weight"
 """Times -1: every input of the first layer points the other way, and doing it again takes it back, bit by bit."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model, and engines that are too small for the prompts together.
+
+    Attributes:
+        l1_bytes: of each engine: less than the prompts need, so that L1 evicts.
+        args: of each engine.
+    """
+
+    shape: Shape | HybridShape
+    l1_bytes: int
+    args: tuple[str, ...] = ()
+
+
+KINDS = {
+    "attention": Kind(Shape(), 12 << 20),  # about 60 blocks
+    # About 110 blocks and states. vLLM keeps a state at each block, not at the end of a prompt alone.
+    "hybrid": Kind(HybridShape(), 4 << 20, ("--prefix-cache-retention-interval", "128")),
+}
 
 
 @dataclass(frozen=True)

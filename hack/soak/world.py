@@ -19,8 +19,7 @@ from epochkv_fence.client import PoolError
 from hack.engine_api import EngineError
 from hack.loopback import free_port
 from hack.soak.answers import BLOCK_TOKENS
-from hack.soak.kinds import Kind
-from hack.soak.states import FLIPPED, States
+from hack.soak.states import FLIPPED, Kind, States
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import read_connection, transfer_config

@@ -24,10 +24,9 @@ from hack.soak import checks
 from hack.soak.answers import BLOCK_TOKENS, Prompt, certain_answer, draw
 from hack.soak.checks import Growth, Memory
 from hack.soak.faults import Actor, start_again
-from hack.soak.kinds import KINDS
 from hack.soak.lone import LonePushes
 from hack.soak.run import _verdict
-from hack.soak.states import EMBEDDING, FLIPPED, States, tensor_of
+from hack.soak.states import EMBEDDING, FLIPPED, KINDS, States, tensor_of
 from hack.soak.tally import Tally
 from hack.soak.traffic import ask
 from hack.soak.world import HubProcess, Rank, World
