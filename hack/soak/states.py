@@ -1,6 +1,7 @@
-"""Kinds of models that a soak can run with, and sets of weights that its engines may hold: whole ones, what half a push leaves, and what a write past vLLM makes of them.
+"""Kinds of models that a soak can run with, and the sets of weights that its engines may hold.
 
-Each is a folder that an engine without any cache can load, so every answer has weights that it can be compared with.
+There are whole ones, what half a push leaves, and what a write past vLLM makes of them. Each is a folder that an engine without
+any cache can load, so every answer has weights that it can be compared with.
 """
 
 from __future__ import annotations

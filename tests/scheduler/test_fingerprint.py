@@ -46,7 +46,7 @@ def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig) -> None:
         (config.parallel_config, "decode_context_parallel_size", 2),
         (config.parallel_config, "cp_kv_cache_interleave_size", 16),
         (config.parallel_config, "dcp_kv_cache_interleave_size", 16),
-        (cache, "kv_tp_replicas", 2),
+        (spec, "max_tp_shards", 1),
         (spec, "block_size", 32),
         (spec, "num_kv_heads", 4),
         (spec, "head_size", 64),

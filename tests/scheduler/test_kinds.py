@@ -87,6 +87,15 @@ def test_a_group_that_vllm_makes_anew_counts_for_alignment_alone() -> None:
     assert [index for index, _ in layout.restored] == [1]
 
 
+def test_ranks_that_hold_the_same_bytes_are_counted_by_group() -> None:
+    """As in Kimi-Linear: latent attention is the same on every rank, recurrent states are not."""
+    latent = specs.MLAAttentionSpec(**LATENT, max_tp_shards=1)
+    groups = [specs.KVCacheGroupSpec(["a"], latent), specs.KVCacheGroupSpec(["b"], mamba("align"))]
+    parallel = SimpleNamespace(tensor_parallel_size=4, decode_context_parallel_size=1)
+    config, cache = SimpleNamespace(parallel_config=parallel), SimpleNamespace(kv_cache_groups=groups)
+    assert topology.group_replicas(config, cache) == (4, 1)
+
+
 def test_drafts_take_a_block_off_attention_and_nothing_off_states() -> None:
     layout = layout_of(specs.FullAttentionSpec(**ATTENTION), mamba("align"), drafts=True)
     assert [group.eagle for group in layout.groups] == [True, False]

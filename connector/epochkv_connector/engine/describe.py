@@ -18,7 +18,7 @@ from typing import Any
 
 import vllm
 
-from epochkv_connector.engine.topology import num_kv_replicas, num_kv_shards
+from epochkv_connector.engine.topology import group_replicas
 
 UNKNOWN = "unknown"
 
@@ -58,8 +58,8 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         ],
         "platform": describe_platform(vllm_config, kv_cache_config),
         "tensor": int(parallel.tensor_parallel_size),
-        "shards": num_kv_shards(vllm_config, kv_cache_config),
-        "replicas": num_kv_replicas(kv_cache_config),
+        "world": int(parallel.world_size),
+        "replicas": group_replicas(vllm_config, kv_cache_config),
         "pipeline": int(parallel.pipeline_parallel_size),
         "decode_context": int(getattr(parallel, "decode_context_parallel_size", 1)),
         "prefill_context": int(getattr(parallel, "prefill_context_parallel_size", 1)),

@@ -1,7 +1,7 @@
 """How an engine's KV is cut: groups, ranks, shards, replicas and machines. How many bytes that makes, only ranks know (`wire.layout`).
 
 Knows of vLLM 0.30 to 0.33: `ParallelConfig`, `SpeculativeConfig`, the classes of KV cache specs,
-`parallel_state.get_world_group`; from 0.32 on `kv_tp_replicas` and `use_eagle_block_drop`.
+`parallel_state.get_world_group`; from 0.32 on `kv_cache_groups_tp_replicas` and `use_eagle_block_drop`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import math
 from typing import Any
 
-from epochkv_connector.engine.interface import kv_cache_interface
+from epochkv_connector.engine.interface import kv_cache_interface, kv_cache_utils
 from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout
 
 _KINDS = (
@@ -66,14 +66,17 @@ def l1_share(vllm_config: Any, num_bytes: int) -> int:
     return num_bytes // num_machines(vllm_config)
 
 
-def num_kv_shards(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Distinct KV shards of the engine: ranks less replicas of KV heads."""
-    return max(1, num_worker_ranks(vllm_config) // num_kv_replicas(kv_cache_config))
+def group_replicas(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:
+    """Consecutive tensor-parallel ranks that hold identical KV, by KV cache group (unknown before 0.32: 1).
 
-
-def num_kv_replicas(kv_cache_config: Any) -> int:
-    """Consecutive tensor-parallel ranks that hold identical KV in every layer (unknown before 0.32: none)."""
-    return int(getattr(kv_cache_config, "kv_tp_replicas", 1) or 1)
+    Latent attention is the same on all ranks. A model may have recurrent layers beside it, which are not.
+    """
+    count = getattr(kv_cache_utils, "kv_cache_groups_tp_replicas", None)
+    groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
+    if count is None:
+        return (1,) * len(groups)
+    dcp = int(getattr(parallel, "decode_context_parallel_size", 1))
+    return tuple(int(count([group], int(parallel.tensor_parallel_size), dcp)) for group in groups)
 
 
 def worker_rank(vllm_config: Any) -> int:

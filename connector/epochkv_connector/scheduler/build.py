@@ -77,10 +77,11 @@ def build_tiers(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any,
     layout = topology.cache_layout(vllm_config, kv_cache_config)
     settings = StoreSettings.of(config)
     store = start_client(settings) if settings is not None else None
-    num_ranks, num_shards = topology.num_worker_ranks(vllm_config), topology.num_kv_shards(vllm_config, kv_cache_config)
+    num_ranks = topology.num_worker_ranks(vllm_config)
+    shards = [range(num_ranks // replicas) for replicas in topology.group_replicas(vllm_config, kv_cache_config)]
 
     def keys_of(namespace: str, group: int, block_hash: bytes) -> Sequence[str]:
-        return [object_key(namespace, group, shard, block_hash) for shard in range(num_shards)]
+        return [object_key(namespace, group, shard, block_hash) for shard in shards[group]]
 
     books = Bookkeeping(
         config,

@@ -47,7 +47,6 @@ def build_runner(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any
     """
     layout = topology.cache_layout(vllm_config, kv_cache_config)
     ranks, rank = topology.num_worker_ranks(vllm_config), topology.worker_rank(vllm_config)
-    shards = topology.num_kv_shards(vllm_config, kv_cache_config)
     settings = StoreSettings.of(config)
     described = kv_cache_config.kv_cache_groups
     groups = {
@@ -73,8 +72,7 @@ def build_runner(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any
         staging,
         rank=rank,
         world_size=ranks,
-        shard=rank // (ranks // shards),
-        num_shards=shards,
+        replicas=topology.group_replicas(vllm_config, kv_cache_config),
         digest=digest,
         open_store=open_store if settings is not None else None,
     )

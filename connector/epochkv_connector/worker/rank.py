@@ -94,21 +94,16 @@ class Rank:
     """One rank's region, copy threads, store and slots. No job may be given to it after `close`.
 
     Attributes:
-        shard: which KV shard this rank holds.
-        replicas, replica: how many ranks hold the same shard, and this one's place among them.
+        replicas: how many consecutive ranks hold the same KV, by KV cache group; groups beyond: 1.
         alone: no other rank holds a part of this engine's weights.
         newest_epoch: highest epoch this rank was told of.
     """
 
-    def __init__(
-        self, staging: Staging, number: int, world_size: int, shard: int | None, num_shards: int | None, open_store: OpenStore | None
-    ) -> None:
+    def __init__(self, staging: Staging, number: int, world_size: int, replicas: Sequence[int], open_store: OpenStore | None) -> None:
         """See `runner.JobRunner`."""
         self.number = number
         self.alone = world_size == 1
-        self.shard = number if shard is None else shard
-        self.replicas = max(1, world_size // (num_shards or world_size))
-        self.replica = number % self.replicas
+        self.replicas = tuple(replicas)
         self.staging = staging
         self.store: StoreClient | None = None
         self.copy_threads: dict[str, CopyThread] = {}
@@ -160,12 +155,16 @@ class Rank:
                 raise JobFailed("bad_move", f"slot {move.slot} of group {move.group} does not exist")
 
     def transfer(self, namespace: str, move: BlockMove) -> Transfer:
-        key = object_key(namespace, move.group, self.shard, move.block_hash)
+        key = object_key(namespace, move.group, self.number // self._replicas(move.group), move.block_hash)
         return Transfer(key, self.staging.region.slot_address(move.slot), self.staging.object_view(move.group, move.slot))
 
-    def is_ours(self, block_hash: bytes) -> bool:
-        """Whether this rank, of all that hold the same shard, puts this block."""
-        return replica_owner(block_hash, self.replicas) == self.replica
+    def is_ours(self, move: BlockMove) -> bool:
+        """Whether this rank, of all that hold the same KV, puts this block."""
+        replicas = self._replicas(move.group)
+        return replica_owner(move.block_hash, replicas) == self.number % replicas
+
+    def _replicas(self, group: int) -> int:
+        return self.replicas[group] if group < len(self.replicas) else 1
 
     def is_stale(self, namespace: str) -> bool:
         """Whether the namespace is of an older epoch than this rank was told of."""

@@ -13,7 +13,7 @@ followed by `Phase.RELEASED`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from epochkv_connector.wire.jobs import JobAck, Phase
@@ -47,8 +47,7 @@ class JobRunner:
         *,
         rank: int = 0,
         world_size: int = 1,
-        shard: int | None = None,
-        num_shards: int | None = None,
+        replicas: Sequence[int] = (),
         digest: bytes = b"",
         open_store: OpenStore | None = None,
     ) -> None:
@@ -57,8 +56,7 @@ class JobRunner:
         Args:
             staging: jobs name only slots that every rank's has.
             rank, world_size: in the order the scheduler role counts ranks.
-            shard, num_shards: which KV shard this rank holds, of how many; default: every rank its own. Consecutive ranks share a shard
-                (as vLLM replicates KV heads).
+            replicas: how many consecutive ranks hold the same KV, by KV cache group; none given: every rank has its own.
             digest: `copying.layout.layout_digest` of its KV tensors; empty: nobody has looked.
             open_store: makes and starts the L2 client for the host region; None: no L2.
 
@@ -66,7 +64,7 @@ class JobRunner:
             OSError, RuntimeError: one cannot be opened; the others are closed.
         """
         self.layout = RankLayout(digest, staging.region.num_slots, {group: view.payload_bytes for group, view in staging.groups.items()})
-        self._rank = Rank(staging, rank, world_size, shard, num_shards, open_store)
+        self._rank = Rank(staging, rank, world_size, replicas, open_store)
         self._loads = LoadTasks(self._rank)
         self._saves = SaveTasks(self._rank)
         # Guarded by Rank.changed:

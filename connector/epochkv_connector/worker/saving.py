@@ -183,7 +183,7 @@ class SaveTasks:
         rank.check_running()
         if store is None:
             raise JobFailed("no_store", f"save job {save.job.job_id} names L2, but there is none")
-        ours = [move for move in save.job.moves if move.put and rank.is_ours(move.block_hash)]
+        ours = [move for move in save.job.moves if move.put and rank.is_ours(move)]
         if not ours:
             self._acknowledge(save, Phase.STORED, failed=False)
             return

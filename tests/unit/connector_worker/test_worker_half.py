@@ -213,7 +213,7 @@ def test_a_slot_that_holds_another_block_is_refused(store: ObedientStore) -> Non
 
 
 def test_replicas_of_a_shard_put_each_block_once(store: ObedientStore) -> None:
-    ranks = [Rig(store, rank=rank, world_size=4, shard=rank // 2, num_shards=2) for rank in range(4)]
+    ranks = [Rig(store, rank=rank, world_size=4, replicas=(2,)) for rank in range(4)]
     moves = [move(block, block, 100 + block) for block in range(NUM_SLOTS)]
     for rig in ranks:
         rig.step(saves=[save(1, moves, NAMESPACE)])
