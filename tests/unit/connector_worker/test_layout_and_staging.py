@@ -260,8 +260,20 @@ def test_overlapping_elements_are_refused() -> None:
 def test_missing_layers_are_refused() -> None:
     with pytest.raises(LayoutError, match="'b' of a KV cache group was not registered"):
         group_view({"a": torch.zeros(4, 4)}, GroupSpec(["a", "b"]), 4)
-    with pytest.raises(LayoutError, match="without layers"):
-        group_view({"a": torch.zeros(4, 4)}, GroupSpec([]), 4)
+    with pytest.raises(ValueError, match="at least must have layers"):
+        Staging({"a": torch.zeros(4, 4)}, {0: GroupSpec([])}, 2, 4)
+
+
+def test_a_group_whose_layers_are_on_other_pipeline_stages_is_an_empty_block() -> None:
+    blocks = torch.arange(16, dtype=torch.float32).view(4, 4)
+    stage = Staging({"a": blocks}, {0: GroupSpec([]), 1: GroupSpec(["a"])}, 2, 4)
+    stream = StagingStream(stage)
+    stream.gather([Pair(0, 3, 0), Pair(1, 2, 1)])
+    assert len(stage.object_view(0, 0)) == object_bytes(0)
+    assert stage.region.payload(1, 16).view(torch.float32).tolist() == blocks[2].tolist()
+    stream.scatter([Pair(0, 0, 0), Pair(1, 0, 1)])
+    assert blocks[0].tolist() == blocks[2].tolist()
+    assert layout_digest({"a": blocks}, [GroupSpec([]), GroupSpec(["a"])], 4) != layout_digest({"a": blocks}, [GroupSpec(["a"])], 4)
 
 
 def test_ids_out_of_range_touch_nothing() -> None:
@@ -285,8 +297,8 @@ def test_slots_hold_the_largest_object_aligned(payloads: list[int]) -> None:
 
 
 def test_slots_without_bytes_are_refused() -> None:
-    for bad in ([], [0], [-1, 5]):
-        with pytest.raises(ValueError, match="positive size"):
+    for bad in ([], [0], [0, 0]):
+        with pytest.raises(ValueError, match="at least must have layers"):
             slot_stride(bad)
     with pytest.raises(ValueError, match="at least one"):
         HostRegion(0, 256, pin=False)

@@ -20,7 +20,7 @@ def object_bytes(payload_bytes: int) -> int:
 
 def slot_stride(payload_bytes: Sequence[int]) -> int:
     """Bytes from one slot to the next for groups with these payload sizes (the largest decides), aligned to 256."""
-    if not payload_bytes or min(payload_bytes) <= 0:
-        raise ValueError(f"payload_bytes is {list(payload_bytes)}; give one positive size for each KV cache group")
+    if not payload_bytes or max(payload_bytes) <= 0:
+        raise ValueError(f"payload_bytes is {list(payload_bytes)}; one KV cache group at least must have layers here")
     needed = object_bytes(max(payload_bytes))
     return -(-needed // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES

@@ -128,9 +128,9 @@ class Staging:
             ValueError, OSError, RuntimeError: see `HostRegion`.
         """
         self.groups: dict[int, GroupView] = {group: group_view(caches, spec, num_blocks) for group, spec in groups.items()}
-        self.device = next(iter(self.groups.values())).parts[0].device
-        cuda.check_device(self.device)
         stride = slot_stride([group.payload_bytes for group in self.groups.values()])
+        self.device = next(part.device for group in self.groups.values() for part in group.parts)
+        cuda.check_device(self.device)
         self.region = HostRegion(num_slots, stride, pin=self.device.type == "cuda")
 
     def object_view(self, group: int, slot: int) -> memoryview:
