@@ -25,6 +25,11 @@ try:
 except ImportError as error:  # a version so far away that there is nothing to try
     raise UnsupportedEngine(f"{unsupported(getattr(vllm, '__version__', '(unknown)'))} ({error})") from None
 
+try:  # 0.33 and later
+    from vllm.v1.core import kv_cache_planning
+except ImportError:
+    kv_cache_planning = None
+
 __all__ = [
     "KVConnectorBase_V1",
     "KVConnectorMetadata",
@@ -35,5 +40,6 @@ __all__ = [
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
     "kv_cache_interface",
+    "kv_cache_planning",
     "kv_cache_utils",
 ]

@@ -1,7 +1,7 @@
 """How an engine's KV is cut: groups, ranks, shards, replicas and machines. How many bytes that makes, only ranks know (`wire.layout`).
 
 Knows of vLLM 0.30 to 0.33: `ParallelConfig`, `SpeculativeConfig`, the classes of KV cache specs,
-`parallel_state.get_world_group`; from 0.32 on `kv_cache_groups_tp_replicas` and `use_eagle_block_drop`.
+`parallel_state.get_world_group`; from 0.31 on `kv_cache_groups_tp_replicas`, from 0.32 on `use_eagle_block_drop`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import math
 from typing import Any
 
-from epochkv_connector.engine.interface import kv_cache_interface, kv_cache_utils
+from epochkv_connector.engine.interface import kv_cache_interface, kv_cache_planning, kv_cache_utils
 from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout
 
 _KINDS = (
@@ -18,6 +18,9 @@ _KINDS = (
     (kv_cache_interface.SlidingWindowSpec, GroupKind.SLIDING),
     (kv_cache_interface.ChunkedLocalAttentionSpec, GroupKind.CHUNKED),
 )
+
+_PLANNING = (kv_cache_utils, kv_cache_planning)
+"""Where versions of vLLM have what plans KV cache groups."""
 
 _REMEDIES = {"CrossAttentionSpec": "encoder-decoder models have no prefixes to share; start the engine without EpochKV"}
 
@@ -67,11 +70,11 @@ def l1_share(vllm_config: Any, num_bytes: int) -> int:
 
 
 def group_replicas(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:
-    """Consecutive tensor-parallel ranks that hold identical KV, by KV cache group (unknown before 0.32: 1).
+    """Consecutive tensor-parallel ranks that hold identical KV, by KV cache group (unknown before 0.31: 1).
 
     Latent attention is the same on all ranks. A model may have recurrent layers beside it, which are not.
     """
-    count = getattr(kv_cache_utils, "kv_cache_groups_tp_replicas", None)
+    count = next((found for place in _PLANNING if (found := getattr(place, "kv_cache_groups_tp_replicas", None)) is not None), None)
     groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
     if count is None:
         return (1,) * len(groups)
