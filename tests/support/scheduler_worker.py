@@ -160,7 +160,7 @@ class FakeExecutor:
             return [self._answer(index, *args) for index in range(len(self.ranks))]
         if method is rank_calls.is_unchanged:
             return [self.asked[index] == (args[0], held) for index, held in enumerate(self.ranks)]
-        fixed = {rank_calls.layout: b"", rank_calls.settle_for_sleep: 0}
+        fixed = {rank_calls.layout: b"", rank_calls.refusal: "", rank_calls.settle_for_sleep: 0}
         return [fixed[method]] * len(self.ranks) if not isinstance(method, str) and method in fixed else None
 
     @staticmethod

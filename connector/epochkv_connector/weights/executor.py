@@ -42,6 +42,10 @@ class EngineRanks:
         """How KV lies on every rank, in hex."""
         return [bytes(one).hex() for one in self._rpc(rank.layout)]
 
+    def refusals(self) -> list[str]:
+        """Why a rank takes no job of the tiers, by rank; empty where it does."""
+        return [str(one) for one in self._rpc(rank.refusal)]
+
     def digest_weights(self, number: int) -> Sequence[dict[str, Any]]:
         return list(self._rpc(rank.digest_weights, args=(number,)))
 
@@ -62,6 +66,9 @@ class NoRanks:
     num_writes = 0
 
     def layouts(self) -> list[str]:
+        return []
+
+    def refusals(self) -> list[str]:
         return []
 
     def digest_weights(self, number: int) -> Sequence[dict[str, Any]]:

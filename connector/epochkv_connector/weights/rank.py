@@ -66,6 +66,7 @@ class Held:
         writes: calls of `load_weights` that have begun or ended, by whoever made them; `seen`: those before `number`.
         waits: calls of `end_device_work`.
         layout: how this rank's KV tensors lie (`worker.copying.layout.layout_digest`); empty: nobody has said.
+        refusal: why this rank takes no job of the tiers; empty: it does, or has none.
         adapters: what it said of its adapters.
     """
 
@@ -77,6 +78,7 @@ class Held:
     seen: int = 0
     waits: int = 0
     layout: bytes = b""
+    refusal: str = ""
     adapters: HeldAdapters = field(default_factory=HeldAdapters)
 
     def forget(self) -> None:
@@ -194,6 +196,11 @@ def digest_adapters(worker: Any, number: int, wanted: Wanted, afresh: bool) -> A
 def layout(worker: Any) -> bytes:
     """See `Held.layout`."""
     return _of(worker).layout
+
+
+def refusal(worker: Any) -> str:
+    """See `Held.refusal`."""
+    return _of(worker).refusal
 
 
 def is_unchanged(worker: Any, number: int) -> bool:

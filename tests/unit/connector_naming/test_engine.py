@@ -41,6 +41,8 @@ class Executor:
             return [0, self.late_copies]
         if method is rank.layout:
             return [b"\x01\x02", b"\x03"]
+        if method is rank.refusal:
+            return ["", "no memory"]
         return [True, method is not rank.is_unchanged or args[0] >= 0]
 
     def execute_model(self, *args: Any) -> Any:
@@ -168,6 +170,7 @@ def test_our_own_questions_are_no_suspicion(joined: Joined) -> None:
     joined.ranks.are_unchanged(1)
     joined.ranks.end_device_work()
     joined.ranks.layouts()
+    joined.ranks.refusals()
     assert not joined.watch.pending
 
 
@@ -210,6 +213,7 @@ def test_sleep_is_refused_while_copies_still_run(joined: Joined) -> None:
 
 def test_what_an_executor_says_of_its_ranks(joined: Joined) -> None:
     assert joined.ranks.layouts() == ["0102", "03"]
+    assert joined.ranks.refusals() == ["", "no memory"]
     assert joined.ranks.are_unchanged(1)
     assert not joined.ranks.are_unchanged(-1)  # one rank says no
     assert not joined.ranks.asleep
@@ -220,7 +224,7 @@ def test_what_an_executor_says_of_its_ranks(joined: Joined) -> None:
 def test_a_scheduler_without_an_engine_has_nobody_to_ask() -> None:
     ranks = NoRanks()
     assert not ranks.are_unchanged(1)
-    assert ranks.layouts() == []
+    assert ranks.layouts() == ranks.refusals() == []
     with pytest.raises(RuntimeError, match="no engine"):
         ranks.digest_weights(1)
 
