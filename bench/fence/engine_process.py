@@ -38,6 +38,9 @@ class Hooks:
     def weights(self) -> tuple[bytes | None, str]:
         return b"w" * 16, ""
 
+    def tiers(self) -> tuple[str, str]:
+        return "", ""
+
     def stats(self) -> dict[str, float]:
         return {"hit_tokens": 1.0}
 

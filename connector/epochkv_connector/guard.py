@@ -15,10 +15,16 @@ T = TypeVar("T")
 
 
 class Guard:
-    """Runs our code so that vLLM never sees its exceptions."""
+    """Runs our code so that vLLM never sees its exceptions.
+
+    Attributes:
+        errors: how many, by place.
+        first: what the first of each place was.
+    """
 
     def __init__(self) -> None:
         self.errors: Counter[str] = Counter()
+        self.first: dict[str, str] = {}
         self._logged: set[tuple[str, str]] = set()
 
     def run(self, where: str, work: Callable[[], T], fallback: Callable[[], T]) -> T:
@@ -43,6 +49,7 @@ class Guard:
     def note(self, where: str, error: Exception) -> None:
         """Count the error; log the first of its kind with its trace."""
         self.errors[where] += 1
+        self.first.setdefault(where, f"{type(error).__name__}: {error}")
         kind = (where, type(error).__name__)
         if kind not in self._logged:
             self._logged.add(kind)

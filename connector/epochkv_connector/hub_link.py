@@ -34,6 +34,7 @@ class FenceHooks:
     carried: Callable[[], int]
     private: Callable[[], bool]
     weights: Callable[[], tuple[bytes | None, str]]
+    tiers: Callable[[], tuple[str, str]]
     stats: Callable[[], dict[str, float]]
     reclaim: Callable[[int, tuple[bytes, ...]], tuple[int, int]]
 

@@ -51,13 +51,17 @@ CARRIED_REQUESTS = _gauge("epochkv_pool_carried_requests", "Requests that run on
 WEIGHTS_DIVERGED = _gauge(
     "epochkv_pool_weights_diverged_engines", "Engine processes that hold other weights than most of their kind", _POOL
 )
+TIERS_OFF = _gauge("epochkv_pool_tiers_off_engines", "Engine processes that cannot use their tiers, or not all of them", _POOL)
 RECLAIMED_KEYS = _gauge(
     "epochkv_pool_reclaimed_keys", "Keys of older epochs and weights removed from the store since this operator leads", _POOL
 )
 RECLAIMED_BYTES = _gauge(
     "epochkv_pool_reclaimed_bytes", "Bytes of the store given back since this operator leads, as far as they are known", _POOL
 )
-_BY_POOL = (TARGET_EPOCH, PUBLISHED_EPOCH, RESET_SECONDS, CARRIED_REQUESTS, WEIGHTS_DIVERGED, RECLAIMED_KEYS, RECLAIMED_BYTES)
+_BY_POOL = (
+    *(TARGET_EPOCH, PUBLISHED_EPOCH, RESET_SECONDS, CARRIED_REQUESTS, WEIGHTS_DIVERGED, TIERS_OFF),
+    *(RECLAIMED_KEYS, RECLAIMED_BYTES),
+)
 
 
 def forget_pool(namespace: str, pool: str) -> None:

@@ -44,6 +44,7 @@ class FenceEngine:
         self.hold = threading.Event()
         self.running = 0
         self.held: tuple[bytes | None, str] = (FIRST_WEIGHTS, "")
+        self.lacks = ("", "")
         self.reset_at: int | None = None
         self.storeless = False
         self.removed: list[int] = []
@@ -94,6 +95,9 @@ class FenceEngine:
 
     def weights(self) -> tuple[bytes | None, str]:
         return self.held
+
+    def tiers(self) -> tuple[str, str]:
+        return self.lacks
 
     def reclaim(self, below: int, keep: tuple[bytes, ...]) -> tuple[int, int]:
         """Says that it removed three keys of 1000 bytes, once for each epoch."""

@@ -44,6 +44,7 @@ CORPUS: list[Message] = [
     Heartbeat(BOOTS[1], 0),
     Heartbeat(BOOTS[0], 8, 3, weights=WEIGHTS[1]),
     Heartbeat(BOOTS[2], 9, 3, weights_note="rank 1: no answer"),
+    Heartbeat(BOOTS[3], 9, 3, tiers_off="SavesOnly", tiers_note="loads are off: because"),
     Grant(BOOTS[0], 7, 4, 30.0),
     Nudge(BOOTS[0]),
     Propose(BOOTS[1], 5),
@@ -93,7 +94,8 @@ def body(rng: Random) -> dict[str, Any]:
             case 0:
                 fields.pop(name, None)
             case 1:
-                fields[rng.choice(["extra", "weights", "weights_note", "keep", "labels", "first", ""])] = value(rng)
+                others = "extra", "weights", "weights_note", "tiers_off", "tiers_note", "keep", "labels", "first", ""
+                fields[rng.choice(others)] = value(rng)
             case 2:
                 fields["type"] = rng.choice([*TAGS, "Wipe", "", 3, None])
             case _:

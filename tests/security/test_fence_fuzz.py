@@ -42,6 +42,8 @@ FIELDS = (
     "request",
     "label",
     "weights_note",
+    "tiers_off",
+    "tiers_note",
     "keep",
     "labels",
     "below",

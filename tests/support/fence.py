@@ -74,7 +74,7 @@ class MemoryAuthority:
 
 
 class FakeEngine:
-    """Hooks of an engine without vLLM: keeps what it adopted. `holds`: its weights, or why it cannot tell."""
+    """Hooks of an engine without vLLM: keeps what it adopted. `holds`: its weights, or why it cannot tell; `lacks`: why it lacks tiers."""
 
     def __init__(self) -> None:
         self.adopted: list[int] = []
@@ -85,6 +85,7 @@ class FakeEngine:
         self.left_to_reclaim = 0
         self.reclaims: list[tuple[int, tuple[bytes, ...]]] = []
         self.holds: bytes | str = WEIGHTS
+        self.lacks = ("", "")
 
     def ready(self) -> bool:
         return self.is_ready
@@ -106,6 +107,9 @@ class FakeEngine:
 
     def weights(self) -> tuple[bytes | None, str]:
         return (None, self.holds) if isinstance(self.holds, str) else (self.holds, "")
+
+    def tiers(self) -> tuple[str, str]:
+        return self.lacks
 
     def reclaim(self, below: int, keep: tuple[bytes, ...]) -> int | tuple[int, int]:
         self.reclaims.append((below, keep))

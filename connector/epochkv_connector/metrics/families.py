@@ -164,6 +164,7 @@ GAUGES: tuple[Family, ...] = (
     _family("root_shared", "1: block hashes are those of the pool's epoch; 0: private to this engine."),
     _family("bypass", "1: no tier is used now."),
     _family("broken", "1: an internal error, or a rank without host memory, turned the tiers off until this engine restarts."),
+    _family("tiers_off", "1: the engine cannot use its tiers, or not all of them; its log and `epochkv engines` say what to change."),
     _family("weights_known", "1: the engine knows its weights and names KV after them; 0: it does not."),
     _family("lease_remaining_seconds", "Seconds until the lease on the epoch ends; 0 without one."),
     _family("carried_requests", "Running requests that continue under an older root.", "carried"),

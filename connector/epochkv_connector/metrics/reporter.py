@@ -82,6 +82,7 @@ class Reporter:
             "root_shared": float(snapshot.shared),
             "bypass": float(not snapshot.in_use),
             "broken": float(broken),
+            "tiers_off": float(side.tiers_told() != ("", "")),
             "weights_known": float(pins.root.weights is not None),
             "carried": float(pins.carried()),
             "carried_sessions": float(pins.carried(sessions=True)),

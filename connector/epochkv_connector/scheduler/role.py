@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from epochkv_connector.config.connector_config import ConnectorConfig
 from epochkv_connector.engine import blocks, describe, hashing, limits, patches, topology
-from epochkv_connector.engine.limits import why_no_tiers
 from epochkv_connector.guard import Guard
 from epochkv_connector.hub_link import FenceHooks, HubLink
 from epochkv_connector.metrics.reporter import Reporter
@@ -24,7 +24,7 @@ from epochkv_connector.metrics.stats import EpochKVStats
 from epochkv_connector.naming.identity import fingerprint
 from epochkv_connector.naming.pins import TAG_KEY, Pins
 from epochkv_connector.naming.root import PoolMembership, RootState
-from epochkv_connector.scheduler import build
+from epochkv_connector.scheduler import build, unused
 from epochkv_connector.scheduler.admission import Admission
 from epochkv_connector.scheduler.candidates import SaveCandidates
 from epochkv_connector.scheduler.state import SharedState
@@ -37,26 +37,6 @@ from epochkv_connector.wire.layout import RankLayout
 from epochkv_fence.protocol.messages import WEIGHTS_BYTES
 
 logger = logging.getLogger("vllm.epochkv")
-
-
-def why_no_loads(vllm_config: Any) -> str | None:
-    """Why this engine must not load, and what to change; None: it may."""
-    transfer = vllm_config.kv_transfer_config
-    if transfer.kv_role == "kv_producer":
-        return "kv_role is 'kv_producer', which saves only; set it to 'kv_both' to load as well"
-    if transfer.kv_load_failure_policy != "recompute":
-        return (
-            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, so a lost block would fail the request; set it to 'recompute' "
-            "(below a MultiConnector: in this child's own configuration)"
-        )
-    return why_no_tiers(vllm_config)
-
-
-def why_no_saves(vllm_config: Any) -> str | None:
-    """Why this engine must not save, and what to change; None: it may."""
-    if vllm_config.kv_transfer_config.kv_role == "kv_consumer":
-        return "kv_role is 'kv_consumer', which loads only; set it to 'kv_both' to save as well"
-    return why_no_tiers(vllm_config)
 
 
 class _EngineNames:
@@ -110,42 +90,46 @@ class SchedulerRole:
         adapters = Adapters(ranks, topology.num_worker_ranks(vllm_config), time.monotonic, limits.why_no_adapters(vllm_config))
         self._link = HubLink(config)
         self.pins = self._build_pins(global_root, adapters, core)
-        loads_off, saves_off = why_no_loads(vllm_config), why_no_saves(vllm_config)
-        for what, why in (("loads", loads_off), ("saves", saves_off)):
-            if why is not None:
-                logger.warning("EpochKV: %s are off: %s", what, why)
         self.tiers: build.Tiers | None = guard.run(
             "tiers", lambda: build.build_tiers(config, vllm_config, kv_cache_config, layouts or []), lambda: None
         )
         self.books = None if self.tiers is None else self.tiers.books
+        self._unused = self._find_unused(layouts or [])
         self.state = state = SharedState(self.pins, self.books, guard.note)
         self.requests, self.counters = state.requests, state.counters
-        self.admission = Admission(state, loads_off)
+        self.admission = Admission(state, unused.why_no_loads(vllm_config))
         self.weights = WeightChanges(state, self.admission, self._link)
         candidates = SaveCandidates(state, topology.tokens_per_step(vllm_config))
-        self.steps = Steps(state, self.weights, candidates, saves_off, local_worker)
+        self.steps = Steps(state, self.weights, candidates, unused.why_no_saves(vllm_config), local_worker)
         self._watch_weights(ranks, adapters, core, scheduler)
         self._start_link()
 
     def _build_pins(self, global_root: hashing.GlobalRoot, adapters: Adapters, core: Any | None) -> Pins:
         config, vllm_config = self._config, self._vllm_config
-        random_seed = hashing.hash_seed_is_random(self.hashing.algorithm)
-        if random_seed and config.distributed is not None:
-            logger.warning(
-                "EpochKV: block hashes (%s) have a random seed in each process, so the distributed tier is off; "
-                "set PYTHONHASHSEED to one value in the whole pool, or use --prefix-caching-hash-algo sha256",
-                self.hashing.algorithm,
-            )
         member = PoolMembership(
             config.pool.uid,
             self.fingerprint,
             self._link.secret,
-            l2_allowed=not random_seed,
+            l2_allowed=not hashing.hash_seed_is_random(self.hashing.algorithm),
             adapters_applied=describe.describe_adapters(vllm_config),
             is_own_pool=config.hub is None,
             forced_bypass=limits.why_no_weights(vllm_config, getattr(core, "model_executor", None)),
         )
         return Pins(RootState(member, global_root, self._link.lease_until), self.hashing, adapters)
+
+    def _find_unused(self, layouts: Sequence[RankLayout]) -> list[unused.Unused]:
+        """What this engine cannot use, said in one line."""
+        silent = topology.num_worker_ranks(self._vllm_config) - len(layouts)
+        built = unused.Built(
+            error=self._guard.first.get("tiers", ""),
+            layout_problem=self.books.state.layout.problem() if self.books is not None else None,
+            refusals=[*(layout.why_no_slots for layout in layouts), *["it did not answer"] * silent],
+            hash_algorithm=self.hashing.algorithm if hashing.hash_seed_is_random(self.hashing.algorithm) else None,
+        )
+        found = unused.find_unused(self._config, self._vllm_config, self.pins.root.member.forced_bypass, built)
+        if found:
+            logger.warning("EpochKV: %s", unused.line(found))
+        return found
 
     def _watch_weights(self, ranks: EngineRanks | NoRanks, adapters: Adapters, core: Any | None, scheduler: Any | None) -> None:
         """Names are made of the weights that the ranks hold, from the first on."""
@@ -168,9 +152,7 @@ class SchedulerRole:
 
     def _start_link(self) -> None:
         self._link.start(self.hooks(), self.fingerprint, int(self._vllm_config.parallel_config.data_parallel_rank or 0))
-        if self.pins.root.member.forced_bypass is not None:
-            logger.warning("EpochKV serves without caches: %s", self.pins.root.member.forced_bypass)
-        elif self._config.hub is None:
+        if self._config.hub is None and self.pins.root.member.forced_bypass is None:
             logger.info("EpochKV: no hub is configured; this engine is a pool of its own, and its root private")
 
     def bind(self, manager: Any) -> None:
@@ -232,6 +214,7 @@ class SchedulerRole:
             carried=self.pins.carried,
             private=lambda: self.pins.root.waiting_after_reset,
             weights=self._told,
+            tiers=self.tiers_told,
             stats=self.gauges,
             reclaim=self.reclaim,
         )
@@ -243,6 +226,10 @@ class SchedulerRole:
             return None, bypass or ""
         value, note = watch.told
         return (None if value is None else value[:WEIGHTS_BYTES]), note
+
+    def tiers_told(self) -> tuple[str, str]:
+        """What heartbeats say of tiers that this engine cannot use (`unused.told`). Any thread."""
+        return unused.told([*self._unused, *([unused.BROKEN] if self.state.broken else [])])
 
     def reclaim(self, below: int, keep: tuple[bytes, ...]) -> tuple[int, int]:
         """See `Tiers.reclaim`. Not for the scheduler thread.

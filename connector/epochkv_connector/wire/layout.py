@@ -17,11 +17,18 @@ class RankLayout:
         digest: of how they lie (`worker.copying.layout.layout_digest`); empty: nobody has looked.
         num_slots: of its host region; 0: it has none, and answers every job as failed.
         payload_bytes: of one block, by KV cache group: of those that are saved.
+        refusal: why there are no slots; empty: there are, or nobody knows why.
     """
 
     digest: bytes = b""
     num_slots: int = 0
     payload_bytes: Mapping[int, int] = field(default_factory=dict)
+    refusal: str = ""
+
+    @property
+    def why_no_slots(self) -> str:
+        """Empty: it has some."""
+        return "" if self.num_slots else self.refusal or "it has no host memory for them"
 
 
 def common_slots(layouts: Sequence[RankLayout], num_ranks: int) -> int:

@@ -66,6 +66,9 @@ def show_status(status: PoolStatus, output: Output) -> None:
     alone = tuple(engine.name for engine in status.engines if engine.state == "private")
     if alone:
         rows.append(("private", f"{listed(alone)}: {ALONE}"))
+    limited = [f"{engine.name}: {engine.tiers_note or engine.tiers_off}" for engine in status.engines if engine.tiers_off]
+    if limited:
+        rows.append(("tiers", listed(limited)))
     if status.settling_seconds:
         rows.append(("hub", f"has only begun to lead; it may not know every engine for another {status.settling_seconds:.0f} s"))
     for row in rows:
@@ -104,7 +107,6 @@ def _show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _row(engine: Engine) -> tuple[str, ...]:
-    note = engine.weights_note if not engine.weights else ""
     return (
         engine.name,
         engine.state,
@@ -114,8 +116,15 @@ def _row(engine: Engine) -> tuple[str, ...]:
         duration(engine.age_seconds),
         f"{duration(engine.silent_seconds)} ago",
         engine.boot[:8],
-        note or (ALONE if engine.state == "private" else ""),
+        "; ".join(_notes(engine)),
     )
+
+
+def _notes(engine: Engine) -> list[str]:
+    """What hinders the engine. Weights that it cannot know also turn its tiers off, and are said once."""
+    weights = engine.weights_note if not engine.weights and engine.weights_note not in engine.tiers_note else ""
+    alone = ALONE if engine.state == "private" and not weights else ""
+    return [note for note in (weights, alone, engine.tiers_note or engine.tiers_off) if note]
 
 
 def show_weights(found: WeightsReport, output: Output) -> None:

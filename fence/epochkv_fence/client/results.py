@@ -27,6 +27,9 @@ class Engine:
         weights: digest of the weights that its ranks hold, 32 hex digits; empty: unknown.
         weights_note: why they are unknown.
         weights_since_s: for how long it has reported them, in seconds.
+        tiers_off: why it cannot use its tiers, or not all of them: `LayoutUnsupported`, `TiersBroken`, `TiersOff`, `SavesOnly`,
+            `L1Only`; empty: it can.
+        tiers_note: the same in a sentence, with what to change.
     """
 
     boot: str
@@ -43,6 +46,8 @@ class Engine:
     weights: str = ""
     weights_note: str = ""
     weights_since_s: float = 0.0
+    tiers_off: str = ""
+    tiers_note: str = ""
 
     @classmethod
     def of(cls, status: EngineStatus, target: int) -> Engine:
@@ -62,6 +67,8 @@ class Engine:
             weights=status.weights.hex() if status.weights is not None else "",
             weights_note=status.weights_note,
             weights_since_s=status.since_seconds,
+            tiers_off=status.tiers_off,
+            tiers_note=status.tiers_note,
         )
 
     @property

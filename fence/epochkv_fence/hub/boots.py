@@ -76,7 +76,8 @@ class BootRecord:
 
     def _shown(self) -> tuple[object, ...]:
         beat = self.newest
-        return self.epoch, beat.carried, beat.private, beat.weights, beat.weights_note, self.key_index
+        tiers = beat.tiers_off, beat.tiers_note
+        return self.epoch, beat.carried, beat.private, beat.weights, beat.weights_note, tiers, self.key_index
 
     def at_least(self, epoch: int) -> bool:
         return self.epoch is not None and self.epoch >= epoch
@@ -110,6 +111,8 @@ class BootRecord:
             weights=beat.weights,
             weights_note=beat.weights_note,
             weights_since=max(0.0, now - self.weights_at),
+            tiers_off=beat.tiers_off,
+            tiers_note=beat.tiers_note,
         )
 
 

@@ -152,7 +152,8 @@ def _status_page(page: Status, records: Sequence[BootRecord], config: PoolConfig
     room = STATUS_PAGE_BYTES - sum(len(label.encode()) for label in page.labels.values())
     for record in alive[start : start + STATUS_PAGE]:
         beat = record.newest
-        room -= sum(len(name.encode()) for name in (beat.engine, beat.pod, beat.fingerprint, beat.weights_note))
+        texts = beat.engine, beat.pod, beat.fingerprint, beat.weights_note, beat.tiers_off, beat.tiers_note
+        room -= sum(len(text.encode()) for text in texts)
         if room < 0:
             break
         engines.append(_engine_status(record, now))
@@ -179,4 +180,6 @@ def _engine_status(record: BootRecord, now: float) -> EngineStatus:
         weights=beat.weights,
         weights_note=beat.weights_note,
         since_seconds=max(0.0, now - record.weights_at),
+        tiers_off=beat.tiers_off,
+        tiers_note=beat.tiers_note,
     )

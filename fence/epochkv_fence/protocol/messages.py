@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Sequence
-from typing import Annotated, Final, get_args
+from typing import Annotated, Final, Literal, get_args
 
 import msgspec
 
@@ -23,6 +23,10 @@ MAX_EPOCH: Final = 2**53 - 1  # what JSON and YAML readers carry exactly
 MAX_STATS: Final = 64
 MAX_STAT_NAME: Final = 64
 MAX_TEXT: Final = 1024
+TierReason = Literal["TiersBroken", "LayoutUnsupported", "TiersOff", "SavesOnly", "L1Only"]
+"""Why an engine cannot use its tiers: an error turned them off, the layout of its KV does not allow it, its settings or its machine do
+not. `SavesOnly`: it loads nothing. `L1Only`: it uses no L2. Worst first."""
+TIER_REASONS: Final[tuple[TierReason, ...]] = get_args(TierReason)
 MAX_LABELS: Final = 16
 """Of one pool: the newest are remembered."""
 MAX_KEPT: Final = 1_024
@@ -91,6 +95,9 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
         private: this boot's caches were reset alone: it shares nothing before the next epoch. For status only.
         weights: that its ranks hold; None: not known, and `weights_note` says why.
         weights_age_seconds: for how long this boot has reported so: hubs come and go. For status only.
+        tiers_off: why it cannot use its tiers, or not all of them, one of `TIER_REASONS`; a newer engine may have others. Empty:
+            it can, or it is older than this field. For status only.
+        tiers_note: the same in a sentence, with what to change.
     """
 
     boot: Boot
@@ -107,6 +114,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     weights: Weights | None = None
     weights_note: Text = ""
     weights_age_seconds: Seconds = 0.0
+    tiers_off: Name = ""
+    tiers_note: Text = ""
 
 
 class Grant(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
@@ -182,6 +191,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     weights: Weights | None = None
     weights_note: Text = ""
     since_seconds: Seconds = 0.0
+    tiers_off: Name = ""
+    tiers_note: Text = ""
 
 
 class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):

@@ -89,6 +89,7 @@ class EngineView:
         weights_since: seconds for which it has reported these.
         diverged_seconds: for so long it has held these while others of its fingerprint hold other ones. None: it is not live,
             its weights are not known, or they are those of most of its fingerprint.
+        tiers_off, tiers_note: why it cannot use its tiers, or not all of them, as a word and as a sentence; empty: it can.
     """
 
     boot: bytes
@@ -109,6 +110,8 @@ class EngineView:
     weights_note: str = ""
     weights_since: float = 0.0
     diverged_seconds: float | None = None
+    tiers_off: str = ""
+    tiers_note: str = ""
 
     @property
     def state(self) -> EngineState:
@@ -163,6 +166,7 @@ class PoolSnapshot:
         labels: what weights were called, newest last.
         weights: the live boots by the weights they hold; most first, of as many the newest.
         diverged: live boots whose weights are not those of most of their fingerprint (of as many, not the newest).
+        limited: live boots that cannot use their tiers, or not all of them.
     """
 
     uid: str
@@ -185,6 +189,10 @@ class PoolSnapshot:
     labels: dict[bytes, str] = field(default_factory=dict)
     weights: list[WeightsView] = field(default_factory=list)
     diverged: list[EngineView] = field(default_factory=list)
+
+    @property
+    def limited(self) -> list[EngineView]:
+        return [view for view in self.engines if view.alive and view.tiers_off]
 
     @property
     def converged(self) -> bool:

@@ -22,7 +22,7 @@ def exposition(pool: str, snapshot: PoolSnapshot, counters: dict[str, int]) -> s
     by_state = {f',state="{state}"': states.count(state) for state in ENGINE_STATES}
     outcomes = {f',outcome="{_escaped(name)}"': value for name, value in sorted(counters.items())}
     took = {} if snapshot.reset_seconds is None else {"": snapshot.reset_seconds}
-    diverged, keys = {"": len(snapshot.diverged)}, {"": snapshot.reclaimed_keys}
+    diverged, limited, keys = {"": len(snapshot.diverged)}, {"": len(snapshot.limited)}, {"": snapshot.reclaimed_keys}
     families: list[tuple[str, str, str, Mapping[str, float]]] = [
         ("epochkv_hub_leading", "gauge", "1 while this hub leads", {"": snapshot.leading}),
         ("epochkv_pool_target_epoch", "gauge", "Highest epoch recorded for the pool", {"": snapshot.target}),
@@ -30,6 +30,7 @@ def exposition(pool: str, snapshot: PoolSnapshot, counters: dict[str, int]) -> s
         *([("epochkv_pool_last_reset_seconds", "gauge", "Time the latest reset took", took)] if took else []),
         ("epochkv_pool_engines", "gauge", engines, by_state),
         ("epochkv_pool_weights_diverged_engines", "gauge", "Live engines that hold other weights than most of their fingerprint", diverged),
+        ("epochkv_pool_tiers_off_engines", "gauge", "Live engines that cannot use their tiers, or not all of them", limited),
         ("epochkv_pool_carried_requests", "gauge", "Requests that run under older epochs", {"": snapshot.carried}),
         ("epochkv_pool_reclaimed_keys_total", "counter", "Keys of older epochs and weights removed from the store", keys),
         ("epochkv_pool_reclaimed_bytes_total", "counter", "Bytes of them, as far as known", {"": snapshot.reclaimed_bytes}),

@@ -47,6 +47,7 @@ def compare(before: PoolSnapshot | None, now: PoolSnapshot) -> list[LogLine]:
     if before.leading or not now.leading:  # what the record held when this hub began to lead is told by that line alone
         lines += _epochs(before, now)
     lines += _weights(before, now)
+    lines += _tiers(before, now)
     lines += _memory(before, now)
     return lines
 
@@ -133,6 +134,20 @@ def _weights(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:
     for weights, label in now.labels.items():
         if before.leading and before.labels.get(weights) != label:
             yield LogLine(logging.INFO, f"weights {weights.hex()[:8]} are called {label}", {"weights": weights.hex(), "label": label})
+
+
+def _tiers(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:
+    """Engines that cannot use their tiers, or not all of them. As a rule they cannot from their start to their end."""
+    told = {view.boot: view.tiers_note for view in before.engines if view.tiers_off}
+    new = [view for view in now.limited if told.get(view.boot) != view.tiers_note]
+    for view in new[:MAX_LINES]:
+        yield LogLine(
+            logging.WARNING,
+            f"engine {engine_name(view)} lacks tiers: {view.tiers_note}",
+            {"engine": engine_name(view), "reason": view.tiers_off},
+        )
+    if len(new) > MAX_LINES:
+        yield LogLine(logging.WARNING, f"{len(new)} engines lack tiers", {"engines": len(new)})
 
 
 def _divergence(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:

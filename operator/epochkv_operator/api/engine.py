@@ -264,7 +264,7 @@ class InferenceEngineStatus(StatusModel):
     """What the engine is."""
 
     conditions: Conditions | None = None
-    """`Ready`, `Available`; with a poolRef also `PoolBound` and `EpochCurrent`."""
+    """`Ready`, `Available`; with a poolRef also `PoolBound`, `EpochCurrent` and `TiersUsable` (once the pool exists)."""
     observed_generation: Generation | None = None
     """The `metadata.generation` this status was computed from."""
     replicas: Count | None = None

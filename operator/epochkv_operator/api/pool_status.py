@@ -160,7 +160,7 @@ class KVCachePoolStatus(StatusModel):
 
     conditions: Conditions | None = None
     """`Ready`, `MasterAvailable` and `StoreAvailable` (with a store that the operator runs), `EpochConverged`,
-    `WeightsConverged`, `Drained`, `Reclaimed` (with a store, unless `reclaimPolicy` is `Retain`), `KeysRotated` (once
+    `WeightsConverged`, `TiersUsable`, `Drained`, `Reclaimed` (with a store, unless `reclaimPolicy` is `Retain`), `KeysRotated` (once
     `keys.generation` was raised)."""
     observed_generation: Generation | None = None
     """The `metadata.generation` this status was computed from."""

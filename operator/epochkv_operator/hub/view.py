@@ -107,6 +107,7 @@ def export(namespace: str, pool: str, snapshot: PoolSnapshot, told: Told) -> Non
         metrics.POOL_ENGINES.labels(namespace=namespace, pool=pool, state=state).set(states.count(state))
     metrics.CARRIED_REQUESTS.labels(namespace=namespace, pool=pool).set(snapshot.carried)
     metrics.WEIGHTS_DIVERGED.labels(namespace=namespace, pool=pool).set(len(snapshot.diverged))
+    metrics.TIERS_OFF.labels(namespace=namespace, pool=pool).set(len(snapshot.limited))
     metrics.RECLAIMED_KEYS.labels(namespace=namespace, pool=pool).set(told.total[0])
     metrics.RECLAIMED_BYTES.labels(namespace=namespace, pool=pool).set(told.total[1])
 
@@ -122,6 +123,8 @@ def _engine(engine: EngineView) -> HubEngine:
         fingerprint=engine.fingerprint,
         weights=engine.weights.hex() if engine.weights is not None else None,
         weights_note=CONTROL.sub(" ", engine.weights_note),
+        tiers_off=engine.tiers_off,
+        tiers_note=CONTROL.sub(" ", engine.tiers_note),
         live=engine.alive,
     )
 

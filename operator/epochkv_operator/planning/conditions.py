@@ -2,7 +2,8 @@
 
 A condition that does not apply is absent: a pool without L2 has no `MasterAvailable`, an engine without poolRef no `PoolBound`.
 Requests under older roots see only what they held, and nobody finds old KV in a store. So of the conditions about epochs only
-`EpochConverged` counts for `Ready`. The others say what reuse or memory still waits for, and what to do.
+`EpochConverged` counts for `Ready`. The others say what reuse or memory still waits for, and what to do. An engine without tiers
+serves, too: `TiersUsable` says what its hits wait for.
 
 Engines name KV by the weights that they hold, so nothing here decides who shares; engines of other weights only share less.
 No text holds an age: a pool in which nothing changes is not written to.
@@ -14,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
+from epochkv_fence.protocol.messages import TIER_REASONS
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning.context import PUSH_SECONDS, Condition, HubEngine, HubView, Observed, Problem, listed, short_id
@@ -36,19 +38,21 @@ def pool_conditions(pool: KVCachePool, observed: Observed) -> list[Condition]:
         parts.append(_workload_condition("MasterAvailable", master_health(pool, observed)))
         parts.append(_workload_condition("StoreAvailable", store_health(pool, observed)))
     parts.append(_epoch_converged(pool, hub))
-    notes = (_weights_converged(hub), _drained(hub), _reclaimed(pool, hub), _keys_rotated(pool, hub))
+    tiers = _tiers_usable(hub.engines if hub is not None else None)
+    notes = (_weights_converged(hub), tiers, _drained(hub), _reclaimed(pool, hub), _keys_rotated(pool, hub))
     return [*_with_ready(parts, observed.problem, "the pool serves"), *(note for note in notes if note is not None)]
 
 
 def engine_conditions(engine: InferenceEngine, pool: KVCachePool | None, observed: Observed) -> list[Condition]:
-    """`Ready` first, then what it is made of. `observed.hub` is the view of the engine's pool."""
+    """`Ready` first, then what it is made of, then what only costs reuse. `observed.hub` is the view of the engine's pool."""
     state = engine_health(engine, observed)
     parts = [_workload_condition("Available", state)]
     if engine.spec.pool_ref is not None:
         bound = living(pool)
         parts.append(_pool_bound(f"{engine.metadata.namespace}/{engine.spec.pool_ref.name}", bound))
         parts.append(_epoch_current(engine, bound, observed, state))
-    return _with_ready(parts, observed.problem, "the engine serves")
+    notes = [_engine_tiers(engine, observed)] if engine.spec.pool_ref is not None and living(pool) is not None else []
+    return [*_with_ready(parts, observed.problem, "the engine serves"), *notes]
 
 
 def master_health(pool: KVCachePool, observed: Observed) -> Health:
@@ -118,6 +122,34 @@ def _epoch_current(engine: InferenceEngine, pool: KVCachePool | None, observed: 
     if silent:
         return Condition(kind, "False", "NotReporting", f"{text}; not heard from: {', '.join(silent[:4])}")
     return Condition(kind, "False", "Advancing", f"{text}; behind: {', '.join(behind[:4])}" if behind else text)
+
+
+def _engine_tiers(engine: InferenceEngine, observed: Observed) -> Condition:
+    """The same of one engine. Before a replica was heard from, nobody knows."""
+    kind = "TiersUsable"
+    if engine.spec.replicas == 0:
+        return Condition(kind, "True", "ScaledToZero", "there is no pod")
+    ranks = [rank for known in engine_ranks(engine, observed).values() for rank in known]
+    if observed.hub is not None and not any(rank.live for rank in ranks):
+        return Condition(kind, "Unknown", "NotReporting", "the hub has not heard from any replica")
+    return _tiers_usable(ranks if observed.hub is not None else None)
+
+
+def _tiers_usable(engines: Iterable[HubEngine] | None) -> Condition:
+    """The live ones can load from the pool's tiers, and save to them. One that cannot answers correctly, with fewer hits or none."""
+    kind = "TiersUsable"
+    if engines is None:
+        return Condition(kind, "Unknown", "HubUnavailable", _NO_HUB)
+    limited = [engine for engine in engines if engine.live and engine.tiers_off]
+    if not limited:
+        return Condition(kind, "True", "Usable", "no engine that reports lacks a tier")
+    by_note: dict[str, list[str]] = {}
+    for engine in sorted(limited, key=lambda engine: engine.display_name):
+        by_note.setdefault(engine.tiers_note or "it does not say why", []).append(engine.display_name)
+    said = {engine.tiers_off for engine in limited}
+    worst = next((reason for reason in TIER_REASONS if reason in said), "TiersOff")
+    text = "; ".join(f"{listed(names)}: {note}" for note, names in list(by_note.items())[:_MAX_OUTLIERS])
+    return Condition(kind, "False", worst, text)
 
 
 def _with_ready(parts: list[Condition], problem: Problem | None, good: str) -> list[Condition]:

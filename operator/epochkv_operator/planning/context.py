@@ -55,6 +55,10 @@ class HubEngine:
     """Why they are not known."""
     live: bool = True
     """Heard from within a lease."""
+    tiers_off: str = ""
+    """Why it cannot use its tiers, or not all of them: one of `TIER_REASONS`, or what a newer engine says; empty: it can."""
+    tiers_note: str = ""
+    """The same in a sentence, with what to change."""
 
     @property
     def display_name(self) -> str:

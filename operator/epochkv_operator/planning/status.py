@@ -46,7 +46,7 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
     partial = observed.hub is not None and not observed.hub.complete and len(observed.hub.engines) < known_before
     found = conditions(pool_conditions(pool, observed), previous, pool.metadata.generation, now)
     status: Json = {
-        "conditions": _kept(found, previous, ("WeightsConverged", "Drained")) if partial else found,
+        "conditions": _kept(found, previous, ("WeightsConverged", "TiersUsable", "Drained")) if partial else found,
         "observedGeneration": pool.metadata.generation,
     }
     _add_epochs(status, observed.hub, previous)
@@ -85,7 +85,7 @@ def engine_status(engine: InferenceEngine, pool: KVCachePool | None, observed: O
     silent = pool is not None and not all(ranks.values())
     partial = silent and observed.hub is not None and not observed.hub.complete
     status: Json = {
-        "conditions": _kept(found, previous, ("EpochCurrent", *_ready_too(found))) if partial else found,
+        "conditions": _kept(found, previous, ("EpochCurrent", "TiersUsable", *_ready_too(found))) if partial else found,
         "observedGeneration": engine.metadata.generation,
         "replicas": state.replicas,
         "readyReplicas": state.ready,

@@ -117,13 +117,12 @@ def test_too_small_a_hit_is_not_worth_a_load() -> None:
     assert world.books.hits.answer(view("d", list(range(100, 141)), SNAP.root), 0, SNAP).num_tokens == 24
 
 
-def test_an_unsupported_layout_is_said_once_and_answers_nothing(caplog) -> None:
+def test_an_unsupported_layout_answers_nothing() -> None:
     mamba = CacheLayout((GroupLayout(GroupKind.UNSUPPORTED, 4, name="MambaSpec"),), 4)
     world = World(BOTH, mamba)
     for number in range(3):
         world.books.hits.begin(view(f"r{number}", PROMPT, SNAP.root), SNAP)
         assert world.books.hits.answer(view(f"r{number}", PROMPT, SNAP.root), 0, SNAP).num_tokens == 0
-    assert len([record for record in caplog.records if "MambaSpec" in record.getMessage()]) == 1
 
 
 def test_asking_again_pins_nothing_and_looks_nothing_up() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import threading
 from dataclasses import replace
@@ -14,6 +15,7 @@ from epochkv_fence.cli.render import (
     StatusLine,
     push_waits_for,
     reset_waits_for,
+    show_engines,
     show_reset,
     show_status,
     show_wait,
@@ -148,6 +150,27 @@ def test_status_counts_engines_by_what_they_hold(capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     assert re.search(r"^weights +- *$", text, re.M)
     assert re.search(r"^hub +has only begun to lead; it may not know every engine for another 12 s *$", text, re.M)
+
+
+def test_engines_that_lack_tiers_are_named_with_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+    limited = replace(ENGINE, name="b", tiers_off="SavesOnly", tiers_note="loads are off: because")
+    show_status(status(engines=(ENGINE, limited)), Output.TABLE)
+    assert re.search(r"^tiers +b: loads are off: because *$", capsys.readouterr().out, re.M)
+    show_status(status(engines=(ENGINE,)), Output.TABLE)
+    assert "tiers" not in capsys.readouterr().out
+
+    def note(engine: Engine) -> str:
+        show_engines(status(engines=(engine,)), Output.TABLE)
+        rows = capsys.readouterr().out.splitlines()[1:]
+        return " ".join(row[rows[0].index("e1e1e1e1") + 8 :].strip() for row in rows).strip()
+
+    assert note(limited) == "loads are off: because"
+    unknown = replace(limited, weights="", state="unknown", weights_note="asleep")
+    assert note(unknown) == "asleep; loads are off: because"
+    assert note(replace(unknown, tiers_note="the engine serves without caches: asleep")) == "the engine serves without caches: asleep"
+    assert note(replace(limited, tiers_note="", tiers_off="Later")) == "Later"
+    show_engines(status(engines=(limited,)), Output.JSON)
+    assert json.loads(capsys.readouterr().out)[0]["tiers_note"] == "loads are off: because"
 
 
 def test_weights_of_two_fingerprints_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,6 +94,21 @@ def test_who_holds_which_weights_is_told_when_it_changes() -> None:
     assert texts(pool(leading=False), pool(labels={W: "step-1"})) == ["leading: epoch 0, published 0"]
 
 
+def test_engines_that_lack_tiers_are_told_once() -> None:
+    def limited(number: int, note: str = "no tier is used: because") -> EngineView:
+        return engine(number, tiers_off="TiersOff", tiers_note=note)
+
+    before, after = pool(engine(1)), pool(limited(1))
+    (line,) = compare(before, after)
+    assert (line.level, line.text) == (logging.WARNING, "engine rollout-1 lacks tiers: no tier is used: because")
+    assert texts(after, after) == []
+    assert texts(after, pool(limited(1, "L2 is off: because"))) == ["engine rollout-1 lacks tiers: L2 is off: because"]
+    assert texts(after, before) == []
+    crowd = [engine(number) for number in range(11)]
+    assert texts(pool(*crowd), pool(*(limited(number) for number in range(11))))[-1] == "11 engines lack tiers"
+    assert 'epochkv_pool_tiers_off_engines{namespace="",pool="p"} 1' in exposition("p", pool(engine(2), limited(1)), {})
+
+
 def test_engines_that_differ_are_told_of_when_a_push_would_be_over() -> None:
     def apart(seconds: float) -> PoolSnapshot:
         out = engine(2, weights=V, diverged_seconds=seconds)

@@ -41,6 +41,7 @@ MESSAGES: list[Message] = [
     Heartbeat(BOOT, 7, 3, 2, 12.5, "rollout", "rollout-0", 1, "abc", {"hits": 0.5}, True, WEIGHTS),
     Heartbeat(BOOT, 0),
     Heartbeat(BOOT, 0, weights_note="rank 1: no digest"),
+    Heartbeat(BOOT, 0, weights=WEIGHTS, tiers_off="SavesOnly", tiers_note="loads are off: because"),
     Grant(BOOT, 7, 3, 30.0),
     Nudge(BOOT),
     Propose(BOOT, 4),
@@ -53,6 +54,7 @@ MESSAGES: list[Message] = [
     ),
     Status(1),
     Status(1, 0, 4, 3, 1, [EngineStatus(BOOT, "rollout", "rollout-0", 0, None, 0, weights_note="asleep")]),
+    Status(1, 0, 4, 3, 1, [EngineStatus(BOOT, "rollout", "", 0, 3, 0, tiers_off="Later", tiers_note="what a newer engine says")]),
     Label(1, WEIGHTS, "step-12"),
     Labelled(1, WEIGHTS, "step-12"),
     Reclaim(BOOT, 4),
@@ -82,6 +84,16 @@ def test_the_bytes_on_the_wire_do_not_change_by_accident() -> None:
 def test_a_field_of_a_newer_peer_is_ignored() -> None:
     payload = msgspec.msgpack.encode({"type": "Nudge", "boot": BOOT, "why": "new"})
     assert decode([b"\x02", payload]) == Nudge(BOOT)
+
+
+def test_what_an_older_engine_and_an_older_hub_do_not_say_is_taken_for_nothing() -> None:
+    beat = decode([b"\x02", of("Heartbeat", boot=BOOT, seq=1, epoch=3, weights=WEIGHTS, weights_note="")])
+    assert isinstance(beat, Heartbeat)
+    assert (beat.tiers_off, beat.tiers_note) == ("", "")
+    engine = {"boot": BOOT, "engine": "rollout", "pod": "", "rank": 0, "epoch": 3, "carried": 0}
+    status = decode([b"\x02", of("Status", request=1, engines=[engine])])
+    assert isinstance(status, Status)
+    assert (status.engines[0].tiers_off, status.engines[0].tiers_note) == ("", "")
 
 
 def test_as_many_weights_as_may_be_kept_fit() -> None:
@@ -121,6 +133,9 @@ def of(tag: str, **fields: object) -> bytes:
         ([b"\x02", of("Heartbeat", boot=BOOT, seq=0, boot_age_seconds=float("nan"))], Refusal.MALFORMED, "boot_age_seconds"),
         ([b"\x02", of("Heartbeat", boot=BOOT, seq=0, weights=b"short")], Refusal.MALFORMED, "weights"),
         ([b"\x02", of("Heartbeat", boot=BOOT, seq=0, weights_note="n" * 1025)], Refusal.MALFORMED, "weights_note"),
+        ([b"\x02", of("Heartbeat", boot=BOOT, seq=0, tiers_note="n" * 1025)], Refusal.MALFORMED, "tiers_note"),
+        ([b"\x02", of("Heartbeat", boot=BOOT, seq=0, tiers_off="n" * 254)], Refusal.MALFORMED, "tiers_off"),
+        ([b"\x02", of("Heartbeat", boot=BOOT, seq=0, tiers_off=1)], Refusal.MALFORMED, "tiers_off"),
         ([b"\x02", of("Label", request=1, weights=WEIGHTS, label="v" * 254)], Refusal.MALFORMED, "label"),
         ([b"\x02", of("Label", request=1, weights=WEIGHTS, label="")], Refusal.MALFORMED, "label"),
         ([b"\x02", of("Label", request=1, weights=WEIGHTS, label="v\n")], Refusal.MALFORMED, r"label is 'v\n'; give one line"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 
@@ -67,6 +68,26 @@ def test_a_status_tells_all_about_the_pool() -> None:
     assert (other.weights, other.weights_note, other.since_seconds) == (None, "asleep", 0.0)
 
 
+def test_why_an_engine_lacks_tiers_is_shown_as_it_was_said_last() -> None:
+    hub = pool()
+    hub.beat(1, epoch=0, weights=W)
+    hub.beat(2, epoch=0, weights=W, tiers_off="SavesOnly", tiers_note="loads are off: because")
+    (page,) = pages(hub)
+    assert [(engine.tiers_off, engine.tiers_note) for engine in page.engines] == [("", ""), ("SavesOnly", "loads are off: because")]
+
+    def limited() -> list[tuple[bytes, str, str]]:
+        snapshot = hub.hub.snapshot(hub.now)
+        return [(view.boot, view.tiers_off, view.tiers_note) for view in snapshot.limited]
+
+    assert limited() == [(boot(2), "SavesOnly", "loads are off: because")]
+    for seq, note in ((7, "an error"), (8, "another error")):  # an operator hears of it at once
+        actions = hub.hub.step(ev.Heard(b"p", Heartbeat(boot(1), seq, 0, weights=W, tiers_off="TiersBroken", tiers_note=note)), hub.now)
+        assert any(isinstance(action, ev.Changed) for action in actions)
+    assert limited()[0] == (boot(1), "TiersBroken", "another error")
+    hub.now += LEASE
+    assert limited() == [], "only of live engines"
+
+
 def test_a_hub_that_does_not_lead_tells_nothing_about_epochs() -> None:
     """A trainer that took its target for the newest would ask for one that is long published: a reset that is none."""
     hub = Driver()
@@ -120,7 +141,9 @@ def test_pages_fit_into_messages_whatever_names_engines_have(width: int) -> None
     hub = pool()
     wide = "\U0001f600" * width  # four bytes each
     for number in range(100):
-        hub.beat(number, engine=wide, pod=wide, fingerprint=wide, weights_note=wide * (4 if width == 253 else 0), weights=boot(number))
+        note = wide * (4 if width == 253 else 0)
+        names: dict[str, Any] = dict.fromkeys(("engine", "pod", "fingerprint", "tiers_off"), wide)
+        hub.beat(number, **names, weights_note=note, tiers_note=note, weights=boot(number))
         hub.hear(Label(number, boot(number), "\U0001f600" * 253))
     found = pages(hub)
     assert len(found) >= 2

@@ -379,20 +379,3 @@ def test_an_engine_says_at_once_that_its_weights_have_changed(world: FenceWorld)
     eventually(lambda: groups() == [(WEIGHTS, 1)])
     (view,) = [view for view in world.thread.call(lambda: hub.snapshot(POOL)).engines if view.state == "unknown"]
     assert (view.pod, view.weights_note) == ("rollout-0", "rank 1: no digest")
-
-
-@pytest.mark.parametrize("broken", ["raises", "short"])
-def test_an_engine_whose_digest_is_none_keeps_its_lease(world: FenceWorld, broken: str) -> None:
-    class Broken(FakeEngine):
-        def weights(self) -> tuple[bytes | None, str]:
-            if broken == "raises":
-                raise RuntimeError("no digest here")
-            return b"short", ""
-
-    hub = world.hub()
-    world.lead(hub)
-    agent, _ = world.agent(hub.endpoint, engine=Broken())
-    eventually(lambda: using(agent, 0))
-    (view,) = world.thread.call(lambda: hub.snapshot(POOL)).engines
-    assert (view.weights, view.state) == (None, "unknown")
-    assert view.weights_note == ("the engine cannot say what it holds" if broken == "raises" else "a digest of 5 bytes, not 16")

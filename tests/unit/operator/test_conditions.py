@@ -171,7 +171,7 @@ def test_conditions_that_do_not_apply_are_absent() -> None:
     hub = HubView(0, 0)
     for spec in ("l1", "external"):
         found = set(by_type(pool_conditions(pool(spec), Observed(hub=hub))))
-        assert found - {"Reclaimed"} == {"Ready", "EpochConverged", "WeightsConverged", "Drained"}
+        assert found - {"Reclaimed"} == {"Ready", "EpochConverged", "WeightsConverged", "TiersUsable", "Drained"}
         assert ("Reclaimed" in found) == (spec == "external")
     alone = engine("no-pool")
     children = [workload(desired_engine(alone, None, CONTEXT), "Deployment", "rollout", **ready(1))]
@@ -298,6 +298,6 @@ def test_a_problem_of_the_plan_comes_first() -> None:
     trouble = Problem("InvalidTemplate", "spec.template.spec.containers[engine].command belongs to the operator: use spec.args")
     conditions = engine_conditions(ROLLOUT, POLICY, Observed(engine_children(ready(2)), PODS, None, trouble))
     assert by_type(conditions)["Ready"] == ("False", "InvalidTemplate")
-    assert [condition.type for condition in conditions] == ["Ready", "Available", "PoolBound", "EpochCurrent"]
+    assert [condition.type for condition in conditions] == ["Ready", "Available", "PoolBound", "EpochCurrent", "TiersUsable"]
     assert message(conditions, "Ready") == trouble.message
     assert by_type(pool_conditions(POLICY, Observed(pool_children(), (), CONVERGED, trouble)))["Ready"] == ("False", "InvalidTemplate")

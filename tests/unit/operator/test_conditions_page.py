@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/reference/conditions.md"
+MESSAGES = ROOT / "fence/epochkv_fence/protocol/messages.py"
 PLANNING = ROOT / "operator/epochkv_operator/planning"
 REASON = re.compile(r"[A-Z][a-z]+([A-Z][a-z]+)*")
 
@@ -70,6 +71,15 @@ def written() -> Iterator[Row]:
                     yield kind, reason, status
 
 
+def why_tiers_are_off() -> Iterator[Row]:
+    """Engines say these reasons themselves."""
+    for node in ast.walk(ast.parse(MESSAGES.read_text())):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "TierReason":
+            assert isinstance(node.value, ast.Subscript)
+            assert isinstance(node.value.slice, ast.Tuple)
+            yield from (("TiersUsable", reason, "False") for part in node.value.slice.elts if (reason := text_of(part)) is not None)
+
+
 def workload_reasons() -> set[str]:
     """First parts of the pairs (reason, message), and reasons of `Health` where it is made."""
     found: list[ast.expr] = []
@@ -90,7 +100,9 @@ def test_every_reason_is_on_the_page_with_its_type_and_status() -> None:
     found = set(written())
     assert len(found) > 20
     page = explained("Pools") | explained("Engines")
-    assert {row for row in page if row[1] not in PROBLEMS} == found
+    limited = set(why_tiers_are_off())
+    assert len(limited) > 3
+    assert {row for row in page if row[1] not in PROBLEMS} == found | limited
 
 
 def test_every_type_is_on_the_page() -> None:

@@ -79,6 +79,7 @@ def test_transition_times_move_only_on_change() -> None:
         "MasterAvailable": "2026-03-01T12:00:00Z",
         "StoreAvailable": "2026-03-01T12:00:00Z",
         "WeightsConverged": "2026-03-01T12:00:00Z",
+        "TiersUsable": "2026-03-01T12:00:00Z",
         "Drained": "2026-03-01T12:00:00Z",
         "Reclaimed": "2026-03-01T12:00:00Z",
     }

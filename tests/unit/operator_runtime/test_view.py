@@ -38,6 +38,7 @@ def test_what_was_removed_is_counted_per_reset() -> None:
 
 def test_origin_weights_and_outliers() -> None:
     late, asleep = engine("late", weights=B), engine("asleep", weights=None, weights_note="asleep\nsince noon")
+    late = replace(late, tiers_off="SavesOnly", tiers_note="loads are off:\nbecause")
     gone = engine("gone", weights=B, alive=False, converged=False)
     snapshot = replace(
         EMPTY,
@@ -55,6 +56,8 @@ def test_origin_weights_and_outliers() -> None:
     assert groups == [(A.hex(), "step-3", 1, 1e9 - 30), (B.hex(), "", 1, 1e9 - 90)]
     assert [(outlier.name, outlier.holds, outlier.most_hold) for outlier in view.outliers] == [("late", B.hex(), A.hex())]
     assert [(item.display_name, item.weights_note) for item in view.unknown] == [("asleep", "asleep since noon")], "a condition is one line"
+    limited = {item.display_name: (item.tiers_off, item.tiers_note) for item in view.engines if item.tiers_off}
+    assert limited == {"late": ("SavesOnly", "loads are off: because")}
     assert [item.live for item in view.engines] == [True, True, True, False]
     assert view_of(replace(snapshot, leading=False), Told(), 1e9, 0.0) is None
 
@@ -80,16 +83,19 @@ def test_how_long_engines_differ_is_counted_over_whoever_differs() -> None:
 def test_engines_by_state_and_those_that_differ_are_counted() -> None:
     late = engine("late", weights=B)
     engines = [engine("fine"), late, engine("alone", private=True), engine("asleep", weights=None), engine("slow", converged=False)]
+    engines += [engine("limited", tiers_off="TiersOff"), engine("gone", tiers_off="TiersOff", alive=False)]
     export("rl", "gauges", replace(EMPTY, target=1, published=1, engines=engines, diverged=[late]), Told())
 
     def gauge(state: str) -> float | None:
         return REGISTRY.get_sample_value("epochkv_pool_engines", {"namespace": "rl", "pool": "gauges", "state": state})
 
-    expected = {"use": 2.0, "private": 1.0, "unknown": 1.0, "behind": 1.0, "silent": 0.0}
+    expected = {"use": 3.0, "private": 1.0, "unknown": 1.0, "behind": 1.0, "silent": 1.0}
     assert {state: gauge(state) for state in expected} == expected
     assert REGISTRY.get_sample_value("epochkv_pool_weights_diverged_engines", {"namespace": "rl", "pool": "gauges"}) == 1.0
+    assert REGISTRY.get_sample_value("epochkv_pool_tiers_off_engines", {"namespace": "rl", "pool": "gauges"}) == 1.0
     forget_pool("rl", "gauges")
     assert gauge("private") is None
+    assert REGISTRY.get_sample_value("epochkv_pool_tiers_off_engines", {"namespace": "rl", "pool": "gauges"}) is None
 
 
 def test_old_keys_are_named_while_there_are_two_and_their_users_live() -> None:

@@ -9,7 +9,6 @@ Order within one step: `hits.answer`, then `loads.commit`, for each waiting requ
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,8 +26,6 @@ from epochkv_connector.wire.jobs import JobAck, LoadJob, SaveJob
 if TYPE_CHECKING:
     from epochkv_connector.engine.blocks import BlockPoolAdapter
     from epochkv_connector.store.client import StoreClient
-
-logger = logging.getLogger(__name__)
 
 COUNTERS = (
     *("lookups", "lookups_deferred", "lookups_missed", "lookups_below_min", "lookups_paused", "hits_shrunk"),
@@ -53,9 +50,9 @@ class Bookkeeping:
     """See the module's docstring.
 
     Args:
-        layout: KV cache groups; a layout with a `problem()` gets no hits and no saves, said once.
+        layout: KV cache groups; a layout with a `problem()` gets no hits and no saves.
         num_ranks: worker ranks that acknowledge every job (vLLM's world size).
-        num_slots: host slots that every rank has; 0: some rank has none, so there are no hits and no saves, said once.
+        num_slots: host slots that every rank has; 0: some rank has none, so there are no hits and no saves.
         store: existence queries; None: lookups end at L1.
         ids: job ids, never repeating.
         clock: monotonic seconds.
@@ -74,10 +71,6 @@ class Bookkeeping:
         clock: Callable[[], float],
         keys_of: KeysOf | None = None,
     ) -> None:
-        if layout.problem():
-            logger.warning("EpochKV answers no hits and saves nothing: %s", layout.problem())
-        elif not num_slots:
-            logger.warning("EpochKV answers no hits and saves nothing: not every rank has host memory for KV blocks")
         self._lookups: Lookups | None = None
         if store is not None:
             assert keys_of is not None

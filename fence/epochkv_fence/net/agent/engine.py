@@ -43,6 +43,10 @@ class AgentHooks(Protocol):
     def weights(self) -> tuple[bytes | None, str]:
         """The digest of the weights that its ranks hold, 16 bytes; or None, and why. Who changes it calls `AgentThread.poke`."""
 
+    def tiers(self) -> tuple[str, str]:
+        """Why it cannot use its tiers, or not all of them: one of `TIER_REASONS`, and a sentence with what to change. Both empty:
+        it can."""
+
     def stats(self) -> dict[str, float]:
         """Counters for status and metrics; at most 64, of names with at most 64 characters."""
 
@@ -114,6 +118,7 @@ class GuardedEngine:
         none: dict[str, float] = {}
         stats = self._ask("stats", self._hooks.stats, none)
         weights, note = self._weights()
+        tiers_off, tiers_note = self._ask("tiers", self._hooks.tiers, ("", ""))
         now = time.monotonic()
         if weights != self._reported_weights:
             self._reported_weights, self._reported_since = weights, now
@@ -132,13 +137,15 @@ class GuardedEngine:
             weights=weights,
             weights_note=note,
             weights_age_seconds=now - self._reported_since,
+            tiers_off=_line(tiers_off)[:253],
+            tiers_note=_line(tiers_note),
         )
 
     def _weights(self) -> tuple[bytes | None, str]:
         unknown: tuple[bytes | None, str] = None, "the engine cannot say what it holds"
         weights, note = self._ask("weights", self._hooks.weights, unknown)
         if weights is None:
-            return None, CONTROL.sub(" ", note)[:MAX_TEXT]
+            return None, _line(note)
         return (weights, "") if len(weights) == WEIGHTS_BYTES else (None, f"a digest of {len(weights)} bytes, not {WEIGHTS_BYTES}")
 
     # ------------------------------------------------------------------ old keys
@@ -160,3 +167,7 @@ class GuardedEngine:
             logger.warning("cannot remove keys of older epochs (below %d) or weights: %r; another engine will be asked", below, error)
         finally:
             self._removing = False
+
+
+def _line(text: str) -> str:
+    return CONTROL.sub(" ", text)[:MAX_TEXT]
