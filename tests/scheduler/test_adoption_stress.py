@@ -50,8 +50,8 @@ class PinnedOracle(Oracle):
     def check(self, request: Request, start: int, admitted: bool) -> None:
         super().check(request, start, True)  # a pin never changes while blocks are held: true in every step
 
-    def compute(self, request: Request, start: int, end: int) -> None:
-        super().compute(request, start, end)
+    def compute(self, request: Request, start: int, end: int, num_drafts: int = 0, num_taken: int = 0) -> None:
+        super().compute(request, start, end, num_drafts, num_taken)
         digests, label = self.digests(request), self.label(request)
         parent = bytes.fromhex(label)
         for first in range(0, end - end % BLOCK, BLOCK):

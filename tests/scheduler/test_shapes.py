@@ -9,11 +9,15 @@ import pytest
 from tests.scheduler.rigs import LENGTH, MakeRig
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 
+WINDOWS = [("full", "48"), ("48", "full"), ("full", "32", "80")]
+STATES = [("full", "state"), ("state", "full"), ("full", "state", "48")]
+CHUNKS = [("full", "chunk64"), ("full", "chunk40")]
+
 
 @pytest.mark.parametrize("tier", ["l1", "l2"])
-@pytest.mark.parametrize("groups", [("full", "48"), ("48", "full"), ("full", "32", "80")])
+@pytest.mark.parametrize("groups", [*WINDOWS, *STATES, *CHUNKS], ids="+".join)
 def test_hybrid_groups_come_back_whole(make_rig: MakeRig, groups: tuple[str, ...], tier: str) -> None:
-    """The sliding groups load only their window; the oracle checks every position that attention can still see."""
+    """Windows, chunks and states load only what the next token needs; the oracle checks all that it needs."""
     store = SharedStore() if tier == "l2" else None
     options: dict[str, Any] = {"l1_bytes": None, "extra": {"staging_slots": 64}} if tier == "l2" else {}
     rig = make_rig(groups=groups, num_blocks=12 * len(groups), store=store, **options, epoch=0)

@@ -12,9 +12,7 @@ from typing import Any
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from tests.support.scheduler import BLOCK, Rig
-
-REJECTED = ("a draft that was not taken", b"")
+from tests.support.scheduler import Rig
 
 
 class AheadRig(Rig):
@@ -89,8 +87,7 @@ class AheadRig(Rig):
             self.oracle.check(request, start, request_id in admitted)
             order.append(request_id)
             sampled.append([] if is_chunk else self._sample_some(request, num_drafts))
-            self.oracle.compute(request, start, start + given + max(0, len(sampled[-1]) - 1))
-            self._spoil(request, start + given + max(0, len(sampled[-1]) - 1), start + num_scheduled)
+            self.oracle.compute(request, start, start + num_scheduled, num_drafts, max(0, len(sampled[-1]) - 1))
         return ModelRunnerOutput(req_ids=order, req_id_to_index={name: i for i, name in enumerate(order)}, sampled_token_ids=sampled)
 
     def _sample_some(self, request: Request, num_drafts: int) -> list[int]:
@@ -99,16 +96,6 @@ class AheadRig(Rig):
         new = [self.source.randrange(3, 500) for _ in range(1 + self.source.randint(0, num_drafts))]
         tokens.extend(new)
         return new
-
-    def _spoil(self, request: Request, start: int, end: int) -> None:
-        """KV of drafts that were rejected."""
-        for group_blocks in self.oracle.blocks_of(request):
-            for position in range(start, end):
-                block = group_blocks[position // BLOCK] if position // BLOCK < len(group_blocks) else 0
-                if block != self.block_pool.null_block.block_id:
-                    content = list(self.gpu.get(block, (None,) * BLOCK))
-                    content[position % BLOCK] = REJECTED
-                    self.gpu[block] = tuple(content)
 
 
 AsyncRig = partial(AheadRig, async_scheduling=True)

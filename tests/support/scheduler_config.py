@@ -23,10 +23,12 @@ from vllm.config import (
 )
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -36,6 +38,8 @@ from epochkv_connector.wire.layout import RankLayout
 BLOCK = 16
 HEAD = 16
 MAX_MODEL_LEN = 4096
+STATE = "state"
+CHUNK = "chunk"
 
 MODEL_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -81,8 +85,10 @@ class EngineOptions:
 
     Attributes:
         l1_bytes: capacity of L1; None: it has none.
-        groups: of its layers: `full`, the window in tokens, or `unlike` (two layers, the second with pages seven times as large).
+        groups: of its layers: `full`, `state` (recurrent), `chunk` with its length in tokens, the window in tokens, or `unlike` (two
+            full layers, the second with pages seven times as large).
         num_layers: on each rank, in each group; pipeline stages may have unlike numbers. Empty: one.
+        retention: vLLM's `prefix_cache_retention_interval`. None: every state that it makes is kept.
         extra: of our configuration.
         transfer: of vLLM's configuration of connectors.
         caching: vLLM's own prefix cache.
@@ -95,6 +101,7 @@ class EngineOptions:
     num_ranks: int = 1
     groups: Sequence[str] = ("full",)
     num_layers: Sequence[int] = ()
+    retention: int | None = None
     max_batched_tokens: int = 8192
     max_num_seqs: int = 16
     extra: dict[str, Any] | None = None
@@ -142,6 +149,8 @@ def vllm_config(tmp: Path, options: EngineOptions, has_store: bool) -> VllmConfi
             target_parallel_config=config.parallel_config,
         )
     config.scheduler_config.async_scheduling = options.async_scheduling
+    if STATE in options.groups:  # as `MambaModelConfig` does for a model that has such layers
+        cache.mamba_cache_mode, cache.mamba_block_size = "align", BLOCK
     if not options.connector:
         config.kv_transfer_config = None
     return config
@@ -183,9 +192,27 @@ def rank_kv_cache_config(options: EngineOptions, rank: int = 0) -> KVCacheConfig
             spec = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={names[0]: _full(HEAD), names[1]: _full(7 * HEAD)})
         else:
             names += [f"layer{index}.{number}" for number in range(1, options.num_layers[rank] if options.num_layers else 1)]
-            spec = _full(HEAD) if kind == "full" else SlidingWindowSpec(**_layer(HEAD), sliding_window=int(kind))
+            spec = _state(options.num_drafts) if kind == STATE else _attention(kind)
         made.append(KVCacheGroupSpec(names, spec))
-    return KVCacheConfig(num_blocks=options.num_blocks, kv_cache_tensors=[], kv_cache_groups=made)
+    return KVCacheConfig(
+        num_blocks=options.num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=made,
+        prefix_cache_retention_interval=options.retention,
+    )
+
+
+def _state(num_drafts: int) -> MambaSpec:
+    shapes, dtypes = ((4, 4), (8,)), (torch.float32, torch.float32)
+    return MambaSpec(block_size=BLOCK, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align", num_speculative_blocks=num_drafts)
+
+
+def _attention(kind: str) -> KVCacheSpec:
+    if kind == "full":
+        return _full(HEAD)
+    if kind.startswith(CHUNK):
+        return ChunkedLocalAttentionSpec(**_layer(HEAD), attention_chunk_size=int(kind.removeprefix(CHUNK)))
+    return SlidingWindowSpec(**_layer(HEAD), sliding_window=int(kind))
 
 
 def _layer(head_size: int) -> dict[str, Any]:

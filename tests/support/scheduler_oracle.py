@@ -2,21 +2,50 @@
 
 It does not know block hashes: whatever a request finds in its blocks is compared with its own tokens, so KV under a wrong name
 shows as a wrong prefix or wrong weights, whoever made the mistake.
+
+What is computed on top of KV of other weights is a function of both, and so is its label.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.v1.request import Request
 
-from tests.support.scheduler_config import BLOCK
+from tests.support.scheduler_config import BLOCK, CHUNK, STATE
 from tests.support.scheduler_worker import Cell, Content
 
 if TYPE_CHECKING:
     from tests.support.scheduler import Rig
+
+EMPTY: Content = (None,) * BLOCK
+REJECTED: Cell = ("a draft that was not taken", b"")
+
+
+def first_needed(kind: str, start: int) -> int:
+    """First position of which a token at `start` needs what a group of this kind holds."""
+    if kind in ("full", "unlike"):
+        return 0
+    if kind == STATE:
+        return max(0, start - 1)
+    if kind.startswith(CHUNK):
+        length = int(kind.removeprefix(CHUNK))
+        return start // length * length
+    return max(0, start - int(kind) + 1)
+
+
+class Running(NamedTuple):
+    """Where vLLM's worker left the state of a request: of the blocks from `first` on, which a step wrote, in the `accepted`-th."""
+
+    first: int
+    accepted: int = 1
+
+    @property
+    def source(self) -> int:
+        """The block that the next step begins with."""
+        return self.first + self.accepted - 1
 
 
 class Prefixes:
@@ -63,6 +92,7 @@ class Oracle:
         self.recorded_weights: dict[str, str] = {}
         self.tokens_of: Callable[[Request], Sequence[int]] = lambda request: request.all_token_ids
         self._prefixes: dict[str, Prefixes] = {}
+        self._running: dict[str, Running] = {}
 
     def label(self, request: Request) -> str:
         """What the KV that this request computes now is a function of, besides its tokens."""
@@ -91,32 +121,73 @@ class Oracle:
 
     def check(self, request: Request, start: int, admitted: bool) -> None:
         """Whatever the request begins this step with must be a function of its own tokens, and, on admission, of the weights."""
+        if admitted:
+            self._running.pop(request.request_id, None)
         stale = foreign = 0
         label = self.admitted_label(request)
         digests = self.digests(request)
         for kind, blocks in zip(self.rig.options.groups, self.blocks_of(request), strict=True):
-            first = 0 if kind in ("full", "unlike") else max(0, start - int(kind) + 1)
-            for index in range(first // BLOCK, -(-start // BLOCK)):
-                positions = range(max(first, index * BLOCK), min(start, (index + 1) * BLOCK))
-                held = self.gpu.get(blocks[index], (None,) * BLOCK)
-                for position in positions:
-                    found = held[position % BLOCK]
-                    if found is None or found[1] != digests[position]:
-                        foreign += 1
-                    elif found[0] != label:
-                        stale += 1
+            for position in range(first_needed(kind, start), start):
+                found = self._held(request, kind, blocks, position)
+                if found is None or found[1] != digests[position]:
+                    foreign += 1
+                elif found[0] != label:
+                    stale += 1
         if admitted:
             self.stale_tokens[request.request_id] = self.stale_tokens.get(request.request_id, 0) + stale
         self.foreign_tokens[request.request_id] = self.foreign_tokens.get(request.request_id, 0) + foreign
 
-    def compute(self, request: Request, start: int, end: int) -> None:
-        """The model writes KV of these positions."""
-        digests, label = self.digests(request), self.label(request)
-        for group_blocks in self.blocks_of(request):
-            for position in range(start, end):
-                block = group_blocks[position // BLOCK]
-                if block == self.rig.block_pool.null_block.block_id:
-                    continue
-                content: list[Cell | None] = list(self.gpu.get(block, (None,) * BLOCK))
-                content[position % BLOCK] = (label, digests[position])
-                self.gpu[block] = tuple(content)
+    def _held(self, request: Request, kind: str, blocks: Sequence[int], position: int) -> Cell | None:
+        """What the request finds of this position; in a group of states it is the last one."""
+        if kind == STATE:
+            content = self.gpu.get(blocks[self._running.get(request.request_id, Running(position // BLOCK)).source], EMPTY)
+            return content[0] if len(content) == 1 else None
+        return self._positions(blocks[position // BLOCK])[position % BLOCK]
+
+    def _positions(self, block: int) -> Content:
+        """What a block of attention holds: nothing where it was one of states before."""
+        content = self.gpu.get(block, EMPTY)
+        return content if len(content) == BLOCK else EMPTY
+
+    def _label_behind(self, request: Request, start: int) -> str:
+        """Of what is computed from `start` on: mixed if KV before it is of other weights."""
+        now, parts = self.label(request), set[str]()
+        for kind, blocks in zip(self.rig.options.groups, self.blocks_of(request), strict=True):
+            cell = self._held(request, kind, blocks, start - 1) if start else None
+            parts |= set(cell[0].split(",")) if cell is not None else set()
+        return now if parts <= {now} else ",".join(sorted({*parts, now}))
+
+    def compute(self, request: Request, start: int, end: int, num_drafts: int = 0, num_taken: int = 0) -> None:
+        """The model writes KV of these positions.
+
+        Args:
+            num_drafts: the last tokens are guessed.
+            num_taken: so many of them are right.
+        """
+        digests, label, right = self.digests(request), self._label_behind(request, start), end - num_drafts + num_taken
+        cells = [(label, digests[position]) if position < right else REJECTED for position in range(start, end)]
+        running = Running(-(-end // BLOCK) - 1, 1 + num_taken)
+        for kind, blocks in zip(self.rig.options.groups, self.blocks_of(request), strict=True):
+            if kind == STATE:
+                self._write_states(blocks, running, cells[-1 - num_drafts :], end - num_drafts)
+                continue
+            for position, cell in enumerate(cells, start):
+                if blocks[position // BLOCK] != self.rig.block_pool.null_block.block_id:
+                    content = list(self._positions(blocks[position // BLOCK]))
+                    content[position % BLOCK] = cell
+                    self.gpu[blocks[position // BLOCK]] = tuple(content)
+        ends_block = num_taken and right % BLOCK == 0 and right // BLOCK - 1 == running.first
+        self._running[request.request_id] = Running(running.first) if ends_block else running
+
+    def _write_states(self, blocks: Sequence[int], running: Running, states: Sequence[Cell], num_tokens: int) -> None:
+        """States of so many tokens and of one more each, in as many blocks; that of a whole block goes where such are looked for.
+
+        As vLLM's worker does it: the state that a step begins with is copied to where the step writes (`preprocess_mamba`), and behind
+        it the one at the last boundary that the model reached (`postprocess_mamba_fused_kernel`).
+        """
+        assert self.rig.block_pool.null_block.block_id not in blocks[running.first : running.first + len(states)]
+        for index, state in enumerate(states, running.first):
+            self.gpu[blocks[index]] = (state,)
+        whole = (num_tokens + running.accepted - 1) // BLOCK * BLOCK
+        if whole >= num_tokens:
+            self.gpu[blocks[whole // BLOCK - 1]] = (states[whole - num_tokens],)

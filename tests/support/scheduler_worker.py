@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tests.support.scheduler import Rig
 
 Cell = tuple[str, bytes]  # (weights, digest of the tokens up to and including this one)
-Content = tuple[Cell | None, ...]  # one block
+Content = tuple[Cell | None, ...]  # one block: a cell per token, or one of a recurrent state
 
 
 class EngineCore:
