@@ -38,15 +38,16 @@ from epochkv_fence.protocol.messages import WEIGHTS_BYTES
 logger = logging.getLogger("vllm.epochkv")
 
 
-def why_no_loads(vllm_config: Any) -> str | None:
-    """Why this engine must not load, and what to change; None: it may."""
+def why_no_loads(vllm_config: Any, parent: Any | None) -> str | None:
+    """Why this engine must not load, and what to change; None: it may. `parent`: `kv_transfer_config` of a MultiConnector above ours."""
     transfer = vllm_config.kv_transfer_config
     if transfer.kv_role == "kv_producer":
         return "kv_role is 'kv_producer', which saves only; set it to 'kv_both' to load as well"
-    if transfer.kv_load_failure_policy != "recompute":
+    policy = (parent or transfer).kv_load_failure_policy  # vLLM's scheduler reads no child's
+    if policy != "recompute":
         return (
-            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, so a lost block would fail the request; set it to 'recompute' "
-            "(below a MultiConnector: in this child's own configuration)"
+            f"kv_load_failure_policy is {policy!r}, so a lost block would fail the request; set it to 'recompute' "
+            "(with a MultiConnector: in its own configuration, where vLLM reads it)"
         )
     return why_no_tiers(vllm_config)
 
@@ -111,7 +112,7 @@ class SchedulerRole:
         adapters = Adapters(ranks, topology.num_worker_ranks(vllm_config), time.monotonic, limits.why_no_adapters(vllm_config))
         self._link = HubLink(config)
         self.pins = self._build_pins(global_root, adapters, core)
-        loads_off, saves_off = why_no_loads(vllm_config), why_no_saves(vllm_config)
+        loads_off, saves_off = why_no_loads(vllm_config, patches.parent_config()), why_no_saves(vllm_config)
         for what, why in (("loads", loads_off), ("saves", saves_off)):
             if why is not None:
                 logger.warning("EpochKV: %s are off: %s", what, why)
@@ -143,6 +144,7 @@ class SchedulerRole:
             adapters_applied=describe.describe_adapters(vllm_config),
             is_own_pool=config.hub is None,
             forced_bypass=limits.why_no_weights(vllm_config, getattr(core, "model_executor", None)),
+            handoff_seconds=limits.handoff_seconds(limits.children_of(patches.parent_config())),
         )
         return Pins(RootState(member, global_root, self._link.lease_until), self.hashing, adapters)
 
