@@ -71,7 +71,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _checked_config(self) -> ConnectorConfig:
         extra = self._kv_transfer_config.kv_connector_extra_config
-        config = limits.check_start(self._vllm_config, extra, patches.sibling_names())
+        config = limits.check_start(self._vllm_config, extra, limits.children_of(patches.parent_config()))
         if self._role is KVConnectorRole.SCHEDULER and config.local is not None:
             num_bytes = topology.l1_share(self._vllm_config, config.local.capacity_bytes)
             limit = crowded(num_bytes)

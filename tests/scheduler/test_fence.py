@@ -271,6 +271,10 @@ def test_a_multiconnector_with_an_untested_sibling_is_refused(make_rig: MakeRig,
     rig.vllm_config.kv_transfer_config.kv_connector_extra_config["connectors"] = [children[0], children[0]]
     with pytest.raises(UnsupportedEngine, match="more than once"):
         MultiConnector(rig.vllm_config, KVConnectorRole.SCHEDULER, rig.kv_cache_config)
+    inner = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": [children[0]]}}
+    rig.vllm_config.kv_transfer_config.kv_connector_extra_config["connectors"] = [inner, children[1]]
+    with pytest.raises(UnsupportedEngine, match="MultiConnector holds MultiConnector"):
+        MultiConnector(rig.vllm_config, KVConnectorRole.SCHEDULER, rig.kv_cache_config)
     rig.vllm_config.kv_transfer_config = ours
 
 

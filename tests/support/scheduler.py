@@ -42,6 +42,8 @@ class Rig:
 
     Attributes:
         cached: request id -> tokens that its first scheduling found computed.
+        handed: request id -> `kv_transfer_params` of its answer.
+        connector: ours, also where it is a MultiConnector's child.
         side, pins, books: of our connector.
         watch: its look at the weights.
     """
@@ -66,6 +68,7 @@ class Rig:
         self.lease_until = float("inf")
         self.cached: dict[str, int] = {}
         self.outputs: dict[str, list[int]] = {}
+        self.handed: dict[str, dict[str, Any]] = {}
         self.finished: set[str] = set()
         self._next_id = 0
         if store is not None:
@@ -83,7 +86,8 @@ class Rig:
         self.gpu, self.stale_tokens, self.foreign_tokens = self.oracle.gpu, self.oracle.stale_tokens, self.oracle.foreign_tokens
         self.workers = [FakeWorker(self, rank) for rank in range(self.options.num_ranks)]
         self._aggregator = KVOutputAggregator(expected_finished_count=len(self.workers)) if len(self.workers) > 1 else None
-        self.connector: Any = self.scheduler.connector
+        made: Any = self.scheduler.connector
+        self.connector: Any = next((one for one in getattr(made, "sub_connectors", ()) if hasattr(one, "scheduler")), made)
         if self.connector is not None:
             self.side = self.connector.scheduler
             self.pins, self.books, self.watch = self.side.pins, self.side.books, self.side.weights.watch
@@ -187,6 +191,8 @@ class Rig:
                 self.outputs.setdefault(item.request_id, []).extend(item.new_token_ids)
                 if item.finish_reason is not None:
                     self.finished.add(item.request_id)
+                if item.kv_transfer_params is not None:
+                    self.handed[item.request_id] = item.kv_transfer_params
         self.oracle.recorded()
 
     def _connector_output(self, output: Any) -> KVConnectorOutput:

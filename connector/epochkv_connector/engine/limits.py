@@ -17,16 +17,32 @@ from epochkv_connector.engine import describe
 from epochkv_connector.engine.topology import has_ranks_here, l1_share
 from epochkv_connector.engine.version import UnsupportedEngine, check_version
 
-ALLOWED_SIBLINGS: frozenset[str] = frozenset({NAME})
-"""Children that a MultiConnector may have. Any other could keep block hashes of a request from before it was hashed again."""
+ALLOWED_SIBLINGS = frozenset({"NixlConnector", "NixlPullConnector"})
+"""What a MultiConnector may hold beside ours: connectors of vLLM that read one request's own blocks from another engine and find no
+block by its hash. Any other could keep hashes of a request from before it was hashed again."""
+
+LEASE_SECONDS = 30.0
+"""For how long a NIXL producer keeps a request's blocks, unless `kv_lease_duration` says otherwise."""
 
 
-def check_start(vllm_config: Any, extra: Mapping[str, Any], siblings: Sequence[str], *, here: bool = True) -> ConnectorConfig:
+def children_of(transfer: Any) -> list[Mapping[str, Any]]:
+    """Configurations of a MultiConnector's children; empty for any other connector (or None)."""
+    extra = getattr(transfer, "kv_connector_extra_config", None) or {}
+    return list(extra.get("connectors", [])) if getattr(transfer, "kv_connector", None) == "MultiConnector" else []
+
+
+def handoff_seconds(children: Sequence[Mapping[str, Any]]) -> float:
+    """How long blocks that are handed over surely stay the request's: half of the lease. The other half is for clocks that differ."""
+    leases = [(child.get("kv_connector_extra_config") or {}).get("kv_lease_duration", LEASE_SECONDS) for child in children]
+    return min(map(float, leases), default=LEASE_SECONDS) / 2
+
+
+def check_start(vllm_config: Any, extra: Mapping[str, Any], siblings: Sequence[Mapping[str, Any]], *, here: bool = True) -> ConnectorConfig:
     """The connector's configuration, if this engine can start with it.
 
     Args:
         extra: `kv_connector_extra_config` of our connector.
-        siblings: children of the MultiConnector that ours is in, ours among them; empty: there is none.
+        siblings: children of the MultiConnector that ours is in, ours among them, as configured; empty: there is none.
         here: ranks of the engine are on this machine, so its memory and devices count.
 
     Raises:
@@ -57,28 +73,29 @@ def check_before_load(vllm_config: Any) -> None:
     """
     transfer = vllm_config.kv_transfer_config
     name, extra = getattr(transfer, "kv_connector", None), getattr(transfer, "kv_connector_extra_config", None) or {}
-    children = extra.get("connectors", []) if name == "MultiConnector" else []
-    siblings = [str(child.get("kv_connector")) for child in children]
+    children = children_of(transfer)
     ours = [child.get("kv_connector_extra_config") or {} for child in children if child.get("kv_connector") == NAME]
     for given in [extra] if name == NAME else ours:
-        check_start(vllm_config, given, siblings, here=has_ranks_here(vllm_config))
+        check_start(vllm_config, given, children, here=has_ranks_here(vllm_config))
 
 
-def check_siblings(names: Sequence[str]) -> None:
+def check_siblings(children: Sequence[Mapping[str, Any]]) -> None:
     """Whether these connectors, of which one is ours, may be children of one MultiConnector.
 
     Raises:
         UnsupportedEngine: there is one beside ours that is not on the tested list, or ours more than once.
     """
-    if names.count(NAME) > 1:
+    siblings = [child for child in children if child.get("kv_connector") != NAME]
+    if len(children) - len(siblings) > 1:
         raise UnsupportedEngine(
             "MultiConnector holds EpochKVConnector more than once: each would name the same requests anew; keep one of them"
         )
-    for sibling in names:
-        if sibling not in ALLOWED_SIBLINGS:
+    for sibling in siblings:
+        name = sibling.get("kv_connector")
+        if name not in ALLOWED_SIBLINGS or sibling.get("kv_connector_module_path"):
             raise UnsupportedEngine(
-                f"MultiConnector holds {sibling} beside EpochKVConnector: KV that {sibling} brings in would be named "
-                "by hashes it keeps from before an epoch change; remove it from the MultiConnector"
+                f"MultiConnector holds {name} beside EpochKVConnector: KV that {name} brings in would be named by hashes it keeps from "
+                "before an epoch change; remove it from the MultiConnector (only vLLM's own NixlConnector may be there)"
             )
 
 

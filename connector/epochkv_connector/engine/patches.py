@@ -104,18 +104,14 @@ def builders() -> tuple[Any | None, Any | None]:
     return core, scheduler
 
 
-def sibling_names() -> list[str]:
-    """Children of the MultiConnector that makes this connector, ours among them; empty: there is none.
+def parent_config() -> Any | None:
+    """The `kv_transfer_config` of the outermost MultiConnector that makes this connector; None: there is none.
 
     The children's configuration does not name the parent (each child gets a copy with its own `kv_transfer_config`),
     so the parent is looked up among the callers.
     """
-    for owner, arguments in _constructors():
-        if type(owner).__name__ == "MultiConnector":
-            transfer = getattr(arguments.get("vllm_config"), "kv_transfer_config", None)
-            children = (getattr(transfer, "kv_connector_extra_config", None) or {}).get("connectors", [])
-            return [str(child.get("kv_connector")) for child in children]
-    return []
+    parents = [arguments.get("vllm_config") for owner, arguments in _constructors() if type(owner).__name__ == "MultiConnector"]
+    return getattr(parents[-1], "kv_transfer_config", None) if parents else None
 
 
 def _constructors() -> Iterator[tuple[Any, dict[str, Any]]]:

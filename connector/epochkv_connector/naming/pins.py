@@ -10,7 +10,7 @@ import enum
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from epochkv_connector.naming.hashers import PIN_ATTRIBUTE, PinnedHasher, awaits_first_hash, is_stranded, plain_hasher, strand
@@ -37,11 +37,16 @@ class Repin(enum.Enum):
 
 
 class PinMaker:
-    """Makes pins of what holds now, and the tag that vouches for a name towards other engines. The caller of `make` holds the lock."""
+    """Makes pins of what holds now, and the tag that vouches for a name towards other engines. The caller of `make` holds the lock.
+
+    Attributes:
+        clock: seconds since 1970, as another machine can tell them, too.
+    """
 
     def __init__(self, root: RootState, adapters: Adapters) -> None:
         self._root = root
         self._adapters = adapters
+        self.clock: Callable[[], float] = time.time
 
     def make(self, request: Any, *, session: bool) -> Pin:
         """For what holds now; it is not stored yet."""
@@ -72,16 +77,28 @@ class PinMaker:
 
     def _may_share(self, request: Any) -> bool:
         """False for a request whose KV may come from another engine under a name we cannot vouch for (P/D)."""
-        params = getattr(request, "kv_transfer_params", None) or {}
-        shown = params.get(TAG_KEY)  # without one nothing is vouched for, also where we have none ourselves
-        if not _brings_kv(params) or (shown is not None and shown == self.tag(getattr(request, "lora_request", None))):
+        if not _brings_kv(_params_of(request)) or self.vouches(request):
             return True
         self._root.counters["foreign_kv_requests"] += 1
         return False
 
+    def vouches(self, request: Any) -> bool:
+        """Whether KV that another engine brings for this request may have our names: that engine has shown our tag, a short time ago."""
+        shown, own = _params_of(request).get(TAG_KEY), self._names(getattr(request, "lora_request", None))
+        if own is None or not isinstance(shown, Mapping):  # without a tag nothing is vouched for, also where we have none ourselves
+            return False
+        made, seconds = shown.get("made"), shown.get("seconds")
+        if not isinstance(made, (int, float)) or not isinstance(seconds, (int, float)):
+            return False
+        return {**own, "made": made, "seconds": seconds} == shown and abs(self.clock() - made) <= seconds
+
     def tag(self, adapter: Any | None = None) -> dict[str, Any] | None:
-        """`(pool, epoch, fingerprint, weights)` of what holds now, and the adapter, for `kv_transfer_params`; None unless the root is
-        shared."""
+        """`(pool, epoch, fingerprint, weights)` of what holds now, and the adapter, for `kv_transfer_params`; with the time, and for how
+        many seconds the blocks are surely kept. None unless the root is shared."""
+        names = self._names(adapter)
+        return None if names is None else {**names, "made": self.clock(), "seconds": self._root.member.handoff_seconds}
+
+    def _names(self, adapter: Any | None) -> dict[str, Any] | None:
         snapshot, member = self._root.snapshot, self._root.member
         if not snapshot.shared or snapshot.weights is None:
             return None
@@ -268,6 +285,15 @@ class Pins:
         self._admitted[admitted] -= 1
         if self._admitted[admitted] <= 0:
             del self._admitted[admitted]
+
+
+def awaits_transfer(request: Any) -> bool:
+    """Whether another engine keeps this request's KV until it is fetched (P/D): no tier of ours answers for it."""
+    return bool(_params_of(request).get("do_remote_prefill"))
+
+
+def _params_of(request: Any) -> Mapping[str, Any]:
+    return getattr(request, "kv_transfer_params", None) or {}
 
 
 def _brings_kv(params: Mapping[str, Any]) -> bool:

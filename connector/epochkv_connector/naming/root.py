@@ -34,6 +34,7 @@ class PoolMembership:
         adapters_applied: how this engine applies adapters (`describe.describe_adapters`).
         is_own_pool: no hub is configured, so tiers may be used under a private root.
         forced_bypass: why this engine may never use a shared root, or None.
+        handoff_seconds: how long blocks that are handed over to another engine are kept at least, whatever our clocks say.
     """
 
     pool_uid: str
@@ -43,6 +44,7 @@ class PoolMembership:
     adapters_applied: str = ""
     is_own_pool: bool = False
     forced_bypass: str | None = None
+    handoff_seconds: float = 15.0
 
 
 class RootState:

@@ -10,7 +10,7 @@ from typing import Any
 
 from epochkv_connector.engine import blocks
 from epochkv_connector.naming.identity import Snapshot
-from epochkv_connector.naming.pins import Repin
+from epochkv_connector.naming.pins import Repin, awaits_transfer
 from epochkv_connector.scheduler.requests import LoadEvent, LoadState, Request
 from epochkv_connector.scheduler.state import SharedState
 from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping
@@ -41,6 +41,7 @@ class Admission:
             and self._pins.may_save(pin)
             and not request.skip_reading_prefix_cache
             and not (pin.session and pin.admitted)
+            and not awaits_transfer(request)
         )
         return self._books if usable else None
 
@@ -103,6 +104,8 @@ class Admission:
 
     def allocate(self, request: Any, blocks: Any, num_external: int) -> None:
         """Commit or abort the plan. Decided on `num_external` alone: a MultiConnector loser gets real blocks and 0."""
+        if num_external == 0:
+            self._requests.on(self._requests.see(request), LoadEvent.PASS)
         snapshot = self._state.apply()
         if num_external == 0:
             self.admit(request)

@@ -13,7 +13,7 @@ from typing import Any
 
 from epochkv_connector.engine import blocks
 from epochkv_connector.naming.identity import Snapshot
-from epochkv_connector.scheduler.requests import Request
+from epochkv_connector.scheduler.requests import LoadState, Request
 from epochkv_connector.scheduler.state import SharedState
 from epochkv_connector.scheduler.tiers.saves import SavePlanner
 from epochkv_connector.scheduler.tiers.views import ScheduledRequestView
@@ -107,8 +107,8 @@ class SaveCandidates:
         after the one that gives the last token of `max_tokens`.
         """
         record, pin = self._requests.get(request.request_id), self._pins.pin_of(request)
-        if record is None or pin is None or pin.loading or not pin.admitted:
-            return None  # vLLM counts as computed what is being loaded
+        if record is None or record.load is not LoadState.NONE or pin is None or pin.loading or not pin.admitted:
+            return None  # vLLM counts as computed what is being loaded, by whatever connector
         return self._view(record, blocks.num_final_tokens(request), snapshot)
 
     def _view(

@@ -20,6 +20,7 @@ class LoadState(enum.Enum):
     """What vLLM waits for on behalf of one request, and how it must end."""
 
     NONE = "none"  # nothing
+    FOREIGN = "foreign"  # perhaps the load of another connector, beside this one: until the request is scheduled, nobody has said so
     ACCEPTED = "accepted"  # a load that no rank was told of yet
     OVERTAKEN = "overtaken"  # the same; names have changed since, so it must end as a failure
     SENT = "sent"  # a load that ranks were told of
@@ -30,6 +31,7 @@ class LoadState(enum.Enum):
 
 
 class LoadEvent(enum.Enum):
+    PASS = "vLLM has allocated blocks, and not for a hit of ours"
     ACCEPT = "vLLM has allocated blocks for the hit"
     DOOM = "no rank will be told of the hit"
     SEND = "ranks are told"
@@ -44,8 +46,8 @@ class LoadEvent(enum.Enum):
 _S, _E = LoadState, LoadEvent
 
 TRANSITIONS: dict[LoadState, dict[LoadEvent, LoadState]] = {
-    # FAIL without a load: it was another connector's, beside this one.
-    _S.NONE: {_E.ACCEPT: _S.ACCEPTED, _E.DOOM: _S.DOOMED, _E.FAIL: _S.FAILED, _E.DISTRUST: _S.REPEATED},
+    _S.NONE: {_E.PASS: _S.FOREIGN, _E.ACCEPT: _S.ACCEPTED, _E.DOOM: _S.DOOMED, _E.FAIL: _S.FAILED, _E.DISTRUST: _S.REPEATED},
+    _S.FOREIGN: {_E.SUCCEED: _S.NONE, _E.FAIL: _S.FAILED, _E.DISTRUST: _S.REPEATED, _E.SCHEDULE: _S.NONE, _E.FINISH: _S.NONE},
     _S.ACCEPTED: {_E.SEND: _S.SENT, _E.OVERTAKE: _S.OVERTAKEN, _E.DOOM: _S.DOOMED},
     # FINISH: nobody will use what it brings.
     _S.OVERTAKEN: {_E.SEND: _S.POISONED, _E.DOOM: _S.DOOMED, _E.FINISH: _S.ACCEPTED},
@@ -172,7 +174,7 @@ class Requests:
         return record
 
     def schedule(self, scheduled: Container[str]) -> None:
-        for record in self._of(LoadState.FAILED):
+        for record in self._of(LoadState.FAILED, LoadState.FOREIGN):
             if record.request_id in scheduled:
                 self.on(record, LoadEvent.SCHEDULE)
 

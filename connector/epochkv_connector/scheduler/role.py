@@ -93,11 +93,13 @@ class SchedulerRole:
         self.tiers: build.Tiers | None = guard.run(
             "tiers", lambda: build.build_tiers(config, vllm_config, kv_cache_config, layouts or []), lambda: None
         )
+        # vLLM's scheduler reads the policy of a MultiConnector, and that of none of its children.
+        policy = str((patches.parent_config() or vllm_config.kv_transfer_config).kv_load_failure_policy)
         self.books = None if self.tiers is None else self.tiers.books
-        self._unused = self._find_unused(layouts or [])
+        self._unused = self._find_unused(layouts or [], policy)
         self.state = state = SharedState(self.pins, self.books, guard.note)
         self.requests, self.counters = state.requests, state.counters
-        self.admission = Admission(state, unused.why_no_loads(vllm_config))
+        self.admission = Admission(state, unused.why_no_loads(vllm_config, policy))
         self.weights = WeightChanges(state, self.admission, self._link)
         candidates = SaveCandidates(state, topology.tokens_per_step(vllm_config))
         self.steps = Steps(state, self.weights, candidates, unused.why_no_saves(vllm_config), local_worker)
@@ -114,10 +116,11 @@ class SchedulerRole:
             adapters_applied=describe.describe_adapters(vllm_config),
             is_own_pool=config.hub is None,
             forced_bypass=limits.why_no_weights(vllm_config, getattr(core, "model_executor", None)),
+            handoff_seconds=limits.handoff_seconds(limits.children_of(patches.parent_config())),
         )
         return Pins(RootState(member, global_root, self._link.lease_until), self.hashing, adapters)
 
-    def _find_unused(self, layouts: Sequence[RankLayout]) -> list[unused.Unused]:
+    def _find_unused(self, layouts: Sequence[RankLayout], policy: str) -> list[unused.Unused]:
         """What this engine cannot use, said in one line."""
         silent = topology.num_worker_ranks(self._vllm_config) - len(layouts)
         built = unused.Built(
@@ -126,7 +129,7 @@ class SchedulerRole:
             refusals=[*(layout.why_no_slots for layout in layouts), *["it did not answer"] * silent],
             hash_algorithm=self.hashing.algorithm if hashing.hash_seed_is_random(self.hashing.algorithm) else None,
         )
-        found = unused.find_unused(self._config, self._vllm_config, self.pins.root.member.forced_bypass, built)
+        found = unused.find_unused(self._config, self._vllm_config, policy, self.pins.root.member.forced_bypass, built)
         if found:
             logger.warning("EpochKV: %s", unused.line(found))
         return found

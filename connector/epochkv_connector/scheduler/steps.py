@@ -151,7 +151,18 @@ class Steps:
                 continue
             if request_id in failed:
                 record.num_offered = 0  # its blocks are computed again
+            else:
+                self._doubt(record.vllm)
             self._pins.end_load(record.vllm, succeeded=request_id not in failed)
+
+    def _doubt(self, request: Any) -> None:
+        """Another connector has brought KV under names that its tag vouched for. Meanwhile names may have changed, and blocks that were
+        read too late were another request's by then: unless the tag is still good, the blocks get other names."""
+        pin = self._pins.pin_of(request)
+        if pin is None or pin.loading or pin.alone or self._pins.maker.vouches(request):
+            return
+        self._pins.counters["foreign_kv_requests"] += 1
+        self._weights.strand(request)
 
     def _distrust_loads(self, output: Any) -> None:
         """The bookkeeping has failed: take every success back, as if it was poisoned. All other loads end as they were reported."""

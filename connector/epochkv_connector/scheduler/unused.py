@@ -44,9 +44,9 @@ class Built(NamedTuple):
     hash_algorithm: str | None
 
 
-def why_no_loads(vllm_config: Any) -> str | None:
-    """Why this engine must not load, and what to change; None: it may."""
-    found = _loads_off(vllm_config)
+def why_no_loads(vllm_config: Any, policy: str) -> str | None:
+    """Why this engine must not load, and what to change; None: it may. `policy`: the `kv_load_failure_policy` that vLLM follows."""
+    found = _loads_off(vllm_config, policy)
     return found.why if found is not None else why_no_tiers(vllm_config)
 
 
@@ -56,12 +56,12 @@ def why_no_saves(vllm_config: Any) -> str | None:
     return found.why if found is not None else why_no_tiers(vllm_config)
 
 
-def find_unused(config: ConnectorConfig, vllm_config: Any, no_weights: str | None, built: Built) -> list[Unused]:
-    """Everything at once, so that one restart is enough. `no_weights`: see `limits.why_no_weights`."""
+def find_unused(config: ConnectorConfig, vllm_config: Any, policy: str, no_weights: str | None, built: Built) -> list[Unused]:
+    """Everything at once, so that one restart is enough. `policy`: see `why_no_loads`; `no_weights`: see `limits.why_no_weights`."""
     found = [Unused("the engine serves without caches", no_weights, "TiersOff")] if no_weights is not None else []
     if config.local is None and config.distributed is None:
         return found
-    settings = _loads_off(vllm_config), _saves_off(vllm_config), _l2_off(config, built)
+    settings = _loads_off(vllm_config, policy), _saves_off(vllm_config), _l2_off(config, built)
     return [*found, *_all_off(vllm_config, built), *(one for one in settings if one is not None)]
 
 
@@ -92,14 +92,13 @@ def _all_off(vllm_config: Any, built: Built) -> Iterable[Unused]:
         yield Unused(NOTHING, text, "TiersBroken")
 
 
-def _loads_off(vllm_config: Any) -> Unused | None:
-    transfer = vllm_config.kv_transfer_config
-    if transfer.kv_role == "kv_producer":
+def _loads_off(vllm_config: Any, policy: str) -> Unused | None:
+    if vllm_config.kv_transfer_config.kv_role == "kv_producer":
         return Unused("loads are off", "kv_role is 'kv_producer', which saves only; set it to 'kv_both' to load as well", None)
-    if transfer.kv_load_failure_policy != "recompute":
+    if policy != "recompute":
         why = (
-            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, so a lost block would fail the request; set it to 'recompute' "
-            "(below a MultiConnector: in this child's own configuration)"
+            f"kv_load_failure_policy is {policy!r}, so a lost block would fail the request; set it to 'recompute' "
+            "(with a MultiConnector: in its own configuration, where vLLM reads it)"
         )
         return Unused("loads are off", why, "SavesOnly")
     return None

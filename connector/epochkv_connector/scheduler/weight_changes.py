@@ -41,11 +41,12 @@ class WeightChanges:
             self._books.saves.drop_unsent()  # of requests that have ended: no step compares what they were computed with any more
         for record in self._requests:
             if blocks.holds_blocks(record.vllm):
-                self._strand(record.vllm)
+                self.strand(record.vllm)
         self._state.apply()
         self.tell()
 
-    def _strand(self, request: Any) -> None:
+    def strand(self, request: Any) -> None:
+        """Blocks of the request that have no name yet get random ones, now and later."""
         self._pins.strand(request, blocks.num_named_blocks(self._state.manager, request, self._state.pool))
 
     def end(self, weights: bytes) -> None:
@@ -100,7 +101,7 @@ class WeightChanges:
             if pin is None or pin.adapter not in numbers or self._pins.is_current(pin):
                 continue
             if blocks.holds_blocks(request):
-                self._strand(request)
+                self.strand(request)
                 self._requests.overtake(record)
             else:
                 self._admission.renamed(record, self._pins.repin(request, must=False), self._state.apply())

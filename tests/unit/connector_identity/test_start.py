@@ -77,14 +77,16 @@ def test_a_wrong_configuration_is_refused_before_anything_is_loaded(start: Start
 @pytest.mark.parametrize(
     ("sibling", "sentence"),
     [
-        (OURS, "MultiConnector holds EpochKVConnector more than once"),
-        ("NixlConnector", "MultiConnector holds NixlConnector beside EpochKVConnector"),
-        ("MultiConnector", "MultiConnector holds MultiConnector beside EpochKVConnector"),
+        (child(), "MultiConnector holds EpochKVConnector more than once"),
+        (child("NixlPushConnector"), "MultiConnector holds NixlPushConnector beside EpochKVConnector"),
+        (child("MooncakeConnector"), "MultiConnector holds MooncakeConnector beside EpochKVConnector"),
+        (child("MultiConnector"), "MultiConnector holds MultiConnector beside EpochKVConnector"),
+        ({**child("NixlConnector"), "kv_connector_module_path": "elsewhere"}, "MultiConnector holds NixlConnector beside EpochKVConnector"),
     ],
 )
-def test_a_sibling_that_is_not_allowed_is_refused(start: Start, sibling: str, sentence: str) -> None:
+def test_a_sibling_that_is_not_allowed_is_refused(start: Start, sibling: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UnsupportedEngine) as caught:
-        start(multi(child(), child(sibling)))
+        start(multi(child(), child("NixlConnector"), sibling))
     assert str(caught.value).startswith(sentence)
     assert "\n" not in str(caught.value)
 
@@ -98,6 +100,8 @@ def test_a_sibling_that_is_not_allowed_is_refused(start: Start, sibling: str, se
         child("OffloadingConnector", **WRONG),
         multi(),
         multi(child()),
+        multi(child(), child("NixlConnector")),
+        multi(child("NixlPullConnector"), child()),
         multi(child("A"), {}),
         {"kv_connector": "MultiConnector"},
     ],

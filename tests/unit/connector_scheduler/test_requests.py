@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -105,4 +106,30 @@ def test_a_request_that_ends_keeps_what_vllm_waits_for() -> None:
     assert requests.see(again) is record
     requests.finish("r")
     assert requests.report("r", failed=True) is None
+    assert not any(requests.leak_report().values())
+
+
+@pytest.mark.parametrize(
+    ("end", "after"),
+    [
+        (lambda requests: requests.report("r", failed=False), LoadState.NONE),
+        (lambda requests: requests.report("r", failed=True), LoadState.FAILED),
+        (lambda requests: requests.schedule({"r"}), LoadState.NONE),
+        (lambda requests: requests.finish("r"), LoadState.NONE),
+    ],
+)
+def test_the_load_of_another_connector_may_be_under_way_until_somebody_says_more(
+    end: Callable[[Requests], object], after: LoadState
+) -> None:
+    requests = Requests(Counter())
+    record = requests.see(SimpleNamespace(request_id="r"))
+    requests.on(record, LoadEvent.PASS)
+    requests.overtake()
+    requests.doom_unsent()
+    requests.schedule({"other"})
+    assert (record.load, requests.must_fail, requests.names()) == (LoadState.FOREIGN, False, [])
+    end(requests)
+    assert record.load is after
+    requests.schedule({"r"})
+    requests.finish("r")
     assert not any(requests.leak_report().values())
