@@ -136,14 +136,14 @@ def test_a_flood_of_questions_costs_few_reads_and_little_memory() -> None:
     assert hub.of(Status)[-1].request == 999
 
 
-@pytest.mark.parametrize("width", [60, 253])
-def test_pages_fit_into_messages_whatever_names_engines_have(width: int) -> None:
+@pytest.mark.parametrize(("width", "note"), [(60, ""), (253, "weights_note"), (253, "tiers_note")])
+def test_pages_fit_into_messages_whatever_names_engines_have(width: int, note: str) -> None:
     hub = pool()
     wide = "\U0001f600" * width  # four bytes each
     for number in range(100):
-        note = wide * (4 if width == 253 else 0)
-        names: dict[str, Any] = dict.fromkeys(("engine", "pod", "fingerprint", "tiers_off"), wide)
-        hub.beat(number, **names, weights_note=note, tiers_note=note, weights=boot(number))
+        texts: dict[str, Any] = dict.fromkeys(("engine", "pod", "fingerprint", "tiers_off"), wide)
+        texts |= {note: wide * 4} if note else {}
+        hub.beat(number, **texts, weights=boot(number))
         hub.hear(Label(number, boot(number), "\U0001f600" * 253))
     found = pages(hub)
     assert len(found) >= 2

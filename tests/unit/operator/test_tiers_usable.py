@@ -11,8 +11,8 @@ import pytest
 
 from epochkv_operator.planning.conditions import engine_conditions, pool_conditions
 from epochkv_operator.planning.context import HubEngine, HubView, Observed
-from epochkv_operator.planning.status import engine_status
-from tests.support.planning import engine, pool
+from epochkv_operator.planning.status import engine_status, pool_status
+from tests.support.planning import CONTEXT, engine, pool
 
 Json = dict[str, Any]
 NOW = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
@@ -96,4 +96,7 @@ def test_a_hub_that_has_not_heard_from_everybody_takes_nothing_back() -> None:
     told = engine_status(ROLLOUT, POOL, Observed((), PODS, view(heard("p0"), heard("p1", "TiersOff", "why"))), {}, NOW)
     young = replace(view(heard("p0")), complete=False)
     again = engine_status(ROLLOUT, POOL, Observed((), PODS, young), told, NOW)
+    assert {item["type"]: item["message"] for item in again["conditions"]}["TiersUsable"] == "p1: why"
+    told = pool_status(POOL, Observed(hub=view(heard("p0"), heard("p1", "TiersOff", "why"))), CONTEXT, {}, NOW)
+    again = pool_status(POOL, Observed(hub=young), CONTEXT, told, NOW)
     assert {item["type"]: item["message"] for item in again["conditions"]}["TiersUsable"] == "p1: why"
