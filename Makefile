@@ -57,6 +57,9 @@ test-cuda: ## Copies on this machine's GPU; torch only, no setup, minutes (PYTHO
 test-matrix: setup-engine ## Every mode of the connector on real engines (the whole product; `make test` runs a slice), with a table
 	@EPOCHKV_MATRIX=whole EPOCHKV_MATRIX_TABLE=.build/matrix.md $(ENGINE) -m pytest -v tests/engine/test_matrix.py; cat .build/matrix.md
 
+test-families: setup-engine ## Every family of models on real engines (`make test` runs a slice)
+	@EPOCHKV_FAMILIES=all $(ENGINE) -m pytest -v tests/engine/test_families.py
+
 test-cluster: setup-cluster ## Real API server; operator, chart, RBAC
 	@$(TESTS) cluster
 
@@ -76,15 +79,17 @@ lint: setup-engine ## ruff, mypy --strict, import walls, generated files up to d
 	@.build/venv-engine/bin/lint-imports
 	@$(DEV) -m epochkv_operator.api.generate --check
 	@$(DEV) -m epochkv_connector.config.reference --check
+	@$(DEV) -m hack.model_support --check
 	@$(DEV) -m hack.sync_chart --check
 	@$(DEV) -m hack.census
 
 census: setup ## Lines, and what is over the bounds of CONTRIBUTING.md (ARGS=-v lists it); fails on import circles
 	@$(DEV) -m hack.census $(ARGS)
 
-generate: setup ## Write the CRDs, the references of the API and of the connector's configuration, the chart's copies
+generate: setup ## Write the CRDs, the references of the API, of the connector's configuration and of models, the chart's copies
 	@$(DEV) -m epochkv_operator.api.generate
 	@$(DEV) -m epochkv_connector.config.reference
+	@$(DEV) -m hack.model_support
 	@$(DEV) -m hack.sync_chart
 
 # The locked requirements where `make lock` has written them, else the ranges that they are compiled from.
@@ -133,4 +138,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-fast test-unit test-scheduler test-store test-engine test-cuda test-matrix test-cluster test-e2e simulate simulate-mutants lint census generate bench-epoch bench-fence bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean
+.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-fast test-unit test-scheduler test-store test-engine test-cuda test-matrix test-families test-cluster test-e2e simulate simulate-mutants lint census generate bench-epoch bench-fence bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean

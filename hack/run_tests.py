@@ -80,6 +80,9 @@ RULES = tuple(
 )
 """Of the fence's tests those that have neither a socket nor a process: part of the layer for the inner loop."""
 
+SLICED = ("tests/engine/test_matrix.py", "tests/engine/test_families.py")
+"""Tests with many engines, of which a slice runs here: they have a layer for themselves."""
+
 LAYERS = (
     Layer("fast", DEV, ("tests/unit/operator", "tests/unit/operator_runtime", "tests/unit/hack", *RULES), 30, 4),
     Layer("fence", DEV, ("tests/unit/fence",), 120, 6, real=True, without=RULES),
@@ -100,11 +103,11 @@ LAYERS = (
         beside=True,
     ),
     Layer("scheduler", ENGINE, ("tests/scheduler",), 90, beside=True),
-    Layer("matrix", ENGINE, ("tests/engine/test_matrix.py",), 180, real=True, beside=True),
+    Layer("matrix", ENGINE, SLICED, 330, real=True, beside=True),
     Layer("model", DEV, ("tests/model",), 300, beside=True),
     Layer("store", ENGINE, ("tests/store",), 90, 3, real=True),
     Layer("cluster", DEV, ("tests/cluster", "tests/unit/chart"), 300, 3, real=True),
-    Layer("engine", ENGINE, ("tests/engine",), 800, real=True, without=("tests/engine/test_matrix.py",)),
+    Layer("engine", ENGINE, ("tests/engine",), 800, real=True, without=SLICED),
     Layer("e2e", DEV, ("tests/e2e",), 480, real=True),
 )
 GROUPS = {"unit": ("fast", "fence", "model", "security", "unit-connector"), "engine": ("engine", "matrix")}

@@ -23,11 +23,11 @@ from bench.harness import Entry
 from bench.report import Progress, Row
 
 
-def late(module: str, name: str = "row") -> Callable[[argparse.Namespace, Progress], Row]:
+def late(module: str, name: str = "row", *, package: str = "bench.connector") -> Callable[[argparse.Namespace, Progress], Row]:
     """That function of that module: a row imports only what it needs."""
 
     def measure(arguments: argparse.Namespace, progress: Progress) -> Row:
-        row: Row = getattr(import_module(f"bench.connector.{module}"), name)(arguments, progress)
+        row: Row = getattr(import_module(f"{package}.{module}"), name)(arguments, progress)
         return row
 
     return measure
@@ -42,6 +42,11 @@ ROWS: dict[str, Entry] = {
     "ttft": Entry("time to first token, 4k tokens: cold, warm L1, warm L2 from another engine", 180, late("first_token", "own_tiers")),
     "stock": Entry("the same from L2 / vLLM's MooncakeStoreConnector", 180, late("first_token", "against_stock")),
     "chat": Entry("throughput on chats of the trace / vLLM's MooncakeStoreConnector", 300, late("chat", "against_stock")),
+    "models": Entry(
+        "tokens found of another engine's, by family / vLLM's MooncakeStoreConnector",
+        480,
+        late("found", package="bench.families"),
+    ),
     "decode": Entry("decode throughput with the connector and no hits / without connector", 180, late("decode")),
 }
 

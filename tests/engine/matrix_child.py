@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.lora.request import LoRARequest
@@ -104,6 +106,11 @@ def receive_between_stages() -> None:
     runner.load_model = load_and_make_buffer
 
 
+def picture(seed: int) -> Image.Image:
+    """Random pixels."""
+    return Image.frombytes("RGB", (112, 112), random.Random(seed).randbytes(112 * 112 * 3))
+
+
 class Served:
     """An engine in this process, and what its scheduler was seen to do."""
 
@@ -112,16 +119,19 @@ class Served:
         receive_between_stages()
         if start.schedule_ahead:
             schedule_ahead()
+        if start.prepare:
+            start.prepare()
         self._llm = LLM(**start.arguments)
         self.core: Any = self._llm.llm_engine.engine_core.engine_core
         self._scheduler: Any = self.core.scheduler
         self._seen: Counter[str] = Counter()
+        self._preempted: dict[tuple[int, ...], list[int]] = {}
         self._adapters: dict[str, LoRARequest] = {}
         self._watch()
         self._join()
 
     def _watch(self) -> None:
-        schedule = self._scheduler.schedule
+        schedule, preempt = self._scheduler.schedule, self._scheduler._preempt_request
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             self._seen["schedules_ahead"] += len(self.core.batch_queue or ()) > 0
@@ -132,7 +142,11 @@ class Served:
             self._seen["draft_tokens"] += sum(map(len, decision.scheduled_spec_decode_tokens.values()))
             return decision
 
-        self._scheduler.schedule = watched
+        def watched_preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
+            self._preempted.setdefault(tuple(request.prompt_token_ids), []).append(request.num_output_tokens)
+            return preempt(request, *args, **kwargs)
+
+        self._scheduler.schedule, self._scheduler._preempt_request = watched, watched_preempt
 
     def _join(self) -> None:
         """Wait until the connector may use its tiers."""
@@ -152,12 +166,25 @@ class Served:
             prompt: dict[str, Any] = {"prompt_token_ids": list(request.tokens)}
             if request.salt is not None:
                 prompt["cache_salt"] = request.salt
+            if request.image is not None:
+                prompt["multi_modal_data"] = {"image": picture(request.image)}
             prompts.append(prompt)
-            parameters.append(SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False))
+            parameters.append(SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False, logprobs=2))
             adapters.append(self._adapter(request.adapter))
         lora = adapters if any(adapters) else None
         answers = self._llm.generate(prompts, parameters, use_tqdm=False, lora_request=lora)
-        return [Output(tuple(answer.outputs[0].token_ids), answer.num_cached_tokens or 0) for answer in answers]
+        return [self._output(answer) for answer in answers]
+
+    def _output(self, answer: Any) -> Output:
+        best = answer.outputs[0]
+        steps = [sorted((entry.logprob for entry in step.values()), reverse=True) for step in best.logprobs]
+        return Output(
+            tuple(best.token_ids),
+            answer.num_cached_tokens or 0,
+            tuple(step[token].logprob for token, step in zip(best.token_ids, best.logprobs, strict=True)),
+            tuple(step[0] - step[1] for step in steps),
+            tuple(self._preempted.pop(tuple(answer.prompt_token_ids), ())),
+        )
 
     def _adapter(self, folder: str | None) -> LoRARequest | None:
         if folder is None:
@@ -168,6 +195,10 @@ class Served:
     def forget(self, _: None) -> bool:
         """See `MatrixEngine.forget`."""
         return bool(self._scheduler.reset_prefix_cache(reset_connector=False))
+
+    def do(self, function: Callable[[Served], Any]) -> Any:
+        """See `MatrixEngine.do`."""
+        return function(self)
 
     def facts(self, _: None) -> dict[str, Any]:
         """See `MatrixEngine.facts`."""

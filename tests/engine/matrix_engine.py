@@ -26,29 +26,39 @@ BLOCK = 32
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt. `adapter`: folder of a LoRA adapter."""
+    """One prompt. `adapter`: folder of a LoRA adapter; `image`: seed of the picture that its placeholder stands for."""
 
     tokens: tuple[int, ...]
     max_tokens: int = 12
     salt: str | None = None
     adapter: str | None = None
+    image: int | None = None
 
 
 @dataclass(frozen=True)
 class Output:
-    """Token ids, and how many tokens of the prompt came from a cache of any tier."""
+    """Token ids with their logprobs, and how many tokens of the prompt came from a cache of any tier.
+
+    `margins`: nats between the likeliest token and the next one. `preempted`: how many tokens there were each time that the request
+    was preempted.
+    """
 
     tokens: tuple[int, ...]
     cached: int
+    logprobs: tuple[float, ...] = ()
+    margins: tuple[float, ...] = ()
+    preempted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Start:
-    """What an engine is started with: `arguments` of vLLM's `LLM`, and whether to schedule ahead although this is a CPU."""
+    """What an engine is started with: `arguments` of vLLM's `LLM`, whether to schedule ahead although this is a CPU, and what else
+    to do in its process before."""
 
     log: str
     arguments: Mapping[str, Any]
     schedule_ahead: bool = False
+    prepare: Callable[[], None] | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -91,6 +101,7 @@ class MatrixEngine:
         *,
         prefix_caching: bool = True,
         schedule_ahead: bool = False,
+        prepare: Callable[[], None] | None = None,
         environ: Mapping[str, str] | None = None,
         **arguments: Any,
     ) -> None:
@@ -109,7 +120,7 @@ class MatrixEngine:
             "kv_transfer_config": dict(connector) if connector is not None else None,
             **arguments,
         }
-        self._send("start", Start(str(self.log), given, schedule_ahead, dict(environ or {})))
+        self._send("start", Start(str(self.log), given, schedule_ahead, prepare, dict(environ or {})))
         self._starting = True
         self._before: dict[str, Any] = {}
 
@@ -121,6 +132,10 @@ class MatrixEngine:
     def forget(self) -> None:
         """Empty the engine's own prefix cache, and no other tier; fails when a block is still held."""
         assert self._call("forget", None) is True, f"{self.name}: vLLM did not reset its prefix cache"
+
+    def do(self, function: Callable[[Any], Any]) -> Any:
+        """What `function` makes of the `Served` in the engine's process; it is sent by its name."""
+        return self._call("do", function)
 
     def facts(self) -> dict[str, Any]:
         """Counters since the start, as vLLM and the connector tell them, and what the scheduler was seen to do."""
@@ -143,18 +158,19 @@ class MatrixEngine:
         found = {name.removeprefix(prefix): int(tokens) for name, tokens in self.gained().items() if name.startswith(prefix)}
         assert {name: tokens for name, tokens in found.items() if tokens} == {name: tokens for name, tokens in sources.items() if tokens}
 
-    def join_store(self, mooncake: Mooncake, prompt: Callable[[int], tuple[int, ...]]) -> None:
+    def join_store(self, mooncake: Mooncake, prompt: Callable[[int], tuple[int, ...]], num_tokens: int = BLOCK + 1) -> None:
         """Return once blocks of every rank arrive in the store: an engine connects to it in the background.
 
         Args:
             prompt: makes one of so many tokens that nobody else has.
+            num_tokens: a block of every group, and more.
         """
         ranks = int(self.facts()["ranks"])
         deadline = time.monotonic() + ANSWER_SECONDS
         known = set(mooncake.keys())
         while len({key.split("/")[-2] for key in set(mooncake.keys()) - known}) < ranks:
             assert time.monotonic() < deadline, f"{self.name}: no blocks of every rank in the store within {ANSWER_SECONDS:.0f} s"
-            self.run([Request(prompt(BLOCK + 1), 1)])
+            self.run([Request(prompt(num_tokens), 1)])
             settled_keys(mooncake)
 
     def end(self) -> None:

@@ -1,0 +1,105 @@
+"""`python -m hack.model_support [--check]`: write the page of model families, or fail when it differs.
+
+Its rows are what `tests/engine/test_families.py` asserts on real engines, and what other tests assert of families that no engine on
+CPUs runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from tests.engine.families import FAMILIES, Family
+from tests.engine.families_elsewhere import ELSEWHERE, Elsewhere
+
+COMMAND: Final = "python -m hack.model_support"
+ROOT: Final = Path(__file__).resolve().parents[1]
+PAGE: Final = ROOT / "docs/reference/models.md"
+TEXT: Final = """# Models
+
+Generated from the tests by `{command}`; do not edit.
+
+EpochKV restores what vLLM caches by prefix. The kind of a layer says which blocks a hit needs: all of them (full attention), those of the
+last window or chunk, or the one block of a recurrent state. Nothing has to be set for any of them.
+
+An engine whose tiers cannot be used serves without them. It says why in its log, in `epochkv status`, in the condition
+[`TiersUsable`](conditions.md) and in the metric [`epochkv_pool_tiers_off_engines`](metrics.md).
+
+## Run on real engines
+
+`make test-families` runs each row on vLLM's CPU engines with a tiny random model; `make test` runs the rows with a star. Answers equal
+those of an engine without any cache, in their tokens and logprobs. Prompts are computed in chunks. Before an engine reads a tier, all of
+its own blocks are overwritten. Wrong numbers in the blocks of any one group change the answer.
+
+- **GPU**, **L1**, **L2**: tokens that are found of a prompt. Of L2, an engine finds them that never computed the prompt.
+- **Fork**: tokens that another engine finds in L2 of a prompt that shares the first `of` tokens with the stored one.
+- **Again**: tokens that L1 holds there once vLLM has seen two prompts part. Windows and states are kept at the end of a prompt and where
+  prompts part; `--prefix-cache-retention-interval` makes vLLM keep more.
+- **Preempted**: whether the row also runs more requests than fit into the GPU's blocks.
+
+| layers | models | run as | tokens of a block | GPU | L1 | L2 | fork | again | preempted |
+|---|---|---|---|---|---|---|---|---|---|
+{families}
+## Held by other tests
+
+No engine on CPUs runs these layers, or their tiers are off. The test has vLLM's own descriptions of the layers.
+
+| layers | models | what a hit needs | test |
+|---|---|---|---|
+{elsewhere}"""
+
+
+def row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+
+
+def family_row(family: Family) -> str:
+    """What the engines of this family find."""
+    architecture = family.config["architectures"][0]
+    run_as = f"`{architecture}`{' *' if family.sliced else ''}"
+    blocks = ", ".join(dict.fromkeys(str(tokens) for _, tokens in family.groups))
+    if family.refused:
+        return row((family.kind, family.models, run_as, blocks, "0", "off", "off", "", "", f"refused: {family.refused}"))
+    hit = f"{family.hit} of {family.tokens}"
+    fork, again = f"{family.shared} of {family.fork}", f"{family.junction} of {family.fork}"
+    return row((family.kind, family.models, run_as, blocks, hit, hit, hit, fork, again, "yes" if family.crowd else ""))
+
+
+def elsewhere_row(entry: Elsewhere) -> str:
+    """Raises LookupError where no such test is."""
+    file, function = entry.test
+    if f"def {function}(" not in (ROOT / file).read_text(encoding="utf-8"):
+        raise LookupError(f"{file} has no test {function}, which the table of model families names")
+    return row((entry.kind, entry.models, entry.treated, f"`{Path(file).name}`"))
+
+
+def markdown() -> str:
+    """The whole page."""
+    return TEXT.format(
+        command=COMMAND,
+        families="".join(map(family_row, FAMILIES)),
+        elsewhere="".join(map(elsewhere_row, ELSEWHERE)),
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 when the page is (now) up to date, 1 when `--check` finds a difference."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when the page differs")
+    options = parser.parse_args(arguments)
+    text = markdown()
+    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
+        return 0
+    if options.check:
+        print(f"{PAGE.relative_to(ROOT)} is not what the tests say: run {COMMAND} and commit the result", file=sys.stderr)
+        return 1
+    PAGE.write_text(text, encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
