@@ -26,20 +26,19 @@ HAND_OVER = {"do_remote_decode": True, "do_remote_prefill": False}
 """What a proxy puts into the request to the producer."""
 NIXL = {
     "kv_connector": "NixlConnector",
-    "kv_role": "kv_both",
     "kv_buffer_device": "cpu",
     "kv_connector_extra_config": {"kv_lease_duration": 240},  # a tag is good for half of it, on a machine that stands still, too
 }
 FAILURES = ("epochkv_errors_total", "epochkv_loads_failed_total", "nixl_num_failed_transfers_total", "nixl_num_failed_notifications_total")
 
 
-def beside_nixl(ours: Mapping[str, Any]) -> dict[str, Any]:
-    """`--kv-transfer-config` of an engine with both connectors."""
+def beside_nixl(ours: Mapping[str, Any], role: str) -> dict[str, Any]:
+    """`--kv-transfer-config` of an engine with both connectors. `role`: NIXL's."""
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [dict(ours), NIXL]},
+        "kv_connector_extra_config": {"connectors": [dict(ours), {**NIXL, "kv_role": role}]},
     }
 
 
@@ -54,13 +53,13 @@ class Duo:
     def __init__(self, folder: Path, pool: Pool, mooncake: Mooncake, weights: conftest.Weights, servers: ServerNursery) -> None:
         self.pool, self.mooncake, self.model, self.num_foreign = pool, mooncake, weights.base, 0
 
-        def start(name: str, ours: Mapping[str, Any]) -> Engine:
+        def start(name: str, role: str, ours: Mapping[str, Any]) -> Engine:
             side_channel = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
             environ = {**conftest.PATIENT_ENVIRON, **side_channel, "EPOCHKV_ENGINE_NAME": name, "UCX_TLS": "tcp,self"}
-            return Engine(name, weights.base, folder, beside_nixl(ours), environ=environ, popen=servers.popen)
+            return Engine(name, weights.base, folder, beside_nixl(ours, role), environ=environ, popen=servers.popen)
 
-        self.p = start("P", {**pool.connector(None, mooncake.address, **conftest.PATIENT), "kv_role": "kv_consumer"})
-        self.d = start("D", pool.connector(conftest.L1_BYTES, mooncake.address, **conftest.PATIENT))
+        self.p = start("P", "kv_producer", {**pool.connector(None, mooncake.address, **conftest.PATIENT), "kv_role": "kv_consumer"})
+        self.d = start("D", "kv_consumer", pool.connector(conftest.L1_BYTES, mooncake.address, **conftest.PATIENT))
 
     def prefill(self, prompt: list[int]) -> dict[str, Any]:
         """P computes the prompt; returns what it hands over, as a proxy gets it."""
@@ -78,10 +77,10 @@ class Duo:
         before = settled_keys(self.mooncake)
         answer = self.decode(prompt, handed)
         assert answer.cached == BROUGHT
+        assert settled_keys(self.mooncake) <= before  # an epoch sweeps names from before it
         self.num_foreign += 1
         self.d.report_metrics([2, 3, 4])
         assert self.d.metric("vllm:epochkv_requests_renamed_total", how="foreign_kv") == self.num_foreign
-        assert settled_keys(self.mooncake) <= before  # an epoch sweeps names from before it
         return answer
 
     def forget(self, engine: Engine) -> None:
