@@ -54,16 +54,15 @@ def test_what_comes_without_it_is_its_requests_alone(
 ) -> None:
     prompt = prompts()
     expected = reference(prompt, duo.model)
-    check(duo.check_foreign(prompt, spoil(duo, duo.prefill(prompt))), BROUGHT, expected)
+    check(duo.check_foreign(prompt, lambda handed: spoil(duo, handed)), BROUGHT, expected)
     check(duo.d.complete(prompt), 0, expected)
 
 
 def test_kv_of_other_weights_is_found_by_nobody(duo: Duo, prompts: Prompts, reference: Reference, weights: Weights) -> None:
-    """D has new weights when the KV arrives. NIXL does not look at them, so the request itself is answered from P's."""
+    """D has new weights, and P has not. NIXL does not look at them, so the request itself is answered from P's."""
     prompt, other, new = prompts(), prompts(), weights.after(duo.model)
-    handed = duo.prefill(prompt)
     duo.d.reload_weights(new)
-    duo.check_foreign(prompt, handed)
+    duo.check_foreign(prompt)
     check(duo.d.complete(prompt), 0, reference(prompt, new))
     duo.p.reload_weights(new)
     duo.model = new

@@ -5,7 +5,7 @@ P reads from the store and never writes to it. So what the store holds, D has pu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -72,10 +72,14 @@ class Duo:
         """D's answer. With the field that is left out, vLLM would tell P's count of cached tokens as D's."""
         return self.d.complete(prompt, transfer={key: value for key, value in handed.items() if key != "remote_prefill_cached_tokens"})
 
-    def check_foreign(self, prompt: list[int], handed: Mapping[str, Any]) -> Answer:
-        """D takes over what it must not share; none of it reaches the store. Returns D's answer, which NIXL's KV went into."""
+    def check_foreign(self, prompt: list[int], spoil: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> Answer:
+        """D takes over what it must not share; none of it reaches the store. Returns D's answer, which NIXL's KV went into.
+
+        Args:
+            spoil: makes what D gets of what P hands over. Should be short: until D has read, P keeps a core busy.
+        """
         before = settled_keys(self.mooncake)
-        answer = self.decode(prompt, handed)
+        answer = self.decode(prompt, spoil(self.prefill(prompt)))
         assert answer.cached == BROUGHT
         assert settled_keys(self.mooncake) <= before  # an epoch sweeps names from before it
         self.num_foreign += 1
