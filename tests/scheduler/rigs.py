@@ -21,7 +21,7 @@ def on_layouts(*layouts: tuple[str, ...]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("layout", layouts, ids="+".join)
 
 
-every_layout = on_layouts(("full",), ("full", STATE), ("48", "full"), ("full", "chunk40"))
+every_layout = on_layouts(("full",), ("full", STATE), ("48", "full"), ("full", "chunk48"))
 """One for each way in which a group resumes."""
 
 
