@@ -12,8 +12,8 @@ import random
 import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,16 +35,24 @@ RATIO = "tokens found, ours / vLLM's"
 
 
 class Lab:
-    """A nursery of engines, a store and a pool."""
+    """A nursery of engines, and a store.
+
+    Each family has a pool of its own, which ends with it: a pool's hub removes keys of weights that nobody has held for 10 minutes.
+    """
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
         self.nursery = stack.enter_context(Nursery(folder))
         self.mooncake = stack.enter_context(Mooncake(folder / "mooncake"))
-        self.pool = stack.enter_context(Pool(folder / "pool"))
         stock, environ = stock_connector(folder, self.mooncake)
-        ours = self.pool.connector(None, self.mooncake.address, **PATIENT)
-        self.kinds: Mapping[str, tuple[Any, Mapping[str, str]]] = {"ours": (ours, {}), "vllm": (stock, environ), "gpu": (None, {})}
+        self.kinds: dict[str, tuple[Any, Mapping[str, str]]] = {"ours": (None, {}), "vllm": (stock, environ), "gpu": (None, {})}
+
+    @contextmanager
+    def pool(self, family: Family) -> Iterator[None]:
+        """Our engines are in this pool."""
+        with Pool(self.folder / f"pool-{family.name}") as pool:
+            self.kinds["ours"] = (pool.connector(None, self.mooncake.address, **PATIENT), {})
+            yield
 
     def model(self, family: Family) -> Path:
         """Of the family, written once."""
@@ -147,7 +155,8 @@ def row(_: argparse.Namespace, progress: Progress) -> Row:
     with tempfile.TemporaryDirectory(prefix="epochkv-bench-") as name, ExitStack() as stack:
         lab = Lab(Path(name), stack)
         for index, family in enumerate(families):
-            details[family.name] = {kind: measure(lab, family, kind) for kind in lab.kinds}
+            with lab.pool(family):
+                details[family.name] = {kind: measure(lab, family, kind) for kind in lab.kinds}
             measured += figures(family, details[family.name])
             progress.step(index + 1, len(families), began)
     return Row("tokens found of what another engine computed", measured, details)
