@@ -36,7 +36,7 @@ from epochkv_operator.kube.queue import WorkQueue
 from epochkv_operator.kube.resources import CHILDREN, ENGINES, LEASES, POOLS, PRIMARY, Resource
 from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.kube.store import Store
-from epochkv_operator.kube.work_keys import Key, affected, engine_key, engines_of
+from epochkv_operator.kube.work_keys import Key, affected, engine_key, engines_of, indexed
 from epochkv_operator.probes import Probes
 from epochkv_operator.settings import Settings
 
@@ -50,7 +50,7 @@ class Operator:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.identity = new_identity()
-        self.store = Store()
+        self.store = Store(indexed)
         self.queue: WorkQueue[Key] = WorkQueue()
         self.probes = Probes()
         self._stop = asyncio.Event()
