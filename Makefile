@@ -60,6 +60,10 @@ test-matrix: setup-engine ## Every mode of the connector on real engines (the wh
 test-families: setup-engine ## Every family of models on real engines (`make test` runs a slice)
 	@EPOCHKV_FAMILIES=all $(ENGINE) -m pytest -v tests/engine/test_families.py
 
+test-transfers: setup-engine ## Real NIXL from a prefill to a decode engine (keeps a core of each engine busy: four cores are better)
+	@$(SETUP) nixl
+	@PYTHONPATH=.build/nixl $(ENGINE) -m pytest -v tests/engine/test_transfers.py
+
 test-cluster: setup-cluster ## Real API server; operator, chart, RBAC
 	@$(TESTS) cluster
 
@@ -138,4 +142,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-fast test-unit test-scheduler test-store test-engine test-cuda test-matrix test-families test-cluster test-e2e simulate simulate-mutants lint census generate bench-epoch bench-fence bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean
+.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-fast test-unit test-scheduler test-store test-engine test-cuda test-matrix test-families test-transfers test-cluster test-e2e simulate simulate-mutants lint census generate bench-epoch bench-fence bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean

@@ -18,10 +18,11 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{.*\})? (\S+)$")
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine said: token ids, and how many tokens of the prompt it took from a cache of any tier."""
+    """What an engine said: token ids, how many tokens of the prompt it took from a cache of any tier, and what it hands over (P/D)."""
 
     tokens: tuple[int, ...]
     cached: int
+    transfer: Mapping[str, Any] | None = None
 
 
 class EngineError(RuntimeError):
@@ -52,8 +53,15 @@ class EngineApi(ABC):
             EngineError: any other answer, or none within `seconds`.
         """
 
-    def complete(self, prompt: Sequence[int], max_tokens: int = 8, adapter: str | None = None, cache_salt: str | None = None) -> Answer:
-        """Greedy completion of token ids, by the model or an adapter that is loaded."""
+    def complete(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 8,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+        transfer: Mapping[str, Any] | None = None,
+    ) -> Answer:
+        """Greedy completion of token ids, by the model or an adapter that is loaded. `transfer`: `kv_transfer_params` (P/D)."""
         body = {
             "model": adapter or self.model,
             "prompt": list(prompt),
@@ -63,10 +71,12 @@ class EngineApi(ABC):
             "return_token_ids": True,
             "detokenize": False,
             **({"cache_salt": cache_salt} if cache_salt else {}),
+            **({"kv_transfer_params": dict(transfer)} if transfer else {}),
         }
         reply = self.post("/v1/completions", body)
         details = reply["usage"].get("prompt_tokens_details") or {}
-        return Answer(tuple(reply["choices"][0]["token_ids"]), int(details.get("cached_tokens") or 0))
+        tokens = tuple(reply["choices"][0]["token_ids"])
+        return Answer(tokens, int(details.get("cached_tokens") or 0), reply.get("kv_transfer_params"))
 
     def report_metrics(self, prompt: Sequence[int]) -> None:
         """Have the connector's counts be those of now. They travel with a step, at most once a second.

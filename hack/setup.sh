@@ -68,9 +68,13 @@ for stage in "$@"; do
       # Shared libraries that the Mooncake and vLLM wheels load.
       apt libibverbs1 ibverbs-providers librdmacm1 libnuma1 liburing2 libcurl4
       environment engine .build/venv-engine 120 ;;
+    nixl)
+      ensure_uv
+      [ -d .build/nixl/nixl ] || say "NIXL in .build/nixl (200 MB)"
+      "$UV" pip install -q -p "$PYTHON" --target .build/nixl --no-deps --require-hashes -r hack/requirements/nixl.txt ;;
     system)
       apt containerd runc iptables containernetworking-plugins debootstrap buildah iproute2 conntrack procps ca-certificates openssl gcc libc6-dev ;;
-    *) die "unknown stage '$stage'; there are: dev, engine, system" ;;
+    *) die "unknown stage '$stage'; there are: dev, engine, nixl, system" ;;
   esac
 done
 say "set-up ready after $((SECONDS - started)) s: $*"

@@ -13,11 +13,21 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
 @pytest.fixture
-def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Build engines, in an epoch if one is given; each is closed at the end."""
+def layout() -> tuple[str, ...]:
+    """Groups of the engines that do not say theirs; `rigs.on_layouts` gives a test several of these."""
+    return ("full",)
+
+
+@pytest.fixture
+def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: tuple[str, ...]) -> Iterator[Callable[..., Any]]:
+    """Build engines, in an epoch if one is given; each is closed at the end.
+
+    GPU blocks are given for one group, and every further group gets as many.
+    """
     from vllm.v1.core import kv_cache_utils
 
     from tests.support.scheduler import Rig
+    from tests.support.scheduler_config import EngineOptions
 
     # On a machine that stands still during a look at the weights, the next look need not wait for its share of the time.
     monkeypatch.setattr("epochkv_connector.weights.watch.SHARE", 1)
@@ -26,6 +36,9 @@ def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     made: list[Any] = []
 
     def build(kind: type[Rig] = Rig, *, epoch: int | None = None, **kwargs: Any) -> Any:
+        if "groups" not in kwargs:
+            kwargs["groups"] = layout
+            kwargs["num_blocks"] = kwargs.get("num_blocks", EngineOptions.num_blocks) * len(layout)
         rig = kind(tmp_path / f"rig{len(made)}", monkeypatch=monkeypatch, **kwargs)
         made.append(rig)
         if epoch is not None:

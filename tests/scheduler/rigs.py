@@ -8,11 +8,26 @@ from typing import Any
 import pytest
 
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
+from tests.support.scheduler_config import STATE
 
 MakeRig = Callable[..., Any]
 LENGTH = 8 * BLOCK + 3
 TOKENS = prompt(1, LENGTH)
 WHOLE = 8 * BLOCK
+
+
+def on_layouts(*layouts: tuple[str, ...]) -> pytest.MarkDecorator:
+    """Run a test with engines of each of these (`EngineOptions.groups`); GPU blocks are given for one group."""
+    return pytest.mark.parametrize("layout", layouts, ids="+".join)
+
+
+every_layout = on_layouts(("full",), ("full", STATE), ("48", "full"), ("full", "chunk48"))
+"""One for each way in which a group resumes."""
+
+
+def num_saved(layout: tuple[str, ...]) -> int:
+    """Blocks of `TOKENS` that are saved: each of attention, and the one state at the end of the prompt's last whole block."""
+    return sum(1 if kind == STATE else WHOLE // BLOCK for kind in layout)
 
 
 def push_out(rig: Any) -> None:

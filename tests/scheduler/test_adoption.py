@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm.v1.core import kv_cache_utils
 
-from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, filled, push_out
+from tests.scheduler.rigs import LENGTH, WHOLE, MakeRig, begin_load, every_layout, filled, num_saved, push_out
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 
@@ -25,6 +25,7 @@ def test_a_naive_rebind_puts_old_kv_of_a_short_prompt_under_a_new_name(make_rig:
     assert rig.stale_tokens["r2"] == BLOCK
 
 
+@every_layout
 def test_a_short_prompt_keeps_its_pin_when_its_first_hash_is_made_after_the_adoption(make_rig: MakeRig) -> None:
     rig = make_rig(epoch=0)
     short = rig.add(prompt(1, BLOCK - 6), max_tokens=BLOCK)
@@ -39,6 +40,7 @@ def test_a_short_prompt_keeps_its_pin_when_its_first_hash_is_made_after_the_adop
     rig.check_clean()
 
 
+@every_layout
 def test_a_waiting_request_is_repinned(make_rig: MakeRig) -> None:
     rig = make_rig(epoch=0)
     tokens = prompt(1, LENGTH)
@@ -56,6 +58,7 @@ def test_a_waiting_request_is_repinned(make_rig: MakeRig) -> None:
     rig.check_clean()
 
 
+@every_layout
 def test_a_request_hashed_with_the_old_global_and_added_after_the_adoption_is_rehashed(make_rig: MakeRig) -> None:
     """The input thread hashes with the global of its moment."""
     rig = make_rig(epoch=0)
@@ -69,6 +72,7 @@ def test_a_request_hashed_with_the_old_global_and_added_after_the_adoption_is_re
     rig.check_clean()
 
 
+@every_layout
 def test_a_waiting_request_that_skips_the_prefix_cache_is_repinned_at_once(make_rig: MakeRig) -> None:
     """vLLM goes on with it in the same step, and caches its blocks under whatever its hashes are then."""
     rig = make_rig(epoch=0)
@@ -83,6 +87,7 @@ def test_a_waiting_request_that_skips_the_prefix_cache_is_repinned_at_once(make_
     rig.check_clean()
 
 
+@every_layout
 def test_a_load_under_way_is_poisoned(make_rig: MakeRig) -> None:
     rig, tokens = filled(make_rig)
     loading = begin_load(rig, tokens)
@@ -99,6 +104,7 @@ def test_a_load_under_way_is_poisoned(make_rig: MakeRig) -> None:
     rig.check_clean()
 
 
+@every_layout
 def test_a_load_recorded_before_the_adoption_is_carried_and_stays_private(make_rig: MakeRig) -> None:
     rig = make_rig(num_blocks=12, epoch=0)
     tokens = prompt(1, LENGTH)
@@ -119,13 +125,14 @@ def test_a_load_recorded_before_the_adoption_is_carried_and_stays_private(make_r
     rig.check_clean()
 
 
-def test_a_running_request_is_carried_and_saves_nothing_more(make_rig: MakeRig) -> None:
+@every_layout
+def test_a_running_request_is_carried_and_saves_nothing_more(make_rig: MakeRig, layout: tuple[str, ...]) -> None:
     store = SharedStore()
     rig = make_rig(store=store, epoch=0)
     running = rig.add(prompt(1, LENGTH), max_tokens=3 * BLOCK)
     rig.step()
     before = set(store.objects)
-    assert len(before) == 8
+    assert len(before) == num_saved(layout)
     rig.adopt(1, weights="w1")
     assert rig.pins.carried() == 1
     rig.run()
@@ -135,6 +142,7 @@ def test_a_running_request_is_carried_and_saves_nothing_more(make_rig: MakeRig) 
     rig.check_clean()
 
 
+@every_layout
 def test_a_preempted_request_is_repinned_and_recomputes(make_rig: MakeRig) -> None:
     rig = make_rig(epoch=0)
     preempted = rig.add(prompt(1, LENGTH), max_tokens=6)
@@ -148,11 +156,12 @@ def test_a_preempted_request_is_repinned_and_recomputes(make_rig: MakeRig) -> No
     output = rig.step()
     assert preempted.request_id not in output.num_scheduled_tokens  # the local hit was dropped
     output = rig.step()
-    assert output.num_scheduled_tokens[preempted.request_id] >= LENGTH
+    assert output.num_scheduled_tokens[preempted.request_id] >= WHOLE
     rig.run()
     rig.check_clean()
 
 
+@every_layout
 def test_a_plan_that_an_adoption_overtakes_inside_schedule_is_doomed(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the answer and the allocation: the acknowledgement waits for the step, and the load never runs."""
     rig = make_rig(num_blocks=12, epoch=0)

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, filled, release
+from tests.scheduler.rigs import LENGTH, WHOLE, MakeRig, begin_load, every_layout, filled, num_saved, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 
+@every_layout
 def test_requests_that_a_keep_pause_holds_across_an_adoption(make_rig: MakeRig) -> None:
     """`pause(mode="keep")` without clearing: everybody keeps his blocks while weights are pushed and the epoch is raised."""
     store = SharedStore()
@@ -45,6 +46,7 @@ def test_requests_that_a_keep_pause_holds_across_an_adoption(make_rig: MakeRig) 
     rig.check_clean()
 
 
+@every_layout
 def test_a_load_under_way_across_a_keep_pause_and_an_adoption(make_rig: MakeRig) -> None:
     rig, tokens = filled(make_rig)
     request = begin_load(rig, tokens)
@@ -60,6 +62,7 @@ def test_a_load_under_way_across_a_keep_pause_and_an_adoption(make_rig: MakeRig)
     rig.check_clean()
 
 
+@every_layout
 def test_an_adoption_between_vllms_own_lookup_and_our_answer(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM has found the prompt in its own cache, by the old names: it must drop that."""
     rig = make_rig(epoch=0)
@@ -82,6 +85,7 @@ def test_an_adoption_between_vllms_own_lookup_and_our_answer(make_rig: MakeRig, 
     rig.check_clean()
 
 
+@every_layout
 def test_an_adoption_between_our_answer_and_the_admission_of_a_local_hit(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too late to drop it: the request is admitted under the old root, inside the step, and carried; nobody else sees its KV."""
     store = SharedStore()
@@ -112,7 +116,8 @@ def test_an_adoption_between_our_answer_and_the_admission_of_a_local_hit(make_ri
     rig.check_clean()
 
 
-def test_saves_under_way_keep_the_names_they_were_born_with(make_rig: MakeRig) -> None:
+@every_layout
+def test_saves_under_way_keep_the_names_they_were_born_with(make_rig: MakeRig, layout: tuple[str, ...]) -> None:
     store = SharedStore()
     rig = make_rig(store=store, epoch=0)
     (worker,) = rig.workers
@@ -124,7 +129,7 @@ def test_saves_under_way_keep_the_names_they_were_born_with(make_rig: MakeRig) -
     rig.step()
     release(rig)
     rig.run()
-    assert len(store.objects) == 8
+    assert len(store.objects) == num_saved(layout)
     assert all("/e0/" in key for key in store.objects), "garbage at worst, never a wrong name"
     assert rig.books.stats()["slots_indexed"] == 0, "and not indexed in L1"
     assert rig.cached[rig.serve(prompt(1, LENGTH))] == 0
@@ -171,6 +176,7 @@ def test_a_multimodal_engine_shares_until_its_encoders_outputs_are_of_other_weig
     rig.check_clean()
 
 
+@every_layout
 def test_a_skipping_request_that_is_preempted_across_an_adoption(make_rig: MakeRig) -> None:
     rig = make_rig(epoch=0)
     request = rig.add(prompt(1, LENGTH), max_tokens=4, skip_reading_prefix_cache=True)
@@ -179,7 +185,7 @@ def test_a_skipping_request_that_is_preempted_across_an_adoption(make_rig: MakeR
     assert request.status is RequestStatus.PREEMPTED
     rig.adopt(1, weights="w1")
     output = rig.step()
-    assert output.num_scheduled_tokens[request.request_id] >= LENGTH, "it goes on in the same step, all of it computed again"
+    assert output.num_scheduled_tokens[request.request_id] >= WHOLE, "it goes on in the same step, all of it computed again"
     rig.run()
     assert rig.cached[rig.serve(prompt(1, LENGTH))] == 8 * BLOCK
     rig.check_clean()

@@ -12,7 +12,7 @@ from vllm.config import KVTransferConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
-from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, filled, push_out
+from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, every_layout, filled, push_out
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, global_root, prompt
 
 # ---------------------------------------------------------------------------------------------- construction
@@ -121,6 +121,7 @@ def test_a_broken_hub_configuration_is_bypass_said_once(
 # ---------------------------------------------------------------------------------------------- lease
 
 
+@every_layout
 def test_a_lost_lease_is_bypass_and_its_return_finds_the_old_names_again(make_rig: MakeRig) -> None:
     rig = make_rig(epoch=0)
     tokens = prompt(1, LENGTH)
@@ -137,6 +138,7 @@ def test_a_lost_lease_is_bypass_and_its_return_finds_the_old_names_again(make_ri
     rig.check_clean()
 
 
+@every_layout
 def test_a_lease_lost_while_a_load_runs_fails_the_load(make_rig: MakeRig) -> None:
     rig, tokens = filled(make_rig)
     request = begin_load(rig, tokens)
@@ -316,6 +318,7 @@ def test_an_exception_of_ours_never_reaches_vllm(
     assert not any(rig.stale_tokens.values())
 
 
+@every_layout
 def test_bookkeeping_that_fails_during_an_adoption_still_poisons_what_is_under_way(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

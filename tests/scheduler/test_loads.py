@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from epochkv_connector.scheduler.requests import TRANSITIONS, LoadEvent, LoadState
-from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, filled, release
+from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, every_layout, filled, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 
+@every_layout
 def test_a_failed_load_is_recomputed_and_not_tried_again(make_rig: MakeRig) -> None:
     rig, tokens = filled(make_rig)
     loads: list[str] = []
@@ -135,6 +136,7 @@ def test_the_cooldown_ends_when_the_request_was_scheduled(make_rig: MakeRig) -> 
     rig.check_clean()
 
 
+@every_layout
 def test_aborted_while_loading(make_rig: MakeRig) -> None:
     rig, tokens = filled(make_rig)
     request = begin_load(rig, tokens)
@@ -145,6 +147,7 @@ def test_aborted_while_loading(make_rig: MakeRig) -> None:
     rig.check_clean()
 
 
+@every_layout
 def test_aborted_while_a_poisoned_load_is_under_way(make_rig: MakeRig) -> None:
     rig, tokens = filled(make_rig)
     request = begin_load(rig, tokens)
@@ -156,6 +159,7 @@ def test_aborted_while_a_poisoned_load_is_under_way(make_rig: MakeRig) -> None:
     rig.check_clean()
 
 
+@every_layout
 def test_aborted_between_the_taken_back_success_and_the_final_report(make_rig: MakeRig) -> None:
     rig, tokens = filled(make_rig)
     request = begin_load(rig, tokens)
@@ -221,6 +225,7 @@ def test_a_multiconnector_loser_gets_real_blocks_and_zero_tokens(make_rig: MakeR
     rig.check_clean()
 
 
+@every_layout
 def test_ranks_that_report_in_different_steps(make_rig: MakeRig) -> None:
     rig, tokens = filled(make_rig, num_ranks=2)
     request = begin_load(rig, tokens)
@@ -236,6 +241,7 @@ def test_ranks_that_report_in_different_steps(make_rig: MakeRig) -> None:
     rig.check_clean()
 
 
+@every_layout
 def test_one_rank_that_misses_a_block_fails_the_load_on_all(make_rig: MakeRig) -> None:
     rig, tokens = filled(make_rig, num_ranks=2)
     rig.workers[1].fail_loads = lambda job: True
@@ -244,6 +250,7 @@ def test_one_rank_that_misses_a_block_fails_the_load_on_all(make_rig: MakeRig) -
     rig.check_clean()
 
 
+@every_layout
 def test_an_adoption_between_the_reports_of_two_ranks(make_rig: MakeRig) -> None:
     rig, tokens = filled(make_rig, num_ranks=2)
     request = begin_load(rig, tokens)

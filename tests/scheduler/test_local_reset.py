@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from epochkv_connector.hub_link import FenceHooks
-from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, filled
+from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, every_layout, filled
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, global_root, prompt
 
 
@@ -155,6 +155,7 @@ def test_a_refused_gpu_reset_leaves_old_kv_unreachable_all_the_same(make_rig: Ma
     rig.check_clean()
 
 
+@every_layout
 def test_a_local_reset_poisons_a_load_under_way(make_rig: MakeRig) -> None:
     rig, tokens = filled(make_rig)
     request = begin_load(rig, tokens)

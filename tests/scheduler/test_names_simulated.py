@@ -26,7 +26,13 @@ MUTANT_SCHEDULES = 1000
 SEEDS = [*range(int(os.environ.get("EPOCHKV_SEEDS", "40"))), int(os.environ.get("EPOCHKV_SEED", random.SystemRandom().randrange(10**6)))]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("layout", "seed"),
+    [
+        *(pytest.param(("full",), seed, id=str(seed)) for seed in SEEDS),
+        *(pytest.param(("full", "state"), seed, id=f"full+state-{seed}") for seed in SEEDS[::3]),
+    ],
+)
 def test_names_in_random_schedules(make_rig: MakeRig, seed: int) -> None:
     Names(make_rig, random.Random(f"names{seed}")).run()
 

@@ -101,6 +101,11 @@ def test_the_tag_is_beside_what_nixl_says(make_rig: MakeRig) -> None:
     assert handed["epochkv"]["seconds"] == 15.0
 
 
+def test_a_tag_is_good_for_half_of_a_longer_lease_too(make_rig: MakeRig) -> None:
+    producer, _ = engines(make_rig, lease=240)
+    assert producer.produce(TOKENS)["epochkv"]["seconds"] == 120.0
+
+
 def test_a_producer_whose_weights_change_meanwhile_shows_no_tag(make_rig: MakeRig) -> None:
     producer, _ = engines(make_rig, max_batched_tokens=4 * BLOCK)
     request = producer.add(TOKENS, params={"do_remote_decode": True})

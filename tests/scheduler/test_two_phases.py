@@ -18,7 +18,12 @@ from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 LENGTH = 8 * BLOCK + 1
 SLOT_BYTES = 2304
-HYBRIDS = {"sliding window + full": ("48", "full"), "three groups": ("full", "32", "80")}
+HYBRIDS = {
+    "sliding window + full": ("48", "full"),
+    "three groups": ("full", "32", "80"),
+    "state + full": ("state", "full"),
+    "full + chunk": ("full", "chunk48"),
+}
 
 
 def stored(make_rig: MakeRig, groups: tuple[str, ...], prompts: list[list[int]]) -> SharedStore:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, alter, begin_load, found
+from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, alter, begin_load, every_layout, found, num_saved
 from tests.support.scheduler import BLOCK, SharedStore, prompt, several
 
 # ---------------------------------------------------------------------------------------------- H2: a change behind a step
@@ -23,6 +23,7 @@ def late_hit(rig: Any) -> list[int]:
     return asked
 
 
+@every_layout
 def test_a_change_behind_a_step_saves_nothing_of_it_and_asks_for_one_epoch(make_rig: MakeRig) -> None:
     store = SharedStore()
     rig = make_rig(store=store, epoch=0)
@@ -86,6 +87,7 @@ def test_a_lost_lease_does_not_bring_an_ended_digest_back(make_rig: MakeRig) -> 
     assert not rig.pins.root.snapshot.shared
 
 
+@every_layout
 def test_a_load_that_ends_with_the_step_of_a_change_leaves_nothing_open(make_rig: MakeRig) -> None:
     """Its success is recorded and cannot be taken back: waiting for it would keep the engine stepping for ever."""
     rig = make_rig(num_blocks=24, epoch=0)
@@ -117,6 +119,7 @@ def test_an_engine_without_tiers_sees_a_change_behind_a_step_too(make_rig: MakeR
     assert not any(rig.stale_tokens.values())
 
 
+@every_layout
 def test_a_change_behind_a_step_that_completes_no_block_is_seen_too(make_rig: MakeRig) -> None:
     """Its part of a block would be named with the rest of it, after the weights that were there before and after."""
     store = SharedStore()
@@ -134,6 +137,7 @@ def test_a_change_behind_a_step_that_completes_no_block_is_seen_too(make_rig: Ma
     assert len(store.objects) == before
 
 
+@every_layout
 def test_a_request_stranded_over_a_roll_back_is_named_anew_when_it_is_preempted(make_rig: MakeRig) -> None:
     """Its first name is right again, and those of blocks that it computed with other weights are not."""
     rig = make_rig(epoch=0)
@@ -151,6 +155,7 @@ def test_a_request_stranded_over_a_roll_back_is_named_anew_when_it_is_preempted(
     rig.check_clean()
 
 
+@every_layout
 def test_a_preempted_request_finds_none_of_its_blocks_while_nobody_knows_the_weights(make_rig: MakeRig) -> None:
     rig = make_rig(epoch=0)
     rig.executor.answers = lambda answer: alter(answer, weights=None, note="loading")
@@ -175,7 +180,8 @@ def test_a_change_behind_a_step_without_a_hub_asks_nobody(make_rig: MakeRig) -> 
 # ---------------------------------------------------------------------------------------------- H3: ranks that differ
 
 
-def test_no_shard_is_stored_before_every_rank_has_agreed(make_rig: MakeRig) -> None:
+@every_layout
+def test_no_shard_is_stored_before_every_rank_has_agreed(make_rig: MakeRig, layout: tuple[str, ...]) -> None:
     store = SharedStore()
     rig = make_rig(store=store, num_ranks=2, epoch=0)
     rig.workers[1].hold_saves = True
@@ -187,11 +193,12 @@ def test_no_shard_is_stored_before_every_rank_has_agreed(make_rig: MakeRig) -> N
     rig.workers[1].work()
     rig.run()
     assert request.request_id in rig.finished
-    assert len(store.objects) == 16
+    assert len(store.objects) == 2 * num_saved(layout)
     assert found(rig) == WHOLE
     rig.check_clean()
 
 
+@every_layout
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_holds_other_weights_after_the_step_stores_nothing_anywhere(make_rig: MakeRig, rank: int) -> None:
     store = SharedStore()

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from epochkv_connector.engine import blocks
-from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, found, names, push_out
+from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, every_layout, found, names, push_out
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt, several
 
 # ---------------------------------------------------------------------------------------------- requests in every state
 
 
+@every_layout
 def test_a_push_while_a_request_runs_strands_it_and_nobody_finds_what_it_computes(make_rig: MakeRig) -> None:
     store = SharedStore()
     rig = make_rig(store=store, epoch=0)
@@ -31,6 +32,7 @@ def test_a_push_while_a_request_runs_strands_it_and_nobody_finds_what_it_compute
     rig.check_clean()
 
 
+@every_layout
 @pytest.mark.parametrize("push", ["rpc", "load_weights", "past"])
 def test_a_push_while_a_request_waits_for_a_load(make_rig: MakeRig, push: str) -> None:
     rig = make_rig(num_blocks=12, epoch=0)
@@ -65,6 +67,7 @@ def compat_held(rig: Any) -> Any:
     return rig.watch._ranks._held
 
 
+@every_layout
 def test_a_push_while_a_request_is_preempted(make_rig: MakeRig) -> None:
     rig = make_rig(epoch=0)
     request = rig.add(TOKENS, max_tokens=BLOCK)
@@ -80,6 +83,7 @@ def test_a_push_while_a_request_is_preempted(make_rig: MakeRig) -> None:
     rig.check_clean()
 
 
+@every_layout
 def test_a_preemption_after_the_push_names_the_request_anew(make_rig: MakeRig) -> None:
     rig = make_rig(num_blocks=24, epoch=0)
     request = rig.add(TOKENS, max_tokens=BLOCK)
@@ -127,6 +131,7 @@ def test_several_pushes_between_two_steps_are_one_change(make_rig: MakeRig) -> N
 # ---------------------------------------------------------------------------------------------- H1: weights that return
 
 
+@every_layout
 def test_a_roll_back_while_requests_run_across_both_changes_brings_no_wrong_block_to_anybody(make_rig: MakeRig) -> None:
     engines = several(make_rig, 2, num_blocks=64)
     first = engines[0]
@@ -149,6 +154,7 @@ def test_a_roll_back_while_requests_run_across_both_changes_brings_no_wrong_bloc
     second.check_clean()
 
 
+@every_layout
 def test_a_roll_back_while_a_request_waits_for_a_load(make_rig: MakeRig) -> None:
     engines = several(make_rig, 2, num_blocks=16)
     rig = engines[0]

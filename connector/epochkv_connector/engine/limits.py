@@ -33,7 +33,8 @@ def children_of(transfer: Any) -> list[Mapping[str, Any]]:
 
 def handoff_seconds(children: Sequence[Mapping[str, Any]]) -> float:
     """How long blocks that are handed over surely stay the request's: half of the lease. The other half is for clocks that differ."""
-    leases = [(child.get("kv_connector_extra_config") or {}).get("kv_lease_duration", LEASE_SECONDS) for child in children]
+    siblings = [child.get("kv_connector_extra_config") or {} for child in children if child.get("kv_connector") != NAME]
+    leases = [extra.get("kv_lease_duration", LEASE_SECONDS) for extra in siblings]
     return min(map(float, leases), default=LEASE_SECONDS) / 2
 
 

@@ -82,7 +82,10 @@ class SaveCandidates:
             self._under = snapshot
             boundaries.start(record.request_id for record in self._requests)  # what may be saved is another matter now
         boundaries.start(new.req_id for new in scheduler_output.scheduled_new_reqs)
-        boundaries.start(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
+        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        boundaries.start(resumed)
+        for request_id in resumed:
+            self._start_anew(request_id, saves)
         lacked, offered = saves.continuable(scheduled), blocks.offered_states(scheduler_output)
         with_states = [request_id for request_id in offered if request_id in scheduled]
         for request_id in dict.fromkeys((*boundaries.due(scheduled), *lacked, *with_states)):
@@ -99,6 +102,13 @@ class SaveCandidates:
                 yield view
             elif again:
                 saves.give_up(request_id)
+
+    def _start_anew(self, request_id: str, saves: SavePlanner) -> None:
+        """A preempted request has other blocks when it resumes, and vLLM keeps other windows of them."""
+        record = self._requests.get(request_id)
+        if record is not None:
+            record.num_offered = 0
+        saves.forget_request(request_id)
 
     def at_end(self, request: Any, snapshot: Snapshot) -> ScheduledRequestView | None:
         """The request if it has blocks that are complete only now that it has ended. While it has its blocks.

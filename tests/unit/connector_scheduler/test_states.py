@@ -27,6 +27,11 @@ def moves(jobs: tuple[SaveJob, ...]) -> set[tuple[int, int]]:
     return {(move.group, move.block) for job in jobs for move in job.moves}
 
 
+def not_held(world: World, blocks: list[list[int]]) -> list[list[int]]:
+    """The request's blocks, as if it held no state: what it holds at the first look is saved without an offer, too."""
+    return [[] if group.kind is GroupKind.STATE else held for group, held in zip(world.layout.groups, blocks, strict=True)]
+
+
 def test_a_state_is_saved_when_it_is_offered_and_its_prefix_comes_back() -> None:
     world = World(L1, STATES)
     blocks, states = compute(world, 24)
@@ -52,7 +57,7 @@ def test_a_state_that_is_offered_twice_is_saved_once() -> None:
 def test_without_its_state_a_prefix_is_no_hit() -> None:
     world = World(L1, STATES)
     blocks, _ = compute(world, 24)
-    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 24)], SNAP)
+    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, not_held(world, blocks), 24)], SNAP)
     world.step()
     world.work()
     assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 0
@@ -61,9 +66,9 @@ def test_without_its_state_a_prefix_is_no_hit() -> None:
 def test_an_offer_alone_is_a_reason_to_save() -> None:
     world = World(L1, FULL_AND_STATE)
     blocks, states = compute(world, 16)
-    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 16)], SNAP)
+    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, not_held(world, blocks), 16)], SNAP)
     assert moves(world.step().saves) == {(0, 0), (0, 1)}
-    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 16, states)], SNAP)
+    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, not_held(world, blocks), 16, states)], SNAP)
     (job,) = world.step().saves
     assert moves((job,)) == {(1, 1)}
     assert (job.start_block, job.start_block + job.num_blocks) == (2, 4), "ranks acknowledge by ranges: the state's must be in"
@@ -97,7 +102,7 @@ def test_only_the_very_block_under_the_very_name_is_a_state() -> None:
     beyond = [(group, block, 8000) for group, block, _ in states]
     swapped = [(states[0][0], states[1][1], 24), (states[1][0], states[0][1], 24)]
     wrong = null + inside + earlier + beyond + swapped
-    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 24, wrong)], SNAP)
+    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, not_held(world, blocks), 24, wrong)], SNAP)
     assert moves(world.step().saves) == {(0, block) for block in range(6)}
 
 

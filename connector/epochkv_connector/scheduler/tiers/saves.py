@@ -4,7 +4,8 @@ A block is saved once: what L1 holds, what another job is saving and what L2 is 
 how far it was looked at, so a step costs only its new blocks. Slots are taken per alignment unit, for all its groups or none. What
 finds no slot is tried again while the request lives.
 
-A recurrent state is saved in the step in which vLLM offers it, or never: its block may hold a later state with the next step.
+A recurrent state is saved in the step in which vLLM offers it, or in which a request resumes at it: its block may hold a later state
+with the next step.
 Of a sliding window, what vLLM keeps in its own cache is saved: the blocks that a later request can resume at.
 """
 
@@ -119,7 +120,7 @@ class SavePlanner:
             moves.extend(self._take(wanted))
             token += unit
         self._cursors[view.request_id] = (view.root, namespace, token)
-        for state in self._states(view, namespace, pool):
+        for state in self._states(view, namespace, pool, is_first=start == 0):
             moves.extend(self._take(state))
             last = (state[0].block + 1) * self._layout.groups[state[0].group].block_size
             start, token = min(start, max(0, last - unit)), max(token, last)
@@ -171,13 +172,22 @@ class SavePlanner:
             return ()
         return (Wanted(group, block, gpu_block, name, slot, put),)
 
-    def _states(self, view: ScheduledRequestView, namespace: str | None, pool: BlockPoolAdapter) -> Iterator[list[Wanted]]:
-        """Offered states that are worth saving, boundary by boundary, all groups of one or none.
+    def _held_states(self, view: ScheduledRequestView) -> Iterator[tuple[int, int, int]]:
+        """Blocks of states in the request's table, as offers: vLLM does not offer the state that a request finds on the GPU."""
+        for group, spec in self._layout.restored:
+            if spec.kind is GroupKind.STATE:
+                for block, gpu_block in enumerate(view.group_block_ids[group], 1):
+                    yield group, gpu_block, block * spec.block_size
+
+    def _states(
+        self, view: ScheduledRequestView, namespace: str | None, pool: BlockPoolAdapter, *, is_first: bool
+    ) -> Iterator[list[Wanted]]:
+        """Offered states that are worth saving, boundary by boundary, all groups of one or none; at the first look also those held.
 
         vLLM's own cache must hold the very block under the very name now. Anything else may be a state of other tokens.
         """
         by_boundary: dict[int, dict[int, Wanted]] = {}  # and by group: vLLM may offer a state twice
-        for group, gpu_block, tokens in view.states:
+        for group, gpu_block, tokens in (*view.states, *(self._held_states(view) if is_first else ())):
             spec = self._layout.groups[group]
             end = tokens // view.hash_block_size
             if tokens % spec.block_size or not 0 < end <= len(view.block_hashes) or gpu_block == pool.null_block_id:

@@ -1,0 +1,232 @@
+"""Recurrent states: which are saved and found again, and what becomes of one whose names change between its offer and its save."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+
+from epochkv_connector.engine import blocks
+from epochkv_connector.scheduler.planning.hits import longest_hit
+from epochkv_connector.scheduler.planning.prompt_blocks import PromptBlocks
+from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, found, on_layouts, release
+from tests.support.ahead import AsyncRig
+from tests.support.scheduler import BLOCK, SharedStore, prompt
+from tests.support.scheduler_config import STATE
+
+on_states = on_layouts(("full", STATE), ("full", "full", STATE), (STATE, "full", STATE))
+AT_END_OF_PROMPT = {"retention": 0}
+"""vLLM's default: states at the end of prompts, and where prompts were seen to part."""
+
+
+def forget(rig: Any) -> None:
+    """The GPU forgets all; the tiers do not."""
+    assert rig.scheduler.reset_prefix_cache()
+
+
+def states(rig: Any) -> int:
+    """How many states L1 holds."""
+    return sum(len(rig.books.state.index._maps[group]) for group, kind in enumerate(rig.options.groups) if kind == STATE)
+
+
+# ---------------------------------------------------------------------------------------------- saved and found
+
+
+@on_states
+@pytest.mark.parametrize("retention", [None, 0])
+def test_a_state_is_found_in_l1_after_the_gpu_has_forgotten_it(make_rig: MakeRig, layout: tuple[str, ...], retention: int | None) -> None:
+    rig = make_rig(retention=retention, epoch=0)
+    rig.serve(TOKENS)
+    assert states(rig) == layout.count(STATE)
+    forget(rig)
+    assert found(rig) == WHOLE
+    rig.check_clean()
+
+
+@on_states
+def test_a_state_is_found_in_l2_by_another_engine(make_rig: MakeRig, layout: tuple[str, ...]) -> None:
+    store = SharedStore()
+    options: dict[str, Any] = {**AT_END_OF_PROMPT, "store": store, "l1_bytes": None, "extra": {"staging_slots": 64}}
+    first = make_rig(**options, epoch=0)
+    first.serve(TOKENS)
+    first.check_clean()
+    second = make_rig(**options, epoch=0)
+    assert found(second) == WHOLE
+    stored = [f"/g{group}/" for group, kind in enumerate(layout) if kind == STATE]
+    assert sum(any(group in key for group in stored) for key in store.fetched) == len(stored)
+    second.check_clean()
+
+
+@on_states
+@pytest.mark.parametrize("kept", [3 * BLOCK, 3 * BLOCK + 5, 6 * BLOCK])
+def test_a_prompt_that_stops_between_two_states_finds_the_one_before(make_rig: MakeRig, kept: int) -> None:
+    """States of every second block; attention holds every block."""
+    rig = make_rig(retention=2 * BLOCK, max_batched_tokens=2 * BLOCK, epoch=0)
+    rig.serve(TOKENS)
+    forget(rig)
+    assert found(rig, [*TOKENS[:kept], 1, 2]) == kept // (2 * BLOCK) * 2 * BLOCK
+    rig.check_clean()
+
+
+# ---------------------------------------------------------------------------------------------- where prompts part
+
+
+@on_states
+def test_the_state_where_two_prompts_part_is_found_by_a_third(make_rig: MakeRig) -> None:
+    """vLLM keeps it when the second prompt shows that they part."""
+    rig = make_rig(**AT_END_OF_PROMPT, epoch=0)
+    first, second, third = ([*TOKENS[: 5 * BLOCK], *prompt(seed, 2 * BLOCK + 3)] for seed in (2, 3, 4))
+    rig.serve(first)
+    assert found(rig, second) == 0
+    forget(rig)
+    assert found(rig, third) == 5 * BLOCK
+    rig.check_clean()
+
+
+def evict_all(rig: Any) -> None:
+    """L1 forgets all; the GPU does not."""
+    index = rig.books.state.index
+    for group in range(len(rig.options.groups)):
+        for name in list(index._maps[group]):
+            index.forget(group, name)
+
+
+@on_layouts(("full", STATE), ("full", STATE, "48"), ("full", "48"))
+def test_what_a_request_resumes_at_on_the_gpu_is_saved_if_no_tier_has_it(make_rig: MakeRig) -> None:
+    rig = make_rig(**AT_END_OF_PROMPT, epoch=0)
+    rig.serve(TOKENS)
+    evict_all(rig)
+    assert found(rig) == WHOLE
+    forget(rig)
+    assert found(rig) == WHOLE
+    rig.check_clean()
+
+
+def kept_and_saved(rig: Any, tokens: list[int]) -> tuple[int, int]:
+    """How many tokens vLLM's own cache gives, and how many L1 alone."""
+    request = rig.request(tokens)
+    kept = int(rig.scheduler.kv_cache_manager.get_computed_blocks(request)[1])
+    state = rig.books.state
+    held = PromptBlocks(state.index, None, request.block_hashes, [1] * len(rig.options.groups))
+    return kept, longest_hit(state.layout, 0, len(tokens) - 1, held.present)
+
+
+@on_layouts(("full", STATE), ("full", "48"), ("full", STATE, "48"))
+@pytest.mark.parametrize("retention", [0, 2 * BLOCK])
+@pytest.mark.parametrize("seed", range(3))
+def test_l1_gives_all_that_vllm_keeps(make_rig: MakeRig, seed: int, retention: int) -> None:
+    """Both have room for all. Prompts part, answers are continued, and requests are preempted."""
+    source = random.Random(seed)
+    rig = make_rig(retention=retention, num_blocks=1000, l1_bytes=1 << 24, max_batched_tokens=source.choice([64, 8192]), epoch=0)
+    texts = [prompt(family, 12 * BLOCK) for family in range(3)]
+    for _ in range(150):
+        (name,) = source.choices(["step", "add", "preempt"], [80, 15, 5])
+        if name == "add" and len(rig.scheduler.requests) < 6:
+            text = source.choice(texts[:3] + texts[-5:])
+            texts.append([*text[: source.randrange(1, len(text))], *prompt(source.randrange(10**6), source.randrange(1, 3 * BLOCK))])
+            rig.add(texts[-1], max_tokens=source.choice([1, 5, 3 * BLOCK]))
+        elif name == "preempt" and rig.scheduler.running:
+            preempted = rig.scheduler.running.pop()
+            rig.scheduler._preempt_request(preempted, 0.0)
+            texts.append([*preempted.all_token_ids, 1])
+        else:
+            rig.step()
+    rig.run(3000)
+    found = [kept_and_saved(rig, text) for text in texts]
+    assert sum(kept > 0 for kept, _ in found) > 5
+    assert [pair for pair in found if pair[0] > pair[1]] == []
+    rig.check_clean()
+
+
+# ---------------------------------------------------------------------------------------------- between offer and save
+
+
+@on_states
+def test_a_state_offered_before_an_adoption_and_not_saved_by_then_is_nobodys(
+    make_rig: MakeRig, layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SharedStore()
+    rig = make_rig(store=store, epoch=0)
+    build, offered = rig.connector.build_connector_meta, []
+
+    def overtaken(output: Any) -> Any:
+        offered.extend(offer for offers in blocks.offered_states(output).values() for offer in offers)
+        if len(offered) == layout.count(STATE):
+            rig.pins.root.adopt(1)
+        return build(output)
+
+    monkeypatch.setattr(rig.connector, "build_connector_meta", overtaken)
+    rig.add(TOKENS, max_tokens=4)
+    rig.step()
+    assert len(offered) == layout.count(STATE), "vLLM has offered the states of the prompt"
+    monkeypatch.undo()
+    rig.weights = "w1"
+    rig.run()
+    assert store.objects == {}
+    assert rig.books.state.index.num_indexed == 0
+    assert found(rig) == 0
+    assert found(rig) == WHOLE
+    rig.check_clean()
+
+
+@on_states
+def test_a_request_that_is_preempted_before_its_states_are_copied(make_rig: MakeRig, layout: tuple[str, ...]) -> None:
+    """Their blocks are held until they are: nobody else writes to them meanwhile."""
+    rig = make_rig(num_blocks=26, max_num_seqs=4, epoch=0)
+    (worker,) = rig.workers
+    worker.hold_saves = True
+    request = rig.add(TOKENS, max_tokens=4)
+    rig.step()
+    (job,) = worker.saves
+    copied = [move.gpu_block for move in job.moves if layout[move.group] == STATE]
+    assert len(copied) == layout.count(STATE)
+    rig.scheduler._preempt_request(rig.scheduler.running.pop(), 0.0)
+    assert [rig.block_pool.blocks[block].ref_cnt for block in copied] == [1] * len(copied)
+    for seed in range(20, 26):
+        rig.add(prompt(seed, LENGTH), max_tokens=2)
+    rig.steps(12)
+    assert not set(copied) & {block for group in others(rig, request) for block in group}
+    release(rig)
+    rig.run()
+    assert request.num_preemptions >= 1
+    forget(rig)
+    assert found(rig) == WHOLE
+    rig.check_clean()
+
+
+def others(rig: Any, but: Any) -> list[list[int]]:
+    """GPU blocks of all other requests, by group."""
+    living = [request_id for request_id in rig.scheduler.requests if request_id != but.request_id]
+    return [group for request_id in living for group in rig.scheduler.kv_cache_manager.get_block_ids(request_id)]
+
+
+# ---------------------------------------------------------------------------------------------- results of another time
+
+
+@on_states
+def test_results_of_an_older_epoch_or_of_no_job_change_nothing_while_vllm_runs_ahead(make_rig: MakeRig, layout: tuple[str, ...]) -> None:
+    rig = make_rig(AsyncRig, epoch=0)
+    (worker,) = rig.workers
+    worker.hold_saves = True
+    rig.add(TOKENS, max_tokens=6)
+    rig.steps(2)
+    (job,) = worker.saves
+    old = rig.watch.counters["late"]
+    rig.adopt(1, weights="w1")
+    release(rig)
+    acks = list(worker.acks)
+    assert {ack.job_id for ack in acks} == {job.job_id}
+    rig.run()
+    assert rig.books.state.index.num_indexed == 0, "copied under the names of epoch 0"
+    assert rig.books.state.ledger.ignored_acks == 0
+    worker.acks += [*acks, *(dataclasses.replace(ack, job_id=ack.job_id + 1000) for ack in acks)]
+    rig.executor.late[0].append(10**6)
+    assert found(rig) == 0
+    assert rig.books.state.ledger.ignored_acks == 2 * len(acks)
+    assert rig.watch.counters["late"] == old, "nobody has asked that"
+    assert states(rig) == layout.count(STATE)
+    forget(rig)
+    assert found(rig) == WHOLE
+    rig.check_clean()
