@@ -11,7 +11,7 @@ from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.observe import context_for, now, observe
 from epochkv_operator.control.reporter import Reporter, invalid_status
 from epochkv_operator.control.secrets import FenceSecrets
-from epochkv_operator.hub.service import HubService
+from epochkv_operator.hub.port import HubPort
 from epochkv_operator.kube.client import Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import POOLS
 from epochkv_operator.kube.status import ObjectGone
@@ -35,7 +35,7 @@ class EngineReconciler:
     executor: Executor
     reporter: Reporter
     secrets: FenceSecrets
-    hub: HubService
+    hub: HubPort
     client: KubeClient
     wake: Callable[[Key, float], None]
 

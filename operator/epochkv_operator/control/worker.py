@@ -5,6 +5,7 @@ each with a deadline.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, Mapping
 
 import structlog
@@ -12,13 +13,14 @@ import structlog
 from epochkv_operator import metrics
 from epochkv_operator.kube.client import ApiError, Conflict, Unavailable
 from epochkv_operator.kube.queue import WorkQueue
+from epochkv_operator.kube.resources import POOLS
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.work_keys import Key
 
 log = structlog.get_logger(__name__)
 DEADLINE_SECONDS = 60.0
-#: A healthy object is looked at again after this long: a deleted Secret has no watch that would tell.
-RECHECK_SECONDS = 60.0
+#: A healthy object of these kinds is looked at again after about this long: a deleted Secret has no watch that would tell.
+RECHECK_SECONDS = {POOLS.kind: 60.0}
 
 Reconcile = Callable[[Key], Awaitable[None]]
 
@@ -34,6 +36,7 @@ class Worker:
     async def run(self) -> None:
         while True:
             key = await self._queue.get()
+            await asyncio.sleep(0)  # a key that needs no request never waits: others have their turn in between
             try:
                 async with asyncio.timeout(DEADLINE_SECONDS):
                     await self._reconcilers[key.kind](key)
@@ -45,7 +48,8 @@ class Worker:
                 self._failed(key, error)
             else:
                 self._served(key, "ok")
-                self._queue.add_after(key, RECHECK_SECONDS)
+                if key.kind in RECHECK_SECONDS:
+                    self._queue.add_after(key, RECHECK_SECONDS[key.kind] * random.uniform(0.8, 1.2))
 
     def _served(self, key: Key, result: str) -> None:
         if self._problems.pop(key, None):

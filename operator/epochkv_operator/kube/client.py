@@ -40,7 +40,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, cast
 from urllib.parse import urlencode
 
@@ -59,7 +59,7 @@ APPLY_PATCH = "application/apply-patch+yaml"
 JSON_PATCH = "application/json-patch+json"
 UNTYPED = "failed to create typed patch object"
 """How the API server answers, with 500, to an apply of a field that the schema does not have."""
-LIST_CHUNK = 500
+LIST_CHUNK = 200
 
 
 class ApiError(Exception):
@@ -137,6 +137,8 @@ class KubeClient:
 
     def __init__(self, configuration: Any, deadline_seconds: float = 10.0) -> None:
         self.configuration = configuration
+        self.may_not_write: Callable[[], str | None] = lambda: None
+        """Why nothing may be written now, or None. Asked before each write is sent."""
         self.deadline_seconds = deadline_seconds
         self._api = kubernetes_client.ApiClient(configuration)
         self._api.user_agent = MANAGED_BY
@@ -182,6 +184,8 @@ class KubeClient:
         request = f"{verb} {path}"
         headers = {"Accept": "application/json", "Content-Type": content_type, "User-Agent": MANAGED_BY}
         seconds = deadline_seconds or self.deadline_seconds
+        if verb != "GET" and (reason := self.may_not_write()) is not None:
+            raise Unavailable(0, "NotLeading", reason, request)
         try:
             async with asyncio.timeout(seconds):
                 await self._api.update_params_for_auth(headers, [], ["BearerToken"], path, verb, body)

@@ -45,6 +45,7 @@ class Store:
     """Objects by (kind, uid), by (kind, namespace, name), and by what `indexer` says of them.
 
     A lookup costs what it finds, whatever else there is. Callers must not change what they are given.
+    One thread owns it and changes it. Others may look up.
     """
 
     def __init__(self, indexer: Indexer, clock: Callable[[], float] = time.monotonic) -> None:
@@ -103,7 +104,8 @@ class Store:
     def found(self, kind: str, namespace: str, index: str, value: str) -> list[Json]:
         """Objects of one namespace that the indexer puts under this value."""
         objects = self._objects.get(kind, {})
-        return [objects[uid] for uid in self._groups.get((kind, namespace, index, value), ())]
+        uids = tuple(self._groups.get((kind, namespace, index, value), ()))  # at once: another thread may ask
+        return [obj for obj in map(objects.get, uids) if obj is not None]
 
     def _regroup(self, uid: str, groups: Iterable[Group]) -> None:
         """The object is found under these values from now on, and under no other."""

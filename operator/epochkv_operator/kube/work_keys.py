@@ -35,6 +35,11 @@ def engine_key(namespace: str, name: str) -> Key:
     return Key(ENGINES.kind, namespace, name)
 
 
+def key_of(kind: str, obj: Json) -> Key:
+    """The key of a pool or an engine itself."""
+    return Key(kind, obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
+
+
 def pool_of(engine: Json) -> str | None:
     """Name of the pool an engine refers to."""
     name = (engine.get("spec", {}).get("poolRef") or {}).get("name")
