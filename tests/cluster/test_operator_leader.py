@@ -23,7 +23,7 @@ LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases/{}"
 def leader_of(namespace: Namespace, name: str, seconds: int = 3) -> Leader:
     bind = f"tcp://127.0.0.1:{free_port()}"
     settings = Settings(namespace.name, lease_name=name, lease_duration_seconds=seconds, hub_bind=bind)
-    return Leader(settings, new_identity(), Store(indexed), lambda *_: None, lambda *_: None)
+    return Leader(settings, new_identity(), Store(indexed), lambda *_: None, lambda *_: None, lambda: None)
 
 
 @pytest.fixture(autouse=True)

@@ -31,15 +31,18 @@ Wake = Callable[[Key, float], None]
 
 
 class Leader:
-    """From standing by to giving the Lease back. `news` and `wake` are called on the main loop."""
+    """From standing by to giving the Lease back. On the main loop, `news` and `wake` are called, and `answers` when the Lease could be
+    renewed again after it could not.
+    """
 
-    def __init__(self, settings: Settings, identity: str, store: Store, news: News, wake: Wake) -> None:
+    def __init__(self, settings: Settings, identity: str, store: Store, news: News, wake: Wake, answers: Callable[[], None]) -> None:
         self._settings = settings
         self._identity = identity
         self._store = store
         self._main = asyncio.get_running_loop()
         self._news: News = news
         self._wake: Wake = wake
+        self._answers = answers
         self._thread = LoopThread("hub")
         self._client: KubeClient | None = None
         self._lease: LeaseHolder | None = None
@@ -110,6 +113,7 @@ class Leader:
         settings = self._settings
         self._client = await KubeClient.connect()
         self._lease = LeaseHolder(self._client, settings.namespace, settings.lease_name, self._identity, settings.lease_duration_seconds)
+        self._lease.recovered = lambda: self._on_main(self._answers)
         await self._lease.acquire()
 
     async def _hold(self) -> None:

@@ -25,6 +25,7 @@ from epochkv_operator.control.pools import PoolReconciler
 from epochkv_operator.control.reporter import Reporter
 from epochkv_operator.control.resync import Resync
 from epochkv_operator.control.secrets import FenceSecrets, SecretConflict, hub_keys
+from epochkv_operator.control.storm import Storm
 from epochkv_operator.control.worker import Worker
 from epochkv_operator.hub.port import HubPort
 from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed
@@ -54,6 +55,7 @@ class Operator:
         self.identity = new_identity()
         self.store = Store(indexed)
         self.queue: WorkQueue[Key] = WorkQueue()
+        self.storm = Storm(self.queue)
         self.probes = Probes()
         self._stop = asyncio.Event()
         self._tasks: dict[asyncio.Task[None], str] = {}
@@ -80,8 +82,8 @@ class Operator:
         self._add_probes()
         await self.probes.serve(self.settings.probe_bind, self.settings.metrics_bind)
         client = await KubeClient.connect()
-        leader = self._leader = Leader(self.settings, self.identity, self.store, self._take, self._wake)
-        client.may_not_write = leader.not_leading
+        leader = self._leader = Leader(self.settings, self.identity, self.store, self._take, self._wake, self.storm.over)
+        client.may_not_write, client.wrote = leader.not_leading, self.storm.write
         try:
             if not await self._unless_stopped(leader.acquire()):
                 return 0
@@ -123,7 +125,7 @@ class Operator:
         secrets = FenceSecrets(client, keys.public)
         pools = PoolReconciler(self.settings, self.store, executor, reporter, secrets, hub, self.queue.add_after)
         engines = EngineReconciler(self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after)
-        worker = Worker(self.queue, {POOLS.kind: pools.reconcile, ENGINES.kind: engines.reconcile})
+        worker = Worker(self.queue, {POOLS.kind: pools.reconcile, ENGINES.kind: engines.reconcile}, self.storm)
         self._start("hub", leader.watch_hub())
         self._start("resync", resync.run())
         self._start("events", events.run())

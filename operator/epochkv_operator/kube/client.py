@@ -139,6 +139,8 @@ class KubeClient:
         self.configuration = configuration
         self.may_not_write: Callable[[], str | None] = lambda: None
         """Why nothing may be written now, or None. Asked before each write is sent."""
+        self.wrote: Callable[[bool], None] = lambda answered: None
+        """Told of each write whether the API server answered it, with whatever but an error of its own."""
         self.deadline_seconds = deadline_seconds
         self._api = kubernetes_client.ApiClient(configuration)
         self._api.user_agent = MANAGED_BY
@@ -181,11 +183,34 @@ class KubeClient:
         deadline_seconds: float | None = None,
     ) -> Json:
         """One call, one answer, within a deadline (seconds)."""
+        sent = self._send(verb, path, query, body, content_type, deadline_seconds or self.deadline_seconds)
+        if verb == "GET":
+            return await sent
+        if (reason := self.may_not_write()) is not None:
+            sent.close()
+            raise Unavailable(0, "NotLeading", reason, f"{verb} {path}")
+        try:
+            answer = await sent
+        except Unavailable:
+            self.wrote(False)
+            raise
+        except ApiError:
+            self.wrote(True)
+            raise
+        self.wrote(True)
+        return answer
+
+    async def _send(
+        self,
+        verb: str,
+        path: str,
+        query: Mapping[str, str] | None,
+        body: Json | list[Json] | None,
+        content_type: str,
+        seconds: float,
+    ) -> Json:
         request = f"{verb} {path}"
         headers = {"Accept": "application/json", "Content-Type": content_type, "User-Agent": MANAGED_BY}
-        seconds = deadline_seconds or self.deadline_seconds
-        if verb != "GET" and (reason := self.may_not_write()) is not None:
-            raise Unavailable(0, "NotLeading", reason, request)
         try:
             async with asyncio.timeout(seconds):
                 await self._api.update_params_for_auth(headers, [], ["BearerToken"], path, verb, body)
