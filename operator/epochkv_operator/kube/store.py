@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 Json = dict[str, Any]
+POD = "Pod"
 TOMBSTONE_SECONDS = 600.0
 
 
@@ -20,9 +21,9 @@ def resource_version(obj: Json) -> int:
     return int(obj["metadata"].get("resourceVersion") or 0)
 
 
-def slim(obj: Json) -> Json:
-    """The object without managedFields (most of its bytes), except one fact: whether an autoscaler owns the replica
-    count.
+def slim(kind: str, obj: Json) -> Json:
+    """The object without what nobody asks for: managedFields (most of its bytes), except one fact, whether an autoscaler owns the replica
+    count; and the spec of a pod, of which there are many.
     """
     metadata = dict(obj["metadata"])
     fields = metadata.pop("managedFields", None) or []
@@ -30,6 +31,8 @@ def slim(obj: Json) -> Json:
         entry.get("subresource") == "scale" and "f:replicas" in (entry.get("fieldsV1") or {}).get("f:spec", {}) for entry in fields
     )
     slimmed = {**obj, "metadata": metadata}
+    if kind == POD:
+        slimmed.pop("spec", None)
     if scaled:
         slimmed["x-scaled-by-others"] = True
     return slimmed
@@ -67,7 +70,7 @@ class Store:
         known = self._objects.setdefault(kind, {}).get(uid)
         if known is not None and resource_version(known) >= version:
             return False
-        self._objects[kind][uid] = slim(obj)
+        self._objects[kind][uid] = slim(kind, obj)
         self._index(kind, metadata, uid)
         self._regroup(uid, ((kind, metadata.get("namespace", ""), *entry) for entry in self._indexer(kind, obj)))
         return True

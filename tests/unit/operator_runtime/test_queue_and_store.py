@@ -212,9 +212,15 @@ def test_managed_fields_are_dropped_but_an_autoscalers_claim_is_remembered() -> 
     body["metadata"]["managedFields"] = [
         {"manager": "kube-controller-manager", "subresource": "scale", "fieldsV1": {"f:spec": {"f:replicas": {}}}}
     ]
-    assert slim(body) == {**obj("d", "u", 1), "x-scaled-by-others": True}
+    assert slim("Deployment", body) == {**obj("d", "u", 1), "x-scaled-by-others": True}
     body["metadata"]["managedFields"] = [{"manager": "epochkv-operator", "fieldsV1": {"f:spec": {"f:replicas": {}}}}]
-    assert slim(body) == obj("d", "u", 1)
+    assert slim("Deployment", body) == obj("d", "u", 1)
+
+
+def test_of_a_pod_no_spec_is_kept() -> None:
+    body = {**obj("p", "u", 1), "spec": {"containers": []}, "status": {"phase": "Running"}}
+    assert slim("Pod", body) == {**obj("p", "u", 1), "status": {"phase": "Running"}}
+    assert slim("Deployment", body)["spec"] == {"containers": []}
 
 
 def test_projection_sees_our_paths_only() -> None:
