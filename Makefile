@@ -114,6 +114,9 @@ bench-epoch: setup ## Patch -> published: median and max of 20 bumps; needs the 
 bench-fence: setup-cluster ## Fence: bump -> published by size and authority, steady state, faults, scheduler cost (ARGS="bump-16 --bumps 50")
 	@$(DEV) -m bench.fence $(ARGS)
 
+bench-operator: setup-cluster ## Operator: cost of a look by size, fleets of 100 to 2,000 engines on a real API server (ARGS="planning fleet-300")
+	@$(DEV) -m bench.operator $(ARGS)
+
 bench-connector: setup-engine ## Connector: time to first token, vLLM's own connector, decode, L2, copies, chat trace (ARGS="ttft store")
 	@$(ENGINE) -m bench.connector $(ARGS)
 
@@ -142,4 +145,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-fast test-unit test-scheduler test-store test-engine test-cuda test-matrix test-families test-transfers test-cluster test-e2e simulate simulate-mutants lint census generate bench-epoch bench-fence bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean
+.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-fast test-unit test-scheduler test-store test-engine test-cuda test-matrix test-families test-transfers test-cluster test-e2e simulate simulate-mutants lint census generate bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean

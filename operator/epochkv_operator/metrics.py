@@ -30,6 +30,12 @@ RECONCILE_SECONDS = _histogram(
     ["kind"],
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
 )
+LOOP_LAG = _histogram(
+    "epochkv_operator_loop_lag_seconds",
+    "By how much a loop was late, measured four times a second: `hub` renews the Lease and grants, `main` reconciles",
+    ["loop"],
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
+)
 LAST_LIST = _gauge("epochkv_operator_last_list_timestamp_seconds", "When a kind was last listed as a whole (unix time)", ["kind"])
 LEADER = _gauge("epochkv_operator_leader", "1 while this process holds the Lease")
 HUB_MESSAGES = _counter("epochkv_hub_messages", "What the hub of this process took, sent, refused and failed at, by outcome", ["outcome"])

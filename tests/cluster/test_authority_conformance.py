@@ -15,6 +15,7 @@ from epochkv_operator.kube.client import KubeClient
 from epochkv_operator.kube.lease import LeaseHolder, new_identity
 from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.kube.store import Store
+from epochkv_operator.kube.work_keys import indexed
 from epochkv_operator.metrics import REGISTRY
 from hack.cluster.controlplane import ControlPlane
 from tests.cluster.operator_harness import POOLS, Namespace
@@ -46,7 +47,7 @@ class Operators:
         lease = LeaseHolder(client, self.space.name, f"lease-{self.name}", new_identity())
         term = await lease.acquire()
         self.leases.append(lease)
-        store = Store()
+        store = Store(indexed)
         statuses = StatusWriter(client, store, lambda resource, obj: store.upsert(resource.kind, obj))
         # Two dozen writers get in each other's way, and the last of them may wait for all others; on a busy machine that takes long.
         authority = KubernetesAuthority(lease, statuses, deadline_seconds=60.0)

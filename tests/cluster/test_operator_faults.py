@@ -67,6 +67,27 @@ def test_work_is_done_once_a_storm_is_over(namespace: Namespace, proxy: FaultPro
         assert all(found == fault for _, _, found in proxy.faults)
 
 
+@pytest.mark.parametrize("fault", [Fault(500), Fault(0)], ids=["500", "no answer"])
+def test_one_object_that_cannot_be_written_holds_up_nothing_else(
+    namespace: Namespace, proxy: FaultProxy, tmp_path: Path, fault: Fault
+) -> None:
+    """As a webhook for one kind would: all other objects are made, and the first status says what is missing."""
+    with OperatorProcess(namespace.plane, namespace.name, tmp_path, kubeconfig=proxy.kubeconfig) as operator:
+        operator.wait_ready()
+        proxy.decide = lambda method, path: fault if is_write(method, path) and "/serviceaccounts/" in path else None
+        namespace.create_pool("policy", **POOL)
+        namespace.create_engine("rollout", **ENGINE)
+        eventually(lambda: namespace.names("deployments") == {"rollout"}, f"the Deployment; log:\n{operator.tail()}")
+        ready = eventually(
+            lambda: next((c for c in [condition(namespace.engine_status("rollout"), "Ready")] if c.get("reason") == "ApplyFailed"), None),
+            f"a condition that says so; log:\n{operator.tail()}",
+        )
+        assert "ServiceAccount rollout" in ready["message"]
+        assert namespace.names("serviceaccounts") == set()
+        proxy.decide = lambda method, path: None
+        eventually(lambda: settled(namespace, 0), f"all is well afterwards; log:\n{operator.tail()}", 60)
+
+
 def test_rights_that_are_taken_away_and_given_back(namespace: Namespace, proxy: FaultProxy, tmp_path: Path) -> None:
     """403 to everything but the Lease, reads and new watches, too; what is asked for meanwhile comes through the open watches."""
     with OperatorProcess(namespace.plane, namespace.name, tmp_path, kubeconfig=proxy.kubeconfig) as operator:

@@ -199,13 +199,31 @@ def test_an_engine_whose_pool_vanishes_serves_without_cache(namespace: Namespace
     eventually(lambda: not namespace.names("statefulsets"), "the pool's objects are collected", 120)
 
 
-def test_an_engine_may_come_before_its_pool(namespace: Namespace, operator: OperatorProcess) -> None:
+def test_an_engine_that_comes_shortly_before_its_pool_starts_its_pods_once(namespace: Namespace, operator: OperatorProcess) -> None:
     namespace.create_engine("rollout", **ENGINE)
-    eventually(lambda: condition(namespace.engine_status("rollout"), "PoolBound").get("status") == "False", "not bound")
+    waits = eventually(
+        lambda: next((c for c in [condition(namespace.engine_status("rollout"), "Ready")] if c.get("status") == "False"), None),
+        f"a condition; log:\n{operator.tail()}",
+    )
+    assert (waits["reason"], namespace.get(CHILDREN["deployments"], "rollout")) == ("WaitingForPool", None)
     namespace.create_pool("policy", **L1_AND_L2)
     eventually(
         lambda: condition(namespace.engine_status("rollout"), "PoolBound").get("status") == "True", f"bound; log:\n{operator.tail()}"
     )
+    deployment = eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout"), "made with its pool")
+    assert "kv-transfer-config" in json.dumps(deployment)
+    assert deployment["metadata"]["generation"] == 1, "it was made without the pool before"
+
+
+def test_an_engine_that_waited_long_enough_starts_without_its_pool(namespace: Namespace, operator: OperatorProcess) -> None:
+    namespace.create_engine("rollout", **ENGINE)
+    alone = eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout"), f"made alone; log:\n{operator.tail()}")
+    assert "kv-transfer-config" not in json.dumps(alone)
+    namespace.create_pool("policy", **L1_AND_L2)
+    eventually(
+        lambda: condition(namespace.engine_status("rollout"), "PoolBound").get("status") == "True", f"bound; log:\n{operator.tail()}"
+    )
+    eventually(lambda: "kv-transfer-config" in json.dumps(namespace.get(CHILDREN["deployments"], "rollout")), "made anew with its pool")
 
 
 def test_an_object_that_the_api_server_refuses_is_a_condition_not_a_crash(namespace: Namespace, operator: OperatorProcess) -> None:

@@ -36,7 +36,7 @@ def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     result.watching.server_timeout = 300  # an integer: the API server refuses "300.0"
     result.watching.client_timeout = 330.0
     result.watching.reconnect_backoff = 0.1
-    result.watching.chunk_size = 500
+    result.watching.chunk_size = 200
     result.queueing.exit_timeout = 0.5
     for resource in WATCHED:
         if resource not in PRIMARY:

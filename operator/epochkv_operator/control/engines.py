@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
 from epochkv_operator.api.base import ENGINE_LABEL
@@ -11,9 +12,9 @@ from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.observe import context_for, now, observe
 from epochkv_operator.control.reporter import Reporter, invalid_status
 from epochkv_operator.control.secrets import FenceSecrets
-from epochkv_operator.hub.service import HubService
+from epochkv_operator.hub.port import HubPort
 from epochkv_operator.kube.client import Json, KubeClient, NotFound
-from epochkv_operator.kube.resources import POOLS
+from epochkv_operator.kube.resources import DEPLOYMENTS, POOLS
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Store
 from epochkv_operator.kube.work_keys import Key, pool_of
@@ -24,6 +25,8 @@ from epochkv_operator.settings import Settings
 
 #: The pool wakes its engines when it has keys; this is for the case that it was not looked at yet.
 WAIT_FOR_KEYS_SECONDS = 1.0
+HOLD_SECONDS = 5.0
+"""For how long a new engine waits for its pool. Without one it starts alone, and starts again when the pool comes."""
 
 
 @dataclass(eq=False)
@@ -35,13 +38,15 @@ class EngineReconciler:
     executor: Executor
     reporter: Reporter
     secrets: FenceSecrets
-    hub: HubService
+    hub: HubPort
     client: KubeClient
     wake: Callable[[Key, float], None]
+    _new: dict[Key, float] = field(default_factory=dict)
 
     async def reconcile(self, key: Key) -> None:
         obj = self.store.get(key.kind, key.namespace, key.name)
         if obj is None:
+            self._new.pop(key, None)
             raise ObjectGone(f"{key} is gone")
         if obj["metadata"].get("deletionTimestamp"):
             return
@@ -58,7 +63,17 @@ class EngineReconciler:
         if pool is not None and pool.metadata.deletion_timestamp is None and not self.secrets.decided(pool.metadata.uid):
             await self._wait_for_keys(key, obj, engine, pool)
             return
+        if pool is None and name and (left := self._hold(key, engine)) > 0:
+            self.wake(key, left)
+            await self._report(key, obj, engine, None, _waits(key.namespace, name))
+            return
         await self._bring_about(key, obj, engine, pool)
+
+    def _hold(self, key: Key, engine: InferenceEngine) -> float:
+        """Seconds that an engine which has no pods yet may still wait for its pool."""
+        if self.store.get(DEPLOYMENTS.kind, key.namespace, engine.metadata.name) is not None:
+            return 0.0
+        return self._new.setdefault(key, time.monotonic()) + HOLD_SECONDS - time.monotonic()
 
     async def _wait_for_keys(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool) -> None:
         """The pool is being reconciled; without its keys the engine would start twice, or wait for a volume."""
@@ -103,6 +118,11 @@ class EngineReconciler:
             return engine_status(engine, pool, seen, newest.get("status") or {}, now())
 
         await self.reporter.report(obj, compute)
+
+
+def _waits(namespace: str, pool: str) -> Problem:
+    text = f"KVCachePool {namespace}/{pool} does not exist yet: pods start when it does, or without it {HOLD_SECONDS:g} s after the engine"
+    return Problem("WaitingForPool", text)
 
 
 def _not_ready(pool: KVCachePool, refusal: str) -> Problem:

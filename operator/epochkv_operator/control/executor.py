@@ -9,13 +9,25 @@ import structlog
 
 from epochkv_operator import metrics
 from epochkv_operator.kube.apply import Applier
-from epochkv_operator.kube.client import ApiError, Conflict, Forbidden, Invalid, Json, KubeClient, NotFound
+from epochkv_operator.kube.client import ApiError, Conflict, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import by_kind, identity
 from epochkv_operator.kube.store import Store
 from epochkv_operator.planning.context import Observed, Problem
 from epochkv_operator.planning.plan import Plan
 
 log = structlog.get_logger(__name__)
+
+
+MAX_SILENT = 2
+"""Requests without an answer until the API server counts as gone: each may take its whole deadline."""
+
+
+def _problem(name: str, error: ApiError, *, other: str, **reasons: str) -> Problem | None:
+    """What to tell the user; None for a conflict, which the next try ends."""
+    if isinstance(error, Conflict):
+        return None
+    reason = reasons.get(type(error).__name__, other)
+    return Problem(reason, f"{name}{error if reason == other else error.message}")
 
 
 class Executor:
@@ -29,15 +41,12 @@ class Executor:
     async def bring_about(self, about: str, seen: Observed, planned: Callable[[Observed], Plan]) -> tuple[Problem | None, ApiError | None]:
         """Plan, and do what the plan says, unless an object that it would make is there already and is somebody else's:
         an apply would take that over by force. Returns as `execute`.
-
-        Raises:
-            ApiError: something that another try may solve.
         """
         plan = planned(seen)
         try:
             strangers = await self._strangers(seen, plan)
-        except Forbidden as error:
-            return Problem("ReadForbidden", error.message), error
+        except ApiError as error:
+            return _problem("", error, Forbidden="ReadForbidden", other="ReadFailed"), error
         if strangers:
             plan = planned(replace(seen, children=(*seen.children, *strangers)))
         return (plan.problem, None) if plan.problem is not None else await self.execute(about, plan)
@@ -67,35 +76,35 @@ class Executor:
         self._applier.forget(kind, obj["metadata"]["namespace"], obj["metadata"]["name"])
 
     async def execute(self, about: str, plan: Plan) -> tuple[Problem | None, ApiError | None]:
-        """Do what the plan says.
+        """Do what the plan says. What fails for one object does not hold up the others.
 
-        Returns what to tell the user about objects that were refused, and the error to try again on once the user was told.
-        Rights and quotas change, and so does what admission refuses.
-
-        Raises:
-            ApiError: something that another try may solve.
+        Returns what to tell the user about objects that could not be written, and the error to try again on once the user was told.
+        Rights and quotas change, and so does what admission rejects.
         """
         problem: Problem | None = None
         again: ApiError | None = None
-        for desired in plan.apply:
-            live = self._live(desired)
+        silent = 0
+        for what, step in (*((obj, self._apply) for obj in plan.apply), *((obj, self._delete) for obj in plan.delete)):
             try:
-                answer = await self._applier.apply(desired, live)
-            except (Invalid, Forbidden) as error:
-                name = f"{desired['kind']} {desired['metadata']['name']}"
-                reason = "ApplyRefused" if isinstance(error, Invalid) else "ApplyForbidden"
-                problem = problem or Problem(reason, f"{name}: {error.message}")
+                await step(about, what)
+            except ApiError as error:
+                name = f"{what['kind']} {what['metadata']['name']}: "
+                problem = problem or _problem(name, error, Invalid="ApplyRefused", Forbidden="ApplyForbidden", other="ApplyFailed")
                 again = again or error
-                continue
-            if answer is None:
-                continue
-            self._store.upsert(desired["kind"], answer)
-            if live is None or answer["metadata"]["resourceVersion"] != live["metadata"]["resourceVersion"]:
-                verb = "created" if live is None else "updated"
-                log.info("child applied", object=about, child=f"{desired['kind']} {desired['metadata']['name']}", what=verb)
-        for child in plan.delete:
-            await self._delete(about, child)
+                silent += error.status == 0
+                if silent >= MAX_SILENT:
+                    break
         return problem, again
+
+    async def _apply(self, about: str, desired: Json) -> None:
+        live = self._live(desired)
+        answer = await self._applier.apply(desired, live)
+        if answer is None:
+            return
+        self._store.upsert(desired["kind"], answer)
+        if live is None or answer["metadata"]["resourceVersion"] != live["metadata"]["resourceVersion"]:
+            verb = "created" if live is None else "updated"
+            log.info("child applied", object=about, child=f"{desired['kind']} {desired['metadata']['name']}", what=verb)
 
     async def _delete(self, about: str, child: Json) -> None:
         metadata = child["metadata"]

@@ -15,8 +15,8 @@ from epochkv_operator.settings import Settings
 
 def observe(store: Store, namespace: str, label: str, value: str, hub: HubView | None = None, problem: Problem | None = None) -> Observed:
     """Everything in a namespace that carries a label of the operator."""
-    children = [obj for resource in CHILDREN for obj in store.labelled(resource.kind, namespace, label, value)]
-    return Observed(tuple(children), tuple(store.labelled(PODS.kind, namespace, label, value)), hub, problem)
+    children = [obj for resource in CHILDREN for obj in store.found(resource.kind, namespace, label, value)]
+    return Observed(tuple(children), tuple(store.found(PODS.kind, namespace, label, value)), hub, problem)
 
 
 def context_for(settings: Settings, keys: FenceKeys | None) -> Context:

@@ -18,7 +18,8 @@ from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.observe import context_for, now, observe
 from epochkv_operator.control.reporter import Reporter, invalid_status
 from epochkv_operator.control.secrets import FenceKeys, FenceSecrets, SecretConflict
-from epochkv_operator.hub.service import AcceptedKeys, HubService
+from epochkv_operator.hub.port import HubPort
+from epochkv_operator.hub.service import AcceptedKeys
 from epochkv_operator.kube.client import ApiError, Forbidden, Invalid, Json
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Store
@@ -43,7 +44,7 @@ class PoolReconciler:
     executor: Executor
     reporter: Reporter
     secrets: FenceSecrets
-    hub: HubService
+    hub: HubPort
     wake: Callable[[Key, float], None]
     _judged: dict[str, int] = field(default_factory=dict)
 

@@ -1,14 +1,15 @@
 """Whole LISTs of every kind, regularly: they heal edges that the watches lost, deletions in a gap above all.
 
 Everything is also listed again shortly after kopf listed something: kopf tells its handlers what exists, never what
-vanished while it was not watching.
+vanished while it was not watching. Each kind has its own moment in the period, so that their lists do not come together.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import structlog
 
@@ -21,15 +22,18 @@ AFTER_RELIST_SECONDS = 1.0
 RETRY_SECONDS = 2.0
 
 
+Listed = Callable[[Resource, list[Json], int, str | None, bool], Awaitable[None]]
+
+
 class Resync:
-    """Lists everything in time. `listed` takes (kind, objects, version of the list, scope); a scope is a namespace, or
-    None: all.
+    """Lists everything in time. `listed` takes (kind, objects, version of the list, scope, whether it is the first one); a scope is a
+    namespace, or None: all.
     """
 
     def __init__(
         self,
         client: KubeClient,
-        listed: Callable[[Resource, list[Json], int, str | None], None],
+        listed: Listed,
         scopes: tuple[str | None, ...],
         interval_seconds: float,
     ) -> None:
@@ -37,6 +41,7 @@ class Resync:
         self._listed = listed
         self._scopes = scopes
         self._interval_seconds = interval_seconds
+        self._began = time.monotonic()
         self._due: dict[Resource, float] = dict.fromkeys(WATCHED, 0.0)
         self._wakeup = asyncio.Event()
         self._problem: dict[Resource, str] = {}
@@ -91,11 +96,18 @@ class Resync:
                     log.info("listing works again", kind=resource.kind)
         return complete and min(self._due.values()) > time.monotonic()
 
+    def _next_due(self, resource: Resource) -> float:
+        """The kind's own moment in a period, half a period from now at the earliest."""
+        period = self._interval_seconds
+        own = self._began + period * WATCHED.index(resource) / len(WATCHED)
+        return own + period * math.ceil((time.monotonic() + period / 2 - own) / period)
+
     async def _list(self, resource: Resource) -> None:
-        self._due[resource] = time.monotonic() + self._interval_seconds  # first, so that a `soon` during the LIST is kept
+        first = resource not in self.listed_at
+        self._due[resource] = self._next_due(resource)  # now, so that a `soon` during the LIST is kept
         selector = "" if resource in PRIMARY else CHILD_SELECTOR
         for scope in self._scopes:
             objects, version = await self._client.list(resource, scope, selector)
-            self._listed(resource, objects, version, scope)
+            await self._listed(resource, objects, version, scope, first)
         self.listed_at[resource] = time.monotonic()
         metrics.LAST_LIST.labels(kind=resource.kind).set_to_current_time()

@@ -11,37 +11,40 @@ import asyncio
 import signal
 import time
 from collections.abc import Coroutine
-from functools import partial
 from typing import Any
 
 import structlog
 from kubernetes.aio.config import ConfigException
 
-from epochkv_fence.stores.mooncake import MooncakeAdmin
 from epochkv_operator import metrics
 from epochkv_operator.control import driver
 from epochkv_operator.control.engines import EngineReconciler
 from epochkv_operator.control.executor import Executor
+from epochkv_operator.control.leader import Leader
 from epochkv_operator.control.pools import PoolReconciler
 from epochkv_operator.control.reporter import Reporter
 from epochkv_operator.control.resync import Resync
 from epochkv_operator.control.secrets import FenceSecrets, SecretConflict, hub_keys
+from epochkv_operator.control.storm import Storm
 from epochkv_operator.control.worker import Worker
-from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed, HubService
-from epochkv_operator.hub.stores import master_urls
+from epochkv_operator.hub.port import HubPort
+from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed
 from epochkv_operator.kube.client import ApiError, Json, KubeClient
 from epochkv_operator.kube.events import EventRecorder
-from epochkv_operator.kube.lease import LeaseHolder, LeaseLost, new_identity
+from epochkv_operator.kube.lease import LeaseLost, new_identity
 from epochkv_operator.kube.queue import WorkQueue
 from epochkv_operator.kube.resources import CHILDREN, ENGINES, LEASES, POOLS, PRIMARY, Resource
 from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.kube.store import Store
-from epochkv_operator.kube.work_keys import Key, affected, engine_key, engines_of
+from epochkv_operator.kube.work_keys import Key, affected, engine_key, engines_of, indexed, key_of
+from epochkv_operator.lag import watch_lag
 from epochkv_operator.probes import Probes
 from epochkv_operator.settings import Settings
 
 log = structlog.get_logger(__name__)
 CANARY_SECONDS = 60.0
+BATCH = 100
+"""Objects of a list that are taken in before other work has its turn."""
 
 
 class Operator:
@@ -50,13 +53,14 @@ class Operator:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.identity = new_identity()
-        self.store = Store()
+        self.store = Store(indexed)
         self.queue: WorkQueue[Key] = WorkQueue()
+        self.storm = Storm(self.queue)
         self.probes = Probes()
         self._stop = asyncio.Event()
         self._tasks: dict[asyncio.Task[None], str] = {}
         self._canary_seen = 0.0
-        self._hub: HubService | None = None
+        self._leader: Leader | None = None
         self._resync: Resync | None = None
         self._executor: Executor | None = None
 
@@ -78,27 +82,28 @@ class Operator:
         self._add_probes()
         await self.probes.serve(self.settings.probe_bind, self.settings.metrics_bind)
         client = await KubeClient.connect()
-        settings = self.settings
-        lease = LeaseHolder(client, settings.namespace, settings.lease_name, self.identity, settings.lease_duration_seconds)
+        leader = self._leader = Leader(self.settings, self.identity, self.store, self._take, self._wake, self.storm.over)
+        client.may_not_write, client.wrote = leader.not_leading, self.storm.write
         try:
-            if not await self._unless_stopped(lease.acquire()):
+            if not await self._unless_stopped(leader.acquire()):
                 return 0
-            return await self._lead(client, lease)
+            return await self._lead(client, leader)
         finally:
-            await lease.release()
+            await leader.close()
             metrics.LEADER.set(0)
             await _cancel(list(self._tasks), 2.0)  # kopf: it writes nothing, so the Lease need not wait for it
             await self.probes.close()
             await client.close()
 
-    async def _lead(self, client: KubeClient, lease: LeaseHolder) -> int:
+    async def _lead(self, client: KubeClient, leader: Leader) -> int:
         """From the Lease on: returns the exit status."""
         metrics.LEADER.set(1)
-        self._start("lease", lease.hold())
+        self._start("lease", leader.hold())
+        self._start("lag", watch_lag("main"))
         resync = self._resync = Resync(client, self._listed, self.settings.scopes, self.settings.resync_seconds)
         kopf_task: asyncio.Task[None] | None = None
         try:
-            ready = self._prepare(client, lease, resync)
+            ready = self._prepare(client, leader, resync)
             if await self._unless_stopped(ready, *self._tasks):
                 started = asyncio.Event()
                 kopf_task = self._start("watches", driver.drive(self.observed, client, self.settings, started))
@@ -108,22 +113,20 @@ class Operator:
         finally:
             await self._end(kopf_task)
 
-    async def _prepare(self, client: KubeClient, lease: LeaseHolder, resync: Resync) -> None:
+    async def _prepare(self, client: KubeClient, leader: Leader, resync: Resync) -> None:
         statuses = StatusWriter(client, self.store, self._take)
         keys = await self._hub_keys(client)
         await resync.initial()
         self._canary_seen = time.monotonic()  # what the watches show from here on happened after this listing
-        stores = MooncakeAdmin(partial(master_urls, self.store))
-        hub = self._hub = HubService(self.settings.hub_bind, keys, lease, statuses, self._wake, stores)
-        await hub.start()
+        hub = await leader.serve(keys)
         events = EventRecorder(client, self.identity)
         executor = self._executor = Executor(client, self.store)
         reporter = Reporter(statuses, events)
         secrets = FenceSecrets(client, keys.public)
         pools = PoolReconciler(self.settings, self.store, executor, reporter, secrets, hub, self.queue.add_after)
         engines = EngineReconciler(self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after)
-        worker = Worker(self.queue, {POOLS.kind: pools.reconcile, ENGINES.kind: engines.reconcile})
-        self._start("hub", hub.run())
+        worker = Worker(self.queue, {POOLS.kind: pools.reconcile, ENGINES.kind: engines.reconcile}, self.storm)
+        self._start("hub", leader.watch_hub())
         self._start("resync", resync.run())
         self._start("events", events.run())
         for number in range(self.settings.workers):
@@ -156,36 +159,48 @@ class Operator:
             if resource in CHILDREN and self._executor is not None:
                 self._executor.forget(resource.kind, obj)
             return
-        if resource is POOLS and self._hub is not None:
+        if resource is POOLS and (hub := self._hub) is not None:
             # The fast path: an epoch that was asked for does not wait in the queue. Nor does it wait for the store, which may know
             # this state from the answer to a write.
-            self._hub.seen(obj)
+            hub.seen(obj)
         self._take(resource, obj)
+
+    @property
+    def _hub(self) -> HubPort | None:
+        return self._leader.port if self._leader is not None else None
 
     def _take(self, resource: Resource, obj: Json) -> None:
         """A state of an object, from a watch, a listing or an answer: if it is newer, remember it and look at what it affects."""
         if not self.store.upsert(resource.kind, obj):
             return
-        if resource is POOLS and self._hub is not None:
-            self._hub.seen(obj)
-        resetting = resource is POOLS and self._hub is not None and self._hub.resetting(obj["metadata"]["uid"])
+        resetting = False
+        if resource is POOLS and (hub := self._hub) is not None:
+            hub.seen(obj)
+            resetting = hub.resetting(obj["metadata"]["uid"])
         self._enqueue(resource, obj, OPEN_SECONDS if resetting else 0.0)
 
-    def _listed(self, resource: Resource, objects: list[Json], version: int, scope: str | None) -> None:
-        """A whole LIST: what it shows and what it does not show any more."""
-        for obj in objects:
+    async def _listed(self, resource: Resource, objects: list[Json], version: int, scope: str | None, first: bool) -> None:
+        """A whole LIST: what it shows and what it does not show any more. What was to be looked at anyway is, over the period."""
+        period = 0.0 if first else self.settings.resync_seconds / 2
+        for index, obj in enumerate(objects):
+            if index % BATCH == 0:
+                await asyncio.sleep(0)
             self._take(resource, obj)
             if resource in PRIMARY:
-                self._enqueue(resource, obj)
+                self._look(key_of(resource.kind, obj), period * index / len(objects))
+        await asyncio.sleep(0)
         for obj in self.store.replace(resource.kind, objects, version, scope):
             self._enqueue(resource, obj)
 
     def _enqueue(self, resource: Resource, obj: Json, delay_seconds: float = 0.0) -> None:
         for key in affected(self.store, resource.kind, obj):
-            if delay_seconds:  # the hub is at it, and wakes the key when it is through: do not write in between
-                self.queue.add_after(key, delay_seconds)
-            else:
-                self.queue.add(key)
+            self._look(key, delay_seconds)  # the hub is at it, and wakes the key when it is through: do not write in between
+
+    def _look(self, key: Key, delay_seconds: float) -> None:
+        if delay_seconds:
+            self.queue.add_after(key, delay_seconds)
+        else:
+            self.queue.add(key)
 
     def _wake(self, pool: Key, delay_seconds: float) -> None:
         """The hub has news about a pool; its engines report epochs, too."""
@@ -232,9 +247,8 @@ class Operator:
     async def _end(self, kopf_task: asyncio.Task[None] | None) -> None:
         await _cancel([task for task in self._tasks if task is not kopf_task], 3.0)
         self.queue.close()
-        if self._hub is not None:
-            await self._hub.close()
-            self._hub = None
+        if self._leader is not None:
+            await self._leader.close_hub()
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -259,15 +273,18 @@ class Operator:
             )
 
         def leading() -> str | None:
-            return None if self._hub is not None and self._hub.listening else "standing by: the hub is not bound here"
+            return None if self._leader is not None and self._leader.listening else "standing by: the hub is not bound here"
 
         def gauges() -> None:
             metrics.QUEUE_DEPTH.set(len(self.queue))
             metrics.QUEUE_OLDEST.set(self.queue.oldest_age_seconds())
-            if self._hub is not None:
-                self._hub.export_metrics()
+            if (hub := self._hub) is not None:
+                hub.export_metrics()
 
-        self.probes.live = {"queue": queue_age, "lists": lists, "watches": canary}
+        def hub_loop() -> str | None:
+            return self._leader.hung() if self._leader is not None else None
+
+        self.probes.live = {"queue": queue_age, "lists": lists, "watches": canary, "hub": hub_loop}
         self.probes.ready = {"leading": leading}
         self.probes.before_metrics = gauges
 

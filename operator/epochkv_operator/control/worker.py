@@ -5,20 +5,23 @@ each with a deadline.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, Mapping
 
 import structlog
 
 from epochkv_operator import metrics
+from epochkv_operator.control.storm import Storm
 from epochkv_operator.kube.client import ApiError, Conflict, Unavailable
 from epochkv_operator.kube.queue import WorkQueue
+from epochkv_operator.kube.resources import POOLS
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.work_keys import Key
 
 log = structlog.get_logger(__name__)
 DEADLINE_SECONDS = 60.0
-#: A healthy object is looked at again after this long: a deleted Secret has no watch that would tell.
-RECHECK_SECONDS = 60.0
+#: A healthy object of these kinds is looked at again after about this long: a deleted Secret has no watch that would tell.
+RECHECK_SECONDS = {POOLS.kind: 60.0}
 
 Reconcile = Callable[[Key], Awaitable[None]]
 
@@ -26,14 +29,16 @@ Reconcile = Callable[[Key], Awaitable[None]]
 class Worker:
     """Serves keys of several kinds. Several workers may share one queue: call `run` several times."""
 
-    def __init__(self, queue: WorkQueue[Key], reconcilers: Mapping[str, Reconcile]) -> None:
+    def __init__(self, queue: WorkQueue[Key], reconcilers: Mapping[str, Reconcile], storm: Storm) -> None:
         self._queue = queue
+        self._storm = storm
         self._reconcilers = reconcilers
         self._problems: dict[Key, str] = {}
 
     async def run(self) -> None:
         while True:
             key = await self._queue.get()
+            await asyncio.sleep(0)  # a key that needs no request never waits: others have their turn in between
             try:
                 async with asyncio.timeout(DEADLINE_SECONDS):
                     await self._reconcilers[key.kind](key)
@@ -45,9 +50,11 @@ class Worker:
                 self._failed(key, error)
             else:
                 self._served(key, "ok")
-                self._queue.add_after(key, RECHECK_SECONDS)
+                if key.kind in RECHECK_SECONDS:
+                    self._queue.add_after(key, RECHECK_SECONDS[key.kind] * random.uniform(0.8, 1.2))
 
     def _served(self, key: Key, result: str) -> None:
+        self._storm.served(key)
         if self._problems.pop(key, None):
             log.info("reconciling works again", object=str(key))
         metrics.RECONCILE_SECONDS.labels(kind=key.kind).observe(self._queue.done(key))
@@ -57,6 +64,8 @@ class Worker:
         """Back off. One log line per problem, not per attempt; a conflict is no problem at all."""
         at_least = error.retry_after_seconds or 0.0 if isinstance(error, Unavailable) else 0.0
         delay = self._queue.retry(key, at_least)
+        if isinstance(error, Unavailable | TimeoutError):
+            self._storm.waits(key)
         metrics.RECONCILES.labels(kind=key.kind, result="conflict" if isinstance(error, Conflict) else "error").inc()
         problem = f"{type(error).__name__}: {error}"
         if isinstance(error, Conflict) or self._problems.get(key) == problem:

@@ -61,7 +61,9 @@ class HubFailed(Exception):
 
 
 class HubService:
-    """One HubServer. `wake` is called with (key, delay in seconds) when a pool's status may have to be written."""
+    """One HubServer. `wake` is called with (key, delay in seconds) when a pool's status may have to be written, `forgotten` with the uid
+    of a pool that is served no more.
+    """
 
     def __init__(
         self,
@@ -71,9 +73,11 @@ class HubService:
         statuses: StatusWriter,
         wake: Callable[[Key, float], None],
         stores: StoreAdmin,
+        forgotten: Callable[[str], None] = lambda uid: None,
     ) -> None:
         self._lease = lease
         self._wake = wake
+        self._forgotten = forgotten
         self._authority = KubernetesAuthority(lease, statuses)
         self._deposed = asyncio.Event()
         self._server = HubServer(bind, keys, self._authority, on_change=self._changed, on_step_down=self._deposed.set, stores=stores)
@@ -221,6 +225,7 @@ class HubService:
     def _remove(self, uid: str) -> None:
         self._server.remove_pool(uid)
         self._authority.unregister(uid)
+        self._forgotten(uid)
         del self._served[uid]
 
     def _changed(self, uid: str) -> None:

@@ -24,7 +24,7 @@ def master_urls(store: Store, pool_uid: str) -> list[str]:
     wanted = component_selector(name, "master")
     pods = [
         pod
-        for pod in store.labelled(PODS.kind, namespace, POOL_LABEL, name)
+        for pod in store.found(PODS.kind, namespace, POOL_LABEL, name)
         if wanted.items() <= pod["metadata"]["labels"].items() and pod["metadata"].get("deletionTimestamp") is None
     ]
     addresses = [address for pod in sorted(pods, key=_rank) if (address := _address(pod))]

@@ -40,7 +40,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, cast
 from urllib.parse import urlencode
 
@@ -59,7 +59,7 @@ APPLY_PATCH = "application/apply-patch+yaml"
 JSON_PATCH = "application/json-patch+json"
 UNTYPED = "failed to create typed patch object"
 """How the API server answers, with 500, to an apply of a field that the schema does not have."""
-LIST_CHUNK = 500
+LIST_CHUNK = 200
 
 
 class ApiError(Exception):
@@ -137,6 +137,10 @@ class KubeClient:
 
     def __init__(self, configuration: Any, deadline_seconds: float = 10.0) -> None:
         self.configuration = configuration
+        self.may_not_write: Callable[[], str | None] = lambda: None
+        """Why nothing may be written now, or None. Asked before each write is sent."""
+        self.wrote: Callable[[bool], None] = lambda answered: None
+        """Told of each write whether the API server answered it, with whatever but an error of its own."""
         self.deadline_seconds = deadline_seconds
         self._api = kubernetes_client.ApiClient(configuration)
         self._api.user_agent = MANAGED_BY
@@ -179,9 +183,34 @@ class KubeClient:
         deadline_seconds: float | None = None,
     ) -> Json:
         """One call, one answer, within a deadline (seconds)."""
+        sent = self._send(verb, path, query, body, content_type, deadline_seconds or self.deadline_seconds)
+        if verb == "GET":
+            return await sent
+        if (reason := self.may_not_write()) is not None:
+            sent.close()
+            raise Unavailable(0, "NotLeading", reason, f"{verb} {path}")
+        try:
+            answer = await sent
+        except Unavailable:
+            self.wrote(False)
+            raise
+        except ApiError:
+            self.wrote(True)
+            raise
+        self.wrote(True)
+        return answer
+
+    async def _send(
+        self,
+        verb: str,
+        path: str,
+        query: Mapping[str, str] | None,
+        body: Json | list[Json] | None,
+        content_type: str,
+        seconds: float,
+    ) -> Json:
         request = f"{verb} {path}"
         headers = {"Accept": "application/json", "Content-Type": content_type, "User-Agent": MANAGED_BY}
-        seconds = deadline_seconds or self.deadline_seconds
         try:
             async with asyncio.timeout(seconds):
                 await self._api.update_params_for_auth(headers, [], ["BearerToken"], path, verb, body)

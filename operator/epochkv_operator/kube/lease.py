@@ -12,6 +12,7 @@ import asyncio
 import socket
 import time
 import uuid
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -57,6 +58,8 @@ class LeaseHolder:
         self.deadline_seconds = duration_seconds * 2 / 3
         self.term: LeaseTerm | None = None
         self.renewed_at = 0.0
+        self.recovered: Callable[[], None] = lambda: None
+        """Called when the Lease was renewed after a try that failed."""
         self._client = client
         self._lease: Json = {}
         self._seen: tuple[str, float] = ("", 0.0)  # version of a foreign record, and when it was first seen
@@ -101,6 +104,8 @@ class LeaseHolder:
                     raise LeaseLost(f"Lease {lease} could not be renewed for {seconds:g} s: {error}")
                 try:
                     await self._renew(min(remaining, self.renew_seconds))
+                    if error is not None:
+                        self.recovered()
                     break
                 except ApiError as failure:
                     error = failure

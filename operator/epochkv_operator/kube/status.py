@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from epochkv_operator import metrics
 from epochkv_operator.kube.client import Conflict, Invalid, Json, KubeClient, NotFound, Unavailable
 from epochkv_operator.kube.resources import ObjectRef, Resource
-from epochkv_operator.kube.store import Store, resource_version
+from epochkv_operator.kube.store import resource_version
 
 DEADLINE_SECONDS = 10.0
 #: Status fields to merge in, from the object as it is, or None: leave it alone.
@@ -25,6 +26,14 @@ class ObjectGone(Exception):
     """The object was deleted, or a namesake with another uid stands in its place."""
 
 
+class Known(Protocol):
+    """The newest states that are known; `store.Store` is one."""
+
+    def by_uid(self, kind: str, uid: str) -> Json | None: ...
+
+    def upsert(self, kind: str, obj: Json) -> object: ...
+
+
 class StatusWriter:
     """Writes statuses of objects that the store knows.
 
@@ -32,7 +41,7 @@ class StatusWriter:
     bring it, it is no news any more.
     """
 
-    def __init__(self, client: KubeClient, store: Store, news: Callable[[Resource, Json], object]) -> None:
+    def __init__(self, client: KubeClient, store: Known, news: Callable[[Resource, Json], object]) -> None:
         self._client = client
         self._news = news
         self._store = store

@@ -1,4 +1,4 @@
-"""What the cluster looked like when last heard of: every watched object, by kind and uid.
+"""What the cluster looked like when last heard of: every watched object, by kind and uid, and by all that is asked for.
 
 Fed by watch events and by whole LISTs, which may overtake each other, so both carry a resourceVersion and the newer
 one wins; deletions leave a tombstone for a while, or a slow LIST would bring the object back. Decisions that need
@@ -8,10 +8,12 @@ one wins; deletions leave a tombstone for a while, or a slow LIST would bring th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 Json = dict[str, Any]
+POD = "Pod"
 TOMBSTONE_SECONDS = 600.0
 
 
@@ -19,9 +21,9 @@ def resource_version(obj: Json) -> int:
     return int(obj["metadata"].get("resourceVersion") or 0)
 
 
-def slim(obj: Json) -> Json:
-    """The object without managedFields (most of its bytes), except one fact: whether an autoscaler owns the replica
-    count.
+def slim(kind: str, obj: Json) -> Json:
+    """The object without what nobody asks for: managedFields (most of its bytes), except one fact, whether an autoscaler owns the replica
+    count; and the spec of a pod, of which there are many.
     """
     metadata = dict(obj["metadata"])
     fields = metadata.pop("managedFields", None) or []
@@ -29,19 +31,34 @@ def slim(obj: Json) -> Json:
         entry.get("subresource") == "scale" and "f:replicas" in (entry.get("fieldsV1") or {}).get("f:spec", {}) for entry in fields
     )
     slimmed = {**obj, "metadata": metadata}
+    if kind == POD:
+        slimmed.pop("spec", None)
     if scaled:
         slimmed["x-scaled-by-others"] = True
     return slimmed
 
 
-class Store:
-    """Objects by (kind, uid), with a lookup by (kind, namespace, name). Callers must not change what they are given."""
+Group = tuple[str, str, str, str]
+"""Kind, namespace, name of an index, value."""
+Indexer = Callable[[str, Json], Iterable[tuple[str, str]]]
+"""Under which (index, value) an object of a kind is looked up."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+
+class Store:
+    """Objects by (kind, uid), by (kind, namespace, name), and by what `indexer` says of them.
+
+    A lookup costs what it finds, whatever else there is. Callers must not change what they are given.
+    One thread owns it and changes it. Others may look up.
+    """
+
+    def __init__(self, indexer: Indexer, clock: Callable[[], float] = time.monotonic) -> None:
+        self._indexer = indexer
         self._clock = clock
         self._objects: dict[str, dict[str, Json]] = {}
         self._names: dict[tuple[str, str, str], str] = {}
-        self._tombstones: dict[str, tuple[float, int]] = {}
+        self._groups: dict[Group, dict[str, None]] = {}
+        self._grouped: dict[str, tuple[Group, ...]] = {}
+        self._tombstones: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
     def upsert(self, kind: str, obj: Json) -> bool:
         """Take a state of an object in. False when it is not newer than what is known."""
@@ -53,8 +70,9 @@ class Store:
         known = self._objects.setdefault(kind, {}).get(uid)
         if known is not None and resource_version(known) >= version:
             return False
-        self._objects[kind][uid] = slim(obj)
+        self._objects[kind][uid] = slim(kind, obj)
         self._index(kind, metadata, uid)
+        self._regroup(uid, ((kind, metadata.get("namespace", ""), *entry) for entry in self._indexer(kind, obj)))
         return True
 
     def remove(self, kind: str, obj: Json) -> bool:
@@ -86,16 +104,24 @@ class Store:
     def by_uid(self, kind: str, uid: str) -> Json | None:
         return self._objects.get(kind, {}).get(uid)
 
-    def all(self, kind: str) -> Iterator[Json]:
-        yield from list(self._objects.get(kind, {}).values())
+    def found(self, kind: str, namespace: str, index: str, value: str) -> list[Json]:
+        """Objects of one namespace that the indexer puts under this value."""
+        objects = self._objects.get(kind, {})
+        uids = tuple(self._groups.get((kind, namespace, index, value), ()))  # at once: another thread may ask
+        return [obj for obj in map(objects.get, uids) if obj is not None]
 
-    def labelled(self, kind: str, namespace: str, label: str, value: str) -> list[Json]:
-        """Objects of one namespace with this label value."""
-        return [
-            obj
-            for obj in self.all(kind)
-            if obj["metadata"].get("namespace") == namespace and (obj["metadata"].get("labels") or {}).get(label) == value
-        ]
+    def _regroup(self, uid: str, groups: Iterable[Group]) -> None:
+        """The object is found under these values from now on, and under no other."""
+        for group in self._grouped.pop(uid, ()):
+            members = self._groups[group]
+            del members[uid]
+            if not members:
+                del self._groups[group]
+        now = tuple(groups)
+        for group in now:
+            self._groups.setdefault(group, {})[uid] = None
+        if now:
+            self._grouped[uid] = now
 
     def _index(self, kind: str, metadata: Json, uid: str) -> None:
         name = (kind, metadata.get("namespace", ""), metadata["name"])
@@ -107,11 +133,13 @@ class Store:
     def _drop(self, kind: str, uid: str, version: int) -> bool:
         now = self._clock()
         self._tombstones[uid] = (now, version)
-        for old in [u for u, (at, _) in self._tombstones.items() if now - at > TOMBSTONE_SECONDS]:
-            del self._tombstones[old]
+        self._tombstones.move_to_end(uid)  # the oldest one is the first
+        while now - next(iter(self._tombstones.values()))[0] > TOMBSTONE_SECONDS:
+            self._tombstones.popitem(last=False)
         obj = self._objects.get(kind, {}).pop(uid, None)
         if obj is None:
             return False
+        self._regroup(uid, ())
         name = (kind, obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
         if self._names.get(name) == uid:
             del self._names[name]

@@ -1,15 +1,19 @@
-"""Which object has to be looked at when another one changes."""
+"""Which object has to be looked at when another one changes, and what objects are looked up by."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
 from epochkv_operator.kube.resources import ENGINES, POOLS
 from epochkv_operator.kube.store import Store
 
 Json = dict[str, Any]
+
+
+BY_POOL: Final = "spec.poolRef.name"
+"""Index of engines."""
 
 
 class Key(NamedTuple):
@@ -31,15 +35,30 @@ def engine_key(namespace: str, name: str) -> Key:
     return Key(ENGINES.kind, namespace, name)
 
 
+def key_of(kind: str, obj: Json) -> Key:
+    """The key of a pool or an engine itself."""
+    return Key(kind, obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
+
+
 def pool_of(engine: Json) -> str | None:
     """Name of the pool an engine refers to."""
     name = (engine.get("spec", {}).get("poolRef") or {}).get("name")
     return str(name) if name else None
 
 
+def indexed(kind: str, obj: Json) -> Iterator[tuple[str, str]]:
+    """`store.Indexer`: children and pods by the operator's labels, engines by their pool."""
+    if kind == ENGINES.kind:
+        if (pool := pool_of(obj)) is not None:
+            yield BY_POOL, pool
+        return
+    labels = obj["metadata"].get("labels") or {}
+    yield from ((label, labels[label]) for label in (POOL_LABEL, ENGINE_LABEL) if labels.get(label))
+
+
 def engines_of(store: Store, namespace: str, pool: str) -> list[Json]:
     """Engines that refer to a pool, whether or not it exists."""
-    return [engine for engine in store.all(ENGINES.kind) if engine["metadata"]["namespace"] == namespace and pool_of(engine) == pool]
+    return store.found(ENGINES.kind, namespace, BY_POOL, pool)
 
 
 def affected(store: Store, kind: str, obj: Json) -> Iterator[Key]:

@@ -98,12 +98,12 @@ def _owned_object(kind: str, name: str, owner: KVCachePool | InferenceEngine, la
             "name": name,
             "namespace": owner.metadata.namespace,
             "labels": labels,
-            "annotations": {VERSION_ANNOTATION: context.operator_version},
             "ownerReferences": [controller],
         },
         **body,
     }
-    obj["metadata"]["annotations"][HASH_ANNOTATION] = digest(obj)
+    # The version says who applied last, and is no reason to apply: an upgrade touches nothing that it builds as before.
+    obj["metadata"]["annotations"] = {HASH_ANNOTATION: digest(obj), VERSION_ANNOTATION: context.operator_version}
     return obj
 
 

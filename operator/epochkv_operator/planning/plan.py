@@ -12,7 +12,7 @@ from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning.context import Context, Json, Observed, Problem
 from epochkv_operator.planning.engine import desired_engine
 from epochkv_operator.planning.merge import InvalidTemplate
-from epochkv_operator.planning.names import CHILD_KINDS, HASH_ANNOTATION, controller_of
+from epochkv_operator.planning.names import CHILD_KINDS, HASH_ANNOTATION, VERSION_ANNOTATION, controller_of
 from epochkv_operator.planning.pool import desired_pool
 
 _ITEM_KEYS: Final = ("name", "mountPath", "containerPort", "uid", "ip")
@@ -108,7 +108,9 @@ def difference(desired: Json, live: Json) -> str | None:
     if annotation != desired["metadata"]["annotations"][HASH_ANNOTATION]:
         return "what the operator wants has changed"
     # Items of a list come without apiVersion and kind, and the caller has matched those already.
-    wanted = {key: value for key, value in desired.items() if key not in ("apiVersion", "kind")}
+    annotations = {key: value for key, value in desired["metadata"]["annotations"].items() if key != VERSION_ANNOTATION}
+    metadata = {**desired["metadata"], "annotations": annotations}
+    wanted = {key: value for key, value in desired.items() if key not in ("apiVersion", "kind")} | {"metadata": metadata}
     found = _differs(wanted, live, "")
     return f"{found[1:]} was changed by somebody else" if found is not None else None
 

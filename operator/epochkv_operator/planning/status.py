@@ -162,7 +162,7 @@ def _kept(found: Sequence[Json], previous: Json, kinds: Sequence[str]) -> list[J
 
     def keep(condition: Json) -> Json:
         before = known.get(condition["type"])
-        if before is None:
+        if before is None or before["reason"] == "PoolNotFound":  # there is one now, or this says the same
             return condition
         same = (before["status"], before["reason"]) == (condition["status"], condition["reason"])
         return {**before, "observedGeneration": condition["observedGeneration"]} if same or condition["type"] in kinds else condition

@@ -92,7 +92,7 @@ def workload_reasons() -> set[str]:
     return {text for node in found if (text := text_of(node)) is not None and REASON.fullmatch(text)}
 
 
-PROBLEMS = {"SecretConflict", "SecretRefused", "PoolNotReady"}
+PROBLEMS = {"SecretConflict", "SecretRefused", "PoolNotReady", "WaitingForPool"}
 """Reasons of `Ready` that `control` finds."""
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import product
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epochkv_operator.api.base import POOL_LABEL
 from epochkv_operator.kube.apply import project
 from epochkv_operator.kube.queue import WorkQueue
 from epochkv_operator.kube.store import Store, slim
+from epochkv_operator.kube.work_keys import engine_key, engines_of, indexed
 
 
 class Clock:
@@ -102,7 +105,7 @@ def test_the_oldest_age_counts_keys_in_work_and_not_those_in_backoff() -> None:
 
 
 def test_an_older_state_never_replaces_a_newer_one() -> None:
-    store = Store()
+    store = Store(indexed)
     assert store.upsert("Pod", obj("p", "u1", 7))
     assert not store.upsert("Pod", obj("p", "u1", 6))
     assert not store.upsert("Pod", obj("p", "u1", 7))
@@ -110,7 +113,7 @@ def test_an_older_state_never_replaces_a_newer_one() -> None:
 
 
 def test_a_list_removes_what_vanished_but_not_what_is_newer_than_it() -> None:
-    store = Store()
+    store = Store(indexed)
     store.upsert("Pod", obj("gone", "u1", 3))
     store.upsert("Pod", obj("kept", "u2", 4))
     store.upsert("Pod", obj("newer", "u3", 12))
@@ -121,7 +124,7 @@ def test_a_list_removes_what_vanished_but_not_what_is_newer_than_it() -> None:
 
 
 def test_a_list_of_one_namespace_leaves_the_others_alone() -> None:
-    store = Store()
+    store = Store(indexed)
     store.upsert("Pod", obj("p", "u1", 3, "a"))
     store.upsert("Pod", obj("p", "u2", 3, "b"))
     store.replace("Pod", [], 10, "a")
@@ -130,7 +133,7 @@ def test_a_list_of_one_namespace_leaves_the_others_alone() -> None:
 
 
 def test_a_slow_list_does_not_bring_a_deleted_object_back() -> None:
-    store = Store()
+    store = Store(indexed)
     store.upsert("Pod", obj("p", "u1", 3))
     store.remove("Pod", obj("p", "u1", 8))
     store.replace("Pod", [obj("p", "u1", 3)], 7)
@@ -138,7 +141,7 @@ def test_a_slow_list_does_not_bring_a_deleted_object_back() -> None:
 
 
 def test_a_late_event_of_a_deleted_namesake_does_not_hide_the_new_object() -> None:
-    store = Store()
+    store = Store(indexed)
     store.upsert("Pod", obj("p", "new", 20))
     store.upsert("Pod", obj("p", "old", 9))
     assert store.get("Pod", "a", "p") == obj("p", "new", 20)
@@ -149,7 +152,7 @@ def test_a_late_event_of_a_deleted_namesake_does_not_hide_the_new_object() -> No
 @given(st.permutations(range(1, 8)), st.integers(0, 7))
 def test_any_order_of_events_ends_at_the_newest_state(order: list[int], deleted_at: int) -> None:
     """Versions 1..7 of one object in any order; version `deleted_at` (if any) and all later ones are a deletion at that version."""
-    store = Store()
+    store = Store(indexed)
     for version in order:
         if version == deleted_at:
             store.remove("Pod", obj("p", "u", version))
@@ -159,14 +162,65 @@ def test_any_order_of_events_ends_at_the_newest_state(order: list[int], deleted_
     assert store.get("Pod", "a", "p") == expected
 
 
+Step = tuple[str, str, str | None, str]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["u1", "u2", "u3"]), st.sampled_from(["a", "b"]), st.sampled_from([None, "x", "y"]), st.sampled_from("sdl")
+        )
+    )
+)
+def test_what_is_looked_up_is_what_a_look_at_everything_finds(steps: list[Step]) -> None:
+    """Objects whose label changes, that move, vanish and come back: seen, deleted or listed."""
+    store, there = Store(indexed), {}
+    for version, (uid, namespace, pool, how) in enumerate(steps, 1):
+        body = obj(uid, uid + namespace, version, namespace)
+        body["metadata"]["labels"] = {POOL_LABEL: pool} if pool else {}
+        if how == "d":
+            store.remove("Pod", body)
+            there.pop(body["metadata"]["uid"], None)
+        elif how == "s":
+            store.upsert("Pod", body)
+            there[body["metadata"]["uid"]] = body
+        else:
+            store.replace("Pod", [body], version, namespace)
+            there = {key: other for key, other in there.items() if other["metadata"]["namespace"] != namespace}
+            there[body["metadata"]["uid"]] = body
+        for place, value in product("ab", "xy"):
+            found = {item["metadata"]["uid"] for item in store.found("Pod", place, POOL_LABEL, value)}
+            assert found == {
+                key
+                for key, item in there.items()
+                if item["metadata"]["namespace"] == place and item["metadata"]["labels"].get(POOL_LABEL) == value
+            }
+
+
+def test_engines_are_found_by_the_pool_that_they_refer_to_now() -> None:
+    store = Store(indexed)
+    for version, pool in enumerate(("p", "q", "q"), 1):
+        store.upsert("InferenceEngine", {**obj("e", "u1", version), "spec": {"poolRef": {"name": pool}}})
+    store.upsert("InferenceEngine", {**obj("f", "u2", 9), "spec": {}})
+    assert engines_of(store, "a", "p") == []
+    assert [engine_key("a", item["metadata"]["name"]) for item in engines_of(store, "a", "q")] == [engine_key("a", "e")]
+    assert engines_of(store, "b", "q") == []
+
+
 def test_managed_fields_are_dropped_but_an_autoscalers_claim_is_remembered() -> None:
     body = obj("d", "u", 1)
     body["metadata"]["managedFields"] = [
         {"manager": "kube-controller-manager", "subresource": "scale", "fieldsV1": {"f:spec": {"f:replicas": {}}}}
     ]
-    assert slim(body) == {**obj("d", "u", 1), "x-scaled-by-others": True}
+    assert slim("Deployment", body) == {**obj("d", "u", 1), "x-scaled-by-others": True}
     body["metadata"]["managedFields"] = [{"manager": "epochkv-operator", "fieldsV1": {"f:spec": {"f:replicas": {}}}}]
-    assert slim(body) == obj("d", "u", 1)
+    assert slim("Deployment", body) == obj("d", "u", 1)
+
+
+def test_of_a_pod_no_spec_is_kept() -> None:
+    body = {**obj("p", "u", 1), "spec": {"containers": []}, "status": {"phase": "Running"}}
+    assert slim("Pod", body) == {**obj("p", "u", 1), "status": {"phase": "Running"}}
+    assert slim("Deployment", body)["spec"] == {"containers": []}
 
 
 def test_projection_sees_our_paths_only() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from epochkv_operator.hub.stores import master_urls
 from epochkv_operator.kube.store import Store
+from epochkv_operator.kube.work_keys import indexed
 
 Json = dict[str, Any]
 MOONCAKE = {"distributed": {"mooncake": {"store": {"segmentSize": "1Gi"}}}}
@@ -25,7 +26,7 @@ def pod(name: str, address: str | None, *, ready: bool = True, of: str = "policy
 
 
 def urls(spec: Json, *pods: Json) -> list[str]:
-    store = Store()
+    store = Store(indexed)
     store.upsert("KVCachePool", pool(spec))
     for item in pods:
         store.upsert("Pod", item)
@@ -60,4 +61,4 @@ def test_a_store_of_somebody_else_is_never_named(spec: Json) -> None:
 
 
 def test_a_pool_that_is_gone_has_none() -> None:
-    assert master_urls(Store(), "uid-policy") == []
+    assert master_urls(Store(indexed), "uid-policy") == []

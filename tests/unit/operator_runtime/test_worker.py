@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
 from epochkv_operator.control import worker as module
+from epochkv_operator.control.storm import OUTAGE_WRITES, Storm
 from epochkv_operator.control.worker import Worker
-from epochkv_operator.kube.client import Invalid
+from epochkv_operator.kube.client import Invalid, Unavailable
 from epochkv_operator.kube.queue import WorkQueue
 from epochkv_operator.kube.status import ObjectGone
-from epochkv_operator.kube.work_keys import Key, engine_key
+from epochkv_operator.kube.work_keys import Key, engine_key, pool_key
 
-HEALTHY, GONE, BROKEN = (engine_key("default", name) for name in ("healthy", "gone", "broken"))
+HEALTHY, GONE, BROKEN = (pool_key("default", name) for name in ("healthy", "gone", "broken"))
 
 
 async def serve_until_quiet(seen: Counter[Key]) -> None:
@@ -32,7 +34,7 @@ async def serve_until_quiet(seen: Counter[Key]) -> None:
             raise Invalid(422, "Invalid", "not yet", "PATCH")
 
     queue: WorkQueue[Key] = WorkQueue()
-    task = asyncio.create_task(Worker(queue, {HEALTHY.kind: reconcile}).run())
+    task = asyncio.create_task(Worker(queue, {HEALTHY.kind: reconcile}, Storm(queue)).run())
     for key in (GONE, BROKEN, HEALTHY):
         queue.add(key)
     try:
@@ -47,9 +49,82 @@ async def serve_until_quiet(seen: Counter[Key]) -> None:
 
 def test_healthy_objects_are_rechecked_failed_ones_tried_again_and_gone_ones_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that stayed for ever after its object would make the operator slower with every engine that comes and goes."""
-    monkeypatch.setattr(module, "RECHECK_SECONDS", 0.2)
+    monkeypatch.setattr(module, "RECHECK_SECONDS", {HEALTHY.kind: 0.2})
     seen: Counter[Key] = Counter()
     asyncio.run(serve_until_quiet(seen))
     assert seen[HEALTHY] == 4
     assert seen[GONE] == 1
     assert seen[BROKEN] >= 3
+
+
+def test_keys_that_need_no_request_leave_others_their_turn() -> None:
+    """A thousand of them in a row: whoever shares the loop is served in between."""
+    served, seen = [], []
+
+    async def reconcile(key: Key) -> None:
+        served.append(key)
+
+    async def other() -> None:
+        while len(served) < 1000:
+            seen.append(len(served))
+            await asyncio.sleep(0)
+
+    async def scenario() -> None:
+        queue: WorkQueue[Key] = WorkQueue()
+        worker = Worker(queue, {engine_key("a", "b").kind: reconcile}, Storm(queue))
+        for number in range(1000):
+            queue.add(engine_key("a", str(number)))
+        workers = [asyncio.create_task(worker.run()) for _ in range(4)]
+        async with asyncio.timeout(20):
+            await other()
+        for task in workers:
+            task.cancel()
+
+    asyncio.run(scenario())
+    assert max(after - before for before, after in pairwise(seen)) <= 4
+
+
+def test_when_an_outage_is_over_nobody_waits_out_a_backoff() -> None:
+    """Eight tries are behind the key, so the next one would come after a quarter of a minute."""
+    tries: list[float] = []
+
+    async def reconcile(key: Key) -> None:
+        tries.append(asyncio.get_running_loop().time())
+        storm.write(len(tries) > 8)
+        if len(tries) <= 8:
+            raise Unavailable(503, "ServiceUnavailable", "not now", "PATCH")
+        done.set()
+
+    async def scenario() -> None:
+        worker = asyncio.create_task(Worker(queue, {HEALTHY.kind: reconcile}, storm).run())
+        queue.add(HEALTHY)
+        async with asyncio.timeout(60):
+            while len(tries) < 8:
+                queue.add(HEALTHY)  # as events of its objects would
+                await asyncio.sleep(0.01)
+            storm.write(True)  # somebody else's
+            began = asyncio.get_running_loop().time()
+            await done.wait()
+        worker.cancel()
+        queue.close()
+        assert tries[-1] - began < 10
+
+    queue: WorkQueue[Key] = WorkQueue()
+    storm, done = Storm(queue), asyncio.Event()
+    asyncio.run(scenario())
+
+
+def test_a_few_failed_writes_are_no_outage() -> None:
+    async def scenario() -> int:
+        queue: WorkQueue[Key] = WorkQueue()
+        storm = Storm(queue)
+        storm.waits(HEALTHY)
+        for _ in range(OUTAGE_WRITES - 1):
+            storm.write(False)
+        storm.write(True)
+        storm.write(True)
+        queued = len(queue._timers)
+        queue.close()
+        return queued
+
+    assert asyncio.run(scenario()) == 0

@@ -1,0 +1,1 @@
+"""Benchmarks of the operator; see `python -m bench.operator -h`."""

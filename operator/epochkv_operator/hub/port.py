@@ -1,0 +1,47 @@
+"""What reconcilers ask of the hub, which lives on another thread. Each answer is the hub's own, of the moment of the call."""
+
+from __future__ import annotations
+
+from epochkv_operator.api import KVCachePool
+from epochkv_operator.hub.loop import LoopThread
+from epochkv_operator.hub.service import AcceptedKeys, HubService
+from epochkv_operator.kube.client import Json
+from epochkv_operator.planning.context import HubView
+
+
+class HubPort:
+    """Calls of `HubService`, by the same names. They wait for the hub's loop, which never waits for us; `seen` does not wait."""
+
+    def __init__(self, thread: LoopThread, hub: HubService) -> None:
+        self._thread = thread
+        self._hub = hub
+
+    def ensure(self, pool: KVCachePool, keys: AcceptedKeys) -> None:
+        self._thread.call(self._hub.ensure, pool, keys)
+
+    def forget(self, namespace: str, name: str) -> list[str]:
+        return self._thread.call(self._hub.forget, namespace, name)
+
+    def seen(self, pool: Json) -> None:
+        self._thread.post(self._hub.seen, pool)
+
+    def resetting(self, pool_uid: str) -> bool:
+        return self._thread.call(self._hub.resetting, pool_uid)
+
+    def knows(self, pool_uid: str) -> bool:
+        return self._thread.call(self._hub.knows, pool_uid)
+
+    def view(self, pool_uid: str) -> HubView | None:
+        return self._thread.call(self._hub.view, pool_uid)
+
+    def incomplete_seconds(self, pool_uid: str) -> float:
+        return self._thread.call(self._hub.incomplete_seconds, pool_uid)
+
+    def overdue_seconds(self, pool_uid: str) -> float:
+        return self._thread.call(self._hub.overdue_seconds, pool_uid)
+
+    def old_key_idle_seconds(self, pool_uid: str) -> float:
+        return self._thread.call(self._hub.old_key_idle_seconds, pool_uid)
+
+    def export_metrics(self) -> None:
+        self._thread.call(self._hub.export_metrics)

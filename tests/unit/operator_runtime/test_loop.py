@@ -1,0 +1,129 @@
+"""The hub's thread: calls from other threads, and what the hub's writes know of the store."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from epochkv_operator.hub import loop as module
+from epochkv_operator.hub.echo import Echo
+from epochkv_operator.hub.loop import LoopThread
+from epochkv_operator.kube.client import Json, KubeClient, Unavailable
+from epochkv_operator.kube.store import Store
+from epochkv_operator.kube.work_keys import indexed
+
+
+@pytest.fixture
+def thread() -> Iterator[LoopThread]:
+    thread = LoopThread("test")
+    yield thread
+    thread.stop()
+    assert "test" not in {one.name for one in threading.enumerate()}
+
+
+def pool(version: int) -> Json:
+    return {"metadata": {"uid": "u", "name": "p", "namespace": "a", "resourceVersion": str(version)}}
+
+
+def test_a_call_runs_there_and_brings_back_what_it_returns_or_raises(thread: LoopThread) -> None:
+    assert thread.call(lambda: threading.current_thread().name) == "test"
+    with pytest.raises(ValueError, match="no number"):
+        thread.call(int, "no number")
+
+
+def test_calls_and_posts_keep_their_order(thread: LoopThread) -> None:
+    seen: list[int] = []
+    for number in range(100):
+        thread.post(seen.append, number)
+    assert thread.call(lambda: list(seen)) == list(range(100))
+
+
+def test_a_loop_that_stands_still_is_an_error_in_time(thread: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CALL_SECONDS", 0.1)
+    late: list[str] = []
+    thread.post(time.sleep, 1.0)
+    with pytest.raises(TimeoutError):
+        thread.call(late.append, "done anyway")
+    monkeypatch.undo()
+    assert thread.call(lambda: late) == [], "a call that nobody waits for has not been made"
+
+
+def test_this_loop_standing_still_does_not_stop_the_other(thread: LoopThread) -> None:
+    ticks: list[float] = []
+
+    async def tick() -> None:
+        while True:
+            ticks.append(time.monotonic())
+            await asyncio.sleep(0.01)
+
+    async def scenario() -> None:
+        task = asyncio.create_task(thread.run(tick()))
+        await asyncio.sleep(0.1)
+        before = len(ticks)
+        time.sleep(1.0)  # noqa: ASYNC251 - that is the point
+        assert len(ticks) - before > 10
+        task.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_cancelling_the_wait_cancels_the_work(thread: LoopThread) -> None:
+    ended = threading.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    async def scenario() -> None:
+        task = asyncio.create_task(thread.run(work()))
+        await asyncio.sleep(0.1)
+        task.cancel()
+
+    asyncio.run(scenario())
+    assert ended.wait(10)
+
+
+def test_stopping_cancels_what_still_runs() -> None:
+    thread, ended = LoopThread("short"), threading.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    asyncio.run_coroutine_threadsafe(work(), thread.loop)
+    thread.call(lambda: None)
+    thread.stop()
+    assert ended.is_set()
+
+
+def test_the_hub_knows_its_own_writes_before_the_stores_owner_does() -> None:
+    store, told = Store(indexed), []
+    echo = Echo(store, lambda kind, obj: told.append((kind, obj)))
+    store.upsert("KVCachePool", pool(3))
+    assert echo.by_uid("KVCachePool", "u") == pool(3)
+    echo.upsert("KVCachePool", pool(5))
+    assert echo.by_uid("KVCachePool", "u") == pool(5)
+    echo.upsert("KVCachePool", pool(4))  # an answer that comes late
+    assert echo.by_uid("KVCachePool", "u") == pool(5)
+    for kind, obj in told:
+        store.upsert(kind, obj)
+    store.upsert("KVCachePool", pool(9))
+    assert echo.by_uid("KVCachePool", "u") == pool(9)
+    store.remove("KVCachePool", pool(9))
+    assert echo.by_uid("KVCachePool", "u") is None, "kept although the store had caught up"
+
+
+def test_without_leadership_nothing_is_written() -> None:
+    client = KubeClient.__new__(KubeClient)
+    client.deadline_seconds, client.may_not_write = 1.0, lambda: "the Lease was last renewed 11.0 s ago"
+    for verb in ("POST", "PUT", "PATCH", "DELETE"):
+        with pytest.raises(Unavailable, match="last renewed"):
+            asyncio.run(client.request(verb, "/api/v1/namespaces/a/pods"))
