@@ -88,6 +88,7 @@ class EngineOptions:
         groups: of its layers: `full`, `state` (recurrent), `chunk` with its length in tokens, the window in tokens, or `unlike` (two
             full layers, the second with pages seven times as large).
         num_layers: on each rank, in each group; pipeline stages may have unlike numbers. Empty: one.
+        checkpoints: layers with states hand out the state inside of a chunk, too, as Mamba-2 does on GPUs. Without drafts.
         retention: vLLM's `prefix_cache_retention_interval`. None: every state that it makes is kept.
         extra: of our configuration.
         transfer: of vLLM's configuration of connectors.
@@ -111,6 +112,7 @@ class EngineOptions:
     caching: bool = True
     connector: bool = True
     num_drafts: int = 0
+    checkpoints: bool = False
     async_scheduling: bool = False
 
 
@@ -192,7 +194,7 @@ def rank_kv_cache_config(options: EngineOptions, rank: int = 0) -> KVCacheConfig
             spec = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={names[0]: _full(HEAD), names[1]: _full(7 * HEAD)})
         else:
             names += [f"layer{index}.{number}" for number in range(1, options.num_layers[rank] if options.num_layers else 1)]
-            spec = _state(options.num_drafts) if kind == STATE else _attention(kind)
+            spec = _state(options) if kind == STATE else _attention(kind)
         made.append(KVCacheGroupSpec(names, spec))
     return KVCacheConfig(
         num_blocks=options.num_blocks,
@@ -202,9 +204,12 @@ def rank_kv_cache_config(options: EngineOptions, rank: int = 0) -> KVCacheConfig
     )
 
 
-def _state(num_drafts: int) -> MambaSpec:
+def _state(options: EngineOptions) -> MambaSpec:
     shapes, dtypes = ((4, 4), (8,)), (torch.float32, torch.float32)
-    return MambaSpec(block_size=BLOCK, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align", num_speculative_blocks=num_drafts)
+    inside = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1} if options.checkpoints else {}
+    return MambaSpec(
+        block_size=BLOCK, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align", num_speculative_blocks=options.num_drafts, **inside
+    )
 
 
 def _attention(kind: str) -> KVCacheSpec:

@@ -9,6 +9,7 @@ What is computed on top of KV of other weights is a function of both, and so is 
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -170,6 +171,8 @@ class Oracle:
         for kind, blocks in zip(self.rig.options.groups, self.blocks_of(request), strict=True):
             if kind == STATE:
                 self._write_states(blocks, running, cells[-1 - num_drafts :], end - num_drafts)
+                if self.rig.options.checkpoints:
+                    self._write_checkpoint(blocks, cells, end)
                 continue
             for position, cell in enumerate(cells, start):
                 if blocks[position // BLOCK] != self.rig.block_pool.null_block.block_id:
@@ -178,6 +181,16 @@ class Oracle:
                     self.gpu[blocks[position // BLOCK]] = tuple(content)
         ends_block = num_taken and right % BLOCK == 0 and right // BLOCK - 1 == running.first
         self._running[request.request_id] = Running(running.first) if ends_block else running
+
+    def _write_checkpoint(self, blocks: Sequence[int], cells: Sequence[Cell], end: int) -> None:
+        """The state inside of a chunk that ends at `end`, where vLLM's backends write it."""
+        from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
+
+        known = inspect.signature(compute_mamba_prefill_checkpoints).parameters  # before 0.32, hits are aligned to blocks
+        aligned = {"cache_hit_alignment_tokens": BLOCK} if "cache_hit_alignment_tokens" in known else {}
+        (offset,), (column,) = compute_mamba_prefill_checkpoints([end], [len(cells)], BLOCK, BLOCK, 1, False, **aligned)
+        if offset and blocks[column] != self.rig.block_pool.null_block.block_id:
+            self.gpu[blocks[column]] = (cells[offset - 1],)
 
     def _write_states(self, blocks: Sequence[int], running: Running, states: Sequence[Cell], num_tokens: int) -> None:
         """States of so many tokens and of one more each, in as many blocks; that of a whole block goes where such are looked for.
