@@ -61,7 +61,7 @@ class Family:
         gains: see `family_child.draw`.
         noise: how far logprobs of one answer may lie apart, in nats. Chunks of a prompt are added up in another order.
         drafter: of the draft model that an EAGLE drafter has.
-        refused: words of the sentence with which the engine refuses its tiers.
+        refused: words of the sentence with which the engine refuses its tiers; `remedy`: what would help, a sentence for the page.
         sliced: whether `make test` runs it, too.
     """
 
@@ -81,6 +81,7 @@ class Family:
     noise: float = 1e-3
     drafter: Config | None = None
     refused: str = ""
+    remedy: str = ""
     sliced: bool = False
 
     @property
@@ -367,7 +368,8 @@ FAMILIES: Final = (
         (("MLAAttentionSpec", 16),),
         hit=0,
         arguments={"block_size": None},
-        refused="ignores cached context",
+        refused="vLLM's reference kernel for it, which runs on CPUs without AMX, ignores cached context",
+        remedy="Use a GPU, or a CPU with AMX.",
         sliced=True,
     ),
 )

@@ -44,7 +44,7 @@ ELSEWHERE: Final = (
     Elsewhere(
         "latent attention in sliding windows",
         "DeepSeek V4",
-        "the last window. Windows that vLLM computes anew (`bounded_replay`) are not moved",
+        "the last window, as other sliding windows. Windows that vLLM computes anew (`bounded_replay`) are not moved",
         BY_CLASS,
     ),
     Elsewhere(
@@ -67,7 +67,10 @@ ELSEWHERE: Final = (
     ),
     Elsewhere("recurrent states, drafts and pipeline stages", "Qwen3-Next with MTP, `--pipeline-parallel-size 2`", "refused", REFUSED),
     Elsewhere(
-        "`--mamba-cache-mode all`, or prefix caching off", "every hybrid", "refused: `align` is the mode that can be shared", REFUSED
+        "`--mamba-cache-mode all` (vLLM 0.30 and 0.31), or no prefix caching",
+        "every hybrid",
+        "refused: `align` is the mode that can be shared",
+        REFUSED,
     ),
     Elsewhere("cross attention", "Whisper and other encoder-decoder models", "refused: there are no prefixes to share", REFUSED),
     Elsewhere(

@@ -1,6 +1,6 @@
 """What `test_families` does inside its engines' processes: weights by name, two repairs for CPUs, and KV that is overwritten.
 
-Tiny models of twenty architectures have no checkpoints to load. vLLM's dummy loader makes the modules, and `draw` fills them: the same
+Tiny models of fifteen architectures have no checkpoints to load. vLLM's dummy loader makes the modules, and `draw` fills them: the same
 numbers for the same name in every engine, sharp enough that attention and states decide the answer.
 """
 
