@@ -264,11 +264,8 @@ def make_adapter(out: Path, seed: int, shape: Shape | None = None, rank: int = 4
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m hack.models", description="Make a tiny random-weight model.")
     parser.add_argument("out", type=Path, help="folder to write config.json and model.safetensors into")
-    parser.add_argument(
-        "--hybrid",
-        action="store_true",
-        help="layers with a recurrent state (Mamba 2) around one of attention; vLLM 0.32 serves it on CPUs with --no-enable-prefix-caching only",
-    )
+    about = "layers with a recurrent state (Mamba 2) around one of attention; on CPUs, vLLM 0.32 serves it without prefix caching only"
+    parser.add_argument("--hybrid", action="store_true", help=about)
     parser.add_argument("--seed", type=int, default=1, help="another seed is another set of weights (default 1)")
     arguments = parser.parse_args()
     out = make(arguments.out, arguments.seed, HybridShape() if arguments.hybrid else None)
