@@ -275,7 +275,8 @@ def pair(weights: Weights, servers: ServerNursery, tmp_path_factory: pytest.Temp
     The fence's leases are short, so that losing one takes seconds.
     """
     folder = tmp_path_factory.mktemp("pair")
-    with Mooncake(folder / "mooncake", lease_seconds=LEASE_SECONDS) as mooncake:
+    # A node that was starved for ten seconds would count as gone, and its keys with it; tests also stop it for as long.
+    with Mooncake(folder / "mooncake", lease_seconds=LEASE_SECONDS, client_ttl_seconds=120) as mooncake:
         admin = MooncakeAdmin(lambda uid: [f"http://127.0.0.1:{mooncake.admin_port}"])
         with Pool(folder, lease_seconds=6.0, stores=admin) as pool:
             pair = Pair(folder, pool, mooncake, weights, servers)
