@@ -10,6 +10,7 @@ from epochkv_operator.planning.context import Json
 
 MODELS_DIR: Final = "/models"
 CACHE_DIR: Final = "/cache"
+MODEL_VOLUME: Final = "model"
 
 
 def model_path(spec: InferenceEngineSpec) -> str:
@@ -30,8 +31,8 @@ def model_environment(spec: InferenceEngineSpec) -> dict[str, str]:
 def model_volumes(spec: InferenceEngineSpec) -> tuple[list[Json], list[Json]]:
     """Volumes of the pod, and their mounts in the engine container."""
     if spec.model.volume is not None:
-        volume = {"name": "model", **_source(spec.model.volume)}
-        return [volume], [{"name": "model", "mountPath": MODELS_DIR, "readOnly": True}]
+        volume = {"name": MODEL_VOLUME, **_source(spec.model.volume)}
+        return [volume], [{"name": MODEL_VOLUME, "mountPath": MODELS_DIR, "readOnly": True}]
     if spec.model.cache is not None:
         volume = {"name": "model-cache", "persistentVolumeClaim": {"claimName": spec.model.cache.claim_name}}
         return [volume], [{"name": "model-cache", "mountPath": CACHE_DIR}]
