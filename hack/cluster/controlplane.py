@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
@@ -70,10 +70,11 @@ class ControlPlane:
     Opening a directory whose control plane is still up attaches to it; dead components are started again.
     """
 
-    def __init__(self, directory: Path | str, *, binaries: Binaries | None = None) -> None:
+    def __init__(self, directory: Path | str, *, binaries: Binaries | None = None, api_server_flags: Sequence[str] = ()) -> None:
         self.directory = Path(directory).absolute()
         self.table = ProcessTable(self.directory)
         self._binaries = binaries or locate()
+        self._api_server_flags = tuple(api_server_flags)
         self._layout: Layout | None = None
 
     # -- life ------------------------------------------------------------------------------------------------------
@@ -189,7 +190,8 @@ class ControlPlane:
 
     def _launch(self, name: str) -> None:
         arguments = {"etcd": etcd_args, "kube-apiserver": apiserver_args, "kube-controller-manager": controller_manager_args}
-        self.table.start(name, [str(self._binaries.path(name)), *arguments[name](self.layout)])
+        more = self._api_server_flags if name == "kube-apiserver" else ()
+        self.table.start(name, [str(self._binaries.path(name)), *arguments[name](self.layout), *more])
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
         dead: list[Component] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +31,13 @@ def _main() -> None:
     """EpochKV operator: runs KV-cache pools, and proves when a reset is complete."""
 
 
+def _labels(given: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    labels = [text.partition("=") for text in given]
+    if any(not key or not equals for key, equals, _ in labels):
+        raise typer.BadParameter("must be key=value", param_hint="--monitor-label")
+    return tuple((key, value) for key, _, value in labels)
+
+
 _HUB_ENDPOINT = "What engines dial. Default: tcp://epochkv-hub.<namespace>.svc:<port of --hub-bind>."
 
 
@@ -49,6 +57,9 @@ def run(
     metrics_bind: Annotated[str, Option(help="host:port of /metrics.")] = Settings.metrics_bind,
     store_image: Annotated[str, Option(help="Image of masters and stores where the pool names none.")] = Settings.store_image,
     engine_image: Annotated[str, Option(help="Image of engines where the engine names none.")] = Settings.engine_image,
+    monitor_label: Annotated[
+        list[str] | None, Option(help="key=value: a label of each PodMonitor, by which your Prometheus finds it; repeatable.")
+    ] = None,
     workers: Annotated[int, Option(min=1, max=64, help="Objects reconciled at the same time.")] = Settings.workers,
     resync_seconds: Annotated[float, Option(min=1, help="Period of the whole LISTs that heal lost events.")] = Settings.resync_seconds,
     log_format: Annotated[LogFormat, Option(help="json for clusters, console for people.")] = LogFormat.JSON,
@@ -72,6 +83,7 @@ def run(
         metrics_bind=metrics_bind,
         store_image=store_image,
         engine_image=engine_image,
+        monitor_labels=_labels(monitor_label or ()),
         workers=workers,
         resync_seconds=resync_seconds,
     )

@@ -38,6 +38,8 @@ class Settings:
     """Image of Mooncake masters and stores where the pool names none."""
     engine_image: str = "epochkv/engine:dev"
     """Image of engines where the engine names none."""
+    monitor_labels: tuple[tuple[str, str], ...] = ()
+    """Labels of the PodMonitors, by which a Prometheus finds them."""
 
     @property
     def endpoint(self) -> str:

@@ -94,7 +94,12 @@ def test_defaults_are_filled_in(made: Any) -> None:
         "networkPolicy": {"mode": "Enabled"},
     }
     engine = made("InferenceEngine", "defaults", {"model": {"name": "tiny"}})
-    assert engine["spec"] == {"model": {"name": "tiny"}, "replicas": 1, "parallelism": {"tensor": 1}}
+    assert engine["spec"] == {
+        "model": {"name": "tiny"},
+        "replicas": 1,
+        "parallelism": {"tensor": 1, "pipeline": 1, "nodes": 1},
+        "updateStrategy": {"maxUnavailable": 1, "maxSurge": 0},
+    }
 
 
 def patch_status(plane: ControlPlane, kind: str, name: str, status: Json | None) -> tuple[int, Json]:

@@ -33,10 +33,12 @@ from epochkv_operator.api.base import (
     rule,
     rules,
 )
+from epochkv_operator.api.serving import Model, Parallelism, UpdateStrategy
 
 # vLLM's parser takes unambiguous abbreviations and reads '_' as '-', so the shortest forms count too (checked on 0.32).
 FORBIDDEN_ARG = "^--(kv[-_](t|o)|config(=|$))"
-OWNED_ARG = "^(--(model|u(ds?)?|po?r?t?|ho?s?t?|te[a-z_-]*|rev[a-z]*)(=.*)?|-t.*)$"
+_OWNED_OPTIONS = "model|u(ds?)?|po?r?t?|ho?s?t?|te[a-z_-]*|rev[a-z]*|pi[a-z_-]*|nn[a-z]*|nod[a-z_-]*|mas[a-z_-]*|hea[a-z]*"
+OWNED_ARG = f"^(--({_OWNED_OPTIONS})(=.*)?|-(t|pp|n|r).*)$"
 _EC_ARG = "^--ec[-_]t"
 _EC_ARG_TEXT = "spec.args has --ec-transfer-config: encoder outputs of other engines are not named by the weights; remove it"
 FORBIDDEN_ARG_TEXT = (
@@ -44,8 +46,8 @@ FORBIDDEN_ARG_TEXT = (
     " the pool named by spec.poolRef decides about KV"
 )
 OWNED_ARG_TEXT = (
-    "--model, --revision, --tensor-parallel-size, --host, --port and --uds belong to the operator: use spec.model and spec.parallelism;"
-    " the port is always 8000"
+    "--model, --revision, --tensor-parallel-size, --pipeline-parallel-size, --nnodes, --node-rank, --master-*, --headless, --host, --port"
+    " and --uds belong to the operator: use spec.model and spec.parallelism; the port is always 8000"
 )
 
 
@@ -64,24 +66,6 @@ class PoolReference(ApiModel):
 
     name: Annotated[str, Field(min_length=1, max_length=NAME_MAX_LENGTH, pattern=NAME_PATTERN)]
     """Name of the KVCachePool."""
-
-
-class Model(ApiModel):
-    """What the engine serves."""
-
-    name: Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\s-]\S*$")]
-    """Name under which the model is served, and where it is loaded from unless `source` says otherwise."""
-    revision: Annotated[str | None, Field(min_length=1, max_length=128, pattern=r"^[^\s-]\S*$")] = None
-    """Revision to load: branch, tag or commit."""
-    source: Annotated[str | None, Field(min_length=1, max_length=1024, pattern=r"^[^\s-]\S*$")] = None
-    """Path or repository to load the model from, such as a path in a volume that `template` mounts."""
-
-
-class Parallelism(ApiModel):
-    """How one engine is spread over devices."""
-
-    tensor: Annotated[int, Field(ge=1, le=64, json_schema_extra={"format": "int32"})] = 1
-    """Tensor-parallel ranks in the pod."""
 
 
 class KeySelector(ApiModel):
@@ -203,9 +187,11 @@ class InferenceEngineSpec(ApiModel):
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
     """As in a pod."""
     replicas: Annotated[int, Field(ge=0, le=5000, json_schema_extra={"format": "int32"})] = 1
-    """Engine pods. `kubectl scale ie` and autoscalers change it."""
+    """Engine pods; groups of `parallelism.nodes` pods where that is above 1. `kubectl scale ie` and autoscalers change it."""
     parallelism: Annotated[Parallelism, own_defaults(Parallelism)]
-    """How one engine is spread over devices."""
+    """How one replica is spread over devices and nodes."""
+    update_strategy: Annotated[UpdateStrategy, own_defaults(UpdateStrategy)]
+    """How pods are replaced when what they run changes. The condition `Progressing` shows how far that is."""
     args: Annotated[
         tuple[Annotated[str, Field(max_length=4096)], ...] | None,
         list_field(
@@ -264,7 +250,7 @@ class InferenceEngineStatus(StatusModel):
     """What the engine is."""
 
     conditions: Conditions | None = None
-    """`Ready`, `Available`; with a poolRef also `PoolBound`, `EpochCurrent` and `TiersUsable` (once the pool exists)."""
+    """`Ready`, `Available`, `Progressing`; with a poolRef also `PoolBound`, `EpochCurrent` and `TiersUsable` (once the pool exists)."""
     observed_generation: Generation | None = None
     """The `metadata.generation` this status was computed from."""
     replicas: Count | None = None

@@ -87,7 +87,8 @@ def _rows(schema: Json, path: str) -> Iterator[str]:
 
 def _type(schema: Json) -> str:
     if schema.get("x-kubernetes-int-or-string"):
-        return "quantity"
+        percent = any("percentage" in entry["message"] for entry in schema.get("x-kubernetes-validations", ()))
+        return "number or percentage" if percent else "quantity"
     if "enum" in schema:
         return " \\| ".join(f"`{value}`" for value in schema["enum"])
     kind = schema.get("type", "object")

@@ -62,7 +62,7 @@ class Local(ApiModel):
     """L1: host memory inside each engine pod."""
 
     capacity: Size
-    """Bytes per engine pod, split over its worker ranks. Added to the memory that the engine asks for."""
+    """Bytes per replica of an engine, split over its worker ranks. Added to the memory that its pods ask for."""
 
 
 class EtcdBackend(ApiModel):

@@ -14,11 +14,13 @@ from epochkv_operator.control.reporter import Reporter, invalid_status
 from epochkv_operator.control.secrets import FenceSecrets
 from epochkv_operator.hub.port import HubPort
 from epochkv_operator.kube.client import Json, KubeClient, NotFound
-from epochkv_operator.kube.resources import DEPLOYMENTS, POOLS
+from epochkv_operator.kube.optional import OptionalKinds
+from epochkv_operator.kube.resources import POOLS
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Store
 from epochkv_operator.kube.work_keys import Key, pool_of
 from epochkv_operator.planning.context import Problem
+from epochkv_operator.planning.engine import workload_of
 from epochkv_operator.planning.plan import plan_engine
 from epochkv_operator.planning.status import engine_status
 from epochkv_operator.settings import Settings
@@ -41,6 +43,7 @@ class EngineReconciler:
     hub: HubPort
     client: KubeClient
     wake: Callable[[Key, float], None]
+    optional: OptionalKinds
     _new: dict[Key, float] = field(default_factory=dict)
 
     async def reconcile(self, key: Key) -> None:
@@ -71,7 +74,8 @@ class EngineReconciler:
 
     def _hold(self, key: Key, engine: InferenceEngine) -> float:
         """Seconds that an engine which has no pods yet may still wait for its pool."""
-        if self.store.get(DEPLOYMENTS.kind, key.namespace, engine.metadata.name) is not None:
+        kind, name = workload_of(engine)
+        if self.store.get(kind, key.namespace, name) is not None:
             return 0.0
         return self._new.setdefault(key, time.monotonic()) + HOLD_SECONDS - time.monotonic()
 
@@ -97,7 +101,8 @@ class EngineReconciler:
             return None
 
     async def _bring_about(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool | None) -> None:
-        context = context_for(self.settings, self.secrets.known(pool.metadata.uid) if pool is not None else None)
+        keys = self.secrets.known(pool.metadata.uid) if pool is not None else None
+        context = context_for(self.settings, keys, self.optional.served)
         children = observe(self.store, key.namespace, ENGINE_LABEL, key.name)
         problem, again = await self.executor.bring_about(str(key), children, lambda seen: plan_engine(engine, pool, seen, context))
         refusal = self.secrets.refusal(pool.metadata.uid) if pool is not None else None

@@ -21,6 +21,7 @@ from epochkv_operator.control.secrets import FenceKeys, FenceSecrets, SecretConf
 from epochkv_operator.hub.port import HubPort
 from epochkv_operator.hub.service import AcceptedKeys
 from epochkv_operator.kube.client import ApiError, Forbidden, Invalid, Json
+from epochkv_operator.kube.optional import OptionalKinds
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Store
 from epochkv_operator.kube.work_keys import Key, engine_key, engines_of
@@ -46,6 +47,7 @@ class PoolReconciler:
     secrets: FenceSecrets
     hub: HubPort
     wake: Callable[[Key, float], None]
+    optional: OptionalKinds
     _judged: dict[str, int] = field(default_factory=dict)
 
     async def reconcile(self, key: Key) -> None:
@@ -68,7 +70,7 @@ class PoolReconciler:
         if keys is not None:
             keys, trouble, late = await self._serve(key, obj, pool, keys)
             problem, retry = problem or trouble, retry or late
-        context = context_for(self.settings, keys)
+        context = context_for(self.settings, keys, self.optional.served)
         children = observe(self.store, key.namespace, POOL_LABEL, key.name)
         refused, again = await self.executor.bring_about(str(key), children, lambda seen: plan_pool(pool, seen, context))
         problem, again = problem or refused, retry or again

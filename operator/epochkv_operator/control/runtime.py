@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import structlog
@@ -32,8 +33,9 @@ from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed
 from epochkv_operator.kube.client import ApiError, Json, KubeClient
 from epochkv_operator.kube.events import EventRecorder
 from epochkv_operator.kube.lease import LeaseLost, new_identity
+from epochkv_operator.kube.optional import OptionalKinds
 from epochkv_operator.kube.queue import WorkQueue
-from epochkv_operator.kube.resources import CHILDREN, ENGINES, LEASES, POOLS, PRIMARY, Resource
+from epochkv_operator.kube.resources import CHILDREN, ENGINES, LEASES, OPTIONAL, POOLS, PRIMARY, Resource
 from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.kube.store import Store
 from epochkv_operator.kube.work_keys import Key, affected, engine_key, engines_of, indexed, key_of
@@ -43,6 +45,8 @@ from epochkv_operator.settings import Settings
 
 log = structlog.get_logger(__name__)
 CANARY_SECONDS = 60.0
+LOOK_AGAIN_SECONDS = 10.0
+"""Over which all objects are looked at when the cluster serves another kind."""
 BATCH = 100
 """Objects of a list that are taken in before other work has its turn."""
 
@@ -117,17 +121,22 @@ class Operator:
         statuses = StatusWriter(client, self.store, self._take)
         keys = await self._hub_keys(client)
         await resync.initial()
+        optional = self._optional = OptionalKinds(
+            client, self.settings.scopes, self._listed, self.observed, partial(_look_at_all, self.store, self._look)
+        )
+        await optional.look()
         self._canary_seen = time.monotonic()  # what the watches show from here on happened after this listing
         hub = await leader.serve(keys)
         events = EventRecorder(client, self.identity)
         executor = self._executor = Executor(client, self.store)
         reporter = Reporter(statuses, events)
         secrets = FenceSecrets(client, keys.public)
-        pools = PoolReconciler(self.settings, self.store, executor, reporter, secrets, hub, self.queue.add_after)
-        engines = EngineReconciler(self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after)
+        pools = PoolReconciler(self.settings, self.store, executor, reporter, secrets, hub, self.queue.add_after, optional)
+        engines = EngineReconciler(self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after, optional)
         worker = Worker(self.queue, {POOLS.kind: pools.reconcile, ENGINES.kind: engines.reconcile}, self.storm)
         self._start("hub", leader.watch_hub())
         self._start("resync", resync.run())
+        self._start("optional kinds", optional.run())
         self._start("events", events.run())
         for number in range(self.settings.workers):
             self._start(f"worker-{number}", worker.run())
@@ -156,7 +165,7 @@ class Operator:
         if event_type == "DELETED":
             if self.store.remove(resource.kind, obj):
                 self._enqueue(resource, obj)
-            if resource in CHILDREN and self._executor is not None:
+            if resource in (*CHILDREN, *OPTIONAL) and self._executor is not None:
                 self._executor.forget(resource.kind, obj)
             return
         if resource is POOLS and (hub := self._hub) is not None:
@@ -287,6 +296,14 @@ class Operator:
         self.probes.live = {"queue": queue_age, "lists": lists, "watches": canary, "hub": hub_loop}
         self.probes.ready = {"leading": leading}
         self.probes.before_metrics = gauges
+
+
+def _look_at_all(store: Store, look: Callable[[Key, float], None]) -> None:
+    """The cluster serves other kinds than before, so any object may want others."""
+    for resource in PRIMARY:
+        objects = store.every(resource.kind)
+        for index, obj in enumerate(objects):
+            look(key_of(resource.kind, obj), LOOK_AGAIN_SECONDS * index / len(objects))
 
 
 async def _cancel(tasks: list[asyncio.Task[Any]], seconds: float) -> None:

@@ -13,6 +13,8 @@ In the watched namespaces (ClusterRole, or one Role per watched namespace):
 | ""                | services, configmaps, serviceaccounts                  | (1), list, watch                   |
 | policy            | poddisruptionbudgets                                   | (1), list, watch                   |
 | networking.k8s.io | networkpolicies                                        | (1), list, watch                   |
+| leaderworkerset.x-k8s.io | leaderworkersets                                | (1), list, watch                   |
+| monitoring.coreos.com | podmonitors                                        | (1), list, watch                   |
 | ""                | pods                                                   | list, watch                        |
 | ""                | secrets                                                | get, create, update, delete (2)    |
 | events.k8s.io     | events                                                 | create                             |
@@ -303,13 +305,24 @@ class KubeClient:
         options = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}, "propagationPolicy": "Background"}
         await self.request("DELETE", resource.path(namespace, name), body=options)
 
-    async def watch(self, resource: Resource, namespace: str | None, resource_version: str) -> AsyncIterator[Json]:
-        """Watch events as they come, for at most a minute. For benchmarks: the operator's own watches are kopf's."""
+    async def watch(
+        self, resource: Resource, namespace: str | None, resource_version: str, label_selector: str = ""
+    ) -> AsyncIterator[Json]:
+        """Watch events as they come, for at most a minute. Most of the operator's own watches are kopf's."""
         path = resource.path(namespace)
         headers = {"Accept": "application/json", "User-Agent": MANAGED_BY}
-        await self._api.update_params_for_auth(headers, [], ["BearerToken"], path, "GET", None)
-        query = urlencode({"watch": "true", "resourceVersion": resource_version, "timeoutSeconds": "60"})
-        url = f"{self.configuration.host}{path}?{query}"
-        response = await self._api.rest_client.request("GET", url, headers=headers, _request_timeout=aiohttp.ClientTimeout(total=65))
-        async for line in response.response.content:
-            yield json.loads(line)
+        given = {"watch": "true", "resourceVersion": resource_version, "timeoutSeconds": "60"}
+        query = urlencode({**given, "labelSelector": label_selector} if label_selector else given)
+        url, timeout = f"{self.configuration.host}{path}?{query}", aiohttp.ClientTimeout(total=65)
+        rest = b""  # an object may be longer than what aiohttp takes for a line
+        try:
+            await self._api.update_params_for_auth(headers, [], ["BearerToken"], path, "GET", None)
+            response = await self._api.rest_client.request("GET", url, headers=headers, _request_timeout=timeout)
+            if response.status != 200:
+                _raise(response.status, cast(bytes, await response.read()), f"WATCH {path}", None)
+            async for chunk in response.response.content.iter_any():
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in filter(None, lines):
+                    yield json.loads(line)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise Unavailable(0, "Unreachable", str(error) or type(error).__name__, f"WATCH {path}") from error

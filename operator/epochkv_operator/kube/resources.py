@@ -70,6 +70,8 @@ SERVICE_ACCOUNTS: Final = Resource("", "v1", "serviceaccounts", "ServiceAccount"
 PDBS: Final = Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget")
 NETWORK_POLICIES: Final = Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy")
 PODS: Final = Resource("", "v1", "pods", "Pod")
+LEADER_WORKER_SETS: Final = Resource("leaderworkerset.x-k8s.io", "v1", "leaderworkersets", "LeaderWorkerSet")
+POD_MONITORS: Final = Resource("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor")
 SECRETS: Final = Resource("", "v1", "secrets", "Secret")
 LEASES: Final = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 EVENTS: Final = Resource("events.k8s.io", "v1", "events", "Event")
@@ -78,11 +80,13 @@ EVENTS: Final = Resource("events.k8s.io", "v1", "events", "Event")
 PRIMARY: Final = (POOLS, ENGINES)
 #: Objects this operator owns, applies and prunes.
 CHILDREN: Final = (DEPLOYMENTS, STATEFULSETS, SERVICES, CONFIGMAPS, SERVICE_ACCOUNTS, PDBS, NETWORK_POLICIES)
-#: Everything kept in the store. Secrets are read one by one, never listed or watched: that keeps the cluster role free
-#: of `list secrets`.
+#: Children of kinds that other projects bring: a cluster may not serve them (`optional.py`).
+OPTIONAL: Final = (LEADER_WORKER_SETS, POD_MONITORS)
+#: What kopf watches. With `OPTIONAL`, everything kept in the store. Secrets are read one by one, never listed or watched: that
+#: keeps the cluster role free of `list secrets`.
 WATCHED: Final = (*PRIMARY, *CHILDREN, PODS)
 
-_BY_KIND: Final = {resource.kind: resource for resource in (*WATCHED, SECRETS, LEASES, EVENTS)}
+_BY_KIND: Final = {resource.kind: resource for resource in (*WATCHED, *OPTIONAL, SECRETS, LEASES, EVENTS)}
 
 
 def by_kind(kind: str) -> Resource:

@@ -104,6 +104,10 @@ class Store:
     def by_uid(self, kind: str, uid: str) -> Json | None:
         return self._objects.get(kind, {}).get(uid)
 
+    def every(self, kind: str) -> list[Json]:
+        """All objects of a kind."""
+        return list(self._objects.get(kind, {}).values())
+
     def found(self, kind: str, namespace: str, index: str, value: str) -> list[Json]:
         """Objects of one namespace that the indexer puts under this value."""
         objects = self._objects.get(kind, {})

@@ -11,22 +11,26 @@ No text holds an age: a pool in which nothing changes is not written to.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
 from epochkv_fence.protocol.messages import TIER_REASONS
+from epochkv_operator.api import quantity
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
-from epochkv_operator.planning.context import PUSH_SECONDS, Condition, HubEngine, HubView, Observed, Problem, listed, short_id
+from epochkv_operator.planning.context import PUSH_SECONDS, Condition, HubEngine, HubView, Json, Observed, Problem, listed, short_id
+from epochkv_operator.planning.engine import MODEL_VOLUME, leader_selector, local_bytes, workload_of
 from epochkv_operator.planning.names import component_name, component_selector, engine_selector
 from epochkv_operator.planning.plan import living
-from epochkv_operator.planning.workload import Health, find, health, select
+from epochkv_operator.planning.workload import Health, find, health, rollout, select
 
 _ASKER: Final = {"Spec": "spec.resetEpoch", "Trainer": "a trainer", "Engine": "an engine whose own caches were reset"}
 _NO_HUB: Final = "no hub leads this pool at the moment"
 _NO_HUB_NO_LEASE: Final = f"{_NO_HUB}; engines whose lease ends serve without shared KV"
 _MAX_OUTLIERS: Final = 5
+_ABOUT_MEMORY: Final = re.compile(r"memory|OOMKilled", re.IGNORECASE)
 MAX_KINDS: Final = 4
 """Fingerprints of which the weights are named."""
 
@@ -46,13 +50,59 @@ def pool_conditions(pool: KVCachePool, observed: Observed) -> list[Condition]:
 def engine_conditions(engine: InferenceEngine, pool: KVCachePool | None, observed: Observed) -> list[Condition]:
     """`Ready` first, then what it is made of, then what only costs reuse. `observed.hub` is the view of the engine's pool."""
     state = engine_health(engine, observed)
+    notes = [_progressing(engine, observed, state)]
     parts = [_workload_condition("Available", state)]
     if engine.spec.pool_ref is not None:
         bound = living(pool)
         parts.append(_pool_bound(f"{engine.metadata.namespace}/{engine.spec.pool_ref.name}", bound))
         parts.append(_epoch_current(engine, bound, observed, state))
-    notes = [_engine_tiers(engine, observed)] if engine.spec.pool_ref is not None and living(pool) is not None else []
-    return [*_with_ready(parts, observed.problem, "the engine serves"), *notes]
+    if engine.spec.pool_ref is not None and living(pool) is not None:
+        notes.append(_engine_tiers(engine, observed))
+    found = [*_with_ready(parts, observed.problem or _dropped_volume(engine, observed), "the engine serves"), *notes]
+    return [_with_local_memory(condition, engine, living(pool)) for condition in found]
+
+
+def _dropped_volume(engine: InferenceEngine, observed: Observed) -> Problem | None:
+    """An API server without image volumes drops them in silence, and the pods look for a model that is not there."""
+    volume, workload = engine.spec.model.volume, _workload(engine, observed)
+    if volume is None or volume.image is None or workload is None:
+        return None
+    spec = workload["spec"]
+    template = spec.get("template") or (spec.get("leaderWorkerTemplate") or {}).get("leaderTemplate") or {}
+    volumes = (template.get("spec") or {}).get("volumes") or []
+    if any(item.get("name") == MODEL_VOLUME and "image" in item for item in volumes):
+        return None
+    remedy = (
+        "turn on the feature gate ImageVolume of the API server and the kubelets (on by default from Kubernetes 1.35), or use claimName"
+    )
+    return Problem("ImageVolumesOff", f"this cluster does not allow image volumes and dropped spec.model.volume.image: {remedy}")
+
+
+def _progressing(engine: InferenceEngine, observed: Observed, state: Health) -> Condition:
+    """How a rollout goes, by the Deployment's own rules. One that is over stays True, whatever becomes of the pods later."""
+    kind, workload = "Progressing", _workload(engine, observed)
+    if workload is None:
+        return Condition(kind, "Unknown", "NotCreated", "the engine does not exist yet")
+    if workload["spec"].get("paused"):
+        name = workload["metadata"]["name"]
+        return Condition(kind, "Unknown", "Paused", f"somebody paused the rollout: kubectl rollout resume deployment {name}")
+    found = rollout(workload, _pods(engine, observed), state)
+    if found.done:
+        return Condition(kind, "True", "RolledOut", found.text)
+    if found.stalled is not None:
+        reason, why = found.stalled
+        return Condition(kind, "False", reason, f"{found.text}; {why}")
+    return Condition(kind, "True", "RollingOut", found.text)
+
+
+def _with_local_memory(condition: Condition, engine: InferenceEngine, pool: KVCachePool | None) -> Condition:
+    """A message about memory, with what the operator added to what the user asked for: the amounts in it are not the user's own."""
+    local = local_bytes(engine.spec, pool)
+    about = condition.type in ("Ready", "Available", "Progressing") and _ABOUT_MEMORY.search(condition.message)
+    if pool is None or not local or not about:
+        return condition
+    added = f"{quantity.from_bytes(local)} of each memory amount are the L1 of KVCachePool {pool.metadata.name} (spec.local.capacity)"
+    return replace(condition, message=f"{condition.message} ({added}, which are added to what spec.resources says)")
 
 
 def master_health(pool: KVCachePool, observed: Observed) -> Health:
@@ -64,15 +114,21 @@ def store_health(pool: KVCachePool, observed: Observed) -> Health:
 
 
 def engine_health(engine: InferenceEngine, observed: Observed) -> Health:
-    metadata = engine.metadata
-    workload = find(observed.children, "Deployment", metadata.name, metadata.uid)
-    pods = select(observed.pods, engine_selector(metadata.name), metadata.namespace)
-    return health(workload, pods, "the engine", engine.spec.replicas)
+    return health(_workload(engine, observed), _pods(engine, observed), "the engine", engine.spec.replicas)
+
+
+def _workload(engine: InferenceEngine, observed: Observed) -> Json | None:
+    kind, name = workload_of(engine)
+    return find(observed.children, kind, name, engine.metadata.uid)
+
+
+def _pods(engine: InferenceEngine, observed: Observed) -> list[Json]:
+    return select(observed.pods, engine_selector(engine.metadata.name), engine.metadata.namespace)
 
 
 def engine_ranks(engine: InferenceEngine, observed: Observed) -> dict[str, list[HubEngine]]:
-    """What the hub knows of each live pod of an engine: pod name to its ranks, empty when none of them reported."""
-    pods = select(observed.pods, engine_selector(engine.metadata.name), engine.metadata.namespace)
+    """What the hub knows of each replica of an engine: name of the live pod that leads it to its ranks, empty when none reported."""
+    pods = select(observed.pods, leader_selector(engine), engine.metadata.namespace)
     names = [pod["metadata"]["name"] for pod in pods if pod["metadata"].get("deletionTimestamp") is None]
     known = observed.hub.engines if observed.hub is not None else ()
     return {name: [rank for rank in known if rank.pod == name] for name in names}

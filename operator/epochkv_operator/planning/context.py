@@ -13,6 +13,10 @@ PUSH_SECONDS: Final = 60.0
 """A push of weights takes no longer: engines that still differ then were missed by it."""
 
 
+class KindNotServed(Exception):
+    """The cluster lacks a kind that an object needs; the text names it and the fix."""
+
+
 @dataclass(frozen=True)
 class Context:
     """Settings of the operator that end up in objects."""
@@ -31,6 +35,10 @@ class Context:
     """Changes when engines must restart to have the right credentials: another hub, or a Secret that was made anew. A replaced
     client key changes nothing: agents read that again by themselves.
     Make the Secret before the first plan of an engine, or the engine starts twice."""
+    served: frozenset[str] = frozenset()
+    """Kinds of other projects that this cluster serves: of `LeaderWorkerSet` and `PodMonitor`."""
+    monitor_labels: tuple[tuple[str, str], ...] = ()
+    """Labels by which a Prometheus finds its PodMonitors."""
 
 
 @dataclass(frozen=True)

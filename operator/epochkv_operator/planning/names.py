@@ -26,13 +26,17 @@ CREDENTIALS_DIR = "/etc/epochkv/fence"
 CHILD_KINDS: Final = {
     "ConfigMap": "v1",
     "Deployment": "apps/v1",
+    "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1",
     "NetworkPolicy": "networking.k8s.io/v1",
     "PodDisruptionBudget": "policy/v1",
+    "PodMonitor": "monitoring.coreos.com/v1",
     "Service": "v1",
     "ServiceAccount": "v1",
     "StatefulSet": "apps/v1",
 }
 """Kinds that the operator makes and prunes, with their API versions."""
+OPTIONAL_KINDS: Final = ("LeaderWorkerSet", "PodMonitor")
+"""Those that a cluster may not serve."""
 
 
 def component_name(pool: str, component: str) -> str:
@@ -67,14 +71,24 @@ def selector_text(labels: dict[str, str]) -> str:
     return ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
 
 
-def pool_object(kind: str, pool: KVCachePool, component: str, context: Context, body: Json) -> Json:
-    """An object of one component of a pool."""
+def pool_object(kind: str, pool: KVCachePool, component: str, context: Context, body: Json, more: dict[str, str] | None = None) -> Json:
+    """An object of one component of a pool. `more`: labels beside ours."""
     name = pool.metadata.name
-    return _owned_object(kind, component_name(name, component), pool, pool_labels(name, component), context, body)
+    return _owned_object(kind, component_name(name, component), pool, {**(more or {}), **pool_labels(name, component)}, context, body)
 
 
-def engine_object(kind: str, engine: InferenceEngine, context: Context, body: Json) -> Json:
-    return _owned_object(kind, engine.metadata.name, engine, engine_labels(engine), context, body)
+def engine_object(
+    kind: str,
+    engine: InferenceEngine,
+    context: Context,
+    body: Json,
+    name: str | None = None,
+    annotations: dict[str, str] | None = None,
+    more: dict[str, str] | None = None,
+) -> Json:
+    """An object of an engine, which has the engine's name unless it is given one. `more`: labels beside ours."""
+    labels = {**(more or {}), **engine_labels(engine)}
+    return _owned_object(kind, name or engine.metadata.name, engine, labels, context, body, annotations)
 
 
 def controller_of(child: Json) -> Json:
@@ -88,7 +102,15 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
-def _owned_object(kind: str, name: str, owner: KVCachePool | InferenceEngine, labels: dict[str, str], context: Context, body: Json) -> Json:
+def _owned_object(
+    kind: str,
+    name: str,
+    owner: KVCachePool | InferenceEngine,
+    labels: dict[str, str],
+    context: Context,
+    body: Json,
+    annotations: dict[str, str] | None = None,
+) -> Json:
     """A complete child: metadata, owner reference and, over all of it, the hash that says what was applied."""
     controller = {"apiVersion": API_VERSION, "kind": owner.kind, "name": owner.metadata.name, "uid": owner.metadata.uid, "controller": True}
     obj: Json = {
@@ -103,7 +125,9 @@ def _owned_object(kind: str, name: str, owner: KVCachePool | InferenceEngine, la
         **body,
     }
     # The version says who applied last, and is no reason to apply: an upgrade touches nothing that it builds as before.
-    obj["metadata"]["annotations"] = {HASH_ANNOTATION: digest(obj), VERSION_ANNOTATION: context.operator_version}
+    if annotations:
+        obj["metadata"]["annotations"] = annotations
+    obj["metadata"]["annotations"] = {**(annotations or {}), HASH_ANNOTATION: digest(obj), VERSION_ANNOTATION: context.operator_version}
     return obj
 
 

@@ -9,10 +9,10 @@ from typing import Any, Final
 from epochkv_operator.api import quantity
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
-from epochkv_operator.planning.context import Context, Json, Observed, Problem
+from epochkv_operator.planning.context import Context, Json, KindNotServed, Observed, Problem
 from epochkv_operator.planning.engine import desired_engine
 from epochkv_operator.planning.merge import InvalidTemplate
-from epochkv_operator.planning.names import CHILD_KINDS, HASH_ANNOTATION, VERSION_ANNOTATION, controller_of
+from epochkv_operator.planning.names import CHILD_KINDS, HASH_ANNOTATION, OPTIONAL_KINDS, VERSION_ANNOTATION, controller_of
 from epochkv_operator.planning.pool import desired_pool
 
 _ITEM_KEYS: Final = ("name", "mountPath", "containerPort", "uid", "ip")
@@ -36,12 +36,12 @@ class Plan:
 
 def plan_pool(pool: KVCachePool, observed: Observed, context: Context) -> Plan:
     """Steps for a pool. A pool that is being deleted needs none: the garbage collector takes its objects."""
-    return _plan(pool, lambda: desired_pool(pool, context), observed.children)
+    return _plan(pool, lambda: desired_pool(pool, context), observed.children, context.served)
 
 
 def plan_engine(engine: InferenceEngine, pool: KVCachePool | None, observed: Observed, context: Context) -> Plan:
     """Steps for an engine. `pool` as in `desired_engine`; one that is being deleted counts as gone."""
-    return _plan(engine, lambda: desired_engine(engine, living(pool), context), observed.children)
+    return _plan(engine, lambda: desired_engine(engine, living(pool), context), observed.children, context.served)
 
 
 def living(pool: KVCachePool | None) -> KVCachePool | None:
@@ -49,13 +49,15 @@ def living(pool: KVCachePool | None) -> KVCachePool | None:
     return None if pool is None or pool.metadata.deletion_timestamp is not None else pool
 
 
-def _plan(owner: KVCachePool | InferenceEngine, desire: Callable[[], list[Json]], children: Sequence[Json]) -> Plan:
+def _plan(owner: KVCachePool | InferenceEngine, desire: Callable[[], list[Json]], children: Sequence[Json], served: frozenset[str]) -> Plan:
     if owner.metadata.deletion_timestamp is not None:
         return Plan()
     try:
         desired = desire()
     except InvalidTemplate as error:
         return Plan(problem=Problem("InvalidTemplate", str(error)))
+    except KindNotServed as error:
+        return Plan(problem=Problem("KindNotServed", str(error)))
     live = {_name(child): child for child in children}
     apply, details = [], []
     for obj in desired:
@@ -73,6 +75,7 @@ def _plan(owner: KVCachePool | InferenceEngine, desire: Callable[[], list[Json]]
         for child in children
         if controller_of(child).get("uid") == owner.metadata.uid
         and child["kind"] in CHILD_KINDS
+        and (child["kind"] not in OPTIONAL_KINDS or child["kind"] in served)
         and _name(child) not in wanted
         and child["metadata"].get("deletionTimestamp") is None
     ]

@@ -64,9 +64,9 @@ def container_security() -> Json:
     return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
-def budget(selector: dict[str, str]) -> Json:
-    """Body of a PodDisruptionBudget: one pod at a time, and a pod that is not healthy never keeps a node from being drained."""
-    return {"spec": {"maxUnavailable": 1, "unhealthyPodEvictionPolicy": "AlwaysAllow", "selector": {"matchLabels": selector}}}
+def budget(selector: dict[str, str], max_unavailable: int | str = 1) -> Json:
+    """Body of a PodDisruptionBudget: so many pods at a time, and a pod that is not healthy never keeps a node from being drained."""
+    return {"spec": {"maxUnavailable": max_unavailable, "unhealthyPodEvictionPolicy": "AlwaysAllow", "selector": {"matchLabels": selector}}}
 
 
 def with_rdma(spec: Json) -> Json:

@@ -11,6 +11,7 @@ from epochkv_operator.planning import connection as wiring
 from epochkv_operator.planning import podspec
 from epochkv_operator.planning.context import Context, Json
 from epochkv_operator.planning.merge import finish_pod
+from epochkv_operator.planning.monitoring import pool_monitors
 from epochkv_operator.planning.names import (
     MASTER_ADMIN_PORT,
     MASTER_RPC_PORT,
@@ -59,6 +60,7 @@ def desired_pool(pool: KVCachePool, context: Context) -> list[Json]:
         child("Service", "store", {"spec": {"clusterIP": "None", **podspec.service(stores, "health", STORE_HEALTH_PORT)}}),
         child("PodDisruptionBudget", "store", podspec.budget(stores)),
         *pool_policies(pool, context),
+        *pool_monitors(pool, context),
     ]
 
 

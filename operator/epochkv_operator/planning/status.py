@@ -25,7 +25,8 @@ from epochkv_operator.planning.conditions import (
 )
 from epochkv_operator.planning.connection import master_address
 from epochkv_operator.planning.context import Condition, Context, HubEngine, HubView, Json, Observed, listed, short_id, timestamp
-from epochkv_operator.planning.names import component_name, component_selector, engine_selector, selector_text
+from epochkv_operator.planning.engine import leader_selector
+from epochkv_operator.planning.names import component_name, component_selector, selector_text
 
 _MAX_LAGGARDS = 16
 _MAX_EXTERNAL = 64
@@ -90,7 +91,7 @@ def engine_status(engine: InferenceEngine, pool: KVCachePool | None, observed: O
         "replicas": state.replicas,
         "readyReplicas": state.ready,
         "updatedReplicas": state.updated,
-        "selector": selector_text(engine_selector(engine.metadata.name)),
+        "selector": selector_text(leader_selector(engine)),
     }
     if pool is not None and observed.hub is not None:
         status["epochReplicas"] = sum(at_target(known, observed.hub.target) for known in ranks.values())

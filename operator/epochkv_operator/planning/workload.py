@@ -17,6 +17,8 @@ _IMAGE_REASONS = (
     "RegistryUnavailable",
     "SignatureValidationFailed",
 )
+_REVISION_LABELS = ("pod-template-hash", "leaderworkerset.sigs.k8s.io/template-revision-hash")
+_ROLLING = frozenset({"UpdateInProgress", "Progressing"})  # of a LeaderWorkerSet
 _CONFIG_REASONS = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 
 
@@ -63,6 +65,50 @@ def health(workload: Json | None, pods: Sequence[Json], what: str, asked: int | 
     return found if workload is None else replace(found, message=found.message + _scaled_elsewhere(workload, asked))
 
 
+@dataclass(frozen=True)
+class Rollout:
+    """How far a change of what pods run has come, as a Deployment says it: a count that changes is no rollout."""
+
+    done: bool
+    text: str
+    stalled: tuple[str, str] | None = None
+    """Why it does not go on: reason and sentence."""
+
+
+def rollout(workload: Json, pods: Sequence[Json], state: Health) -> Rollout:
+    """The rollout of a Deployment or LeaderWorkerSet. What ails pods of an older spec does not count: they are being replaced."""
+    status = workload.get("status") or {}
+    said = {condition.get("type"): condition for condition in status.get("conditions") or []}
+    old = state.replicas - state.updated
+    text = f"{state.updated} of {state.wanted} replicas run the current spec" + (f", {old} an older one" if old > 0 else "")
+    if workload["kind"] == "LeaderWorkerSet":
+        updating = any((said.get(kind) or {}).get("status") == "True" for kind in _ROLLING)
+        done = bool(status) and not updating and state.updated >= state.wanted
+    else:
+        # It keeps this reason until the next rollout, whatever happens to pods meanwhile.
+        seen = status.get("observedGeneration", 0) >= workload["metadata"].get("generation", 1)
+        done = seen and old <= 0 and (said.get("Progressing") or {}).get("reason") == "NewReplicaSetAvailable"
+    if done:
+        return Rollout(True, text)
+    current = _newest(pods)
+    stalled = _trouble(workload, current)
+    waits = _starting(workload, current) if stalled is None else ""
+    return Rollout(False, f"{text}: {waits}" if waits else text, stalled)
+
+
+def _newest(pods: Sequence[Json]) -> list[Json]:
+    """Pods of the newest revision, which is the one that the youngest pod has."""
+
+    def revision(pod: Json) -> str:
+        labels = pod["metadata"].get("labels") or {}
+        return next((str(labels[label]) for label in _REVISION_LABELS if label in labels), "")
+
+    if not pods:
+        return []
+    newest = revision(max(pods, key=lambda pod: (str(pod["metadata"].get("creationTimestamp", "")), str(pod["metadata"]["name"]))))
+    return [pod for pod in pods if revision(pod) == newest]
+
+
 def _scaled_elsewhere(workload: Json, asked: int | None) -> str:
     """A count set through the workload's own scale subresource (the store notes that) is left alone. Say so: `spec.replicas` is dead."""
     count = workload["spec"].get("replicas", 1)
@@ -79,7 +125,8 @@ def _health(workload: Json | None, pods: Sequence[Json], what: str) -> Health:
     status = workload.get("status") or {}
     metadata = workload["metadata"]
     wanted = workload["spec"].get("replicas", 1)
-    seen = status.get("observedGeneration", 0) >= metadata.get("generation", 1)
+    # LeaderWorkerSets do not say which spec their status is about.
+    seen = status.get("observedGeneration", 0) >= metadata.get("generation", 1) if workload["kind"] != "LeaderWorkerSet" else bool(status)
     ready, updated = status.get("readyReplicas", 0), status.get("updatedReplicas", 0)
     replicas = status.get("replicas", 0)
     if seen and ready >= wanted and updated >= wanted and replicas <= max(wanted, updated):

@@ -28,6 +28,8 @@ SERVED = {
     ("", "serviceaccounts"): {"get", "list", "watch", "create", "patch", "delete"},
     ("policy", "poddisruptionbudgets"): {"get", "list", "watch", "create", "patch", "delete"},
     ("networking.k8s.io", "networkpolicies"): {"get", "list", "watch", "create", "patch", "delete"},
+    ("leaderworkerset.x-k8s.io", "leaderworkersets"): {"get", "list", "watch", "create", "patch", "delete"},
+    ("monitoring.coreos.com", "podmonitors"): {"get", "list", "watch", "create", "patch", "delete"},
     ("", "pods"): {"list", "watch"},
     ("", "secrets"): {"get", "create", "update", "delete"},
     ("events.k8s.io", "events"): {"create"},

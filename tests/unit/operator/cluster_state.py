@@ -22,8 +22,11 @@ def workload(objects: list[Json], kind: str, name: str, **status: Any) -> Json:
     return {**obj, "metadata": {**obj["metadata"], "generation": 1}, "status": {**SEEN, **status}}
 
 
+ROLLED_OUT = {"type": "Progressing", "status": "True", "reason": "NewReplicaSetAvailable"}
+
+
 def ready(count: int) -> Json:
-    return {"replicas": count, "readyReplicas": count, "updatedReplicas": count}
+    return {"replicas": count, "readyReplicas": count, "updatedReplicas": count, "conditions": [ROLLED_OUT]}
 
 
 def pool_children(master: Json | None = None, store: Json | None = None) -> list[Json]:

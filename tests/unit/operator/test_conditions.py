@@ -178,6 +178,7 @@ def test_conditions_that_do_not_apply_are_absent() -> None:
     assert by_type(engine_conditions(alone, None, Observed(children))) == {
         "Ready": ("True", "Ready"),
         "Available": ("True", "Available"),
+        "Progressing": ("True", "RolledOut"),
     }
 
 
@@ -225,6 +226,7 @@ def test_pool_not_found(going: bool) -> None:
         "Available": ("True", "Available"),
         "PoolBound": ("False", "PoolNotFound"),
         "EpochCurrent": ("False", "PoolNotFound"),
+        "Progressing": ("True", "RolledOut"),
     }
     assert "KVCachePool rl/policy does not exist" in message(conditions, "PoolBound")
     assert "create the pool" in message(conditions, "PoolBound")
@@ -298,6 +300,6 @@ def test_a_problem_of_the_plan_comes_first() -> None:
     trouble = Problem("InvalidTemplate", "spec.template.spec.containers[engine].command belongs to the operator: use spec.args")
     conditions = engine_conditions(ROLLOUT, POLICY, Observed(engine_children(ready(2)), PODS, None, trouble))
     assert by_type(conditions)["Ready"] == ("False", "InvalidTemplate")
-    assert [condition.type for condition in conditions] == ["Ready", "Available", "PoolBound", "EpochCurrent", "TiersUsable"]
+    assert [condition.type for condition in conditions] == ["Ready", "Available", "PoolBound", "EpochCurrent", "Progressing", "TiersUsable"]
     assert message(conditions, "Ready") == trouble.message
     assert by_type(pool_conditions(POLICY, Observed(pool_children(), (), CONVERGED, trouble)))["Ready"] == ("False", "InvalidTemplate")

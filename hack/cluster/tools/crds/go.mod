@@ -1,0 +1,8 @@
+module epochkv.io/hack/cluster/tools/crds
+
+go 1.26.0
+
+require (
+	github.com/prometheus-operator/prometheus-operator v0.85.0
+	sigs.k8s.io/lws v0.8.0
+)

@@ -1,0 +1,33 @@
+"""What Prometheus scrapes: a PodMonitor for the engines, the masters and the stores, where the cluster has that kind."""
+
+from __future__ import annotations
+
+from epochkv_operator.api.engine import InferenceEngine
+from epochkv_operator.api.pool import KVCachePool
+from epochkv_operator.planning.context import Context, Json
+from epochkv_operator.planning.names import component_selector, engine_object, pool_object
+
+_PORTS = {"master": "admin", "store": "health"}
+"""Names of the ports with metrics, by component."""
+
+
+def engine_monitor(engine: InferenceEngine, selector: dict[str, str], context: Context) -> list[Json]:
+    """Scrapes the pods that answer requests; the connector's metrics are among vLLM's."""
+    if "PodMonitor" not in context.served:
+        return []
+    return [engine_object("PodMonitor", engine, context, _body(selector, "http"), more=dict(context.monitor_labels))]
+
+
+def pool_monitors(pool: KVCachePool, context: Context) -> list[Json]:
+    """For a pool whose Mooncake the operator runs."""
+    if "PodMonitor" not in context.served:
+        return []
+    name, labels = pool.metadata.name, dict(context.monitor_labels)
+    return [
+        pool_object("PodMonitor", pool, component, context, _body(component_selector(name, component), port), labels)
+        for component, port in _PORTS.items()
+    ]
+
+
+def _body(selector: dict[str, str], port: str) -> Json:
+    return {"spec": {"selector": {"matchLabels": selector}, "podMetricsEndpoints": [{"port": port, "path": "/metrics"}]}}

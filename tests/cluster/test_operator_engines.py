@@ -1,0 +1,223 @@
+"""Engines on a real API server, with the real Deployment controller: how they are replaced, what their pods are given, what goes wrong.
+
+No node runs the pods; the tests write what a kubelet would.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from epochkv_operator.api import parse_engine
+from epochkv_operator.planning.engine import desired_engine
+from hack.cluster.binaries import build
+from hack.cluster.controlplane import ControlPlane
+from hack.waiting import eventually
+from tests.cluster.operator_harness import CHILDREN, ENGINES, Namespace, OperatorProcess, condition
+from tests.support.planning import CONTEXT, one
+
+Json = dict[str, Any]
+PODS = "/api/v1/namespaces/{}/pods"
+ENGINE: Json = {"model": {"name": "tiny"}, "replicas": 3}
+OURS = "?labelSelector=app.kubernetes.io/managed-by%3Depochkv-operator"
+PRIORITIES = "/apis/scheduling.k8s.io/v1/priorityclasses"
+RESTRICTED = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
+#: What platform teams give to pods, and where it must arrive.
+TEMPLATE: Json = {
+    "metadata": {"labels": {"team": "rl"}, "annotations": {"cost": "a"}},
+    "spec": {
+        "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [
+            {"matchExpressions": [{"key": "gpu", "operator": "In", "values": ["h100"]}]}]}}},
+        "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        "priorityClassName": "inference",
+        "imagePullSecrets": [{"name": "registry"}],
+        "runtimeClassName": None,
+        "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}],
+        "volumes": [{"name": "extra", "configMap": {"name": "extra", "optional": True}}],
+    },
+}  # fmt: skip
+
+
+def template_for(container: str) -> Json:
+    mount = {"name": "extra", "mountPath": "/extra"}
+    changed = {"name": container, "env": [{"name": "EXTRA", "value": "1"}], "volumeMounts": [mount]}
+    return {**TEMPLATE, "spec": {**TEMPLATE["spec"], "containers": [changed, {"name": "sidecar", "image": "sidecar:1"}]}}
+
+
+def pods_of(space: Namespace, component: str = "engine") -> list[Json]:
+    """Pods that are not going, oldest first."""
+    items = space.request("GET", PODS.format(space.name) + OURS)["items"]
+    mine = [pod for pod in items if pod["metadata"]["labels"]["app.kubernetes.io/component"] == component]
+    return sorted(
+        (pod for pod in mine if not pod["metadata"].get("deletionTimestamp")),
+        key=lambda pod: (pod["metadata"]["creationTimestamp"], pod["metadata"]["name"]),
+    )
+
+
+def report(space: Namespace, pod: Json, *, ready: bool = False, waiting: Json | None = None) -> None:
+    """As a kubelet does."""
+    state = {"waiting": waiting} if waiting else {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
+    container = {"name": "engine", "image": "i:1", "imageID": "", "ready": ready, "restartCount": 0, "state": state}
+    condition = {"type": "Ready", "status": str(ready), "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    status = {"phase": "Running" if ready else "Pending", "conditions": [condition], "containerStatuses": [container]}
+    space.patch(PODS, pod["metadata"]["name"], {"status": status}, "/status")
+
+
+def progress(space: Namespace, name: str = "rollout") -> tuple[str, str]:
+    found = condition(space.engine_status(name), "Progressing")
+    return found.get("status", ""), found.get("reason", "")
+
+
+def serve(space: Namespace) -> None:
+    """Have every pod ready that is not."""
+    for pod in pods_of(space):
+        if not any(item["type"] == "Ready" and item["status"] == "True" for item in pod["status"].get("conditions", [])):
+            report(space, pod, ready=True)
+
+
+def test_a_rollout_from_its_start_to_its_end(namespace: Namespace, operator: OperatorProcess) -> None:
+    """Told by the real Deployment controller: new pods one by one, one that cannot be pulled, the way back."""
+    namespace.create_engine("rollout", **ENGINE, updateStrategy={"maxUnavailable": "34%", "maxSurge": 1}, image="a:1")
+    eventually(lambda: len(pods_of(namespace)) == 3, f"pods; log:\n{operator.tail()}")
+    assert progress(namespace) in (("True", "RollingOut"), ("Unknown", "NotCreated"))
+    strategy = (namespace.get(CHILDREN["deployments"], "rollout") or {})["spec"]["strategy"]
+    assert strategy == {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": "34%", "maxSurge": 1}}
+    eventually(lambda: serve(namespace) or progress(namespace) == ("True", "RolledOut"), f"over; log:\n{operator.tail()}")
+    assert condition(namespace.engine_status("rollout"), "Ready")["status"] == "True"
+
+    # A pod that is lost is no rollout.
+    first = pods_of(namespace)[0]
+    report(namespace, first)
+    eventually(lambda: condition(namespace.engine_status("rollout"), "Available").get("status") == "False", "not available")
+    assert progress(namespace) == ("True", "RolledOut")
+    report(namespace, first, ready=True)
+
+    namespace.patch(ENGINES, "rollout", {"spec": {"image": "missing:2"}})
+    eventually(lambda: progress(namespace) == ("True", "RollingOut"), f"under way; log:\n{operator.tail()}")
+
+    def new() -> list[Json]:
+        return [pod for pod in pods_of(namespace) if pod["spec"]["containers"][0]["image"] == "missing:2"]
+
+    eventually(lambda: len(new()) == 2, "one that is added, and one in the place of a third of the old ones")
+    assert len(pods_of(namespace)) == 4
+    report(namespace, new()[0], waiting={"reason": "ImagePullBackOff", "message": "missing:2 not found"})
+    eventually(lambda: progress(namespace) == ("False", "ImagePullFailed"), f"stalled; log:\n{operator.tail()}")
+    said = condition(namespace.engine_status("rollout"), "Progressing")["message"]
+    assert said.startswith("2 of 3 replicas run the current spec, 2 an older one; pod rollout-")
+    assert said.endswith("missing:2 not found")
+
+    namespace.patch(ENGINES, "rollout", {"spec": {"image": "a:1"}})
+    eventually(lambda: serve(namespace) or progress(namespace) == ("True", "RolledOut"), f"back; log:\n{operator.tail()}")
+    assert not new()
+
+
+def test_what_platform_teams_give_to_pods_arrives(namespace: Namespace, operator: OperatorProcess) -> None:
+    """In the pods themselves, past admission: affinity, tolerations, priority, pull secrets, environment, volumes, sidecars."""
+    space = namespace
+    space.patch("/api/v1/namespaces", space.name, RESTRICTED)
+    space.request("POST", PRIORITIES, {"metadata": {"name": "inference"}, "value": 1000})
+    store = {"segmentSize": "64Mi", "template": template_for("store")}
+    space.create_pool("policy", distributed={"mooncake": {"master": {"template": template_for("master")}, "store": store}})
+    space.create_engine("rollout", model={"name": "tiny"}, poolRef={"name": "policy"}, template=template_for("engine"))
+    for component in ("engine", "master", "store"):
+        [pod] = eventually(lambda c=component: pods_of(space, c), f"a pod of the {component}; log:\n{operator.tail()}", 60)
+        spec, made = pod["spec"], {container["name"]: container for container in pod["spec"]["containers"]}
+        wanted = TEMPLATE["spec"]
+        assert spec["affinity"] == wanted["affinity"]
+        assert wanted["tolerations"][0] in spec["tolerations"]
+        assert (spec["priorityClassName"], spec["priority"]) == ("inference", 1000)
+        assert spec["imagePullSecrets"] == wanted["imagePullSecrets"]
+        assert spec["topologySpreadConstraints"][0]["topologyKey"] == "zone"
+        assert pod["metadata"]["labels"]["team"] == "rl"
+        assert pod["metadata"]["annotations"]["cost"] == "a"
+        assert {"name": "EXTRA", "value": "1"} in made[component]["env"]
+        assert "/extra" in [mount["mountPath"] for mount in made[component]["volumeMounts"]]
+        assert "extra" in [volume["name"] for volume in spec["volumes"]]
+        assert made["sidecar"]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    budgets = {"rollout", "policy-master", "policy-store"}
+    eventually(lambda: space.names("poddisruptionbudgets") == budgets, f"budgets; log:\n{operator.tail()}")
+
+
+IN_AN_IMAGE: Json = {"name": "tiny", "volume": {"image": {"reference": "registry.example/qwen:1", "pullPolicy": "Never"}}}
+
+
+def test_models_in_volumes(namespace: Namespace, operator: OperatorProcess) -> None:
+    """Claims are admitted under `restricted`. Kubernetes 1.34 drops image volumes in silence: pods would look for a model in vain."""
+    namespace.patch("/api/v1/namespaces", namespace.name, RESTRICTED)
+    models = {"volume": {"claimName": "claim", "path": "qwen"}, "cache": {"claimName": "claim"}}
+    for kind, source in models.items():
+        namespace.create_engine(kind, model={"name": "tiny", kind: source})
+    namespace.create_engine("image", model=IN_AN_IMAGE)
+    eventually(lambda: len(pods_of(namespace)) == 3, f"pods; log:\n{operator.tail()}")
+    found = {pod["metadata"]["labels"]["epochkv.io/engine"]: pod["spec"] for pod in pods_of(namespace)}
+    for kind, path in (("volume", "/models"), ("cache", "/cache")):
+        volume = next(item for item in found[kind]["volumes"] if "persistentVolumeClaim" in item)
+        assert volume["persistentVolumeClaim"]["claimName"] == "claim"
+        mounts = {mount["name"]: mount["mountPath"] for mount in found[kind]["containers"][0]["volumeMounts"]}
+        assert mounts[volume["name"]] == path
+    said = eventually(
+        lambda: (ready := condition(namespace.engine_status("image"), "Ready")).get("reason") == "ImageVolumesOff" and ready["message"],
+        f"a condition; log:\n{operator.tail()}",
+    )
+    assert "dropped spec.model.volume.image: turn on the feature gate ImageVolume" in said
+
+
+def test_a_cluster_with_image_volumes_admits_them(tmp_path: Path) -> None:
+    """The whole pod, past Pod Security `restricted`."""
+    engine = parse_engine({"kind": "InferenceEngine", "metadata": {"name": "rollout"}, "spec": {"model": IN_AN_IMAGE}})
+    template = one(desired_engine(engine, None, CONTEXT), "Deployment")["spec"]["template"]
+    with ControlPlane(tmp_path / "cp", binaries=build(), api_server_flags=("--feature-gates=ImageVolume=true",)) as plane:
+        space = Namespace(plane, "default")
+        space.patch("/api/v1/namespaces", "default", RESTRICTED)
+        space.create("/api/v1/namespaces/{}/serviceaccounts", {"metadata": {"name": "rollout"}})
+        made = space.create(PODS, {"metadata": {"name": "rollout", **template["metadata"]}, "spec": template["spec"]})
+        [volume] = [item for item in made["spec"]["volumes"] if "image" in item]
+        assert volume["image"] == {"reference": "registry.example/qwen:1", "pullPolicy": "Never"}
+        mount = next(item for item in made["spec"]["containers"][0]["volumeMounts"] if item["name"] == volume["name"])
+        assert (mount["mountPath"], mount["readOnly"]) == ("/models", True)
+
+
+def test_what_a_memory_limit_refuses_is_explained(namespace: Namespace, operator: OperatorProcess) -> None:
+    """The user wrote 128Mi, and the LimitRange speaks of 192Mi."""
+    path = "/api/v1/namespaces/{}/limitranges"
+    limit = {"type": "Container", "max": {"memory": "150Mi"}, "default": {"memory": "150Mi"}}
+    namespace.create(path, {"metadata": {"name": "small"}, "spec": {"limits": [limit]}})
+    namespace.create_pool("policy", local={"capacity": "64Mi"})
+    namespace.create_engine("rollout", **ENGINE, poolRef={"name": "policy"}, resources={"limits": {"memory": "128Mi"}})
+    said = eventually(
+        lambda: (found := condition(namespace.engine_status("rollout"), "Available")).get("reason") == "CreateFailed" and found["message"],
+        f"a condition; log:\n{operator.tail()}",
+        60,
+    )
+    assert "maximum memory usage per Container is 150Mi, but limit is 192Mi" in said
+    assert "64Mi of each memory amount are the L1 of KVCachePool policy (spec.local.capacity)" in said
+    assert progress(namespace) == ("False", "CreateFailed")
+
+
+def test_a_count_that_an_autoscaler_set_survives_the_manifest(namespace: Namespace, operator: OperatorProcess) -> None:
+    """Applied again without `replicas`, as GitOps does all the time; the engine counts pods for whoever scales it."""
+
+    def apply(**spec: Any) -> None:
+        body = {"apiVersion": "epochkv.io/v1alpha1", "kind": "InferenceEngine", "metadata": {"name": "rollout"}, "spec": spec}
+        path = f"{ENGINES.format(namespace.name)}/rollout?fieldManager=gitops"
+        namespace.request("PATCH", path, body, "application/apply-patch+yaml")
+
+    def replicas() -> int | None:
+        found = namespace.get(CHILDREN["deployments"], "rollout")
+        return found["spec"]["replicas"] if found is not None else None
+
+    apply(model={"name": "tiny"})
+    eventually(lambda: replicas() == 1, f"made; log:\n{operator.tail()}")
+    namespace.patch(ENGINES, "rollout", {"spec": {"replicas": 4}}, "/scale")
+    eventually(lambda: replicas() == 4, f"scaled; log:\n{operator.tail()}")
+    apply(model={"name": "tiny"}, args=["--enforce-eager"])
+    eventually(lambda: any("--enforce-eager" in pod["spec"]["containers"][0]["args"] for pod in pods_of(namespace)), "rolls")
+    assert replicas() == 4
+
+    def seen() -> Json | None:
+        status: Json = namespace.request("GET", f"{ENGINES.format(namespace.name)}/rollout/scale")["status"]
+        return status if status.get("replicas") == 4 else None
+
+    selector = eventually(seen, f"four pods; log:\n{operator.tail()}")["selector"]
+    counted = namespace.request("GET", PODS.format(namespace.name) + f"?labelSelector={selector.replace('=', '%3D').replace(',', '%2C')}")
+    assert len([pod for pod in counted["items"] if not pod["metadata"].get("deletionTimestamp")]) == 4

@@ -1,0 +1,146 @@
+"""Kinds of other projects, by their own CRDs: LeaderWorkerSets for engines that span nodes, PodMonitors for Prometheus.
+
+The CRDs come and go while the operator runs. No controller of these kinds runs: the tests write what it would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hack.cluster.controlplane import ControlPlane
+from hack.other_crds import read_crd
+from hack.waiting import eventually
+from tests.cluster.operator_harness import CHILDREN, ENGINES, Namespace, OperatorProcess, condition
+
+LWS_CRD, MONITOR_CRD = "leaderworkersets.leaderworkerset.x-k8s.io", "podmonitors.monitoring.coreos.com"
+SETS = "/apis/leaderworkerset.x-k8s.io/v1/namespaces/{}/leaderworkersets"
+MONITORS = "/apis/monitoring.coreos.com/v1/namespaces/{}/podmonitors"
+DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+SPANNING: dict[str, Any] = {
+    "model": {"name": "tiny"},
+    "poolRef": {"name": "policy"},
+    "replicas": 2,
+    "parallelism": {"tensor": 2, "pipeline": 2, "nodes": 2},
+    "updateStrategy": {"maxUnavailable": "50%", "maxSurge": 1},
+    "resources": {"limits": {"memory": "1Gi"}},
+    "template": {"spec": {"tolerations": [{"operator": "Exists"}], "priorityClassName": "system-node-critical"}},
+}
+SEEN_SECONDS = 60.0
+
+Install = Callable[[str], None]
+
+
+@pytest.fixture
+def install(plane: ControlPlane) -> Iterator[Install]:
+    """Have the API server serve a kind for this test."""
+    made: list[str] = []
+
+    def do(name: str) -> None:
+        crd = read_crd(name)
+        made.append(name)
+        plane.api.apply(f"{DEFINITIONS}/{name}", crd)
+        path = f"/apis/{crd['spec']['group']}/v1/{crd['spec']['names']['plural']}"
+        eventually(lambda: plane.api.ok(path), f"{name} served")
+
+    yield do
+    for name in made:
+        remove(plane, name)
+
+
+def remove(plane: ControlPlane, name: str) -> None:
+    plane.api.request("DELETE", f"{DEFINITIONS}/{name}")
+    eventually(lambda: not plane.api.ok(f"{DEFINITIONS}/{name}"), f"{name} gone")
+
+
+def ready(space: Namespace, name: str, reason: str) -> dict[str, Any] | None:
+    found = condition(space.engine_status(name), "Ready")
+    return found if found.get("reason") == reason else None
+
+
+def groups(space: Namespace) -> dict[str, Any]:
+    """Spec of the LeaderWorkerSet."""
+    found: dict[str, Any] = (space.get(SETS, "big-nodes") or {})["spec"]
+    return found
+
+
+def test_an_engine_that_spans_nodes_waits_for_leaderworkerset_and_then_runs(
+    namespace: Namespace, operator: OperatorProcess, install: Install
+) -> None:
+    namespace.create_pool("policy", local={"capacity": "64Mi"})
+    namespace.create_engine("big", **SPANNING)
+    said = eventually(lambda: ready(namespace, "big", "KindNotServed"), f"a condition that names the kind; log:\n{operator.tail()}")
+    assert "LeaderWorkerSets (leaderworkerset.x-k8s.io/v1)" in said["message"]
+    assert "install LeaderWorkerSet (https://lws.sigs.k8s.io)" in said["message"]
+    assert "big" not in namespace.names("services")
+
+    install(LWS_CRD)
+    made = eventually(lambda: namespace.get(SETS, "big-nodes"), f"admitted by the real CRD; log:\n{operator.tail()}", SEEN_SECONDS)
+    spec = made["spec"]["leaderWorkerTemplate"]
+    assert made["spec"]["rolloutStrategy"]["rollingUpdateConfiguration"] == {"maxUnavailable": "50%", "maxSurge": 1, "partition": 0}
+    for template in (spec["leaderTemplate"], spec["workerTemplate"]):
+        assert template["spec"]["tolerations"] == [{"operator": "Exists"}]
+        assert template["spec"]["priorityClassName"] == "system-node-critical"
+        assert template["spec"]["containers"][0]["resources"]["limits"]["memory"] == "1056Mi"
+    assert namespace.get(CHILDREN["deployments"], "big") is None
+
+    # What LeaderWorkerSet's controller would say.
+    status = {"replicas": 2, "readyReplicas": 2, "updatedReplicas": 2, "hpaPodSelector": "x"}
+    namespace.patch(SETS, "big-nodes", {"status": status}, "/status")
+    available = eventually(
+        lambda: condition(namespace.engine_status("big"), "Available").get("reason") == "Available", f"seen; log:\n{operator.tail()}"
+    )
+    assert available
+    assert condition(namespace.engine_status("big"), "Progressing")["reason"] == "RolledOut"
+
+    # Edited by hand, scaled by an autoscaler, gone: as with any other child.
+    namespace.patch(SETS, "big-nodes", {"spec": {"leaderWorkerTemplate": {"size": 7}}})
+    eventually(lambda: groups(namespace)["leaderWorkerTemplate"]["size"] == 2, f"restored; log:\n{operator.tail()}")
+    namespace.patch(ENGINES, "big", {"spec": {"replicas": 5}}, "/scale")
+    eventually(lambda: groups(namespace)["replicas"] == 5, f"scaled; log:\n{operator.tail()}")
+    namespace.delete(SETS, "big-nodes")
+    again = eventually(lambda: namespace.get(SETS, "big-nodes"), f"made again; log:\n{operator.tail()}")
+    assert again["metadata"]["uid"] != made["metadata"]["uid"]
+
+    # To one node and back.
+    namespace.patch(ENGINES, "big", {"spec": {"parallelism": {"nodes": 1}}})
+    eventually(lambda: namespace.get(CHILDREN["deployments"], "big"), f"a Deployment; log:\n{operator.tail()}")
+    eventually(lambda: namespace.get(SETS, "big-nodes") is None, f"no set; log:\n{operator.tail()}")
+    namespace.patch(ENGINES, "big", {"spec": {"parallelism": {"nodes": 4}}})
+    eventually(lambda: namespace.get(SETS, "big-nodes"), f"a set; log:\n{operator.tail()}")
+    eventually(lambda: namespace.get(CHILDREN["deployments"], "big") is None, f"no Deployment; log:\n{operator.tail()}")
+
+
+def test_monitors_follow_their_kind(plane: ControlPlane, namespace: Namespace, tmp_path: Path, install: Install) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path, monitor_label="release=prom") as operator:
+        operator.wait_ready()
+        namespace.create_pool("policy", distributed={"mooncake": {"store": {"segmentSize": "64Mi"}}})
+        namespace.create_engine("rollout", model={"name": "tiny"}, poolRef={"name": "policy"})
+        eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout"), f"made without them; log:\n{operator.tail()}")
+        install(MONITOR_CRD)
+
+        def names() -> set[str]:
+            items = namespace.request("GET", MONITORS.format(namespace.name))["items"]
+            return {item["metadata"]["name"] for item in items if item["metadata"]["labels"]["release"] == "prom"}
+
+        everything = {"rollout", "policy-master", "policy-store"}
+        eventually(lambda: names() == everything, f"admitted by the real CRD; log:\n{operator.tail()}", SEEN_SECONDS)
+        namespace.delete(MONITORS, "rollout")
+        eventually(lambda: names() == everything, f"made again; log:\n{operator.tail()}")
+        before = operator.metric("epochkv_operator_api_writes_total")
+        namespace.delete(ENGINES, "rollout")
+        eventually(lambda: names() == everything - {"rollout"}, "collected with its owner")
+        remove(plane, MONITOR_CRD)
+        namespace.create_engine("later", model={"name": "tiny"}, poolRef={"name": "policy"})
+        eventually(lambda: ready(namespace, "later", "ApplyRefused") or namespace.get(CHILDREN["deployments"], "later"), "goes on")
+        eventually(lambda: operator.logged("kind of another project"), "it says so")
+        eventually(
+            lambda: condition(namespace.engine_status("later"), "Ready").get("reason") not in (None, "ApplyFailed", "ApplyRefused"),
+            f"nothing is missed; log:\n{operator.tail()}",
+            SEEN_SECONDS,
+        )
+        assert operator.metric("epochkv_operator_api_writes_total") > before
+        assert operator.http("/livez")[0] == 200

@@ -1,0 +1,209 @@
+"""What the pods of an engine are given: time to start, a model, other pods to compute with; and how they are replaced."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from epochkv_operator.planning.context import Observed
+from epochkv_operator.planning.engine import desired_engine
+from epochkv_operator.planning.plan import plan_engine, plan_pool
+from epochkv_operator.planning.pool import desired_pool
+from tests.support.planning import CONTEXT, ENGINE_SPECS, engine, one, pool, variables
+
+Json = dict[str, Any]
+EVERYTHING = replace(CONTEXT, served=frozenset({"LeaderWorkerSet", "PodMonitor"}), monitor_labels=(("release", "prometheus"),))
+SPANNING: Json = {"parallelism": {"tensor": 8, "pipeline": 2, "nodes": 4}}
+
+
+def objects(spec: Json, wanted: Any = None) -> list[Json]:
+    return desired_engine(engine({**ENGINE_SPECS["minimal"], **spec}), wanted or pool(), EVERYTHING)
+
+
+def deployment(spec: Json) -> Json:
+    found: Json = one(objects(spec), "Deployment")["spec"]
+    return found
+
+
+def container(template: Json) -> Json:
+    found: Json = next(item for item in template["spec"]["containers"] if item["name"] == "engine")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("resources", "parallelism", "minutes"),
+    [
+        ({}, {}, 14),  # nobody said anything: 64 GiB
+        ({"requests": {"memory": "4Gi"}}, {}, 10),
+        ({"requests": {"memory": "4Gi"}, "limits": {"memory": "512Gi"}}, {}, 44),
+        ({"limits": {"nvidia.com/gpu": 1, "memory": "16Gi"}}, {}, 22),
+        ({"limits": {"nvidia.com/gpu": 8}}, {"tensor": 8}, 112),
+        ({"limits": {"nvidia.com/gpu": 8}}, {"tensor": 2}, 35),  # six of them idle
+        ({"limits": {"amd.com/gpu": 8}}, {"tensor": 8, "pipeline": 2, "nodes": 2}, 112),
+        ({"limits": {"hugepages-2Mi": "8Gi", "ephemeral-storage": "1Ti", "cpu": 64}}, {}, 14),
+    ],
+)
+def test_a_start_may_take_as_long_as_the_largest_model_that_fits(resources: Json, parallelism: Json, minutes: int) -> None:
+    """10 minutes, and 256 MiB a second of what could be weights: 192 GiB of an accelerator, or else the memory."""
+    found = objects({"resources": resources, "parallelism": parallelism})
+    made = next(obj["spec"] for obj in found if obj["kind"] in ("Deployment", "LeaderWorkerSet"))
+    probe = container(made["template"] if "template" in made else made["leaderWorkerTemplate"]["leaderTemplate"])["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] // 60 == minutes
+
+
+@pytest.mark.parametrize(
+    ("probe", "seconds"),
+    [({"failureThreshold": 100}, 1400), ({"periodSeconds": 60, "initialDelaySeconds": 7}, 900 + 7 + 60 * 172), (None, 930)],
+)
+def test_a_rollout_waits_for_the_startup_probe_that_counts(probe: Json | None, seconds: int) -> None:
+    """Else a Deployment would call a big model stuck while it loads."""
+    overrides = {"template": {"spec": {"containers": [{"name": "engine", "startupProbe": probe}]}}}
+    assert deployment({**overrides, "resources": {"limits": {"memory": "64Gi"}}})["progressDeadlineSeconds"] == seconds
+
+
+@pytest.mark.parametrize(
+    ("given", "rolling", "budget"),
+    [
+        ({}, {"maxUnavailable": 1, "maxSurge": 0}, 1),
+        ({"maxUnavailable": "25%", "maxSurge": 2}, {"maxUnavailable": "25%", "maxSurge": 2}, "25%"),
+        ({"maxUnavailable": 0, "maxSurge": 1}, {"maxUnavailable": 0, "maxSurge": 1}, 1),
+        ({"maxUnavailable": "0%", "maxSurge": 1}, {"maxUnavailable": "0%", "maxSurge": 1}, 1),
+    ],
+)
+def test_how_pods_are_replaced(given: Json, rolling: Json, budget: int | str) -> None:
+    """A budget of 0 would keep every node from being drained."""
+    made = objects({"updateStrategy": given})
+    assert one(made, "Deployment")["spec"]["strategy"] == {"type": "RollingUpdate", "rollingUpdate": rolling}
+    assert one(made, "PodDisruptionBudget")["spec"]["maxUnavailable"] == budget
+    spread = one(objects({"updateStrategy": given, **SPANNING}), "LeaderWorkerSet")["spec"]["rolloutStrategy"]
+    assert spread == {"type": "RollingUpdate", "rollingUpdateConfiguration": rolling}
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "source", "mount", "extra"),
+    [
+        (
+            {"volume": {"claimName": "models", "path": "qwen/8b"}},
+            "/models/qwen/8b",
+            {"persistentVolumeClaim": {"claimName": "models", "readOnly": True}},
+            {"mountPath": "/models", "readOnly": True},
+            {"HF_HUB_OFFLINE": "1"},
+        ),
+        (
+            {"volume": {"image": {"reference": "r/m:1", "pullPolicy": "IfNotPresent"}}},
+            "/models",
+            {"image": {"reference": "r/m:1", "pullPolicy": "IfNotPresent"}},
+            {"mountPath": "/models", "readOnly": True},
+            {"HF_HUB_OFFLINE": "1"},
+        ),
+        (
+            {"cache": {"claimName": "hub"}, "source": "org/other"},
+            "org/other",
+            {"persistentVolumeClaim": {"claimName": "hub"}},
+            {"mountPath": "/cache"},
+            {"HF_HOME": "/cache/huggingface"},
+        ),
+    ],
+)
+def test_where_the_model_comes_from(model: Json, path: str, source: Json, mount: Json, extra: Json) -> None:
+    spec = {"model": {"name": "org/m", **model}}
+    template = deployment(spec)["template"]
+    made = container(template)
+    assert made["args"][made["args"].index("--model") + 1] == path
+    assert made["args"][made["args"].index("--served-model-name") + 1] == "org/m"
+    volume = template["spec"]["volumes"][2]
+    assert {key: value for key, value in volume.items() if key != "name"} == source
+    assert {"name": volume["name"], **mount} in made["volumeMounts"]
+    assert variables(made).items() >= extra.items()
+    [name] = extra
+    mine = variables(container(deployment({**spec, "env": [{"name": name, "value": "mine"}]})["template"]))
+    assert mine[name] == "mine"
+
+
+def test_groups_of_pods() -> None:
+    made = objects({**SPANNING, "replicas": 3, "resources": {"limits": {"memory": "8Gi"}}}, pool("l1"))
+    assert not [obj for obj in made if obj["kind"] == "Deployment"]
+    lws = one(made, "LeaderWorkerSet")
+    spec = lws["spec"]["leaderWorkerTemplate"]
+    leader, follower = container(spec["leaderTemplate"]), container(spec["workerTemplate"])
+    assert (lws["spec"]["replicas"], spec["size"], spec["restartPolicy"]) == (3, 4, "RecreateGroupOnPodRestart")
+    shape = ["--tensor-parallel-size", "8", "--pipeline-parallel-size", "2", "--nnodes", "4", "--master-addr", "$(LWS_LEADER_ADDRESS)"]
+    for made_of in (leader, follower):
+        at = made_of["args"].index(shape[0])
+        assert made_of["args"][at : at + len(shape)] == shape
+        # A quarter of the pool's 2 GiB in each pod: the connector divides by machines, too.
+        assert made_of["resources"] == {"limits": {"memory": "8704Mi"}}
+        assert variables(made_of)["VLLM_HOST_IP"] == "$(POD_IP)"
+        assert "--kv-transfer-config" in made_of["args"]
+    assert leader["args"][leader["args"].index("--node-rank") + 1] == "0"
+    assert follower["args"][follower["args"].index("--node-rank") + 1] == "$(LWS_WORKER_INDEX)"
+    assert (leader["command"][-1], follower["command"][-1]) == ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main")
+    assert follower["args"][:3] == ["serve", "tiny", "--headless"]
+    shm = next(volume for volume in spec["workerTemplate"]["spec"]["volumes"] if volume["name"] == "shm")
+    assert shm["emptyDir"]["sizeLimit"] == "1Gi"  # four ranks of sixteen
+
+
+def test_only_the_first_pod_of_a_group_answers() -> None:
+    template = {"spec": {"containers": [{"name": "engine", "startupProbe": {"failureThreshold": 9}}]}}
+    made = objects({**SPANNING, "template": template})
+    spec = one(made, "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
+    assert container(spec["leaderTemplate"])["startupProbe"]["failureThreshold"] == 9
+    follower = container(spec["workerTemplate"])
+    assert not [key for key in follower if key.endswith("Probe")]
+    assert "ports" not in follower
+    # It goes on until the first has finished its requests: 5 s, and 40 s of its --shutdown-timeout.
+    assert follower["lifecycle"]["preStop"]["sleep"]["seconds"] == 45
+    leaders = {"epochkv.io/engine": "rollout", "app.kubernetes.io/component": "engine", "leaderworkerset.sigs.k8s.io/worker-index": "0"}
+    assert one(made, "Service")["spec"]["selector"] == leaders
+    assert one(made, "PodMonitor")["spec"]["selector"]["matchLabels"] == leaders
+    everyone = one(made, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"]
+    assert everyone == {key: value for key, value in leaders.items() if "leaderworkerset" not in key}
+
+
+def test_where_groups_are_placed_is_for_leaderworkerset_to_read() -> None:
+    where = {"leaderworkerset.sigs.k8s.io/exclusive-topology": "rack"}
+    lws = one(objects({**SPANNING, "template": {"metadata": {"annotations": {**where, "note": "x"}}}}), "LeaderWorkerSet")
+    assert lws["metadata"]["annotations"].items() >= where.items()
+    assert "note" not in lws["metadata"]["annotations"]
+
+
+def test_without_leaderworkerset_nothing_is_changed_and_its_name_is_said() -> None:
+    wanted = engine({**ENGINE_SPECS["minimal"], **SPANNING})
+    before = Observed(tuple(desired_engine(engine(), pool(), CONTEXT)))
+    plan = plan_engine(wanted, pool(), before, CONTEXT)
+    assert (plan.apply, plan.delete) == ((), ())
+    assert plan.problem is not None
+    assert plan.problem.reason == "KindNotServed"
+    for word in ("spec.parallelism.nodes is 4", "leaderworkerset.x-k8s.io/v1", "https://lws.sigs.k8s.io"):
+        assert word in plan.problem.message
+    after = plan_engine(wanted, pool(), before, EVERYTHING)
+    assert "LeaderWorkerSet" in {obj["kind"] for obj in after.apply}
+    assert [obj["kind"] for obj in after.delete] == ["Deployment"]
+    back = plan_engine(engine(), pool(), Observed(tuple(desired_engine(wanted, pool(), EVERYTHING))), EVERYTHING)
+    assert [obj["kind"] for obj in back.delete] == ["LeaderWorkerSet"]
+
+
+def test_a_kind_that_cannot_be_seen_now_is_left_alone() -> None:
+    """Rights that are taken away for a while must not end an engine, nor its monitor."""
+    seen = Observed(tuple(objects({}) + desired_pool(pool(), EVERYTHING)))
+    assert not plan_engine(engine(), pool(), seen, CONTEXT).delete
+    assert not plan_pool(pool(), seen, CONTEXT).delete
+
+
+def test_what_prometheus_is_told() -> None:
+    assert not [obj for obj in desired_engine(engine(), pool(), CONTEXT) + desired_pool(pool(), CONTEXT) if obj["kind"] == "PodMonitor"]
+    ports = {}
+    for obj in objects({}) + desired_pool(pool(), EVERYTHING):
+        if obj["kind"] == "PodMonitor":
+            [endpoint] = obj["spec"]["podMetricsEndpoints"]
+            ports[obj["metadata"]["name"]] = endpoint["port"]
+            assert endpoint["path"] == "/metrics"
+            assert obj["metadata"]["labels"]["release"] == "prometheus"
+            assert obj["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "epochkv-operator"
+    assert ports == {"rollout": "http", "policy-master": "admin", "policy-store": "health"}
+    named = json.dumps(objects({}) + desired_pool(pool(), EVERYTHING))
+    assert all(f'"name": "{port}", "containerPort"' in named for port in ports.values())
+    assert not [obj for obj in desired_pool(pool("external"), EVERYTHING) if obj["kind"] == "PodMonitor"]
