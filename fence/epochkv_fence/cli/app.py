@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from epochkv_fence.cli import asking, hub, keys, update
+from epochkv_fence.cli import asking, hub, keys, plugins, update
 from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.render import say_error
 from epochkv_fence.client import ArgumentError, ConfigurationError, HubUnreachable, PoolError, ResetTimeout, WeightsDiverged
@@ -35,7 +35,17 @@ OPTIONS: Final = {
 
 
 class _Commands(TyperGroup):
-    """Typer itself ends what is interrupted without a word, also while it parses, for which it imports a lot."""
+    """Our commands, then those that other packages add.
+
+    Typer itself ends what is interrupted without a word, also while it parses, for which it imports a lot.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        own = super().list_commands(ctx)
+        return [*own, *(name for name in plugins.names() if name not in own)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return super().get_command(ctx, cmd_name) or plugins.load(cmd_name)
 
     def make_context(self, *arguments: Any, **extra: Any) -> Any:
         with asking.interruptible(""):
