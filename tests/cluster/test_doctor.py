@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from epochkv_fence.net import generate_keypair
+from epochkv_fence.net import KeyPair, generate_keypair
 from epochkv_fence.version import VERSION
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
@@ -44,6 +46,7 @@ class World:
         self._install(directory)
         account = plane.kubeconfig_for(ACCOUNT, ("system:serviceaccounts", "system:authenticated"))
         images: dict[str, Any] = {f"{name}_image": f"epochkv/{name}:{VERSION}" for name in ("store", "engine")}
+        self.operator_config = account
         self.operator = OperatorProcess(plane, HOME, directory, kubeconfig=account, **images)
         self.engine: FenceEngine
 
@@ -76,9 +79,24 @@ class World:
 
         eventually(well, f"all is well; log:\n{self.operator.tail()}", 60)
 
+    def renew(self) -> None:
+        """A new pod for the engine, in whose name the stand-in reports again, until all is well."""
+        old = self.engine_pod()
+        self.space.request("DELETE", f"{PODS}/{old}", {"gracePeriodSeconds": 0})
+        self.engine.__exit__()
+        self.join()
+
+    def join(self) -> None:
+        secret = eventually(lambda: self.space.get(CHILDREN["secrets"], "policy-fence"), "the pool's Secret")
+        pod = eventually(self.engine_pod, f"a pod; log:\n{self.operator.tail()}")
+        self.engine = FenceEngine(f"tcp://127.0.0.1:{self.operator.hub_port}", client_keys(secret), "rollout", pod=pod, versions=VERSIONS)
+        self.engine.__enter__()
+        self.settle()
+
     def engine_pod(self) -> str:
         items = self.space.request("GET", f"{PODS}?labelSelector=epochkv.io/engine%3Drollout")["items"]
-        return str(items[0]["metadata"]["name"]) if len(items) == 1 else ""
+        alive = [item["metadata"]["name"] for item in items if "deletionTimestamp" not in item["metadata"]]
+        return str(alive[0]) if len(alive) == 1 else ""
 
     def doctor(self, *arguments: str, kubeconfig: Path | None = None) -> tuple[int, list[dict[str, str]]]:
         """Exit status and findings."""
@@ -95,11 +113,7 @@ class World:
         self.operator.start().wait_ready()
         self.space.create_pool("policy", **POOL)
         self.space.create_engine("rollout", **ENGINE)
-        secret = eventually(lambda: self.space.get(CHILDREN["secrets"], "policy-fence"), "the pool's Secret")
-        pod = eventually(self.engine_pod, f"a pod; log:\n{self.operator.tail()}")
-        self.engine = FenceEngine(f"tcp://127.0.0.1:{self.operator.hub_port}", client_keys(secret), "rollout", pod=pod, versions=VERSIONS)
-        self.engine.__enter__()
-        self.settle()
+        self.join()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -136,33 +150,37 @@ def test_what_is_well_is_said_in_one_line_each(world: World) -> None:
     assert "renewed" in said["lease"]
 
 
-def test_each_fault_is_named_with_what_mends_it(world: World) -> None:
-    space, pod = world.space, world.engine_pod()
-    crd = json.loads(world.plane.api.request("GET", CRD)[1])
+def make_faults(world: World, pod: str) -> KeyPair:
+    """One of each kind, all at once. Returns the client key pair that the Secret then has."""
+    space = world.space
+    crd = space.request("GET", CRD)
     del crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["networkPolicy"]
     space.request("PUT", CRD, crd)
     role = space.request("GET", f"{ROLE}/epochkv-operator")
-    apps = next(rule for rule in role["rules"] if rule["apiGroups"] == ["apps"])
-    apps["verbs"].remove("delete")
+    next(rule for rule in role["rules"] if rule["apiGroups"] == ["apps"])["verbs"].remove("delete")
     space.request("PUT", f"{ROLE}/epochkv-operator", role)
     waiting = {"name": "engine", "image": "no/such:image", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}}
     pulled = {"conditions": [], "phase": "Pending", "containerStatuses": [{**waiting, "ready": False, "restartCount": 0, "imageID": ""}]}
     space.request("PATCH", f"{PODS}/{pod}/status", {"status": pulled}, "application/merge-patch+json")
     space.create_pool("lonely", **POOL)
     space.create_engine("astray", poolRef={"name": "nowhere"}, model={"name": "tiny"})
-    policy = "/apis/networking.k8s.io/v1/namespaces/{}/networkpolicies"
-    space.patch(policy, "epochkv-operator", {"spec": {"ingress": [{"ports": [{"port": 8080, "protocol": "TCP"}]}]}})
+    space.patch(CHILDREN["networkpolicies"], "epochkv-operator", {"spec": {"ingress": [{"ports": [{"port": 8080, "protocol": "TCP"}]}]}})
     world.engine.lacks = ("LayoutUnsupported", "no tier is used: group 1 cannot be restored")
     world.engine.agent.poke()
     eventually(lambda: condition(space.engine_status("rollout"), "TiersUsable").get("status") == "False", "told")
     eventually(lambda: condition(space.status("lonely"), "Ready").get("status") == "True", f"lonely; log:\n{world.operator.tail()}")
     eventually(lambda: space.engine_status("astray").get("conditions"), f"astray; log:\n{world.operator.tail()}")
-    good = space.get(CHILDREN["secrets"], "policy-fence") or {}
     other = generate_keypair()
     edited = {"client.pub": other.public, "client.key": other.secret, "root.secret": "not hex"}
     encoded = {key: base64.b64encode(value.encode()).decode() for key, value in edited.items()}
     space.patch(CHILDREN["secrets"], "policy-fence", {"data": encoded})
+    return other
 
+
+def test_each_fault_is_named_with_what_mends_it(world: World) -> None:
+    space, pod = world.space, world.engine_pod()
+    good = space.get(CHILDREN["secrets"], "policy-fence") or {}
+    other = make_faults(world, pod)
     status, findings = world.doctor()
     assert status == 1
     old = only(findings, "crds", "wrong")
@@ -181,10 +199,60 @@ def test_each_fault_is_named_with_what_mends_it(world: World) -> None:
     assert "PoolNotFound" in json.dumps(of(findings, "conditions", "warning"))
 
     world.paste(old["fix"])
-    world.paste(f"kubectl apply -n {HOME} -f {world.chart}")
+    world.paste(f"kubectl apply -n {HOME} -f {world.chart}")  # stands for the `helm get manifest | kubectl apply` of other fixes
     space.delete(POOLS, "lonely")
     space.delete(ENGINES, "astray")
     world.engine.lacks = ("", "")
     world.engine.agent.poke()
     space.patch(CHILDREN["secrets"], "policy-fence", {"data": good["data"]})
-    space.request("DELETE", f"{PODS}/{pod}", {"gracePeriodSeconds": 0})
+    world.renew()
+    eventually(lambda: space.names("deployments") == {"rollout"}, "the others are gone")
+    status, findings = world.doctor()
+    assert [one for one in findings if one["level"] != "ok"] == []
+
+
+def test_an_engine_that_stalls_is_named_with_its_pod(world: World) -> None:
+    world.engine.hold.set()
+    try:
+        target = world.space.status("policy")["targetEpoch"] + 1
+        world.space.bump("policy", target)
+        eventually(lambda: world.space.status("policy").get("epoch") == target, "its lease is over", 30)
+        status, findings = world.doctor()
+    finally:
+        world.engine.hold.clear()
+    stalls = only(findings, "engines", "wrong")
+    assert (status, stalls["fix"]) == (1, f"kubectl -n {HOME} delete pod {world.engine_pod()}")
+    assert f"while {target} is published" in stalls["text"]
+    behind = of(findings, "conditions", "warning")
+    assert any(one["about"] == f"engine {HOME}/rollout" and "EpochCurrent=False for" in one["text"] for one in behind)
+
+
+def test_who_may_not_look_is_told_so_check_by_check(world: World) -> None:
+    config = world.plane.kubeconfig_for("somebody", ("system:authenticated",))
+    status, findings = world.doctor(kubeconfig=config)
+    assert (status, of(findings, "cluster", "ok") != [], {one["level"] for one in findings}) == (2, True, {"ok", "unknown"})
+    assert {one["check"] for one in findings if one["level"] == "unknown"} >= {"crds", "rbac", "operator", "hub", "pods", "conditions"}
+    assert all("somebody" in one["text"] for one in of(findings, "pods", "unknown"))
+    status, findings = world.doctor(kubeconfig=world.operator_config)
+    assert of(findings, "rbac", "ok"), "the operator may ask for itself"
+    assert only(findings, "lease", "ok")
+
+
+def test_a_cluster_that_does_not_answer_holds_up_nobody(world: World, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        config = yaml.safe_load(world.plane.kubeconfig.read_text())
+        config["clusters"][0]["cluster"]["server"] = f"https://127.0.0.1:{mute.getsockname()[1]}"
+        (tmp_path / "mute").write_text(yaml.safe_dump(config))
+        status, findings = world.doctor(kubeconfig=tmp_path / "mute")
+    assert (status, {one["level"] for one in findings}) == (2, {"unknown"})
+    status, findings = world.doctor(kubeconfig=tmp_path / "none")
+    assert (status, {one["level"] for one in findings}) == (2, {"unknown"})
+
+
+def test_an_operator_that_is_gone(world: World) -> None:
+    assert world.operator.terminate() == 0
+    status, findings = world.doctor()
+    assert status == 1
+    assert "nobody holds it" in only(findings, "lease", "wrong")["text"]
+    assert "nobody listens on 127.0.0.1" in only(findings, "hub", "wrong")["text"]
+    assert {one["check"] for one in findings if one["level"] == "unknown"} == {"engines", "clocks"}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Final, TypeVar
 
 from kubernetes.aio.config import ConfigException
@@ -17,10 +19,16 @@ from epochkv_operator.kube.client import ApiError, Forbidden, Json, KubeClient, 
 from epochkv_operator.kube.resources import ENGINES, LEASES, POOLS, SECRETS, Resource
 
 T = TypeVar("T")
-API_SECONDS: Final = 8.0
+API_SECONDS: Final = 5.0
+OFFSET_SECONDS: Final = 30.0
 PART_OF: Final = "app.kubernetes.io/part-of=epochkv"
 MANAGED: Final = f"app.kubernetes.io/managed-by={MANAGED_BY}"
+NO_CLUSTER_FIX: Final = "export KUBECONFIG=PATH   # or give --config to look at one pool without Kubernetes"
 SELF_REVIEWS: Final = "/apis/authentication.k8s.io/v1/selfsubjectreviews"
+
+
+class MayNotLook(CannotLook):
+    """This user lacks the right; in another place it may have it."""
 
 
 class Cluster:
@@ -39,10 +47,11 @@ class Cluster:
         """Raises `CannotLook` where there is no usable kubeconfig."""
 
         async def connect() -> KubeClient:
+            _check_config()
             try:
                 self._client = await KubeClient.connect(API_SECONDS)
             except (ConfigException, OSError, ValueError) as error:
-                raise CannotLook(f"no cluster to look at: {error}", "export KUBECONFIG=PATH   # or give --config for one pool") from error
+                raise CannotLook(f"no cluster to look at: {error}", NO_CLUSTER_FIX) from error
             return self._client
 
         return await self._shared.get("client", connect)
@@ -114,8 +123,17 @@ class Cluster:
 
     def _explained(self, error: ApiError, verb: str, path: str) -> CannotLook:
         if isinstance(error, Forbidden):
-            return CannotLook(f"this user may not look: {error.message}", f"kubectl auth can-i --list   # {verb} {path} is needed")
+            return MayNotLook(f"this user may not look: {error.message}", f"kubectl auth can-i --list   # {verb} {path} is needed")
         return CannotLook(f"the API server does not answer: {error.message or error.reason}", "kubectl get --raw /readyz?verbose")
+
+
+def _check_config() -> None:
+    """The library says on stderr what it does not find."""
+    if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
+        return
+    paths = (os.environ.get("KUBECONFIG") or "~/.kube/config").split(os.pathsep)
+    if not any(Path(path).expanduser().exists() for path in paths):
+        raise CannotLook(f"no cluster to look at: {' and '.join(paths)} not found", NO_CLUSTER_FIX)
 
 
 async def look_at_api(cluster: Cluster) -> list[Finding]:
@@ -129,7 +147,16 @@ async def look_at_api(cluster: Cluster) -> list[Finding]:
     except (CannotLook, NotFound):
         user = ""
     text = f"{client.configuration.host} ({version.get('gitVersion', 'unknown version')}) answers in {1000 * took:.0f} ms{user}"
-    return [Finding("cluster", Level.OK, text)]
+    return [Finding("cluster", Level.OK, text), *judge_our_clock(client.server_date, datetime.now(UTC))]
+
+
+def judge_our_clock(server: datetime | None, ours: datetime) -> list[Finding]:
+    """A clock that is far off makes certificates and tokens invalid; nothing else here depends on it."""
+    off = (ours - server).total_seconds() if server is not None else 0.0
+    if abs(off) <= OFFSET_SECONDS:
+        return []
+    text = f"this machine's clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the API server's: tokens may be refused"
+    return [Finding("cluster", Level.WARNING, text, "timedatectl   # is the clock synchronised?")]
 
 
 def place(obj: Json) -> str:

@@ -94,9 +94,7 @@ def judge_tiers(obj: Json, now: datetime) -> list[Finding]:
 def _bad_conditions(obj: Json, say: Say, now: datetime) -> Iterator[Finding]:
     bad = [one for one in _conditions(obj) if one["status"] != "True" and one["type"] != TIERS]
     for one in bad:
-        if one["type"] == "Ready" and any(
-            (other["type"], other["reason"]) == (other["type"], one["reason"]) for other in bad if other is not one
-        ):
+        if one["type"] == "Ready" and one["reason"] in {other["reason"] for other in bad if other is not one}:
             continue  # it repeats what is not True
         seconds = _seconds(one.get("lastTransitionTime"), now)
         if one["type"] == "Drained" and seconds < DRAIN_SECONDS:

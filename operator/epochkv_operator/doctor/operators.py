@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final
 
 from epochkv_fence.doctor.finding import CannotLook, Finding, Say
-from epochkv_operator.doctor.cluster import PART_OF, Cluster
+from epochkv_operator.doctor.cluster import PART_OF, Cluster, MayNotLook
 from epochkv_operator.kube.client import Json
 from epochkv_operator.kube.resources import DEPLOYMENTS, LEASES
 from epochkv_operator.settings import Settings
@@ -100,8 +99,7 @@ class Operator:
 
 def image_tag(image: str) -> str:
     """The tag of an image; empty without one. A port of a registry is none."""
-    match = re.fullmatch(r".*/?[^/]*?:([^/:@]+)(@sha256:.*)?", image)
-    return match[1] if match is not None and "/" not in match[1] else ""
+    return image.partition("@")[0].rpartition("/")[2].partition(":")[2]
 
 
 async def find_operators(cluster: Cluster) -> list[Operator]:
@@ -123,12 +121,12 @@ async def _deployments(cluster: Cluster) -> list[Json]:
     home = cluster.scope.operator_namespace
     try:
         return await cluster.objects(DEPLOYMENTS, home, OPERATOR)
-    except CannotLook as error:
+    except MayNotLook as error:
         if home is not None:
             raise
         try:
             return await cluster.objects(DEPLOYMENTS, DEFAULT_NAMESPACE, OPERATOR)
-        except CannotLook:
+        except MayNotLook:
             raise CannotLook(str(error), "epochkv doctor --operator-namespace NAME   # where this user may look") from error
 
 
@@ -137,7 +135,7 @@ async def _leases(cluster: Cluster, homes: Sequence[str]) -> list[Json]:
     home = cluster.scope.operator_namespace
     try:
         return await cluster.leases(home)
-    except CannotLook:
+    except MayNotLook:
         places = homes or [home or DEFAULT_NAMESPACE]
         found = [await cluster.get(LEASES, namespace, Settings.lease_name) for namespace in places]
         return [lease for lease in found if lease is not None]
