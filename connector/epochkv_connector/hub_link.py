@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from epochkv_connector.config.connector_config import ConnectorConfig
+from epochkv_connector.engine.version import running
 from epochkv_fence.connection import HubRef, check_endpoint, read_client_keys, read_root_secret
 from epochkv_fence.protocol.messages import BOOT_BYTES
 
@@ -85,6 +86,7 @@ class HubLink:
             pod=os.environ.get("POD_NAME", ""),
             rank=rank,
             fingerprint=fingerprint,
+            versions=running(),
         )
         keys_again = partial(read_client_keys, hub)  # they may be rotated
         return AgentThread(hub.endpoint, self._keys, secrets.token_bytes(BOOT_BYTES), identity, hooks, credentials=keys_again)

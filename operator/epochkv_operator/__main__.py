@@ -90,5 +90,15 @@ def run(
     sys.exit(asyncio.run(Operator(settings).main()))
 
 
+@app.command()
+def crds() -> None:
+    """Print the CustomResourceDefinitions of this version, for `kubectl apply --server-side -f -`."""
+    import json
+
+    from epochkv_operator.api.crd import CRDS, manifest
+
+    print(json.dumps({"apiVersion": "v1", "kind": "List", "items": [manifest(crd) for crd in CRDS]}, indent=2))
+
+
 if __name__ == "__main__":
     app(prog_name="epochkv-operator")

@@ -39,6 +39,7 @@ class FenceEngine:
         pod: str | None = None,
         rank: int = 0,
         credentials: Callable[[], ClientKeys] | None = None,
+        versions: dict[str, str] | None = None,
     ) -> None:
         self.adopted: list[int] = []
         self.hold = threading.Event()
@@ -49,7 +50,8 @@ class FenceEngine:
         self.storeless = False
         self.removed: list[int] = []
         self.kept: list[tuple[bytes, ...]] = []
-        identity = EngineIdentity("external", name, rank) if pod is None else EngineIdentity(name, pod, rank)
+        who = ("external", name) if pod is None else (name, pod)
+        identity = EngineIdentity(*who, rank, versions=versions or {})
         self.agent = AgentThread(endpoint, keys, secrets.token_bytes(16), identity, self, credentials=credentials)
 
     def __enter__(self) -> FenceEngine:

@@ -45,6 +45,7 @@ CORPUS: list[Message] = [
     Heartbeat(BOOTS[0], 8, 3, weights=WEIGHTS[1]),
     Heartbeat(BOOTS[2], 9, 3, weights_note="rank 1: no answer"),
     Heartbeat(BOOTS[3], 9, 3, tiers_off="SavesOnly", tiers_note="loads are off: because"),
+    Heartbeat(BOOTS[3], 10, 3, versions={"epochkv": "0.2.0", "vllm": "0.32.0"}),
     Grant(BOOTS[0], 7, 4, 30.0),
     Nudge(BOOTS[0]),
     Propose(BOOTS[1], 5),

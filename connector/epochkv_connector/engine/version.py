@@ -6,9 +6,13 @@ sentence (unless `allow_untested_vllm`). Knows of vLLM: `__version__`.
 
 from __future__ import annotations
 
+import importlib.util
 import re
+from pathlib import Path
 
 import vllm
+
+from epochkv_fence.version import VERSION
 
 TESTED_VERSIONS = ((0, 30), (0, 33))
 """First and last minor version accepted."""
@@ -22,6 +26,21 @@ def unsupported(found: str) -> str:
     """The sentence for this version."""
     first, last = TESTED_VERSIONS
     return f"vLLM {found} is not supported: EpochKV was tested with {first[0]}.{first[1]} to {last[0]}.{last[1]}; install one of these"
+
+
+def running() -> dict[str, str]:
+    """Versions of what this engine runs, by name, for its hub; what cannot be told is left out."""
+    found = {"epochkv": VERSION, "vllm": str(getattr(vllm, "__version__", "")), "mooncake": _mooncake()}
+    return {name: version for name, version in found.items() if version}
+
+
+def _mooncake() -> str:
+    """Version of the wheel that Mooncake's module came with, whose name differs by accelerator; nothing is imported."""
+    spec = importlib.util.find_spec("mooncake")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for info in Path(folder).parent.glob("mooncake_transfer_engine*.dist-info"):
+            return info.name.removesuffix(".dist-info").rpartition("-")[2]
+    return ""
 
 
 def check_version(allow_untested: bool, version: str | None = None) -> None:

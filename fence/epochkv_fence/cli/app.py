@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from epochkv_fence.cli import asking, hub, keys, update
+from epochkv_fence.cli import asking, doctor, hub, keys, plugins, update
 from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.render import say_error
 from epochkv_fence.client import ArgumentError, ConfigurationError, HubUnreachable, PoolError, ResetTimeout, WeightsDiverged
@@ -23,7 +23,7 @@ Exit status: 0 done; 1 failed; 2 wrong usage or configuration, such as a key tha
 epoch is recorded and not published (leases fence the engines that did not acknowledge), or engines do not hold the same, new weights;
 4 no hub answered, or it rejected the key, and nothing is known to be recorded; 5 the hub's state cannot be used; 6 the hub lost its
 state; 130 interrupted. `update` also ends with the status of COMMAND when it failed (128 + n for signal n), 126 if COMMAND cannot be
-executed, 127 if there is no such command.
+executed, 127 if there is no such command. `doctor` ends with 1 when something is wrong, and with 2 when it could not look.
 """
 OPTIONS: Final = {
     "epoch": "--epoch",
@@ -35,7 +35,17 @@ OPTIONS: Final = {
 
 
 class _Commands(TyperGroup):
-    """Typer itself ends what is interrupted without a word, also while it parses, for which it imports a lot."""
+    """Our commands, then those that other packages add.
+
+    Typer itself ends what is interrupted without a word, also while it parses, for which it imports a lot.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        own = super().list_commands(ctx)
+        return [*own, *(name for name in plugins.names() if name not in own)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return super().get_command(ctx, cmd_name) or plugins.load(cmd_name)
 
     def make_context(self, *arguments: Any, **extra: Any) -> Any:
         with asking.interruptible(""):
@@ -80,6 +90,7 @@ app.command("status")(asking.status)
 app.command("engines")(asking.engines)
 app.command("weights")(asking.weights)
 app.command("update", context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})(update.update)
+app.command("doctor")(doctor.doctor)
 app.add_typer(keys.app, name="keys", help=keys.HELP)
 
 

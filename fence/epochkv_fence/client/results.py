@@ -30,6 +30,7 @@ class Engine:
         tiers_off: why it cannot use its tiers, or not all of them: `LayoutUnsupported`, `TiersBroken`, `TiersOff`, `SavesOnly`,
             `L1Only`; empty: it can.
         tiers_note: the same in a sentence, with what to change.
+        versions: of what it runs: `epochkv`, `vllm`, `mooncake`; empty: it is older than this.
     """
 
     boot: str
@@ -48,6 +49,7 @@ class Engine:
     weights_since_s: float = 0.0
     tiers_off: str = ""
     tiers_note: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, status: EngineStatus, target: int) -> Engine:
@@ -69,6 +71,7 @@ class Engine:
             weights_since_s=status.since_seconds,
             tiers_off=status.tiers_off,
             tiers_note=status.tiers_note,
+            versions=dict(status.versions),
         )
 
     @property
@@ -97,6 +100,7 @@ class PoolStatus:
         engines: the live ones, by name.
         labels: what trainers called weights, by their digests (32 hex digits): the newest 16, whether somebody holds them or not.
         settling_seconds: the hub has only begun to lead; until then engines may live that are not among `engines` yet.
+        hub_version: of EpochKV, as the hub runs it; empty: it is older than this.
     """
 
     name: str
@@ -108,6 +112,7 @@ class PoolStatus:
     engines: tuple[Engine, ...]
     labels: Mapping[str, str] = field(default_factory=dict)
     settling_seconds: float = 0.0
+    hub_version: str = ""
 
     @property
     def converged(self) -> bool:
@@ -133,6 +138,7 @@ class PoolStatus:
             engines=tuple(found),
             labels=dict(page.labels),
             settling_seconds=page.settling_seconds,
+            hub_version=page.version,
         )
 
 

@@ -35,6 +35,8 @@ SILENCE_SECONDS: Final = 3.0
 MAX_SILENCE_SECONDS: Final = 12.0
 MAX_QUEUED: Final = 64
 NOBODY: Final = "nobody listens there"
+KEY_REFUSED: Final = "it refuses our key, which is of no pool that this hub serves, or was retired"
+NO_HANDSHAKE: Final = "no CURVE handshake: hub.pub is not the key of that hub, what listens there is no hub, or it hangs"
 RESOLVE_SECONDS: Final = 1.0
 
 Answer = Status | BumpStatus | Labelled
@@ -233,9 +235,9 @@ class Session:
                 self.problem = "the connection is lost"
             else:
                 if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                    self.problem = "it refuses our key, which is of no pool that this hub serves, or was retired"
+                    self.problem = KEY_REFUSED
                 else:
-                    self.problem = "no CURVE handshake: hub.pub is not the key of that hub, what listens there is no hub, or it hangs"
+                    self.problem = NO_HANDSHAKE
                 if self._refused_since is None:
                     self._refused_since = time.monotonic()
                 return

@@ -14,6 +14,7 @@ from epochkv_fence.hub.boots import BootRecord, Holdings
 from epochkv_fence.hub.state import HubState
 from epochkv_fence.protocol.messages import BumpStatus, EngineStatus, Source, Status
 from epochkv_fence.protocol.pool import EngineView, PoolConfig, PoolSnapshot, WeightsView
+from epochkv_fence.version import VERSION
 
 STATUS_PAGE: Final = 64
 STATUS_PAGE_BYTES: Final = 40_000
@@ -140,6 +141,7 @@ def status(hub: HubState, question: Status, now: float) -> Status:
         after=question.after,
         labels={weights.hex(): label for weights, label in hub.labels.known.items()} if first_page else {},
         settling_seconds=max(0.0, hub.lead.settled_at - now),
+        version=VERSION,
     )
     return _status_page(page, list(hub.boots.known.values()), hub.config, now)
 
@@ -152,7 +154,8 @@ def _status_page(page: Status, records: Sequence[BootRecord], config: PoolConfig
     room = STATUS_PAGE_BYTES - sum(len(label.encode()) for label in page.labels.values())
     for record in alive[start : start + STATUS_PAGE]:
         beat = record.newest
-        texts = beat.engine, beat.pod, beat.fingerprint, beat.weights_note, beat.tiers_off, beat.tiers_note
+        told = beat.engine, beat.pod, beat.fingerprint, beat.weights_note, beat.tiers_off, beat.tiers_note
+        texts = *told, *beat.versions, *beat.versions.values()
         room -= sum(len(text.encode()) for text in texts)
         if room < 0:
             break
@@ -182,4 +185,5 @@ def _engine_status(record: BootRecord, now: float) -> EngineStatus:
         since_seconds=max(0.0, now - record.weights_at),
         tiers_off=beat.tiers_off,
         tiers_note=beat.tiers_note,
+        versions=beat.versions,
     )

@@ -23,6 +23,8 @@ MAX_EPOCH: Final = 2**53 - 1  # what JSON and YAML readers carry exactly
 MAX_STATS: Final = 64
 MAX_STAT_NAME: Final = 64
 MAX_TEXT: Final = 1024
+MAX_VERSIONS: Final = 8
+MAX_VERSION_TEXT: Final = 64
 TierReason = Literal["TiersBroken", "LayoutUnsupported", "TiersOff", "SavesOnly", "L1Only"]
 """Why an engine cannot use its tiers: an error turned them off, the layout of its KV does not allow it, its settings or its machine do
 not. `SavesOnly`: it loads nothing. `L1Only`: it uses no L2. Worst first."""
@@ -48,6 +50,9 @@ Name = Annotated[str, msgspec.Meta(max_length=253)]
 StatName = Annotated[str, msgspec.Meta(max_length=MAX_STAT_NAME)]
 LabelText = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+VersionText = Annotated[str, msgspec.Meta(max_length=MAX_VERSION_TEXT)]
+Versions = Annotated[dict[VersionText, VersionText], msgspec.Meta(max_length=MAX_VERSIONS)]
+"""Version by the name of a package."""
 WeightsHex = Annotated[str, msgspec.Meta(min_length=2 * WEIGHTS_BYTES, max_length=2 * WEIGHTS_BYTES)]
 
 
@@ -98,6 +103,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
         tiers_off: why it cannot use its tiers, or not all of them, one of `TIER_REASONS`; a newer engine may have others. Empty:
             it can, or it is older than this field. For status only.
         tiers_note: the same in a sentence, with what to change.
+        versions: of what it runs: `epochkv`, `vllm`, `mooncake`. Empty: it is older than this field. For status only.
     """
 
     boot: Boot
@@ -116,6 +122,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     weights_age_seconds: Seconds = 0.0
     tiers_off: Name = ""
     tiers_note: Text = ""
+    versions: Versions = {}
 
 
 class Grant(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
@@ -193,6 +200,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     since_seconds: Seconds = 0.0
     tiers_off: Name = ""
     tiers_note: Text = ""
+    versions: Versions = {}
 
 
 class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
@@ -210,6 +218,7 @@ class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
         lease_seconds: the pool's, from its configuration.
         labels: what weights were called, by their 32 hex digits, newest last; on the first page only.
         settling_seconds: until every grant of an older hub is over; before that boots may live that this hub has not heard.
+        version: of EpochKV, as the hub runs it. Empty: it is older than this field.
     """
 
     request: Count
@@ -224,6 +233,7 @@ class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     after: Boot | None = None
     labels: Annotated[dict[WeightsHex, LabelText], msgspec.Meta(max_length=MAX_LABELS)] = {}
     settling_seconds: Seconds = 0.0
+    version: VersionText = ""
 
 
 class Label(msgspec.Struct, frozen=True, tag=True, tag_field="type"):

@@ -43,6 +43,8 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from typing import Any, cast
 from urllib.parse import urlencode
 
@@ -124,6 +126,13 @@ def _raise(status: int, body: bytes, request: str, retry_after: str | None) -> N
     raise error
 
 
+def _date(header: str | None) -> datetime | None:
+    try:
+        return parsedate_to_datetime(header) if header else None
+    except ValueError:
+        return None
+
+
 def _set_field(name: str, value: Any) -> list[Json]:
     """A field of a merge patch as operations of a JSON patch: null removes, at the top and one level below."""
     path = f"/status/{name}"
@@ -144,6 +153,8 @@ class KubeClient:
         self.wrote: Callable[[bool], None] = lambda answered: None
         """Told of each write whether the API server answered it, with whatever but an error of its own."""
         self.deadline_seconds = deadline_seconds
+        self.server_date: datetime | None = None
+        """The API server's clock when it answered last, to the second."""
         self._api = kubernetes_client.ApiClient(configuration)
         self._api.user_agent = MANAGED_BY
 
@@ -228,6 +239,7 @@ class KubeClient:
             metrics.API_REQUESTS.labels(verb=verb, code="unreachable").inc()
             raise Unavailable(0, "Unreachable", str(error) or type(error).__name__, request) from error
         metrics.API_REQUESTS.labels(verb=verb, code=str(response.status)).inc()
+        self.server_date = _date(response.headers.get("Date")) or self.server_date
         if not 200 <= response.status < 300:
             _raise(response.status, data, request, response.headers.get("Retry-After"))
         try:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from epochkv_operator.kube.rights import rights
+
 from .conftest import CHART, ROOT, Rendered
 
 Render = Callable[..., Rendered]
@@ -99,6 +101,20 @@ def test_cluster_wide_rights_are_exactly_those_the_operator_uses(render: Render)
     }
     everything = [rule for kind in ("ClusterRole", "Role") for role in rendered.all(kind) for rule in role["rules"]]
     assert all("*" not in rule[field] for rule in everything for field in ("apiGroups", "resources", "verbs"))
+
+
+def test_the_table_that_doctor_asks_for_is_what_the_chart_grants() -> None:
+    table: dict[tuple[str, str], set[str]] = {}
+    for right in rights("epochkv-system", (None,), "epochkv-operator", "epochkv-hub"):
+        if right.namespace is None and not right.name:
+            resource = f"{right.resource}/{right.subresource}" if right.subresource else right.resource
+            table.setdefault((right.group, resource), set()).add(right.verb)
+    assert table == SERVED
+    home = {(right.resource, right.verb, right.name) for right in rights("home", (), "lease", "hub")}
+    assert home == {
+        *(("leases", "get", "lease"), ("leases", "update", "lease"), ("leases", "create", "")),
+        *(("secrets", "get", "hub"), ("secrets", "create", "")),
+    }
 
 
 def test_watch_namespaces_give_roles_there_and_no_cluster_role(render: Render) -> None:

@@ -9,14 +9,24 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from epochkv_fence.net.agent.mailbox import Mailbox
 from epochkv_fence.net.say_once import SayOnce
 from epochkv_fence.protocol.agent import RemoveOld
-from epochkv_fence.protocol.messages import CONTROL, MAX_STAT_NAME, MAX_STATS, MAX_TEXT, WEIGHTS_BYTES, Heartbeat, Reclaimed
+from epochkv_fence.protocol.messages import (
+    CONTROL,
+    MAX_STAT_NAME,
+    MAX_STATS,
+    MAX_TEXT,
+    MAX_VERSION_TEXT,
+    MAX_VERSIONS,
+    WEIGHTS_BYTES,
+    Heartbeat,
+    Reclaimed,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -60,12 +70,13 @@ class AgentHooks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """Who this engine is, for status. `pod` is empty for engines nobody provisioned."""
+    """Who this engine is, for status. `pod` is empty for engines nobody provisioned; `versions` are of what it runs, by package."""
 
     engine: str
     pod: str = ""
     rank: int = 0
     fingerprint: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 class GuardedEngine:
@@ -139,6 +150,10 @@ class GuardedEngine:
             weights_age_seconds=now - self._reported_since,
             tiers_off=_line(tiers_off)[:253],
             tiers_note=_line(tiers_note),
+            versions={
+                _line(name)[:MAX_VERSION_TEXT]: _line(version)[:MAX_VERSION_TEXT]
+                for name, version in list(self._identity.versions.items())[:MAX_VERSIONS]
+            },
         )
 
     def _weights(self) -> tuple[bytes | None, str]:

@@ -1,0 +1,258 @@
+"""`epochkv doctor` against a real API server, a real operator and a real hub: well at first, then with one real fault after the other.
+
+The chart is installed as it is, but no kubelet runs its pods: a process stands in for the operator's, with the chart's service account,
+and pods are told that they run.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from epochkv_fence.net import KeyPair, generate_keypair
+from epochkv_fence.version import VERSION
+from hack.cluster.controlplane import ControlPlane
+from hack.waiting import eventually
+from tests.cluster.fence_engines import FenceEngine, client_keys
+from tests.cluster.operator_harness import CHILDREN, ENGINES, POOLS, ROOT, Namespace, OperatorProcess, condition
+from tests.cluster.test_operator_reconcile import make_pods_ready
+
+HOME = "doctor"
+CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/kvcachepools.epochkv.io"
+ROLE = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{HOME}/roles"
+PODS = f"/api/v1/namespaces/{HOME}/pods"
+POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2}}
+ENGINE: dict[str, Any] = {"poolRef": {"name": "policy"}, "model": {"name": "tiny"}}
+VERSIONS = {"epochkv": VERSION, "vllm": "0.32.0", "mooncake": "0.3.13.post1"}
+ACCOUNT = f"system:serviceaccount:{HOME}:epochkv-operator"
+
+
+class World:
+    """A namespace with everything: the chart, an operator, a pool, an engine that reports."""
+
+    def __init__(self, plane: ControlPlane, directory: Path) -> None:
+        self.plane = plane
+        self.space = Namespace.create_in(plane, HOME)
+        self._install(directory)
+        account = plane.kubeconfig_for(ACCOUNT, ("system:serviceaccounts", "system:authenticated"))
+        images: dict[str, Any] = {f"{name}_image": f"epochkv/{name}:{VERSION}" for name in ("store", "engine")}
+        self.operator_config = account
+        self.operator = OperatorProcess(plane, HOME, directory, kubeconfig=account, **images)
+        self.engine: FenceEngine
+
+    def _install(self, directory: Path) -> None:
+        chart, values = str(ROOT / "charts" / "epochkv"), f"crds.install=false,watchNamespaces={{{HOME}}}"
+        command = [str(self.plane.helm), "template", "epochkv", chart, "-n", HOME, "--kube-version", "1.34.4", "--set", values]
+        rendered = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        (directory / "chart.yaml").write_text(rendered)
+        self.chart = directory / "chart.yaml"
+        self.paste(f"kubectl apply -n {HOME} -f {self.chart}")
+
+    def paste(self, command: str) -> None:
+        """Run a command as a person would, with our kubectl and commands."""
+        folders = (self.plane.kubectl.parent, Path(sys.executable).parent)
+        path = os.pathsep.join([*map(str, folders), os.environ["PATH"]])
+        environ = {**os.environ, "PATH": path, "KUBECONFIG": str(self.plane.kubeconfig)}
+        done = subprocess.run(
+            ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, timeout=60, env=environ, check=False
+        )
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+
+    def settle(self) -> None:
+        """Every pod is told that it runs, until all conditions of pool and engine are as they should be."""
+
+        def well() -> bool:
+            make_pods_ready(self.space)
+            found = [self.space.status("policy"), self.space.engine_status("rollout")]
+            conditions = [one for status in found for one in status.get("conditions") or ()]
+            return len(conditions) > 6 and all(one["status"] == "True" for one in conditions)
+
+        eventually(well, f"all is well; log:\n{self.operator.tail()}", 60)
+
+    def renew(self) -> None:
+        """A new pod for the engine, in whose name the stand-in reports again, until all is well."""
+        old = self.engine_pod()
+        self.space.request("DELETE", f"{PODS}/{old}", {"gracePeriodSeconds": 0})
+        self.engine.__exit__()
+        self.join()
+
+    def join(self) -> None:
+        secret = eventually(lambda: self.space.get(CHILDREN["secrets"], "policy-fence"), "the pool's Secret")
+        pod = eventually(self.engine_pod, f"a pod; log:\n{self.operator.tail()}")
+        self.engine = FenceEngine(f"tcp://127.0.0.1:{self.operator.hub_port}", client_keys(secret), "rollout", pod=pod, versions=VERSIONS)
+        self.engine.__enter__()
+        self.settle()
+
+    def engine_pod(self) -> str:
+        items = self.space.request("GET", f"{PODS}?labelSelector=epochkv.io/engine%3Drollout")["items"]
+        alive = [item["metadata"]["name"] for item in items if "deletionTimestamp" not in item["metadata"]]
+        return str(alive[0]) if len(alive) == 1 else ""
+
+    def doctor(self, *arguments: str, kubeconfig: Path | None = None) -> tuple[int, list[dict[str, str]]]:
+        """Exit status and findings."""
+        scope = arguments or ("-n", HOME, "--operator-namespace", HOME)
+        command = [sys.executable, "-m", "epochkv_fence.cli", "doctor", "-o", "json", *scope]
+        environ = {**os.environ, "KUBECONFIG": str(kubeconfig or self.plane.kubeconfig)}
+        environ.pop("EPOCHKV_CONFIG", None)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environ, check=False)
+        assert done.stdout, done.stderr
+        assert done.stderr == ""
+        return done.returncode, json.loads(done.stdout)["findings"]
+
+    def __enter__(self) -> World:
+        self.operator.start().wait_ready()
+        self.space.create_pool("policy", **POOL)
+        self.space.create_engine("rollout", **ENGINE)
+        self.join()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.__exit__()
+        self.operator.__exit__()
+
+
+@pytest.fixture(scope="module")
+def world(plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with World(plane, tmp_path_factory.mktemp("doctor")) as made:
+        yield made
+
+
+def of(findings: list[dict[str, str]], check: str, level: str) -> list[dict[str, str]]:
+    return [one for one in findings if (one["check"], one["level"]) == (check, level)]
+
+
+def only(findings: list[dict[str, str]], check: str, level: str) -> dict[str, str]:
+    (found,) = of(findings, check, level)
+    return found
+
+
+def test_what_is_well_is_said_in_one_line_each(world: World) -> None:
+    status, findings = world.doctor()
+    assert [one for one in findings if one["level"] != "ok"] == []
+    assert status == 0
+    said = {one["check"]: one["text"] for one in findings}
+    assert set(said) == {
+        *("cluster", "crds", "rbac", "operator", "lease", "hub", "secrets", "network", "conditions", "tiers"),
+        *("pods", "pairs", "engines", "versions", "clocks"),
+    }
+    assert "answers in" in said["hub"]
+    assert "vLLM 0.32.0" in said["versions"]
+    assert "renewed" in said["lease"]
+
+
+def make_faults(world: World, pod: str) -> KeyPair:
+    """One of each kind, all at once. Returns the client key pair that the Secret then has."""
+    space = world.space
+    crd = space.request("GET", CRD)
+    del crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["networkPolicy"]
+    space.request("PUT", CRD, crd)
+    role = space.request("GET", f"{ROLE}/epochkv-operator")
+    next(rule for rule in role["rules"] if rule["apiGroups"] == ["apps"])["verbs"].remove("delete")
+    space.request("PUT", f"{ROLE}/epochkv-operator", role)
+    waiting = {"name": "engine", "image": "no/such:image", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}}
+    pulled = {"conditions": [], "phase": "Pending", "containerStatuses": [{**waiting, "ready": False, "restartCount": 0, "imageID": ""}]}
+    space.request("PATCH", f"{PODS}/{pod}/status", {"status": pulled}, "application/merge-patch+json")
+    space.create_pool("lonely", **POOL)
+    space.create_engine("astray", poolRef={"name": "nowhere"}, model={"name": "tiny"})
+    space.patch(CHILDREN["networkpolicies"], "epochkv-operator", {"spec": {"ingress": [{"ports": [{"port": 8080, "protocol": "TCP"}]}]}})
+    world.engine.lacks = ("LayoutUnsupported", "no tier is used: group 1 cannot be restored")
+    world.engine.agent.poke()
+    eventually(lambda: condition(space.engine_status("rollout"), "TiersUsable").get("status") == "False", "told")
+    eventually(lambda: condition(space.status("lonely"), "Ready").get("status") == "True", f"lonely; log:\n{world.operator.tail()}")
+    eventually(lambda: space.engine_status("astray").get("conditions"), f"astray; log:\n{world.operator.tail()}")
+    other = generate_keypair()
+    edited = {"client.pub": other.public, "client.key": other.secret, "root.secret": "not hex"}
+    encoded = {key: base64.b64encode(value.encode()).decode() for key, value in edited.items()}
+    space.patch(CHILDREN["secrets"], "policy-fence", {"data": encoded})
+    return other
+
+
+def test_each_fault_is_named_with_what_mends_it(world: World) -> None:
+    space, pod = world.space, world.engine_pod()
+    good = space.get(CHILDREN["secrets"], "policy-fence") or {}
+    other = make_faults(world, pod)
+    status, findings = world.doctor()
+    assert status == 1
+    old = only(findings, "crds", "wrong")
+    assert (old["about"], "spec.networkPolicy" in old["text"]) == ("kvcachepools.epochkv.io", True)
+    assert "lacks 2 of" in only(findings, "rbac", "wrong")["text"]
+    assert f"delete deployments.apps in {HOME}, delete statefulsets.apps in {HOME}" in only(findings, "rbac", "wrong")["text"]
+    image = only(findings, "pods", "wrong")
+    assert ("no/such:image" in image["text"], image["fix"].startswith(f"kubectl -n {HOME} patch ie rollout")) == (True, True)
+    assert only(findings, "pairs", "warning")["about"] == f"pool {HOME}/lonely"
+    assert only(findings, "pairs", "wrong")["about"] == f"engine {HOME}/astray"
+    assert "7700" in only(findings, "network", "wrong")["text"]
+    assert {one["about"] for one in of(findings, "tiers", "wrong")} == {f"engine {HOME}/rollout", f"pool {HOME}/policy"}
+    assert "root.secret" in only(findings, "secrets", "wrong")["text"]
+    assert ("refuses our key" in only(findings, "hub", "wrong")["text"], len(of(findings, "hub", "ok"))) == (True, 1)
+    assert other.secret not in json.dumps(findings)
+    assert "PoolNotFound" in json.dumps(of(findings, "conditions", "warning"))
+
+    world.paste(old["fix"])
+    world.paste(f"kubectl apply -n {HOME} -f {world.chart}")  # stands for the `helm get manifest | kubectl apply` of other fixes
+    space.delete(POOLS, "lonely")
+    space.delete(ENGINES, "astray")
+    world.engine.lacks = ("", "")
+    world.engine.agent.poke()
+    space.patch(CHILDREN["secrets"], "policy-fence", {"data": good["data"]})
+    world.renew()
+    eventually(lambda: space.names("deployments") == {"rollout"}, "the others are gone")
+    status, findings = world.doctor()
+    assert [one for one in findings if one["level"] != "ok"] == []
+
+
+def test_an_engine_that_stalls_is_named_with_its_pod(world: World) -> None:
+    world.engine.hold.set()
+    try:
+        target = world.space.status("policy")["targetEpoch"] + 1
+        world.space.bump("policy", target)
+        eventually(lambda: world.space.status("policy").get("epoch") == target, "its lease is over", 30)
+        status, findings = world.doctor()
+    finally:
+        world.engine.hold.clear()
+    stalls = only(findings, "engines", "wrong")
+    assert (status, stalls["fix"]) == (1, f"kubectl -n {HOME} delete pod {world.engine_pod()}")
+    assert f"while {target} is published" in stalls["text"]
+    behind = of(findings, "conditions", "warning")
+    assert any(one["about"] == f"engine {HOME}/rollout" and "EpochCurrent=False for" in one["text"] for one in behind)
+
+
+def test_who_may_not_look_is_told_so_check_by_check(world: World) -> None:
+    config = world.plane.kubeconfig_for("somebody", ("system:authenticated",))
+    status, findings = world.doctor(kubeconfig=config)
+    assert (status, of(findings, "cluster", "ok") != [], {one["level"] for one in findings}) == (2, True, {"ok", "unknown"})
+    assert {one["check"] for one in findings if one["level"] == "unknown"} >= {"crds", "rbac", "operator", "hub", "pods", "conditions"}
+    assert all("somebody" in one["text"] for one in of(findings, "pods", "unknown"))
+    status, findings = world.doctor(kubeconfig=world.operator_config)
+    assert of(findings, "rbac", "ok"), "the operator may ask for itself"
+    assert only(findings, "lease", "ok")
+
+
+def test_a_cluster_that_does_not_answer_holds_up_nobody(world: World, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        config = yaml.safe_load(world.plane.kubeconfig.read_text())
+        config["clusters"][0]["cluster"]["server"] = f"https://127.0.0.1:{mute.getsockname()[1]}"
+        (tmp_path / "mute").write_text(yaml.safe_dump(config))
+        status, findings = world.doctor(kubeconfig=tmp_path / "mute")
+    assert (status, {one["level"] for one in findings}) == (2, {"unknown"})
+    status, findings = world.doctor(kubeconfig=tmp_path / "none")
+    assert (status, {one["level"] for one in findings}) == (2, {"unknown"})
+
+
+def test_an_operator_that_is_gone(world: World) -> None:
+    assert world.operator.terminate() == 0
+    status, findings = world.doctor()
+    assert status == 1
+    assert "nobody holds it" in only(findings, "lease", "wrong")["text"]
+    assert "nobody listens on 127.0.0.1" in only(findings, "hub", "wrong")["text"]
+    assert {one["check"] for one in findings if one["level"] == "unknown"} == {"engines", "clocks"}
