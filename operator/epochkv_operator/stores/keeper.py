@@ -129,13 +129,15 @@ class ScaleIns:
         return found if found is not None and controller_of(found).get("uid") == pool.metadata.uid else None
 
     def _pods(self, pool: KVCachePool) -> dict[int, str]:
-        """Address of each store pod by its ordinal, empty while it has none."""
+        """Address of each store pod by its ordinal, empty while it is not ready: then it has no segment, or will not have it for long."""
         name, wanted = pool.metadata.name, component_selector(pool.metadata.name, "store")
         found: dict[int, str] = {}
         for pod in self._store.found(PODS.kind, pool.metadata.namespace, POOL_LABEL, name):
             ordinal = pod["metadata"]["name"].rpartition("-")[2]
             if wanted.items() <= pod["metadata"]["labels"].items() and ordinal.isdecimal():
-                found[int(ordinal)] = (pod.get("status") or {}).get("podIP") or ""
+                status = pod.get("status") or {}
+                ready = any(item.get("type") == "Ready" and item.get("status") == "True" for item in status.get("conditions") or [])
+                found[int(ordinal)] = status.get("podIP") or "" if ready else ""
         return found
 
 

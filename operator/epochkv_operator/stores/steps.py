@@ -23,7 +23,7 @@ Action = Literal["", "Drain", "Cancel"]
 
 @dataclass(frozen=True)
 class Seen:
-    """One look. `pods`: address of each store pod by its ordinal, empty while it has none; `segments` None: no master answers."""
+    """One look. `pods`: address of each store pod by its ordinal, empty while it is not ready; `segments` None: no master answers."""
 
     live: int
     """Replicas of the StatefulSet."""
@@ -56,10 +56,13 @@ def step(state: ScaleIn, seen: Seen, now: datetime, timeout_seconds: int) -> Ste
     if seen.wanted < state.low:  # more stores leave: they have as much time
         state = replace(state, low=seen.wanted, started=now, lossy=False)
     deadline = state.started + timedelta(seconds=timeout_seconds)
-    late = now >= deadline and seen.wanted < seen.live
     state = replace(state, high=max(state.high, seen.live), wanted=seen.wanted, deadline=deadline, silent=seen.silent)
-    state = replace(_progress(state, seen), hold=seen.wanted if late else _hold(state, seen), lossy=state.lossy or late)
-    state = _over(state, seen, now)
+    useless = _useless(state, seen)
+    late = now >= deadline and (seen.wanted < seen.live or bool(useless))
+    hold = min([seen.wanted, *useless]) if late else _hold(seen, useless)
+    state = replace(_progress(state, seen), hold=hold, lossy=state.lossy or late)
+    if not useless:
+        state = _over(state, seen, now)
     if late or seen.segments is None:
         return Step(state)
     if seen.job is not None and seen.job.open:
@@ -89,23 +92,38 @@ def _progress(state: ScaleIn, seen: Seen) -> ScaleIn:
     return replace(state, moved=moved, blocked=job.blocked if job.open else 0, failed=job.status == "FAILED")
 
 
-def _hold(state: ScaleIn, seen: Seen) -> int:
-    """Replicas that the StatefulSet has to have: without the pods at the top that have nothing to lose."""
-    by_host = {segment.host: segment.status for segment in seen.segments or ()}
+def _useless(state: ScaleIn, seen: Seen) -> list[int]:
+    """Pods that are to stay, and take no blocks, as they were to leave before."""
+    by_host = _statuses(seen)
+    pods = [ordinal for ordinal in range(state.low, min(state.high, seen.wanted)) if seen.pods.get(ordinal)]
+    return [ordinal for ordinal in pods if by_host.get(seen.pods[ordinal]) in ("DRAINING", "DRAINED")]
+
+
+def _hold(seen: Seen, useless: Sequence[int]) -> int:
+    """Replicas that the StatefulSet has to have: without the pods at the top that hold nothing, if they are to go or are useless.
+
+    No pod is added above a useless one, which could not go then.
+    """
+    by_host = _statuses(seen)
     count = seen.live
-    while seen.segments is not None and count > 0 and _free(count - 1, state, seen, by_host):
+    while seen.segments is not None and count > 0:
+        ordinal = count - 1
+        address = seen.pods.get(ordinal, "")
+        # A ready store that the master does not know has just come, or the master has: it may hold blocks.
+        status = by_host.get(address, "UNKNOWN") if address else ""
+        if status != "DRAINED" and (status or ordinal < seen.wanted):
+            break
+        if ordinal < seen.wanted and ordinal not in useless:
+            break
         count -= 1
-    if count < seen.live or _going(seen):
+    if count < seen.live or useless or _going(seen):
         return count
     return max(seen.live, seen.wanted)
 
 
-def _free(ordinal: int, state: ScaleIn, seen: Seen, by_host: Mapping[str, str]) -> bool:
-    """The pod holds nothing, and is to go, or takes no blocks any more."""
-    status = by_host.get(seen.pods.get(ordinal, ""), "")
-    if ordinal >= seen.wanted:
-        return status in ("", "DRAINED")
-    return state.low <= ordinal < state.high and status == "DRAINED"
+def _statuses(seen: Seen) -> dict[str, str]:
+    """Status of the segment of each address."""
+    return {segment.host: segment.status for segment in seen.segments or ()}
 
 
 def _going(seen: Seen) -> bool:
