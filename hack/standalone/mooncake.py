@@ -71,15 +71,15 @@ class Mooncake:
     def answers(self) -> bool:
         return port_open(self.rpc_port, self.host)
 
-    def start_store(self, segment_bytes: int = 0, wait: bool = True) -> Process:
-        """Add a store node, of another size if given; with `wait`, return once its segment is mounted."""
+    def start_store(self, segment_bytes: int = 0, wait: bool = True, host: str = "127.0.0.1") -> Process:
+        """Add a store node, of another size or address if given; with `wait`, return once its segment is mounted."""
         before = self.segments()
         self.store_ports.append(free_port())
         environ = {
             **CLIENT_ENVIRONMENT,
             "MOONCAKE_MASTER": self.address,
             "MOONCAKE_TE_META_DATA_SERVER": "P2PHANDSHAKE",
-            "MOONCAKE_LOCAL_HOSTNAME": "127.0.0.1",
+            "MOONCAKE_LOCAL_HOSTNAME": host,
             "MOONCAKE_PROTOCOL": "tcp",
             "MOONCAKE_GLOBAL_SEGMENT_SIZE": str(segment_bytes or self.segment_bytes),
             "MOONCAKE_LOCAL_BUFFER_SIZE": str(16 << 20),

@@ -141,9 +141,12 @@ class Store(ApiModel):
     """The Mooncake stores: the memory that L2 is made of."""
 
     replicas: Annotated[int, Field(ge=1, le=1000, json_schema_extra={"format": "int32"})] = 1
-    """Store pods. `kubectl scale kvp` changes it. A store that is removed takes its blocks with it; engines recompute them."""
+    """Store pods. `kubectl scale kvp` changes it. Before a store is removed, its blocks move to the others."""
     segment_size: Size
     """Bytes each store pod gives. Its memory limit is this plus what the process itself needs."""
+    drain_timeout_seconds: Annotated[int, Field(ge=0, le=86400, json_schema_extra={"format": "int32"})] = 600
+    """Seconds that stores which are removed have for moving their blocks to the others. Mooncake moves up to 16 blocks a second from
+    each store. What is left then goes with the stores, and engines recompute it. `0`: blocks are not moved."""
     template: PodTemplate | None = None
     """Overrides of the store pods; the operator's container is named `store`."""
 

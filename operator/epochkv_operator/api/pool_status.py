@@ -100,6 +100,27 @@ class MasterStatus(StatusModel):
     """What engines dial."""
 
 
+class ScaleInStatus(StatusModel):
+    """The latest time that stores were removed."""
+
+    from_: Annotated[Count, Field(alias="from")] = 0
+    """Stores before."""
+    to: Count = 0
+    """Stores after; before its end, the fewest asked for since it began."""
+    start_time: Timestamp | None = None
+    """When it began, or when more stores were to leave; `drainTimeoutSeconds` runs from here."""
+    completion_time: Timestamp | None = None
+    """When the stores were gone; absent before."""
+    bytes: Number | None = None
+    """Bytes of blocks that the leaving stores held."""
+    moved_bytes: Number | None = None
+    """Of these, moved to other stores."""
+    outcome: Annotated[str | None, Field(max_length=64)] = None
+    """`TimedOut` when the time was over before all blocks had moved."""
+    job: Annotated[str | None, Field(max_length=128)] = None
+    """The master's id of the latest drain job."""
+
+
 class StoreStatus(StatusModel):
     """The stores that the operator runs."""
 
@@ -109,6 +130,8 @@ class StoreStatus(StatusModel):
     """Ready pods."""
     selector: Annotated[str | None, Field(max_length=1024)] = None
     """Label selector of the pods, for the scale subresource."""
+    scale_in: ScaleInStatus | None = None
+    """The latest time that stores were removed."""
 
 
 class Endpoints(StatusModel):
@@ -161,7 +184,7 @@ class KVCachePoolStatus(StatusModel):
     conditions: Conditions | None = None
     """`Ready`, `MasterAvailable` and `StoreAvailable` (with a store that the operator runs), `EpochConverged`,
     `WeightsConverged`, `TiersUsable`, `Drained`, `Reclaimed` (with a store, unless `reclaimPolicy` is `Retain`), `KeysRotated` (once
-    `keys.generation` was raised)."""
+    `keys.generation` was raised), `StoreScaled` (once stores were removed)."""
     observed_generation: Generation | None = None
     """The `metadata.generation` this status was computed from."""
     target_epoch: Epoch | None = None

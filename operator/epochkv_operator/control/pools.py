@@ -7,7 +7,7 @@ and follows it until it is published (`epochkv_fence/hub/resets.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -30,6 +30,7 @@ from epochkv_operator.planning.context import Problem
 from epochkv_operator.planning.plan import plan_pool
 from epochkv_operator.planning.status import pool_status
 from epochkv_operator.settings import Settings
+from epochkv_operator.stores.keeper import ScaleIns
 
 log = structlog.get_logger(__name__)
 #: How often it is looked whether anybody still uses the older of two client keys.
@@ -46,6 +47,7 @@ class PoolReconciler:
     reporter: Reporter
     secrets: FenceSecrets
     hub: HubPort
+    scale_ins: ScaleIns
     wake: Callable[[Key, float], None]
     optional: OptionalKinds
     _judged: dict[str, int] = field(default_factory=dict)
@@ -56,6 +58,7 @@ class PoolReconciler:
             self.secrets.forget(key.namespace, key.name)
             for uid in self.hub.forget(key.namespace, key.name):
                 self._judged.pop(uid, None)
+                self.scale_ins.forget(uid)
                 log.info("pool gone", object=str(key), uid=uid)
             raise ObjectGone(f"{key} is gone")
         if obj["metadata"].get("deletionTimestamp"):
@@ -71,7 +74,9 @@ class PoolReconciler:
             keys, trouble, late = await self._serve(key, obj, pool, keys)
             problem, retry = problem or trouble, retry or late
         context = context_for(self.settings, keys, self.optional.served)
-        children = observe(self.store, key.namespace, POOL_LABEL, key.name)
+        children = replace(
+            observe(self.store, key.namespace, POOL_LABEL, key.name), scale_in=self.scale_ins.look(pool, obj.get("status") or {})
+        )
         refused, again = await self.executor.bring_about(str(key), children, lambda seen: plan_pool(pool, seen, context))
         problem, again = problem or refused, retry or again
 
@@ -80,7 +85,7 @@ class PoolReconciler:
 
         def compute(newest: Json) -> Json:
             seen = observe(self.store, key.namespace, POOL_LABEL, key.name, self.hub.view(pool.metadata.uid), problem)
-            return pool_status(pool, seen, context, newest.get("status") or {}, now())
+            return pool_status(pool, replace(seen, scale_in=children.scale_in), context, newest.get("status") or {}, now())
 
         await self.reporter.report(obj, compute)
         self._tell_ahead(obj, pool)

@@ -30,6 +30,7 @@ from epochkv_operator.control.storm import Storm
 from epochkv_operator.control.worker import Worker
 from epochkv_operator.hub.port import HubPort
 from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed
+from epochkv_operator.hub.stores import master_urls
 from epochkv_operator.kube.client import ApiError, Json, KubeClient
 from epochkv_operator.kube.events import EventRecorder
 from epochkv_operator.kube.lease import LeaseLost, new_identity
@@ -42,6 +43,7 @@ from epochkv_operator.kube.work_keys import Key, affected, engine_key, engines_o
 from epochkv_operator.lag import watch_lag
 from epochkv_operator.probes import Probes
 from epochkv_operator.settings import Settings
+from epochkv_operator.stores.keeper import ScaleIns
 
 log = structlog.get_logger(__name__)
 CANARY_SECONDS = 60.0
@@ -131,13 +133,15 @@ class Operator:
         executor = self._executor = Executor(client, self.store)
         reporter = Reporter(statuses, events)
         secrets = FenceSecrets(client, keys.public)
-        pools = PoolReconciler(self.settings, self.store, executor, reporter, secrets, hub, self.queue.add_after, optional)
+        scale_ins = ScaleIns(self.store, partial(master_urls, self.store), self.queue.add_after, leader.not_leading)
+        pools = PoolReconciler(self.settings, self.store, executor, reporter, secrets, hub, scale_ins, self.queue.add_after, optional)
         engines = EngineReconciler(self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after, optional)
         worker = Worker(self.queue, {POOLS.kind: pools.reconcile, ENGINES.kind: engines.reconcile}, self.storm)
         self._start("hub", leader.watch_hub())
         self._start("resync", resync.run())
         self._start("optional kinds", optional.run())
         self._start("events", events.run())
+        self._start("scale-ins", scale_ins.run())
         for number in range(self.settings.workers):
             self._start(f"worker-{number}", worker.run())
 

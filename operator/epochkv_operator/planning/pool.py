@@ -34,8 +34,10 @@ _SLOW_TOUCH_BYTES_PER_SECOND = 2**28
 _STORE_LOCAL_BUFFER_BYTES = 16 * 2**20
 
 
-def desired_pool(pool: KVCachePool, context: Context) -> list[Json]:
+def desired_pool(pool: KVCachePool, context: Context, num_stores: int | None = None) -> list[Json]:
     """Every object of a pool except its Secret, which holds random keys and is made by the runtime.
+
+    `num_stores`: how many there have to be now, where some that are to go still hold blocks; None: as the spec says.
 
     Raises:
         InvalidTemplate: an override in a `template` that belongs to the operator.
@@ -56,7 +58,7 @@ def desired_pool(pool: KVCachePool, context: Context) -> list[Json]:
     return [
         *objects,
         child("PodDisruptionBudget", "master", podspec.budget(masters)),
-        child("StatefulSet", "store", {"spec": _store(pool, mooncake, context)}),
+        child("StatefulSet", "store", {"spec": _store(pool, mooncake, context) | ({} if num_stores is None else {"replicas": num_stores})}),
         child("Service", "store", {"spec": {"clusterIP": "None", **podspec.service(stores, "health", STORE_HEALTH_PORT)}}),
         child("PodDisruptionBudget", "store", podspec.budget(stores)),
         *pool_policies(pool, context),

@@ -1,0 +1,1 @@
+"""Taking stores away without losing what they hold."""

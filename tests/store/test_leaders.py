@@ -1,0 +1,117 @@
+"""Three masters with the arguments that the operator renders, and a real etcd: the leader dies, and the index of what is stored stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from epochkv_connector.store import StoreClient, StoreOutcome
+from epochkv_operator.planning.connection import client_environment, connection
+from hack.cluster.binaries import build
+from hack.standalone.process import Process
+from hack.waiting import eventually
+from tests.store.conftest import ConnectTo
+from tests.support.planning import CONTEXT, pool
+from tests.support.pods import ADMIN_PORT, Etcd, rendered, start
+from tests.support.store import Memory, block_keys, get, put
+
+MASTERS, STORES, KEYS = 3, 2, 40
+APPLIED = re.compile(r"^ha_oplog_applied_sequence_id (\d+)", re.MULTILINE)
+
+
+class Pods:
+    """The masters and stores of one pool with `highAvailability: Etcd`."""
+
+    def __init__(self, endpoint: str, directory: Path) -> None:
+        master = {"replicas": MASTERS, "highAvailability": {"backend": "Etcd", "etcd": {"endpoints": [endpoint]}}}
+        self.spec = {"distributed": {"mooncake": {"master": master, "store": {"replicas": STORES, "segmentSize": "64Mi"}}}}
+        network = f"127.10.{os.getpid() % 250 + 1}"
+        self._directory = directory
+        self.hosts = [f"{network}.{number + 1}" for number in range(MASTERS)]
+        self.masters: dict[str, Process] = {}
+        self.stores: list[Process] = []
+        self._read: list[int] = []
+        for host in self.hosts:
+            self.masters[host] = start(rendered(self.spec, "master"), f"master-{host}", host, directory)
+        eventually(self.leader, "a leader", 40)
+        for number in range(STORES):
+            name, host = f"store-{number}", f"{network}.{101 + number}"
+            self.stores.append(start(rendered(self.spec, "store"), name, host, directory))
+        eventually(lambda: len(self.ask("get_all_segments").split()) == STORES, "the segments of the stores", 60)
+
+    def leader(self) -> str | None:
+        """Address of the master that serves."""
+        for host, master in self.masters.items():
+            if master.alive() and json.loads(self._get(host, "health") or "{}").get("service_ready"):
+                return host
+        return None
+
+    def ask(self, path: str) -> str:
+        """The leader's answer; empty while there is none."""
+        host = self.leader()
+        return self._get(host, path) if host else ""
+
+    def followed(self) -> bool:
+        """The standbys have read what the leader has written: all the same, and no more since the last time."""
+        read = [int(found) for host in self.hosts if host != self.leader() for found in APPLIED.findall(self._get(host, "metrics"))]
+        before, self._read = self._read, read
+        return read == before and len(set(read)) == 1 and read[0] >= KEYS
+
+    def _get(self, host: str, path: str) -> str:
+        try:
+            with urllib.request.urlopen(f"http://{host}:{ADMIN_PORT}/{path}", timeout=5) as answer:
+                return str(answer.read().decode())
+        except OSError:
+            return ""
+
+    def end(self) -> None:
+        for process in (*self.stores, *self.masters.values()):
+            process.end(5.0)
+
+
+@pytest.fixture
+def pods(tmp_path: Path) -> Iterator[Pods]:
+    etcd = build().path("etcd")
+    with Etcd(etcd, tmp_path) as backend:
+        made = Pods(backend.endpoint, tmp_path)
+        try:
+            yield made
+        finally:
+            made.end()
+
+
+@pytest.fixture
+def engine(pods: Pods, connect: ConnectTo, monkeypatch: pytest.MonkeyPatch) -> tuple[StoreClient, Memory]:
+    """The connector's client, as an engine of the pool has it: the operator's environment and address."""
+    wanted = pool(pods.spec)
+    for name, value in client_environment(wanted).items():
+        monkeypatch.setenv(name, value)
+    memory = Memory(KEYS, 10_000)
+    return connect(connection(wanted, CONTEXT)["distributed"]["master_address"], memory), memory
+
+
+def test_a_leader_that_is_killed_costs_no_stored_block(pods: Pods, engine: tuple[StoreClient, Memory]) -> None:
+    client, memory = engine
+    keys = block_keys(KEYS)
+    values = [memory.fill(slot, seed=slot) for slot in range(KEYS)]
+    assert put(client, memory, keys) == [StoreOutcome.OK] * KEYS
+    eventually(pods.followed, "the standbys have read what the leader wrote", 30, pause=2.0)
+
+    dead = pods.leader()
+    assert dead is not None
+    pods.masters[dead].kill()
+    eventually(lambda: pods.leader() not in (None, dead), "another leader", 60)
+    eventually(lambda: set(pods.ask("get_all_keys").split()) >= set(keys), "the index, once the stores have found the new leader", 30)
+    memory.clear()
+    assert client.wait_ready(60), client.stats()
+    eventually(lambda: all(client.exists(keys).result(10)), "found again", 60)
+    assert get(client, memory, keys) == [StoreOutcome.OK] * KEYS
+    assert [bytes(memory.payload(slot)) for slot in range(KEYS)] == values
+    more = block_keys(4)
+    assert put(client, memory, more) == [StoreOutcome.OK] * 4, "the new leader takes blocks, too"

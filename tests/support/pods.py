@@ -1,0 +1,69 @@
+"""Pods of a pool as plain processes: the command, arguments and environment that the operator renders, on loopback addresses.
+
+One machine stands for several, so what a pod binds on all of its addresses (`0.0.0.0`, and the ports of the store's two HTTP servers)
+is bound on its own address or a free port instead. Nothing else differs from the pods.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from epochkv_operator.planning.pool import desired_pool
+from hack.loopback import free_port, port_open
+from hack.standalone.process import Process
+from tests.support.planning import CONTEXT, containers, one, pool
+
+Json = dict[str, Any]
+BIN = Path(sys.executable).parent
+ADMIN_PORT = 9003
+
+
+def rendered(spec: Json, component: str) -> Json:
+    """The container of a component (`master`, `store`) of a pool with this spec."""
+    kind = "Deployment" if component == "master" else "StatefulSet"
+    return containers(one(desired_pool(pool(spec), CONTEXT), kind))[0]
+
+
+def start(container: Json, name: str, address: str, directory: Path, **environ: str) -> Process:
+    """Run a container as the pod of this address would. `environ` overrides what the pod has."""
+    said = {item["name"]: item["value"] for item in container["env"] if "value" in item}
+    given = {"POD_IP": address} | {key: value.replace("$(POD_IP)", address) for key, value in said.items()}
+    program, *rest = container["command"]
+    arguments = [_on_one_machine(argument, address) for argument in container["args"]]
+    if "--port" in arguments:
+        arguments[arguments.index("--port") + 1] = str(free_port())
+    http = {"MOONCAKE_CLIENT_HTTP_PORT": str(free_port())} if "MOONCAKE_CLIENT_HTTP_PORT" in given else {}
+    command = [str(BIN / program.replace("python3", "python")), *rest, *arguments]
+    return Process(name, command, directory / f"{name}.log", given | http | environ)
+
+
+def _on_one_machine(argument: str, address: str) -> str:
+    return argument.replace("$(POD_IP)", address).replace("=0.0.0.0", f"={address}")
+
+
+class Etcd:
+    """One etcd member on loopback, without TLS: what the installed Mooncake can talk to. Use as a context manager."""
+
+    def __init__(self, binary: Path, directory: Path) -> None:
+        self.port, peer = free_port(), free_port()
+        own, other = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{peer}"
+        command = [
+            str(binary), f"--data-dir={directory / 'etcd'}", f"--listen-client-urls={own}", f"--advertise-client-urls={own}",
+            f"--listen-peer-urls={other}", f"--initial-advertise-peer-urls={other}", f"--initial-cluster=default={other}",
+            "--unsafe-no-fsync",
+        ]  # fmt: skip
+        self.endpoint = f"127.0.0.1:{self.port}"
+        self.process = Process("etcd", command, directory / "etcd.log")
+
+    def __enter__(self) -> Etcd:
+        try:
+            self.process.wait_until(lambda: port_open(self.port), 30, "accepting connections")
+        except BaseException:
+            self.process.end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.end(3.0)
