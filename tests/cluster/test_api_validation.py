@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from hack.cluster.controlplane import ControlPlane
-from tests.support.api_corpus import CASES, CHANGES, MOONCAKE, Case, Change
+from tests.support.api_cases import Case, Change
+from tests.support.api_corpus import CASES, CHANGES, MOONCAKE
 
 PLURALS = {"KVCachePool": "kvcachepools", "InferenceEngine": "inferenceengines"}
 NAMESPACE = "default"
