@@ -7,10 +7,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from epochkv_operator.api.arguments import EC_ARG, EC_ARG_TEXT, Argument
 from epochkv_operator.api.base import (
     API_VERSION,
-    NAME_MAX_LENGTH,
-    NAME_PATTERN,
     NAME_RULE,
     PROTECTED_ENV_NAMES,
     PROTECTED_ENV_PREFIXES,
@@ -20,10 +19,8 @@ from epochkv_operator.api.base import (
     Count,
     Epoch,
     Generation,
-    Image,
     Metadata,
     PodTemplate,
-    ResourceRequirements,
     StatusModel,
     is_protected_env,
     list_field,
@@ -34,21 +31,7 @@ from epochkv_operator.api.base import (
     rules,
 )
 from epochkv_operator.api.serving import Model, Parallelism, UpdateStrategy
-
-# vLLM's parser takes unambiguous abbreviations and reads '_' as '-', so the shortest forms count too (checked on 0.32).
-FORBIDDEN_ARG = "^--(kv[-_](t|o)|config(=|$))"
-_OWNED_OPTIONS = "model|u(ds?)?|po?r?t?|ho?s?t?|te[a-z_-]*|rev[a-z]*|pi[a-z_-]*|nn[a-z]*|nod[a-z_-]*|mas[a-z_-]*|hea[a-z]*"
-OWNED_ARG = f"^(--({_OWNED_OPTIONS})(=.*)?|-(t|pp|n|r).*)$"
-_EC_ARG = "^--ec[-_]t"
-_EC_ARG_TEXT = "spec.args has --ec-transfer-config: encoder outputs of other engines are not named by the weights; remove it"
-FORBIDDEN_ARG_TEXT = (
-    "--kv-transfer-config, --kv-offloading-* (also abbreviated) and --config belong to the operator: remove them from spec.args;"
-    " the pool named by spec.poolRef decides about KV"
-)
-OWNED_ARG_TEXT = (
-    "--model, --revision, --tensor-parallel-size, --pipeline-parallel-size, --nnodes, --node-rank, --master-*, --headless, --host, --port"
-    " and --uds belong to the operator: use spec.model and spec.parallelism; the port is always 8000"
-)
+from epochkv_operator.api.values import Amount, Image, PoolName, VariableName
 
 
 class PoolReference(ApiModel):
@@ -64,8 +47,17 @@ class PoolReference(ApiModel):
         )
     )
 
-    name: Annotated[str, Field(min_length=1, max_length=NAME_MAX_LENGTH, pattern=NAME_PATTERN)]
+    name: PoolName
     """Name of the KVCachePool."""
+
+
+class ResourceRequirements(ApiModel):
+    """Compute resources of a container, as in a pod."""
+
+    limits: Annotated[dict[str, Amount] | None, Field(max_length=32)] = None
+    """Upper bounds by resource name, such as `nvidia.com/gpu`, `memory`."""
+    requests: Annotated[dict[str, Amount] | None, Field(max_length=32)] = None
+    """What the scheduler reserves, by resource name."""
 
 
 class KeySelector(ApiModel):
@@ -130,7 +122,7 @@ class EnvVar(ApiModel):
         json_schema_extra=rules(rule("!has(self.value) || !has(self.valueFrom)", "an env entry has both value and valueFrom: keep one"))
     )
 
-    name: Annotated[str, Field(min_length=1, max_length=256, pattern="^[-._a-zA-Z][-._a-zA-Z0-9]*$")]
+    name: VariableName
     """Name of the variable."""
     value: Annotated[str | None, Field(max_length=16384)] = None
     """Its value."""
@@ -164,8 +156,8 @@ class InferenceEngineSpec(ApiModel):
                 reason="FieldValueForbidden",
             ),
             rule(
-                f"!has(self.poolRef) || !has(self.args) || !self.args.exists(a, a.matches('{_EC_ARG}'))",
-                _EC_ARG_TEXT,
+                f"!has(self.poolRef) || !has(self.args) || !self.args.exists(a, a.matches('{EC_ARG}'))",
+                EC_ARG_TEXT,
                 path=".args",
                 reason="FieldValueForbidden",
             ),
@@ -193,17 +185,11 @@ class InferenceEngineSpec(ApiModel):
     update_strategy: Annotated[UpdateStrategy, own_defaults(UpdateStrategy)]
     """How pods are replaced when what they run changes. The condition `Progressing` shows how far that is."""
     args: Annotated[
-        tuple[Annotated[str, Field(max_length=4096)], ...] | None,
-        list_field(
-            128,
-            kind="atomic",
-            checks=rules(
-                rule(f"!self.exists(a, a.matches('{FORBIDDEN_ARG}'))", FORBIDDEN_ARG_TEXT, reason="FieldValueForbidden"),
-                rule(f"!self.exists(a, a.matches('{OWNED_ARG}'))", OWNED_ARG_TEXT, reason="FieldValueForbidden"),
-            ),
-        ),
+        tuple[Argument, ...] | None,
+        list_field(128, kind="atomic"),
     ] = None
-    """Arguments for vLLM's OpenAI server, added to the operator's own and winning over its defaults."""
+    """Arguments for vLLM's OpenAI server, added to the operator's own and winning over its defaults. An option and its value are two
+    items, or one with `=`. Secrets go into `env`, as `VLLM_API_KEY` and `HF_TOKEN`, with `valueFrom.secretKeyRef`."""
     env: Annotated[
         tuple[EnvVar, ...] | None,
         list_field(
@@ -220,16 +206,6 @@ class InferenceEngineSpec(ApiModel):
     template: PodTemplate | None = None
     """Overrides of the engine pods; the operator's container is named `engine`."""
 
-    @field_validator("args")
-    @classmethod
-    def _check_args(cls, args: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        for arg in args or ():
-            if re.search(FORBIDDEN_ARG, arg):
-                raise ValueError(f"{arg.split('=')[0]}: {FORBIDDEN_ARG_TEXT}")
-            if re.search(OWNED_ARG, arg):
-                raise ValueError(f"{arg.split('=')[0]}: {OWNED_ARG_TEXT}")
-        return args
-
     @field_validator("env")
     @classmethod
     def _check_env(cls, env: tuple[EnvVar, ...] | None) -> tuple[EnvVar, ...] | None:
@@ -241,8 +217,8 @@ class InferenceEngineSpec(ApiModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.pool_ref is not None and any(re.search(_EC_ARG, arg) for arg in self.args or ()):
-            raise ValueError(_EC_ARG_TEXT)
+        if self.pool_ref is not None and any(re.search(EC_ARG, arg) for arg in self.args or ()):
+            raise ValueError(EC_ARG_TEXT)
         return self
 
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-from epochkv_operator.api.base import ApiModel, Image, rule, rules
+from epochkv_operator.api.base import ApiModel, rule, rules
+from epochkv_operator.api.values import Image, ModelName, ModelSource, Revision, matching
 
 _PERCENT = "^(100|[0-9]{1,2})%$"
 _COUNT_TEXT = "must be a number of replicas from 0 on, or a percentage from 0% to 100%, such as 1 or 25%"
@@ -102,7 +103,16 @@ class ModelImage(ApiModel):
     """As in a pod."""
 
 
-_CLAIM = Field(min_length=1, max_length=253, pattern="^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
+ClaimName = Annotated[
+    str,
+    Field(min_length=1, max_length=253),
+    matching("^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", "must be the name of a PersistentVolumeClaim: a-z, 0-9, '-' and '.'"),
+]
+Folder = Annotated[
+    str,
+    Field(min_length=1, max_length=1024),
+    matching(r"^[A-Za-z0-9_.]\S*$", "must be a folder in the volume without a leading slash, such as qwen3/8b"),
+]
 
 
 class ModelVolume(ApiModel):
@@ -110,12 +120,12 @@ class ModelVolume(ApiModel):
 
     model_config = ConfigDict(json_schema_extra=rules(rule("has(self.claimName) != has(self.image)", _ONE_VOLUME)))
 
-    claim_name: Annotated[str | None, _CLAIM] = None
+    claim_name: ClaimName | None = None
     """A PersistentVolumeClaim in the same namespace."""
     image: ModelImage | None = None
     """An image. Nodes keep it like any other image. The cluster must allow image volumes: Kubernetes 1.35, or the feature gate
     `ImageVolume` before."""
-    path: Annotated[str | None, Field(min_length=1, max_length=1024, pattern=r"^[A-Za-z0-9_.]\S*$")] = None
+    path: Folder | None = None
     """Folder of the model in the volume. The whole volume when unset."""
 
     @model_validator(mode="after")
@@ -128,7 +138,7 @@ class ModelVolume(ApiModel):
 class ModelCache(ApiModel):
     """A volume that keeps what was downloaded."""
 
-    claim_name: Annotated[str, _CLAIM]
+    claim_name: ClaimName
     """A PersistentVolumeClaim in the same namespace. Pods on several nodes need one that they can mount at once (ReadWriteMany)."""
 
 
@@ -141,11 +151,11 @@ class Model(ApiModel):
         )
     )
 
-    name: Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\s-]\S*$")]
+    name: ModelName
     """Name under which the model is served, and where it is loaded from unless `source` or `volume` says otherwise."""
-    revision: Annotated[str | None, Field(min_length=1, max_length=128, pattern=r"^[^\s-]\S*$")] = None
+    revision: Revision | None = None
     """Revision to load: branch, tag or commit."""
-    source: Annotated[str | None, Field(min_length=1, max_length=1024, pattern=r"^[^\s-]\S*$")] = None
+    source: ModelSource | None = None
     """Path or repository to load the model from, such as a path in a volume that `template` mounts."""
     volume: ModelVolume | None = None
     """A volume with the model's files, mounted read-only at `/models`. Nothing is downloaded then."""
