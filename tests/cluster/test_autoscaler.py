@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import yaml
 
 from hack.waiting import eventually
@@ -12,10 +14,14 @@ DEPLOYMENTS = "/apis/apps/v1/namespaces/{}/deployments"
 ENGINE = {"model": {"name": "facebook/opt-125m"}, "image": "epochkv/engine:dev"}
 
 
+def found(namespace: Namespace, collection: str) -> dict[str, Any]:
+    """The engine, or its Deployment; empty when it is not there."""
+    return namespace.get(collection, "rollout") or {}
+
+
 def replicas(namespace: Namespace) -> tuple[int, int]:
     """What the engine asks for, and what its Deployment has."""
-    engine, deployment = namespace.get(ENGINES, "rollout"), namespace.get(DEPLOYMENTS, "rollout")
-    assert engine is not None
+    engine, deployment = found(namespace, ENGINES), found(namespace, DEPLOYMENTS)
     return engine["spec"]["replicas"], deployment["spec"]["replicas"] if deployment else 0
 
 
@@ -25,7 +31,7 @@ def test_the_sample_scales_an_engine(operator: OperatorProcess, namespace: Names
     # The controller adds up the pods that this selector finds.
     eventually(lambda: "selector" in namespace.engine_status("rollout"), "a status")
     scale = namespace.request("GET", f"{ENGINES.format(namespace.name)}/rollout/scale")
-    template = namespace.get(DEPLOYMENTS, "rollout")["spec"]["template"]["metadata"]["labels"]
+    template = found(namespace, DEPLOYMENTS)["spec"]["template"]["metadata"]["labels"]
     pairs = dict(part.split("=") for part in scale["status"]["selector"].split(","))
     assert pairs.items() <= template.items()
 
@@ -35,7 +41,7 @@ def test_the_sample_scales_an_engine(operator: OperatorProcess, namespace: Names
     # The engine's manifest, applied again without `replicas`, changes nothing.
     namespace.patch(ENGINES, "rollout", {"spec": {**ENGINE, "env": [{"name": "A", "value": "1"}]}})
     eventually(
-        lambda: "env" in namespace.get(ENGINES, "rollout")["spec"] and namespace.engine_status("rollout").get("observedGeneration") == 3,
+        lambda: "env" in found(namespace, ENGINES)["spec"] and namespace.engine_status("rollout").get("observedGeneration") == 3,
         f"the edit was looked at; log:\n{operator.tail()}",
     )
     assert replicas(namespace) == (2, 2)
