@@ -25,8 +25,10 @@ class Release:
         self.plane, self.name, self.namespace, self.directory = plane, name, namespace, directory
         self.space = Namespace(plane, namespace)
 
-    def helm(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [str(self.plane.helm), *arguments, "--namespace", self.namespace, "--kubeconfig", str(self.plane.kubeconfig)]
+    def helm(self, *arguments: str, kubeconfig: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """Run as admin, or as whom a kubeconfig is for."""
+        config = str(kubeconfig or self.plane.kubeconfig)
+        command = [str(self.plane.helm), *arguments, "--namespace", self.namespace, "--kubeconfig", config]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
     def _done(self, *arguments: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 from hack.cluster.binaries import build
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
-from tests.cluster.chart_releases import Release
+from tests.cluster.chart_releases import CHART, Release
 from tests.cluster.operator_harness import POOLS, Namespace
 
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
@@ -50,6 +50,7 @@ def test_two_releases_that_share_nothing_get_along(bare: ControlPlane, tmp_path:
             space.create_pool("policy", local=LOCAL, resetEpoch=3)
         for operator, space in ((one, spaces[0]), (two, spaces[1])):
             eventually(lambda s=space: s.status("policy").get("epoch") == 3, f"published; log:\n{operator.tail()}")
+            eventually(lambda s=space: "endpoints" in s.status("policy"), f"a whole status; log:\n{operator.tail()}")
             assert space.status("policy")["endpoints"]["hub"].endswith(f":{operator.hub_port}")
             assert 'code="403"' not in operator.http("/metrics")[1], operator.tail()
     # The release that has the CRDs goes, and the other one's pool stays.
@@ -130,6 +131,23 @@ def test_crds_never_go_with_a_release_that_serves_only_some_namespaces(bare: Con
     assert len(crds(bare)) == 2
     every.uninstall()
     eventually(lambda: not crds(bare), "CRDs gone with the release")
+
+
+def test_who_has_rights_in_two_namespaces_only_can_install(bare: ControlPlane, tmp_path: Path) -> None:
+    """The refusals look at nothing that such an installer may not see: a lookup that is forbidden would end the installation."""
+    drop_crds(bare)
+    Release(bare, "crds", "has-the-crds", tmp_path).install("watchNamespaces={serve-a}")
+    team = Release(bare, "team", "team-home", tmp_path)
+    Namespace.create_in(bare, "team-home")
+    for name in ("team-home", "serve-b"):
+        run(f"{bare.kubectl} --kubeconfig {bare.kubeconfig} -n {name} create rolebinding owner --clusterrole=cluster-admin --user=owner")
+    owner = bare.kubeconfig_for("owner")
+    for verb in ("install", "upgrade"):
+        values = ("--set", "watchNamespaces={serve-b},crds.install=false")
+        done = team.helm(verb, "team", str(CHART), *values, kubeconfig=owner)
+        assert done.returncode == 0, done.stderr
+    # Without the namespaces it would need the whole cluster, and that is what the API server says then.
+    assert "forbidden" in team.helm("upgrade", "team", str(CHART), "--set", "crds.install=false", kubeconfig=owner).stderr
 
 
 def take_over(told: str) -> str:
