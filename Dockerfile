@@ -1,6 +1,6 @@
 # The operator (and the fence hub inside it). Nothing of vLLM, torch or Mooncake is in here.
 #   docker build -t epochkv/operator:dev .
-ARG BASE_IMAGE=debian:bookworm-slim
+ARG BASE_IMAGE=debian:bookworm-20260824-slim@sha256:88200866dfff7ea7f5cbcb6ec7c8a701889efe6fe859fe64d6990e4b07ea4171
 
 FROM ${BASE_IMAGE} AS base
 RUN apt-get update \

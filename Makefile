@@ -111,6 +111,14 @@ docs: $(DOCS)/.made ## Build the documentation site into .build/site; a broken l
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 	@echo "open .build/site/index.html"
 
+sbom: ## CycloneDX lists of the Python packages that the images of operator and store install, in .build/sbom
+	@$(SETUP) sbom
+	@for image in operator store; do \
+	  .build/sbom/tool/bin/cyclonedx-py environment --pyproject pyproject.toml --spec-version 1.6 --output-reproducible \
+	    --output-file .build/sbom/$$image.cdx.json .build/sbom/env-$$image/bin/python; \
+	  echo ".build/sbom/$$image.cdx.json"; \
+	done
+
 bench-epoch: setup ## Patch -> published: median and max of 20 bumps; needs the cluster that `make demo` leaves up
 	@$(DEV) -m bench.bump_to_published
 
@@ -148,4 +156,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-fast test-unit test-scheduler test-store test-engine test-cuda test-matrix test-families test-transfers test-cluster test-e2e simulate simulate-mutants lint census generate release-crds bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean
+.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-fast test-unit test-scheduler test-store test-engine test-cuda test-matrix test-families test-transfers test-cluster test-e2e simulate simulate-mutants lint census generate release-crds sbom bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean

@@ -4,7 +4,7 @@
 #                     docker build -f docker/engine.Dockerfile --target engine --build-arg VLLM_IMAGE=vllm/vllm-openai:v0.32.0 -t epochkv/engine:dev .
 #   engine-hostenv  for clusters on one machine: the interpreter and the connector; vLLM (6 GB) comes from a volume at /venv
 #                     docker build -f docker/engine.Dockerfile --target engine-hostenv -t epochkv/engine:dev .
-ARG BASE_IMAGE=debian:bookworm-slim
+ARG BASE_IMAGE=debian:bookworm-20260824-slim@sha256:88200866dfff7ea7f5cbcb6ec7c8a701889efe6fe859fe64d6990e4b07ea4171
 ARG VLLM_IMAGE=vllm/vllm-openai:v0.32.0
 
 FROM ${BASE_IMAGE} AS base

@@ -1,6 +1,6 @@
 # Mooncake master and store, one image. The version is that of the connector's client: a skew between them is silent.
 #   docker build -f docker/store.Dockerfile -t epochkv/store:dev .
-ARG BASE_IMAGE=debian:bookworm-slim
+ARG BASE_IMAGE=debian:bookworm-20260824-slim@sha256:88200866dfff7ea7f5cbcb6ec7c8a701889efe6fe859fe64d6990e4b07ea4171
 
 FROM ${BASE_IMAGE} AS base
 # ibverbs-providers brings libmlx5, which the wheel loads also where only TCP is used.

@@ -119,7 +119,7 @@ LAYERS = (
     Layer("matrix", ENGINE, SLICED, 330, real=True, beside=True),
     Layer("model", DEV, ("tests/model",), 300, beside=True),
     Layer("store", ENGINE, ("tests/store",), 90, 3, real=True),
-    Layer("cluster", DEV, ("tests/cluster", "tests/unit/chart"), 300, 3, real=True),
+    Layer("cluster", DEV, ("tests/cluster", "tests/unit/chart", "tests/unit/release"), 330, 3, real=True),
     Layer("engine", ENGINE, ("tests/engine",), 800, real=True, without=SLICED),
     Layer("e2e", DEV, ("tests/e2e",), 480, real=True),
 )

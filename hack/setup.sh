@@ -4,6 +4,7 @@
 #   hack/setup.sh dev        .build/venv         operator, fence, tools (no torch)
 #   hack/setup.sh engine     .build/venv-engine  dev + vLLM on CPU + the connector (about 6 GB)
 #   hack/setup.sh system     Debian packages of the local cluster (needs root)
+#   hack/setup.sh sbom       .build/sbom         what writes SBOMs, and environments with what the images install
 #
 # Every stage is keyed by a hash of its inputs, so running again costs nothing. Downloads are cached by uv.
 set -euo pipefail
@@ -61,6 +62,16 @@ environment() {
   printf '%s' "$key" >"$dir/.key"
 }
 
+# pinned NAME DIR: an environment with exactly the pinned packages, and nothing of this checkout.
+pinned() {
+  cmp -s "hack/requirements/$1.txt" "$2/.made" && return
+  ensure_uv
+  mkdir -p "$(dirname "$2")"
+  [ -x "$2/bin/python" ] || "$UV" venv -q -p "$PYTHON" "$2"
+  "$UV" pip sync -q -p "$2/bin/python" --require-hashes "hack/requirements/$1.txt"
+  cp "hack/requirements/$1.txt" "$2/.made"
+}
+
 for stage in "$@"; do
   case $stage in
     dev) environment dev .build/venv 20 ;;
@@ -72,9 +83,12 @@ for stage in "$@"; do
       ensure_uv
       [ -d .build/nixl/nixl ] || say "NIXL in .build/nixl (200 MB)"
       "$UV" pip install -q -p "$PYTHON" --target .build/nixl --no-deps --require-hashes -r hack/requirements/nixl.txt ;;
+    sbom)
+      pinned sbom .build/sbom/tool
+      for image in operator store; do pinned "$image" ".build/sbom/env-$image"; done ;;
     system)
       apt containerd runc iptables containernetworking-plugins debootstrap buildah iproute2 conntrack procps ca-certificates openssl gcc libc6-dev ;;
-    *) die "unknown stage '$stage'; there are: dev, engine, nixl, system" ;;
+    *) die "unknown stage '$stage'; there are: dev, engine, nixl, sbom, system" ;;
   esac
 done
 say "set-up ready after $((SECONDS - started)) s: $*"

@@ -68,6 +68,8 @@ MODULES = (
     Module("helm", {"helm": "helm.sh/helm/v3/cmd/helm"}, "-s -w", 80),
     Module("coredns", {"coredns": "github.com/coredns/coredns"}, "-s -w", 100),
     Module("crdify", {"crdify": "sigs.k8s.io/crdify"}, "-s -w", 60),
+    # No part of a cluster: what checks the workflows comes in no other way than through the module proxy, too.
+    Module("actionlint", {"actionlint": "github.com/rhysd/actionlint/cmd/actionlint"}, "-s -w", 10),
 )
 
 
@@ -84,7 +86,7 @@ def go_version() -> str:
     try:
         return subprocess.run(["go", "env", "GOVERSION"], check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError) as error:
-        raise ClusterError(f"cannot run 'go env GOVERSION' ({error}): install Go 1.24 or newer to build the cluster's binaries") from error
+        raise ClusterError(f"cannot run 'go env GOVERSION' ({error}): install Go 1.26 or newer to build the cluster's binaries") from error
 
 
 def module_hash(name: str, version: str, tools: Path = TOOLS) -> str:

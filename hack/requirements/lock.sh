@@ -9,7 +9,7 @@ common=(--python-version 3.11 --python-platform x86_64-manylinux_2_28 --generate
 "$uv" pip compile pyproject.toml "${common[@]}" --extra operator --group dev -o hack/requirements/dev.txt "$@"
 "$uv" pip compile pyproject.toml "${common[@]}" --extra operator --extra connector --group dev --group engine \
   --override hack/requirements/overrides.txt -o hack/requirements/engine.txt "$@"
-for name in build operator store docs; do
+for name in build operator store docs sbom; do
   [ -f "hack/requirements/$name.in" ] || continue
   "$uv" pip compile "hack/requirements/$name.in" "${common[@]}" -o "hack/requirements/$name.txt" "$@"
 done

@@ -301,7 +301,7 @@ ENGINE_CASES = [
     ),
     *(
         engine(f"blank-{number}", {"args": ["--enforce-eager", arg]}, "spec.args[1]: ", *_BLANK, stored=True)
-        for number, arg in enumerate(["--max-model-len 2048", "--enforce-eager ", " --enforce-eager", "--x\t=1", "-n 2", "--a.b-c_d e"])
+        for number, arg in enumerate(["--max-model-len 2048", "--enforce-eager ", " --enforce-eager", "--x\t=1", "-q 2", "--a.b-c_d e"])
     ),
     engine("blanks-in-values", {"args": ["--chat-template", "{% if x %} --y {% endif %}", '--hf-overrides={"a": 1}', "a -b c", "- x", ""]}),
     engine("options-like-secrets", {"args": ["--api-server-count=2", "--hf-overrides={}", "--hf-config-path=x"]}),

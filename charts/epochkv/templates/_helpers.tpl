@@ -6,14 +6,65 @@ app.kubernetes.io/component: operator
 
 {{- define "epochkv.labels" -}}
 {{ include "epochkv.selector" . }}
+{{ include "epochkv.commonLabels" . }}
+{{- end }}
+
+{{- define "epochkv.commonLabels" -}}
 app.kubernetes.io/part-of: epochkv
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 
+{{/* A digest wins over the tag: it names one image for ever. */}}
 {{- define "epochkv.image" -}}
+{{- if .Values.image.digest -}}
+{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else -}}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+{{- end }}
+
+{{/* Image of pools and engines that name none. Arguments: the root, `store` or `engine`, and the value. */}}
+{{- define "epochkv.defaultImage" -}}
+{{- $root := index . 0 -}}
+{{- index . 2 | default (printf "epochkv/%s:%s" (index . 1) ($root.Values.image.tag | default $root.Chart.AppVersion)) -}}
+{{- end }}
+
+{{/* Pod Security `restricted`. */}}
+{{- define "epochkv.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+fsGroup: 65532
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "epochkv.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{/* Where `helm test` puts or finds its pool: a namespace that this release serves. */}}
+{{- define "epochkv.testNamespace" -}}
+{{- $served := .Values.watchNamespaces | default (list .Release.Namespace) -}}
+{{- .Values.test.namespace | default (has .Release.Namespace $served | ternary .Release.Namespace (first $served)) -}}
+{{- end }}
+
+{{- define "epochkv.testPool" -}}
+{{- .Values.test.pool | default "epochkv-test" -}}
+{{- end }}
+
+{{- define "epochkv.testSelector" -}}
+app.kubernetes.io/name: epochkv
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: test
+{{- end }}
+
+{{- define "epochkv.testLabels" -}}
+{{ include "epochkv.testSelector" . }}
+{{ include "epochkv.commonLabels" . }}
 {{- end }}
 
 {{/* What the operator may do where it serves pools and engines; the list stands in operator/epochkv_operator/kube/client.py. */}}

@@ -66,6 +66,7 @@ class Operator:
         self._stop = asyncio.Event()
         self._tasks: dict[asyncio.Task[None], str] = {}
         self._canary_seen = 0.0
+        self._others: set[str] = set()  # namespaces of other operators that were reported
         self._leader: Leader | None = None
         self._resync: Resync | None = None
         self._executor: Executor | None = None
@@ -161,8 +162,7 @@ class Operator:
         if event_type is None and self._resync is not None:
             self._resync.soon()
         if resource is LEASES:
-            if (obj.get("spec") or {}).get("holderIdentity") == self.identity:
-                self._canary_seen = time.monotonic()
+            self._lease_seen(event_type, obj)
             return
         obj.setdefault("kind", resource.kind)
         obj.setdefault("apiVersion", resource.api_version)
@@ -177,6 +177,22 @@ class Operator:
             # this state from the answer to a write.
             hub.seen(obj)
         self._take(resource, obj)
+
+    def _lease_seen(self, event_type: str | None, lease: Json) -> None:
+        """Ours is the canary. One that is renewed elsewhere, while we serve every namespace, is of somebody who undoes our work."""
+        holder, namespace = (lease.get("spec") or {}).get("holderIdentity"), lease["metadata"]["namespace"]
+        if holder == self.identity:
+            self._canary_seen = time.monotonic()
+            return
+        known = {self.settings.namespace, *self._others}
+        if holder and event_type == "MODIFIED" and not self.settings.watch_namespaces and namespace not in known:
+            self._others.add(namespace)
+            log.error(
+                "another operator leads in this cluster, and this one serves every namespace: both write to the same pools and engines;"
+                " end one of them, or give both namespaces of their own (watchNamespaces)",
+                lease=f"{namespace}/{lease['metadata']['name']}",
+                holder=holder,
+            )
 
     @property
     def _hub(self) -> HubPort | None:

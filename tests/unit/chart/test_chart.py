@@ -198,6 +198,13 @@ def test_service_monitor_only_on_request(render: Render) -> None:
         (("--set", "hub.endpoint=epochkv-hub:7700"), "endpoint"),
         (("--set", "operator.leaseDurationSeconds=1"), "leaseDurationSeconds"),
         (("--set", "networkPolicy.hubFrom[0].podselector.a=b"), "podselector"),
+        (("--set", "image.digest=sha256:1234"), "digest"),
+        (("--set", "image.repository=epochkv/operator@sha256"), "repository"),
+        (("--set", "operator.extraVolumes[0].emptyDir.medium=Memory"), "extraVolumes"),
+        (("--set", "operator.extraVolumeMounts[0].name=a"), "extraVolumeMounts"),
+        (("--set", "topologySpreadConstraints[0].maxSkew=1"), "topologySpreadConstraints"),
+        (("--set", "podDisruptionBudget.maxUnavailable=200%"), "maxUnavailable"),
+        (("--set", "test.pool=No_Pool"), "pool"),
     ],
 )
 def test_wrong_values_are_refused_by_name(render: Render, arguments: tuple[str, ...], named_in_error: str) -> None:

@@ -1,0 +1,22 @@
+"""`helm test` in a pod of a real kubelet: admitted, allowed to do what it does, and let through to the hub."""
+
+from __future__ import annotations
+
+import subprocess
+
+from hack.cluster import binaries
+from hack.demo.kube import Kube
+from hack.demo.setup import SYSTEM, Setup
+from hack.waiting import eventually
+
+
+def test_helm_test(setup: Setup, kube: Kube) -> None:
+    helm = str(binaries.build().path("helm"))
+    command = [helm, "test", "epochkv", "--namespace", SYSTEM, "--kubeconfig", str(setup.provider.kubeconfig()), "--logs"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"KVCachePool {SYSTEM}/epochkv-test: epoch 1 is published" in done.stdout
+    assert f"hub tcp://epochkv-hub.{SYSTEM}.svc:7700: answers with the pool's keys, at epoch 1" in done.stdout
+    pools = f"/apis/epochkv.io/v1alpha1/namespaces/{SYSTEM}/kvcachepools"
+    eventually(lambda: kube.get(pools)["items"] == [], "the test's pool is gone")
+    kube.kubectl("-n", SYSTEM, "delete", "pod", "epochkv-test")

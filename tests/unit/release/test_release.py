@@ -1,0 +1,105 @@
+"""What is released: one version everywhere, images by digest in the chart, images from pinned bases, and lists of what they hold."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hack import release
+from hack.cluster import binaries
+
+ROOT = Path(__file__).resolve().parents[3]
+DIGESTS = {"operator": "sha256:" + "a" * 64, "store": "sha256:" + "b" * 64, "engine": "sha256:" + "c" * 64}
+DOCKERFILES = {"operator": "Dockerfile", "store": "docker/store.Dockerfile", "engine": "docker/engine.Dockerfile"}
+
+
+def test_every_place_has_one_version() -> None:
+    assert len(set(release.versions().values())) == 1
+    (version,) = set(release.versions().values())
+    assert release.check(f"v{version}") == version
+
+
+def test_a_tag_of_another_version_is_refused_with_the_places() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hack.release", "check", "--tag", "v99.0.0"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    for place in ("pyproject.toml", "Chart.yaml: version", "Chart.yaml: appVersion"):
+        assert place in done.stderr
+
+
+def test_the_released_chart_names_every_image_by_digest(tmp_path: Path) -> None:
+    helm = str(binaries.build().path("helm"))
+    chart = release.package("registry.example/team", DIGESTS, tmp_path, helm)
+    command = [helm, "template", "demo", str(chart), "--kube-version", "1.34.4"]
+    rendered = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    objects = [obj for obj in yaml.safe_load_all(rendered) if obj]
+    (deployment,) = [obj for obj in objects if obj["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    version = next(iter(release.versions().values()))
+    assert container["image"] == f"registry.example/team/epochkv-operator@{DIGESTS['operator']}"
+    assert f"--store-image=registry.example/team/epochkv-store:{version}@{DIGESTS['store']}" in container["args"]
+    assert f"--engine-image=registry.example/team/epochkv-engine:{version}@{DIGESTS['engine']}" in container["args"]
+    images = {spec["image"] for obj in objects for spec in obj.get("spec", {}).get("containers", [])}
+    assert images == {container["image"]}
+
+
+@pytest.mark.parametrize("digests", [{}, {**DIGESTS, "store": "sha256:1"}, {**DIGESTS, "engine": "latest"}])
+def test_a_chart_without_all_digests_is_refused(digests: dict[str, str]) -> None:
+    values = (release.CHART / "values.yaml").read_text()
+    with pytest.raises(release.ReleaseError, match=r"--digest (operator|store|engine)=sha256"):
+        release.released_values(values, "registry.example", "1.0.0", digests)
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_bases_are_pinned_by_digest(name: str) -> None:
+    """vLLM's image is the user's choice; the release workflow finds its digest and builds on that."""
+    text = (ROOT / DOCKERFILES[name]).read_text()
+    arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
+    assert set(arguments) <= {"BASE_IMAGE", "VLLM_IMAGE"}
+    assert re.fullmatch(r"debian:bookworm-\d{8}-slim@sha256:[0-9a-f]{64}", arguments["BASE_IMAGE"])
+    stages = set(re.findall(r"^FROM \S+ AS (\S+)$", text, re.MULTILINE))
+    for source in re.findall(r"^FROM (\S+)", text, re.MULTILINE):
+        assert source in {"${BASE_IMAGE}", "${VLLM_IMAGE}", *stages}
+
+
+def test_all_images_have_one_base() -> None:
+    found = {re.findall(r"^ARG BASE_IMAGE=(\S+)$", (ROOT / path).read_text(), re.MULTILINE)[0] for path in DOCKERFILES.values()}
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_images_run_as_nobody_in_particular(name: str) -> None:
+    """Each stage that is an image ends with the same numeric user, which `runAsNonRoot` can check."""
+    text = (ROOT / DOCKERFILES[name]).read_text()
+    stages = re.split(r"^(?=FROM )", text, flags=re.MULTILINE)[1:]
+    images = [stage for stage in stages if re.search(r"^(CMD|ENTRYPOINT|EXPOSE)", stage, re.MULTILINE)]
+    assert images
+    assert [re.findall(r"^USER (\S+)$", stage, re.MULTILINE)[-1] for stage in images] == ["65532:65532"] * len(images)
+
+
+def pins(name: str) -> set[tuple[str, str]]:
+    """Name and version of each requirement that is locked for an image."""
+    text = (ROOT / f"hack/requirements/{name}.txt").read_text()
+    return {(package.lower().replace("_", "-"), version) for package, version in re.findall(r"^([\w.-]+)==(\S+) \\$", text, re.MULTILINE)}
+
+
+def test_the_sbom_lists_exactly_what_is_pinned() -> None:
+    done = subprocess.run(["make", "sbom"], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("operator", "store"):
+        text = (ROOT / f".build/sbom/{name}.cdx.json").read_text()
+        bom = json.loads(text)
+        assert (bom["bomFormat"], bom["specVersion"]) == ("CycloneDX", "1.6")
+        listed = {(item["name"].lower().replace("_", "-"), item["version"]) for item in bom["components"]}
+        assert listed == pins(name)
+        assert all(item["purl"].startswith("pkg:pypi/") for item in bom["components"])
+        assert any(item.get("licenses") for item in bom["components"])
+        assert str(ROOT) not in text

@@ -1,0 +1,113 @@
+"""The workflows: right by actionlint, with everything pinned that somebody else could move, and with nobody's name in them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hack.cluster import binaries
+
+ROOT = Path(__file__).resolve().parents[3]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yaml"))
+STEP = re.compile(r"uses: (\S+?)@([0-9a-f]{40}) # v[0-9]+\.[0-9]+\.[0-9]+$")
+
+
+def workflow(name: str) -> dict[str, Any]:
+    # YAML 1.1 reads the key `on` as true.
+    loaded: dict[str, Any] = yaml.safe_load((ROOT / ".github/workflows" / f"{name}.yaml").read_text())
+    return {("on" if key is True else key): value for key, value in loaded.items()}
+
+
+def test_actionlint_has_no_complaint() -> None:
+    actionlint = binaries.build().path("actionlint")
+    done = subprocess.run([str(actionlint), "-no-color", *map(str, WORKFLOWS)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_every_action_is_pinned_by_commit(path: Path) -> None:
+    lines = [line.strip().removeprefix("- ") for line in path.read_text().splitlines() if re.match(r"\s*(- )?uses:", line)]
+    assert lines
+    assert [line for line in lines if not STEP.fullmatch(line)] == []
+
+
+def test_one_commit_for_each_action() -> None:
+    """Whoever raises one, raises all."""
+    pins: dict[str, set[str]] = {}
+    for path in WORKFLOWS:
+        for action, commit in re.findall(r"uses: (\S+?)@([0-9a-f]{40})", path.read_text()):
+            pins.setdefault(action, set()).add(commit)
+    assert {action: commits for action, commits in pins.items() if len(commits) > 1} == {}
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_nothing_may_write_unless_its_job_says_so(path: Path) -> None:
+    assert workflow(path.stem)["permissions"] == {"contents": "read"}
+
+
+def test_only_what_publishes_may_write() -> None:
+    granted = {
+        name: {right for right, level in job.get("permissions", {}).items() if level == "write"}
+        for name, job in workflow("release")["jobs"].items()
+    }
+    assert granted == {
+        "check": set(),
+        "wheel": {"id-token", "attestations"},
+        "images": {"packages", "id-token", "attestations"},
+        "publish": {"contents", "packages", "id-token"},
+    }
+
+
+def test_a_fork_releases_into_its_own_registry() -> None:
+    text = (ROOT / ".github/workflows/release.yaml").read_text()
+    assert re.findall(r"ghcr\.io/\S*", text) == ["ghcr.io/<owner", 'ghcr.io/${OWNER,,}";']
+    assert "github.repository_owner" in text
+    assert set(re.findall(r"secrets\.(\w+)", text)) == {"GITHUB_TOKEN"}  # no secret that somebody would have to make
+
+
+def test_started_by_hand_it_publishes_nothing() -> None:
+    jobs = workflow("release")["jobs"]
+    publishing = "needs.check.outputs.publish == 'true'"
+    assert jobs["publish"]["if"] == publishing
+    for name in ("wheel", "images"):
+        for step in jobs[name]["steps"]:
+            said = f"{step.get('uses', '')} {step.get('run', '')}"
+            if any(word in said for word in ("cosign", "attest", "login-action")):
+                assert step["if"] == publishing, step
+    (build,) = [step for step in jobs["images"]["steps"] if "build-push-action" in step.get("uses", "")]
+    assert publishing in build["with"]["push"]
+    assert (build["with"]["sbom"], build["with"]["provenance"]) == (True, "mode=max")
+
+
+def test_no_script_is_written_by_a_tag() -> None:
+    """`${{ }}` inside a script would run what a tag or a branch is called."""
+    for path in WORKFLOWS:
+        for job in workflow(path.stem)["jobs"].values():
+            assert [step["run"] for step in job["steps"] if "${{" in step.get("run", "")] == []
+
+
+def test_helm_of_the_release_is_helm_of_the_tests() -> None:
+    pinned = re.search(r"helm\.sh/helm/v3 (v\S+)", (ROOT / "hack/cluster/tools/helm/go.mod").read_text())
+    assert pinned
+    (step,) = [step for step in workflow("release")["jobs"]["publish"]["steps"] if "setup-helm" in step.get("uses", "")]
+    assert step["with"]["version"] == pinned[1]
+
+
+def test_go_of_the_workflows_builds_the_tools() -> None:
+    wanted = max(
+        tuple(int(part) for part in found[1].split("."))
+        for path in (ROOT / "hack/cluster/tools").glob("*/go.mod")
+        if (found := re.search(r"^go (\d+\.\d+)", path.read_text(), re.MULTILINE))
+    )
+    text = "\n".join(path.read_text() for path in WORKFLOWS)
+    given = {tuple(int(part) for part in version.split(".")) for version in re.findall(r'go-version: "([\d.]+)"', text)}
+    assert given
+    assert all(version >= wanted for version in given)
+    said = f"Go >= {'.'.join(map(str, wanted))}"
+    for page in ("README.md", "CONTRIBUTING.md", "docs/index.md"):
+        assert said in (ROOT / page).read_text(), page
