@@ -54,13 +54,14 @@ def test_every_series_and_label_of_an_alert_exists(render: Render) -> None:
         labels: set[str] = set()
         for node in parts(promql.parse(alert["expr"])):
             if isinstance(node, promql.VectorSelector):
-                seen.add(node.name)
-                assert node.name is not None and node.name in known, f"{name}: no metric {node.name}"
-                labels |= known[node.name] | SCRAPED
-                assert {matcher.name for matcher in node.matchers.matchers} <= known[node.name] | SCRAPED, name
+                metric = str(node.name)
+                seen.add(metric)
+                assert metric in known, f"{name}: no metric {metric}"
+                labels |= known[metric] | SCRAPED
+                assert {matcher.name for matcher in node.matchers.matchers} <= known[metric] | SCRAPED, name
             if isinstance(node, promql.AggregateExpr) and node.modifier is not None:
                 selectors = [part for part in parts(node.expr) if isinstance(part, promql.VectorSelector)]
-                assert all(set(node.modifier.labels) <= known[part.name] | SCRAPED for part in selectors), name
+                assert all(set(node.modifier.labels) <= known[str(part.name)] | SCRAPED for part in selectors), name
         spoken = set(REFERENCE.findall(" ".join(alert["annotations"].values())))
         assert spoken <= labels | {"exported_namespace"}, name
     assert {"epochkv_operator_loop_lag_seconds_bucket", "epochkv_operator_lease_renewal_seconds_bucket"} <= seen
