@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -31,29 +33,58 @@ AGENTS = 100
 QUIET_SECONDS = 5.0
 RESYNCS = 2
 PATIENCE = 1800.0
+PODS_PATH = "/api/v1/namespaces/{}/pods"
 LEASE_SECONDS = 15
 PAUSE_SECONDS = 0.05
 
 
+def pool_of(number: int) -> str:
+    return f"pool-{number}"
+
+
 class Fleet:
-    """Pools and engines in a namespace, and the operator that serves them."""
+    """Pools and engines in a namespace, and the operator that serves them. `size`: engines that there are."""
 
-    def __init__(self, space: Namespace, operator: OperatorProcess, size: int) -> None:
-        self.space, self.operator, self.size = space, operator, size
-        self.pools = [f"pool-{number}" for number in range(max(1, size // ENGINES_OF_A_POOL))]
+    def __init__(self, space: Namespace, operator: OperatorProcess, pods: int = PODS) -> None:
+        self.space, self.operator, self.pods = space, operator, pods
+        self.size = 0
 
-    def create(self) -> float:
-        """Make everything; the seconds until each engine has a status of its newest generation."""
-        began = time.monotonic()
+    def grow(self, size: int) -> float:
+        """Make engines, and pools for them, until there are `size`; the seconds until each has a status of its newest generation."""
+        began, there = time.monotonic(), self.size
+        pools = range(math.ceil(there / ENGINES_OF_A_POOL), math.ceil(size / ENGINES_OF_A_POOL))
         with ThreadPoolExecutor(8) as threads:
-            list(threads.map(lambda name: self.space.create_pool(name, local={"capacity": "1Gi"}), self.pools))
-            list(threads.map(self._create_engine, range(self.size)))
-        eventually(lambda: self.served() == self.size, "a status of each engine", PATIENCE)
+            list(threads.map(lambda number: self.space.create_pool(pool_of(number), local={"capacity": "1Gi"}), pools))
+            list(threads.map(self._create_engine, range(there, size)))
+        self.size = size
+        eventually(lambda: self.served() == size, "a status of each engine", PATIENCE)
         return time.monotonic() - began
 
     def _create_engine(self, number: int) -> None:
-        pool = {"name": self.pools[number % len(self.pools)]}
-        self.space.create_engine(f"engine-{number}", poolRef=pool, model={"name": "tiny"}, replicas=PODS)
+        pool = {"name": pool_of(number // ENGINES_OF_A_POOL)}
+        self.space.create_engine(f"engine-{number}", poolRef=pool, model={"name": "tiny"}, replicas=self.pods)
+
+    @property
+    def pid(self) -> int:
+        return self.operator.process.popen.pid
+
+    def made(self) -> bool:
+        """Whether the controllers have made all pods. While they do, statuses change."""
+        time.sleep(0.5)
+        pods = self.space.request("GET", f"{PODS_PATH.format(self.space.name)}?limit=1")
+        return len(pods["items"]) + (pods["metadata"].get("remainingItemCount") or 0) == self.size * self.pods
+
+    def listed(self) -> float:
+        """When the kind that was listed the longest time ago was listed (Unix seconds); 0.0 before."""
+        wanted = "epochkv_operator_last_list_timestamp_seconds{"
+        times = [float(line.rsplit(" ", 1)[1]) for line in self.operator.http("/metrics", 30.0)[1].splitlines() if line.startswith(wanted)]
+        return min(times, default=0.0)
+
+    def longest_lag(self, loop: str) -> float:
+        """No turn of a loop of the running operator was later than by this (seconds): the upper bound of a bucket of its histogram."""
+        text = self.operator.http("/metrics", 30.0)[1]
+        buckets = re.findall(rf'^epochkv_operator_loop_lag_seconds_bucket{{le="([^"]+)",loop="{loop}"}} (\S+)$', text, re.MULTILINE)
+        return next((float(bound) for bound, count in buckets if float(count) == float(buckets[-1][1])), math.inf)
 
     def served(self) -> int:
         """Engines whose status speaks of what they are now."""
@@ -71,7 +102,8 @@ class Fleet:
         return next((float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(wanted)), 0.0)
 
     def settle(self) -> None:
-        """Return once nothing was written for a while."""
+        """Return once all pods are there and nothing was written for a while."""
+        eventually(self.made, "all pods", PATIENCE)
         seen, since, deadline = self.writes(), time.monotonic(), time.monotonic() + PATIENCE
         while time.monotonic() - since < QUIET_SECONDS:
             if time.monotonic() > deadline:
@@ -79,6 +111,10 @@ class Fleet:
             time.sleep(1.0)
             if (now := self.writes()) != seen:
                 seen, since = now, time.monotonic()
+
+    def exits(self) -> int:
+        """How often an operator ended by itself."""
+        return int(self.operator.process.popen.poll() is not None) + len(self.operator.logged("operator ends: a part ended"))
 
     def restart(self) -> float:
         """End the operator and start it: the seconds until it has looked at each engine."""
@@ -124,8 +160,8 @@ def renewals(space: Namespace) -> Iterator[list[float]]:
 
 
 def reset_times(fleet: Fleet, plane: ControlPlane, bumps: int, progress: Progress) -> list[float]:
-    """Milliseconds from the patch of one pool to its status, with `AGENTS` agents, while the fleet is there."""
-    pool = fleet.pools[0]
+    """Milliseconds from the patch of the first pool to its status, with `AGENTS` agents."""
+    pool = pool_of(0)
     keys = client_keys(eventually(lambda: fleet.space.get(CHILDREN["secrets"], f"{pool}-fence"), "the pool's Secret", 60))
     settings: dict[str, object] = {
         "endpoint": f"tcp://127.0.0.1:{fleet.operator.hub_port}",
@@ -141,24 +177,36 @@ def reset_times(fleet: Fleet, plane: ControlPlane, bumps: int, progress: Progres
         return [bump.milliseconds for bump in asyncio.run(bumped)]
 
 
-def observed(fleet: Fleet, plane: ControlPlane, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """Everything that one fleet shows, in the order in which it is measured."""
+def idle(fleet: Fleet, seconds: float) -> dict[str, float]:
+    """What the operator does while nothing happens."""
+    before, cpu, began = fleet.writes(), cpu_seconds(fleet.pid), time.monotonic()
+    time.sleep(seconds)
+    return {"cpu": 100 * (cpu_seconds(fleet.pid) - cpu) / (time.monotonic() - began), "writes": fleet.writes() - before}
+
+
+def observed(fleet: Fleet, size: int, plane: ControlPlane, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """Everything that one fleet shows, in the order in which it is measured. Resets first of all with one pool and its engines alone."""
     found: dict[str, Any] = {}
     with renewals(fleet.space) as gaps:
-        found["create"] = fleet.create()
+        fleet.grow(ENGINES_OF_A_POOL)
         fleet.settle()
-        found["writes"] = fleet.writes() / fleet.size
-        pid, before = fleet.operator.process.popen.pid, fleet.writes()
-        cpu, began = cpu_seconds(pid), time.monotonic()
-        time.sleep(RESYNCS * arguments.resync)
-        found["idle cpu"] = 100 * (cpu_seconds(pid) - cpu) / (time.monotonic() - began)
-        found["idle writes"] = fleet.writes() - before
-        found["rss"] = resident_mib(pid)
+        found["resets alone"] = reset_times(fleet, plane, arguments.bumps, progress)
+        fleet.settle()
+        found["rss alone"] = resident_mib(fleet.pid)
+        writes, cpu = fleet.writes(), cpu_seconds(fleet.pid)
+        found["create"] = fleet.grow(size)
+        fleet.settle()
+        found["writes"], found["create cpu"] = fleet.writes() - writes, cpu_seconds(fleet.pid) - cpu
+        found["idle"] = idle(fleet, RESYNCS * arguments.resync)
+        found["rss"] = resident_mib(fleet.pid)
         found["resets"] = reset_times(fleet, plane, arguments.bumps, progress)
-        found["restarts"] = [fleet.restart() for _ in range(2)]
+        found["lag"] = {loop: fleet.longest_lag(loop) for loop in ("hub", "main")}
         fleet.settle()
-        found["rss after"] = resident_mib(fleet.operator.process.popen.pid)
-        found["exits"] = int(fleet.operator.process.popen.poll() is not None) + len(fleet.operator.logged("operator ends: a part ended"))
+        found["restarts"] = [fleet.restart() for _ in range(2)]
+        found["restart cpu"] = cpu_seconds(fleet.pid)
+        fleet.settle()
+        found["rss after"] = resident_mib(fleet.pid)
+        found["exits"] = fleet.exits()
     found["gaps"] = sorted(gaps)[-5:]
     return found
 
@@ -173,18 +221,38 @@ def row(size: int, arguments: argparse.Namespace, progress: Progress) -> Row:
             options = {"resync_seconds": arguments.resync, "lease_duration_seconds": LEASE_SECONDS}
             with OperatorProcess(plane, space.name, folder, **options) as operator:
                 operator.wait_ready()
-                found = observed(Fleet(space, operator, size), plane, arguments, progress)
+                found = observed(Fleet(space, operator), size, plane, arguments, progress)
                 assert operator.terminate(60.0) == 0, operator.tail()
-    figures = [
+    return Row(f"{size:,} engines of {PODS} pods", [*figures(size, found), *per_engine(size, found)], found)
+
+
+def figures(size: int, found: dict[str, Any]) -> list[Figure]:
+    """What there are aims for, and what explains it."""
+    reset, alone = percentile(found["resets"], 0.5), percentile(found["resets alone"], 0.5)
+    return [
         Figure("made -> a status of each engine", found["create"], None, "s"),
         Figure("restart -> a look at each engine", max(found["restarts"]), 30.0, "s"),
-        Figure("writes for each engine made", found["writes"], None, "writes"),
-        Figure(f"writes while idle, over {RESYNCS} resyncs", found["idle writes"], 0, "writes"),
-        Figure("CPU while idle", found["idle cpu"], 2.0, "% of a core"),
+        Figure(f"writes while idle, over {RESYNCS} resyncs", found["idle"]["writes"], 0, "writes"),
+        Figure("CPU while idle", found["idle"]["cpu"], 2.0, "% of a core"),
         Figure("memory (RSS)", max(found["rss"], found["rss after"]), 400.0, "MiB"),
-        Figure(f"reset with {AGENTS} agents: median", percentile(found["resets"], 0.5), None),
+        Figure(f"reset with {AGENTS} agents: median", reset, None),
         Figure(f"reset with {AGENTS} agents: p99", percentile(found["resets"], 0.99), 1000.0),
+        Figure("the same without a fleet: median", alone, None),
+        Figure("the same without a fleet: p99", percentile(found["resets alone"], 0.99), None),
+        Figure("reset with / without a fleet: median", reset / alone, None, ""),
         Figure("longest time between renewals of the Lease", max(found["gaps"]), LEASE_SECONDS * 2 / 3, "s"),
+        *(Figure(f"no turn of the loop {loop} was later than by", lag, None, "s") for loop, lag in found["lag"].items()),
         Figure("exits", found["exits"], 0, "exits"),
     ]
-    return Row(f"{size:,} engines of {PODS} pods", figures, found)
+
+
+def per_engine(size: int, found: dict[str, Any]) -> list[Figure]:
+    """What has to stay the same, however large the fleet is."""
+    more = size - ENGINES_OF_A_POOL
+    return [
+        Figure("for each engine: writes until it is made", found["writes"] / more, None, "writes"),
+        Figure("for each engine: CPU until it is made", 1e3 * found["create cpu"] / more, None),
+        Figure("for each engine: CPU of a restart", 1e3 * found["restart cpu"] / size, None),
+        Figure("for each engine: memory", 1024 * (found["rss after"] - found["rss alone"]) / more, None, "KiB"),
+        Figure("for each engine: CPU while idle, each minute", 0.6e3 * found["idle"]["cpu"] / size, None),
+    ]

@@ -140,4 +140,7 @@ def controller_manager_args(layout: Layout) -> list[str]:
         "--leader-elect=false",
         "--secure-port=0",
         "--profiling=false",
+        # The default of 20 requests a second makes a thousand engines wait for their pods for minutes.
+        "--kube-api-qps=300",
+        "--kube-api-burst=600",
     ]

@@ -36,8 +36,18 @@ LOOP_LAG = _histogram(
     ["loop"],
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
 )
-LAST_LIST = _gauge("epochkv_operator_last_list_timestamp_seconds", "When a kind was last listed as a whole (unix time)", ["kind"])
+LAST_LIST = _gauge(
+    "epochkv_operator_last_list_timestamp_seconds",
+    "When a kind was last listed and compared with what the watches had shown (unix time)",
+    ["kind"],
+)
+MISSED = _counter("epochkv_operator_missed_objects", "Objects that a list showed, and the watches had not brought in time", ["kind"])
 LEADER = _gauge("epochkv_operator_leader", "1 while this process holds the Lease")
+LEASE_RENEWAL_SECONDS = _histogram(
+    "epochkv_operator_lease_renewal_seconds",
+    "Time between renewals of the Lease: a fifth of its duration, and at two thirds of it the process ends",
+    buckets=(0.5, 1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 60, 120, 300),
+)
 HUB_MESSAGES = _counter("epochkv_hub_messages", "What the hub of this process took, sent, refused and failed at, by outcome", ["outcome"])
 HUB_FAULTS: Final = ("steps_failed", "take_failed", "tasks_failed", "turns_failed", "unencodable")
 """Outcomes that are defects of the hub: there from the start, at 0, so that an alert sees the first one."""

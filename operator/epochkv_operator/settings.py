@@ -32,8 +32,6 @@ class Settings:
     metrics_bind: str = "0.0.0.0:9090"
     workers: int = 4
     resync_seconds: float = 300.0
-    max_key_age_seconds: float = 120.0
-    """`/livez` fails when a key has waited or been in work for longer."""
     store_image: str = "epochkv/store:dev"
     """Image of Mooncake masters and stores where the pool names none."""
     engine_image: str = "epochkv/engine:dev"

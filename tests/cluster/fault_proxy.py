@@ -9,6 +9,7 @@ import asyncio
 import json
 import ssl
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,15 +33,25 @@ class Fault:
 
 
 Decide = Callable[[str, str], Fault | None]
+WATCH, SHOW = "WATCH", "SHOW"
+"""Methods of the proxy's own: a GET that watches, and a list that shows metadata only."""
+
+
+def method_of(request: web.Request) -> str:
+    if request.query.get("watch"):
+        return WATCH
+    return SHOW if "PartialObjectMetadataList" in request.headers.get("Accept", "") else request.method
 
 
 def is_write(method: str, path: str) -> bool:
     """A write that is about pools and engines: not the Lease, not an Event."""
-    return method not in ("GET", "HEAD") and "/leases" not in path and "/events" not in path
+    return method not in ("GET", "HEAD", WATCH, SHOW) and "/leases" not in path and "/events" not in path
 
 
 class FaultProxy:
-    """Context manager. `decide(method, path)` is asked about every request, on the proxy's thread; `faults` lists what it did."""
+    """Context manager. `decide(method, path)` is asked about every request, on the proxy's thread; `faults` lists what it did, and
+    `requests` counts what it was asked for.
+    """
 
     def __init__(self, plane: ControlPlane, directory: Path) -> None:
         self._plane = plane
@@ -51,6 +62,7 @@ class FaultProxy:
         self._port = 0
         self.decide: Decide = lambda method, path: None
         self.faults: list[tuple[str, str, Fault]] = []
+        self.requests: Counter[tuple[str, str]] = Counter()
 
     def __enter__(self) -> FaultProxy:
         self._thread.start()
@@ -97,13 +109,15 @@ class FaultProxy:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        fault = self.decide(request.method, request.path)
+        method = method_of(request)
+        self.requests[method, request.path] += 1
+        fault = self.decide(method, request.path)
         if fault is None:
             return await self._forward(request, body)
         if fault.carried_out:
             async with self._upstream(request, body) as answer:
                 await answer.read()
-        self.faults.append((request.method, request.path, fault))
+        self.faults.append((method, request.path, fault))
         if fault.status == 0:
             await asyncio.Event().wait()
         status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": fault.status}

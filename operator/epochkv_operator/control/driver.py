@@ -21,6 +21,19 @@ Sink = Callable[[Resource, str | None, dict[str, Any]], None]
 of an initial (or repeated) listing, else ADDED, MODIFIED or DELETED."""
 
 
+class _NoHistory(kopf.DiffBaseStorage):
+    """kopf copies what it sees, to find what has changed since. Nobody asks it."""
+
+    def build(self, *, body: Any, extra_fields: Any = None) -> Any:
+        return None
+
+    def fetch(self, *, body: Any) -> None:
+        return None
+
+    def store(self, *, body: Any, patch: Any, essence: Any) -> None:
+        """Nothing is kept."""
+
+
 def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     """Each value was measured to matter; the reasons are beside them."""
     result = kopf.OperatorSettings()
@@ -38,6 +51,7 @@ def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     result.watching.reconnect_backoff = 0.1
     result.watching.chunk_size = 200
     result.queueing.exit_timeout = 0.5
+    result.persistence.diffbase_storage = _NoHistory()
     for resource in WATCHED:
         if resource not in PRIMARY:
             result.watching.label_selectors[_selector(resource)] = CHILD_SELECTOR

@@ -13,6 +13,7 @@ from epochkv_operator.control.observe import context_for, now, observe
 from epochkv_operator.control.reporter import Reporter, invalid_status
 from epochkv_operator.control.secrets import FenceSecrets
 from epochkv_operator.hub.port import HubPort
+from epochkv_operator.hub.service import HubLook
 from epochkv_operator.kube.client import Json, KubeClient, NotFound
 from epochkv_operator.kube.optional import OptionalKinds
 from epochkv_operator.kube.resources import POOLS
@@ -108,21 +109,27 @@ class EngineReconciler:
         refusal = self.secrets.refusal(pool.metadata.uid) if pool is not None else None
         if pool is not None and refusal is not None:
             problem = problem or _not_ready(pool, refusal)
-        if pool is not None and not self.hub.knows(pool.metadata.uid):
+        look = await self._report(key, obj, engine, pool, problem)
+        if not look.known:
             return  # a new hub is about to read the pool's record, and wakes this engine then
-        await self._report(key, obj, engine, pool, problem)
-        if pool is not None and (left := self.hub.incomplete_seconds(pool.metadata.uid)) > 0:
-            self.wake(key, left)  # what is not known by then is gone
+        if look.incomplete_seconds > 0:
+            self.wake(key, look.incomplete_seconds)  # what is not known by then is gone
         if again is not None:
             raise again
 
-    async def _report(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool | None, problem: Problem | None) -> None:
+    async def _report(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool | None, problem: Problem | None) -> HubLook:
+        """Write the status, unless the hub does not know the pool yet; what the hub knows."""
+        look = HubLook()
+
         def compute(newest: Json) -> Json:
-            view = self.hub.view(pool.metadata.uid) if pool is not None else None
-            seen = observe(self.store, key.namespace, ENGINE_LABEL, key.name, view, problem)
-            return engine_status(engine, pool, seen, newest.get("status") or {}, now())
+            nonlocal look
+            status = newest.get("status") or {}
+            look = self.hub.look(pool.metadata.uid) if pool is not None else look
+            seen = observe(self.store, key.namespace, ENGINE_LABEL, key.name, look.view, problem)
+            return engine_status(engine, pool, seen, status, now()) if look.known else status
 
         await self.reporter.report(obj, compute)
+        return look
 
 
 def _waits(namespace: str, pool: str) -> Problem:

@@ -19,14 +19,14 @@ from epochkv_operator.control.observe import context_for, now, observe
 from epochkv_operator.control.reporter import Reporter, invalid_status
 from epochkv_operator.control.secrets import FenceKeys, FenceSecrets, SecretConflict
 from epochkv_operator.hub.port import HubPort
-from epochkv_operator.hub.service import AcceptedKeys
+from epochkv_operator.hub.service import AcceptedKeys, HubLook
 from epochkv_operator.kube.client import ApiError, Forbidden, Invalid, Json
 from epochkv_operator.kube.optional import OptionalKinds
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Store
 from epochkv_operator.kube.work_keys import Key, engine_key, engines_of
 from epochkv_operator.planning.conditions import epoch_ahead
-from epochkv_operator.planning.context import Problem
+from epochkv_operator.planning.context import HubView, Problem
 from epochkv_operator.planning.plan import plan_pool
 from epochkv_operator.planning.status import pool_status
 from epochkv_operator.settings import Settings
@@ -80,19 +80,23 @@ class PoolReconciler:
         refused, again = await self.executor.bring_about(str(key), children, lambda seen: plan_pool(pool, seen, context))
         problem, again = problem or refused, retry or again
 
-        if keys is not None and not self.hub.knows(pool.metadata.uid):
-            return  # a new hub is about to read the pool's record, and wakes this pool then; until then it would look leaderless
+        look = HubLook()
 
         def compute(newest: Json) -> Json:
-            seen = observe(self.store, key.namespace, POOL_LABEL, key.name, self.hub.view(pool.metadata.uid), problem)
-            return pool_status(pool, replace(seen, scale_in=children.scale_in), context, newest.get("status") or {}, now())
+            nonlocal look
+            status, look = newest.get("status") or {}, self.hub.look(pool.metadata.uid)
+            seen = observe(self.store, key.namespace, POOL_LABEL, key.name, look.view, problem)
+            seen = replace(seen, scale_in=children.scale_in)
+            return pool_status(pool, seen, context, status, now()) if look.known or keys is None else status
 
         await self.reporter.report(obj, compute)
-        self._tell_ahead(obj, pool)
-        if (left := self.hub.incomplete_seconds(pool.metadata.uid)) > 0:
-            self.wake(key, left)  # what is not known by then is gone
-        if (left := self.hub.overdue_seconds(pool.metadata.uid)) > 0:
-            self.wake(key, left)
+        if not look.known and keys is not None:
+            return  # a new hub is about to read the pool's record, and wakes this pool then; until then it would look leaderless
+        self._tell_ahead(obj, pool, look.view)
+        if look.incomplete_seconds > 0:
+            self.wake(key, look.incomplete_seconds)  # what is not known by then is gone
+        if look.overdue_seconds > 0:
+            self.wake(key, look.overdue_seconds)
         if again is not None:
             raise again
 
@@ -144,9 +148,9 @@ class PoolReconciler:
         lease = float(pool.spec.reset.lease_seconds)
         return self.hub.old_key_idle_seconds(pool.metadata.uid) >= lease + margin_seconds(lease)
 
-    def _tell_ahead(self, obj: Json, pool: KVCachePool) -> None:
+    def _tell_ahead(self, obj: Json, pool: KVCachePool, view: HubView | None) -> None:
         """One Event for each `spec.resetEpoch` that resets nothing, because the pool was at that epoch already."""
-        uid, asked, view = pool.metadata.uid, pool.spec.reset_epoch, self.hub.view(pool.metadata.uid)
+        uid, asked = pool.metadata.uid, pool.spec.reset_epoch
         if view is None or view.target < asked:
             return
         seen_before = (obj.get("status") or {}).get("observedGeneration") == pool.metadata.generation

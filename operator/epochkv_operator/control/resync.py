@@ -1,7 +1,10 @@
-"""Whole LISTs of every kind, regularly: they heal edges that the watches lost, deletions in a gap above all.
+"""What is there is compared with what is known, regularly: that heals edges that the watches lost, deletions in a gap above all.
 
-Everything is also listed again shortly after kopf listed something: kopf tells its handlers what exists, never what
-vanished while it was not watching. Each kind has its own moment in the period, so that their lists do not come together.
+kopf reads every object once, when its watches start. From then on a LIST shows uids and versions only. The watches get some time to
+bring what they have not brought yet. A kind of which they do not bring everything is read as a whole.
+
+Everything is also compared shortly after kopf listed something again: kopf tells its handlers what exists, never what vanished while
+it was not watching. Each kind has its own moment in the period, so that their lists do not come together.
 """
 
 from __future__ import annotations
@@ -10,56 +13,88 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 import structlog
 
 from epochkv_operator import metrics
 from epochkv_operator.kube.client import ApiError, Json, KubeClient
 from epochkv_operator.kube.resources import CHILD_SELECTOR, PRIMARY, WATCHED, Resource
+from epochkv_operator.kube.store import Store
 
 log = structlog.get_logger(__name__)
 AFTER_RELIST_SECONDS = 1.0
 RETRY_SECONDS = 2.0
+PATIENCE_SECONDS = 3.0
+"""How long the watches may bring nothing of what they are behind with."""
+START_PATIENCE_SECONDS = 15.0
+"""The same when they start: kinds wait for each other then."""
+LOOK_SECONDS = 0.05
+
+Take = Callable[[Resource, Json], None]
+"""An object that the watches missed."""
+Compared = Callable[[Resource, list[Json], str | None], None]
+"""A kind was compared: the objects that have vanished, and the scope. A scope is a namespace, or None: all."""
 
 
-Listed = Callable[[Resource, list[Json], int, str | None, bool], Awaitable[None]]
+class _List(NamedTuple):
+    scope: str | None
+    shown: dict[str, int]
+    version: int
 
 
 class Resync:
-    """Lists everything in time. `listed` takes (kind, objects, version of the list, scope, whether it is the first one); a scope is a
-    namespace, or None: all.
-    """
+    """Keeps `store` complete. `take` and `compared` must return soon."""
 
     def __init__(
         self,
         client: KubeClient,
-        listed: Listed,
+        store: Store,
+        take: Take,
+        compared: Compared,
         scopes: tuple[str | None, ...],
         interval_seconds: float,
     ) -> None:
         self._client = client
-        self._listed = listed
+        self._store = store
+        self._take = take
+        self._compared = compared
         self._scopes = scopes
         self._interval_seconds = interval_seconds
         self._began = time.monotonic()
-        self._due: dict[Resource, float] = dict.fromkeys(WATCHED, 0.0)
+        self._first: dict[Resource, list[_List]] = {}
+        self._due: dict[Resource, float] = {}
         self._wakeup = asyncio.Event()
         self._problem: dict[Resource, str] = {}
         self.listed_at: dict[Resource, float] = {}
 
     def soon(self) -> None:
-        """kopf has listed some kind (again): look for what vanished, of every kind. A gap rarely hits one watch alone,
+        """kopf has listed some kind again: look for what vanished, of every kind. A gap rarely hits one watch alone,
         and a kind of which nothing is left shows nothing when it is listed.
         """
         due = time.monotonic() + AFTER_RELIST_SECONDS
-        if due < min(self._due.values()):
+        if self._due and due < min(self._due.values()):
             self._due = dict.fromkeys(WATCHED, due)
             self._wakeup.set()
 
     async def initial(self) -> None:
-        """List everything once; keep trying until the API server serves all kinds (its CRDs may arrive after us)."""
-        while not await self._round():  # noqa: ASYNC110 - a backoff, not a wait for an event
-            await asyncio.sleep(RETRY_SECONDS)
+        """See what is there, before the watches start. Keeps trying until the API server serves all kinds: its CRDs may arrive after us."""
+        while missing := [resource for resource in WATCHED if resource not in self._first]:
+            for resource in missing:
+                await self._try(resource, self._look)
+            if len(self._first) < len(WATCHED):
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def complete(self) -> None:
+        """Return once the store has everything that was there; the watches have been started."""
+        while self._first:
+            for resource in list(self._first):
+                if await self._try(resource, self._catch_up):
+                    del self._first[resource]
+                    self._done(resource)
+            if self._first:
+                await asyncio.sleep(RETRY_SECONDS)
+        self._due = {resource: self._next_due(resource) for resource in WATCHED}
 
     async def run(self) -> None:
         while True:
@@ -72,29 +107,32 @@ class Resync:
                 await self._round()
 
     def oldest_list_seconds(self) -> float:
-        """Age of the least recently completed LIST; 0 before the first round is through."""
+        """Age of the least recently completed comparison; 0 before the first round is through."""
         if len(self.listed_at) < len(WATCHED):
             return 0.0
         return time.monotonic() - min(self.listed_at.values())
 
-    async def _round(self) -> bool:
-        """List what is due. True when nothing is due any more."""
-        complete = True
+    async def _round(self) -> None:
+        """Compare what is due."""
         for resource in WATCHED:
             if self._due[resource] > time.monotonic():
                 continue
-            try:
-                await self._list(resource)
-            except ApiError as error:
-                complete = False
+            self._due[resource] = self._next_due(resource)  # now, so that a `soon` during the LIST is kept
+            if not await self._try(resource, self._compare):
                 self._due[resource] = time.monotonic() + RETRY_SECONDS
-                if self._problem.get(resource) != str(error):
-                    self._problem[resource] = str(error)
-                    log.warning("cannot list, trying again", kind=resource.kind, error=str(error))
-            else:
-                if self._problem.pop(resource, None):
-                    log.info("listing works again", kind=resource.kind)
-        return complete and min(self._due.values()) > time.monotonic()
+
+    async def _try(self, resource: Resource, step: Callable[[Resource], Awaitable[None]]) -> bool:
+        """True: done. False: the API server did not let us; said once."""
+        try:
+            await step(resource)
+        except ApiError as error:
+            if self._problem.get(resource) != str(error):
+                self._problem[resource] = str(error)
+                log.warning("cannot list, trying again", kind=resource.kind, error=str(error))
+            return False
+        if self._problem.pop(resource, None):
+            log.info("listing works again", kind=resource.kind)
+        return True
 
     def _next_due(self, resource: Resource) -> float:
         """The kind's own moment in a period, half a period from now at the earliest."""
@@ -102,12 +140,38 @@ class Resync:
         own = self._began + period * WATCHED.index(resource) / len(WATCHED)
         return own + period * math.ceil((time.monotonic() + period / 2 - own) / period)
 
-    async def _list(self, resource: Resource) -> None:
-        first = resource not in self.listed_at
-        self._due[resource] = self._next_due(resource)  # now, so that a `soon` during the LIST is kept
-        selector = "" if resource in PRIMARY else CHILD_SELECTOR
+    async def _look(self, resource: Resource) -> None:
+        self._first[resource] = [_List(scope, *await self._client.shown(resource, scope, _selector(resource))) for scope in self._scopes]
+
+    async def _catch_up(self, resource: Resource) -> None:
+        for found in self._first[resource]:
+            await self._finish(resource, found, START_PATIENCE_SECONDS)
+
+    async def _compare(self, resource: Resource) -> None:
         for scope in self._scopes:
-            objects, version = await self._client.list(resource, scope, selector)
-            await self._listed(resource, objects, version, scope, first)
+            found = _List(scope, *await self._client.shown(resource, scope, _selector(resource)))
+            await self._finish(resource, found, PATIENCE_SECONDS)
+            self._compared(resource, self._store.retain(resource.kind, found.shown, found.version, scope), scope)
+        self._done(resource)
+
+    def _done(self, resource: Resource) -> None:
         self.listed_at[resource] = time.monotonic()
         metrics.LAST_LIST.labels(kind=resource.kind).set_to_current_time()
+
+    async def _finish(self, resource: Resource, found: _List, patience_seconds: float) -> None:
+        """Return once the store has all that a LIST showed: by the watches, or else by reading the kind."""
+        behind, since = self._store.behind(resource.kind, found.shown), time.monotonic()
+        while behind and time.monotonic() - since < patience_seconds:
+            await asyncio.sleep(LOOK_SECONDS)
+            if (now := self._store.behind(resource.kind, found.shown)) < behind:
+                behind, since = now, time.monotonic()
+        if behind:
+            log.warning("the watches lack objects, reading them", kind=resource.kind, objects=behind)
+            metrics.MISSED.labels(kind=resource.kind).inc(behind)
+            async for page in self._client.pages(resource, found.scope, _selector(resource)):
+                for obj in page:
+                    self._take(resource, obj)
+
+
+def _selector(resource: Resource) -> str:
+    return "" if resource in PRIMARY else CHILD_SELECTOR

@@ -1,6 +1,6 @@
 """One operator process: take the Lease, start the parts in order, end when any of them ends.
 
-Order matters twice. Starting: Lease, then a whole LIST, then the hub, then watches and workers, so that nothing is
+Order matters twice. Starting: Lease, then the watches until they have shown everything, then hub and workers, so that nothing is
 written without leadership and nothing is decided on an empty store. Ending: writers first, then the hub, then the
 Lease is given back, and only then kopf is left alone with its own shutdown.
 """
@@ -8,6 +8,7 @@ Lease is given back, and only then kopf is left alone with its own shutdown.
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import time
 from collections.abc import Callable, Coroutine
@@ -49,8 +50,8 @@ log = structlog.get_logger(__name__)
 CANARY_SECONDS = 60.0
 LOOK_AGAIN_SECONDS = 10.0
 """Over which all objects are looked at when the cluster serves another kind."""
-BATCH = 100
-"""Objects of a list that are taken in before other work has its turn."""
+STUCK_SECONDS = 120.0
+"""Twice the deadline of a reconcile."""
 
 
 class Operator:
@@ -107,15 +108,16 @@ class Operator:
         metrics.LEADER.set(1)
         self._start("lease", leader.hold())
         self._start("lag", watch_lag("main"))
-        resync = self._resync = Resync(client, self._listed, self.settings.scopes, self.settings.resync_seconds)
+        scopes, period = self.settings.scopes, self.settings.resync_seconds
+        resync = self._resync = Resync(client, self.store, self._take, self._compared, scopes, period)
         kopf_task: asyncio.Task[None] | None = None
         try:
-            ready = self._prepare(client, leader, resync)
-            if await self._unless_stopped(ready, *self._tasks):
+            if await self._unless_stopped(resync.initial(), *self._tasks):
                 started = asyncio.Event()
                 kopf_task = self._start("watches", driver.drive(self.observed, client, self.settings, started))
                 await self._unless_stopped(started.wait(), *self._tasks)
                 self._catch_signals()  # kopf has put its own handlers in their place
+                await self._unless_stopped(self._prepare(client, leader, resync), *self._tasks)
             return await self._wait_for_the_end()
         finally:
             await self._end(kopf_task)
@@ -123,12 +125,17 @@ class Operator:
     async def _prepare(self, client: KubeClient, leader: Leader, resync: Resync) -> None:
         statuses = StatusWriter(client, self.store, self._take)
         keys = await self._hub_keys(client)
-        await resync.initial()
-        optional = self._optional = OptionalKinds(
-            client, self.settings.scopes, self._listed, self.observed, partial(_look_at_all, self.store, self._look)
+        await resync.complete()
+        optional = OptionalKinds(
+            client,
+            self.settings.scopes,
+            partial(_listed, self.store, self._take, self._enqueue),
+            self.observed,
+            partial(_look_at_all, self.store, self._look),
         )
         await optional.look()
-        self._canary_seen = time.monotonic()  # what the watches show from here on happened after this listing
+        gc.freeze()  # what is there now stays: looking through it for garbage, again and again, would hold up both loops
+        self._canary_seen = time.monotonic()
         hub = await leader.serve(keys)
         events = EventRecorder(client, self.identity)
         executor = self._executor = Executor(client, self.store)
@@ -208,18 +215,14 @@ class Operator:
             resetting = hub.resetting(obj["metadata"]["uid"])
         self._enqueue(resource, obj, OPEN_SECONDS if resetting else 0.0)
 
-    async def _listed(self, resource: Resource, objects: list[Json], version: int, scope: str | None, first: bool) -> None:
-        """A whole LIST: what it shows and what it does not show any more. What was to be looked at anyway is, over the period."""
-        period = 0.0 if first else self.settings.resync_seconds / 2
-        for index, obj in enumerate(objects):
-            if index % BATCH == 0:
-                await asyncio.sleep(0)
-            self._take(resource, obj)
-            if resource in PRIMARY:
-                self._look(key_of(resource.kind, obj), period * index / len(objects))
-        await asyncio.sleep(0)
-        for obj in self.store.replace(resource.kind, objects, version, scope):
+    def _compared(self, resource: Resource, vanished: list[Json], scope: str | None) -> None:
+        """A kind was listed: look at what vanished affects, and over half a period at all objects of our users."""
+        for obj in vanished:
             self._enqueue(resource, obj)
+        if resource in PRIMARY:
+            objects = self.store.all(resource.kind, scope)
+            for index, obj in enumerate(objects):
+                self.queue.add_after(key_of(resource.kind, obj), self.settings.resync_seconds / 2 * index / len(objects))
 
     def _enqueue(self, resource: Resource, obj: Json, delay_seconds: float = 0.0) -> None:
         for key in affected(self.store, resource.kind, obj):
@@ -285,9 +288,9 @@ class Operator:
             loop.add_signal_handler(number, self._stop.set)
 
     def _add_probes(self) -> None:
-        def queue_age() -> str | None:
-            age = self.queue.oldest_age_seconds()
-            return f"a key is unserved for {age:.0f} s" if age > self.settings.max_key_age_seconds else None
+        def queue() -> str | None:
+            seconds = self.queue.stuck_seconds()
+            return f"nothing was reconciled for {seconds:.0f} s, and {len(self.queue)} keys wait" if seconds > STUCK_SECONDS else None
 
         def lists() -> str | None:
             age = self._resync.oldest_list_seconds() if self._resync is not None else 0.0
@@ -313,9 +316,25 @@ class Operator:
         def hub_loop() -> str | None:
             return self._leader.hung() if self._leader is not None else None
 
-        self.probes.live = {"queue": queue_age, "lists": lists, "watches": canary, "hub": hub_loop}
+        self.probes.live = {"queue": queue, "lists": lists, "watches": canary, "hub": hub_loop}
         self.probes.ready = {"leading": leading}
         self.probes.before_metrics = gauges
+
+
+def _listed(
+    store: Store,
+    take: Callable[[Resource, Json], None],
+    look: Callable[[Resource, Json], None],
+    resource: Resource,
+    objects: list[Json],
+    version: int,
+    scope: str | None,
+) -> None:
+    """A whole list of a kind that clusters may not serve: take its objects, and look at what those affect that have vanished."""
+    for obj in objects:
+        take(resource, obj)
+    for obj in store.retain(resource.kind, {obj["metadata"]["uid"] for obj in objects}, version, scope):
+        look(resource, obj)
 
 
 def _look_at_all(store: Store, look: Callable[[Key, float], None]) -> None:

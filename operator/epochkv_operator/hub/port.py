@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from epochkv_operator.api import KVCachePool
 from epochkv_operator.hub.loop import LoopThread
-from epochkv_operator.hub.service import AcceptedKeys, HubService
+from epochkv_operator.hub.service import AcceptedKeys, HubLook, HubService
 from epochkv_operator.kube.client import Json
-from epochkv_operator.planning.context import HubView
 
 
 class HubPort:
@@ -28,17 +27,8 @@ class HubPort:
     def resetting(self, pool_uid: str) -> bool:
         return self._thread.call(self._hub.resetting, pool_uid)
 
-    def knows(self, pool_uid: str) -> bool:
-        return self._thread.call(self._hub.knows, pool_uid)
-
-    def view(self, pool_uid: str) -> HubView | None:
-        return self._thread.call(self._hub.view, pool_uid)
-
-    def incomplete_seconds(self, pool_uid: str) -> float:
-        return self._thread.call(self._hub.incomplete_seconds, pool_uid)
-
-    def overdue_seconds(self, pool_uid: str) -> float:
-        return self._thread.call(self._hub.overdue_seconds, pool_uid)
+    def look(self, pool_uid: str) -> HubLook:
+        return self._thread.call(self._hub.look, pool_uid)
 
     def old_key_idle_seconds(self, pool_uid: str) -> float:
         return self._thread.call(self._hub.old_key_idle_seconds, pool_uid)

@@ -13,7 +13,7 @@ import structlog
 
 from epochkv_fence.net import HubServer, KeyPair
 from epochkv_fence.protocol.authority import PoolRecord, Term
-from epochkv_fence.protocol.pool import PoolConfig, PoolSnapshot
+from epochkv_fence.protocol.pool import PoolConfig
 from epochkv_fence.stores.admin import StoreAdmin
 from epochkv_operator import metrics
 from epochkv_operator.api import KVCachePool
@@ -42,6 +42,23 @@ class AcceptedKeys:
     public: tuple[str, ...]
     in_secret: int = 1
     generation: int = 0
+
+
+@dataclass(frozen=True)
+class HubLook:
+    """What the hub knows about a pool at one moment.
+
+    Attributes:
+        known: the hub has read the pool's record in its term. A pool without keys is never served, and counts as known.
+        view: what planning takes; None while the hub knows nothing that counts.
+        incomplete_seconds: how much longer an engine may live that this hub has not heard from: a lease since it began to lead.
+        overdue_seconds: how much longer engines may hold different weights before that is reported; 0.0: it is, or they do not.
+    """
+
+    known: bool = True
+    view: HubView | None = None
+    incomplete_seconds: float = 0.0
+    overdue_seconds: float = 0.0
 
 
 @dataclass
@@ -172,43 +189,23 @@ class HubService:
         """Whether an epoch that was asked for is not published yet."""
         return pool_uid in self._served and not self._server.snapshot(pool_uid).converged
 
-    def snapshot(self, pool_uid: str) -> PoolSnapshot | None:
-        return self._server.snapshot(pool_uid) if pool_uid in self._served else None
-
-    def knows(self, pool_uid: str) -> bool:
-        """Whether the hub has read the pool's record in its term; a pool without keys is never served and counts as
-        known.
-        """
-        return pool_uid not in self._served or self._server.snapshot(pool_uid).leading
-
-    def view(self, pool_uid: str) -> HubView | None:
-        """What planning takes; None while the hub knows nothing about the pool that counts."""
-        served, snapshot = self._served.get(pool_uid), self.snapshot(pool_uid)
-        if served is None or snapshot is None:
-            return None
-        unix_seconds, now = time.time(), time.monotonic()
+    def look(self, pool_uid: str) -> HubLook:
+        """What reconcilers ask for, by one call: they ask for each engine."""
+        served = self._served.get(pool_uid)
+        if served is None:
+            return HubLook()
+        snapshot, unix_seconds, now = self._server.snapshot(pool_uid), time.time(), time.monotonic()
         served.told.take(snapshot, unix_seconds, now)
+        led_since = served.told.led_since
+        incomplete = led_since + served.config.lease_seconds - now if led_since is not None else 0.0
         keys = key_view(snapshot, served.keys.generation, served.keys.in_secret)
-        complete = self.incomplete_seconds(pool_uid) <= 0
-        return view_of(snapshot, served.told, unix_seconds, now, keys, complete=complete)
-
-    def incomplete_seconds(self, pool_uid: str) -> float:
-        """How much longer an engine may live without having been heard from by this hub: a lease since it began to lead."""
-        served = self._served.get(pool_uid)
-        if served is None or served.told.led_since is None:
-            return 0.0
-        return served.told.led_since + served.config.lease_seconds - time.monotonic()
-
-    def overdue_seconds(self, pool_uid: str) -> float:
-        """How much longer engines may hold different weights before that is reported; 0.0: it is, or they do not."""
-        served = self._served.get(pool_uid)
-        return (served.told.overdue_in(time.monotonic()) or 0.0) if served is not None else 0.0
+        view = view_of(snapshot, served.told, unix_seconds, now, keys, complete=incomplete <= 0)
+        return HubLook(snapshot.leading, view, max(0.0, incomplete), served.told.overdue_in(now) or 0.0)
 
     def old_key_idle_seconds(self, pool_uid: str) -> float:
         """For how long no live boot has used the older of two keys; call it every few seconds while there are two."""
-        served, snapshot = self._served.get(pool_uid), self.snapshot(pool_uid)
-        now = time.monotonic()
-        if served is None or snapshot is None or not snapshot.leading:
+        served, now = self._served.get(pool_uid), time.monotonic()
+        if served is None or not (snapshot := self._server.snapshot(pool_uid)).leading:
             return 0.0
         if any(engine.alive and engine.key_index > 0 for engine in snapshot.engines):
             served.old_key_used_at = now

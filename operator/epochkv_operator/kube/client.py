@@ -45,7 +45,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from urllib.parse import urlencode
 
 import aiohttp
@@ -54,9 +54,11 @@ from kubernetes.aio import config as kubernetes_config
 
 from epochkv_operator import metrics
 from epochkv_operator.api.base import MANAGED_BY
+from epochkv_operator.kube import shown
 from epochkv_operator.kube.resources import ObjectRef, Resource
 
 Json = dict[str, Any]
+T = TypeVar("T")
 
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
@@ -64,6 +66,8 @@ JSON_PATCH = "application/json-patch+json"
 UNTYPED = "failed to create typed patch object"
 """How the API server answers, with 500, to an apply of a field that the schema does not have."""
 LIST_CHUNK = 200
+SHOWN_CHUNK = 1000
+JSON = "application/json"
 
 
 class ApiError(Exception):
@@ -133,6 +137,14 @@ def _date(header: str | None) -> datetime | None:
         return None
 
 
+def _document(data: bytes) -> Json:
+    return cast(Json, json.loads(data)) if data else {}
+
+
+def _list_query(chunk: int, label_selector: str) -> dict[str, str]:
+    return {"limit": str(chunk), **({"labelSelector": label_selector} if label_selector else {})}
+
+
 def _set_field(name: str, value: Any) -> list[Json]:
     """A field of a merge patch as operations of a JSON patch: null removes, at the top and one level below."""
     path = f"/status/{name}"
@@ -192,7 +204,7 @@ class KubeClient:
         *,
         query: Mapping[str, str] | None = None,
         body: Json | list[Json] | None = None,
-        content_type: str = "application/json",
+        content_type: str = JSON,
         deadline_seconds: float | None = None,
     ) -> Json:
         """One call, one answer, within a deadline (seconds)."""
@@ -222,8 +234,21 @@ class KubeClient:
         content_type: str,
         seconds: float,
     ) -> Json:
+        return await self._exchange(verb, path, query, body, {"Accept": JSON, "Content-Type": content_type}, seconds, _document)
+
+    async def _exchange(
+        self,
+        verb: str,
+        path: str,
+        query: Mapping[str, str] | None,
+        body: Json | list[Json] | None,
+        headers: dict[str, str],
+        seconds: float,
+        read: Callable[[bytes], T],
+    ) -> T:
+        """One request; what `read` makes of the answer, which raises ValueError for one that it cannot read."""
         request = f"{verb} {path}"
-        headers = {"Accept": "application/json", "Content-Type": content_type, "User-Agent": MANAGED_BY}
+        headers = {**headers, "User-Agent": MANAGED_BY}
         try:
             async with asyncio.timeout(seconds):
                 await self._api.update_params_for_auth(headers, [], ["BearerToken"], path, verb, body)
@@ -243,7 +268,7 @@ class KubeClient:
         if not 200 <= response.status < 300:
             _raise(response.status, data, request, response.headers.get("Retry-After"))
         try:
-            return cast(Json, json.loads(data)) if data else {}
+            return read(data)
         except ValueError as error:  # a proxy in between, say
             raise Unavailable(response.status, "NotJson", data[:200].decode(errors="replace"), request) from error
 
@@ -251,22 +276,43 @@ class KubeClient:
         """A quorum read: no resourceVersion parameter, so the answer is linearizable."""
         return await self.request("GET", resource.path(namespace, name), deadline_seconds=deadline_seconds)
 
+    async def pages(self, resource: Resource, namespace: str | None, label_selector: str = "") -> AsyncIterator[list[Json]]:
+        """All objects of a kind (namespace None: of the whole cluster), page by page, so that few are in memory at a time."""
+        async for page in self._pages(resource, namespace, label_selector):
+            yield page["items"]
+
     async def list(self, resource: Resource, namespace: str | None, label_selector: str = "") -> tuple[list[Json], int]:
-        """All objects of a kind (namespace None: of the whole cluster), and the resourceVersion of the list."""
+        """All objects of a kind of which there are few, and the version of the list."""
         items: list[Json] = []
-        query = {"limit": str(LIST_CHUNK)}
-        if label_selector:
-            query["labelSelector"] = label_selector
+        version = 0
+        async for page in self._pages(resource, namespace, label_selector):
+            items += page["items"]
+            version = int(page.get("metadata", {}).get("resourceVersion") or 0)
+        return items, version
+
+    async def _pages(self, resource: Resource, namespace: str | None, label_selector: str) -> AsyncIterator[Json]:
+        query = _list_query(LIST_CHUNK, label_selector)
         while True:
             page = await self.request("GET", resource.path(namespace), query=query)
-            for item in page.get("items", []):
+            for item in page.setdefault("items", []):
                 item.setdefault("kind", resource.kind)
                 item.setdefault("apiVersion", resource.api_version)
-                items.append(item)
-            metadata = page.get("metadata", {})
-            token = metadata.get("continue")
+            yield page
+            token = page.get("metadata", {}).get("continue")
             if not token:
-                return items, int(metadata.get("resourceVersion") or 0)
+                return
+            query["continue"] = token
+
+    async def shown(self, resource: Resource, namespace: str | None, label_selector: str = "") -> tuple[dict[str, int], int]:
+        """Versions of all objects of a kind by uid, and the version of the list. Nothing else of them is sent but metadata."""
+        found: dict[str, int] = {}
+        query, headers = _list_query(SHOWN_CHUNK, label_selector), {"Accept": shown.ACCEPT}
+        while True:
+            page = self._exchange("GET", resource.path(namespace), query, None, dict(headers), self.deadline_seconds, shown.page)
+            versions, version, token = await page
+            found |= versions
+            if not token:
+                return found, version
             query["continue"] = token
 
     async def create(self, resource: Resource, namespace: str, body: Json) -> Json:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import structlog
 
+from epochkv_operator import metrics
 from epochkv_operator.api.base import MANAGED_BY
 from epochkv_operator.kube.client import AlreadyExists, ApiError, Conflict, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import LEASES
@@ -200,6 +201,7 @@ class LeaseHolder:
             await self._put({}, deadline_seconds)
         except NotFound:
             raise LeaseLost(f"Lease {self.namespace}/{self.name} was deleted") from None
+        metrics.LEASE_RENEWAL_SECONDS.observe(started - self.renewed_at)
         self.renewed_at = started
 
     async def _put(self, spec: Json, deadline_seconds: float) -> None:

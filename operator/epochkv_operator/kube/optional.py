@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -25,7 +25,8 @@ MISSES: Final = 3
 RETRY_SECONDS: Final = 2.0
 _UNTIL_LISTED_AGAIN: Final = 300.0
 
-Listed = Callable[[Resource, list[Json], int, str | None, bool], Awaitable[None]]
+Listed = Callable[[Resource, list[Json], int, str | None], None]
+"""A whole list: its objects, its version and its scope."""
 Seen = Callable[[Resource, str | None, Json], None]
 Changed = Callable[[], None]
 
@@ -84,7 +85,7 @@ class OptionalKinds:
             return None
         except ApiError:
             return None
-        await self.listed(resource, objects, version, scope, False)
+        self.listed(resource, objects, version, scope)
         del self._misses[resource.kind, scope]
         self._found.add((resource.kind, scope))
         self._settle(resource, "the cluster serves it")

@@ -27,6 +27,7 @@ class WorkQueue(Generic[K]):
         self._again: dict[K, float] = {}  # added while in work
         self._timers: dict[K, tuple[float, asyncio.TimerHandle]] = {}
         self._failures: dict[K, int] = {}
+        self._moved = clock()
         self._wakeup = asyncio.Event()
 
     def add(self, key: K) -> None:
@@ -35,6 +36,8 @@ class WorkQueue(Generic[K]):
         if key in self._active:
             self._again.setdefault(key, self._clock())
         elif key not in self._ready:
+            if not self._ready and not self._active:
+                self._moved = self._clock()
             self._ready[key] = self._clock()
             self._wakeup.set()
 
@@ -57,6 +60,7 @@ class WorkQueue(Generic[K]):
             await self._wakeup.wait()
         key = next(iter(self._ready))
         self._active[key] = self._ready.pop(key)
+        self._moved = self._clock()
         return key
 
     def done(self, key: K) -> float:
@@ -83,13 +87,21 @@ class WorkQueue(Generic[K]):
         since = [*self._ready.values(), *self._active.values()]
         return self._clock() - min(since) if since else 0.0
 
+    def stuck_seconds(self) -> float:
+        """For how long nothing was taken to be served or was served, while there was something; 0 when there is nothing.
+
+        A long queue that moves is no sign of a fault: a thousand new objects take minutes, and are not served sooner by a restart.
+        """
+        return self._clock() - self._moved if self._ready or self._active else 0.0
+
     def close(self) -> None:
         """Cancel all timers."""
         for key in list(self._timers):
             self._cancel_timer(key)
 
     def _release(self, key: K) -> float:
-        age = self._clock() - self._active.pop(key)
+        self._moved = self._clock()
+        age = self._moved - self._active.pop(key)
         if key in self._again:
             self._ready[key] = self._again.pop(key)
             self._wakeup.set()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 Json = dict[str, Any]
@@ -80,22 +80,29 @@ class Store:
         metadata = obj["metadata"]
         return self._drop(kind, metadata["uid"], resource_version(obj))
 
-    def replace(self, kind: str, objects: Iterable[Json], list_version: int, namespace: str | None = None) -> list[Json]:
-        """Take a whole LIST (of one namespace, or of all) in. Returns the objects that changed or vanished since the
-        last state known.
-        """
-        changed: list[Json] = []
-        seen: set[str] = set()
-        for obj in objects:
-            seen.add(obj["metadata"]["uid"])
-            if self.upsert(kind, obj):
-                changed.append(obj)
+    def behind(self, kind: str, shown: Mapping[str, int]) -> int:
+        """How many of these objects (version by uid) are not known, or in an older state only. Those that were deleted since are."""
+        known, count = self._objects.get(kind, {}), 0
+        for uid, version in shown.items():
+            obj = known.get(uid)
+            seen = resource_version(obj) if obj is not None else self._tombstones.get(uid, (0.0, 0))[1]
+            count += seen < version
+        return count
+
+    def retain(self, kind: str, shown: Container[str], list_version: int, namespace: str | None = None) -> list[Json]:
+        """A LIST (of one namespace, or of all) showed these uids and no other. Returns the objects that have vanished."""
+        vanished: list[Json] = []
         for uid, obj in list(self._objects.get(kind, {}).items()):
             inside = namespace is None or obj["metadata"].get("namespace") == namespace
-            if inside and uid not in seen and resource_version(obj) <= list_version:
+            if inside and uid not in shown and resource_version(obj) <= list_version:
                 self._drop(kind, uid, list_version)
-                changed.append(obj)
-        return changed
+                vanished.append(obj)
+        return vanished
+
+    def all(self, kind: str, namespace: str | None = None) -> list[Json]:
+        """Objects of a kind, in one namespace or in all."""
+        objects = tuple(self._objects.get(kind, {}).values())
+        return [obj for obj in objects if namespace is None or obj["metadata"].get("namespace") == namespace]
 
     def get(self, kind: str, namespace: str, name: str) -> Json | None:
         uid = self._names.get((kind, namespace, name))

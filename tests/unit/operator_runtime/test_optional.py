@@ -54,7 +54,7 @@ class Told:
         self.changes: list[frozenset[str]] = []
         self.kinds = OptionalKinds(server, scopes or (None,), self._listed, self._seen, self._changed, (POD_MONITORS,))  # type: ignore[arg-type]
 
-    async def _listed(self, resource: Resource, objects: list[Json], version: int, scope: str | None, first: bool) -> None:
+    def _listed(self, resource: Resource, objects: list[Json], version: int, scope: str | None) -> None:
         self.lists += 1
 
     def _seen(self, resource: Resource, kind: str | None, obj: Json) -> None:

@@ -104,6 +104,32 @@ def test_the_oldest_age_counts_keys_in_work_and_not_those_in_backoff() -> None:
     asyncio.run(scenario())
 
 
+def test_a_long_queue_is_not_stuck_while_it_moves() -> None:
+    async def scenario() -> None:
+        clock = Clock()
+        queue: WorkQueue[str] = WorkQueue(clock)
+        clock.now += 100
+        assert queue.stuck_seconds() == 0.0
+        for key in "abc":
+            queue.add(key)
+        assert queue.stuck_seconds() == 0.0, "it was empty until now"
+        for _ in range(2):
+            clock.now += 40
+            assert queue.stuck_seconds() == 40.0
+            queue.done(await queue.get())
+        assert queue.oldest_age_seconds() == 80.0
+        assert queue.stuck_seconds() == 0.0
+        await queue.get()
+        clock.now += 50
+        assert queue.stuck_seconds() == 50.0, "in work for so long"
+        queue.retry("c", 1000.0)
+        clock.now += 50
+        assert queue.stuck_seconds() == 0.0, "waits out its backoff"
+        queue.close()
+
+    asyncio.run(scenario())
+
+
 def test_an_older_state_never_replaces_a_newer_one() -> None:
     store = Store(indexed)
     assert store.upsert("Pod", obj("p", "u1", 7))
@@ -117,8 +143,9 @@ def test_a_list_removes_what_vanished_but_not_what_is_newer_than_it() -> None:
     store.upsert("Pod", obj("gone", "u1", 3))
     store.upsert("Pod", obj("kept", "u2", 4))
     store.upsert("Pod", obj("newer", "u3", 12))
-    changed = store.replace("Pod", [obj("kept", "u2", 4)], 10)
-    assert [item["metadata"]["name"] for item in changed] == ["gone"]
+    vanished = store.retain("Pod", {"u2"}, 10)
+    assert [item["metadata"]["name"] for item in vanished] == ["gone"]
+    assert [item["metadata"]["name"] for item in store.all("Pod")] == ["kept", "newer"]
     assert store.get("Pod", "a", "gone") is None
     assert store.get("Pod", "a", "newer") is not None
 
@@ -127,7 +154,8 @@ def test_a_list_of_one_namespace_leaves_the_others_alone() -> None:
     store = Store(indexed)
     store.upsert("Pod", obj("p", "u1", 3, "a"))
     store.upsert("Pod", obj("p", "u2", 3, "b"))
-    store.replace("Pod", [], 10, "a")
+    assert [item["metadata"]["uid"] for item in store.all("Pod", "a")] == ["u1"]
+    store.retain("Pod", set(), 10, "a")
     assert store.get("Pod", "a", "p") is None
     assert store.get("Pod", "b", "p") is not None
 
@@ -136,8 +164,19 @@ def test_a_slow_list_does_not_bring_a_deleted_object_back() -> None:
     store = Store(indexed)
     store.upsert("Pod", obj("p", "u1", 3))
     store.remove("Pod", obj("p", "u1", 8))
-    store.replace("Pod", [obj("p", "u1", 3)], 7)
+    assert not store.upsert("Pod", obj("p", "u1", 3))
     assert store.get("Pod", "a", "p") is None
+
+
+def test_behind_is_who_is_not_known_or_was_last_seen_in_an_older_state() -> None:
+    store = Store(indexed)
+    store.upsert("Pod", obj("old", "u1", 3))
+    store.upsert("Pod", obj("same", "u2", 4))
+    store.upsert("Pod", obj("newer", "u3", 12))
+    store.upsert("Pod", obj("deleted", "u4", 5))
+    store.remove("Pod", obj("deleted", "u4", 8))
+    assert store.behind("Pod", {"u1": 4, "u2": 4, "u3": 4, "u4": 5, "unknown": 1}) == 2
+    assert store.behind("Pod", {"u1": 3, "u2": 4, "u4": 9}) == 1, "who is there again after what we took for its end"
 
 
 def test_a_late_event_of_a_deleted_namesake_does_not_hide_the_new_object() -> None:
@@ -185,7 +224,8 @@ def test_what_is_looked_up_is_what_a_look_at_everything_finds(steps: list[Step])
             store.upsert("Pod", body)
             there[body["metadata"]["uid"]] = body
         else:
-            store.replace("Pod", [body], version, namespace)
+            store.upsert("Pod", body)
+            store.retain("Pod", {body["metadata"]["uid"]}, version, namespace)
             there = {key: other for key, other in there.items() if other["metadata"]["namespace"] != namespace}
             there[body["metadata"]["uid"]] = body
         for place, value in product("ab", "xy"):

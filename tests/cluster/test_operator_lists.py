@@ -1,0 +1,51 @@
+"""How often the operator lists, and what it does about events that its watches lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from epochkv_operator.kube.resources import DEPLOYMENTS, ENGINES, PODS, WATCHED
+from hack.waiting import eventually
+from tests.cluster.fault_proxy import SHOW, WATCH, Fault, FaultProxy
+from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, condition
+from tests.cluster.operator_harness import ENGINES as ENGINES_PATH
+
+POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}}
+ENGINE: dict[str, Any] = {"poolRef": {"name": "policy"}, "model": {"name": "tiny"}}
+
+
+def test_each_kind_is_read_once_at_start_and_not_again(namespace: Namespace, proxy: FaultProxy, tmp_path: Path) -> None:
+    namespace.create_pool("policy", **POOL)
+    namespace.create_engine("rollout", **ENGINE)
+    paths = [resource.path(namespace.name) for resource in WATCHED]
+    with OperatorProcess(namespace.plane, namespace.name, tmp_path, kubeconfig=proxy.kubeconfig, resync_seconds=2) as operator:
+        operator.wait_ready()
+        eventually(lambda: min(proxy.requests[SHOW, path] for path in paths) >= 4, f"three rounds; log:\n{operator.tail()}", 60)
+        assert condition(namespace.engine_status("rollout"), "PoolBound")["status"] == "True"
+        assert {path: proxy.requests["GET", path] for path in paths} == dict.fromkeys(paths, 1)
+        assert operator.metric("epochkv_operator_missed_objects_total") == 0
+
+
+def test_what_a_watch_does_not_show_is_found_by_a_list(namespace: Namespace, proxy: FaultProxy, tmp_path: Path) -> None:
+    """Watches that hang, and never say a word: of engines and Deployments that come, and of Deployments that go."""
+    deaf = {ENGINES.path(namespace.name), DEPLOYMENTS.path(namespace.name)}
+    proxy.decide = lambda method, path: Fault(0) if method == WATCH and path in deaf else None
+    namespace.create_pool("policy", **POOL)
+    with OperatorProcess(namespace.plane, namespace.name, tmp_path, kubeconfig=proxy.kubeconfig, resync_seconds=2) as operator:
+        operator.wait_ready()
+        eventually(lambda: {path for method, path, _ in proxy.faults if method == WATCH} == deaf, "watches that hang")
+        namespace.create_engine("rollout", **ENGINE)
+        made = eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout"), f"engine found; log:\n{operator.tail()}", 60)
+        namespace.delete(CHILDREN["deployments"], "rollout")
+
+        def again() -> bool:
+            found = namespace.get(CHILDREN["deployments"], "rollout")
+            return found is not None and found["metadata"]["uid"] != made["metadata"]["uid"]
+
+        eventually(again, f"Deployment made again; log:\n{operator.tail()}", 60)
+        namespace.delete(ENGINES_PATH, "rollout")
+        gone = 'epochkv_operator_reconciles_total{kind="InferenceEngine",result="gone"}'
+        eventually(lambda: gone in operator.http("/metrics")[1], f"engine forgotten; log:\n{operator.tail()}", 60)
+        assert operator.metric("epochkv_operator_missed_objects_total") >= 1
+        assert proxy.requests["GET", PODS.path(namespace.name)] == 1, "what the watches brought is not read again"
