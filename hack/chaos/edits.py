@@ -5,57 +5,15 @@ Nothing here asks the cluster: the manifests are known, so at the end a fresh in
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-from tests.cluster.operator_harness import CHILDREN, ENGINES, POOLS
+from hack.chaos.manifests import ENGINE_NAMES, POOL_NAMES, POOL_OF, Edit, Json, Wanted, manifest
+from hack.chaos.meddling import delete_child, edit_child
+from tests.cluster.operator_harness import ENGINES, POOLS
 
-Json = dict[str, Any]
-POOL_NAMES = ("actor", "critic", "judge")
-ENGINE_NAMES = ("chat", "code", "eval", "maths", "solo", "web")
-POOL_OF: dict[str, str | None] = {"chat": "actor", "code": "actor", "eval": "critic", "maths": "critic", "solo": None, "web": "judge"}
-"""`spec.poolRef` is immutable, so each engine has its own."""
-API_VERSION = "epochkv.io/v1alpha1"
 LEASE_SECONDS = (1, 3)
-JSON_PATCH, MERGE_PATCH = "application/json-patch+json", "application/merge-patch+json"
-
-
-@dataclass(frozen=True)
-class Edit:
-    """One request of a user. `apply`: the whole object; `delete`; or `patch` of a child, which may be missing by now.
-
-    Attributes:
-        what: for the log.
-        path: collection with a `{}` for the namespace, and name.
-    """
-
-    what: str
-    verb: str
-    collection: str
-    name: str
-    body: Any = None
-    content_type: str = MERGE_PATCH
-
-
-@dataclass
-class Wanted:
-    """The manifests as they are after all edits so far: specs by name."""
-
-    pools: dict[str, Json] = field(default_factory=dict)
-    engines: dict[str, Json] = field(default_factory=dict)
-
-    def manifests(self) -> list[tuple[str, Json]]:
-        """Collection and object of each, pools first."""
-        return [(POOLS, manifest("KVCachePool", name, spec)) for name, spec in sorted(self.pools.items())] + [
-            (ENGINES, manifest("InferenceEngine", name, spec)) for name, spec in sorted(self.engines.items())
-        ]
-
-
-def manifest(kind: str, name: str, spec: Json) -> Json:
-    return {"apiVersion": API_VERSION, "kind": kind, "metadata": {"name": name}, "spec": copy.deepcopy(spec)}
 
 
 class Editor:
@@ -74,8 +32,8 @@ class Editor:
             self._rotate: 4,
             self._scale: 10,
             self._engine_field: 14,
-            self._delete_child: 10,
-            self._edit_child: 14,
+            lambda: delete_child(self._random, self.wanted): 10,
+            lambda: edit_child(self._random, self.wanted): 14,
         }
         self._pending: list[Edit] = []
 
@@ -94,7 +52,7 @@ class Editor:
 
     def pause_seconds(self) -> float:
         """Between this edit and the next: mostly short, so that they meet each other's work."""
-        return self._random.choice((0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0))
+        return self._random.choice((0.0, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0))
 
     # ---- pools and engines come and go ----
 
@@ -109,7 +67,7 @@ class Editor:
         rng = self._random
         spec: Json = {"resetEpoch": rng.choice((0, 0, 1, 3)), "reset": {"leaseSeconds": LEASE_SECONDS[0]}}
         tiers = rng.choice((("local",), ("distributed",), ("local", "distributed")))
-        spec |= {tier: {"capacity": "64Mi"} if tier == "local" else self._l2() for tier in tiers}
+        spec |= {tier: {"capacity": "64Mi"} if tier == "local" else distributed(self._random) for tier in tiers}
         if rng.random() < 0.3:
             spec["keys"] = {"generation": 1}
         self.wanted.pools[name] = spec
@@ -121,12 +79,6 @@ class Editor:
             spec["poolRef"] = {"name": pool}
         self.wanted.engines[name] = spec
         return self._apply_engine(name, "create")
-
-    def _l2(self) -> Json:
-        rng = self._random
-        if rng.random() < 0.3:
-            return {"external": {"masterAddress": "mooncake.example:50051"}}
-        return {"mooncake": {"store": {"replicas": rng.choice((1, 2)), "segmentSize": rng.choice(("64Mi", "256Mi"))}}}
 
     def _delete(self) -> Edit | None:
         both = sorted((*self.wanted.pools, *self.wanted.engines))
@@ -180,7 +132,7 @@ class Editor:
             return self._apply_pool(name, f"without {tier}")
         if tier in spec:
             return None
-        spec[tier] = {"capacity": "128Mi"} if tier == "local" else self._l2()
+        spec[tier] = {"capacity": "128Mi"} if tier == "local" else distributed(self._random)
         if spec["reset"].get("reclaimPolicy") == "RemoveAll":
             del spec["reset"]["reclaimPolicy"]
         return self._apply_pool(name, f"with {tier}")
@@ -248,71 +200,9 @@ class Editor:
     def _apply_engine(self, name: str, what: str) -> Edit:
         return Edit(f"{name}: {what}", "apply", ENGINES, name, manifest("InferenceEngine", name, self.wanted.engines[name]))
 
-    # ---- somebody meddles with what the operator made ----
 
-    def _child(self) -> tuple[str, str] | None:
-        """Kind and name of an object that the operator should have made by now."""
-        found: list[tuple[str, str]] = []
-        for name in sorted(self.wanted.engines):
-            found += [(kind, name) for kind in ("deployments", "services", "serviceaccounts", "poddisruptionbudgets")]
-            pool = self.wanted.pools.get(POOL_OF[name] or "")
-            if pool is not None and "distributed" in pool:
-                found.append(("networkpolicies", name))
-        for name, spec in sorted(self.wanted.pools.items()):
-            found.append(("configmaps", f"{name}-connection"))
-            if "mooncake" not in spec.get("distributed", {}):
-                continue
-            found += [("deployments", f"{name}-master"), ("statefulsets", f"{name}-store")]
-            for kind in ("services", "poddisruptionbudgets", "networkpolicies"):
-                found += [(kind, f"{name}-master"), (kind, f"{name}-store")]
-        return self._random.choice(found) if found else None
-
-    def _delete_child(self) -> Edit | None:
-        if self._random.random() < 0.15 and self.wanted.pools:
-            name = f"{self._random.choice(sorted(self.wanted.pools))}-fence"
-            return Edit(f"delete secrets/{name}", "delete child", CHILDREN["secrets"], name)
-        if (child := self._child()) is None:
-            return None
-        kind, name = child
-        return Edit(f"delete {kind}/{name}", "delete child", CHILDREN[kind], name)
-
-    def _edit_child(self) -> Edit | None:
-        """Change a field that the operator owns. What it does not own stays as people set it, and their owner reference is theirs."""
-        if (child := self._child()) is None:
-            return None
-        kind, name = child
-        what, body, content_type = self._random.choice((*ANYWHERE, *MEDDLING[kind]))
-        return Edit(f"edit {kind}/{name}: {what}", "patch child", CHILDREN[kind], name, body, content_type)
-
-
-def _merge(what: str, body: Json) -> tuple[str, Any, str]:
-    return what, body, MERGE_PATCH
-
-
-def _replace(what: str, path: str, value: Any) -> tuple[str, Any, str]:
-    return what, [{"op": "replace", "path": path, "value": value}], JSON_PATCH
-
-
-ANYWHERE = (
-    _merge("its label managed-by", {"metadata": {"labels": {"app.kubernetes.io/managed-by": None}}}),
-    _merge("all its labels", {"metadata": {"labels": None}}),
-    _merge("its hash", {"metadata": {"annotations": {"epochkv.io/applied-hash": "0"}}}),
-    _merge("no annotations", {"metadata": {"annotations": None}}),
-)
-_WORKLOAD = (
-    _merge("replicas", {"spec": {"replicas": 4}}),
-    _merge("revisionHistoryLimit", {"spec": {"revisionHistoryLimit": 9}}),
-    _replace("image", "/spec/template/spec/containers/0/image", "example/other:1"),
-    _replace("no environment", "/spec/template/spec/containers/0/env", []),
-    _replace("no ports", "/spec/template/spec/containers/0/ports", []),
-)
-MEDDLING: dict[str, tuple[tuple[str, Any, str], ...]] = {
-    "deployments": (*_WORKLOAD, _merge("strategy", {"spec": {"strategy": {"type": "Recreate", "rollingUpdate": None}}})),
-    "statefulsets": _WORKLOAD,
-    "services": (_replace("port", "/spec/ports/0/port", 81), _merge("selector", {"spec": {"selector": {"epochkv.io/engine": None}}})),
-    "configmaps": (_merge("data", {"data": {"connection.json": "{}"}}), _merge("no data", {"data": None})),
-    "serviceaccounts": (_merge("token", {"automountServiceAccountToken": True}),),
-    "poddisruptionbudgets": (_merge("maxUnavailable", {"spec": {"maxUnavailable": 2}}),),
-    "networkpolicies": (_merge("let all in", {"spec": {"ingress": [{}]}}), _merge("types", {"spec": {"policyTypes": ["Egress"]}})),
-}
-"""By collection: what of it is changed, the body, and its type."""
+def distributed(rng: random.Random) -> Json:
+    """An L2 of either kind."""
+    if rng.random() < 0.3:
+        return {"external": {"masterAddress": "mooncake.example:50051"}}
+    return {"mooncake": {"store": {"replicas": rng.choice((1, 2)), "segmentSize": rng.choice(("64Mi", "256Mi"))}}}

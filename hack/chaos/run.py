@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hack.chaos.edits import Edit, Editor, Wanted
+from hack.chaos.edits import Editor
 from hack.chaos.epochs import EpochWatch
+from hack.chaos.manifests import Edit, Wanted
 from hack.chaos.operators import Operators
 from hack.chaos.pods import Kubelet
 from hack.chaos.snapshot import Snapshot, differences, equal, everything, snapshot

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hack.chaos.edits import manifest
+from hack.chaos.manifests import manifest
 from hack.chaos.snapshot import Snapshot
 from tests.cluster.fault_proxy import NO_ANSWER, Fault, is_write
 from tests.cluster.operator_harness import ENGINES, POOLS, Namespace
