@@ -149,10 +149,24 @@ def fresh(plane: ControlPlane, folder: Path, name: str, wanted: Wanted, endpoint
         for collection, obj in wanted.manifests():
             plane.api.apply(f"{collection.format(name)}/{obj['metadata']['name']}", obj)
         for _ in range(30):
-            found = snapshot(space)
-            if quiet(space):
+            if quiet(space) and well(found := snapshot(space)):
                 return found
     raise TimeoutError(f"the fresh install does not come to rest; log:\n{operator.tail()}")
+
+
+def well(found: Snapshot) -> bool:
+    """Every pod is ready, as far as statuses tell: controllers on a busy machine stand still for longer than `quiet` waits."""
+    for key, obj in found.items():
+        spec, status = obj.get("spec", {}), obj.get("status") or {}
+        if key.startswith("inferenceengines/") and status.get("readyReplicas") != spec["replicas"]:
+            return False
+        mooncake = (spec.get("distributed") or {}).get("mooncake") if key.startswith("kvcachepools/") else None
+        if mooncake and (status.get("master", {}).get("readyReplicas"), status.get("store", {}).get("readyReplicas")) != (
+            mooncake["master"]["replicas"],
+            mooncake["store"]["replicas"],
+        ):
+            return False
+    return True
 
 
 def quiet(space: Namespace) -> bool:
@@ -179,6 +193,7 @@ def idle_writes(plane: ControlPlane, folder: Path, space: Namespace, operators: 
     """What an operator writes that starts now: nothing, or hashes and keys are not what it would make them."""
     writes: list[str] = []
     operators.dismiss()
+    before = everything(space)
 
     def note(method: str, path: str) -> None:
         if is_write(method, path):
@@ -189,7 +204,8 @@ def idle_writes(plane: ControlPlane, folder: Path, space: Namespace, operators: 
         with OperatorProcess(plane, space.name, folder, kubeconfig=proxy.kubeconfig, hub_endpoint=endpoint) as operator:
             operator.wait_ready()
             poll(lambda: bool(writes), QUIET_SECONDS)
-    return [f"an operator that starts afterwards writes: {write}" for write in writes]
+    changed = differences(everything(space), before) if writes else ()
+    return [f"an operator that starts afterwards writes: {write}" for write in (*writes, *changed)]
 
 
 def _counted(counts: Counter[str]) -> str:
