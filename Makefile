@@ -67,6 +67,9 @@ test-transfers: setup-engine ## Real NIXL from a prefill to a decode engine (kee
 test-cluster: setup-cluster ## Real API server; operator, chart, RBAC
 	@$(TESTS) cluster
 
+test-kills: setup-cluster ## The operator killed after each of its writes, in every flow (`make test` runs a slice)
+	@EPOCHKV_KILLS=all $(DEV) -m pytest -s tests/cluster/test_operator_kills.py
+
 test-e2e: setup-cluster ## The whole journey in pods
 	@$(TESTS) e2e
 
@@ -144,6 +147,9 @@ bench-staging: ## Staging copies against a plain copy of the same machine; torch
 soak: setup-engine ## Three engines under random faults, resets and weight changes (MINUTES=20 SEED=random MODEL=attention|hybrid)
 	@$(ENGINE) -m hack.soak --minutes $(or $(MINUTES),20) --model $(or $(MODEL),attention) $(if $(SEED),--seed $(SEED))
 
+chaos: setup-cluster ## Operator under API faults, kills and random edits, then compared with a fresh install (MINUTES=15 SEED=random)
+	@$(DEV) -m hack.chaos --minutes $(or $(MINUTES),15) $(if $(SEED),--seed $(SEED))
+
 compat: setup-engine ## Scheduler, unit and engine layers on every vLLM version that is accepted (VERSIONS="0.30 0.31")
 	@$(DEV) -m hack.compat run $(VERSIONS)
 
@@ -156,4 +162,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-fast test-unit test-scheduler test-store test-engine test-cuda test-matrix test-families test-transfers test-cluster test-e2e simulate simulate-mutants lint census generate release-crds sbom bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean
+.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-fast test-unit test-scheduler test-store test-engine test-cuda test-matrix test-families test-transfers test-cluster test-kills test-e2e chaos simulate simulate-mutants lint census generate release-crds sbom bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean

@@ -5,11 +5,13 @@ No node, no root needed: what tests of CRDs, admission, RBAC, ownership and watc
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
 import shutil
 import ssl
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
@@ -26,6 +28,16 @@ COMPONENTS = ("etcd", "kube-apiserver", "kube-controller-manager")
 _START_SECONDS = 90.0  # a busy two-core machine; usually 5
 
 
+class _Kept(threading.local):
+    """Idle connections of a thread, by server. They are closed with it."""
+
+    def __init__(self) -> None:
+        self.connections: dict[str, http.client.HTTPSConnection] = {}
+
+
+_kept = _Kept()
+
+
 class Api:
     """GET and server-side apply as the cluster's admin."""
 
@@ -35,20 +47,43 @@ class Api:
     def request(
         self, method: str, path: str, body: object = None, content_type: str = "application/json", timeout: float = 5
     ) -> tuple[int, bytes]:
-        """Status and body of one request over a connection of its own. Raises OSError when there is no answer."""
+        """Status and body of one request. Raises OSError when there is no answer.
+
+        Reads of a thread share a connection, as a handshake costs more than the read. One that the API server has closed meanwhile is
+        replaced. Writes have connections of their own: a lost answer must not send them twice.
+        """
+        if method == "GET" and (kept := _kept.connections.pop(self._layout.server, None)) is not None:
+            with contextlib.suppress(http.client.HTTPException, ConnectionError):
+                return self._send(kept, method, path, body, content_type, timeout)
+        try:
+            return self._send(self._connect(timeout), method, path, body, content_type, timeout)
+        except http.client.HTTPException as error:
+            raise OSError(str(error)) from error
+
+    def _connect(self, timeout: float) -> http.client.HTTPSConnection:
         pki, url = self._layout.pki, urlsplit(self._layout.server)
         context = ssl.create_default_context(cafile=str(pki.ca))
         context.load_cert_chain(pki.crt("admin"), pki.key("admin"))
-        connection = http.client.HTTPSConnection(url.hostname or "", url.port, context=context, timeout=timeout)
+        return http.client.HTTPSConnection(url.hostname or "", url.port, context=context, timeout=timeout)
+
+    def _send(
+        self, connection: http.client.HTTPSConnection, method: str, path: str, body: object, content_type: str, timeout: float
+    ) -> tuple[int, bytes]:
+        keep = False
         try:
+            if connection.sock is not None:
+                connection.sock.settimeout(timeout)
             data = None if body is None else json.dumps(body)
             connection.request(method, path, body=data, headers={"Content-Type": content_type})
             response = connection.getresponse()
-            return response.status, response.read()
-        except http.client.HTTPException as error:
-            raise OSError(str(error)) from error
+            answer = response.status, response.read()
+            keep = method == "GET" and not response.will_close
+            return answer
         finally:
-            connection.close()
+            if keep:
+                _kept.connections[self._layout.server] = connection
+            else:
+                connection.close()
 
     def ok(self, path: str) -> bool:
         """True when a GET answers 200."""

@@ -28,6 +28,7 @@ class FenceEngine:
     """One engine boot. `hold` keeps the acknowledgement back, as a scheduler inside `schedule()` does.
 
     `pod` None: the engine's name is its pod's, too. `credentials` reads the keys again, as from a mounted Secret.
+    `gives_back`: keys and bytes that it finds below each epoch.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class FenceEngine:
         rank: int = 0,
         credentials: Callable[[], ClientKeys] | None = None,
         versions: dict[str, str] | None = None,
+        gives_back: tuple[int, int] = (3, 3000),
     ) -> None:
+        self._gives_back = gives_back
         self.adopted: list[int] = []
         self.hold = threading.Event()
         self.running = 0
@@ -102,13 +105,13 @@ class FenceEngine:
         return self.lacks
 
     def reclaim(self, below: int, keep: tuple[bytes, ...]) -> tuple[int, int]:
-        """Says that it removed three keys of 1000 bytes, once for each epoch."""
+        """Says how many keys and bytes it removed, once for each epoch."""
         if self.storeless:
             raise OSError("the store does not answer")
         first = below not in self.removed
         self.removed.append(below)
         self.kept.append(keep)
-        return (3, 3000) if first else (0, 0)
+        return self._gives_back if first else (0, 0)
 
 
 class Service:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -15,7 +16,7 @@ import yaml
 
 from hack.cluster.controlplane import ControlPlane
 from hack.loopback import free_ports
-from hack.standalone.process import Process
+from hack.standalone.process import Popen, Process
 from hack.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,8 +144,10 @@ class OperatorProcess:
         *,
         hub_port: int | None = None,
         kubeconfig: Path | None = None,
+        popen: Popen = subprocess.Popen,
         **flags: Any,
     ) -> None:
+        self._popen = popen
         ports = free_ports(3)
         self.hub_port = hub_port or ports[0]
         self.probe_port, self.metrics_port = ports[1:]
@@ -173,7 +176,7 @@ class OperatorProcess:
 
     def start(self) -> OperatorProcess:
         """Start (again)."""
-        self.process = Process("operator", self.command, self.log_file, self.env, cwd=ROOT)
+        self.process = Process("operator", self.command, self.log_file, self.env, cwd=ROOT, popen=self._popen)
         return self
 
     def terminate(self, seconds: float = 15.0) -> int:
