@@ -32,7 +32,7 @@ class KeyPair:
     def __post_init__(self) -> None:
         check_key("public key", self.public)
         check_key("secret key", self.secret)
-        if zmq.curve_public(self.secret.encode()).decode() != self.public:
+        if public_of(self.secret) != self.public:
             raise CredentialsError("the public key does not belong to the secret key; take both from one key pair")
 
     def __iter__(self) -> Iterator[str]:
@@ -72,6 +72,12 @@ class ClientKeys:
 def generate_keypair() -> KeyPair:
     public, secret = zmq.curve_keypair()
     return KeyPair(public.decode("ascii"), secret.decode("ascii"))
+
+
+def public_of(secret: str) -> str:
+    """The public key of a secret key."""
+    public: bytes = zmq.curve_public(secret.encode())
+    return public.decode("ascii")
 
 
 def check_key(what: str, key: str) -> None:

@@ -11,9 +11,9 @@ from epochkv_operator.api.base import ENGINE_LABEL
 from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.observe import context_for, now, observe
 from epochkv_operator.control.reporter import Reporter, invalid_status
-from epochkv_operator.control.secrets import FenceSecrets
 from epochkv_operator.hub.port import HubPort
 from epochkv_operator.hub.service import HubLook
+from epochkv_operator.keys.pool_secrets import FenceSecrets
 from epochkv_operator.kube.client import Json, KubeClient, NotFound
 from epochkv_operator.kube.optional import OptionalKinds
 from epochkv_operator.kube.resources import POOLS

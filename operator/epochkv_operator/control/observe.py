@@ -6,7 +6,7 @@ import hashlib
 from datetime import UTC, datetime
 
 from epochkv_operator import __version__
-from epochkv_operator.control.secrets import FenceKeys
+from epochkv_operator.keys.content import FenceKeys
 from epochkv_operator.kube.resources import CHILDREN, OPTIONAL, PODS
 from epochkv_operator.kube.store import Store
 from epochkv_operator.planning.context import Context, HubView, Observed, Problem

@@ -17,9 +17,10 @@ from epochkv_operator.api.base import POOL_LABEL
 from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.observe import context_for, now, observe
 from epochkv_operator.control.reporter import Reporter, invalid_status
-from epochkv_operator.control.secrets import FenceKeys, FenceSecrets, SecretConflict
 from epochkv_operator.hub.port import HubPort
 from epochkv_operator.hub.service import AcceptedKeys, HubLook
+from epochkv_operator.keys.content import FenceKeys
+from epochkv_operator.keys.pool_secrets import FenceSecrets, SecretConflict
 from epochkv_operator.kube.client import ApiError, Forbidden, Invalid, Json
 from epochkv_operator.kube.optional import OptionalKinds
 from epochkv_operator.kube.status import ObjectGone
@@ -105,7 +106,10 @@ class PoolReconciler:
         uid = obj["metadata"]["uid"]
         decided = self.secrets.decided(uid)
         try:
-            return await self.secrets.ensure(obj), None, None
+            ensured = await self.secrets.ensure(obj)
+            if ensured.note:
+                self.reporter.tell(obj, reason="SecretRestored", action="Secret", note=ensured.note)
+            return ensured.keys, None, None
         except SecretConflict as error:
             return None, Problem("SecretConflict", str(error)), None
         except (Forbidden, Invalid) as error:

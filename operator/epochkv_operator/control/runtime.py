@@ -26,12 +26,13 @@ from epochkv_operator.control.leader import Leader
 from epochkv_operator.control.pools import PoolReconciler
 from epochkv_operator.control.reporter import Reporter
 from epochkv_operator.control.resync import Resync
-from epochkv_operator.control.secrets import FenceSecrets, SecretConflict, hub_keys
 from epochkv_operator.control.storm import Storm
 from epochkv_operator.control.worker import Worker
 from epochkv_operator.hub.port import HubPort
 from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed
 from epochkv_operator.hub.stores import master_urls
+from epochkv_operator.keys.hub_secret import HubSecret
+from epochkv_operator.keys.pool_secrets import FenceSecrets
 from epochkv_operator.kube.client import ApiError, Json, KubeClient
 from epochkv_operator.kube.events import EventRecorder
 from epochkv_operator.kube.lease import LeaseLost, new_identity
@@ -76,7 +77,7 @@ class Operator:
         """Run until SIGTERM, SIGINT or a failure, and say in the log what it was. Returns the exit status."""
         try:
             return await self._run()
-        except (OSError, SecretConflict, HubFailed, ConfigException) as error:
+        except (OSError, HubFailed, ConfigException) as error:
             log.error("operator ends: it cannot work like this", reason=f"{type(error).__name__}: {error}")
             return 1
         except Exception:
@@ -124,7 +125,10 @@ class Operator:
 
     async def _prepare(self, client: KubeClient, leader: Leader, resync: Resync) -> None:
         statuses = StatusWriter(client, self.store, self._take)
-        keys = await self._hub_keys(client)
+        events = EventRecorder(client, self.identity)
+        self._start("events", events.run())
+        secret = HubSecret(client, events, self.settings.namespace, self.settings.hub_secret)
+        keys = await secret.obtain()
         await resync.complete()
         optional = OptionalKinds(
             client,
@@ -137,7 +141,6 @@ class Operator:
         gc.freeze()  # what is there now stays: looking through it for garbage, again and again, would hold up both loops
         self._canary_seen = time.monotonic()
         hub = await leader.serve(keys)
-        events = EventRecorder(client, self.identity)
         executor = self._executor = Executor(client, self.store)
         reporter = Reporter(statuses, events)
         secrets = FenceSecrets(client, keys.public)
@@ -148,21 +151,10 @@ class Operator:
         self._start("hub", leader.watch_hub())
         self._start("resync", resync.run())
         self._start("optional kinds", optional.run())
-        self._start("events", events.run())
         self._start("scale-ins", scale_ins.run())
+        self._start("hub-secret", secret.guard(keys))
         for number in range(self.settings.workers):
             self._start(f"worker-{number}", worker.run())
-
-    async def _hub_keys(self, client: KubeClient) -> Any:
-        problem = ""
-        while True:
-            try:
-                return await hub_keys(client, self.settings.namespace, self.settings.hub_secret)
-            except ApiError as error:
-                if str(error) != problem:
-                    problem = str(error)
-                    log.warning("cannot read or create the hub's key pair, trying again", error=problem)
-                await asyncio.sleep(2.0)
 
     def observed(self, resource: Resource, event_type: str | None, obj: Json) -> None:
         """`driver.Sink`: an object seen by a watch."""

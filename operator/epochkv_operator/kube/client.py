@@ -25,12 +25,15 @@ anybody who does not know their names. No right on `finalizers`: no owner refere
 
 In the operator's own namespace (Role):
 
-| apiGroup            | resources | names           | verbs       |
-|---------------------|-----------|-----------------|-------------|
-| coordination.k8s.io | leases    | the Lease       | get, update |
-| coordination.k8s.io | leases    | -               | create      |
-| ""                  | secrets   | the hub Secret  | get         |
-| ""                  | secrets   | -               | create      |
+| apiGroup            | resources | names           | verbs           |
+|---------------------|-----------|-----------------|-----------------|
+| coordination.k8s.io | leases    | the Lease       | get, update     |
+| coordination.k8s.io | leases    | -               | create          |
+| ""                  | secrets   | the hub Secret  | get, delete (3) |
+| ""                  | secrets   | -               | create          |
+| events.k8s.io       | events    | -               | create (3)      |
+
+(3) A hub Secret that somebody has changed is replaced, and an Event beside it says so.
 
 Watch canary (own Lease seen through kopf's watch): `list, watch` on leases with resourceNames = the Lease. That is a
 ClusterRole rule when watching cluster-wide, and stands in the same Role when the operator's namespace is a watched one.
