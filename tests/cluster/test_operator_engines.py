@@ -102,9 +102,13 @@ def test_a_rollout_from_its_start_to_its_end(namespace: Namespace, operator: Ope
     assert len(pods_of(namespace)) == 4
     report(namespace, new()[0], waiting={"reason": "ImagePullBackOff", "message": "missing:2 not found"})
     eventually(lambda: progress(namespace) == ("False", "ImagePullFailed"), f"stalled; log:\n{operator.tail()}")
-    said = condition(namespace.engine_status("rollout"), "Progressing")["message"]
-    assert said.startswith("2 of 3 replicas run the current spec, 2 an older one; pod rollout-")
-    assert said.endswith("missing:2 not found")
+    counts = "2 of 3 replicas run the current spec, 2 an older one; pod rollout-"
+
+    def said() -> str | None:
+        text = condition(namespace.engine_status("rollout"), "Progressing")["message"]
+        return text if text.startswith(counts) else None
+
+    assert eventually(said, f"counts; log:\n{operator.tail()}").endswith("missing:2 not found")
 
     namespace.patch(ENGINES, "rollout", {"spec": {"image": "a:1"}})
     eventually(lambda: serve(namespace) or progress(namespace) == ("True", "RolledOut"), f"back; log:\n{operator.tail()}")

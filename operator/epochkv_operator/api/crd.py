@@ -86,6 +86,7 @@ ENGINE = Crd(
         _column("Up-To-Date", "integer", ".status.updatedReplicas"),
         _column("At-Epoch", "integer", ".status.epochReplicas"),
         _column("Reason", "string", _condition("Ready", "reason"), wide=True),
+        _column("Rollout", "string", _condition("Progressing", "reason"), wide=True),
         _column("Weights", "string", ".status.weights", wide=True),
         _column("Model", "string", ".spec.model.name", wide=True),
         _column("Age", "date", ".metadata.creationTimestamp"),

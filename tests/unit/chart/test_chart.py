@@ -180,6 +180,11 @@ def test_rendered_crds_equal_the_generated_ones(render: Render) -> None:
     assert rendered == generated
 
 
+def test_labels_for_the_pod_monitors_reach_the_operator(render: Render) -> None:
+    arguments = render("--set", "monitoring.podMonitor.labels.release=prom").one("Deployment", "epochkv-operator")
+    assert "--monitor-label=release=prom" in arguments["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
 def test_service_monitor_only_on_request(render: Render) -> None:
     assert render().all("ServiceMonitor") == []
     monitor = render("--set", "monitoring.serviceMonitor.enabled=true").one("ServiceMonitor", "epochkv-operator")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,10 @@ from tests.support.planning import CONTEXT, ENGINE_SPECS, containers, engine, on
 
 FORBIDDEN = ("--kv-transfer-config", "--kv-offloading-size", "--kv-offloading-backend", "--config")
 SECRET = ("--api-key", "--hf-token")
-OWNED = ("--model", "--revision", "--tensor-parallel-size", "-tp", "--host", "--port", "--uds")
+OWNED = (
+    *("--model", "--revision", "--host", "--port", "--uds", "--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"),
+    *("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +60,34 @@ def test_dots_in_model_paths_survive(parser: argparse.ArgumentParser) -> None:
     spec = {"model": {"name": "org/model-2.5", "source": "/models/v1.2"}, "poolRef": {"name": "policy"}}
     parsed = parser.parse_args(containers(one(desired_engine(engine(spec), pool(), CONTEXT), "Deployment"))[0]["args"])
     assert (parsed.model, parsed.served_model_name) == ("/models/v1.2", ["org/model-2.5"])
+
+
+def test_vllm_parses_the_pods_of_a_group(parser: argparse.ArgumentParser) -> None:
+    """With the variables as LeaderWorkerSet sets them."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    shape = {"parallelism": {"tensor": 4, "pipeline": 2, "nodes": 2}, "args": ["--served-model-name", "a", "b", "--enforce-eager"]}
+    context = replace(CONTEXT, served=frozenset({"LeaderWorkerSet"}))
+    made = one(desired_engine(engine({**ENGINE_SPECS["full"], **shape}), pool(), context), "LeaderWorkerSet")["spec"][
+        "leaderWorkerTemplate"
+    ]
+    variables = {"$(LWS_LEADER_ADDRESS)": "big-nodes-0.big-nodes.rl", "$(LWS_WORKER_INDEX)": "1"}
+    args = {
+        role: [variables.get(argument, argument) for argument in made[role]["spec"]["containers"][0]["args"]]
+        for role in ("leaderTemplate", "workerTemplate")
+    }
+    commands = FlexibleArgumentParser()
+    ServeSubcommand().subparser_init(commands.add_subparsers(dest="subparser"))
+    leader, follower = parser.parse_args(args["leaderTemplate"]), commands.parse_args(args["workerTemplate"])
+    assert (leader.model, follower.model_tag) == ("/models/qwen", "/models/qwen")
+    assert (leader.headless, follower.headless) == (False, True)
+    assert (leader.node_rank, follower.node_rank) == (0, 1)
+    for parsed in (leader, follower):
+        assert (parsed.tensor_parallel_size, parsed.pipeline_parallel_size, parsed.nnodes) == (4, 2, 2)
+        assert (parsed.master_addr, parsed.distributed_executor_backend) == ("big-nodes-0.big-nodes.rl", "mp")
+        assert (parsed.served_model_name, parsed.enforce_eager, parsed.revision) == (["a", "b"], True, "abc123")
+        assert parsed.kv_transfer_config.kv_connector == "EpochKVConnector"
 
 
 @pytest.mark.parametrize(
