@@ -22,6 +22,9 @@ SPREAD = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfia
 POOL_SPECS: dict[str, Json] = {
     "l1": {"local": {"capacity": "2Gi"}},
     "l1-l2": {"resetEpoch": 7, "local": {"capacity": "1Gi"}, "distributed": {"mooncake": {"store": {"segmentSize": "256Mi"}}}},
+    "ssd": {
+        "distributed": {"mooncake": {"store": {"segmentSize": "2Gi", "ssd": {"capacity": "100Gi", "storageClassName": "local-nvme"}}}},
+    },
     "external": {"distributed": {"external": {"masterAddress": "mooncake.shared:50051"}}},
     "ha": {
         "distributed": {

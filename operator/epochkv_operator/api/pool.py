@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from epochkv_operator.api import quantity
 from epochkv_operator.api.base import (
     API_VERSION,
     NAME_RULE,
@@ -137,8 +138,39 @@ class Master(ApiModel):
         return self
 
 
+_SSD_TOO_SMALL = "store.ssd.capacity must be at least 4Gi: Mooncake leaves a part of the disk free; make it larger, or remove ssd"
+
+
+class Ssd(ApiModel):
+    """Disk of each store pod. Blocks are copied to it as they come, and found there when memory has no room for them any more."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "type(self.capacity) == int ? self.capacity >= 4294967296 : "
+                "(!isQuantity(self.capacity) || quantity(self.capacity).compareTo(quantity('4Gi')) >= 0)",
+                _SSD_TOO_SMALL,
+                path=".capacity",
+            )
+        )
+    )
+
+    capacity: Size
+    """Bytes of disk for each store pod: the size of a volume that is made for the pod and deleted with it. Mooncake fills nine tenths
+    of the volume's file system; then the oldest blocks go."""
+    storage_class_name: Annotated[str | None, Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")] = None
+    """Class of the volume; the cluster's default when unset. For another kind of volume, give `template` a volume named `ssd`: a file
+    system of its own, as Mooncake fills it."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if quantity.to_bytes(self.capacity) < 4 * 2**30:
+            raise ValueError(_SSD_TOO_SMALL)
+        return self
+
+
 class Store(ApiModel):
-    """The Mooncake stores: the memory that L2 is made of."""
+    """The Mooncake stores: the memory that L2 is made of, and disk."""
 
     replicas: Annotated[int, Field(ge=1, le=1000, json_schema_extra={"format": "int32"})] = 1
     """Store pods. `kubectl scale kvp` changes it. Before a store is removed, its blocks move to the others."""
@@ -147,6 +179,8 @@ class Store(ApiModel):
     drain_timeout_seconds: Annotated[int, Field(ge=0, le=86400, json_schema_extra={"format": "int32"})] = 600
     """Seconds that stores which are removed have for moving their blocks to the others. Mooncake moves up to 16 blocks a second from
     each store. What is left then goes with the stores, and engines recompute it. `0`: blocks are not moved."""
+    ssd: Ssd | None = None
+    """Disk of each store pod. Adding or removing it restarts master and stores, so the cache starts cold."""
     template: PodTemplate | None = None
     """Overrides of the store pods; the operator's container is named `store`."""
 

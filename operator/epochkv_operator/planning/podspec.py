@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from epochkv_operator.api import quantity
 from epochkv_operator.planning.context import Json
 
 USER_ID: Final = 65532
@@ -67,6 +68,17 @@ def container_security() -> Json:
 def budget(selector: dict[str, str]) -> Json:
     """Body of a PodDisruptionBudget: one pod at a time, and a pod that is not healthy never keeps a node from being drained."""
     return {"spec": {"maxUnavailable": 1, "unhealthyPodEvictionPolicy": "AlwaysAllow", "selector": {"matchLabels": selector}}}
+
+
+def with_disk(spec: Json, capacity: int, storage_class: str | None, mount: str) -> Json:
+    """The pod with a volume `ssd` of so many bytes, made and deleted with the pod. `storage_class` None: the cluster's default."""
+    [container] = spec["containers"]
+    claim: Json = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": quantity.from_bytes(capacity)}}}
+    if storage_class is not None:
+        claim["storageClassName"] = storage_class
+    volume = {"name": "ssd", "ephemeral": {"volumeClaimTemplate": {"spec": claim}}}
+    mounts = [*container["volumeMounts"], {"name": "ssd", "mountPath": mount}]
+    return {**spec, "containers": [{**container, "volumeMounts": mounts}], "volumes": [*spec["volumes"], volume]}
 
 
 def with_rdma(spec: Json) -> Json:

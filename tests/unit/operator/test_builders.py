@@ -192,6 +192,21 @@ def test_l1_is_added_to_the_memory_asked_for(resources: Json, expected: Json) ->
     assert containers(without)[0]["resources"] == resources
 
 
+def test_a_store_with_a_disk() -> None:
+    """Each line was found by running Mooncake: who is asked for blocks on disk listens on a port that the kernel chooses."""
+    objects = desired_pool(pool("ssd"), CONTEXT)
+    store, values = containers(one(objects, "StatefulSet"))[0], variables(containers(one(objects, "StatefulSet"))[0])
+    assert "--enable_offload=true" in containers(one(objects, "Deployment"))[0]["args"]
+    assert values["MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"] in {mount["mountPath"] for mount in store["volumeMounts"]}
+    # 2 GiB, 4 MiB of page tables, 16 MiB, 320 MiB; a quarter of the segment and 64 MiB for the disk.
+    assert store["resources"]["limits"]["memory"] == f"{2048 + 4 + 16 + 320 + 512 + 64}Mi"
+    policy = next(obj for obj in objects if obj["kind"] == "NetworkPolicy" and obj["metadata"]["name"] == "policy-store")
+    assert policy["spec"]["ingress"][0]["ports"] == [{"protocol": "TCP", "port": 10000, "endPort": 65535}]
+    without = desired_pool(pool(), CONTEXT)
+    assert "--enable_offload=true" not in containers(one(without, "Deployment"))[0]["args"]
+    assert not any(name.startswith("MOONCAKE_OFFLOAD") for name in variables(containers(one(without, "StatefulSet"))[0]))
+
+
 def test_store_memory_covers_segment_and_process() -> None:
     """331 MiB were measured with a full segment of 256 MiB; its page tables take half a MiB."""
     store = containers(one(desired_pool(pool(), CONTEXT), "StatefulSet"))[0]
