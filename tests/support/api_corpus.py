@@ -14,6 +14,7 @@ STORE = {"segmentSize": "256Mi"}
 MOONCAKE = {"mooncake": {"store": STORE}}
 EXTERNAL = {"external": {"masterAddress": "mooncake.example:50051"}}
 LOCAL = {"capacity": "1Gi"}
+RDMA = {"protocol": "RDMA", "devices": ["mlx5_0"]}
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,12 @@ POOL_CASES = [
     pool("mooncake-only", {"distributed": MOONCAKE}),
     pool("external-only", {"distributed": EXTERNAL}),
     pool("external-etcd", {"distributed": {"external": {"masterAddress": "etcd://a:2379;b:2379"}}}),
+    pool("external-cluster", {"distributed": {"external": {"masterAddress": "etcd://a:2379", "clusterId": "shared"}}}),
+    pool("external-rdma", {"distributed": {"external": {"masterAddress": "m:1", "transport": RDMA}}}),
+    pool("rdma-plugin", mooncake(transport={**RDMA, "resourceName": "rdma/hca_shared_devices_a", "gidIndex": 3})),
+    pool("plugin-with-tcp", mooncake(transport={"resourceName": "rdma/hca"}), "only for RDMA"),
+    pool("gid-with-tcp", mooncake(transport={"gidIndex": 0}), "only for RDMA"),
+    pool("resource-without-domain", mooncake(transport={**RDMA, "resourceName": "hca"}), "resourceName", schema=True),
     pool("external-metadata", {"distributed": {"external": {"masterAddress": "m:50051", "metadataServer": "http://m:8080/metadata"}}}),
     pool("both-tiers", {"local": LOCAL, "distributed": MOONCAKE, "resetEpoch": 7, "reset": {"leaseSeconds": 5}}),
     pool("empty-nested-objects", {"local": LOCAL, "reset": {}, "networkPolicy": {}}),

@@ -39,6 +39,23 @@ POOL_SPECS: dict[str, Json] = {
         "networkPolicy": {"mode": "Disabled"},
         "distributed": {"mooncake": {"store": {"segmentSize": "1Gi"}, "transport": {"protocol": "RDMA", "devices": ["mlx5_0", "mlx5_1"]}}},
     },
+    "rdma-plugin": {
+        "distributed": {
+            "mooncake": {
+                "store": {"segmentSize": "1Gi"},
+                "transport": {"protocol": "RDMA", "devices": ["mlx5_0"], "resourceName": "rdma/hca_shared_devices_a", "gidIndex": 3},
+            }
+        },
+    },
+    "external-rdma": {
+        "distributed": {
+            "external": {
+                "masterAddress": "etcd://e0:2379;e1:2379",
+                "clusterId": "shared",
+                "transport": {"protocol": "RDMA", "devices": ["mlx5_0"]},
+            }
+        },
+    },
     "templates": {
         "distributed": {
             "mooncake": {

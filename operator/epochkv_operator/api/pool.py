@@ -6,7 +6,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from epochkv_operator.api import quantity
 from epochkv_operator.api.base import (
     API_VERSION,
     NAME_RULE,
@@ -25,6 +24,7 @@ from epochkv_operator.api.base import (
     rules,
 )
 from epochkv_operator.api.pool_status import KVCachePoolStatus
+from epochkv_operator.api.ssd import Ssd
 
 
 class Reset(ApiModel):
@@ -138,37 +138,6 @@ class Master(ApiModel):
         return self
 
 
-_SSD_TOO_SMALL = "store.ssd.capacity must be at least 4Gi: Mooncake leaves a part of the disk free; make it larger, or remove ssd"
-
-
-class Ssd(ApiModel):
-    """Disk of each store pod. Blocks are copied to it as they come, and found there when memory has no room for them any more."""
-
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "type(self.capacity) == int ? self.capacity >= 4294967296 : "
-                "(!isQuantity(self.capacity) || quantity(self.capacity).compareTo(quantity('4Gi')) >= 0)",
-                _SSD_TOO_SMALL,
-                path=".capacity",
-            )
-        )
-    )
-
-    capacity: Size
-    """Bytes of disk for each store pod: the size of a volume that is made for the pod and deleted with it. Mooncake fills nine tenths
-    of the volume's file system; then the oldest blocks go."""
-    storage_class_name: Annotated[str | None, Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")] = None
-    """Class of the volume; the cluster's default when unset. For another kind of volume, give `template` a volume named `ssd`: a file
-    system of its own, as Mooncake fills it."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if quantity.to_bytes(self.capacity) < 4 * 2**30:
-            raise ValueError(_SSD_TOO_SMALL)
-        return self
-
-
 class Store(ApiModel):
     """The Mooncake stores: the memory that L2 is made of, and disk."""
 
@@ -185,6 +154,9 @@ class Store(ApiModel):
     """Overrides of the store pods; the operator's container is named `store`."""
 
 
+_ONLY_RDMA = "transport.resourceName and gidIndex are only for RDMA: remove them, or set protocol: RDMA"
+
+
 class Transport(ApiModel):
     """How blocks travel between engines and stores."""
 
@@ -199,17 +171,24 @@ class Transport(ApiModel):
                 "transport.devices is only for RDMA: remove devices, or set protocol: RDMA",
                 reason="FieldValueForbidden",
             ),
+            rule("self.protocol == 'RDMA' || (!has(self.resourceName) && !has(self.gidIndex))", _ONLY_RDMA, reason="FieldValueForbidden"),
         )
     )
 
     protocol: Literal["TCP", "RDMA"] = "TCP"
     """`TCP` runs under Pod Security `restricted`. `RDMA` needs a namespace at level `privileged`: store and engine pods run as root
-    with `IPC_LOCK` and the host's `/dev/infiniband`."""
+    with `IPC_LOCK` and `SYS_RESOURCE`. InfiniBand needs no more. With RoCE, pods need the network devices, too: `hostNetwork: true` and
+    `dnsPolicy: ClusterFirstWithHostNet` in the `template` of stores and engines, or networks that your CNI attaches by an annotation."""
     devices: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\s,]+$")], ...] | None,
         list_field(16, kind="set"),
     ] = None
     """RDMA devices, such as `mlx5_0`."""
+    resource_name: Annotated[str | None, Field(max_length=253, pattern=r"^[a-z0-9][-a-z0-9.]*/[A-Za-z0-9][-A-Za-z0-9_.]*$")] = None
+    """What your RDMA device plugin calls its devices, such as `rdma/hca_shared_devices_a`; each pod asks for one. Without it, pods mount
+    the host's `/dev/infiniband`, and the container runtime has to let them open what is there."""
+    gid_index: Annotated[int | None, Field(ge=0, le=255, json_schema_extra={"format": "int32"})] = None
+    """Index of the address that RoCE devices use (`MC_GID_INDEX`), where Mooncake finds none or a wrong one by itself."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -217,6 +196,8 @@ class Transport(ApiModel):
             raise ValueError("transport.protocol RDMA needs transport.devices: name at least one, such as mlx5_0, or set protocol: TCP")
         if self.protocol != "RDMA" and self.devices is not None:
             raise ValueError("transport.devices is only for RDMA: remove devices, or set protocol: RDMA")
+        if self.protocol != "RDMA" and (self.resource_name is not None or self.gid_index is not None):
+            raise ValueError(_ONLY_RDMA)
         require_unique(self.devices or (), "device")
         return self
 
@@ -241,6 +222,11 @@ class External(ApiModel):
     """`host:port` of the master, or `etcd://host:port;host:port` when it is highly available."""
     metadata_server: Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^\S+$")] = "P2PHANDSHAKE"
     """Transfer Engine metadata server; `P2PHANDSHAKE` needs none."""
+    cluster_id: Annotated[str | None, Field(min_length=1, max_length=253, pattern=r"^\S+$")] = None
+    """The `--cluster_id` of highly available masters (`etcd://`); theirs and Mooncake's own default is `mooncake_cluster`. With another
+    one, no client finds the leader."""
+    transport: Annotated[Transport, own_defaults(Transport)]
+    """How blocks travel between engines and the store: as the store's own processes do."""
 
 
 class Distributed(ApiModel):

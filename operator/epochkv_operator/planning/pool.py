@@ -157,13 +157,15 @@ def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
         "containers": [container],
         "volumes": [{"name": "tmp", "emptyDir": {}}],
     }
+    if wiring.uses_rdma(pool):
+        spec = podspec.with_rdma(spec, wiring.rdma_resource(pool))
     if mooncake.store.ssd is not None:
         spec = podspec.with_disk(spec, quantity.to_bytes(mooncake.store.ssd.capacity), mooncake.store.ssd.storage_class_name, _SSD_MOUNT)
     return {
         "replicas": mooncake.store.replicas,
         "serviceName": component_name(pool.metadata.name, "store"),
         "podManagementPolicy": "Parallel",
-        **_pods(pool, "store", podspec.with_rdma(spec) if wiring.uses_rdma(pool) else spec, mooncake.store.template),
+        **_pods(pool, "store", spec, mooncake.store.template),
     }
 
 
