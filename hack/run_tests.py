@@ -92,6 +92,7 @@ LAYERS = (
             "tests/unit/operator_api",
             "tests/unit/operator_plan",
             "tests/unit/operator_runtime",
+            "tests/unit/operator_stores",
             "tests/unit/hack",
             *RULES,
         ),

@@ -14,6 +14,7 @@ STORE = {"segmentSize": "256Mi"}
 MOONCAKE = {"mooncake": {"store": STORE}}
 EXTERNAL = {"external": {"masterAddress": "mooncake.example:50051"}}
 LOCAL = {"capacity": "1Gi"}
+RDMA = {"protocol": "RDMA", "devices": ["mlx5_0"]}
 
 
 def mooncake(**changes: Any) -> Json:
@@ -44,6 +45,12 @@ POOL_CASES = [
     pool("mooncake-only", {"distributed": MOONCAKE}),
     pool("external-only", {"distributed": EXTERNAL}),
     pool("external-etcd", {"distributed": {"external": {"masterAddress": "etcd://a:2379;b:2379"}}}),
+    pool("external-cluster", {"distributed": {"external": {"masterAddress": "etcd://a:2379", "clusterId": "shared"}}}),
+    pool("external-rdma", {"distributed": {"external": {"masterAddress": "m:1", "transport": RDMA}}}),
+    pool("rdma-plugin", mooncake(transport={**RDMA, "resourceName": "rdma/hca_shared_devices_a", "gidIndex": 3})),
+    pool("plugin-with-tcp", mooncake(transport={"resourceName": "rdma/hca"}), "only for RDMA"),
+    pool("gid-with-tcp", mooncake(transport={"gidIndex": 0}), "only for RDMA"),
+    pool("resource-without-domain", mooncake(transport={**RDMA, "resourceName": "hca"}), "resourceName", schema=True),
     pool("external-metadata", {"distributed": {"external": {"masterAddress": "m:50051", "metadataServer": "http://m:8080/metadata"}}}),
     pool("both-tiers", {"local": LOCAL, "distributed": MOONCAKE, "resetEpoch": 7, "reset": {"leaseSeconds": 5}}),
     pool("empty-nested-objects", {"local": LOCAL, "reset": {}, "networkPolicy": {}}),
@@ -107,6 +114,13 @@ POOL_CASES = [
     pool("no-segment-size", {"distributed": {"mooncake": {"store": {}}}}, "segmentSize: Required value", schema=True),
     pool("no-store", {"distributed": {"mooncake": {}}}, "store: Required value", schema=True),
     pool("zero-segment", mooncake(store={"segmentSize": 0}), "segmentSize", "must be a Kubernetes quantity of at least 1Mi, such as 64Gi"),
+    pool("ssd", mooncake(store={**STORE, "ssd": {"capacity": "4Gi"}})),
+    pool("ssd-with-a-class", mooncake(store={**STORE, "ssd": {"capacity": 4294967296, "storageClassName": "local-nvme"}})),
+    pool("ssd-too-small", mooncake(store={**STORE, "ssd": {"capacity": "4095Mi"}}), "store.ssd.capacity", "at least 4Gi"),
+    pool("ssd-too-small-in-bytes", mooncake(store={**STORE, "ssd": {"capacity": 4294967295}}), "store.ssd.capacity", "at least 4Gi"),
+    pool("ssd-without-a-size", mooncake(store={**STORE, "ssd": {}}), "capacity: Required value", schema=True),
+    pool("no-drain", mooncake(store={**STORE, "drainTimeoutSeconds": 0})),
+    pool("drain-for-ever", mooncake(store={**STORE, "drainTimeoutSeconds": 86401}), "drainTimeoutSeconds", schema=True),
     pool("negative-segment", mooncake(store={"segmentSize": "-5Gi"}), "segmentSize", "at least 1Mi"),
     pool("forgotten-unit", {"local": {"capacity": "64"}}, "capacity", "'64' must be", "at least 1Mi, such as 64Gi"),
     pool("wrong-unit", {"local": {"capacity": "64GB"}}, "capacity", "a Kubernetes quantity"),
@@ -169,7 +183,7 @@ POOL_CASES = [
     pool("unknown-nested", {"local": {**LOCAL, "evictionPolicy": "LRU"}}, 'unknown field "spec.local.evictionPolicy"', schema=True),
     pool("unknown-reset", {"local": LOCAL, "reset": {"reclaim": "Delete"}}, 'unknown field "spec.reset.reclaim"', schema=True),
     pool("external-engines", {"local": LOCAL, "externalEngines": "Enabled"}, 'unknown field "spec.externalEngines"', schema=True),
-    pool("unknown-store", mooncake(store={**STORE, "ssd": {}}), 'unknown field "spec.distributed.mooncake.store.ssd"', schema=True),
+    pool("unknown-store", mooncake(store={**STORE, "hdd": {}}), 'unknown field "spec.distributed.mooncake.store.hdd"', schema=True),
     pool("unknown-in-template", master(template={"speck": {}}), "unknown field", "speck", schema=True),
     pool("mode-enum", {"local": LOCAL, "networkPolicy": {"mode": "On"}}, "Unsupported value", schema=True),
     pool("owned-label", master(template={"metadata": {"labels": {"epochkv.io/pool": "x"}}}), "belong", "prefix of your own"),

@@ -22,6 +22,9 @@ SPREAD = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfia
 POOL_SPECS: dict[str, Json] = {
     "l1": {"local": {"capacity": "2Gi"}},
     "l1-l2": {"resetEpoch": 7, "local": {"capacity": "1Gi"}, "distributed": {"mooncake": {"store": {"segmentSize": "256Mi"}}}},
+    "ssd": {
+        "distributed": {"mooncake": {"store": {"segmentSize": "2Gi", "ssd": {"capacity": "100Gi", "storageClassName": "local-nvme"}}}},
+    },
     "external": {"distributed": {"external": {"masterAddress": "mooncake.shared:50051"}}},
     "ha": {
         "distributed": {
@@ -35,6 +38,23 @@ POOL_SPECS: dict[str, Json] = {
     "rdma": {
         "networkPolicy": {"mode": "Disabled"},
         "distributed": {"mooncake": {"store": {"segmentSize": "1Gi"}, "transport": {"protocol": "RDMA", "devices": ["mlx5_0", "mlx5_1"]}}},
+    },
+    "rdma-plugin": {
+        "distributed": {
+            "mooncake": {
+                "store": {"segmentSize": "1Gi"},
+                "transport": {"protocol": "RDMA", "devices": ["mlx5_0"], "resourceName": "rdma/hca_shared_devices_a", "gidIndex": 3},
+            }
+        },
+    },
+    "external-rdma": {
+        "distributed": {
+            "external": {
+                "masterAddress": "etcd://e0:2379;e1:2379",
+                "clusterId": "shared",
+                "transport": {"protocol": "RDMA", "devices": ["mlx5_0"]},
+            }
+        },
     },
     "templates": {
         "distributed": {

@@ -26,14 +26,14 @@ def rendered(spec: Json, component: str) -> Json:
     return containers(one(desired_pool(pool(spec), CONTEXT), kind))[0]
 
 
-def start(container: Json, name: str, address: str, directory: Path, **environ: str) -> Process:
-    """Run a container as the pod of this address would. `environ` overrides what the pod has."""
+def start(container: Json, name: str, address: str, directory: Path, rest_port: int = 0, **environ: str) -> Process:
+    """Run a container as the pod of this address would. `rest_port` is for a store's own HTTP server; `environ` overrides what it has."""
     said = {item["name"]: item["value"] for item in container["env"] if "value" in item}
     given = {"POD_IP": address} | {key: value.replace("$(POD_IP)", address) for key, value in said.items()}
     program, *rest = container["command"]
     arguments = [_on_one_machine(argument, address) for argument in container["args"]]
     if "--port" in arguments:
-        arguments[arguments.index("--port") + 1] = str(free_port())
+        arguments[arguments.index("--port") + 1] = str(rest_port or free_port())
     http = {"MOONCAKE_CLIENT_HTTP_PORT": str(free_port())} if "MOONCAKE_CLIENT_HTTP_PORT" in given else {}
     command = [str(BIN / program.replace("python3", "python")), *rest, *arguments]
     return Process(name, command, directory / f"{name}.log", given | http | environ)

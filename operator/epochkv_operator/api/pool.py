@@ -21,6 +21,7 @@ from epochkv_operator.api.base import (
     rules,
 )
 from epochkv_operator.api.pool_status import KVCachePoolStatus
+from epochkv_operator.api.ssd import Ssd
 from epochkv_operator.api.values import Device, HostPort, Image, MasterAddress, MetadataServer, Size
 
 
@@ -64,7 +65,7 @@ class Local(ApiModel):
 
 
 class EtcdBackend(ApiModel):
-    """An etcd cluster that somebody else runs."""
+    """An etcd cluster that somebody else runs, without TLS or passwords, which Mooncake has none of."""
 
     endpoints: Annotated[
         tuple[HostPort, ...],
@@ -92,8 +93,8 @@ class HighAvailability(ApiModel):
     )
 
     backend: Literal["None", "Etcd"] = "None"
-    """`Etcd`: leader election and an operation log in etcd, so the index of stored blocks survives a master. `None`: one master; when it
-    restarts, the cache starts cold."""
+    """`Etcd`: leader election and an operation log in etcd, so the index of stored blocks survives a master. Mooncake never shortens the
+    log: about 0.4 KB for each block. `None`: one master; when it restarts, the cache starts cold."""
     etcd: EtcdBackend | None = None
     """Where etcd is. Needed with `backend: Etcd`."""
 
@@ -137,7 +138,7 @@ class Master(ApiModel):
 
 
 class Store(ApiModel):
-    """The Mooncake stores: the memory that L2 is made of."""
+    """The Mooncake stores: the memory that L2 is made of, and disk."""
 
     replicas: Annotated[int, Field(ge=1, le=1000, json_schema_extra={"format": "int32"})] = 1
     """Store pods. `kubectl scale kvp` changes it. Before a store is removed, its blocks move to the others."""
@@ -146,8 +147,13 @@ class Store(ApiModel):
     drain_timeout_seconds: Annotated[int, Field(ge=0, le=86400, json_schema_extra={"format": "int32"})] = 600
     """Seconds that stores which are removed have for moving their blocks to the others. Mooncake moves up to 16 blocks a second from
     each store. What is left then goes with the stores, and engines recompute it. `0`: blocks are not moved."""
+    ssd: Ssd | None = None
+    """Disk of each store pod. Adding or removing it restarts master and stores, so the cache starts cold."""
     template: PodTemplate | None = None
     """Overrides of the store pods; the operator's container is named `store`."""
+
+
+_ONLY_RDMA = "transport.resourceName and gidIndex are only for RDMA: remove them, or set protocol: RDMA"
 
 
 class Transport(ApiModel):
@@ -167,17 +173,24 @@ class Transport(ApiModel):
                 path=".devices",
                 reason="FieldValueForbidden",
             ),
+            rule("self.protocol == 'RDMA' || (!has(self.resourceName) && !has(self.gidIndex))", _ONLY_RDMA, reason="FieldValueForbidden"),
         )
     )
 
     protocol: Literal["TCP", "RDMA"] = "TCP"
     """`TCP` runs under Pod Security `restricted`. `RDMA` needs a namespace at level `privileged`: store and engine pods run as root
-    with `IPC_LOCK` and the host's `/dev/infiniband`."""
+    with `IPC_LOCK` and `SYS_RESOURCE`. InfiniBand needs no more. With RoCE, pods need the network devices, too: `hostNetwork: true` and
+    `dnsPolicy: ClusterFirstWithHostNet` in the `template` of stores and engines, or networks that your CNI attaches by an annotation."""
     devices: Annotated[
         tuple[Device, ...] | None,
         list_field(16, kind="set"),
     ] = None
     """RDMA devices, such as `mlx5_0`."""
+    resource_name: Annotated[str | None, Field(max_length=253, pattern=r"^[a-z0-9][-a-z0-9.]*/[A-Za-z0-9][-A-Za-z0-9_.]*$")] = None
+    """What your RDMA device plugin calls its devices, such as `rdma/hca_shared_devices_a`; each pod asks for one. Without it, pods mount
+    the host's `/dev/infiniband`, and the container runtime has to let them open what is there."""
+    gid_index: Annotated[int | None, Field(ge=0, le=255, json_schema_extra={"format": "int32"})] = None
+    """Index of the address that RoCE devices use (`MC_GID_INDEX`), where Mooncake finds none or a wrong one by itself."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -185,6 +198,8 @@ class Transport(ApiModel):
             raise ValueError("transport.protocol RDMA needs transport.devices: name at least one, such as mlx5_0, or set protocol: TCP")
         if self.protocol != "RDMA" and self.devices is not None:
             raise ValueError("transport.devices is only for RDMA: remove devices, or set protocol: RDMA")
+        if self.protocol != "RDMA" and (self.resource_name is not None or self.gid_index is not None):
+            raise ValueError(_ONLY_RDMA)
         require_unique(self.devices or (), "device")
         return self
 
@@ -209,6 +224,11 @@ class External(ApiModel):
     """`host:port` of the master, or `etcd://host:port;host:port` when it is highly available."""
     metadata_server: MetadataServer = "P2PHANDSHAKE"
     """Transfer Engine metadata server; `P2PHANDSHAKE` needs none."""
+    cluster_id: Annotated[str | None, Field(min_length=1, max_length=253, pattern=r"^\S+$")] = None
+    """The `--cluster_id` of highly available masters (`etcd://`); theirs and Mooncake's own default is `mooncake_cluster`. With another
+    one, no client finds the leader."""
+    transport: Annotated[Transport, own_defaults(Transport)]
+    """How blocks travel between engines and the store: as the store's own processes do."""
 
 
 class Distributed(ApiModel):

@@ -10,7 +10,7 @@ import json
 from typing import Final
 
 from epochkv_operator.api import quantity
-from epochkv_operator.api.pool import KVCachePool, Mooncake
+from epochkv_operator.api.pool import KVCachePool, Mooncake, Transport
 from epochkv_operator.planning.context import Context, Json
 from epochkv_operator.planning.names import CREDENTIALS_DIR, MASTER_RPC_PORT, TRANSFER_PORTS, component_name, digest
 
@@ -59,15 +59,36 @@ def client_environment(pool: KVCachePool) -> dict[str, str]:
     """Variables for every process with a Mooncake client of this pool; empty for a pool without L2."""
     if pool.spec.distributed is None:
         return {}
-    environment = dict(_CLIENT_ENV)
+    environment, external = dict(_CLIENT_ENV), pool.spec.distributed.external
     if pool.mooncake is not None and etcd_endpoints(pool.mooncake) is not None:
         environment["MC_STORE_CLUSTER_ID"] = cluster_id(pool)
+    if external is not None and external.cluster_id is not None:
+        environment["MC_STORE_CLUSTER_ID"] = external.cluster_id
+    used = transport(pool)
+    if used is not None and used.gid_index is not None:
+        environment["MC_GID_INDEX"] = str(used.gid_index)
     return environment
+
+
+def transport(pool: KVCachePool) -> Transport | None:
+    """How blocks travel; None for a pool without L2."""
+    if pool.spec.distributed is None:
+        return None
+    used = pool.spec.distributed.mooncake or pool.spec.distributed.external
+    assert used is not None  # exactly one, checked by the model
+    return used.transport
 
 
 def uses_rdma(pool: KVCachePool) -> bool:
     """True when blocks travel over RDMA, which needs privileged pods."""
-    return pool.mooncake is not None and pool.mooncake.transport.protocol == "RDMA"
+    used = transport(pool)
+    return used is not None and used.protocol == "RDMA"
+
+
+def rdma_resource(pool: KVCachePool) -> str | None:
+    """What a device plugin calls the devices that each pod needs one of; None: the host's."""
+    used = transport(pool)
+    return used.resource_name if used is not None else None
 
 
 def connection(pool: KVCachePool, context: Context) -> Json:
@@ -81,15 +102,14 @@ def connection(pool: KVCachePool, context: Context) -> Json:
     }
     if pool.spec.local is not None:
         config["local"] = {"capacity_bytes": quantity.to_bytes(pool.spec.local.capacity)}
-    distributed = pool.spec.distributed
-    if distributed is not None:
-        external, mooncake = distributed.external, distributed.mooncake
-        devices = (mooncake.transport.devices or ()) if mooncake is not None else ()
+    distributed, used = pool.spec.distributed, transport(pool)
+    if distributed is not None and used is not None:
+        external = distributed.external
         config["distributed"] = {
             "master_address": master_address(pool),
             "metadata_server": external.metadata_server if external is not None else "P2PHANDSHAKE",
-            "protocol": mooncake.transport.protocol.lower() if mooncake is not None else "tcp",
-            "device_name": ",".join(devices),
+            "protocol": used.protocol.lower(),
+            "device_name": ",".join(used.devices or ()),
         }
     return config
 

@@ -19,6 +19,9 @@ from epochkv_operator.planning.names import (
     pool_object,
 )
 
+SSD_PORTS = (10000, 65535)
+"""What is on disk is asked for on a port that the kernel chooses, and Mooncake has no option for it. None of a store's other ports."""
+
 
 def pool_policies(pool: KVCachePool, context: Context) -> list[Json]:
     """Policies of the master and the stores, for a pool whose Mooncake the operator runs."""
@@ -37,7 +40,7 @@ def pool_policies(pool: KVCachePool, context: Context) -> list[Json]:
             {"from": [operator, *scrapers], "ports": [_tcp(MASTER_ADMIN_PORT)]},
         ],
         "store": [
-            {"from": members, "ports": [_tcp(*TRANSFER_PORTS)]},
+            {"from": members, "ports": [_tcp(*(SSD_PORTS if pool.mooncake is not None and pool.mooncake.store.ssd else TRANSFER_PORTS))]},
             {"from": scrapers, "ports": [_tcp(STORE_HEALTH_PORT)]},
         ],
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from epochkv_operator.api import quantity
 from epochkv_operator.planning.context import Json
 
 USER_ID: Final = 65532
@@ -69,20 +70,31 @@ def budget(selector: dict[str, str], max_unavailable: int | str = 1) -> Json:
     return {"spec": {"maxUnavailable": max_unavailable, "unhealthyPodEvictionPolicy": "AlwaysAllow", "selector": {"matchLabels": selector}}}
 
 
-def with_rdma(spec: Json) -> Json:
-    """The pod with what RDMA needs: root, locked memory and the host's devices. Only a namespace at level `privileged` admits it."""
+def with_disk(spec: Json, capacity: int, storage_class: str | None, mount: str) -> Json:
+    """The pod with a volume `ssd` of so many bytes, made and deleted with the pod. `storage_class` None: the cluster's default."""
+    [container] = spec["containers"]
+    claim: Json = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": quantity.from_bytes(capacity)}}}
+    if storage_class is not None:
+        claim["storageClassName"] = storage_class
+    volume = {"name": "ssd", "ephemeral": {"volumeClaimTemplate": {"spec": claim}}}
+    mounts = [*container["volumeMounts"], {"name": "ssd", "mountPath": mount}]
+    return {**spec, "containers": [{**container, "volumeMounts": mounts}], "volumes": [*spec["volumes"], volume]}
+
+
+def with_rdma(spec: Json, resource: str | None) -> Json:
+    """The pod with what RDMA needs: root, locked memory and devices. Only a namespace at level `privileged` admits it.
+
+    `resource`: a device plugin's name for the devices, which then brings one of them; None: the host's folder of them is mounted.
+    """
     [container] = spec["containers"]
     capabilities = {"drop": ["ALL"], "add": ["IPC_LOCK", "SYS_RESOURCE"]}
     security = {key: value for key, value in spec["securityContext"].items() if key != "runAsNonRoot"}
-    return {
-        **spec,
-        "securityContext": {**security, "runAsUser": 0, "runAsGroup": 0},
-        "containers": [
-            {
-                **container,
-                "securityContext": {**container["securityContext"], "capabilities": capabilities},
-                "volumeMounts": [*container["volumeMounts"], {"name": "infiniband", "mountPath": "/dev/infiniband"}],
-            }
-        ],
-        "volumes": [*spec["volumes"], {"name": "infiniband", "hostPath": {"path": "/dev/infiniband", "type": "Directory"}}],
-    }
+    changed = {**container, "securityContext": {**container["securityContext"], "capabilities": capabilities}}
+    volumes = spec["volumes"]
+    if resource is not None:
+        resources = container.get("resources", {})
+        changed["resources"] = {**resources, "limits": {**resources.get("limits", {}), resource: 1}}
+    else:
+        changed["volumeMounts"] = [*container["volumeMounts"], {"name": "infiniband", "mountPath": "/dev/infiniband"}]
+        volumes = [*volumes, {"name": "infiniband", "hostPath": {"path": "/dev/infiniband", "type": "Directory"}}]
+    return {**spec, "securityContext": {**security, "runAsUser": 0, "runAsGroup": 0}, "containers": [changed], "volumes": volumes}

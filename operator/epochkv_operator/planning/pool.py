@@ -32,6 +32,15 @@ _PLAIN_STORE_MODULE = "mooncake.mooncake_store_service"
 _LONGEST_TOUCH_SECONDS = 300  # `epochkv_connector.touch` gives up then
 _SLOW_TOUCH_BYTES_PER_SECOND = 2**28
 _STORE_LOCAL_BUFFER_BYTES = 16 * 2**20
+_SSD_WRITE_BUFFER_BYTES = 64 * 2**20
+_SSD_MOUNT = "/ssd"
+# Blocks are copied to disk when they come. Mooncake's other mode waits until memory is full, and takes no blocks meanwhile.
+_SSD_MASTER_ARGUMENTS = ("--enable_offload=true",)
+# Readers get misses at once. Otherwise each waits for seconds for a store that is gone, until the master forgets it.
+_SSD_DEREGISTER = (
+    "import urllib.request as u; u.urlopen(u.Request("
+    f"'http://127.0.0.1:{STORE_REST_PORT}/api/unmount_local_disk', b'{{\"grace_period_seconds\": 2}}', method='POST'), timeout=15)"
+)
 
 
 def desired_pool(pool: KVCachePool, context: Context, num_stores: int | None = None) -> list[Json]:
@@ -81,7 +90,7 @@ def _master(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
         "name": "master",
         "image": mooncake.image or context.store_image,
         "command": ["mooncake_master"],
-        "args": _master_arguments(pool, etcd),
+        "args": [*_master_arguments(pool, etcd), *([] if mooncake.store.ssd is None else _SSD_MASTER_ARGUMENTS)],
         "env": [podspec.pod_ip()],
         "ports": [podspec.port("rpc", MASTER_RPC_PORT), podspec.port("admin", MASTER_ADMIN_PORT)],
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}},
@@ -125,14 +134,14 @@ def _master_arguments(pool: KVCachePool, etcd: str | None) -> list[str]:
 
 def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
     segment = quantity.to_bytes(mooncake.store.segment_size)
-    memory = _store_memory(segment)
+    memory = _store_memory(segment, 0 if mooncake.store.ssd is None else _ssd_buffer_bytes(segment) + _SSD_WRITE_BUFFER_BYTES)
     touch_seconds = min(_LONGEST_TOUCH_SECONDS, segment // _SLOW_TOUCH_BYTES_PER_SECOND)
     container: Json = {
         "name": "store",
         "image": mooncake.image or context.store_image,
         "command": ["python3", "-m", _STORE_MODULE if mooncake.image is None else _PLAIN_STORE_MODULE],
         "args": ["--port", str(STORE_REST_PORT), "--max-wait-time", "60"],
-        "env": [podspec.pod_ip(), *podspec.environment(_store_environment(pool, mooncake, segment))],
+        "env": [podspec.pod_ip(), *podspec.environment(_store_environment(pool, mooncake, segment) | _ssd_environment(mooncake, segment))],
         "ports": [podspec.port("health", STORE_HEALTH_PORT)],
         "resources": {"requests": {"cpu": "100m", "memory": memory}, "limits": {"memory": memory}},
         # The segment is touched, and setup may wait for the master for a minute; only then does the process listen.
@@ -142,6 +151,7 @@ def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
         "livenessProbe": podspec.tcp_probe(STORE_REST_PORT, period=10, failures=3),
         "securityContext": podspec.container_security(),
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+        **({} if mooncake.store.ssd is None else {"lifecycle": {"preStop": {"exec": {"command": ["python3", "-c", _SSD_DEREGISTER]}}}}),
     }
     spec = {
         **podspec.base_spec(),
@@ -149,17 +159,21 @@ def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
         "containers": [container],
         "volumes": [{"name": "tmp", "emptyDir": {}}],
     }
+    if wiring.uses_rdma(pool):
+        spec = podspec.with_rdma(spec, wiring.rdma_resource(pool))
+    if mooncake.store.ssd is not None:
+        spec = podspec.with_disk(spec, quantity.to_bytes(mooncake.store.ssd.capacity), mooncake.store.ssd.storage_class_name, _SSD_MOUNT)
     return {
         "replicas": mooncake.store.replicas,
         "serviceName": component_name(pool.metadata.name, "store"),
         "podManagementPolicy": "Parallel",
-        **_pods(pool, "store", podspec.with_rdma(spec) if wiring.uses_rdma(pool) else spec, mooncake.store.template),
+        **_pods(pool, "store", spec, mooncake.store.template),
     }
 
 
-def _store_memory(segment: int) -> str:
-    """Memory of a store pod with a segment of so many bytes, in whole MiB."""
-    num_bytes = segment + segment // _PAGE_TABLE_SHARE + _STORE_LOCAL_BUFFER_BYTES + _STORE_OVERHEAD_BYTES
+def _store_memory(segment: int, more: int) -> str:
+    """Memory of a store pod with a segment of so many bytes, and `more` for its disk, in whole MiB."""
+    num_bytes = segment + segment // _PAGE_TABLE_SHARE + _STORE_LOCAL_BUFFER_BYTES + _STORE_OVERHEAD_BYTES + more
     return quantity.from_bytes(-(-num_bytes // 2**20) * 2**20)
 
 
@@ -176,6 +190,26 @@ def _store_environment(pool: KVCachePool, mooncake: Mooncake, segment: int) -> d
         "MOONCAKE_ENABLE_CLIENT_HTTP_SERVER": "true",
         "MOONCAKE_CLIENT_HTTP_PORT": str(STORE_HEALTH_PORT),
         "HOME": "/tmp",
+    }
+
+
+def _ssd_buffer_bytes(segment: int) -> int:
+    """Blocks that were read from disk stay there until a reader has fetched them. At most Mooncake's own default."""
+    return max(64 * 2**20, min(1280 * 2**20, segment // 4))
+
+
+def _ssd_environment(mooncake: Mooncake, segment: int) -> dict[str, str]:
+    """What makes a store use its disk; empty for one without."""
+    if mooncake.store.ssd is None:
+        return {}
+    return {
+        "MOONCAKE_OFFLOAD_ENABLED": "true",
+        "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": _SSD_MOUNT,
+        # It fills nine tenths of the file system, then the oldest blocks go. The others lose blocks (bucket), or all in a restart (offset).
+        "MOONCAKE_OFFLOAD_STORAGE_BACKEND_DESCRIPTOR": "file_per_key_storage_backend",
+        "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1",  # with 10, more blocks leave memory before they are on disk
+        "MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES": str(_ssd_buffer_bytes(segment)),
+        "MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES": str(quantity.to_bytes(mooncake.store.ssd.capacity)),
     }
 
 

@@ -97,7 +97,7 @@ def _pod_spec(engine: InferenceEngine, pool: KVCachePool | None, context: Contex
         "containers": [container],
         "volumes": volumes,
     }
-    return podspec.with_rdma(pod) if pool is not None and wiring.uses_rdma(pool) else pod
+    return podspec.with_rdma(pod, wiring.rdma_resource(pool)) if pool is not None and wiring.uses_rdma(pool) else pod
 
 
 def local_bytes(spec: InferenceEngineSpec, pool: KVCachePool | None) -> int:
