@@ -23,6 +23,7 @@ Json = dict[str, Any]
 Key = tuple[str, str, str]
 UNKNOWN_UID: Final = "known-after-apply"
 _HIDDEN: Final = (HASH_ANNOTATION, VERSION_ANNOTATION)
+_IDLE: Final = "the operator would change nothing"
 _MAX_CAUSES: Final = 32
 """Changed fields of an object that are tried one by one as causes."""
 
@@ -71,7 +72,7 @@ class Outcome:
     """Of the object itself."""
     steps: tuple[Step, ...] = ()
     problem: str | None = None
-    """Why the operator would do nothing."""
+    """What stands in the way."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -103,11 +104,11 @@ def _outcome(subject: Subject, world: World, context: Context) -> Outcome:
         plan = _plan(subject, world.after, context)
         known = _desired(subject.before, world.before, context) if subject.before is not None else {}
     except InvalidTemplate as error:
-        return Outcome(subject, changes, problem=f"InvalidTemplate: {error}")
+        return Outcome(subject, changes, problem=f"{_IDLE}: InvalidTemplate: {error}")
     except InvalidObject as error:
-        return Outcome(subject, changes, problem=str(error))
+        return Outcome(subject, changes, problem=f"{_IDLE}: {error}")
     if plan.problem is not None:
-        return Outcome(subject, changes, problem=f"{plan.problem.reason}: {plan.problem.message}")
+        return Outcome(subject, changes, problem=f"{_IDLE}: {plan.problem.reason}: {plan.problem.message}")
     live = {key_of(child) for child in subject.children}
     steps = []
     for key, obj in wanted.items():

@@ -120,7 +120,7 @@ def test_a_stranger_of_a_wanted_name_is_a_problem() -> None:
     stranger = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "rollout", "namespace": "rl", "uid": "x"}}
     [outcome] = preview([Subject(None, engine(), (stranger,))], World(after={("rl", "policy"): pool()}), CONTEXT)
     assert outcome.problem is not None
-    assert outcome.problem.startswith("NameConflict: ServiceAccount rl/rollout is not controlled")
+    assert "would change nothing: NameConflict: ServiceAccount rl/rollout is not controlled" in outcome.problem
 
 
 @pytest.mark.parametrize(
@@ -131,6 +131,9 @@ def test_a_stranger_of_a_wanted_name_is_a_problem() -> None:
         ({"a": None}, {}, ["a: null (removed)"]),
         ({"a": [1, 2]}, {"a": [1, 3]}, ["a[1]: 2 -> 3"]),
         ({"a": [1]}, {"a": [1, 3]}, ["a: [1] -> [1, 3]"]),
+        ({"a": ["x", "y"]}, {"a": ["x", "--new", "y"]}, ["a[1]: --new (new)"]),
+        ({"a": ["x", "y", "z"]}, {"a": ["x", "z"]}, ["a[1]: y (removed)"]),
+        ({"a": ["x", '{"b": 1}']}, {"a": ["--n", "x", '{"b": 2}']}, ["a[0]: --n (new)", "a[2].b: 1 -> 2"]),
         ({"c": [{"name": "x", "v": 1}]}, {"c": [{"name": "y"}, {"name": "x", "v": 2}]}, ['c[y]: {"name": "y"} (new)', "c[x].v: 1 -> 2"]),
         ({"c": [{"name": "x"}]}, {"c": []}, ['c[x]: {"name": "x"} (removed)']),
         ({"a": '{"b": {"c": 1}}'}, {"a": '{"b": {"c": 2}}'}, ["a.b.c: 1 -> 2"]),
