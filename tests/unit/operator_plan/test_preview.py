@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from epochkv_operator.cli.fields import ABSENT, differences, reverted, top_differences
-from epochkv_operator.cli.preview import Outcome, Step, Subject, World, preview
+from epochkv_operator.cli.preview import Outcome, Step, Subject, World, preview, replaced
 from tests.support.planning import CONTEXT
 
 Json = dict[str, Any]
@@ -101,6 +101,18 @@ def test_an_engine_before_its_new_pool() -> None:
     outcome = changed(engine(), engine(), None, pool())
     assert step(outcome, "Deployment", "rollout").causes == ("KVCachePool rl/policy is new",)
     assert outcome.rolls == 4
+
+
+def test_pods_of_groups_are_counted() -> None:
+    """What a LeaderWorkerSet replaces, as its fields say it."""
+    spec: Json = {"replicas": 2, "leaderWorkerTemplate": {"size": 3, "image": "a"}, "rolloutStrategy": {"type": "RollingUpdate"}}
+    before: Json = {"kind": "LeaderWorkerSet", "metadata": {"name": "rollout", "namespace": "rl"}, "spec": spec}
+    after = copy.deepcopy(before)
+    after["spec"]["leaderWorkerTemplate"]["image"] = "b"
+    assert replaced(before, after) == (6, "at most 1 at a time")
+    after["spec"]["replicas"] = 1
+    assert replaced(before, after)[0] == 3
+    assert replaced(before, {**before, "spec": {**spec, "replicas": 5}}) == (0, "")
 
 
 def test_two_changes_that_need_each_other_are_both_causes() -> None:
