@@ -7,7 +7,8 @@ from typing import Annotated, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from epochkv_operator.api import quantity
-from epochkv_operator.api.base import ApiModel, Size, rule, rules
+from epochkv_operator.api.base import ApiModel, rule, rules
+from epochkv_operator.api.values import Size
 
 _SSD_TOO_SMALL = "store.ssd.capacity must be at least 4Gi: Mooncake leaves a part of the disk free; make it larger, or remove ssd"
 
