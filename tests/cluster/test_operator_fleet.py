@@ -13,7 +13,7 @@ from hack.waiting import eventually
 from tests.cluster.operator_harness import Namespace, OperatorProcess, install_crds
 
 ENGINES = 300
-RESYNC_SECONDS = 10.0
+RESYNC_SECONDS = 6.0
 WAIT_SECONDS = 200.0
 
 
