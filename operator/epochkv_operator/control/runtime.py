@@ -119,6 +119,7 @@ class Operator:
         statuses = StatusWriter(client, self.store, self._take)
         keys = await self._hub_keys(client)
         await resync.complete()
+        gc.collect()
         gc.freeze()  # what is there now stays: looking through it for garbage, again and again, would hold up both loops
         self._canary_seen = time.monotonic()
         hub = await leader.serve(keys)
