@@ -37,7 +37,7 @@ ROWS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--resync", type=float, default=60.0, help="seconds between whole LISTs while the fleet idles (default 60)")
+    parser.add_argument("--resync", type=float, default=60.0, help="seconds between LISTs of each kind while the fleet idles (default 60)")
     parser.add_argument("--bumps", type=int, default=50, help="epochs asked for while the fleet is there (default 50)")
 
 

@@ -61,7 +61,7 @@ def run(
         list[str] | None, Option(help="key=value: a label of each PodMonitor, by which your Prometheus finds it; repeatable.")
     ] = None,
     workers: Annotated[int, Option(min=1, max=64, help="Objects reconciled at the same time.")] = Settings.workers,
-    resync_seconds: Annotated[float, Option(min=1, help="Period of the whole LISTs that heal lost events.")] = Settings.resync_seconds,
+    resync_seconds: Annotated[float, Option(min=1, help="Period of the LISTs that find what the watches lost.")] = Settings.resync_seconds,
     log_format: Annotated[LogFormat, Option(help="json for clusters, console for people.")] = LogFormat.JSON,
     log_level: Annotated[str, Option(help="debug, info, warning or error.")] = "info",
 ) -> None:

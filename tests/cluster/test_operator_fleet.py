@@ -13,11 +13,11 @@ from hack.waiting import eventually
 from tests.cluster.operator_harness import Namespace, OperatorProcess, install_crds
 
 ENGINES = 300
-RESYNC_SECONDS = 10.0
+RESYNC_SECONDS = 6.0
 WAIT_SECONDS = 200.0
 
 
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(600)
 def test_a_fleet_idles_and_is_taken_over_without_a_write(
     fresh_control_plane: ControlPlane, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -138,6 +138,7 @@ class Operator:
             partial(_look_at_all, self.store, self._look),
         )
         await optional.look()
+        gc.collect()
         gc.freeze()  # what is there now stays: looking through it for garbage, again and again, would hold up both loops
         self._canary_seen = time.monotonic()
         hub = await leader.serve(keys)

@@ -1,4 +1,4 @@
-"""What a LIST shows of objects without reading them: who there is, in which version. A tenth of the bytes, and nothing is built of them."""
+"""What a LIST shows of objects without reading them: who there is, in which version. Metadata alone is sent, and two fields are read."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What the cluster looked like when last heard of: every watched object, by kind and uid, and by all that is asked for.
 
-Fed by watch events and by whole LISTs, which may overtake each other, so both carry a resourceVersion and the newer
-one wins; deletions leave a tombstone for a while, or a slow LIST would bring the object back. Decisions that need
-*all* objects of a moment are not taken from here.
+Fed by watch events, by answers to writes and, where watches lost something, by LISTs. They may overtake each other, so each
+carries a resourceVersion and the newest one wins. Deletions leave a tombstone for a while, or a slow LIST would bring the object
+back. Decisions that need *all* objects of a moment are not taken from here.
 """
 
 from __future__ import annotations
