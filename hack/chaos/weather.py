@@ -44,7 +44,7 @@ SPELLS: Final = (
     Spell("cable", 0.5, (CUT,), lease=True),
     Spell("outage", 1.0, (500, 503), lease=True),
 )
-WEIGHTS: Final = (6, 6, 4, 2, 2, 2, 1, 2, 1)
+WEIGHTS: Final = (3, 8, 4, 2, 2, 2, 1, 2, 1)
 
 
 def name_of(fault: Fault) -> str:

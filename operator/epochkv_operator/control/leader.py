@@ -45,6 +45,7 @@ class Leader:
         self._answers = answers
         self._thread = LoopThread("hub")
         self._client: KubeClient | None = None
+        self._hub_client: KubeClient | None = None
         self._lease: LeaseHolder | None = None
         self._hub: HubService | None = None
         self.port: HubPort | None = None
@@ -126,8 +127,10 @@ class Leader:
             await self._close_hub()
 
     async def _serve(self, keys: KeyPair) -> None:
-        assert self._client is not None
         assert self._lease is not None
+        # Not the Lease's own client, which has to write while this process does not lead.
+        client = self._hub_client = await KubeClient.connect()
+        client.may_not_write = self.not_leading
         echo = Echo(self._store, lambda kind, obj: self._on_main(self._store.upsert, kind, obj))
 
         def news(resource: Resource, obj: Json) -> None:
@@ -138,7 +141,7 @@ class Leader:
             self._settings.hub_bind,
             keys,
             self._lease,
-            StatusWriter(self._client, echo, news),
+            StatusWriter(client, echo, news),
             lambda key, delay_seconds: self._on_main(self._wake, key, delay_seconds),
             MooncakeAdmin(partial(master_urls, self._store)),
             forgotten=echo.forget,
@@ -158,5 +161,6 @@ class Leader:
         await self._close_hub()
         if self._lease is not None:
             await self._lease.release()
-        if self._client is not None:
-            await self._client.close()
+        for client in (self._client, self._hub_client):
+            if client is not None:
+                await client.close()

@@ -164,12 +164,13 @@ class KubeClient:
     def __init__(self, configuration: Any, deadline_seconds: float = 10.0) -> None:
         self.configuration = configuration
         self.may_not_write: Callable[[], str | None] = lambda: None
-        """Why nothing may be written now, or None. Asked before each write is sent."""
+        """Why nothing may be written now, or None. Asked before each write, and again when its connection stands."""
         self.wrote: Callable[[bool], None] = lambda answered: None
         """Told of each write whether the API server answered it, with whatever but an error of its own."""
         self.deadline_seconds = deadline_seconds
         self.server_date: datetime | None = None
         """The API server's clock when it answered last, to the second."""
+        configuration.client_session_kwargs = {"trust_env": False, "trace_configs": [self._asked_again()]}
         self._api = kubernetes_client.ApiClient(configuration)
         self._api.user_agent = MANAGED_BY
 
@@ -188,7 +189,6 @@ class KubeClient:
                 config_file=os.environ.get("KUBECONFIG") or kubernetes_config.KUBE_CONFIG_DEFAULT_LOCATION,
                 client_configuration=configuration,
             )
-        configuration.client_session_kwargs = {"trust_env": False}
         return cls(configuration, deadline_seconds)
 
     async def close(self) -> None:
@@ -214,9 +214,11 @@ class KubeClient:
         sent = self._send(verb, path, query, body, content_type, deadline_seconds or self.deadline_seconds)
         if verb == "GET":
             return await sent
-        if (reason := self.may_not_write()) is not None:
+        try:
+            self._check_leading(verb, path)
+        except Unavailable:
             sent.close()
-            raise Unavailable(0, "NotLeading", reason, f"{verb} {path}")
+            raise
         try:
             answer = await sent
         except Unavailable:
@@ -227,6 +229,21 @@ class KubeClient:
             raise
         self.wrote(True)
         return answer
+
+    def _check_leading(self, verb: str, path: str) -> None:
+        if (reason := self.may_not_write()) is not None:
+            raise Unavailable(0, "NotLeading", reason, f"{verb} {path}")
+
+    def _asked_again(self) -> aiohttp.TraceConfig:
+        """A connection may take as long as the deadline, and this process may be frozen meanwhile: look again before the first byte."""
+
+        async def about_to_send(_session: object, _context: object, sent: aiohttp.TraceRequestHeadersSentParams) -> None:
+            if sent.method not in ("GET", "HEAD"):
+                self._check_leading(sent.method, sent.url.path)
+
+        trace = aiohttp.TraceConfig()
+        trace.on_request_headers_sent.append(about_to_send)
+        return trace
 
     async def _send(
         self,
