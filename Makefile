@@ -96,6 +96,9 @@ generate: setup ## Write the CRDs, the references of the API, of the connector's
 	@$(DEV) -m hack.model_support
 	@$(DEV) -m hack.sync_chart
 
+release-crds: setup ## Take the CRDs as those of the last release, which later ones are compared with
+	@$(DEV) -m hack.crds release
+
 # The locked requirements where `make lock` has written them, else the ranges that they are compiled from.
 DOCS := .build/venv-docs
 $(DOCS)/.made: $(firstword $(wildcard hack/requirements/docs.txt) hack/requirements/docs.in)
@@ -145,4 +148,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-fast test-unit test-scheduler test-store test-engine test-cuda test-matrix test-families test-transfers test-cluster test-e2e simulate simulate-mutants lint census generate bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean
+.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-fast test-unit test-scheduler test-store test-engine test-cuda test-matrix test-families test-transfers test-cluster test-e2e simulate simulate-mutants lint census generate release-crds bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean

@@ -84,7 +84,20 @@ SLICED = ("tests/engine/test_matrix.py", "tests/engine/test_families.py")
 """Tests with many engines, of which a slice runs here: they have a layer for themselves."""
 
 LAYERS = (
-    Layer("fast", DEV, ("tests/unit/operator", "tests/unit/operator_runtime", "tests/unit/hack", *RULES), 30, 4),
+    Layer(
+        "fast",
+        DEV,
+        (
+            "tests/unit/operator",
+            "tests/unit/operator_api",
+            "tests/unit/operator_plan",
+            "tests/unit/operator_runtime",
+            "tests/unit/hack",
+            *RULES,
+        ),
+        30,
+        4,
+    ),
     Layer("fence", DEV, ("tests/unit/fence",), 120, 6, real=True, without=RULES),
     Layer("security", DEV, ("tests/security",), 45, 4, real=True),
     Layer(

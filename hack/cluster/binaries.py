@@ -67,6 +67,7 @@ MODULES = (
     ),
     Module("helm", {"helm": "helm.sh/helm/v3/cmd/helm"}, "-s -w", 80),
     Module("coredns", {"coredns": "github.com/coredns/coredns"}, "-s -w", 100),
+    Module("crdify", {"crdify": "sigs.k8s.io/crdify"}, "-s -w", 60),
 )
 
 

@@ -5,48 +5,14 @@ The list is written by hand from the API's promises; nothing in it is computed f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-Json = dict[str, Any]
+from tests.support.api_cases import Change, Json, engine, pool
 
 STORE = {"segmentSize": "256Mi"}
 MOONCAKE = {"mooncake": {"store": STORE}}
 EXTERNAL = {"external": {"masterAddress": "mooncake.example:50051"}}
 LOCAL = {"capacity": "1Gi"}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One create. `says`: fragments of the refusal, None when it must be accepted. `schema`: refused by the schema, not by a
-    rule of ours, so only the API server's wording is checked. `gone`: a field of an earlier version, which only the API server refuses."""
-
-    id: str
-    kind: str
-    spec: Json | None
-    says: tuple[str, ...] | None = None
-    schema: bool = False
-    name: str = "subject"
-    gone: bool = False
-
-
-@dataclass(frozen=True)
-class Change:
-    """One update of an accepted object."""
-
-    id: str
-    kind: str
-    old: Json
-    new: Json
-    says: tuple[str, ...] | None = None
-
-
-def pool(id: str, spec: Json | None, *says: str, schema: bool = False, name: str = "subject", gone: bool = False) -> Case:
-    return Case(id, "KVCachePool", spec, says or None, schema, name, gone)
-
-
-def engine(id: str, extra: Json, *says: str, schema: bool = False, name: str = "subject", gone: bool = False) -> Case:
-    return Case(id, "InferenceEngine", {"model": {"name": "tiny"}, **extra}, says or None, schema, name, gone)
 
 
 def mooncake(**changes: Any) -> Json:
@@ -67,7 +33,7 @@ GONE_OF_POOLS: dict[str, list[Json]] = {
     "reset.joinAfterSeconds": [{"local": LOCAL, "reset": {"joinAfterSeconds": value}} for value in (0, 60, "60")],
     "reset.onLocalReset": [{"local": LOCAL, "reset": {"onLocalReset": value}} for value in ("Private", "Propose", "propose")],
 }
-"""Specs with a field of an earlier version, by its path. Only the API server refuses these: the models read what was stored before."""
+"""Specs with a field of an earlier version, by its path. Only admission refuses these: the models read what was stored before."""
 
 POOL_CASES = [
     pool("local-only", {"local": LOCAL}),
@@ -96,7 +62,7 @@ POOL_CASES = [
     pool("keys-empty", {"local": LOCAL, "keys": {}}),
     # what other fields have replaced
     *(
-        pool(f"gone-{path}-{number}", spec, f"spec.{path}: Forbidden: spec.{path} is no longer supported: ", "remove it", gone=True)
+        pool(f"gone-{path}-{number}", spec, f"spec.{path}: Forbidden: spec.{path} is no longer supported: ", "remove it", stored=True)
         for path, specs in GONE_OF_POOLS.items()
         for number, spec in enumerate(specs)
     ),
@@ -128,8 +94,10 @@ POOL_CASES = [
     pool("etcd-without-endpoints", master(highAvailability={"backend": "Etcd"}), "highAvailability.etcd", "etcd.endpoints"),
     pool("endpoints-without-etcd", master(highAvailability={"etcd": {"endpoints": ["a:1"]}}), "highAvailability.etcd", "backend: None"),
     pool("etcd-empty-list", master(highAvailability={"backend": "Etcd", "etcd": {"endpoints": []}}), "at least 1", schema=True),
-    pool("etcd-with-scheme", master(highAvailability=etcd("http://a:2379")), "endpoints[0]", "should match", schema=True),
-    pool("etcd-without-port", master(highAvailability=etcd("a")), "endpoints[0]", "should match", schema=True),
+    pool(
+        "etcd-with-scheme", master(highAvailability=etcd("http://a:2379")), "endpoints[0]", "'http://a:2379' must be host:port", stored=True
+    ),
+    pool("etcd-without-port", master(highAvailability=etcd("a")), "endpoints[0]", "'a' must be host:port", stored=True),
     pool("etcd-twice", master(highAvailability=etcd("a:1", "a:1")), "Duplicate value", schema=True),
     pool("unknown-backend", master(highAvailability={"backend": "KubernetesLease"}), "Unsupported value", '"Etcd"', schema=True),
     pool("no-master", master(replicas=0), "greater than or equal to 1", schema=True),
@@ -139,10 +107,16 @@ POOL_CASES = [
     pool("no-store", {"distributed": {"mooncake": {}}}, "store: Required value", schema=True),
     pool("zero-segment", mooncake(store={"segmentSize": 0}), "segmentSize", "must be a Kubernetes quantity of at least 1Mi, such as 64Gi"),
     pool("negative-segment", mooncake(store={"segmentSize": "-5Gi"}), "segmentSize", "at least 1Mi"),
-    pool("forgotten-unit", {"local": {"capacity": "64"}}, "capacity", "at least 1Mi, such as 64Gi"),
+    pool("forgotten-unit", {"local": {"capacity": "64"}}, "capacity", "'64' must be", "at least 1Mi, such as 64Gi"),
     pool("wrong-unit", {"local": {"capacity": "64GB"}}, "capacity", "a Kubernetes quantity"),
     pool("words-as-size", {"local": {"capacity": "lots"}}, "capacity", "a Kubernetes quantity"),
     pool("empty-size", {"local": {"capacity": ""}}, "capacity", "a Kubernetes quantity"),
+    pool("largest-size", {"local": {"capacity": "1Pi"}}),
+    *(
+        pool(f"huge-size-{size}", {"local": {"capacity": size}}, f"'{size}' is above 1Pi: check the unit", stored=True)
+        for size in ("1e30", "2Pi", 2**50 + 1)
+    ),
+    pool("huge-segment", mooncake(store={"segmentSize": "1Ei"}), "segmentSize", "'1Ei' is above 1Pi", stored=True),
     pool("no-capacity", {"local": {}}, "capacity: Required value", schema=True),
     pool("boolean-size", {"local": {"capacity": True}}, "capacity", schema=True),
     pool("no-store-replica", mooncake(store={**STORE, "replicas": 0}), "greater than or equal to 1", schema=True),
@@ -154,7 +128,34 @@ POOL_CASES = [
     pool("device-twice", mooncake(transport={"protocol": "RDMA", "devices": ["a", "a"]}), "Duplicate value", schema=True),
     # external
     pool("external-without-address", {"distributed": {"external": {}}}, "masterAddress: Required value", schema=True),
-    pool("external-without-port", {"distributed": {"external": {"masterAddress": "host"}}}, "masterAddress", schema=True),
+    *(
+        pool(
+            f"external-address-{address}",
+            {"distributed": {"external": {"masterAddress": address}}},
+            "spec.distributed.external.masterAddress",
+            f"'{address}' must be host:port, such as mooncake.example:50051, or etcd://host:port;host:port",
+            stored=True,
+        )
+        for address in ("host", "a b:1", "host:port", "host:0", "host:65536", "http://host:1", "host:50051/x", "etcd://a:1;b", ":50051")
+    ),
+    *(
+        pool(f"external-address-{address}", {"distributed": {"external": {"masterAddress": address}}})
+        for address in ("10.0.0.7:50051", "[fd00::7]:50051", "m-0.m.ns.svc.cluster.local:65535", "etcd://e-0.example:2379")
+    ),
+    *(
+        pool(f"metadata-{server}", {"distributed": {"external": {"masterAddress": "m:1", "metadataServer": server}}})
+        for server in ("P2PHANDSHAKE", "http://m:8080/metadata", "etcd://e0:2379;e1:2379", "redis://r:6379", "e0:2379,e1:2379")
+    ),
+    *(
+        pool(
+            f"metadata-{server}",
+            {"distributed": {"external": {"masterAddress": "m:1", "metadataServer": server}}},
+            "metadataServer",
+            "must be P2PHANDSHAKE, or host:port",
+            stored=True,
+        )
+        for server in ("p2p", "http://m/metadata", "http://user:secret@m:8080/metadata")
+    ),
     # epochs and leases
     pool("negative-epoch", {"local": LOCAL, "resetEpoch": -1}, "resetEpoch", "greater than or equal to 0", schema=True),
     pool("huge-epoch", {"local": LOCAL, "resetEpoch": 2**53}, "resetEpoch", "less than or equal to", schema=True),
@@ -171,14 +172,16 @@ POOL_CASES = [
     pool("unknown-in-template", master(template={"speck": {}}), "unknown field", "speck", schema=True),
     pool("mode-enum", {"local": LOCAL, "networkPolicy": {"mode": "On"}}, "Unsupported value", schema=True),
     pool("owned-label", master(template={"metadata": {"labels": {"epochkv.io/pool": "x"}}}), "belong", "prefix of your own"),
-    pool("name-too-long", {"local": LOCAL}, "metadata.name must be at most 40 characters", name="p" * 41, schema=True),
-    pool("name-with-dot", {"local": LOCAL}, "metadata.name must be", name="a.b", schema=True),
-    pool("name-with-digit-first", {"local": LOCAL}, "metadata.name must be", "starting with a letter", name="1a", schema=True),
+    pool("name-too-long", {"local": LOCAL}, "metadata.name must be at most 40 characters", name="p" * 41),
+    pool("name-with-dot", {"local": LOCAL}, "metadata.name must be", name="a.b"),
+    pool("name-with-digit-first", {"local": LOCAL}, "metadata.name must be", "starting with a letter", name="1a"),
 ]
 
-_KV = ("--kv-transfer-config", "belong to the operator", "remove them from spec.args")
+_KV = ("belongs to the operator", "remove it from spec.args", "the pool named by spec.poolRef decides about KV")
 _ENV = ("PYTHONHASHSEED", "belong to the operator", "remove them from spec.env")
-_OWNED = ("spec.model and spec.parallelism",)
+_OWNED = ("belongs to the operator", "use spec.model and spec.parallelism")
+_SECRET = ("is a secret on a command line", "spec.env with valueFrom.secretKeyRef")
+_BLANK = ("write --max-model-len=2048, or two items",)
 _POOL_REF = {"poolRef": {"name": "policy"}}
 
 ENGINE_CASES = [
@@ -266,6 +269,29 @@ ENGINE_CASES = [
             ]
         )
     ),
+    engine("arg-is-named", {"args": ["--enforce-eager", "--kv_tr={}"]}, "spec.args[1]: ", "--kv_tr belongs to the operator"),
+    *(
+        engine(f"secret-{number}", {"args": ["--enforce-eager", *args]}, "spec.args[1]: ", *_SECRET, stored=True)
+        for number, args in enumerate(
+            [
+                ["--api-key=hunter2"],
+                ["--api-key", "hunter2"],
+                ["--api_key", "hunter2"],
+                ["--api-k=hunter2"],
+                ["--api-key", "$(KEY)"],
+                ["--hf-token=hunter2"],
+                ["--hf_token", "hunter2"],
+                ["--hf-t=hunter2"],
+                ["--hf-token"],
+            ]
+        )
+    ),
+    *(
+        engine(f"blank-{number}", {"args": ["--enforce-eager", arg]}, "spec.args[1]: ", *_BLANK, stored=True)
+        for number, arg in enumerate(["--max-model-len 2048", "--enforce-eager ", " --enforce-eager", "--x\t=1", "-n 2", "--a.b-c_d e"])
+    ),
+    engine("blanks-in-values", {"args": ["--chat-template", "{% if x %} --y {% endif %}", '--hf-overrides={"a": 1}', "a -b c", "- x", ""]}),
+    engine("options-like-secrets", {"args": ["--api-server-count=2", "--hf-overrides={}", "--hf-config-path=x"]}),
     *(
         engine(f"env-{name}", {"env": [{"name": "OK", "value": "1"}, {"name": name, "value": "0"}]}, *_ENV)
         for name in (
@@ -287,37 +313,40 @@ ENGINE_CASES = [
         "env-two-sources", {"env": [{"name": "A", "value": "1", "valueFrom": {"fieldRef": {"fieldPath": "a"}}}]}, "both value and valueFrom"
     ),
     engine("env-empty-source", {"env": [{"name": "A", "valueFrom": {}}]}, "exactly one of configMapKeyRef"),
-    engine("env-bad-name", {"env": [{"name": "A B"}]}, "should match", schema=True),
+    engine("env-bad-name", {"env": [{"name": "A B"}]}, "spec.env[0].name", "'A B' must be a variable's name"),
     engine("env-number", {"env": [{"name": "A", "value": 1}]}, "must be of type string", schema=True),
     engine("env-without-name", {"env": [{"value": "1"}]}, "name: Required value", schema=True),
     # pools, and what other fields have replaced
     engine("ec-with-pool", {**_POOL_REF, "args": ["--ec-transfer-config={}"]}, "--ec-transfer-config", "remove it"),
     *(
-        engine(f"gone-weightsSource-{value}", {"weightsSource": value}, "spec.weightsSource: Forbidden: ", "remove it", gone=True)
+        engine(f"gone-weightsSource-{value}", {"weightsSource": value}, "spec.weightsSource: Forbidden: ", "remove it", stored=True)
         for value in ("Model", "Pushed", "pushed")
     ),
     engine("pool-in-other-namespace", {"poolRef": {"name": "p", "namespace": "x"}}, 'unknown field "spec.poolRef.namespace"', schema=True),
     engine("pool-name-empty", {"poolRef": {"name": ""}}, "poolRef.name", schema=True),
-    engine("pool-name-case", {"poolRef": {"name": "Policy"}}, "poolRef.name", "should match", schema=True),
+    engine("pool-name-case", {"poolRef": {"name": "Policy"}}, "poolRef.name", "'Policy' must be the name of a KVCachePool"),
     # the rest
     engine("model-missing", {"model": {}}, "model.name: Required value", schema=True),
     engine("model-empty", {"model": {"name": ""}}, "model.name", schema=True),
-    engine("model-with-space", {"model": {"name": "a b"}}, "model.name", "should match", schema=True),
-    engine("model-like-a-flag", {"model": {"name": "--port"}}, "model.name", "should match", schema=True),
+    engine("model-with-space", {"model": {"name": "a b"}}, "spec.model.name", "'a b' must be one word that does not begin with '-'"),
+    engine("model-like-a-flag", {"model": {"name": "--port"}}, "spec.model.name", "'--port' must be one word"),
+    engine("revision-with-space", {"model": {"name": "a", "revision": "a b"}}, "spec.model.revision", "a branch, a tag or a commit"),
+    engine("source-with-space", {"model": {"name": "a", "source": "/a b"}}, "spec.model.source", "a path in the pod, or a repository"),
     engine("negative-replicas", {"replicas": -1}, "replicas", "greater than or equal to 0", schema=True),
     engine("no-tensor-rank", {"parallelism": {"tensor": 0}}, "parallelism.tensor", schema=True),
     engine("pipeline", {"parallelism": {"pipeline": 2}}, 'unknown field "spec.parallelism.pipeline"', schema=True),
     engine("role", {"role": "Producer"}, 'unknown field "spec.role"', schema=True),
     engine("command", {"command": ["vllm"]}, 'unknown field "spec.command"', schema=True),
     engine("pull-policy", {"imagePullPolicy": "Sometimes"}, "Unsupported value", schema=True),
-    engine("image-with-space", {"image": "a b"}, "image", "should match", schema=True),
+    engine("image-with-space", {"image": "a b"}, "spec.image", "'a b' has a blank", "give one image"),
+    engine("huge-memory", {"resources": {"limits": {"memory": "1e30"}}}, "memory", "'1e30' is above 1Pi", stored=True),
     engine("negative-memory", {"resources": {"limits": {"memory": "-1"}}}, "memory", "must be a Kubernetes quantity that is not negative"),
     engine("memory-in-words", {"resources": {"requests": {"memory": "much"}}}, "memory", "must be a Kubernetes quantity"),
     engine("resource-claims", {"resources": {"claims": []}}, 'unknown field "spec.resources.claims"', schema=True),
     engine("args-as-text", {"args": "--enforce-eager"}, "must be of type array", schema=True),
     engine("args-number", {"args": [1]}, "must be of type string", schema=True),
     engine("owned-label", {"template": {"metadata": {"labels": {"app.kubernetes.io/name": "x"}}}}, "belong", "prefix of your own"),
-    engine("name-too-long", {}, "metadata.name must be at most 40 characters", name="e" * 41, schema=True),
+    engine("name-too-long", {}, "metadata.name must be at most 40 characters", name="e" * 41),
 ]
 
 CASES = POOL_CASES + ENGINE_CASES
@@ -337,7 +366,9 @@ CHANGES = [
     pool_change("raise-epoch", {"resetEpoch": 1}, {"resetEpoch": 9}),
     pool_change("keep-epoch", {"resetEpoch": 3}, {"resetEpoch": 3, "reset": {"reclaimPolicy": "Retain"}}),
     pool_change("raise-lease", {"reset": {"leaseSeconds": 10}}, {"reset": {"leaseSeconds": 20}}),
-    pool_change("lower-lease", {"reset": {"leaseSeconds": 40}}, {"reset": {"leaseSeconds": 39}}, "spec.reset.leaseSeconds never goes down"),
+    pool_change(
+        "lower-lease", {"reset": {"leaseSeconds": 40}}, {"reset": {"leaseSeconds": 39}}, "spec.reset.leaseSeconds never goes down: it is 40"
+    ),
     pool_change("drop-long-lease", {"reset": {"leaseSeconds": 40}}, {}, "spec.reset.leaseSeconds never goes down"),
     pool_change("lower-epoch", {"resetEpoch": 7}, {"resetEpoch": 6}, "spec.resetEpoch", "it is 7; to reset, set 8 or higher"),
     pool_change("remove-epoch", {"resetEpoch": 7}, {}, "spec.resetEpoch", "it is 7"),
@@ -347,7 +378,13 @@ CHANGES = [
     ),
     engine_change("set-weightsSource", {}, {"weightsSource": "Model"}, "spec.weightsSource is no longer supported: ", "remove it"),
     pool_change("rotate-keys", {"keys": {"generation": 1}}, {"keys": {"generation": 2}}),
-    pool_change("rotate-keys-back", {"keys": {"generation": 2}}, {"keys": {"generation": 1}}, "spec.keys.generation never goes down"),
+    pool_change(
+        "rotate-keys-back",
+        {"keys": {"generation": 2}},
+        {"keys": {"generation": 1}},
+        "spec.keys.generation never goes down: it is 2",
+        "set 3",
+    ),
     pool_change("forget-generation", {"keys": {"generation": 2}}, {}, "spec.keys.generation never goes down"),
     pool_change("change-reclaim", {"reset": {"reclaimPolicy": "Delete"}}, {"reset": {"reclaimPolicy": "Retain"}}),
     pool_change("remove-local", {"distributed": MOONCAKE}, {"distributed": MOONCAKE}),

@@ -5,16 +5,16 @@ Live objects are parsed once, at the edge, with `parse_pool` and `parse_engine`;
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 
-from epochkv_operator.api.base import ApiModel
+from epochkv_operator.api.base import ADMISSION, ApiModel
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 
-__all__ = ["InferenceEngine", "InvalidObject", "KVCachePool", "parse_engine", "parse_pool"]
+__all__ = ["InferenceEngine", "InvalidObject", "KVCachePool", "admit", "parse_engine", "parse_pool"]
 
 _Object = TypeVar("_Object", bound=ApiModel)
 
@@ -36,20 +36,58 @@ def parse_engine(obj: Mapping[str, Any]) -> InferenceEngine:
     return _parse(InferenceEngine, obj)
 
 
-def _parse(model: type[_Object], obj: Mapping[str, Any]) -> _Object:
-    known = {key: obj[key] for key in ("apiVersion", "kind", "metadata", "spec", "status") if key in obj}
+def admit(obj: Mapping[str, Any]) -> KVCachePool | InferenceEngine:
+    """An object that a user wants to apply, judged as the API server judges it, as far as that needs no cluster.
+
+    Raises:
+        InvalidObject: also for what `parse_pool` and `parse_engine` still take, because an older CRD took it.
+        KeyError: a kind that is not ours.
+    """
+    model: type[KVCachePool] | type[InferenceEngine] = {one.__name__: one for one in (KVCachePool, InferenceEngine)}[obj["kind"]]
+    unknown = [key for key in obj if key not in _KNOWN]
+    if unknown:
+        raise InvalidObject(f"{_where(model, obj)}: {unknown[0]}: unknown field")
+    return _parse(model, obj, ADMISSION)
+
+
+_KNOWN: Final = ("apiVersion", "kind", "metadata", "spec", "status")
+_SCALARS: Final = ("int", "str", "constrained-str")
+"""Steps that pydantic adds for the branches of a union."""
+_SHOWN: Final = ("literal_error", "greater_than_equal", "less_than_equal")
+"""Errors of fields that hold no secrets, and are clearer with the value."""
+_SAID: Final = {"missing": "it is required", "extra_forbidden": "unknown field"}
+
+
+def _where(model: type[ApiModel], obj: Mapping[str, Any]) -> str:
+    metadata = obj.get("metadata") or {}
+    return f"{model.__name__} {metadata.get('namespace', 'default')}/{metadata.get('name', '')}"
+
+
+def _parse(model: type[_Object], obj: Mapping[str, Any], context: Mapping[str, Any] | None = None) -> _Object:
+    known = {key: obj[key] for key in _KNOWN if key in obj}
     try:
-        return model.model_validate(known)
+        return model.model_validate(known, context=dict(context or {}))
     except ValidationError as error:
-        metadata = obj.get("metadata") or {}
-        where = f"{model.__name__} {metadata.get('namespace', 'default')}/{metadata.get('name', '')}"
-        raise InvalidObject(f"{where}: {_sentence(error)}") from error
+        raise InvalidObject(f"{_where(model, obj)}: {_sentence(error)}") from error
 
 
 def _sentence(error: ValidationError) -> str:
     problems = []
     for problem in error.errors(include_url=False):
-        path = ".".join(str(step) for step in problem["loc"] if not str(step).startswith(("function-", "constrained-")))
-        text = problem["msg"].removeprefix("Value error, ")
+        path = _path(problem["loc"])
+        text = _SAID.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
+        if problem["type"] in _SHOWN:
+            text += f", not {problem['input']!r}"
         problems.append(f"{path}: {text}" if path and path not in text else text)
-    return "; ".join(problems)
+    return "; ".join(dict.fromkeys(problems))
+
+
+def _path(steps: Sequence[int | str]) -> str:
+    """As the API server writes it: `spec.args[1]`."""
+    path = ""
+    for step in steps:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step not in _SCALARS and not step.startswith(("function-", "constrained-")):
+            path += f".{step}"
+    return path.removeprefix(".")

@@ -7,13 +7,23 @@ older CRD, and refuses those for the same reason.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    WithJsonSchema,
+)
 from pydantic.alias_generators import to_camel
-
-from epochkv_operator.api import quantity
+from pydantic_core import CoreSchema, core_schema
 
 GROUP = "epochkv.io"
 VERSION = "v1alpha1"
@@ -29,6 +39,15 @@ PROTECTED_ENV_TEXT = "PYTHONHASHSEED, POD_NAME, POD_NAMESPACE, POD_IP, MOONCAKE_
 OWNED_LABEL_PREFIXES = ("epochkv.io/", "app.kubernetes.io/")
 
 Json = dict[str, Any]
+
+ADMISSION: Final = {"admission": True}
+"""Validation context: judge as the API server judges what a user applies. Without it the models also take what an older CRD took: an
+upgrade must not stop an engine that runs."""
+
+
+def admitted(info: ValidationInfo) -> bool:
+    """Whether the object is judged as the API server judges new input."""
+    return bool(info.context and info.context.get("admission"))
 
 
 class ApiModel(BaseModel):
@@ -60,18 +79,36 @@ def rules(*entries: Json) -> Json:
     return {"x-kubernetes-validations": list(entries)}
 
 
-def _int_or_string(max_length: int, *entries: Json) -> WithJsonSchema:
-    either: Json = {"anyOf": [{"type": "integer"}, {"type": "string"}], "x-kubernetes-int-or-string": True, "maxLength": max_length}
-    return WithJsonSchema(either | rules(*entries))
+def int_or_string(max_length: int) -> WithJsonSchema:
+    return WithJsonSchema({"x-kubernetes-int-or-string": True, "maxLength": max_length})
 
 
-def refused(path: str, instead: str) -> WithJsonSchema:
-    """Schema of a field that this version does not have any more.
+@dataclass(frozen=True)
+class Refused:
+    """A field that this version does not have any more, for `Annotated`. The models read what was stored with it.
 
     It stays declared, or the API server would drop it in silence for clients that do not ask for strict validation. An object
     that was stored with it can still be updated: the API server does not judge again what an update leaves alone.
     """
-    return _int_or_string(253, rule("false", f"{path} is no longer supported: {instead}", reason="FieldValueForbidden"))
+
+    text: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> Json:
+        entry = rule("false", self.text, reason="FieldValueForbidden")
+        return {"x-kubernetes-int-or-string": True, "maxLength": 253} | rules(entry)
+
+    def _check(self, value: Any, info: ValidationInfo) -> Any:
+        if admitted(info) and value is not None:
+            raise ValueError(self.text)
+        return value
+
+
+def refused(path: str, instead: str) -> Refused:
+    """The field at `path` is gone. `instead`: what to do now."""
+    return Refused(f"{path} is no longer supported: {instead}")
 
 
 def list_field(max_length: int, *, key: str = "", kind: str = "", min_length: int | None = None, checks: Json | None = None) -> Any:
@@ -99,51 +136,11 @@ def require_unique(values: Iterable[str], what: str) -> None:
         seen.add(value)
 
 
-def _size(value: int | str) -> int | str:
-    if quantity.parse(value) < 2**20:
-        raise ValueError(f"{value!r} must be a Kubernetes quantity of at least 1Mi, such as 64Gi")
-    return value
-
-
-def _amount(value: int | str) -> int | str:
-    if quantity.parse(value) < 0:
-        raise ValueError(f"{value!r} must be a Kubernetes quantity that is not negative, such as 2 or 16Gi")
-    return value
-
-
-Size = Annotated[
-    int | Annotated[str, Field(max_length=32)],
-    AfterValidator(_size),
-    _int_or_string(
-        32,
-        rule(
-            "type(self) == int ? self >= 1048576 : (isQuantity(self) && quantity(self).compareTo(quantity('1Mi')) >= 0)",
-            "must be a Kubernetes quantity of at least 1Mi, such as 64Gi",
-        ),
-    ),
-]
-"""Bytes, as an integer or a quantity."""
-
-Amount = Annotated[
-    int | Annotated[str, Field(max_length=32)],
-    AfterValidator(_amount),
-    _int_or_string(
-        32,
-        rule(
-            "type(self) == int ? self >= 0 : (isQuantity(self) && quantity(self).compareTo(quantity('0')) >= 0)",
-            "must be a Kubernetes quantity that is not negative, such as 2 or 16Gi",
-        ),
-    ),
-]
-"""An amount of a compute resource."""
-
 Epoch = Annotated[int, Field(ge=0, le=2**53 - 1, json_schema_extra={"format": "int64"})]
 Number = Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})]
 Generation = Number
 Count = Annotated[int, Field(ge=0, lt=2**31, json_schema_extra={"format": "int32"})]
 Timestamp = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
-Image = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^\S+$")]
-Address = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^\S+:\S+$")]
 
 
 def _not_ours(values: dict[str, str] | None) -> dict[str, str] | None:
@@ -186,15 +183,6 @@ class PodTemplate(ApiModel):
     an attempt is reported in a condition (`InvalidTemplate`) and nothing is changed."""
 
 
-class ResourceRequirements(ApiModel):
-    """Compute resources of a container, as in a pod."""
-
-    limits: Annotated[dict[str, Amount] | None, Field(max_length=32)] = None
-    """Upper bounds by resource name, such as `nvidia.com/gpu`, `memory`."""
-    requests: Annotated[dict[str, Amount] | None, Field(max_length=32)] = None
-    """What the scheduler reserves, by resource name."""
-
-
 class Condition(StatusModel):
     """One condition, as in all Kubernetes objects."""
 
@@ -215,20 +203,28 @@ class Condition(StatusModel):
 Conditions = Annotated[tuple[Condition, ...], list_field(16, key="type")]
 
 
+NAME_TEXT = (
+    f"metadata.name must be at most {NAME_MAX_LENGTH} characters of a-z, 0-9 and '-', starting with a letter:"
+    " Services and labels are named after it"
+)
+NAME_RULE = rule(
+    f"self.metadata.name.size() <= {NAME_MAX_LENGTH} && self.metadata.name.matches('{NAME_PATTERN}')", NAME_TEXT, path=".metadata.name"
+)
+
+
+def _named(name: str) -> str:
+    if len(name) > NAME_MAX_LENGTH or re.fullmatch(NAME_PATTERN, name) is None:
+        raise ValueError(NAME_TEXT)
+    return name
+
+
 class Metadata(BaseModel):
     """The part of an object's metadata that planning reads."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, alias_generator=to_camel)
 
-    name: Annotated[str, Field(min_length=1, max_length=NAME_MAX_LENGTH, pattern=NAME_PATTERN)]
+    name: Annotated[str, AfterValidator(_named)]
     namespace: str = "default"
     uid: str = ""
     generation: int = 1
     deletion_timestamp: str | None = None
-
-
-NAME_RULE = rule(
-    f"self.metadata.name.size() <= {NAME_MAX_LENGTH} && self.metadata.name.matches('{NAME_PATTERN}')",
-    f"metadata.name must be at most {NAME_MAX_LENGTH} characters of a-z, 0-9 and '-', starting with a letter:"
-    " Services and labels are named after it",
-)

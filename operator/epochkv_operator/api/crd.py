@@ -103,8 +103,10 @@ CRDS = (POOL, ENGINE)
 def manifest(crd: Crd) -> Json:
     """The CustomResourceDefinition as JSON."""
     schema = _structural(crd.model)
-    for key in ("apiVersion", "kind", "metadata"):
+    for key in ("apiVersion", "kind"):
         del schema["properties"][key]
+    # Declared only so that the rule about the name can point at it; the API server knows the rest of metadata by itself.
+    schema["properties"]["metadata"] = {"type": "object", "properties": {"name": {"type": "string"}}}
     schema["required"] = ["spec"]
     version: Json = {
         "name": VERSION,

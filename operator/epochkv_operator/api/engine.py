@@ -7,10 +7,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from epochkv_operator.api.arguments import EC_ARG, EC_ARG_TEXT, Argument
 from epochkv_operator.api.base import (
     API_VERSION,
-    NAME_MAX_LENGTH,
-    NAME_PATTERN,
     NAME_RULE,
     PROTECTED_ENV_NAMES,
     PROTECTED_ENV_PREFIXES,
@@ -20,10 +19,8 @@ from epochkv_operator.api.base import (
     Count,
     Epoch,
     Generation,
-    Image,
     Metadata,
     PodTemplate,
-    ResourceRequirements,
     StatusModel,
     is_protected_env,
     list_field,
@@ -33,20 +30,7 @@ from epochkv_operator.api.base import (
     rule,
     rules,
 )
-
-# vLLM's parser takes unambiguous abbreviations and reads '_' as '-', so the shortest forms count too (checked on 0.32).
-FORBIDDEN_ARG = "^--(kv[-_](t|o)|config(=|$))"
-OWNED_ARG = "^(--(model|u(ds?)?|po?r?t?|ho?s?t?|te[a-z_-]*|rev[a-z]*)(=.*)?|-t.*)$"
-_EC_ARG = "^--ec[-_]t"
-_EC_ARG_TEXT = "spec.args has --ec-transfer-config: encoder outputs of other engines are not named by the weights; remove it"
-FORBIDDEN_ARG_TEXT = (
-    "--kv-transfer-config, --kv-offloading-* (also abbreviated) and --config belong to the operator: remove them from spec.args;"
-    " the pool named by spec.poolRef decides about KV"
-)
-OWNED_ARG_TEXT = (
-    "--model, --revision, --tensor-parallel-size, --host, --port and --uds belong to the operator: use spec.model and spec.parallelism;"
-    " the port is always 8000"
-)
+from epochkv_operator.api.values import Amount, Image, ModelName, ModelSource, PoolName, Revision, VariableName
 
 
 class PoolReference(ApiModel):
@@ -62,18 +46,18 @@ class PoolReference(ApiModel):
         )
     )
 
-    name: Annotated[str, Field(min_length=1, max_length=NAME_MAX_LENGTH, pattern=NAME_PATTERN)]
+    name: PoolName
     """Name of the KVCachePool."""
 
 
 class Model(ApiModel):
     """What the engine serves."""
 
-    name: Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\s-]\S*$")]
+    name: ModelName
     """Name under which the model is served, and where it is loaded from unless `source` says otherwise."""
-    revision: Annotated[str | None, Field(min_length=1, max_length=128, pattern=r"^[^\s-]\S*$")] = None
+    revision: Revision | None = None
     """Revision to load: branch, tag or commit."""
-    source: Annotated[str | None, Field(min_length=1, max_length=1024, pattern=r"^[^\s-]\S*$")] = None
+    source: ModelSource | None = None
     """Path or repository to load the model from, such as a path in a volume that `template` mounts."""
 
 
@@ -82,6 +66,15 @@ class Parallelism(ApiModel):
 
     tensor: Annotated[int, Field(ge=1, le=64, json_schema_extra={"format": "int32"})] = 1
     """Tensor-parallel ranks in the pod."""
+
+
+class ResourceRequirements(ApiModel):
+    """Compute resources of a container, as in a pod."""
+
+    limits: Annotated[dict[str, Amount] | None, Field(max_length=32)] = None
+    """Upper bounds by resource name, such as `nvidia.com/gpu`, `memory`."""
+    requests: Annotated[dict[str, Amount] | None, Field(max_length=32)] = None
+    """What the scheduler reserves, by resource name."""
 
 
 class KeySelector(ApiModel):
@@ -146,7 +139,7 @@ class EnvVar(ApiModel):
         json_schema_extra=rules(rule("!has(self.value) || !has(self.valueFrom)", "an env entry has both value and valueFrom: keep one"))
     )
 
-    name: Annotated[str, Field(min_length=1, max_length=256, pattern="^[-._a-zA-Z][-._a-zA-Z0-9]*$")]
+    name: VariableName
     """Name of the variable."""
     value: Annotated[str | None, Field(max_length=16384)] = None
     """Its value."""
@@ -180,8 +173,8 @@ class InferenceEngineSpec(ApiModel):
                 reason="FieldValueForbidden",
             ),
             rule(
-                f"!has(self.poolRef) || !has(self.args) || !self.args.exists(a, a.matches('{_EC_ARG}'))",
-                _EC_ARG_TEXT,
+                f"!has(self.poolRef) || !has(self.args) || !self.args.exists(a, a.matches('{EC_ARG}'))",
+                EC_ARG_TEXT,
                 path=".args",
                 reason="FieldValueForbidden",
             ),
@@ -207,17 +200,11 @@ class InferenceEngineSpec(ApiModel):
     parallelism: Annotated[Parallelism, own_defaults(Parallelism)]
     """How one engine is spread over devices."""
     args: Annotated[
-        tuple[Annotated[str, Field(max_length=4096)], ...] | None,
-        list_field(
-            128,
-            kind="atomic",
-            checks=rules(
-                rule(f"!self.exists(a, a.matches('{FORBIDDEN_ARG}'))", FORBIDDEN_ARG_TEXT, reason="FieldValueForbidden"),
-                rule(f"!self.exists(a, a.matches('{OWNED_ARG}'))", OWNED_ARG_TEXT, reason="FieldValueForbidden"),
-            ),
-        ),
+        tuple[Argument, ...] | None,
+        list_field(128, kind="atomic"),
     ] = None
-    """Arguments for vLLM's OpenAI server, added to the operator's own and winning over its defaults."""
+    """Arguments for vLLM's OpenAI server, added to the operator's own and winning over its defaults. An option and its value are two
+    items, or one with `=`. Secrets go into `env`, as `VLLM_API_KEY` and `HF_TOKEN`, with `valueFrom.secretKeyRef`."""
     env: Annotated[
         tuple[EnvVar, ...] | None,
         list_field(
@@ -234,16 +221,6 @@ class InferenceEngineSpec(ApiModel):
     template: PodTemplate | None = None
     """Overrides of the engine pods; the operator's container is named `engine`."""
 
-    @field_validator("args")
-    @classmethod
-    def _check_args(cls, args: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        for arg in args or ():
-            if re.search(FORBIDDEN_ARG, arg):
-                raise ValueError(f"{arg.split('=')[0]}: {FORBIDDEN_ARG_TEXT}")
-            if re.search(OWNED_ARG, arg):
-                raise ValueError(f"{arg.split('=')[0]}: {OWNED_ARG_TEXT}")
-        return args
-
     @field_validator("env")
     @classmethod
     def _check_env(cls, env: tuple[EnvVar, ...] | None) -> tuple[EnvVar, ...] | None:
@@ -255,8 +232,8 @@ class InferenceEngineSpec(ApiModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.pool_ref is not None and any(re.search(_EC_ARG, arg) for arg in self.args or ()):
-            raise ValueError(_EC_ARG_TEXT)
+        if self.pool_ref is not None and any(re.search(EC_ARG, arg) for arg in self.args or ()):
+            raise ValueError(EC_ARG_TEXT)
         return self
 
 

@@ -67,7 +67,7 @@ def _markdown() -> str:
             parts.append(f"\n### {section}\n\n| field | type | default | meaning |\n|---|---|---|---|\n")
             parts.extend(_rows(schema["properties"][section], section))
         parts.append("\n### Rejected at admission\n\n")
-        parts.extend(f"- {message}\n" for message in sorted(set(_messages(schema))))
+        parts.extend(f"- {line}\n" for line in sorted(set(_messages(schema, ""))))
     return "".join(parts)
 
 
@@ -105,14 +105,14 @@ def _plain(value: object) -> str:
     return str(value)
 
 
-def _messages(schema: Json) -> Iterator[str]:
+def _messages(schema: Json, path: str) -> Iterator[str]:
     for entry in schema.get("x-kubernetes-validations", ()):
-        yield entry["message"]
-    for child in schema.get("properties", {}).values():
-        yield from _messages(child)
+        yield f"`{(path + entry.get('fieldPath', '')).removeprefix('.')}`: {entry['message']}"
+    for name, child in schema.get("properties", {}).items():
+        yield from _messages(child, f"{path}.{name}")
     for key in ("items", "additionalProperties"):
         if isinstance(schema.get(key), dict):
-            yield from _messages(schema[key])
+            yield from _messages(schema[key], f"{path}[]")
 
 
 if __name__ == "__main__":

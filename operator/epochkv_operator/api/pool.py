@@ -9,13 +9,10 @@ from pydantic import ConfigDict, Field, model_validator
 from epochkv_operator.api.base import (
     API_VERSION,
     NAME_RULE,
-    Address,
     ApiModel,
     Epoch,
-    Image,
     Metadata,
     PodTemplate,
-    Size,
     list_field,
     own_defaults,
     refused,
@@ -24,6 +21,7 @@ from epochkv_operator.api.base import (
     rules,
 )
 from epochkv_operator.api.pool_status import KVCachePoolStatus
+from epochkv_operator.api.values import Device, HostPort, Image, MasterAddress, MetadataServer, Size
 
 
 class Reset(ApiModel):
@@ -69,7 +67,7 @@ class EtcdBackend(ApiModel):
     """An etcd cluster that somebody else runs."""
 
     endpoints: Annotated[
-        tuple[Annotated[str, Field(min_length=1, max_length=253, pattern=r"^[^\s;,/]+:[0-9]+$")], ...],
+        tuple[HostPort, ...],
         list_field(9, kind="set", min_length=1),
     ]
     """`host:port` of each member, without a scheme."""
@@ -88,6 +86,7 @@ class HighAvailability(ApiModel):
             rule(
                 "(self.backend == 'Etcd') == has(self.etcd)",
                 "highAvailability.etcd is needed with backend: Etcd and only then: set etcd.endpoints, or backend: None",
+                path=".etcd",
             )
         )
     )
@@ -156,10 +155,13 @@ class Transport(ApiModel):
             rule(
                 "self.protocol != 'RDMA' || (has(self.devices) && size(self.devices) > 0)",
                 "transport.protocol RDMA needs transport.devices: name at least one, such as mlx5_0, or set protocol: TCP",
+                path=".devices",
+                reason="FieldValueRequired",
             ),
             rule(
                 "self.protocol == 'RDMA' || !has(self.devices)",
                 "transport.devices is only for RDMA: remove devices, or set protocol: RDMA",
+                path=".devices",
                 reason="FieldValueForbidden",
             ),
         )
@@ -169,7 +171,7 @@ class Transport(ApiModel):
     """`TCP` runs under Pod Security `restricted`. `RDMA` needs a namespace at level `privileged`: store and engine pods run as root
     with `IPC_LOCK` and the host's `/dev/infiniband`."""
     devices: Annotated[
-        tuple[Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\s,]+$")], ...] | None,
+        tuple[Device, ...] | None,
         list_field(16, kind="set"),
     ] = None
     """RDMA devices, such as `mlx5_0`."""
@@ -200,9 +202,9 @@ class Mooncake(ApiModel):
 class External(ApiModel):
     """A Mooncake store that somebody else runs."""
 
-    master_address: Address
+    master_address: MasterAddress
     """`host:port` of the master, or `etcd://host:port;host:port` when it is highly available."""
-    metadata_server: Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^\S+$")] = "P2PHANDSHAKE"
+    metadata_server: MetadataServer = "P2PHANDSHAKE"
     """Transfer Engine metadata server; `P2PHANDSHAKE` needs none."""
 
 
@@ -273,6 +275,8 @@ class KVCachePoolSpec(ApiModel):
                 "!has(self.reset.leaseSeconds) || !has(oldSelf.reset) || !has(oldSelf.reset.leaseSeconds)"
                 " || self.reset.leaseSeconds >= oldSelf.reset.leaseSeconds",
                 "spec.reset.leaseSeconds never goes down: a longer lease may still be out; keep it, or create a new pool",
+                expression="'spec.reset.leaseSeconds never goes down: it is %d, and a lease of that length may still be out; keep it, or "
+                "create a new pool'.format([oldSelf.reset.leaseSeconds])",
                 path=".reset.leaseSeconds",
             ),
             _WIPE_NEEDS_OWN_STORE,
@@ -280,6 +284,8 @@ class KVCachePoolSpec(ApiModel):
                 "!has(self.keys) || !has(self.keys.generation) || !has(oldSelf.keys) || !has(oldSelf.keys.generation)"
                 " || self.keys.generation >= oldSelf.keys.generation",
                 "spec.keys.generation never goes down: to replace the key pair, set it higher than it is",
+                expression="'spec.keys.generation never goes down: it is %d; to replace the key pair, set %d or higher'"
+                ".format([oldSelf.keys.generation, oldSelf.keys.generation + 1])",
                 path=".keys.generation",
             ),
             rule(

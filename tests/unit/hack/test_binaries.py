@@ -50,9 +50,9 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -
 
 def test_missing_binary_says_how_to_build_it(tmp_path: Path) -> None:
     found = binaries.Binaries((tmp_path,))
-    assert [module.name for module in found.missing()] == ["etcd", "kubernetes", "helm", "coredns"]
+    assert [module.name for module in found.missing()] == ["etcd", "kubernetes", "helm", "coredns", "crdify"]
     with pytest.raises(ClusterError, match=r"python -m hack\.cluster build"):
         found.path("etcd")
     (tmp_path / "etcd").touch(mode=stat.S_IRWXU)
     assert found.path("etcd") == tmp_path / "etcd"
-    assert [module.name for module in found.missing()] == ["kubernetes", "helm", "coredns"]
+    assert [module.name for module in found.missing()] == ["kubernetes", "helm", "coredns", "crdify"]

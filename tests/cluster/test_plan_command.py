@@ -1,0 +1,210 @@
+"""`epochkv plan --live` as people run it, against a real API server, with an operator that then does what was foretold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hack.waiting import eventually
+from tests.cluster.operator_harness import ENGINES, Namespace, OperatorProcess
+from tests.cluster.test_api_validation import kubectl, manifest
+from tests.support.cli import inside
+
+Json = dict[str, Any]
+POOL: Json = {"local": {"capacity": "1Gi"}}
+ENGINE: Json = {"model": {"name": "tiny"}, "poolRef": {"name": "policy"}, "replicas": 2, "resources": {"limits": {"memory": "4Gi"}}}
+Plan = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def plan(namespace: Namespace, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """Write manifests to a file, and run `epochkv plan --live` on it: exit status, stdout, stderr."""
+
+    def run(*objects: Json, arguments: tuple[str, ...] = (), kubeconfig: Path | None = None) -> tuple[int, str, str]:
+        file = tmp_path / "manifests.yaml"
+        file.write_text(yaml.safe_dump_all(objects))
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig or namespace.plane.kubeconfig))
+        return inside(capsys, "plan", "-f", str(file), "--live", "-n", namespace.name, *arguments)
+
+    return run
+
+
+def pool(**changes: Any) -> Json:
+    return without_namespace(manifest("KVCachePool", "policy", {**POOL, **changes}))
+
+
+def engine(**changes: Any) -> Json:
+    return without_namespace(manifest("InferenceEngine", "rollout", {**ENGINE, **changes}))
+
+
+def without_namespace(obj: Json) -> Json:
+    return {**obj, "metadata": {"name": obj["metadata"]["name"]}}
+
+
+def apply(namespace: Namespace, *objects: Json, flags: tuple[str, ...] = ()) -> None:
+    kubectl(namespace.plane, "-n", namespace.name, "apply", *flags, "-f", "-", stdin=yaml.safe_dump_all(objects))
+
+
+def generation(namespace: Namespace) -> int | None:
+    """Of the engine's Deployment: it rises with each change of it."""
+    found = namespace.get("/apis/apps/v1/namespaces/{}/deployments", "rollout")
+    return found["metadata"]["generation"] if found else None
+
+
+def template(namespace: Namespace) -> Json:
+    found = namespace.get("/apis/apps/v1/namespaces/{}/deployments", "rollout")
+    assert found is not None
+    return found["spec"]["template"]
+
+
+def steps(output: str) -> dict[str, Json]:
+    """Steps of `-o json`, by kind and name."""
+    return {f"{step['kind']} {step['name']}": step for one in json.loads(output)["objects"] for step in one["steps"]}
+
+
+def settled(namespace: Namespace) -> None:
+    def done() -> bool:
+        found = namespace.get(ENGINES, "rollout")
+        assert found is not None
+        return (
+            generation(namespace) is not None and (found.get("status") or {}).get("observedGeneration") == found["metadata"]["generation"]
+        )
+
+    eventually(done, "the engine is reconciled")
+
+
+@pytest.mark.parametrize("flags", [(), ("--server-side",)], ids=["kubectl-apply", "server-side"])
+def test_what_is_foretold_is_what_the_operator_does(
+    namespace: Namespace, operator: OperatorProcess, plan: Plan, flags: tuple[str, ...]
+) -> None:
+    before = namespace.versions()
+    status, output, _ = plan(pool(), engine(), arguments=("-o", "json"))
+    assert status == 0, "new pods replace none"
+    wanted = set(steps(output))
+    assert {"Deployment rollout", "ConfigMap policy-connection"} <= wanted
+    assert namespace.versions() == before, "a plan writes nothing"
+
+    apply(namespace, pool(), engine(), flags=flags)
+    settled(namespace)
+    for kind in ("deployments", "configmaps", "services", "serviceaccounts", "poddisruptionbudgets"):
+        assert namespace.names(kind) == {step.split()[1] for step in wanted if step.split()[0].lower() + "s" == kind}
+
+    status, output, _ = plan(pool(), engine())
+    assert status == 0, output
+    assert output.endswith("Plan: 0 to create, 0 to change, 0 to delete; no pod would be replaced.\n"), "defaults are no difference"
+
+    seen = generation(namespace)
+    status, output, _ = plan(pool(), engine(replicas=3))
+    assert (status, "spec.replicas: 2 -> 3" in output) == (0, True), output
+    apply(namespace, pool(), engine(replicas=3), flags=flags)
+    eventually(lambda: generation(namespace) != seen, "scaled")
+
+    old = template(namespace)
+    status, output, _ = plan(engine(replicas=3, args=["--enforce-eager"]))
+    assert status == 2, output
+    assert "replaces 3 pods, at most 1 at a time" in output
+    assert "because of spec.args" in output
+    assert template(namespace) == old
+    apply(namespace, engine(replicas=3, args=["--enforce-eager"]), flags=flags)
+    eventually(lambda: template(namespace) != old, "rolled")
+
+    # A field that the file does not have any more goes, as with kubectl.
+    status, output, _ = plan(engine(replicas=3))
+    assert status == 2, output
+    assert 'spec.args: ["--enforce-eager"] (removed)' in output
+
+
+def test_engines_that_are_in_no_file_are_shown_when_their_pool_restarts_them(
+    namespace: Namespace, operator: OperatorProcess, plan: Plan
+) -> None:
+    apply(namespace, pool(), engine())
+    settled(namespace)
+    status, output, _ = plan(pool(local={"capacity": "2Gi"}), arguments=("-o", "json"))
+    assert status == 2, output
+    step = steps(output)["Deployment rollout"]
+    assert (step["podsReplaced"], step["because"]) == (2, [f"spec.local.capacity of KVCachePool {namespace.name}/policy"])
+    memory = next(change for change in step["changes"] if change["path"].endswith("limits.memory"))
+    assert (memory["before"], memory["after"]) == ("5Gi", "6Gi"), "4Gi for the engine and L1"
+    status, output, _ = plan(pool(resetEpoch=4))
+    assert status == 0, output
+    assert "all KV of the pool becomes unreachable" in output
+    old = template(namespace)
+    apply(namespace, pool(local={"capacity": "2Gi"}))
+    eventually(lambda: template(namespace) != old, "the engine is rolled by its pool")
+
+
+def test_what_the_api_server_would_refuse_is_an_error_with_file_field_and_fix(
+    namespace: Namespace, operator: OperatorProcess, plan: Plan
+) -> None:
+    apply(namespace, pool(resetEpoch=7), engine())
+    settled(namespace)
+    status, output, errors = plan(pool(resetEpoch=3))
+    assert (status, output) == (1, "")
+    assert "manifests.yaml: " in errors
+    assert "spec.resetEpoch never goes down: it is 7; to reset, set 8 or higher" in errors
+    # Of the operator's own objects, as the operator would learn it.
+    status, output, _ = plan(engine(resources={"limits": {"memory": "1Gi"}, "requests": {"memory": "2Gi"}}))
+    assert status == 1
+    assert "the API server would refuse Deployment rollout" in output
+    assert "must be less than or equal to memory limit" in output
+
+
+def test_a_name_that_somebody_else_has_is_told_before(namespace: Namespace, operator: OperatorProcess, plan: Plan) -> None:
+    namespace.create("/api/v1/namespaces/{}/serviceaccounts", {"metadata": {"name": "rollout"}})
+    status, output, _ = plan(pool(), engine())
+    assert status == 1
+    assert "NameConflict: ServiceAccount" in output
+    assert "is not controlled by this operator" in output
+
+
+def test_who_may_not_patch_children_is_told_what_was_not_tried(
+    namespace: Namespace, operator: OperatorProcess, plan: Plan, tmp_path: Path
+) -> None:
+    """A person with rights on EpochKV's kinds, and the right to look at the rest."""
+    apply(namespace, pool(), engine())
+    settled(namespace)
+    kubectl(namespace.plane, "-n", namespace.name, "create", "serviceaccount", "person")
+    rules = [
+        {"apiGroups": ["epochkv.io"], "resources": ["*"], "verbs": ["get", "list", "create", "patch"]},
+        {"apiGroups": ["", "apps", "policy", "networking.k8s.io"], "resources": ["*"], "verbs": ["get", "list"]},
+    ]
+    group = "/apis/rbac.authorization.k8s.io/v1/namespaces/{}"
+    namespace.create(f"{group}/roles", {"metadata": {"name": "person"}, "rules": rules})
+    subject = {"kind": "ServiceAccount", "name": "person", "namespace": namespace.name}
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "person"}
+    namespace.create(f"{group}/rolebindings", {"metadata": {"name": "person"}, "roleRef": role, "subjects": [subject]})
+    config = yaml.safe_load(namespace.plane.kubeconfig.read_text())
+    token = kubectl(namespace.plane, "-n", namespace.name, "create", "token", "person").strip()
+    config["users"] = [{"name": user["name"], "user": {"token": token}} for user in config["users"]]
+    file = tmp_path / "person.yaml"
+    file.write_text(yaml.safe_dump(config))
+    status, output, errors = plan(engine(args=["--enforce-eager"]), kubeconfig=file)
+    assert status == 2, errors
+    assert "not tried at the API server, because you may not patch deployments" in output
+    rules[0]["verbs"] = ["get", "list"]
+    namespace.request("PUT", f"{group.format(namespace.name)}/roles/person", {"metadata": {"name": "person"}, "rules": rules})
+
+    def refused() -> bool:
+        status, _, errors = plan(engine(args=["--enforce-eager"]), kubeconfig=file)
+        return status == 1 and "inferenceengines" in errors and "ask for this right, or leave out --live" in errors
+
+    eventually(refused, "the right is gone")
+
+
+def test_no_cluster_and_no_namespace_are_said(namespace: Namespace, plan: Plan, tmp_path: Path) -> None:
+    status, _, errors = plan(pool(), kubeconfig=tmp_path / "none")
+    assert (status, "set KUBECONFIG, or leave out --live" in errors) == (1, True), errors
+    config = yaml.safe_load(namespace.plane.kubeconfig.read_text())
+    config["clusters"][0]["cluster"]["server"] = "https://127.0.0.1:1"
+    (tmp_path / "away").write_text(yaml.safe_dump(config))
+    status, _, errors = plan(pool(), kubeconfig=tmp_path / "away")
+    assert (status, "https://127.0.0.1:1: " in errors) == (1, True), errors
+    status, _, errors = plan(pool(), arguments=("--context", "nobody"))
+    assert (status, "nobody" in errors) == (1, True), errors
+    status, _, errors = plan({**pool(), "metadata": {"name": "policy", "namespace": "nowhere"}}, arguments=("-n", "nowhere"))
+    assert (status, "namespace nowhere does not exist" in errors) == (1, True), errors

@@ -1,0 +1,42 @@
+"""What a case of the API's corpus says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One create. `says`: fragments of the refusal, None when it must be accepted. `schema`: refused by the schema, not by a
+    rule of ours, so only the API server's wording is checked. `stored`: an earlier version took it, so the models read it where it is
+    stored."""
+
+    id: str
+    kind: str
+    spec: Json | None
+    says: tuple[str, ...] | None = None
+    schema: bool = False
+    name: str = "subject"
+    stored: bool = False
+
+
+@dataclass(frozen=True)
+class Change:
+    """One update of an accepted object."""
+
+    id: str
+    kind: str
+    old: Json
+    new: Json
+    says: tuple[str, ...] | None = None
+
+
+def pool(id: str, spec: Json | None, *says: str, schema: bool = False, name: str = "subject", stored: bool = False) -> Case:
+    return Case(id, "KVCachePool", spec, says or None, schema, name, stored)
+
+
+def engine(id: str, extra: Json, *says: str, schema: bool = False, name: str = "subject", stored: bool = False) -> Case:
+    return Case(id, "InferenceEngine", {"model": {"name": "tiny"}, **extra}, says or None, schema, name, stored)

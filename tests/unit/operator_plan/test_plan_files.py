@@ -1,0 +1,180 @@
+"""`epochkv plan` without a cluster: what it reads, what it refuses, and how it says so."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from epochkv_operator.cli.files import FilesError, Found, read
+from tests.support.cli import inside
+
+Json = dict[str, Any]
+
+
+def pool(name: str = "policy", **spec: Any) -> Json:
+    return {
+        "apiVersion": "epochkv.io/v1alpha1",
+        "kind": "KVCachePool",
+        "metadata": {"name": name},
+        "spec": {"local": {"capacity": "1Gi"}, **spec},
+    }
+
+
+def engine(name: str = "rollout", **spec: Any) -> Json:
+    full = {"model": {"name": "tiny"}, "poolRef": {"name": "policy"}, **spec}
+    return {"apiVersion": "epochkv.io/v1alpha1", "kind": "InferenceEngine", "metadata": {"name": name}, "spec": full}
+
+
+def found(*paths: Path | str, stdin: str = "", namespace: str | None = None) -> Found:
+    return read([str(path) for path in paths], io.StringIO(stdin), namespace, "default")
+
+
+def refused(*paths: Path | str, **options: Any) -> str:
+    with pytest.raises(FilesError) as error:
+        found(*paths, **options)
+    return str(error.value)
+
+
+def write(file: Path, *documents: Any) -> Path:
+    file.write_text(yaml.safe_dump_all(documents))
+    return file
+
+
+def test_files_folders_lists_documents_and_standard_input(tmp_path: Path) -> None:
+    write(tmp_path / "two.yaml", pool("a"), None, engine("b"))
+    (tmp_path / "one.json").write_text(json.dumps({"kind": "List", "apiVersion": "v1", "items": [pool("c"), engine("d")]}))
+    write(tmp_path / "other.yml", {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "x"}}, {"apiVersion": "example.org/v1"})
+    (tmp_path / "notes.txt").write_text("no: manifest")
+    seen = found(tmp_path, "-", stdin=yaml.safe_dump(pool("e")))
+    assert [manifest.key[2] for manifest in seen.manifests] == ["c", "d", "a", "b", "e"]
+    assert seen.manifests[-1].source == "standard input"
+    assert [line.removeprefix(f"{tmp_path}/") for line in seen.skipped] == [
+        "other.yml, document 1: ConfigMap x",
+        "other.yml, document 2: an object without a kind without a name",
+    ]
+
+
+def test_namespaces_are_filled_in_and_must_agree(tmp_path: Path) -> None:
+    own = {**pool(), "metadata": {"name": "policy", "namespace": "rl"}}
+    file = write(tmp_path / "f.yaml", own, engine())
+    assert [manifest.key[1] for manifest in found(file).manifests] == ["rl", "default"]
+    assert [manifest.key[1] for manifest in found(file, namespace="rl").manifests] == ["rl", "rl"]
+    assert "f.yaml, document 1: KVCachePool policy: metadata.namespace is rl, and --namespace is other" in refused(file, namespace="other")
+
+
+def test_every_problem_is_named_at_once_with_file_object_field_and_fix(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "f.yaml",
+        pool(local={"capacity": "1e30"}),
+        engine(args=["--enforce-eager", "--api-key=hunter2"]),
+        pool("twice"),
+        pool("twice"),
+        {**pool("old"), "apiVersion": "epochkv.io/v1beta7"},
+        {**pool(), "metadata": None},
+        ["a list"],
+        engine("gone", weightsSource="Model"),
+        engine("misspelt", replica=2),
+    )
+    text = refused(file, tmp_path / "missing.yaml")
+    assert text.splitlines() == [
+        f"{file}, document 1: KVCachePool default/policy: spec.local.capacity: '1e30' is above 1Pi: check the unit; give a size such"
+        " as 64Gi",
+        f"{file}, document 2: InferenceEngine default/rollout: spec.args[1]: --api-key is a secret on a command line, for everybody to see"
+        " who may read this object or list processes: remove it from spec.args, and set VLLM_API_KEY (for --api-key) or HF_TOKEN (for"
+        " --hf-token) in spec.env with valueFrom.secretKeyRef",
+        f"{file}, document 4: KVCachePool twice is also in {file}, document 3: keep one",
+        f"{file}, document 5: KVCachePool old: apiVersion is epochkv.io/v1beta7: this version of epochkv has epochkv.io/v1alpha1",
+        f"{file}, document 6: KVCachePool: metadata.name: it is required",
+        f"{file}, document 7: not an object with apiVersion, kind and metadata",
+        f"{file}, document 8: InferenceEngine default/gone: spec.weightsSource is no longer supported: KV is named by the weights that an"
+        " engine holds, pushed or not; remove it (docs/trainers.md)",
+        f"{file}, document 9: InferenceEngine default/misspelt: spec.replica: unknown field",
+        f"{tmp_path}/missing.yaml: No such file or directory",
+    ]
+
+
+def test_no_yaml_names_the_line(tmp_path: Path) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text("kind: KVCachePool\nmetadata: {name: [}\n")
+    assert refused(file).startswith(f"{file}, line 2: no YAML: ")
+    (tmp_path / "empty").mkdir()
+    assert "the folder has no .yaml, .yml, .json files" in refused(tmp_path / "empty")
+
+
+def test_the_command_shows_what_is_made_and_ends_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "f.yaml", engine(replicas=3), pool(), {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "trainer"}})
+    status, output, errors = inside(capsys, "plan", "-f", str(file))
+    assert status == 0, errors
+    assert output == (
+        f"KVCachePool default/policy: new ({file}, document 2)\n"
+        "  + create ConfigMap policy-connection\n"
+        "\n"
+        f"InferenceEngine default/rollout: new ({file}, document 1)\n"
+        "  + create ServiceAccount rollout\n"
+        "  + create Deployment rollout: starts 3 pods\n"
+        "  + create Service rollout\n"
+        "  + create PodDisruptionBudget rollout\n"
+        "\n"
+        "Plan: 5 to create, 0 to change, 0 to delete; no pod would be replaced.\n"
+    )
+    assert errors == f"epochkv: skipped, not a kind of EpochKV: {file}, document 3: Pod trainer\n"
+    _, output, _ = inside(capsys, "plan", "-f", str(file), "-o", "diff")
+    assert "--- /dev/null\n+++ b/Deployment/default/rollout\n" in output
+    assert "+  replicas: 3\n" in output
+    _, output, _ = inside(capsys, "plan", "-f", str(file), "-o", "json")
+    assert json.loads(output)["objects"][1]["steps"][1] == {
+        "do": "create",
+        "kind": "Deployment",
+        "name": "rollout",
+        "podsReplaced": 0,
+        "because": [],
+        "changes": [],
+    }
+
+
+def test_an_engine_without_its_pool_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, output, _ = inside(capsys, "plan", "-f", str(write(tmp_path / "f.yaml", engine())))
+    assert (status, "note: KVCachePool default/policy is not known here" in output) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "--filename"),
+        (("-f", "x", "--unknown"), "--unknown"),
+        (("-f", "x", "-o", "xml"), "xml"),
+        (("-f", "x", "--context", "prod"), "--context needs --live"),
+        (("-f", "no-such-file.yaml"), "no-such-file.yaml: No such file"),
+    ],
+)
+def test_mistakes_end_with_1_because_2_says_that_pods_are_replaced(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str
+) -> None:
+    status, output, errors = inside(capsys, "plan", *arguments)
+    assert (status, output) == (1, "")
+    assert says in errors
+
+
+def test_files_without_our_kinds_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "f.yaml", {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "trainer"}})
+    status, _, errors = inside(capsys, "plan", "-f", str(file))
+    assert status == 1
+    assert f"no KVCachePool or InferenceEngine in {file}" in errors
+    assert "Pod trainer" in errors
+
+
+def test_a_template_that_belongs_to_the_operator_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """CEL cannot see into templates, so admission takes it, and the operator would report it in a condition."""
+    wrong = engine(template={"spec": {"containers": [{"name": "engine", "image": "x"}]}})
+    status, output, _ = inside(capsys, "plan", "-f", str(write(tmp_path / "f.yaml", pool(), wrong)))
+    assert status == 1
+    assert (
+        "! the operator would change nothing: InvalidTemplate: spec.template.spec.containers[engine].image belongs to the operator"
+        in output
+    )
+    assert output.endswith("; 1 with a problem.\n")
