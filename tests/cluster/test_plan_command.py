@@ -141,6 +141,9 @@ def test_engines_that_are_in_no_file_are_shown_when_their_pool_restarts_them(
 def test_what_the_api_server_would_refuse_is_an_error_with_file_field_and_fix(
     namespace: Namespace, operator: OperatorProcess, plan: Plan
 ) -> None:
+    short = {"limits": {"memory": "1Gi"}, "requests": {"memory": "2Gi"}}
+    status, output, _ = plan(pool(), engine(resources=short))
+    assert (status, "the API server would refuse Deployment rollout" in output) == (1, True), output
     apply(namespace, pool(resetEpoch=7), engine())
     settled(namespace)
     status, output, errors = plan(pool(resetEpoch=3))
@@ -148,10 +151,10 @@ def test_what_the_api_server_would_refuse_is_an_error_with_file_field_and_fix(
     assert "manifests.yaml: " in errors
     assert "spec.resetEpoch never goes down: it is 7; to reset, set 8 or higher" in errors
     # Of the operator's own objects, as the operator would learn it.
-    status, output, _ = plan(engine(resources={"limits": {"memory": "1Gi"}, "requests": {"memory": "2Gi"}}))
+    status, output, _ = plan(engine(resources=short))
     assert status == 1
     assert "the API server would refuse Deployment rollout" in output
-    assert "must be less than or equal to memory limit" in output
+    assert "must be less than or equal to memory limit of 2Gi. 1Gi of each memory amount are the L1 of KVCachePool" in output
 
 
 def test_a_name_that_somebody_else_has_is_told_before(namespace: Namespace, operator: OperatorProcess, plan: Plan) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -95,6 +96,24 @@ def _pairs(before: list[Any], after: list[Any]) -> list[tuple[Any, int, Any, Any
         wanted = [(item[key], index, known.get(item[key], ABSENT), item) for index, item in enumerate(after)]
         gone = {item[key] for item in after}
         return wanted + [(item[key], index, item, ABSENT) for index, item in enumerate(before) if item[key] not in gone]
-    if len(before) != len(after):
-        return None
-    return [(index, index, one, other) for index, (one, other) in enumerate(zip(before, after, strict=True))]
+    if len(before) == len(after):
+        return [(index, index, one, other) for index, (one, other) in enumerate(zip(before, after, strict=True))]
+    return _moved(before, after) if all(isinstance(item, str) for item in both) else None
+
+
+def _moved(before: list[str], after: list[str]) -> list[tuple[Any, int, Any, Any]]:
+    """Words that came and went, such as arguments: what stands behind them only has another place."""
+    found: list[tuple[Any, int, Any, Any]] = []
+    matcher = difflib.SequenceMatcher(None, [_kind(word) for word in before], [_kind(word) for word in after], autojunk=False)
+    for tag, start, end, first, last in matcher.get_opcodes():
+        if tag == "equal":
+            found += [(first + step, first + step, before[start + step], after[first + step]) for step in range(end - start)]
+        else:
+            found += [(place, place, before[place], ABSENT) for place in range(start, end)]
+            found += [(place, place, ABSENT, after[place]) for place in range(first, last)]
+    return found
+
+
+def _kind(word: str) -> str:
+    """Two configurations in JSON are one item that changed."""
+    return "{" if isinstance(_opened(word), dict) else word

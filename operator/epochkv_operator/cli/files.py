@@ -17,6 +17,16 @@ _SUFFIXES: Final = (".yaml", ".yml", ".json")
 KINDS: Final = ("KVCachePool", "InferenceEngine")
 
 
+class _Loader(yaml.SafeLoader):
+    """Dates are text, as they are for kubectl."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
 class FilesError(Exception):
     """Files that cannot be planned; each text names the file, the object, the field and the fix."""
 
@@ -110,7 +120,7 @@ def _documents(paths: Sequence[str], stdin: TextIO, problems: list[str]) -> Iter
     for path in _files(paths, problems):
         try:
             text = stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-            documents = [document for document in yaml.safe_load_all(text) if document is not None]
+            documents = [document for document in yaml.load_all(text, _Loader) if document is not None]
         except (OSError, UnicodeDecodeError) as error:
             problems.append(f"{path}: {error.strerror if isinstance(error, OSError) else error}")
             continue

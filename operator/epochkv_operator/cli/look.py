@@ -12,7 +12,7 @@ from epochkv_operator.api import InvalidObject, parse_engine, parse_pool
 from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
 from epochkv_operator.cli import cluster
 from epochkv_operator.cli.files import FilesError, Manifest
-from epochkv_operator.cli.preview import UNKNOWN_UID, Outcome, Subject, World, key_of, preview
+from epochkv_operator.cli.preview import UNKNOWN_UID, Outcome, Step, Subject, World, key_of, preview
 from epochkv_operator.kube.client import ApiError, Forbidden, Invalid, KubeClient, NotFound
 from epochkv_operator.kube.resources import ENGINES, POOLS, by_kind
 from epochkv_operator.planning.context import Context
@@ -79,29 +79,39 @@ async def from_cluster(client: KubeClient, manifests: Sequence[Manifest], operat
     return Seen(_pools_first(subjects), world, context, _version_warnings(subjects))
 
 
-async def checked(client: KubeClient, outcomes: Sequence[Outcome]) -> list[Outcome]:
+async def checked(client: KubeClient, outcomes: Sequence[Outcome], world: World) -> list[Outcome]:
     """With what the API server would say to the operator: a quota, limits below requests, a policy."""
-    return [await _checked(client, outcome) for outcome in outcomes]
+    return [await _checked(client, outcome, world) for outcome in outcomes]
 
 
-async def _checked(client: KubeClient, outcome: Outcome) -> Outcome:
+async def _checked(client: KubeClient, outcome: Outcome, world: World) -> Outcome:
     unchecked: set[str] = set()
     for step in outcome.steps:
         if step.after is None:
             continue
-        uid = outcome.subject.after["metadata"]["uid"]
-        if uid == UNKNOWN_UID:
-            continue  # an owner that does not exist yet
         try:
             await cluster.as_applied_by_operator(client, step.after)
-        except Forbidden:
+        except Forbidden as error:
+            if "exceeded quota" in error.message or "denied" in error.message:
+                return replace(outcome, problem=_refused(step, error, outcome.subject, world))
             unchecked.add(by_kind(step.key[0]).plural)
         except Invalid as error:
-            return replace(outcome, problem=f"the API server would refuse {step.key[0]} {step.key[2]}: {error.message}")
+            return replace(outcome, problem=_refused(step, error, outcome.subject, world))
     if unchecked:
         kinds = ", ".join(sorted(unchecked))
         return replace(outcome, notes=(*outcome.notes, f"not tried at the API server, because you may not patch {kinds}"))
     return outcome
+
+
+def _refused(step: Step, error: ApiError, subject: Subject, world: World) -> str:
+    """The API server's words. Amounts of memory in them are not the user's own: the operator adds L1."""
+    text = f"the API server would refuse {step.key[0]} {step.key[2]}: {error.message}"
+    _, namespace, _ = subject.key
+    name = (subject.after["spec"].get("poolRef") or {}).get("name", "")
+    local = (world.after.get((namespace, name), {}).get("spec") or {}).get("local")
+    if local is None or "memory" not in error.message:
+        return text
+    return f"{text}. {local['capacity']} of each memory amount are the L1 of KVCachePool {namespace}/{name} (spec.local.capacity)"
 
 
 def _completed(obj: Json, *, new: bool = True) -> Json:

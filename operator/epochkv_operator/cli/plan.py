@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -81,6 +82,9 @@ def plan(
         outcomes, warnings = planned(files, live, namespace, context, operator_namespace)
     except (FilesError, NoCluster, Unanswered) as error:
         _fail(str(error).splitlines())
+    except Exception:  # a defect, which the command line could take for wrong usage and end with 2
+        traceback.print_exc()
+        raise typer.Exit(FAILED) from None
     for line in warnings:
         print(f"epochkv: {line}", file=sys.stderr)
     print({Output.TEXT: show.text, Output.DIFF: show.diff, Output.JSON: show.as_json}[output](outcomes))

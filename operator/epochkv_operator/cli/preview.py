@@ -23,6 +23,9 @@ Json = dict[str, Any]
 Key = tuple[str, str, str]
 UNKNOWN_UID: Final = "known-after-apply"
 _HIDDEN: Final = (HASH_ANNOTATION, VERSION_ANNOTATION)
+_STRATEGIES: Final = ("strategy", "updateStrategy", "rolloutStrategy")
+_TEMPLATES: Final = ("template", "leaderWorkerTemplate")
+_IDLE: Final = "the operator would change nothing"
 _MAX_CAUSES: Final = 32
 """Changed fields of an object that are tried one by one as causes."""
 
@@ -71,7 +74,7 @@ class Outcome:
     """Of the object itself."""
     steps: tuple[Step, ...] = ()
     problem: str | None = None
-    """Why the operator would do nothing."""
+    """What stands in the way."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -103,11 +106,11 @@ def _outcome(subject: Subject, world: World, context: Context) -> Outcome:
         plan = _plan(subject, world.after, context)
         known = _desired(subject.before, world.before, context) if subject.before is not None else {}
     except InvalidTemplate as error:
-        return Outcome(subject, changes, problem=f"InvalidTemplate: {error}")
+        return Outcome(subject, changes, problem=f"{_IDLE}: InvalidTemplate: {error}")
     except InvalidObject as error:
-        return Outcome(subject, changes, problem=str(error))
+        return Outcome(subject, changes, problem=f"{_IDLE}: {error}")
     if plan.problem is not None:
-        return Outcome(subject, changes, problem=f"{plan.problem.reason}: {plan.problem.message}")
+        return Outcome(subject, changes, problem=f"{_IDLE}: {plan.problem.reason}: {plan.problem.message}")
     live = {key_of(child) for child in subject.children}
     steps = []
     for key, obj in wanted.items():
@@ -120,17 +123,29 @@ def _outcome(subject: Subject, world: World, context: Context) -> Outcome:
 
 
 def _change(subject: Subject, world: World, context: Context, key: Key, before: Json, after: Json, found: tuple[Difference, ...]) -> Step:
-    spec = after.get("spec", {})
-    rolling = spec.get("strategy") or spec.get("updateStrategy") or {}
-    rolls = any(one.path.startswith("spec.template.") or one.path == "spec.template" for one in found) and rolling.get("type") != "OnDelete"
-    pods = min(before.get("spec", {}).get("replicas", 0), spec.get("replicas", 0)) if rolls else 0
-    return Step("change", key, before, after, found, _causes(subject, world, context, key), pods, _at_once(rolling) if pods else "")
+    return Step("change", key, before, after, found, _causes(subject, world, context, key), *replaced(before, after))
+
+
+def replaced(before: Json, after: Json) -> tuple[int, str]:
+    """How many pods a change of a workload replaces, and how many of them at the same time."""
+    spec, known = after.get("spec", {}), before.get("spec", {})
+    rolling: Json = next((spec[name] for name in _STRATEGIES if spec.get(name)), {})
+    if all(spec.get(name) == known.get(name) for name in _TEMPLATES) or rolling.get("type") == "OnDelete":
+        return 0, ""
+    pods = min(_pods(known), _pods(spec))
+    return pods, _at_once(rolling) if pods else ""
+
+
+def _pods(spec: Json) -> int:
+    """Of a workload; a LeaderWorkerSet has groups of them."""
+    replicas: int = spec.get("replicas", 0) * (spec.get("leaderWorkerTemplate") or {}).get("size", 1)
+    return replicas
 
 
 def _at_once(rolling: Json) -> str:
     if rolling.get("type") == "Recreate":
         return "all at once"
-    details = rolling.get("rollingUpdate") or {}
+    details = rolling.get("rollingUpdate") or rolling.get("rollingUpdateConfiguration") or {}
     surge = details.get("maxSurge", 0)
     return f"at most {details.get('maxUnavailable', 1)} at a time" + (f", with up to {surge} more beside them" if surge else "")
 

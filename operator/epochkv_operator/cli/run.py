@@ -40,7 +40,7 @@ async def _live(
     try:
         found = _read(paths, namespace, default_namespace)
         seen = await look.from_cluster(client, found.manifests, operator_namespace)
-        return await look.checked(client, seen.outcomes()), [*_skipped(found), *seen.warnings]
+        return await look.checked(client, seen.outcomes(), seen.world), [*_skipped(found), *seen.warnings]
     except Forbidden as error:
         raise Unanswered(f"{error.message}: ask for this right, or leave out --live") from error
     except ApiError as error:

@@ -43,7 +43,7 @@ def _outcome(outcome: Outcome) -> Iterator[str]:
     yield from (f"    spec.{change}" for change in outcome.changes)
     yield from (f"    note: {note}" for note in outcome.notes)
     if outcome.problem is not None:
-        yield f"  ! the operator would change nothing: {outcome.problem}"
+        yield f"  ! {outcome.problem}"
     for step in outcome.steps:
         yield from _step(step)
     yield ""

@@ -40,7 +40,8 @@ def pool_conditions(pool: KVCachePool, observed: Observed) -> list[Condition]:
     parts.append(_epoch_converged(pool, hub))
     tiers = _tiers_usable(hub.engines if hub is not None else None)
     notes = (_weights_converged(hub), tiers, _drained(hub), _reclaimed(pool, hub), _keys_rotated(pool, hub))
-    return [*_with_ready(parts, observed.problem, "the pool serves"), *(note for note in notes if note is not None)]
+    good = Condition("Ready", "True", "Ready", "the pool serves")
+    return [*_with_ready(parts, observed.problem, good), *(note for note in notes if note is not None)]
 
 
 def engine_conditions(engine: InferenceEngine, pool: KVCachePool | None, observed: Observed) -> list[Condition]:
@@ -52,7 +53,10 @@ def engine_conditions(engine: InferenceEngine, pool: KVCachePool | None, observe
         parts.append(_pool_bound(f"{engine.metadata.namespace}/{engine.spec.pool_ref.name}", bound))
         parts.append(_epoch_current(engine, bound, observed, state))
     notes = [_engine_tiers(engine, observed)] if engine.spec.pool_ref is not None and living(pool) is not None else []
-    return [*_with_ready(parts, observed.problem, "the engine serves"), *notes]
+    good = Condition("Ready", "True", "Ready", "the engine serves")
+    if engine.spec.replicas == 0:
+        good = Condition("Ready", "True", "ScaledToZero", "spec.replicas is 0: no pod runs and nothing is served; raise it to serve")
+    return [*_with_ready(parts, observed.problem, good), *notes]
 
 
 def master_health(pool: KVCachePool, observed: Observed) -> Health:
@@ -152,15 +156,15 @@ def _tiers_usable(engines: Iterable[HubEngine] | None) -> Condition:
     return Condition(kind, "False", worst, text)
 
 
-def _with_ready(parts: list[Condition], problem: Problem | None, good: str) -> list[Condition]:
-    """`Ready` says the problem, or else what the first part says that is not True."""
+def _with_ready(parts: list[Condition], problem: Problem | None, good: Condition) -> list[Condition]:
+    """`Ready` says the problem, or else what the first part says that is not True, or else `good`."""
     failing = next((part for part in parts if part.status != "True"), None)
     if problem is not None:
         ready = Condition("Ready", "False", problem.reason, problem.message)
     elif failing is not None:
         ready = replace(failing, type="Ready")
     else:
-        ready = Condition("Ready", "True", "Ready", good)
+        ready = good
     return [ready, *parts]
 
 

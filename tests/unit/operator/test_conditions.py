@@ -287,11 +287,12 @@ def test_keys_rotated(keys: KeysView | None, expected: Any, says: str) -> None:
     assert by_type(conditions)["Ready"] == ("True", "Ready")
 
 
-def test_scaled_to_zero_is_ready() -> None:
+def test_scaled_to_zero_is_ready_and_does_not_serve() -> None:
     idle = engine({"model": {"name": "tiny"}, "poolRef": {"name": "policy"}, "replicas": 0})
-    conditions = by_type(engine_conditions(idle, POLICY, Observed(engine_children({}, 0, idle), (), CONVERGED)))
-    assert conditions["Available"] == conditions["EpochCurrent"] == ("True", "ScaledToZero")
-    assert conditions["Ready"] == ("True", "Ready")
+    found = engine_conditions(idle, POLICY, Observed(engine_children({}, 0, idle), (), CONVERGED))
+    conditions = by_type(found)
+    assert conditions["Ready"] == conditions["Available"] == conditions["EpochCurrent"] == ("True", "ScaledToZero")
+    assert "nothing is served" in message(found, "Ready")
 
 
 def test_a_problem_of_the_plan_comes_first() -> None:

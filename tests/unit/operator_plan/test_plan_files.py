@@ -98,6 +98,13 @@ def test_every_problem_is_named_at_once_with_file_object_field_and_fix(tmp_path:
     ]
 
 
+def test_dates_are_text_as_they_are_for_kubectl(tmp_path: Path) -> None:
+    dated = {**pool(), "metadata": {"name": "policy", "annotations": {"made": "DATE"}}}
+    (tmp_path / "f.yaml").write_text(yaml.safe_dump(dated).replace("DATE", "2026-01-31"))
+    [manifest] = found(tmp_path / "f.yaml").manifests
+    assert manifest.obj["metadata"]["annotations"] == {"made": "2026-01-31"}
+
+
 def test_no_yaml_names_the_line(tmp_path: Path) -> None:
     file = tmp_path / "f.yaml"
     file.write_text("kind: KVCachePool\nmetadata: {name: [}\n")

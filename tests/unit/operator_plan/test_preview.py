@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from epochkv_operator.cli.fields import ABSENT, differences, reverted, top_differences
-from epochkv_operator.cli.preview import Outcome, Step, Subject, World, preview
+from epochkv_operator.cli.preview import Outcome, Step, Subject, World, preview, replaced
 from tests.support.planning import CONTEXT
 
 Json = dict[str, Any]
@@ -103,6 +103,18 @@ def test_an_engine_before_its_new_pool() -> None:
     assert outcome.rolls == 4
 
 
+def test_pods_of_groups_are_counted() -> None:
+    """What a LeaderWorkerSet replaces, as its fields say it."""
+    spec: Json = {"replicas": 2, "leaderWorkerTemplate": {"size": 3, "image": "a"}, "rolloutStrategy": {"type": "RollingUpdate"}}
+    before: Json = {"kind": "LeaderWorkerSet", "metadata": {"name": "rollout", "namespace": "rl"}, "spec": spec}
+    after = copy.deepcopy(before)
+    after["spec"]["leaderWorkerTemplate"]["image"] = "b"
+    assert replaced(before, after) == (6, "at most 1 at a time")
+    after["spec"]["replicas"] = 1
+    assert replaced(before, after)[0] == 3
+    assert replaced(before, {**before, "spec": {**spec, "replicas": 5}}) == (0, "")
+
+
 def test_two_changes_that_need_each_other_are_both_causes() -> None:
     before = pool(**MOONCAKE)
     after = copy.deepcopy(before)
@@ -120,7 +132,7 @@ def test_a_stranger_of_a_wanted_name_is_a_problem() -> None:
     stranger = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "rollout", "namespace": "rl", "uid": "x"}}
     [outcome] = preview([Subject(None, engine(), (stranger,))], World(after={("rl", "policy"): pool()}), CONTEXT)
     assert outcome.problem is not None
-    assert outcome.problem.startswith("NameConflict: ServiceAccount rl/rollout is not controlled")
+    assert "would change nothing: NameConflict: ServiceAccount rl/rollout is not controlled" in outcome.problem
 
 
 @pytest.mark.parametrize(
@@ -131,6 +143,9 @@ def test_a_stranger_of_a_wanted_name_is_a_problem() -> None:
         ({"a": None}, {}, ["a: null (removed)"]),
         ({"a": [1, 2]}, {"a": [1, 3]}, ["a[1]: 2 -> 3"]),
         ({"a": [1]}, {"a": [1, 3]}, ["a: [1] -> [1, 3]"]),
+        ({"a": ["x", "y"]}, {"a": ["x", "--new", "y"]}, ["a[1]: --new (new)"]),
+        ({"a": ["x", "y", "z"]}, {"a": ["x", "z"]}, ["a[1]: y (removed)"]),
+        ({"a": ["x", '{"b": 1}']}, {"a": ["--n", "x", '{"b": 2}']}, ["a[0]: --n (new)", "a[2].b: 1 -> 2"]),
         ({"c": [{"name": "x", "v": 1}]}, {"c": [{"name": "y"}, {"name": "x", "v": 2}]}, ['c[y]: {"name": "y"} (new)', "c[x].v: 1 -> 2"]),
         ({"c": [{"name": "x"}]}, {"c": []}, ['c[x]: {"name": "x"} (removed)']),
         ({"a": '{"b": {"c": 1}}'}, {"a": '{"b": {"c": 2}}'}, ["a.b.c: 1 -> 2"]),
