@@ -150,15 +150,35 @@ def test_what_is_well_is_said_in_one_line_each(world: World) -> None:
     assert "renewed" in said["lease"]
 
 
-def make_faults(world: World, pod: str) -> KeyPair:
-    """One of each kind, all at once. Returns the client key pair that the Secret then has."""
+def take_rights_away(space: Namespace) -> None:
+    """`delete` of workloads, and `get` of Secrets; returns when that is in force."""
+    role = space.request("GET", f"{ROLE}/epochkv-operator")
+    for rule in role["rules"]:
+        if rule["apiGroups"] == ["apps"]:
+            rule["verbs"].remove("delete")
+        if rule["resources"] == ["secrets"]:
+            rule["verbs"].remove("get")
+    space.request("PUT", f"{ROLE}/epochkv-operator", role)
+    wanted = {"namespace": HOME, "verb": "get", "resource": "secrets", "name": "lonely-fence"}
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SubjectAccessReview",
+        "spec": {"user": ACCOUNT, "resourceAttributes": wanted},
+    }
+
+    def refused() -> bool:
+        answer = space.request("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", review)
+        return not answer["status"]["allowed"]
+
+    eventually(refused, "the rights are gone")
+
+
+def make_faults(world: World, pod: str) -> tuple[Any, KeyPair]:
+    """One of each kind, all at once. Returns what the Secret of the pool `lonely` held, and the client key pair that it has then."""
     space = world.space
     crd = space.request("GET", CRD)
     del crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["networkPolicy"]
     space.request("PUT", CRD, crd)
-    role = space.request("GET", f"{ROLE}/epochkv-operator")
-    next(rule for rule in role["rules"] if rule["apiGroups"] == ["apps"])["verbs"].remove("delete")
-    space.request("PUT", f"{ROLE}/epochkv-operator", role)
     waiting = {"name": "engine", "image": "no/such:image", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}}
     pulled = {"conditions": [], "phase": "Pending", "containerStatuses": [{**waiting, "ready": False, "restartCount": 0, "imageID": ""}]}
     space.request("PATCH", f"{PODS}/{pod}/status", {"status": pulled}, "application/merge-patch+json")
@@ -167,26 +187,28 @@ def make_faults(world: World, pod: str) -> KeyPair:
     space.patch(CHILDREN["networkpolicies"], "epochkv-operator", {"spec": {"ingress": [{"ports": [{"port": 8080, "protocol": "TCP"}]}]}})
     world.engine.lacks = ("LayoutUnsupported", "no tier is used: group 1 cannot be restored")
     world.engine.agent.poke()
-    eventually(lambda: condition(space.engine_status("rollout"), "TiersUsable").get("status") == "False", "told")
+    for status in (lambda: space.engine_status("rollout"), lambda: space.status("policy")):
+        eventually(lambda look=status: condition(look(), "TiersUsable").get("status") == "False", "told")
     eventually(lambda: condition(space.status("lonely"), "Ready").get("status") == "True", f"lonely; log:\n{world.operator.tail()}")
     eventually(lambda: space.engine_status("astray").get("conditions"), f"astray; log:\n{world.operator.tail()}")
-    other = generate_keypair()
+    take_rights_away(space)  # the operator cannot read what is edited below
+    good, other = space.get(CHILDREN["secrets"], "lonely-fence"), generate_keypair()
     edited = {"client.pub": other.public, "client.key": other.secret, "root.secret": "not hex"}
     encoded = {key: base64.b64encode(value.encode()).decode() for key, value in edited.items()}
-    space.patch(CHILDREN["secrets"], "policy-fence", {"data": encoded})
-    return other
+    space.patch(CHILDREN["secrets"], "lonely-fence", {"data": encoded})
+    return good, other
 
 
 def test_each_fault_is_named_with_what_mends_it(world: World) -> None:
     space, pod = world.space, world.engine_pod()
-    good = space.get(CHILDREN["secrets"], "policy-fence") or {}
-    other = make_faults(world, pod)
+    good, other = make_faults(world, pod)
     status, findings = world.doctor()
     assert status == 1
     old = only(findings, "crds", "wrong")
     assert (old["about"], "spec.networkPolicy" in old["text"]) == ("kvcachepools.epochkv.io", True)
-    assert "lacks 2 of" in only(findings, "rbac", "wrong")["text"]
-    assert f"delete deployments.apps in {HOME}, delete statefulsets.apps in {HOME}" in only(findings, "rbac", "wrong")["text"]
+    lacks = only(findings, "rbac", "wrong")["text"]
+    assert f"delete deployments.apps in {HOME}, delete statefulsets.apps in {HOME}, get secrets in {HOME}" in lacks
+    assert "lacks 3 of" in lacks
     image = only(findings, "pods", "wrong")
     assert ("no/such:image" in image["text"], image["fix"].startswith(f"kubectl -n {HOME} patch ie rollout")) == (True, True)
     assert only(findings, "pairs", "warning")["about"] == f"pool {HOME}/lonely"
@@ -194,17 +216,19 @@ def test_each_fault_is_named_with_what_mends_it(world: World) -> None:
     assert "7700" in only(findings, "network", "wrong")["text"]
     assert {one["about"] for one in of(findings, "tiers", "wrong")} == {f"engine {HOME}/rollout", f"pool {HOME}/policy"}
     assert "root.secret" in only(findings, "secrets", "wrong")["text"]
-    assert ("refuses our key" in only(findings, "hub", "wrong")["text"], len(of(findings, "hub", "ok"))) == (True, 1)
+    refused = only(findings, "hub", "wrong")
+    assert (refused["about"], "refuses our key" in refused["text"]) == (f"pool {HOME}/lonely", True)
+    assert only(findings, "hub", "ok")["about"] == f"pool {HOME}/policy"
     assert other.secret not in json.dumps(findings)
     assert "PoolNotFound" in json.dumps(of(findings, "conditions", "warning"))
 
-    world.paste(old["fix"])
-    world.paste(f"kubectl apply -n {HOME} -f {world.chart}")  # stands for the `helm get manifest | kubectl apply` of other fixes
+    for fix in (refused["fix"], old["fix"], f"kubectl apply -n {HOME} -f {world.chart}"):  # the last stands for `helm get manifest | ...`
+        world.paste(fix)
+    eventually(lambda: (space.get(CHILDREN["secrets"], "lonely-fence") or {}).get("data") == good["data"], "the Secret is as it was")
     space.delete(POOLS, "lonely")
     space.delete(ENGINES, "astray")
     world.engine.lacks = ("", "")
     world.engine.agent.poke()
-    space.patch(CHILDREN["secrets"], "policy-fence", {"data": good["data"]})
     world.renew()
     eventually(lambda: space.names("deployments") == {"rollout"}, "the others are gone")
     status, findings = world.doctor()

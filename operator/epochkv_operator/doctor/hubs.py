@@ -21,7 +21,7 @@ from epochkv_fence.doctor.finding import CannotLook, Finding, Level, Say
 from epochkv_fence.doctor.looking import HubLook, NoHub, look_at_hub
 from epochkv_fence.doctor.running import Shared
 from epochkv_operator.doctor.cluster import Cluster, gathered, place
-from epochkv_operator.doctor.secrets import content_of
+from epochkv_operator.doctor.secrets import content_of, remade
 from epochkv_operator.kube.client import Json
 from epochkv_operator.planning.names import component_name
 
@@ -113,14 +113,12 @@ def connection_of(pool: Json, endpoint: str, content: dict[str, str]) -> Connect
 
 def judge_hub(pool: Json, look: HubLook | NoHub) -> list[Finding]:
     """Whether the hub answers with this pool's key, and what to do when it does not."""
-    say, metadata = Say("hub", place(pool)), pool["metadata"]
+    say = Say("hub", place(pool))
     if isinstance(look, HubLook):
         return [say.ok(f"{look.endpoint} answers in {1000 * look.round_trip_seconds:.1f} ms")]
     operator = "kubectl get pods -A -l app.kubernetes.io/part-of=epochkv,app.kubernetes.io/component=operator"
-    secret = f"{component_name(metadata['name'], 'fence')}"
     if look.trouble in ("key", "pool"):
-        fix = f"kubectl -n {metadata['namespace']} delete secret {secret}   # the operator makes it again with the keys that the hub takes"
-        return [say.wrong(look.text, fix)]
+        return [say.wrong(look.text, remade(pool))]
     if look.dialled == "silent":
         return [say.wrong(look.text, "kubectl get networkpolicies -A   # which one closes the hub's port? a firewall on the way?")]
     return [say.wrong(look.text, f"{operator}   # does one lead, and does it hang? see also lease and secrets")]

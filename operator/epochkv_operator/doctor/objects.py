@@ -82,7 +82,7 @@ def judge_pairs(pools: Sequence[Json], engines: Sequence[Json]) -> list[Finding]
     if found:
         return found
     alone = sum(_pool_of(engine) is None for engine in engines)
-    text = f"each of {len(pools)} pools has engines, each of {len(engines)} engines has its pool"
+    text = f"pools without engines: none of {len(pools)}; engines without their pool: none of {len(engines)}"
     return [Say("pairs").ok(f"{text}; {alone} {'names' if alone == 1 else 'name'} none on purpose" if alone else text)]
 
 

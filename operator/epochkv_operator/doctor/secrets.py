@@ -60,8 +60,7 @@ def judge_secret(pool: Json, secret: Json | None, hub_publics: set[str]) -> list
     """A pool's Secret. `hub_publics`: the keys that hubs have; empty: not known."""
     namespace, name = pool["metadata"]["namespace"], component_name(pool["metadata"]["name"], "fence")
     say = Say("secrets", f"Secret {namespace}/{name}")
-    # The operator remembers the content that engines have, and makes the Secret from that.
-    again = f"kubectl -n {namespace} delete secret {name}   # the operator makes it again with the keys that engines have"
+    again = remade(pool)
     if secret is None:
         return [
             say.wrong(
@@ -73,6 +72,14 @@ def judge_secret(pool: Json, secret: Json | None, hub_publics: set[str]) -> list
         return [say.wrong("it is not this pool's, but somebody else's or of a deleted namesake", again)]
     problems = list(_disagreements(pool, content_of(secret), hub_publics))
     return [say.wrong(problem, again) for problem in problems] or [say.ok("its fields fit together")]
+
+
+def remade(pool: Json) -> str:
+    """The command that has a pool's Secret made again. Secrets are not watched, so the operator is told to look at the pool."""
+    namespace, name = pool["metadata"]["namespace"], pool["metadata"]["name"]
+    delete = f"kubectl -n {namespace} delete secret {component_name(name, 'fence')}"
+    look = f"kubectl -n {namespace} annotate kvp {name} epochkv.io/look-again=$(date +%s) --overwrite"
+    return f"{delete} && {look}   # the operator makes it again with the keys that it remembers"
 
 
 def judge_connection(pool: Json, config: Json | None) -> list[Finding]:

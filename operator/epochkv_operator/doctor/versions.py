@@ -64,7 +64,7 @@ def judge_images(operators: Sequence[Operator], pods: Sequence[Json]) -> list[Fi
                 )
             )
     if not found and by_image:
-        found.append(say.ok(f"{sum(map(len, by_image.values()))} pods run {listed(sorted(by_image))}"))
+        found.append(say.ok(f"images: {listed(sorted(by_image))}"))
     return found
 
 

@@ -1,7 +1,7 @@
 """A thin client over `kubernetes.aio`: JSON in, JSON out, a deadline on every call, one exception type per kind of
 answer.
 
-RBAC: exactly these verbs are used, nothing else. The chart grants this list and tests run with it.
+RBAC: exactly these verbs are used, nothing else. The chart grants this list and tests run with it; `rights.py` has it as a table.
 
 In the watched namespaces (ClusterRole, or one Role per watched namespace):
 

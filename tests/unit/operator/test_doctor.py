@@ -282,7 +282,7 @@ def test_pools_and_engines_belong_together() -> None:
 
 def test_a_hub_that_does_not_answer() -> None:
     refused = judge_hub(pool(), NoHub("tcp://hub:7700", "open", "it refuses our key", "key"))
-    assert (levels(refused), refused[0].fix.split("   #")[0]) == (["wrong"], "kubectl -n rl delete secret policy-fence")
+    assert (levels(refused), refused[0].fix.split(" && ")[0]) == (["wrong"], "kubectl -n rl delete secret policy-fence")
     silent = judge_hub(pool(), NoHub("tcp://hub:7700", "silent", "no answer"))
     assert "networkpolicies" in silent[0].fix
     assert is_inside("tcp://epochkv-hub.home.svc:7700")
