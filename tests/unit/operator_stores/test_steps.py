@@ -234,7 +234,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(EVENTS, max_size=40))
 def test_whatever_happens_no_block_is_lost_in_time_and_all_ends_as_wanted(events: list[tuple[str, int]]) -> None:
     found = world(live=3, wanted=3)
