@@ -17,7 +17,7 @@ from hack.crds import ACCEPTED, CRDS, RELEASED, breaks, release
 from hack.waiting import eventually
 from tests.cluster.operator_harness import install_crds
 from tests.cluster.test_api_validation import collection, create, manifest, send
-from tests.support.api_cases import Case
+from tests.support.api.cases import Case
 from tests.support.api_corpus import CASES
 
 Json = dict[str, Any]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hack.cluster.controlplane import ControlPlane
-from tests.support.api_cases import Case, Change
-from tests.support.api_corpus import CASES, CHANGES, MOONCAKE
+from tests.support.api.cases import MOONCAKE, Case, Change
+from tests.support.api_corpus import CASES, CHANGES
 
 PLURALS = {"KVCachePool": "kvcachepools", "InferenceEngine": "inferenceengines"}
 NAMESPACE = "default"

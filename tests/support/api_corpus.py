@@ -5,27 +5,7 @@ The list is written by hand from the API's promises; nothing in it is computed f
 
 from __future__ import annotations
 
-from typing import Any
-
-from tests.support.api_cases import Change, Json, engine, pool
-
-STORE = {"segmentSize": "256Mi"}
-MOONCAKE = {"mooncake": {"store": STORE}}
-EXTERNAL = {"external": {"masterAddress": "mooncake.example:50051"}}
-LOCAL = {"capacity": "1Gi"}
-
-
-def mooncake(**changes: Any) -> Json:
-    return {"distributed": {"mooncake": {"store": STORE, **changes}}}
-
-
-def master(**fields: Any) -> Json:
-    return mooncake(master=fields)
-
-
-def etcd(*endpoints: str) -> Json:
-    return {"backend": "Etcd", "etcd": {"endpoints": list(endpoints)}}
-
+from tests.support.api.cases import EXTERNAL, LOCAL, MOONCAKE, STORE, Change, Json, engine, etcd, master, mooncake, pool
 
 GONE_OF_POOLS: dict[str, list[Json]] = {
     "weightsVersion": [{"local": LOCAL, "resetEpoch": 1, "weightsVersion": value} for value in ("step-100", "", "a\nb", 7)],

@@ -12,7 +12,7 @@ import pytest
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, admit, parse_engine, parse_pool, quantity
 from epochkv_operator.api.crd import CRDS, Crd, manifest
 from epochkv_operator.api.generate import main
-from tests.support.api_cases import Case
+from tests.support.api.cases import Case
 from tests.support.api_corpus import CASES, CHANGES
 
 Json = dict[str, Any]
