@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.api.corpus import CASES, CHANGES
 
 from hack.cluster.controlplane import ControlPlane
-from tests.support.api_cases import Case, Change
-from tests.support.api_corpus import CASES, CHANGES, MOONCAKE
+from tests.support.api.cases import MOONCAKE, Case, Change
 
 PLURALS = {"KVCachePool": "kvcachepools", "InferenceEngine": "inferenceengines"}
 NAMESPACE = "default"

@@ -5,29 +5,10 @@ The list is written by hand from the API's promises; nothing in it is computed f
 
 from __future__ import annotations
 
-from typing import Any
+from tests.support.api.cases import EXTERNAL, LOCAL, MOONCAKE, STORE, Change, Json, etcd, master, mooncake, pool
+from tests.support.api.engines import ENGINE_CASES, ENV, KV, POOL_REF
 
-from tests.support.api_cases import Change, Json, pool
-from tests.support.api_corpus_engines import ENGINE_CASES, ENV, KV, POOL_REF
-
-STORE = {"segmentSize": "256Mi"}
-MOONCAKE = {"mooncake": {"store": STORE}}
-EXTERNAL = {"external": {"masterAddress": "mooncake.example:50051"}}
-LOCAL = {"capacity": "1Gi"}
 RDMA = {"protocol": "RDMA", "devices": ["mlx5_0"]}
-
-
-def mooncake(**changes: Any) -> Json:
-    return {"distributed": {"mooncake": {"store": STORE, **changes}}}
-
-
-def master(**fields: Any) -> Json:
-    return mooncake(master=fields)
-
-
-def etcd(*endpoints: str) -> Json:
-    return {"backend": "Etcd", "etcd": {"endpoints": list(endpoints)}}
-
 
 GONE_OF_POOLS: dict[str, list[Json]] = {
     "weightsVersion": [{"local": LOCAL, "resetEpoch": 1, "weightsVersion": value} for value in ("step-100", "", "a\nb", 7)],

@@ -1,8 +1,8 @@
-"""Specs of engines that must be accepted or refused, as in `api_corpus`."""
+"""Specs of engines that must be accepted or refused, as in `corpus`."""
 
 from __future__ import annotations
 
-from tests.support.api_cases import engine
+from tests.support.api.cases import engine
 
 KV = ("belongs to the operator", "remove it from spec.args", "the pool named by spec.poolRef decides about KV")
 ENV = ("PYTHONHASHSEED", "belong to the operator", "remove them from spec.env")

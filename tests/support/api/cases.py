@@ -1,4 +1,4 @@
-"""What a case of the API's corpus says."""
+"""What a case of the API's corpus says, and the parts that cases are made of."""
 
 from __future__ import annotations
 
@@ -40,3 +40,21 @@ def pool(id: str, spec: Json | None, *says: str, schema: bool = False, name: str
 
 def engine(id: str, extra: Json, *says: str, schema: bool = False, name: str = "subject", stored: bool = False) -> Case:
     return Case(id, "InferenceEngine", {"model": {"name": "tiny"}, **extra}, says or None, schema, name, stored)
+
+
+STORE = {"segmentSize": "256Mi"}
+MOONCAKE = {"mooncake": {"store": STORE}}
+EXTERNAL = {"external": {"masterAddress": "mooncake.example:50051"}}
+LOCAL = {"capacity": "1Gi"}
+
+
+def mooncake(**changes: Any) -> Json:
+    return {"distributed": {"mooncake": {"store": STORE, **changes}}}
+
+
+def master(**fields: Any) -> Json:
+    return mooncake(master=fields)
+
+
+def etcd(*endpoints: str) -> Json:
+    return {"backend": "Etcd", "etcd": {"endpoints": list(endpoints)}}
