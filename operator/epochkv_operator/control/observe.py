@@ -19,7 +19,7 @@ def observe(store: Store, namespace: str, label: str, value: str, hub: HubView |
     return Observed(tuple(children), tuple(store.found(PODS.kind, namespace, label, value)), hub, problem)
 
 
-def context_for(settings: Settings, keys: FenceKeys | None, served: frozenset[str]) -> Context:
+def context_for(settings: Settings, keys: FenceKeys | None, served: frozenset[str] = frozenset()) -> Context:
     """The settings that end up in objects. `keys` of the pool, when it has any; `served`: kinds of other projects that there are."""
     return Context(
         hub_endpoint=settings.endpoint,
