@@ -47,6 +47,8 @@ class EngineReconciler:
         obj = self.store.get(key.kind, key.namespace, key.name)
         if obj is None:
             self._new.pop(key, None)
+            self.reporter.forget(key)
+            self.executor.gone(str(key))
             raise ObjectGone(f"{key} is gone")
         if obj["metadata"].get("deletionTimestamp"):
             return
@@ -99,7 +101,9 @@ class EngineReconciler:
     async def _bring_about(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool | None) -> None:
         context = context_for(self.settings, self.secrets.known(pool.metadata.uid) if pool is not None else None)
         children = observe(self.store, key.namespace, ENGINE_LABEL, key.name)
-        problem, again = await self.executor.bring_about(str(key), children, lambda seen: plan_engine(engine, pool, seen, context))
+        problem, again = await self.executor.bring_about(
+            str(key), children, lambda seen: plan_engine(engine, pool, seen, context), lambda note: self.reporter.tell_restored(obj, note)
+        )
         refusal = self.secrets.refusal(pool.metadata.uid) if pool is not None else None
         if pool is not None and refusal is not None:
             problem = problem or _not_ready(pool, refusal)

@@ -7,7 +7,7 @@ and follows it until it is published (`epochkv_fence/hub/resets.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -53,6 +53,8 @@ class PoolReconciler:
         obj = self.store.get(key.kind, key.namespace, key.name)
         if obj is None:
             self.secrets.forget(key.namespace, key.name)
+            self.reporter.forget(key)
+            self.executor.gone(str(key))
             for uid in self.hub.forget(key.namespace, key.name):
                 self._judged.pop(uid, None)
                 log.info("pool gone", object=str(key), uid=uid)
@@ -71,14 +73,19 @@ class PoolReconciler:
             problem, retry = problem or trouble, retry or late
         context = context_for(self.settings, keys)
         children = observe(self.store, key.namespace, POOL_LABEL, key.name)
-        refused, again = await self.executor.bring_about(str(key), children, lambda seen: plan_pool(pool, seen, context))
+        refused, again = await self.executor.bring_about(
+            str(key), children, lambda seen: plan_pool(pool, seen, context), lambda note: self.reporter.tell_restored(obj, note)
+        )
         problem, again = problem or refused, retry or again
 
         if keys is not None and not self.hub.knows(pool.metadata.uid):
             return  # a new hub is about to read the pool's record, and wakes this pool then; until then it would look leaderless
 
         def compute(newest: Json) -> Json:
-            seen = observe(self.store, key.namespace, POOL_LABEL, key.name, self.hub.view(pool.metadata.uid), problem)
+            view = self.hub.view(pool.metadata.uid)
+            if view is not None:
+                view = replace(view, doubted=self.hub.doubted(newest))
+            seen = observe(self.store, key.namespace, POOL_LABEL, key.name, view, problem)
             return pool_status(pool, seen, context, newest.get("status") or {}, now())
 
         await self.reporter.report(obj, compute)
@@ -118,7 +125,7 @@ class PoolReconciler:
 
         def serve(now: FenceKeys) -> None:
             accepted = AcceptedKeys(self.secrets.accepted(uid), len(now.accepted), now.generation)
-            self.hub.ensure(pool, accepted)
+            self.hub.ensure(pool, accepted, new=self.secrets.new(uid))
 
         # The new key before anybody can have it: an engine that reads the Secret the moment it changes must not be refused.
         serve(keys)

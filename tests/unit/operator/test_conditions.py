@@ -290,8 +290,8 @@ def test_keys_rotated(keys: KeysView | None, expected: Any, says: str) -> None:
 def test_scaled_to_zero_is_ready() -> None:
     idle = engine({"model": {"name": "tiny"}, "poolRef": {"name": "policy"}, "replicas": 0})
     conditions = by_type(engine_conditions(idle, POLICY, Observed(engine_children({}, 0, idle), (), CONVERGED)))
-    assert conditions["Available"] == conditions["EpochCurrent"] == ("True", "ScaledToZero")
-    assert conditions["Ready"] == ("True", "Ready")
+    assert conditions["Ready"] == conditions["EpochCurrent"] == ("True", "ScaledToZero")
+    assert conditions["Available"] == ("False", "ScaledToZero"), "nothing serves"
 
 
 def test_a_problem_of_the_plan_comes_first() -> None:
