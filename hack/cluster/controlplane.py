@@ -16,7 +16,7 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from hack.cluster.binaries import Binaries, locate
-from hack.cluster.components import Layout, apiserver_args, controller_manager_args, etcd_args, write_credentials
+from hack.cluster.components import Layout, apiserver_args, audit_args, controller_manager_args, etcd_args, write_credentials
 from hack.cluster.process import Component, ProcessTable
 from hack.cluster.provider import ClusterError
 from hack.loopback import free_ports
@@ -70,7 +70,9 @@ class ControlPlane:
     Opening a directory whose control plane is still up attaches to it; dead components are started again.
     """
 
-    def __init__(self, directory: Path | str, *, binaries: Binaries | None = None) -> None:
+    def __init__(self, directory: Path | str, *, binaries: Binaries | None = None, audited: str = "") -> None:
+        """`audited`: a user whose requests the API server writes to `audit_log`."""
+        self._audited = audited
         self.directory = Path(directory).absolute()
         self.table = ProcessTable(self.directory)
         self._binaries = binaries or locate()
@@ -185,11 +187,17 @@ class ControlPlane:
         """Wait until the API server's /readyz answers 200."""
         self._wait(lambda: self.api.ok("/readyz"), "the API server")
 
+    @property
+    def audit_log(self) -> Path:
+        """One JSON document per answered request of the audited user."""
+        return self.directory / "audit.jsonl"
+
     # -- internal --------------------------------------------------------------------------------------------------
 
     def _launch(self, name: str) -> None:
         arguments = {"etcd": etcd_args, "kube-apiserver": apiserver_args, "kube-controller-manager": controller_manager_args}
-        self.table.start(name, [str(self._binaries.path(name)), *arguments[name](self.layout)])
+        more = audit_args(self.directory, self.audit_log, self._audited) if name == "kube-apiserver" and self._audited else []
+        self.table.start(name, [str(self._binaries.path(name)), *arguments[name](self.layout), *more])
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
         dead: list[Component] = []
