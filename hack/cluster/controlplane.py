@@ -74,6 +74,8 @@ class ControlPlane:
         """`audited`: a user whose requests the API server writes to `audit_log`."""
         self._audited = audited
         self.directory = Path(directory).absolute()
+        self.audit_log = self.directory / "audit.jsonl"
+        """One JSON document per answered request of the audited user."""
         self.table = ProcessTable(self.directory)
         self._binaries = binaries or locate()
         self._layout: Layout | None = None
@@ -186,11 +188,6 @@ class ControlPlane:
     def wait_ready(self) -> None:
         """Wait until the API server's /readyz answers 200."""
         self._wait(lambda: self.api.ok("/readyz"), "the API server")
-
-    @property
-    def audit_log(self) -> Path:
-        """One JSON document per answered request of the audited user."""
-        return self.directory / "audit.jsonl"
 
     # -- internal --------------------------------------------------------------------------------------------------
 

@@ -169,6 +169,22 @@ def overtaken(space: Namespace, rights: Rights) -> bool:
     return Right(TEAM, "epochkv.io", "inferenceengines", "get") in rights.granted
 
 
+def said(operator: OperatorProcess, *spaces: Namespace) -> str:
+    """Everything that the operator has told anybody, but for Secrets."""
+    paths = ("/apis/events.k8s.io/v1/namespaces/{}/events", POOLS, ENGINES, CHILDREN["configmaps"], CHILDREN["deployments"])
+    shown = [space.request("GET", path.format(space.name)) for space in spaces for path in paths]
+    return operator.log_file.read_text() + operator.http("/metrics")[1] + json.dumps(shown)
+
+
+def break_hub_secret(space: Namespace) -> Any:
+    """Put garbage into the hub's Secret; what it held."""
+    hub = space.get(CHILDREN["secrets"], "epochkv-hub")
+    assert hub is not None
+    space.delete(CHILDREN["secrets"], "epochkv-hub")
+    space.create(CHILDREN["secrets"], {"metadata": {"name": "epochkv-hub"}, "stringData": {"hub.key": MARK}})
+    return hub["data"]
+
+
 @pytest.mark.timeout(600)
 def test_the_chart_grants_what_is_refused_without_it_and_nothing_else(audited: ControlPlane, tmp_path: Path) -> None:
     home, team = Namespace.create_in(audited, HOME), Namespace.create_in(audited, TEAM)
@@ -215,20 +231,14 @@ def test_the_chart_grants_what_is_refused_without_it_and_nothing_else(audited: C
         before = keys.values.copy()
         until(lambda: team.get(secrets, "policy-fence")["data"]["client.key"] not in before, "the orphan replaced")  # type: ignore[index]
 
-        hub = home.get(secrets, "epochkv-hub")
-        assert hub is not None
-        home.delete(secrets, "epochkv-hub")
-        home.create(secrets, {"metadata": {"name": "epochkv-hub"}, "stringData": {"hub.key": MARK}})
-        until(lambda: (home.get(secrets, "epochkv-hub") or {}).get("data") == hub["data"], "the hub's Secret restored")
+        hub = break_hub_secret(home)
+        until(lambda: (home.get(secrets, "epochkv-hub") or {}).get("data") == hub, "the hub's Secret restored")
         until(lambda: home.events("SecretRestored") or Right(HOME, "events.k8s.io", "events", "create") in rights.granted, "told")
         assert operator.process.alive()
         assert sorted(rights.granted - wanted) == [], "needed, and not granted by the chart"
         assert sorted(wanted - rights.granted) == [], "granted by the chart, and never missed"
 
-        said = operator.log_file.read_text() + operator.http("/metrics")[1]
-        for space in (home, team):
-            for path in ("/apis/events.k8s.io/v1/namespaces/{}/events", POOLS, ENGINES, CHILDREN["configmaps"], CHILDREN["deployments"]):
-                said += json.dumps(space.request("GET", path.format(space.name)))
         assert any(line.get("level") == "debug" for line in operator.lines()), "it logs at debug level"
         assert len(keys.values) >= 10
-        assert [value for value in (*keys.values, MARK) if value in said] == []
+        everything = said(operator, home, team)
+        assert [value for value in (*keys.values, MARK) if value in everything] == []
