@@ -5,6 +5,7 @@ Shared by the control plane alone (loopback, free ports, for tests) and the full
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,6 +123,14 @@ def apiserver_args(layout: Layout) -> list[str]:
             "--enable-admission-plugins=NodeRestriction",
         ]
     return args
+
+
+def audit_args(folder: Path, log: Path, user: str) -> list[str]:
+    """One user's requests, without their bodies, as they are answered."""
+    rules = [{"level": "Metadata", "users": [user], "omitStages": ["RequestReceived", "ResponseStarted"]}, {"level": "None"}]
+    policy = folder / "audit-policy.json"
+    policy.write_text(json.dumps({"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "rules": rules}))
+    return [f"--audit-policy-file={policy}", f"--audit-log-path={log}"]
 
 
 def controller_manager_args(layout: Layout) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from hack.cluster.binaries import Binaries, locate
-from hack.cluster.components import Layout, apiserver_args, controller_manager_args, etcd_args, write_credentials
+from hack.cluster.components import Layout, apiserver_args, audit_args, controller_manager_args, etcd_args, write_credentials
 from hack.cluster.process import Component, ProcessTable
 from hack.cluster.provider import ClusterError
 from hack.loopback import free_ports
@@ -105,8 +105,14 @@ class ControlPlane:
     Opening a directory whose control plane is still up attaches to it; dead components are started again.
     """
 
-    def __init__(self, directory: Path | str, *, binaries: Binaries | None = None, api_server_flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self, directory: Path | str, *, binaries: Binaries | None = None, api_server_flags: Sequence[str] = (), audited: str = ""
+    ) -> None:
+        """`audited`: a user whose requests the API server writes to `audit_log`."""
+        self._audited = audited
         self.directory = Path(directory).absolute()
+        self.audit_log = self.directory / "audit.jsonl"
+        """One JSON document per answered request of the audited user."""
         self.table = ProcessTable(self.directory)
         self._binaries = binaries or locate()
         self._api_server_flags = tuple(api_server_flags)
@@ -225,7 +231,9 @@ class ControlPlane:
 
     def _launch(self, name: str) -> None:
         arguments = {"etcd": etcd_args, "kube-apiserver": apiserver_args, "kube-controller-manager": controller_manager_args}
-        more = self._api_server_flags if name == "kube-apiserver" else ()
+        more = list(self._api_server_flags) if name == "kube-apiserver" else []
+        if name == "kube-apiserver" and self._audited:
+            more += audit_args(self.directory, self.audit_log, self._audited)
         self.table.start(name, [str(self._binaries.path(name)), *arguments[name](self.layout), *more])
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.support.api.corpus import CASES
 
 from epochkv_operator.api import parse_engine, parse_pool
 from hack.cluster.controlplane import ControlPlane
@@ -19,6 +18,7 @@ from hack.waiting import eventually
 from tests.cluster.operator_harness import install_crds
 from tests.cluster.test_api_validation import collection, create, manifest, send
 from tests.support.api.cases import Case
+from tests.support.api.corpus import CASES
 
 Json = dict[str, Any]
 POOLS, ENGINES = "epochkv.io_kvcachepools.yaml", "epochkv.io_inferenceengines.yaml"

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.api.corpus import CASES, CHANGES
 
 from hack.cluster.controlplane import ControlPlane
 from tests.support.api.cases import MOONCAKE, Case, Change
+from tests.support.api.corpus import CASES, CHANGES
 
 PLURALS = {"KVCachePool": "kvcachepools", "InferenceEngine": "inferenceengines"}
 NAMESPACE = "default"

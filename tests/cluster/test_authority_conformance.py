@@ -11,6 +11,7 @@ import pytest
 from epochkv_fence.protocol.authority import Authority, AuthorityError, PoolGone, PoolRecord, Term
 from epochkv_fence.protocol.messages import Source
 from epochkv_operator.hub.kubernetes import KubernetesAuthority, record_of
+from epochkv_operator.hub.proof import Proofs
 from epochkv_operator.kube.client import KubeClient
 from epochkv_operator.kube.lease import LeaseHolder, new_identity
 from epochkv_operator.kube.status import StatusWriter
@@ -22,6 +23,7 @@ from tests.cluster.operator_harness import POOLS, Namespace
 from tests.support.authority import Authorities, AuthorityConformance
 
 _numbers = itertools.count()
+PROOFS = Proofs("the hub's secret key")
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +52,8 @@ class Operators:
         store = Store(indexed)
         statuses = StatusWriter(client, store, lambda resource, obj: store.upsert(resource.kind, obj))
         # Two dozen writers get in each other's way, and the last of them may wait for all others; on a busy machine that takes long.
-        authority = KubernetesAuthority(lease, statuses, deadline_seconds=60.0)
-        authority.register(self.uid, self.space.name, self.name)
+        authority = KubernetesAuthority(lease, statuses, PROOFS, deadline_seconds=60.0)
+        authority.register(self.uid, self.space.name, self.name, new=True)
         return authority, Term(term.holder, term.transitions)
 
 
@@ -85,6 +87,7 @@ class TestKubernetesAuthority(AuthorityConformance):
             assert self.space.status(world.name) == {
                 "targetEpoch": 3,
                 "epoch": 3,
+                "proof": PROOFS.of(world.uid, 3, False),
                 "reset": {"epoch": 3, "origin": "Trainer"},
                 "weightsLabels": [{"id": "0" * 32, "label": "step-7"}, {"id": "f" * 32, "label": "step-8"}],
             }

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.support.api.corpus import GONE_OF_POOLS
 
 from epochkv_operator.api import parse_engine, parse_pool
 from hack.cluster.controlplane import ControlPlane
@@ -18,6 +17,7 @@ from hack.waiting import eventually
 from tests.cluster.operator_harness import ENGINES, POOLS, Namespace, install_crds
 from tests.cluster.test_api_validation import kubectl, manifest, send
 from tests.support.api.cases import LOCAL
+from tests.support.api.corpus import GONE_OF_POOLS
 
 Json = dict[str, Any]
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"

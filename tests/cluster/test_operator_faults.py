@@ -13,7 +13,7 @@ from tests.cluster.fault_proxy import Fault, FaultProxy, is_write
 from tests.cluster.operator_harness import CHILDREN, ENGINES, Namespace, OperatorProcess, condition
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
-POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}}
+POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 1}}  # the next life waits for as long
 ENGINE: dict[str, Any] = {"poolRef": {"name": "policy"}, "model": {"name": "tiny"}, "replicas": 2}
 
 

@@ -94,6 +94,10 @@ def test_scaling_an_engine_scales_its_pods_and_tells_the_autoscaler(namespace: N
     eventually(lambda: replicas_of(namespace, "rollout") == 5, f"scaled up; log:\n{operator.tail()}")
     scale(namespace, "ie/rollout", 0)
     eventually(lambda: condition(namespace.engine_status("rollout"), "Available").get("reason") == "ScaledToZero", "scaled to zero")
+    status = namespace.engine_status("rollout")
+    ready, available = condition(status, "Ready"), condition(status, "Available")
+    assert (ready["status"], ready["reason"], available["status"]) == ("True", "ScaledToZero", "False"), "nothing serves"
+    assert "no pod runs, and none serves" in ready["message"]
     scale(namespace, "ie/rollout", 1)
 
     def seen() -> dict[str, Any] | None:

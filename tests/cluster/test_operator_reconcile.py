@@ -129,6 +129,11 @@ def test_a_deleted_child_comes_back(namespace: Namespace, operator: OperatorProc
         return new is not None and new["metadata"]["uid"] != old["metadata"]["uid"]
 
     eventually(back, f"{name} back")
+    [event] = eventually(lambda: namespace.events("ChildRestored"), f"told; log:\n{operator.tail()}")
+    assert event["note"].startswith("put back as the spec says: ")
+    assert f"{name} was deleted" in event["note"]
+    reasons = {line["reason"] for line in operator.logged("child applied") if line["child"].endswith(f" {name}")}
+    assert reasons == {"it does not exist"}
 
 
 def test_a_changed_child_is_put_right_and_foreign_fields_stay(namespace: Namespace, operator: OperatorProcess) -> None:
@@ -139,6 +144,16 @@ def test_a_changed_child_is_put_right_and_foreign_fields_stay(namespace: Namespa
     namespace.patch(CHILDREN["deployments"], "rollout", change)
     eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout")["spec"]["replicas"] == 2, "replicas put right")  # type: ignore[index]
     assert namespace.get(CHILDREN["deployments"], "rollout")["metadata"]["annotations"]["team"] == "a"  # type: ignore[index]
+    [event] = eventually(lambda: namespace.events("ChildRestored"), f"told; log:\n{operator.tail()}")
+    assert "Deployment rollout: spec.replicas was changed by somebody else" in event["note"]
+    for replicas in (3, 4):  # what the user's own object says is no news
+        namespace.patch(ENGINES, "rollout", {"spec": {"replicas": replicas}})
+        eventually(lambda n=replicas: namespace.get(CHILDREN["deployments"], "rollout")["spec"]["replicas"] == n, "scaled")  # type: ignore[index]
+    for _ in range(2):  # the same again is one Event a minute
+        namespace.patch(CHILDREN["deployments"], "rollout", {"spec": {"replicas": 7}})
+        eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout")["spec"]["replicas"] == 4, "put right again")  # type: ignore[index]
+    assert len(operator.logged("told the user")) == 3
+    assert len(namespace.events("ChildRestored")) == 1
 
 
 def test_a_deleted_fence_secret_comes_back_with_the_same_keys(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:

@@ -51,7 +51,6 @@ def settled(space: Namespace) -> dict[str, str]:
 
 EDITS: list[dict[str, str | None]] = [
     {"root_secret": "ab" * 32},
-    {"root_secret": "no secret"},
     {"generation": "5"},
     {"hub_pub": OTHER.public},
     {"client_pub": OTHER.public, "client_key": OTHER.secret},

@@ -79,8 +79,12 @@ app.kubernetes.io/component: test
   resources: [deployments, statefulsets]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
-  resources: [services, configmaps, serviceaccounts]
+  resources: [services]
   verbs: [get, list, watch, create, patch, delete]
+# Every pool and engine has these as long as it lives; then the garbage collector takes them.
+- apiGroups: [""]
+  resources: [configmaps, serviceaccounts]
+  verbs: [get, list, watch, create, patch]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch, delete]

@@ -191,6 +191,8 @@ class KVCachePoolStatus(StatusModel):
     """Highest epoch durably recorded; engines get this one. Never goes down."""
     epoch: Epoch | None = None
     """Published epoch: proved that no engine uses an older one. Never goes down."""
+    proof: Annotated[str | None, Field(pattern="^[0-9]{1,19}:[01]:[0-9a-f]{32}$", max_length=64)] = None
+    """The hub's signature under `epoch`. A hub does not take an `epoch` for published that has none: it proves it again."""
     granting: bool | None = None
     """True once a hub may have granted an epoch of this pool to an engine; a later hub then waits for a lease before it publishes."""
     weights: Annotated[tuple[WeightsStatus, ...] | None, list_field(8, key="id")] = None

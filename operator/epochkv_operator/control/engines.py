@@ -51,6 +51,8 @@ class EngineReconciler:
         obj = self.store.get(key.kind, key.namespace, key.name)
         if obj is None:
             self._new.pop(key, None)
+            self.reporter.forget(key)
+            self.executor.gone(str(key))
             raise ObjectGone(f"{key} is gone")
         if obj["metadata"].get("deletionTimestamp"):
             return
@@ -105,7 +107,9 @@ class EngineReconciler:
         keys = self.secrets.known(pool.metadata.uid) if pool is not None else None
         context = context_for(self.settings, keys, self.optional.served)
         children = observe(self.store, key.namespace, ENGINE_LABEL, key.name)
-        problem, again = await self.executor.bring_about(str(key), children, lambda seen: plan_engine(engine, pool, seen, context))
+        problem, again = await self.executor.bring_about(
+            str(key), children, lambda seen: plan_engine(engine, pool, seen, context), lambda note: self.reporter.tell_restored(obj, note)
+        )
         refusal = self.secrets.refusal(pool.metadata.uid) if pool is not None else None
         if pool is not None and refusal is not None:
             problem = problem or _not_ready(pool, refusal)

@@ -12,8 +12,9 @@ from epochkv_operator.kube.apply import Applier
 from epochkv_operator.kube.client import ApiError, Conflict, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import by_kind, identity
 from epochkv_operator.kube.store import Store
-from epochkv_operator.planning.context import Observed, Problem
-from epochkv_operator.planning.plan import Plan
+from epochkv_operator.planning.context import Observed, Problem, listed
+from epochkv_operator.planning.names import controller_of
+from epochkv_operator.planning.plan import ABSENT, BY_OTHERS, Plan
 
 log = structlog.get_logger(__name__)
 
@@ -37,11 +38,16 @@ class Executor:
         self._client = client
         self._store = store
         self._applier = Applier(client)
+        self._made: dict[str, dict[tuple[str, str, str], str]] = {}
 
-    async def bring_about(self, about: str, seen: Observed, planned: Callable[[Observed], Plan]) -> tuple[Problem | None, ApiError | None]:
+    async def bring_about(
+        self, about: str, seen: Observed, planned: Callable[[Observed], Plan], tell: Callable[[str], None]
+    ) -> tuple[Problem | None, ApiError | None]:
         """Plan, and do what the plan says, unless an object that it would make is there already and is somebody else's:
-        an apply would take that over by force. Returns as `execute`.
+        an apply would take that over by force. `tell` is given what somebody else had changed or deleted. Returns as `execute`.
         """
+        made = self._made.setdefault(about, {})
+        made |= {identity(child): controller_of(child).get("uid", "") for child in seen.children}
         plan = planned(seen)
         try:
             strangers = await self._strangers(seen, plan)
@@ -49,7 +55,7 @@ class Executor:
             return _problem("", error, Forbidden="ReadForbidden", other="ReadFailed"), error
         if strangers:
             plan = planned(replace(seen, children=(*seen.children, *strangers)))
-        return (plan.problem, None) if plan.problem is not None else await self.execute(about, plan)
+        return (plan.problem, None) if plan.problem is not None else await self.execute(about, plan, tell)
 
     async def _strangers(self, seen: Observed, plan: Plan) -> list[Json]:
         """Live objects of wanted names that do not carry the label which `seen` was selected by.
@@ -75,7 +81,11 @@ class Executor:
         """A child is gone: what was applied to it is not worth remembering."""
         self._applier.forget(kind, obj["metadata"]["namespace"], obj["metadata"]["name"])
 
-    async def execute(self, about: str, plan: Plan) -> tuple[Problem | None, ApiError | None]:
+    def gone(self, about: str) -> None:
+        """The pool or engine is gone, and with it what was made for it."""
+        self._made.pop(about, None)
+
+    async def execute(self, about: str, plan: Plan, tell: Callable[[str], None]) -> tuple[Problem | None, ApiError | None]:
         """Do what the plan says. What fails for one object does not hold up the others.
 
         Returns what to tell the user about objects that could not be written, and the error to try again on once the user was told.
@@ -84,9 +94,13 @@ class Executor:
         problem: Problem | None = None
         again: ApiError | None = None
         silent = 0
-        for what, step in (*((obj, self._apply) for obj in plan.apply), *((obj, self._delete) for obj in plan.delete)):
+        restored: list[str] = []
+        steps = (*((obj, self._apply) for obj in plan.apply), *((obj, self._delete) for obj in plan.delete))
+        for (what, step), why in zip(steps, plan.details, strict=True):
+            theirs = self._theirs(about, what, why)
             try:
-                await step(about, what)
+                if await step(about, what, why) and theirs:
+                    restored.append(theirs)
             except ApiError as error:
                 name = f"{what['kind']} {what['metadata']['name']}: "
                 problem = problem or _problem(name, error, Invalid="ApplyRefused", Forbidden="ApplyForbidden", other="ApplyFailed")
@@ -94,27 +108,44 @@ class Executor:
                 silent += error.status == 0
                 if silent >= MAX_SILENT:
                     break
+        if restored:
+            tell(f"put back as the spec says: {listed(restored)}")
         return problem, again
 
-    async def _apply(self, about: str, desired: Json) -> None:
+    def _theirs(self, about: str, what: Json, why: str) -> str:
+        """What somebody else did to an object that this process had made, in words; empty: nothing."""
+        name = f"{what['kind']} {what['metadata']['name']}"
+        if why.endswith(BY_OTHERS):
+            return f"{name}: {why.split(': ', 1)[1]}"
+        known = self._made[about].get(identity(what))
+        return f"{name} was deleted" if why.endswith(ABSENT) and known == controller_of(what).get("uid") else ""
+
+    async def _apply(self, about: str, desired: Json, why: str) -> bool:
+        """Whether something was written."""
         live = self._live(desired)
         answer = await self._applier.apply(desired, live)
+        self._made[about][identity(desired)] = controller_of(desired).get("uid", "")
         if answer is None:
-            return
+            return False
         self._store.upsert(desired["kind"], answer)
-        if live is None or answer["metadata"]["resourceVersion"] != live["metadata"]["resourceVersion"]:
-            verb = "created" if live is None else "updated"
-            log.info("child applied", object=about, child=f"{desired['kind']} {desired['metadata']['name']}", what=verb)
+        if live is not None and answer["metadata"]["resourceVersion"] == live["metadata"]["resourceVersion"]:
+            return False
+        verb = "created" if live is None else "updated"
+        reason = why.split(": ", 1)[-1]
+        log.info("child applied", object=about, child=f"{desired['kind']} {desired['metadata']['name']}", what=verb, reason=reason)
+        return True
 
-    async def _delete(self, about: str, child: Json) -> None:
+    async def _delete(self, about: str, child: Json, why: str) -> bool:
         metadata = child["metadata"]
         try:
             await self._client.delete(by_kind(child["kind"]), metadata["namespace"], metadata["name"], metadata["uid"])
         except (NotFound, Conflict):
-            return  # gone, or a namesake: the watch will tell
+            return False  # gone, or a namesake: the watch will tell
+        self._made[about].pop(identity(child), None)
         metrics.API_WRITES.labels(kind=child["kind"], operation="delete").inc()
         self._applier.forget(child["kind"], metadata["namespace"], metadata["name"])
-        log.info("child deleted", object=about, child=f"{child['kind']} {metadata['name']}", reason="the spec has no use for it any more")
+        log.info("child deleted", object=about, child=f"{child['kind']} {metadata['name']}", reason=why.split(": ", 1)[-1])
+        return True
 
     def _live(self, desired: Json) -> Json | None:
         return self._store.get(*identity(desired))

@@ -57,6 +57,8 @@ class PoolReconciler:
         obj = self.store.get(key.kind, key.namespace, key.name)
         if obj is None:
             self.secrets.forget(key.namespace, key.name)
+            self.reporter.forget(key)
+            self.executor.gone(str(key))
             for uid in self.hub.forget(key.namespace, key.name):
                 self._judged.pop(uid, None)
                 self.scale_ins.forget(uid)
@@ -78,7 +80,9 @@ class PoolReconciler:
         children = replace(
             observe(self.store, key.namespace, POOL_LABEL, key.name), scale_in=self.scale_ins.look(pool, obj.get("status") or {})
         )
-        refused, again = await self.executor.bring_about(str(key), children, lambda seen: plan_pool(pool, seen, context))
+        refused, again = await self.executor.bring_about(
+            str(key), children, lambda seen: plan_pool(pool, seen, context), lambda note: self.reporter.tell_restored(obj, note)
+        )
         problem, again = problem or refused, retry or again
 
         look = HubLook()
@@ -86,7 +90,10 @@ class PoolReconciler:
         def compute(newest: Json) -> Json:
             nonlocal look
             status, look = newest.get("status") or {}, self.hub.look(pool.metadata.uid)
-            seen = observe(self.store, key.namespace, POOL_LABEL, key.name, look.view, problem)
+            view = look.view
+            if view is not None:
+                view = replace(view, doubted=self.hub.doubted(newest))
+            seen = observe(self.store, key.namespace, POOL_LABEL, key.name, view, problem)
             seen = replace(seen, scale_in=children.scale_in)
             return pool_status(pool, seen, context, status, now()) if look.known or keys is None else status
 
@@ -129,7 +136,7 @@ class PoolReconciler:
 
         def serve(now: FenceKeys) -> None:
             accepted = AcceptedKeys(self.secrets.accepted(uid), len(now.accepted), now.generation)
-            self.hub.ensure(pool, accepted)
+            self.hub.ensure(pool, accepted, new=self.secrets.new(uid))
 
         # The new key before anybody can have it: an engine that reads the Secret the moment it changes must not be refused.
         serve(keys)

@@ -4,15 +4,18 @@ did.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import datetime
 
 import structlog
 
+from epochkv_operator.control.written import Repeats, Written
 from epochkv_operator.kube.client import Json
 from epochkv_operator.kube.events import EventRecorder
-from epochkv_operator.kube.resources import ref_of
+from epochkv_operator.kube.resources import POOLS, ref_of
 from epochkv_operator.kube.status import StatusWriter
+from epochkv_operator.kube.work_keys import Key, key_of
 from epochkv_operator.planning.context import Condition
 from epochkv_operator.planning.status import conditions, conditions_by_type
 
@@ -58,35 +61,71 @@ def invalid_status(obj: Json, message: str, now: datetime) -> Json:
 
 
 class Reporter:
-    """Writes statuses that planning computes."""
+    """Writes statuses that planning computes. What this process has written of a status counts, and not what somebody made of it."""
 
     def __init__(self, statuses: StatusWriter, events: EventRecorder) -> None:
         self._statuses = statuses
         self._events = events
+        self._written: dict[Key, Written] = {}
+        self._told = Repeats()
 
     async def report(self, obj: Json, compute: Callable[[Json], Json]) -> None:
-        """Bring the status of `obj` to `compute(newest object)`.
+        """Bring the status of `obj` to `compute(newest object)`, in which the status is what this process knows of it.
 
         Raises:
             ObjectGone, ApiError; whatever `compute` raises.
         """
+        key = key_of(obj["kind"], obj)
+        written = self._written.get(key)
+        if written is None or written.uid != obj["metadata"]["uid"]:
+            written = self._written[key] = Written(obj["metadata"]["uid"], obj["kind"])
         before: Json = {}
         after: Json = {}
+        edits: list[str] = []
+        raised = 0
 
         def decide(newest: Json) -> Json | None:
-            nonlocal before, after
-            before = newest.get("status") or {}
-            after = keep_epochs(before, compute(newest))
-            return merge_patch(before, after) or None
+            nonlocal before, after, edits, raised
+            live = newest.get("status") or {}
+            edits, raised = edits or written.edits(live), max(raised, written.raised(live))
+            before = written.believed(live)
+            after = compute({**newest, "status": before})
+            if obj["kind"] == POOLS.kind:
+                after = keep_epochs(live, after)
+            written.tried(after)
+            return merge_patch(live, after) or None
 
-        if await self._statuses.update(ref_of(obj), decide):
+        answer = await self._statuses.update(ref_of(obj), decide)
+        written.confirmed(answer.get("status") or {})
+        self._tell_edits(obj, edits, raised)
+        if before != after:
             self._tell(obj, before, after)
+
+    def forget(self, key: Key) -> None:
+        """The object is gone."""
+        self._written.pop(key, None)
 
     def tell(self, obj: Json, *, reason: str, action: str, note: str) -> None:
         """Something that no condition's change would say: a warning, as an Event and in the log."""
         about = f"{obj['kind']} {obj['metadata']['namespace']}/{obj['metadata']['name']}"
         log.warning("told the user", object=about, reason=reason, note=note)
-        self._events.emit(obj, warning=True, reason=reason, action=action, note=note)
+        more = self._told.again((about, note), time.monotonic())
+        if more is None:
+            return  # it is in the log; who does the same again each second gets one Event a minute
+        text = f"{note} ({more} times more since it was last said)" if more else note
+        self._events.emit(obj, warning=True, reason=reason, action=action, note=text)
+
+    def tell_restored(self, obj: Json, note: str) -> None:
+        """Children that somebody else had changed or deleted are as they should be again."""
+        self.tell(obj, reason="ChildRestored", action="Apply", note=note)
+
+    def _tell_edits(self, obj: Json, edits: list[str], raised: int) -> None:
+        if edits:
+            note = f"status was edited ({', '.join(edits)}) and is as it was again: nothing can be set there"
+            self.tell(obj, reason="StatusRestored", action="Status", note=note)
+        if raised:
+            note = f"status.targetEpoch was edited to {raised}. Epochs never go down, so the pool goes there. Use spec.resetEpoch"
+            self.tell(obj, reason="EpochEdited", action="Reset", note=note)
 
     def _tell(self, obj: Json, before: Json, after: Json) -> None:
         about = f"{obj['kind']} {obj['metadata']['namespace']}/{obj['metadata']['name']}"

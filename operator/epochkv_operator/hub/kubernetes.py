@@ -1,6 +1,8 @@
 """The hub's durable memory and its leadership check, on the Kubernetes API (design page "fence", section 4).
 
-A pool's record is the pool object's status: `targetEpoch` with its origin in `reset`, `epoch`, `granting`, `weightsLabels`.
+A pool's record is the pool object's status: `targetEpoch` with its origin in `reset`, `epoch` with its `proof`, `granting`,
+`weightsLabels`. Whoever may write status can edit it. A target that was raised by hand is followed: it only costs a reset, and an
+older leader's late write looks the same. An epoch without proof is not published, and a missing `granting` proves nothing.
 Leadership is the operator's Lease.
 Reads are plain GETs, which the API server answers from a quorum; never a LIST, a watch cache or `resourceVersion=0`.
 Writes are compare-and-swap: first on the resourceVersion, after a conflict on the record's own fields. So a check made on the state
@@ -10,32 +12,57 @@ that was read still holds when the write lands.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from epochkv_fence.protocol.authority import AuthorityError, PoolGone, PoolRecord, Term, merged_labels
 from epochkv_fence.protocol.messages import Source
+from epochkv_operator.hub.proof import Proofs
 from epochkv_operator.kube.client import ApiError, Json, NotFound
 from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.resources import POOLS, ObjectRef
 from epochkv_operator.kube.status import Decide, ObjectGone, StatusWriter
 
-RECORD_FIELDS = ("targetEpoch", "epoch", "granting", "weightsLabels")
+RECORD_FIELDS = ("targetEpoch", "epoch", "proof", "granting", "weightsLabels")
 
 
 class KubernetesAuthority:
     """`epochkv_fence.protocol.authority.Authority` on the API server. Every call ends within `deadline_seconds`."""
 
-    def __init__(self, lease: LeaseHolder, statuses: StatusWriter, deadline_seconds: float = 3.0) -> None:
+    def __init__(self, lease: LeaseHolder, statuses: StatusWriter, proofs: Proofs, deadline_seconds: float = 3.0) -> None:
         self._lease = lease
         self._statuses = statuses
+        self._proofs = proofs
         self._deadline_seconds = deadline_seconds
         self._pools: dict[str, ObjectRef] = {}
+        self._new: set[str] = set()
+        self._granted: set[str] = set()
 
-    def register(self, pool_uid: str, namespace: str, name: str) -> None:
-        """Make a pool known before the hub asks for it."""
+    def register(self, pool_uid: str, namespace: str, name: str, *, new: bool = False) -> None:
+        """Make a pool known before the hub asks for it. `new`: before this process, nobody could be granted anything."""
         self._pools[pool_uid] = ObjectRef(POOLS, namespace, name, pool_uid)
+        if new:
+            self._new.add(pool_uid)
 
     def unregister(self, pool_uid: str) -> None:
         self._pools.pop(pool_uid, None)
+        self._new.discard(pool_uid)
+        self._granted.discard(pool_uid)
+
+    def granted(self, pool_uid: str) -> bool:
+        """Whether any hub may have granted for the pool, once its record was read."""
+        return pool_uid in self._granted
+
+    def proof(self, pool_uid: str, epoch: int) -> str:
+        """`status.proof` of an epoch that this hub takes for published."""
+        return self._proofs.of(pool_uid, epoch, self.granted(pool_uid))
+
+    def believed(self, pool: Json) -> PoolRecord:
+        """What the record proves."""
+        uid, record = pool["metadata"]["uid"], record_of(pool)
+        proof = self._proofs.read(uid, (pool.get("status") or {}).get("proof"))
+        never = uid in self._new if proof is None else not proof.granted
+        granting = record.granting or uid in self._granted or not never
+        return replace(record, published=min(proof.epoch if proof is not None else 0, record.published), granting=granting)
 
     async def verify(self, term: Term) -> bool:
         """True iff the Lease names this holder in this very term, by a quorum read. No answer is an error, not a
@@ -57,7 +84,10 @@ class KubernetesAuthority:
             raise PoolGone(str(error)) from error
         except ApiError as error:
             raise AuthorityError(str(error)) from error
-        return record_of(pool)
+        record = self.believed(pool)
+        if record.granting:
+            self._granted.add(pool_uid)
+        return record
 
     async def record(self, pool_uid: str, target: int, origin: Source | None = None) -> None:
         """Durably raise the target epoch, and say in the same write who asked for it; a target that is already as high is
@@ -84,12 +114,12 @@ class KubernetesAuthority:
         """
 
         def decide(pool: Json) -> Json | None:
-            record = record_of(pool)
+            record = self.believed(pool)
             if epoch <= record.published:
                 return None
             if epoch > record.target:
                 raise AuthorityError(f"epoch {epoch} cannot be published: {record.target} is recorded, somebody took the target away")
-            return {"epoch": epoch}
+            return {"epoch": max(epoch, record_of(pool).published), "proof": self._proofs.of(pool_uid, epoch, record.granting)}
 
         await self._update(pool_uid, decide)
 
@@ -97,8 +127,11 @@ class KubernetesAuthority:
         """Note that grants may be out from now on, so that a later hub waits for their end before it publishes."""
 
         def decide(pool: Json) -> Json | None:
-            return None if record_of(pool).granting else {"granting": True}
+            if record_of(pool).granting:
+                return None
+            return {"granting": True, "proof": self._proofs.of(pool_uid, self.believed(pool).published, True)}
 
+        self._granted.add(pool_uid)  # before anybody can be granted anything, and whatever becomes of the write
         await self._update(pool_uid, decide)
 
     async def note_labels(self, pool_uid: str, labels: Mapping[bytes, str]) -> None:
@@ -130,7 +163,7 @@ class KubernetesAuthority:
 
 
 def record_of(pool: Json) -> PoolRecord:
-    """What the hub must remember, from a pool object."""
+    """What a pool object says, whoever wrote it."""
     status = pool.get("status") or {}
     target = int(status.get("targetEpoch") or 0)
     return PoolRecord(

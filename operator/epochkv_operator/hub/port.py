@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from epochkv_operator.api import KVCachePool
 from epochkv_operator.hub.loop import LoopThread
 from epochkv_operator.hub.service import AcceptedKeys, HubLook, HubService
@@ -15,8 +17,8 @@ class HubPort:
         self._thread = thread
         self._hub = hub
 
-    def ensure(self, pool: KVCachePool, keys: AcceptedKeys) -> None:
-        self._thread.call(self._hub.ensure, pool, keys)
+    def ensure(self, pool: KVCachePool, keys: AcceptedKeys, *, new: bool = False) -> None:
+        self._thread.call(partial(self._hub.ensure, pool, keys, new=new))
 
     def forget(self, namespace: str, name: str) -> list[str]:
         return self._thread.call(self._hub.forget, namespace, name)
@@ -29,6 +31,9 @@ class HubPort:
 
     def look(self, pool_uid: str) -> HubLook:
         return self._thread.call(self._hub.look, pool_uid)
+
+    def doubted(self, pool: Json) -> int:
+        return self._thread.call(self._hub.doubted, pool)
 
     def old_key_idle_seconds(self, pool_uid: str) -> float:
         return self._thread.call(self._hub.old_key_idle_seconds, pool_uid)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -18,6 +18,7 @@ from epochkv_fence.stores.admin import StoreAdmin
 from epochkv_operator import metrics
 from epochkv_operator.api import KVCachePool
 from epochkv_operator.hub.kubernetes import KubernetesAuthority, record_of
+from epochkv_operator.hub.proof import Proofs
 from epochkv_operator.hub.view import Told, export, key_view, view_of
 from epochkv_operator.kube.client import Json
 from epochkv_operator.kube.lease import LeaseHolder
@@ -95,7 +96,7 @@ class HubService:
         self._lease = lease
         self._wake = wake
         self._forgotten = forgotten
-        self._authority = KubernetesAuthority(lease, statuses)
+        self._authority = KubernetesAuthority(lease, statuses, Proofs(keys.secret))
         self._deposed = asyncio.Event()
         self._server = HubServer(bind, keys, self._authority, on_change=self._changed, on_step_down=self._deposed.set, stores=stores)
         self._served: dict[str, _Served] = {}
@@ -137,8 +138,8 @@ class HubService:
 
     # ---- pools ----
 
-    def ensure(self, pool: KVCachePool, keys: AcceptedKeys) -> None:
-        """Make the hub serve this pool with this configuration, and no namesake of it."""
+    def ensure(self, pool: KVCachePool, keys: AcceptedKeys, *, new: bool = False) -> None:
+        """Make the hub serve this pool with this configuration, and no namesake of it. `new` as in `KubernetesAuthority.register`."""
         metadata, distributed = pool.metadata, pool.spec.distributed
         uid, key = metadata.uid, pool_key(metadata.namespace, metadata.name)
         for other in [other for other, served in self._served.items() if served.key == key and other != uid]:
@@ -154,7 +155,7 @@ class HubService:
         )
         served = self._served.get(uid)
         if served is None:
-            self._authority.register(uid, metadata.namespace, metadata.name)
+            self._authority.register(uid, metadata.namespace, metadata.name, new=new)
             self._served[uid] = _Served(key, config, keys, Told(), time.monotonic())
             self._server.set_pool(config)
             self._server.request(uid, pool.spec.reset_epoch)
@@ -200,7 +201,15 @@ class HubService:
         incomplete = led_since + served.config.lease_seconds - now if led_since is not None else 0.0
         keys = key_view(snapshot, served.keys.generation, served.keys.in_secret)
         view = view_of(snapshot, served.told, unix_seconds, now, keys, complete=incomplete <= 0)
+        if view is not None:
+            view = replace(view, proof=self._authority.proof(pool_uid, view.published), granted=self._authority.granted(pool_uid))
         return HubLook(snapshot.leading, view, max(0.0, incomplete), served.told.overdue_in(now) or 0.0)
+
+    def doubted(self, pool: Json) -> int:
+        """The epoch in a pool's status, if nobody has proved it; else 0."""
+        uid, said = pool["metadata"]["uid"], record_of(pool).published
+        served = self._server.snapshot(uid).published if uid in self._served else 0
+        return said if said > max(self._authority.believed(pool).published, served) else 0
 
     def old_key_idle_seconds(self, pool_uid: str) -> float:
         """For how long no live boot has used the older of two keys; call it every few seconds while there are two."""

@@ -161,8 +161,8 @@ class FenceSecrets:
             await self._create(pool, known.keys, "it was deleted")
             return Ensured(known.keys, note)
         keys = judge.made(self._hub_public, _asked(pool))
-        known.new = not status
-        served = bool(status.get("conditions"))
+        served = "keys" in status
+        known.new = not served and not {"epoch", "targetEpoch", "granting", "proof"} & status.keys()
         await self._create(pool, keys, "it was deleted while no operator ran" if served else "the pool is new")
         lost = "was deleted while no operator ran: its keys are new, engines restart with them, and KV that is stored is not found any more"
         return Ensured(keys, f"Secret {place} {lost} (misses)" if served else "")

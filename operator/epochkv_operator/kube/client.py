@@ -10,7 +10,8 @@ In the watched namespaces (ClusterRole, or one Role per watched namespace):
 | epochkv.io        | kvcachepools, inferenceengines                         | get, list, watch                   |
 | epochkv.io        | kvcachepools/status, inferenceengines/status           | patch                              |
 | apps              | deployments, statefulsets                              | (1), list, watch                   |
-| ""                | services, configmaps, serviceaccounts                  | (1), list, watch                   |
+| ""                | services                                               | (1), list, watch                   |
+| ""                | configmaps, serviceaccounts                            | (1) without delete, list, watch    |
 | policy            | poddisruptionbudgets                                   | (1), list, watch                   |
 | networking.k8s.io | networkpolicies                                        | (1), list, watch                   |
 | leaderworkerset.x-k8s.io | leaderworkersets                                | (1), list, watch                   |

@@ -63,8 +63,8 @@ class StatusWriter:
 
     async def update(
         self, ref: ObjectRef, decide: Decide, deadline_seconds: float | None = None, depends_on: Sequence[str] | None = None
-    ) -> bool:
-        """Merge what `decide(object)` returns into the status, unless it is None; True when something was sent.
+    ) -> Json:
+        """Merge what `decide(object)` returns into the status, unless it is None; the object afterwards.
 
         `decide` runs again on each newer state. The patch is accepted only at the resourceVersion that `decide` saw, so
         what it checked still holds at the write. Where it depends on few fields of the status (`depends_on`), a conflict makes it
@@ -79,7 +79,7 @@ class StatusWriter:
         while True:
             patch = decide(obj)
             if patch is None:
-                return False
+                return obj
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise Unavailable(0, "Timeout", f"changed under each of {attempt} writes", f"PATCH status of {ref}")
@@ -96,7 +96,7 @@ class StatusWriter:
             if resource_version(answer) != resource_version(obj):
                 metrics.API_WRITES.labels(kind=ref.resource.kind, operation="status").inc()
             self._store.upsert(ref.resource.kind, answer)
-            return True
+            return answer
 
     async def _send(self, ref: ObjectRef, obj: Json, patch: Json, seconds: float, depends_on: Sequence[str] | None) -> Json:
         status = obj.get("status")

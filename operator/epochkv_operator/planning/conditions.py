@@ -73,10 +73,11 @@ def engine_conditions(engine: InferenceEngine, pool: KVCachePool | None, observe
         parts.append(_epoch_current(engine, bound, observed, state))
     if engine.spec.pool_ref is not None and living(pool) is not None:
         notes.append(_engine_tiers(engine, observed))
-    good = Condition("Ready", "True", "Ready", "the engine serves")
-    if engine.spec.replicas == 0:
-        good = Condition("Ready", "True", "ScaledToZero", "spec.replicas is 0: no pod runs and nothing is served; raise it to serve")
-    found = [*_with_ready(parts, observed.problem or _dropped_volume(engine, observed), good), *notes]
+    problem = observed.problem or _dropped_volume(engine, observed)
+    if state.reason == "ScaledToZero" and problem is None:
+        found = [_ready_without_pods(parts, state), *parts, *notes]
+    else:
+        found = [*_with_ready(parts, problem, Condition("Ready", "True", "Ready", "the engine serves")), *notes]
     return [_with_local_memory(condition, engine, living(pool)) for condition in found]
 
 
@@ -123,6 +124,17 @@ def _with_local_memory(condition: Condition, engine: InferenceEngine, pool: KVCa
     return replace(condition, message=f"{condition.message} ({added}, which are added to what spec.resources says)")
 
 
+def _idle(engine: InferenceEngine, state: Health) -> bool:
+    """No pod is wanted, by the spec or by whoever scaled the Deployment."""
+    return state.reason == "ScaledToZero" or (state.reason == "NotCreated" and engine.spec.replicas == 0)
+
+
+def _ready_without_pods(parts: list[Condition], state: Health) -> Condition:
+    """Without pods, as somebody asked for, there is nothing to wait for and nothing that serves: `Available` is False."""
+    bad = next((part for part in parts if part.status != "True" and part.type != "Available"), None)
+    return replace(bad, type="Ready") if bad is not None else Condition("Ready", "True", "ScaledToZero", state.message)
+
+
 def master_health(pool: KVCachePool, observed: Observed) -> Health:
     return _pool_health(pool, observed, "Deployment", "master")
 
@@ -166,7 +178,7 @@ def _pool_health(pool: KVCachePool, observed: Observed, kind: str, component: st
 
 
 def _workload_condition(kind: str, state: Health) -> Condition:
-    ok = state.reason in ("Available", "ScaledToZero", "Updating")
+    ok = state.reason in ("Available", "Updating")
     return Condition(kind, "True" if ok else "False", state.reason, state.message)
 
 
@@ -182,7 +194,7 @@ def _epoch_current(engine: InferenceEngine, pool: KVCachePool | None, observed: 
     kind = "EpochCurrent"
     if pool is None:
         return Condition(kind, "False", "PoolNotFound", "there is no pool whose epoch the engine could follow")
-    if engine.spec.replicas == 0:
+    if _idle(engine, state):
         return Condition(kind, "True", "ScaledToZero", "there is no pod")
     if observed.hub is None:
         return Condition(kind, "Unknown", "HubUnavailable", _NO_HUB)
@@ -201,7 +213,7 @@ def _epoch_current(engine: InferenceEngine, pool: KVCachePool | None, observed: 
 def _engine_tiers(engine: InferenceEngine, observed: Observed) -> Condition:
     """The same of one engine. Before a replica was heard from, nobody knows."""
     kind = "TiersUsable"
-    if engine.spec.replicas == 0:
+    if _idle(engine, engine_health(engine, observed)):
         return Condition(kind, "True", "ScaledToZero", "there is no pod")
     ranks = [rank for known in engine_ranks(engine, observed).values() for rank in known]
     if observed.hub is not None and not any(rank.live for rank in ranks):
@@ -243,18 +255,25 @@ def _epoch_converged(pool: KVCachePool, hub: HubView | None) -> Condition:
     kind, asked = "EpochConverged", pool.spec.reset_epoch
     if hub is None:
         return Condition(kind, "Unknown", "HubUnavailable", _NO_HUB_NO_LEASE)
+    if hub.doubted:
+        text = f"status.epoch is {hub.doubted}, and no hub has proved that: somebody edited the status, or the hub's key is new"
+        return Condition(kind, "False", "Unproved", f"{text}. {hub.published} is proved; the hub proves {hub.target} now{_waiting(hub)}")
     if hub.target < asked:
         return Condition(kind, "False", "Recording", f"epoch {asked} is asked for, {hub.target} is recorded")
     if hub.published < hub.target:
-        waiting = listed([f"{name} ({reason})" for name, reason in hub.laggards])
         text = f"epoch {hub.target} is recorded, {hub.published} is published"
-        return Condition(kind, "False", "WaitingForEngines", f"{text}; waiting for {waiting}" if waiting else text)
+        return Condition(kind, "False", "WaitingForEngines", text + _waiting(hub))
     text = f"no engine uses an epoch below {hub.published}"
     if epoch_ahead(asked, hub):
         asker = _ASKER.get(hub.origin or "", "somebody else")
         ahead = f"spec.resetEpoch {asked} resets nothing: {asker} raised the pool to epoch {hub.target}"
         return Condition(kind, "True", "EpochAhead", f"{text}; {ahead}. Set {hub.target + 1} or higher")
     return Condition(kind, "True", "Published", text)
+
+
+def _waiting(hub: HubView) -> str:
+    found = listed([f"{name} ({reason})" for name, reason in hub.laggards])
+    return f"; waiting for {found}" if found else ""
 
 
 def epoch_ahead(asked: int, hub: HubView) -> bool:

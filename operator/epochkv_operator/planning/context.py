@@ -149,6 +149,12 @@ class HubView:
     """There have been outliers for longer than a push takes."""
     reclaim: ReclaimView = ReclaimView()
     keys: KeysView | None = None
+    proof: str = ""
+    """What `status.proof` says while `published` is `status.epoch`."""
+    granted: bool = False
+    """Some hub may have granted, as `status.granting` has to say."""
+    doubted: int = 0
+    """The epoch in the status, if nobody has proved it."""
     complete: bool = True
     """Every live engine has had the time to be heard from. A hub that has just begun to lead knows nobody yet."""
 

@@ -17,6 +17,8 @@ from epochkv_operator.planning.pool import desired_pool
 
 _ITEM_KEYS: Final = ("name", "mountPath", "containerPort", "uid", "ip")
 """What the items of a list are told apart by."""
+ABSENT: Final = "it does not exist"
+BY_OTHERS: Final = "was changed by somebody else"
 _QUANTITIES: Final = ("limits", "requests", "sizeLimit")
 
 
@@ -29,7 +31,7 @@ class Plan:
     delete: tuple[Json, ...] = ()
     """Live objects to delete."""
     details: tuple[str, ...] = ()
-    """Why each step, in words; empty exactly when there is nothing to do."""
+    """Why each step, in words and in the order of the steps."""
     problem: Problem | None = None
     """Set when the spec cannot be carried out; then nothing is changed."""
 
@@ -67,7 +69,7 @@ def _plan(owner: KVCachePool | InferenceEngine, desire: Callable[[], list[Json]]
         foreign = _foreign(owner, known)
         if foreign is not None:
             return Plan(problem=foreign)
-        why = "it does not exist" if known is None else difference(obj, known)
+        why = ABSENT if known is None else difference(obj, known)
         if why is not None:
             apply.append(obj)
             details.append(f"apply {_name(obj)}: {why}")
@@ -117,7 +119,7 @@ def difference(desired: Json, live: Json) -> str | None:
     metadata = {**desired["metadata"], "annotations": annotations}
     wanted = {key: value for key, value in desired.items() if key not in ("apiVersion", "kind")} | {"metadata": metadata}
     found = _differs(wanted, live, "")
-    return f"{found[1:]} was changed by somebody else" if found is not None else None
+    return f"{found[1:]} {BY_OTHERS}" if found is not None else None
 
 
 def _differs(desired: Any, live: Any, path: str) -> str | None:

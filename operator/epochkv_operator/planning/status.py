@@ -185,7 +185,11 @@ def _add_epochs(status: Json, hub: HubView | None, previous: Json) -> None:
         values = [value for value in (previous.get(key), said.get(key)) if value is not None]
         if values:
             status[key] = max(values)
-    status |= {key: previous[key] for key in ("weightsLabels", "granting") if previous.get(key)}
+    status |= {key: previous[key] for key in ("weightsLabels", "granting", "proof") if previous.get(key)}
+    if hub is not None and hub.granted:
+        status["granting"] = True
+    if hub is not None and hub.proof and status.get("epoch") == hub.published:
+        status["proof"] = hub.proof
 
 
 def _engines(hub: HubView) -> Json:
@@ -266,6 +270,8 @@ def _reset(hub: HubView | None, previous: Json, now: datetime, *, partial: bool 
     about a target that this view does not know yet stays, too. Times are never written again: their clock is adjusted all the time.
     """
     before: Json = previous.get("reset") or {}
+    if before.get("epoch", 0) > max(previous.get("targetEpoch", 0), hub.target if hub is not None else 0):
+        before = {}  # nobody asked for that
     if hub is None or before.get("epoch", 0) > hub.target:
         return before
     if hub.reset_epoch is None or hub.reset_started is None:

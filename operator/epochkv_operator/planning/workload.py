@@ -130,7 +130,7 @@ def _health(workload: Json | None, pods: Sequence[Json], what: str) -> Health:
     ready, updated = status.get("readyReplicas", 0), status.get("updatedReplicas", 0)
     replicas = status.get("replicas", 0)
     if seen and ready >= wanted and updated >= wanted and replicas <= max(wanted, updated):
-        text = f"{ready} of {wanted} replicas of {what} are ready" if wanted else f"{what} is scaled to zero"
+        text = f"{ready} of {wanted} replicas of {what} are ready" if wanted else f"{what} is scaled to zero: no pod runs, and none serves"
         return Health(wanted, replicas, ready, updated, "Available" if wanted else "ScaledToZero", text)
     reason, text = _trouble(workload, pods) or ("Starting", _starting(workload, pods))
     if seen and reason == "Starting" and ready >= wanted:

@@ -26,8 +26,8 @@ SERVED = {
     ("apps", "deployments"): {"get", "list", "watch", "create", "patch", "delete"},
     ("apps", "statefulsets"): {"get", "list", "watch", "create", "patch", "delete"},
     ("", "services"): {"get", "list", "watch", "create", "patch", "delete"},
-    ("", "configmaps"): {"get", "list", "watch", "create", "patch", "delete"},
-    ("", "serviceaccounts"): {"get", "list", "watch", "create", "patch", "delete"},
+    ("", "configmaps"): {"get", "list", "watch", "create", "patch"},
+    ("", "serviceaccounts"): {"get", "list", "watch", "create", "patch"},
     ("policy", "poddisruptionbudgets"): {"get", "list", "watch", "create", "patch", "delete"},
     ("networking.k8s.io", "networkpolicies"): {"get", "list", "watch", "create", "patch", "delete"},
     ("leaderworkerset.x-k8s.io", "leaderworkersets"): {"get", "list", "watch", "create", "patch", "delete"},
@@ -93,11 +93,13 @@ def test_cluster_wide_rights_are_exactly_those_the_operator_uses(render: Render)
     assert named(role) == {("coordination.k8s.io", "leases", "epochkv-operator", verb) for verb in ("list", "watch")}
     own = rendered.one("Role", "epochkv-operator-leader")
     assert own["metadata"]["namespace"] == "epochkv-system"
-    assert granted(own) == {("coordination.k8s.io", "leases"): {"create"}, ("", "secrets"): {"create"}}
+    creates = [("coordination.k8s.io", "leases"), ("", "secrets"), ("events.k8s.io", "events")]
+    assert granted(own) == {resource: {"create"} for resource in creates}
     assert named(own) == {
         ("coordination.k8s.io", "leases", "epochkv-operator", "get"),
         ("coordination.k8s.io", "leases", "epochkv-operator", "update"),
         ("", "secrets", "epochkv-hub", "get"),
+        ("", "secrets", "epochkv-hub", "delete"),
     }
     everything = [rule for kind in ("ClusterRole", "Role") for role in rendered.all(kind) for rule in role["rules"]]
     assert all("*" not in rule[field] for rule in everything for field in ("apiGroups", "resources", "verbs"))

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.api.corpus import CASES, CHANGES
 
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, admit, parse_engine, parse_pool, quantity
 from epochkv_operator.api.crd import CRDS, Crd, manifest
 from epochkv_operator.api.generate import main
 from tests.support.api.cases import Case
+from tests.support.api.corpus import CASES, CHANGES
 
 Json = dict[str, Any]
 

@@ -291,10 +291,9 @@ def test_keys_rotated(keys: KeysView | None, expected: Any, says: str) -> None:
 
 def test_scaled_to_zero_is_ready_and_does_not_serve() -> None:
     idle = engine({"model": {"name": "tiny"}, "poolRef": {"name": "policy"}, "replicas": 0})
-    found = engine_conditions(idle, POLICY, Observed(engine_children({}, 0, idle), (), CONVERGED))
-    conditions = by_type(found)
-    assert conditions["Ready"] == conditions["Available"] == conditions["EpochCurrent"] == ("True", "ScaledToZero")
-    assert "nothing is served" in message(found, "Ready")
+    conditions = by_type(engine_conditions(idle, POLICY, Observed(engine_children({}, 0, idle), (), CONVERGED)))
+    assert conditions["Ready"] == conditions["EpochCurrent"] == ("True", "ScaledToZero")
+    assert conditions["Available"] == ("False", "ScaledToZero"), "nothing serves"
 
 
 def test_a_problem_of_the_plan_comes_first() -> None:

@@ -1,0 +1,244 @@
+"""Each right that the chart grants is needed, and no other: an operator begins with none, and is given only what it was refused.
+
+So each right of the chart was missing once and its request failed, which the API server's audit log shows. A right of the chart that
+nothing ever asked for would be left over. The same run, at debug level, shows that no key is logged.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from hack.cluster.binaries import build
+from hack.cluster.controlplane import ControlPlane
+from hack.waiting import eventually
+from tests.cluster.operator_harness import CHILDREN, ENGINES, POOLS, ROOT, Namespace, OperatorProcess, condition, install_crds
+
+HOME, TEAM = "epochkv-system", "team-a"
+ACCOUNT = f"system:serviceaccount:{HOME}:epochkv-operator"
+REFUSED = re.compile(r'cannot (\w+) resource "([\w/]+)" in API group "([\w.]*)" in the namespace "([\w-]+)"')
+POOL: dict[str, Any] = {
+    "local": {"capacity": "64Mi"},
+    "distributed": {"mooncake": {"store": {"replicas": 1, "segmentSize": "64Mi"}}},
+    "reset": {"leaseSeconds": 2},
+}
+RBAC = "/apis/rbac.authorization.k8s.io/v1/namespaces/{}/{}"
+MARK = "edited-by-a-person"
+
+
+class Right(NamedTuple):
+    """One verb on one resource in one namespace."""
+
+    namespace: str
+    group: str
+    resource: str
+    verb: str
+
+
+@pytest.fixture
+def audited(tmp_path: Path) -> Iterator[ControlPlane]:
+    with ControlPlane(tmp_path / "cp", binaries=build(), audited=ACCOUNT) as plane:
+        install_crds(plane)
+        yield plane
+
+
+def chart_rights(plane: ControlPlane) -> set[Right]:
+    """What the chart grants an operator that serves one namespace beside its own."""
+    command = [str(plane.helm), "template", "epochkv", str(ROOT / "charts" / "epochkv"), "-n", HOME, "--kube-version", "1.34.4"]
+    flags = ["--set", "crds.install=false", "--set", f"watchNamespaces={{{TEAM}}}"]
+    rendered = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=60, check=True).stdout
+    roles = [obj for obj in yaml.safe_load_all(rendered) if obj and obj["kind"] in ("Role", "ClusterRole")]
+    assert {role["kind"] for role in roles} == {"Role"}
+    return {
+        Right(role["metadata"]["namespace"], group, resource, verb)
+        for role in roles
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+class Rights:
+    """What the operator may do: nothing, and then whatever it was refused."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._plane = plane
+        self._read = 0
+        self.granted: set[Right] = set()
+        subject = {"kind": "User", "apiGroup": "rbac.authorization.k8s.io", "name": ACCOUNT}
+        for namespace in (HOME, TEAM):
+            ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "grown"}
+            body = {"metadata": {"name": "grown"}, "roleRef": ref, "subjects": [subject]}
+            Namespace(plane, namespace).request("POST", RBAC.format(namespace, "rolebindings"), body)
+
+    def refused(self) -> set[Right]:
+        """What was refused since the last look."""
+        lines = self._plane.audit_log.read_text().splitlines() if self._plane.audit_log.exists() else []
+        new, self._read = lines[self._read :], len(lines)
+        found = set()
+        for line in new:
+            status = json.loads(line).get("responseStatus") or {}
+            if status.get("code") == 403 and (match := REFUSED.search(status.get("message", ""))):
+                verb, resource, group, namespace = match.groups()
+                found.add(Right(namespace, group, resource, verb))
+        return found
+
+    def grow(self) -> None:
+        """Grant what was refused."""
+        new = self.refused() - self.granted
+        self.granted |= new
+        for namespace in {right.namespace for right in new}:
+            rules = [
+                {"apiGroups": [right.group], "resources": [right.resource], "verbs": [right.verb]}
+                for right in sorted(self.granted)
+                if right.namespace == namespace
+            ]
+            body = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": {"name": "grown"}, "rules": rules}
+            self._plane.api.apply(RBAC.format(namespace, "roles/grown"), body)
+
+
+class Keys:
+    """Every key that was in a Secret at any time."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._plane = plane
+        self.values: set[str] = set()
+
+    def note(self) -> None:
+        for namespace in (HOME, TEAM):
+            for secret in Namespace(self._plane, namespace).request("GET", CHILDREN["secrets"].format(namespace))["items"]:
+                for name in ("client.key", "root.secret", "hub.key"):
+                    if encoded := (secret.get("data") or {}).get(name):
+                        self.values |= {encoded, base64.b64decode(encoded).decode()}
+
+
+def without_policy(space: Namespace) -> set[str]:
+    """Workloads whose pods no NetworkPolicy selects."""
+    policies = space.request("GET", CHILDREN["networkpolicies"].format(space.name))["items"]
+    selectors = [policy["spec"]["podSelector"]["matchLabels"] for policy in policies if "Ingress" in policy["spec"]["policyTypes"]]
+    found = set()
+    for kind in ("deployments", "statefulsets"):
+        for workload in space.request("GET", CHILDREN[kind].format(space.name))["items"]:
+            labels = workload["spec"]["template"]["metadata"]["labels"]
+            if not any(selector.items() <= labels.items() for selector in selectors):
+                found.add(workload["metadata"]["name"])
+    return found
+
+
+def test_every_pod_that_mooncake_can_be_reached_on_has_a_network_policy(namespace: Namespace, operator: OperatorProcess) -> None:
+    """An engine without a store that the operator runs listens for its clients only, or for a store whose pods nobody knows."""
+    namespace.create_pool("policy", **POOL)
+    namespace.create_pool("alone", local={"capacity": "64Mi"})
+    for engine, pool in (("rollout", {"poolRef": {"name": "policy"}}), ("single", {"poolRef": {"name": "alone"}}), ("plain", {})):
+        namespace.create_engine(engine, model={"name": "tiny"}, **pool)
+
+    def made() -> bool:
+        return (
+            namespace.names("deployments") | namespace.names("statefulsets")
+            == {
+                "policy-master",
+                "policy-store",
+                "rollout",
+                "single",
+                "plain",
+            }
+            and len(namespace.names("networkpolicies")) == 3
+        )
+
+    eventually(made, f"all is made; log:\n{operator.tail()}")
+    assert without_policy(namespace) == {"single", "plain"}
+    namespace.patch_spec("policy", networkPolicy={"mode": "Disabled"})
+    eventually(lambda: not namespace.names("networkpolicies"), f"gone; log:\n{operator.tail()}")
+    assert "policy-master" in without_policy(namespace)
+
+
+def overtaken(space: Namespace, rights: Rights) -> bool:
+    """Somebody writes to the engine all the time: a status write of the operator comes too late, and it reads the engine again."""
+    for number in range(4):
+        space.patch(ENGINES, "rollout", {"spec": {"replicas": 1 + number % 2}})
+        space.patch(ENGINES, "rollout", {"metadata": {"annotations": {"number": str(number)}}})
+    return Right(TEAM, "epochkv.io", "inferenceengines", "get") in rights.granted
+
+
+def said(operator: OperatorProcess, *spaces: Namespace) -> str:
+    """Everything that the operator has told anybody, but for Secrets."""
+    paths = ("/apis/events.k8s.io/v1/namespaces/{}/events", POOLS, ENGINES, CHILDREN["configmaps"], CHILDREN["deployments"])
+    shown = [space.request("GET", path.format(space.name)) for space in spaces for path in paths]
+    return operator.log_file.read_text() + operator.http("/metrics")[1] + json.dumps(shown)
+
+
+def break_hub_secret(space: Namespace) -> Any:
+    """Put garbage into the hub's Secret; what it held."""
+    hub = space.get(CHILDREN["secrets"], "epochkv-hub")
+    assert hub is not None
+    space.delete(CHILDREN["secrets"], "epochkv-hub")
+    space.create(CHILDREN["secrets"], {"metadata": {"name": "epochkv-hub"}, "stringData": {"hub.key": MARK}})
+    return hub["data"]
+
+
+@pytest.mark.timeout(600)
+def test_the_chart_grants_what_is_refused_without_it_and_nothing_else(audited: ControlPlane, tmp_path: Path) -> None:
+    home, team = Namespace.create_in(audited, HOME), Namespace.create_in(audited, TEAM)
+    wanted = chart_rights(audited)
+    rights, keys = Rights(audited), Keys(audited)
+    config = audited.kubeconfig_for(ACCOUNT, ("system:serviceaccounts", "system:authenticated"))
+    flags: dict[str, Any] = {"watch_namespace": TEAM, "kubeconfig": config, "resync_seconds": 5, "log_level": "debug"}
+    with OperatorProcess(audited, HOME, tmp_path, **flags) as operator:
+        looks = 0
+
+        def until(done: Callable[[], Any], what: str) -> Any:
+            def look() -> Any:
+                nonlocal looks
+                looks += 1
+                rights.grow()
+                keys.note()
+                for collection, name in ((POOLS, "policy"), (ENGINES, "rollout")):
+                    if looks % 4 == 0 and team.get(collection, name) is not None:  # a backoff is not waited out
+                        team.patch(collection, name, {"metadata": {"annotations": {"looked": str(looks)}}})
+                return done()
+
+            return eventually(look, f"{what}; log:\n{operator.tail()}", 120, 0.3)
+
+        until(lambda: operator.http("/readyz")[0] == 200, "leads")
+        team.create_pool("policy", resetEpoch=1, **POOL)
+        team.create_engine("rollout", poolRef={"name": "policy"}, model={"name": "tiny"})
+        until(lambda: team.status("policy").get("epoch") == 1, "published")
+        until(lambda: condition(team.engine_status("rollout"), "EpochCurrent") and team.names("statefulsets"), "made")
+        until(lambda: len(team.names("networkpolicies")) == 3, "made")
+
+        until(lambda: overtaken(team, rights), "a status write that was overtaken")
+        team.patch_spec("policy", keys={"generation": 1})
+        until(lambda: team.status("policy").get("keys") == {"generation": 1, "accepted": 1}, "keys rotated")
+        team.patch_spec("policy", distributed=None)
+        until(lambda: not team.names("statefulsets") | team.names("networkpolicies"), "pruned")
+
+        secrets = CHILDREN["secrets"]
+        data = {"root.secret": base64.b64encode(MARK.encode()).decode()}
+        team.patch(secrets, "policy-fence", {"data": data})
+        until(lambda: team.get(secrets, "policy-fence")["data"] != data and team.events("SecretRestored"), "restored")  # type: ignore[index]
+        team.request("DELETE", f"{POOLS.format(TEAM)}/policy", {"propagationPolicy": "Orphan"})
+        until(lambda: team.pool("policy") is None, "orphaned")
+        team.create_pool("policy", local={"capacity": "64Mi"})
+        before = keys.values.copy()
+        until(lambda: team.get(secrets, "policy-fence")["data"]["client.key"] not in before, "the orphan replaced")  # type: ignore[index]
+
+        hub = break_hub_secret(home)
+        until(lambda: (home.get(secrets, "epochkv-hub") or {}).get("data") == hub, "the hub's Secret restored")
+        until(lambda: home.events("SecretRestored") or Right(HOME, "events.k8s.io", "events", "create") in rights.granted, "told")
+        assert operator.process.alive()
+        assert sorted(rights.granted - wanted) == [], "needed, and not granted by the chart"
+        assert sorted(wanted - rights.granted) == [], "granted by the chart, and never missed"
+
+        assert any(line.get("level") == "debug" for line in operator.lines()), "it logs at debug level"
+        assert len(keys.values) >= 10
+        everything = said(operator, home, team)
+        assert [value for value in (*keys.values, MARK) if value in everything] == []
