@@ -27,7 +27,7 @@ class Editor:
             self._delete: 4,
             self._recreate: 3,
             self._bump: 10,
-            self._tiers: 6,
+            self._tiers: 16,
             self._pool_field: 8,
             self._rotate: 4,
             self._scale: 10,
