@@ -210,6 +210,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "InferenceEngine.spec.resources.limits": "quantities by resource name, as in pods",
         "InferenceEngine.spec.resources.requests": "quantities by resource name, as in pods",
     },
+    "no_references": {"InferenceEngine.spec.model.volume.image.reference": "as in pods"},
 }
 # fmt: off
 LINTERS = (
