@@ -56,13 +56,7 @@ class PoolReconciler:
     async def reconcile(self, key: Key) -> None:
         obj = self.store.get(key.kind, key.namespace, key.name)
         if obj is None:
-            self.secrets.forget(key.namespace, key.name)
-            self.reporter.forget(key)
-            self.executor.gone(str(key))
-            for uid in self.hub.forget(key.namespace, key.name):
-                self._judged.pop(uid, None)
-                self.scale_ins.forget(uid)
-                log.info("pool gone", object=str(key), uid=uid)
+            self._forget(key)
             raise ObjectGone(f"{key} is gone")
         if obj["metadata"].get("deletionTimestamp"):
             return
@@ -107,6 +101,16 @@ class PoolReconciler:
             self.wake(key, look.overdue_seconds)
         if again is not None:
             raise again
+
+    def _forget(self, key: Key) -> None:
+        """The pool is gone."""
+        self.secrets.forget(key.namespace, key.name)
+        self.reporter.forget(key)
+        self.executor.gone(str(key))
+        for uid in self.hub.forget(key.namespace, key.name):
+            self._judged.pop(uid, None)
+            self.scale_ins.forget(uid)
+            log.info("pool gone", object=str(key), uid=uid)
 
     async def _keys(self, key: Key, obj: Json) -> tuple[FenceKeys | None, Problem | None, ApiError | None]:
         """The pool's keys, what to tell the user where there are none, and the error to try again on."""

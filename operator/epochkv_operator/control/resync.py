@@ -168,7 +168,7 @@ class Resync:
         if behind:
             log.warning("the watches lack objects, reading them", kind=resource.kind, objects=behind)
             metrics.MISSED.labels(kind=resource.kind).inc(behind)
-            async for page in self._client.pages(resource, found.scope, _selector(resource)):
+            async for page, _ in self._client.pages(resource, found.scope, _selector(resource)):
                 for obj in page:
                     self._take(resource, obj)
 

@@ -159,6 +159,18 @@ def _set_field(name: str, value: Any) -> list[Json]:
     return [{"op": "add", "path": path, "value": ""}, {"op": "remove", "path": path}]  # an absent field cannot be removed
 
 
+def _asked_again(check: Callable[[str, str], None]) -> aiohttp.TraceConfig:
+    """A connection may take as long as the deadline, and this process may be frozen meanwhile: look again before the first byte."""
+
+    async def about_to_send(_session: object, _context: object, sent: aiohttp.TraceRequestHeadersSentParams) -> None:
+        if sent.method not in ("GET", "HEAD"):
+            check(sent.method, sent.url.path)
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_headers_sent.append(about_to_send)
+    return trace
+
+
 class KubeClient:
     """Requests to one API server. Not bound to a namespace; every method may raise `ApiError` and nothing else."""
 
@@ -171,7 +183,7 @@ class KubeClient:
         self.deadline_seconds = deadline_seconds
         self.server_date: datetime | None = None
         """The API server's clock when it answered last, to the second."""
-        configuration.client_session_kwargs = {"trust_env": False, "trace_configs": [self._asked_again()]}
+        configuration.client_session_kwargs = {"trust_env": False, "trace_configs": [_asked_again(self._check_leading)]}
         self._api = kubernetes_client.ApiClient(configuration)
         self._api.user_agent = MANAGED_BY
 
@@ -235,17 +247,6 @@ class KubeClient:
         if (reason := self.may_not_write()) is not None:
             raise Unavailable(0, "NotLeading", reason, f"{verb} {path}")
 
-    def _asked_again(self) -> aiohttp.TraceConfig:
-        """A connection may take as long as the deadline, and this process may be frozen meanwhile: look again before the first byte."""
-
-        async def about_to_send(_session: object, _context: object, sent: aiohttp.TraceRequestHeadersSentParams) -> None:
-            if sent.method not in ("GET", "HEAD"):
-                self._check_leading(sent.method, sent.url.path)
-
-        trace = aiohttp.TraceConfig()
-        trace.on_request_headers_sent.append(about_to_send)
-        return trace
-
     async def _send(
         self,
         verb: str,
@@ -297,32 +298,24 @@ class KubeClient:
         """A quorum read: no resourceVersion parameter, so the answer is linearizable."""
         return await self.request("GET", resource.path(namespace, name), deadline_seconds=deadline_seconds)
 
-    async def pages(self, resource: Resource, namespace: str | None, label_selector: str = "") -> AsyncIterator[list[Json]]:
-        """All objects of a kind (namespace None: of the whole cluster), page by page, so that few are in memory at a time."""
-        async for page in self._pages(resource, namespace, label_selector):
-            yield page["items"]
-
-    async def list(self, resource: Resource, namespace: str | None, label_selector: str = "") -> tuple[list[Json], int]:
-        """All objects of a kind of which there are few, and the version of the list."""
-        items: list[Json] = []
-        version = 0
-        async for page in self._pages(resource, namespace, label_selector):
-            items += page["items"]
-            version = int(page.get("metadata", {}).get("resourceVersion") or 0)
-        return items, version
-
-    async def _pages(self, resource: Resource, namespace: str | None, label_selector: str) -> AsyncIterator[Json]:
+    async def pages(self, resource: Resource, namespace: str | None, label_selector: str = "") -> AsyncIterator[tuple[list[Json], int]]:
+        """All objects of a kind (namespace None: of the whole cluster), page by page, and the version of the list."""
         query = _list_query(LIST_CHUNK, label_selector)
         while True:
             page = await self.request("GET", resource.path(namespace), query=query)
-            for item in page.setdefault("items", []):
+            items, metadata = page.get("items", []), page.get("metadata", {})
+            for item in items:
                 item.setdefault("kind", resource.kind)
                 item.setdefault("apiVersion", resource.api_version)
-            yield page
-            token = page.get("metadata", {}).get("continue")
-            if not token:
+            yield items, int(metadata.get("resourceVersion") or 0)
+            if not (token := metadata.get("continue")):
                 return
             query["continue"] = token
+
+    async def list(self, resource: Resource, namespace: str | None, label_selector: str = "") -> tuple[list[Json], int]:
+        """All objects of a kind of which there are few, and the version of the list."""
+        pages = [page async for page in self.pages(resource, namespace, label_selector)]
+        return [item for items, _ in pages for item in items], pages[-1][1]
 
     async def shown(self, resource: Resource, namespace: str | None, label_selector: str = "") -> tuple[dict[str, int], int]:
         """Versions of all objects of a kind by uid, and the version of the list. Nothing else of them is sent but metadata."""

@@ -338,10 +338,8 @@ def _keys_rotated(pool: KVCachePool, hub: HubView | None) -> Condition | None:
 def _store_scaled(pool: KVCachePool, observed: Observed) -> Condition | None:
     """The stores that were to go are gone, with or without their blocks; absent before the first time."""
     kind, state = "StoreScaled", observed.scale_in
-    if state is None:
-        return None
-    if state.completed is None:
-        return _stores_leave(pool, state)
+    if state is None or state.completed is None:
+        return _stores_leave(pool, state) if state is not None else None
     text = f"{state.low} of {state.high} stores are left; {_moved(state)}"
     if state.lossy:
         return Condition(kind, "True", "ScaledWithLoss", f"{text} before drainTimeoutSeconds were over; engines recompute the rest")
