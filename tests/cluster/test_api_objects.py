@@ -139,7 +139,7 @@ def test_a_pool_settles(clean: Cluster, spec: str) -> None:
             before = clean.request("GET", path)[1]["metadata"]["resourceVersion"]
             assert clean.apply(obj)["metadata"]["resourceVersion"] == before
     verdicts = admit_pods(clean, children)
-    if spec == "rdma":
+    if spec in ("rdma", "rdma-plugin"):
         assert sorted(status for status, _ in verdicts) == [201, 403]  # the master is restricted, the store is not
         assert "violates PodSecurity" in next(text for status, text in verdicts if status == 403)
     else:

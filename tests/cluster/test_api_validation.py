@@ -211,6 +211,7 @@ def test_every_field_is_explained(plane: ControlPlane) -> None:
 def test_the_samples_are_accepted(plane: ControlPlane) -> None:
     made = kubectl(plane, "apply", "--dry-run=server", "--validate=strict", "-f", str(Path(__file__).parents[2] / "config/samples"))
     assert sorted(line.split()[0] for line in made.splitlines()) == [
+        "horizontalpodautoscaler.autoscaling/rollout",
         "inferenceengine.epochkv.io/rollout",
         "kvcachepool.epochkv.io/policy",
         "pod/trainer",

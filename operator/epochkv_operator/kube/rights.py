@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from epochkv_operator.api.base import GROUP
-from epochkv_operator.kube.resources import CHILDREN, EVENTS, LEASES, PODS, PRIMARY, SECRETS, Resource
+from epochkv_operator.kube.resources import CHILDREN, CONFIGMAPS, EVENTS, LEASES, OPTIONAL, PODS, PRIMARY, SECRETS, SERVICE_ACCOUNTS, Resource
 
 READ: Final = ("get", "list", "watch")
-OWN: Final = ("get", "list", "watch", "create", "patch", "delete")
+KEEP: Final = ("get", "list", "watch", "create", "patch")
+KEPT: Final = (CONFIGMAPS, SERVICE_ACCOUNTS)
+"""Children that only go with their owner: the garbage collector deletes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,9 @@ def rights(home: str, scopes: Sequence[str | None], lease: str, hub_secret: str)
         (LEASES, "update", lease),
         (LEASES, "create", ""),
         (SECRETS, "get", hub_secret),
+        (SECRETS, "delete", hub_secret),
         (SECRETS, "create", ""),
+        (EVENTS, "create", ""),
     ):
         found.append(Right(resource.group, resource.plural, verb, home, name))
     for scope in scopes:
@@ -56,8 +60,8 @@ def _served(scope: str | None) -> Iterable[Right]:
         assert resource.group == GROUP
         yield from right(resource, READ)
         yield from right(resource, ("patch",), "status")
-    for resource in CHILDREN:
-        yield from right(resource, OWN)
+    for resource in (*CHILDREN, *OPTIONAL):
+        yield from right(resource, KEEP if resource in KEPT else (*KEEP, "delete"))
     yield from right(PODS, ("list", "watch"))
     yield from right(SECRETS, ("get", "create", "update", "delete"))
     yield from right(EVENTS, ("create",))

@@ -115,7 +115,7 @@ def test_the_table_that_doctor_asks_for_is_what_the_chart_grants() -> None:
     home = {(right.resource, right.verb, right.name) for right in rights("home", (), "lease", "hub")}
     assert home == {
         *(("leases", "get", "lease"), ("leases", "update", "lease"), ("leases", "create", "")),
-        *(("secrets", "get", "hub"), ("secrets", "create", "")),
+        *(("secrets", "get", "hub"), ("secrets", "delete", "hub"), ("secrets", "create", ""), ("events", "create", "")),
     }
 
 
