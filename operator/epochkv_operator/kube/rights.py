@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from typing import Final
 
 from epochkv_operator.api.base import GROUP
-from epochkv_operator.kube.resources import CHILDREN, CONFIGMAPS, EVENTS, LEASES, OPTIONAL, PODS, PRIMARY, SECRETS, SERVICE_ACCOUNTS, Resource
+from epochkv_operator.kube.resources import (
+    CHILDREN,
+    CONFIGMAPS,
+    EVENTS,
+    LEASES,
+    OPTIONAL,
+    PODS,
+    PRIMARY,
+    SECRETS,
+    SERVICE_ACCOUNTS,
+    Resource,
+)
 
 READ: Final = ("get", "list", "watch")
 KEEP: Final = ("get", "list", "watch", "create", "patch")
