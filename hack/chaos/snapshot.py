@@ -107,7 +107,9 @@ def _status(value: Any, generation: int) -> Any:
     for name, item in value.items():
         if name in TIMES or name in TOLD_BY_ITS_HUB or name == "granting":
             continue
-        if name == "observedGeneration":
+        if name == "proof":  # signed for this pool's uid
+            found[name] = item.partition(":")[0]
+        elif name == "observedGeneration":
             found[name] = "newest" if item == generation else f"{item} of {generation}"
         else:
             found[name] = _status(item, generation)
