@@ -32,7 +32,7 @@ def test_arguments_of_the_operator_are_refused(kube: Kube) -> None:
     manifest["spec"]["args"].append("--kv-transfer-config={}")
     message = refused(kube, "apply", "-f", "-", stdin=yaml.safe_dump(manifest))
     assert "spec.args" in message
-    assert "remove them" in message
+    assert "remove it from spec.args" in message
 
 
 def test_protected_environment_is_refused(kube: Kube) -> None:
