@@ -61,7 +61,7 @@ def step(state: ScaleIn, seen: Seen, now: datetime, timeout_seconds: int) -> Ste
     late = now >= deadline and (seen.wanted < seen.live or bool(useless))
     hold = min([seen.wanted, *useless]) if late else _hold(seen, useless)
     state = replace(_progress(state, seen), hold=hold, lossy=state.lossy or late)
-    if not useless:
+    if not useless and (seen.segments is not None or state.lossy):  # a master that is silent may have emptied stores that are to stay
         state = _over(state, seen, now)
     if late or seen.segments is None:
         return Step(state)
