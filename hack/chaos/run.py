@@ -148,35 +148,35 @@ def fresh(plane: ControlPlane, folder: Path, name: str, wanted: Wanted, endpoint
         operator.wait_ready()
         for collection, obj in wanted.manifests():
             plane.api.apply(f"{collection.format(name)}/{obj['metadata']['name']}", obj)
-        for _ in range(30):
-            if quiet(space) and well(found := snapshot(space)):
+        until = time.monotonic() + CONVERGED_SECONDS
+        while time.monotonic() < until:
+            restless = changes(space)
+            if not restless and not (unwell := list(ailing(found := snapshot(space)))):
                 return found
-    raise TimeoutError(f"the fresh install does not come to rest; log:\n{operator.tail()}")
+    why = f"still written: {', '.join(restless)}" if restless else f"without all their pods: {', '.join(unwell)}"
+    raise TimeoutError(f"the fresh install does not come to rest; {why}; log:\n{operator.tail(100)}")
 
 
-def well(found: Snapshot) -> bool:
-    """Every pod is ready, as far as statuses tell: controllers on a busy machine stand still for longer than `quiet` waits."""
+def ailing(found: Snapshot) -> Iterator[str]:
+    """Whose pods are not all ready, as far as statuses tell: controllers on a busy machine stand still for longer than `changes` waits."""
     for key, obj in found.items():
         spec, status = obj.get("spec", {}), obj.get("status") or {}
         if key.startswith("inferenceengines/") and status.get("readyReplicas") != spec["replicas"]:
-            return False
+            yield key
         mooncake = (spec.get("distributed") or {}).get("mooncake") if key.startswith("kvcachepools/") else None
-        if mooncake and (status.get("master", {}).get("readyReplicas"), status.get("store", {}).get("readyReplicas")) != (
-            mooncake["master"]["replicas"],
-            mooncake["store"]["replicas"],
-        ):
-            return False
-    return True
+        for part in ("master", "store") if mooncake else ():
+            if status.get(part, {}).get("readyReplicas") != mooncake[part]["replicas"]:
+                yield f"{key} ({part})"
 
 
-def quiet(space: Namespace) -> bool:
-    """Nothing changes for a while."""
+def changes(space: Namespace) -> list[str]:
+    """The first objects that change within a while; none when the namespace is at rest."""
     before, until = space.versions(), time.monotonic() + QUIET_SECONDS
     while time.monotonic() < until:
         time.sleep(0.5)
-        if space.versions() != before:
-            return False
-    return True
+        if (now := space.versions()) != before:
+            return [key for key in sorted(now.keys() | before.keys()) if now.get(key) != before.get(key)]
+    return []
 
 
 def compared(folder: Path, space: Namespace, wanted: Snapshot, operators: Operators) -> list[str]:

@@ -97,16 +97,20 @@ def rollout(workload: Json, pods: Sequence[Json], state: Health) -> Rollout:
 
 
 def _newest(pods: Sequence[Json]) -> list[Json]:
-    """Pods of the newest revision, which is the one that the youngest pod has."""
+    """Pods of the newest revision, which is the one that the youngest pod has. Times of creation are whole seconds: in a second that
+    made pods of two revisions, both count.
+    """
 
     def revision(pod: Json) -> str:
         labels = pod["metadata"].get("labels") or {}
         return next((str(labels[label]) for label in _REVISION_LABELS if label in labels), "")
 
-    if not pods:
-        return []
-    newest = revision(max(pods, key=lambda pod: (str(pod["metadata"].get("creationTimestamp", "")), str(pod["metadata"]["name"]))))
-    return [pod for pod in pods if revision(pod) == newest]
+    def made(pod: Json) -> str:
+        return str(pod["metadata"].get("creationTimestamp", ""))
+
+    youngest = max(map(made, pods), default="")
+    newest = {revision(pod) for pod in pods if made(pod) == youngest}
+    return [pod for pod in pods if revision(pod) in newest]
 
 
 def _scaled_elsewhere(workload: Json, asked: int | None) -> str:

@@ -42,11 +42,11 @@ def counts(updated: int, replicas: int = 2, running: int = 2, *said: Json) -> Js
     return {"replicas": replicas, "readyReplicas": running, "updatedReplicas": updated, "conditions": list(said)}
 
 
-def revision(name: str, number: int, **status: object) -> Json:
-    """A pod of the n-th ReplicaSet; later ones are younger."""
+def revision(name: str, number: int, *, second: int | None = None, **status: object) -> Json:
+    """A pod of the n-th ReplicaSet; later ones are younger, unless `second` says when it was made."""
     made = engine_pod(name, **status)
     made["metadata"]["labels"]["pod-template-hash"] = f"hash{number}"
-    made["metadata"]["creationTimestamp"] = f"2026-03-01T12:00:0{number}Z"
+    made["metadata"]["creationTimestamp"] = f"2026-03-01T12:00:0{number if second is None else second}Z"
     return made
 
 
@@ -68,6 +68,13 @@ def revision(name: str, number: int, **status: object) -> Json:
         ),
         # What ails the old pods is about to go away.
         (counts(1, 2, 0, ROLLING), [revision("a", 1, **CRASHED), revision("b", 2, **RUNNING)], ("True", "RollingOut"), "pod b runs"),
+        # Made in one second: times do not say which is the newer revision.
+        (
+            counts(1, 2, 1, ROLLING),
+            [revision("z", 1, second=2), revision("b", 2, **waiting("engine", "ImagePullBackOff", "not found"))],
+            ("False", "ImagePullFailed"),
+            "pod b cannot pull img:1: not found",
+        ),
         (counts(1, 2, 1, OVERDUE), [revision("b", 2, **RUNNING)], ("False", "RolloutStuck"), "no progress for 4500 s"),
         (counts(1, 2, 1, OVERDUE), [revision("b", 2, **CRASHED)], ("False", "CrashLooping"), "last exit 137 (OOMKilled)"),
         (counts(0, 0, 0, ROLLING, DENIED), [], ("False", "PodSecurityDenied"), "violates PodSecurity"),
