@@ -7,7 +7,7 @@ from typing import Any
 
 from epochkv_operator.kube.resources import DEPLOYMENTS, ENGINES, PODS, WATCHED
 from hack.waiting import eventually
-from tests.cluster.fault_proxy import SHOW, WATCH, Fault, FaultProxy
+from tests.cluster.fault_proxy import NO_ANSWER, SHOW, WATCH, Fault, FaultProxy
 from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, condition
 from tests.cluster.operator_harness import ENGINES as ENGINES_PATH
 
@@ -25,6 +25,24 @@ def test_each_kind_is_read_once_at_start_and_not_again(namespace: Namespace, pro
         assert condition(namespace.engine_status("rollout"), "PoolBound")["status"] == "True"
         assert {path: proxy.requests["GET", path] for path in paths} == dict.fromkeys(paths, 1)
         assert operator.metric("epochkv_operator_missed_objects_total") == 0
+
+
+def test_watches_that_do_not_start_hold_a_new_leader_up_once(namespace: Namespace, proxy: FaultProxy, tmp_path: Path) -> None:
+    """Every kind is waited for at the same time; what is deleted meanwhile is not waited for."""
+    with OperatorProcess(namespace.plane, namespace.name, tmp_path / "first") as operator:
+        namespace.create_pool("policy", **POOL)
+        namespace.create_engine("rollout", **ENGINE)
+        namespace.create_engine("gone", **ENGINE)
+        for name in ("rollout", "gone"):
+            eventually(lambda name=name: namespace.get(CHILDREN["services"], name), f"children; log:\n{operator.tail()}", 60)
+    proxy.decide = lambda method, path: Fault(NO_ANSWER) if method == "GET" and path in ("/api/v1", "/apis") else None
+    with OperatorProcess(namespace.plane, namespace.name, tmp_path, kubeconfig=proxy.kubeconfig) as operator:
+        eventually(lambda: bool(proxy.faults), f"kopf asks what there is; log:\n{operator.tail()}", 60)
+        namespace.delete(ENGINES_PATH, "gone")
+        operator.wait_ready()  # which allows for one patience, and not for one of each kind with objects
+        namespace.create_engine("late", **ENGINE)
+        proxy.decide = lambda method, path: None
+        eventually(lambda: namespace.get(CHILDREN["deployments"], "late"), f"engine found; log:\n{operator.tail()}", 60)
 
 
 def test_what_a_watch_does_not_show_is_found_by_a_list(namespace: Namespace, proxy: FaultProxy, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import NamedTuple
 
 import structlog
@@ -28,7 +28,9 @@ RETRY_SECONDS = 2.0
 PATIENCE_SECONDS = 3.0
 """How long the watches may bring nothing of what they are behind with."""
 START_PATIENCE_SECONDS = 15.0
-"""The same when they start: kinds wait for each other then."""
+"""The same when they start, of all kinds together: kinds wait for each other then."""
+LOOK_AGAIN_SECONDS = 2.0
+"""After so long without news at the start, see what is still there: what was deleted meanwhile, no watch will bring."""
 LOOK_SECONDS = 0.05
 
 Take = Callable[[Resource, Json], None]
@@ -87,6 +89,7 @@ class Resync:
 
     async def complete(self) -> None:
         """Return once the store has everything that was there; the watches have been started."""
+        await self._watched()
         while self._first:
             for resource in list(self._first):
                 if await self._try(resource, self._catch_up):
@@ -95,6 +98,26 @@ class Resync:
             if self._first:
                 await asyncio.sleep(RETRY_SECONDS)
         self._due = {resource: self._next_due(resource) for resource in WATCHED}
+
+    async def _watched(self) -> None:
+        """Return once the watches have brought everything, or nothing at all for too long."""
+        behind, since, looked = self._behind(), time.monotonic(), time.monotonic()
+        while behind and (now := time.monotonic()) - since < START_PATIENCE_SECONDS:
+            if now - max(since, looked) >= LOOK_AGAIN_SECONDS:
+                for resource in behind:
+                    await self._try(resource, self._look)
+                looked = time.monotonic()
+            await asyncio.sleep(LOOK_SECONDS)
+            if (found := self._behind(behind)) != behind:
+                behind, since = found, time.monotonic()
+
+    def _behind(self, kinds: Iterable[Resource] | None = None) -> dict[Resource, int]:
+        """How many objects the store lacks of what was seen, by kind; a kind that it has whole is left out."""
+        found = {
+            resource: sum(self._store.behind(resource.kind, listed.shown) for listed in self._first[resource])
+            for resource in (self._first if kinds is None else kinds)
+        }
+        return {resource: count for resource, count in found.items() if count}
 
     async def run(self) -> None:
         while True:
@@ -145,7 +168,7 @@ class Resync:
 
     async def _catch_up(self, resource: Resource) -> None:
         for found in self._first[resource]:
-            await self._finish(resource, found, START_PATIENCE_SECONDS)
+            await self._finish(resource, found, 0.0)
 
     async def _compare(self, resource: Resource) -> None:
         for scope in self._scopes:
