@@ -74,7 +74,7 @@ class Leader:
         return self.port
 
     async def watch_hub(self) -> None:
-        """Never returns. Raises `HubFailed`."""
+        """Never returns. Raises `LeaseLost`, `HubFailed`."""
         if self._hub is None:
             raise HubFailed("the hub was not started")
         await self._thread.run(self._hub.run())

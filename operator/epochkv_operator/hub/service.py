@@ -21,7 +21,7 @@ from epochkv_operator.hub.kubernetes import KubernetesAuthority, record_of
 from epochkv_operator.hub.proof import Proofs
 from epochkv_operator.hub.view import Told, export, key_view, view_of
 from epochkv_operator.kube.client import Json
-from epochkv_operator.kube.lease import LeaseHolder
+from epochkv_operator.kube.lease import LeaseHolder, LeaseLost
 from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.kube.work_keys import Key, pool_key
 from epochkv_operator.planning.context import HubView
@@ -121,13 +121,14 @@ class HubService:
         """Watch over the hub; never returns.
 
         Raises:
-            HubFailed: another hub leads, or a task of the hub died.
+            LeaseLost: another hub leads.
+            HubFailed: a task of the hub died.
         """
         while True:
             try:
                 async with asyncio.timeout(WATCHDOG_SECONDS):
                     await self._deposed.wait()
-                raise HubFailed("another operator holds the Lease")
+                raise LeaseLost("the hub found that another operator holds the Lease")
             except TimeoutError:
                 if self._server.counters["tasks_failed"]:
                     raise HubFailed("a task of the hub died; its error is in the log above") from None

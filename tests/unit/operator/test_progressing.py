@@ -42,7 +42,7 @@ def counts(updated: int, replicas: int = 2, running: int = 2, *said: Json) -> Js
     return {"replicas": replicas, "readyReplicas": running, "updatedReplicas": updated, "conditions": list(said)}
 
 
-def revision(name: str, number: int, *, second: int | None = None, **status: object) -> Json:
+def revision(name: str, number: int, second: int | None = None, /, **status: object) -> Json:
     """A pod of the n-th ReplicaSet; later ones are younger, unless `second` says when it was made."""
     made = engine_pod(name, **status)
     made["metadata"]["labels"]["pod-template-hash"] = f"hash{number}"
@@ -71,7 +71,7 @@ def revision(name: str, number: int, *, second: int | None = None, **status: obj
         # Made in one second: times do not say which is the newer revision.
         (
             counts(1, 2, 1, ROLLING),
-            [revision("z", 1, second=2), revision("b", 2, **waiting("engine", "ImagePullBackOff", "not found"))],
+            [revision("z", 1, 2), revision("b", 2, **waiting("engine", "ImagePullBackOff", "not found"))],
             ("False", "ImagePullFailed"),
             "pod b cannot pull img:1: not found",
         ),
