@@ -5,13 +5,26 @@ A step that never ran here is expected to take its default, times the pace of th
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 from pathlib import Path
 from statistics import median
 from typing import Final
 
 IDLE: Final = 0.2
 """A step that took less than this share of its default found its work done already, and tells nothing about the machine."""
+
+
+def minutes(text: str) -> float:
+    """`type` of an argument: a duration of faults."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration of faults; give minutes above 0, such as 2 or 0.5")
+    return value
 
 
 def clock(seconds: float) -> str:

@@ -1,7 +1,7 @@
 """What the release workflow does beside building: compare versions with the tag, and package the chart for a registry.
 
     python -m hack.release check --tag v0.1.0
-    python -m hack.release chart --registry ghcr.io/you --digest operator=sha256:... --digest store=... --digest engine=... --out dist
+    python -m hack.release chart --publish-to ghcr.io/you --digest operator=sha256:... --digest store=... --digest engine=... --out dist
 
 Needs the standard library only, and Helm on PATH for `chart`. Nothing names an owner: a fork releases into its own registry.
 """
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checking = commands.add_parser("check", help="print the version, or fail when a place has another one than the tag")
     checking.add_argument("--tag", required=True)
     packaging = commands.add_parser("chart", help="package the chart with the images of a registry, and print its path")
-    packaging.add_argument("--registry", required=True)
+    packaging.add_argument("--publish-to", required=True, help="registry and path in it, such as ghcr.io/you")
     packaging.add_argument("--digest", action="append", default=[], metavar="IMAGE=sha256:...")
     packaging.add_argument("--out", type=Path, required=True)
     given = parser.parse_args(arguments)
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.command == "check":
             print(check(given.tag))
         else:
-            print(package(given.registry, dict(part.partition("=")[::2] for part in given.digest), given.out))
+            print(package(given.publish_to, dict(part.partition("=")[::2] for part in given.digest), given.out))
     except (ReleaseError, subprocess.CalledProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

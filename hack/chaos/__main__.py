@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import random
 import sys
 import tempfile
@@ -23,19 +22,9 @@ from pathlib import Path
 from hack.chaos.run import chaos
 from hack.cluster.binaries import build
 from hack.cluster.controlplane import ControlPlane
+from hack.durations import minutes
 from hack.standalone.process import nothing_left
 from tests.cluster.operator_harness import install_crds
-
-
-def minutes(text: str) -> float:
-    """A duration of faults."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0.0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no duration of faults; give minutes above 0, such as 2 or 0.5")
-    return value
 
 
 def main() -> int:

@@ -13,12 +13,12 @@ A seed replays the same prompts, faults, resets and updates at the same times (h
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import sys
 import tempfile
 from pathlib import Path
 
+from hack.durations import minutes
 from hack.soak.run import make_weights, soak, work_out_answers
 from hack.soak.states import KINDS, States
 from hack.standalone.process import nothing_left
@@ -26,17 +26,6 @@ from hack.standalone.process import nothing_left
 SET_UP_MINUTES, CHECK_MINUTES = (2, 5), (1, 4)
 """Beside the faults, on two cores that are idle or busy: answers and engines before them, healing and judgement after them."""
 BESIDES = "set-up (answers of an engine without caches, then 3 engines) {} to {} minutes on 2 cores, healing and checks {} to {}"
-
-
-def minutes(text: str) -> float:
-    """A duration of faults."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0.0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no duration of faults; give minutes above 0, such as 2 or 0.5")
-    return value
 
 
 def main() -> int:

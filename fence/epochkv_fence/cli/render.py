@@ -17,6 +17,7 @@ from rich.table import Table
 from epochkv_fence.client import Engine, PoolStatus, Reset, Standing, WeightsReport, WeightsStanding
 from epochkv_fence.client.weights import SHOWN_DIGITS, called, listed, report
 from epochkv_fence.standalone.report import counted
+from epochkv_fence.text import duration
 
 ALONE: Final = "only its caches were reset; it has asked for the next epoch"
 FIRST_LINE_SECONDS: Final = 2.0
@@ -191,18 +192,6 @@ def proved(num_engines: int) -> str:
     if num_engines == 1:
         return "the only engine does not use an older one"
     return f"no engine of {num_engines} uses an older one"
-
-
-def duration(seconds: float) -> str:
-    """Short: 4s, 3m12s, 5h07m, 2d3h."""
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86_400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86_400}d{whole % 86_400 // 3600}h"
 
 
 class StatusLine:

@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Final
 
 from epochkv_fence.doctor.finding import Finding, Say
+from epochkv_fence.text import duration
 from epochkv_operator.doctor.cluster import Cluster, gathered, place
 from epochkv_operator.kube.client import Json
 from epochkv_operator.planning.names import component_name
@@ -116,15 +117,8 @@ def fix_of(obj: Json, condition: Json) -> str:
 
 
 def ago(moment: str | None, now: datetime) -> str:
-    """Short: 4s, 3m12s, 5h07m, 2d3h."""
-    whole = int(_seconds(moment, now))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86_400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86_400}d{whole % 86_400 // 3600}h"
+    """How long ago, in short."""
+    return duration(_seconds(moment, now))
 
 
 def _conditions(obj: Json) -> list[Json]:
