@@ -83,11 +83,8 @@ class PoolReconciler:
 
         def compute(newest: Json) -> Json:
             nonlocal look
-            status, look = newest.get("status") or {}, self.hub.look(pool.metadata.uid)
-            view = look.view
-            if view is not None:
-                view = replace(view, doubted=self.hub.doubted(newest))
-            seen = observe(self.store, key.namespace, POOL_LABEL, key.name, view, problem)
+            status, look = newest.get("status") or {}, self.hub.look(pool.metadata.uid, newest)
+            seen = observe(self.store, key.namespace, POOL_LABEL, key.name, look.view, problem)
             seen = replace(seen, scale_in=children.scale_in)
             return pool_status(pool, seen, context, status, now()) if look.known or keys is None else status
 

@@ -29,11 +29,8 @@ class HubPort:
     def resetting(self, pool_uid: str) -> bool:
         return self._thread.call(self._hub.resetting, pool_uid)
 
-    def look(self, pool_uid: str) -> HubLook:
-        return self._thread.call(self._hub.look, pool_uid)
-
-    def doubted(self, pool: Json) -> int:
-        return self._thread.call(self._hub.doubted, pool)
+    def look(self, pool_uid: str, newest: Json | None = None) -> HubLook:
+        return self._thread.call(self._hub.look, pool_uid, newest)
 
     def old_key_idle_seconds(self, pool_uid: str) -> float:
         return self._thread.call(self._hub.old_key_idle_seconds, pool_uid)

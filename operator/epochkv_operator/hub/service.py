@@ -191,8 +191,8 @@ class HubService:
         """Whether an epoch that was asked for is not published yet."""
         return pool_uid in self._served and not self._server.snapshot(pool_uid).converged
 
-    def look(self, pool_uid: str) -> HubLook:
-        """What reconcilers ask for, by one call: they ask for each engine."""
+    def look(self, pool_uid: str, newest: Json | None = None) -> HubLook:
+        """What reconcilers ask for, by one call: they ask for each engine. `newest`: the pool, if its status is to be doubted, too."""
         served = self._served.get(pool_uid)
         if served is None:
             return HubLook()
@@ -204,12 +204,12 @@ class HubService:
         view = view_of(snapshot, served.told, unix_seconds, now, keys, complete=incomplete <= 0)
         if view is not None:
             view = replace(view, proof=self._authority.proof(pool_uid, view.published), granted=self._authority.granted(pool_uid))
+            view = replace(view, doubted=self._doubted(newest, snapshot.published)) if newest is not None else view
         return HubLook(snapshot.leading, view, max(0.0, incomplete), served.told.overdue_in(now) or 0.0)
 
-    def doubted(self, pool: Json) -> int:
-        """The epoch in a pool's status, if nobody has proved it; else 0."""
-        uid, said = pool["metadata"]["uid"], record_of(pool).published
-        served = self._server.snapshot(uid).published if uid in self._served else 0
+    def _doubted(self, pool: Json, served: int) -> int:
+        """The epoch in a pool's status, if nobody has proved it, nor published it since; else 0."""
+        said = record_of(pool).published
         return said if said > max(self._authority.believed(pool).published, served) else 0
 
     def old_key_idle_seconds(self, pool_uid: str) -> float:
