@@ -109,6 +109,8 @@ def _status(value: Any, generation: int) -> Any:
             continue
         if name == "proof":  # signed for this pool's uid
             found[name] = item.partition(":")[0]
+        elif name == "reclaim":  # the rest is what engines have found below epochs that only this installation had
+            found[name] = item.get("policy")
         elif name == "observedGeneration":
             found[name] = "newest" if item == generation else f"{item} of {generation}"
         else:

@@ -156,6 +156,38 @@ def test_a_changed_child_is_put_right_and_foreign_fields_stay(namespace: Namespa
     assert len(namespace.events("ChildRestored")) == 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "path"),
+    [
+        ("services", "policy-master", "/spec/ports/0/port"),
+        ("deployments", "rollout", "/spec/template/spec/containers/0/ports/0/containerPort"),
+        ("statefulsets", "policy-store", "/spec/template/spec/containers/0/ports/0/containerPort"),
+    ],
+)
+def test_a_port_that_somebody_renumbered_is_put_right(
+    namespace: Namespace, operator: OperatorProcess, kind: str, name: str, path: str
+) -> None:
+    """An apply would add the right port beside the wrong one, which has its name: the API server refuses that."""
+    namespace.create_pool("policy", **L1_AND_L2)
+    namespace.create_engine("rollout", **ENGINE)
+    made = eventually(lambda: namespace.get(CHILDREN[kind], name), f"made; log:\n{operator.tail()}")
+
+    def ports(obj: dict[str, Any] | None) -> Any:
+        found: Any = obj
+        for part in path.split("/")[1:-2]:
+            found = found[int(part) if part.isdigit() else part]
+        return found
+
+    target = f"{CHILDREN[kind].format(namespace.name)}/{name}"
+    operations = [{"op": "replace", "path": path, "value": 81}]
+    status, answer = namespace.plane.api.request("PATCH", target, operations, "application/json-patch+json", 15)
+    assert status == 200, answer
+    eventually(lambda: ports(namespace.get(CHILDREN[kind], name)) == ports(made), f"put right; log:\n{operator.tail()}")
+    owner = "policy" if name.startswith("policy") else "rollout"
+    state = namespace.status if owner == "policy" else namespace.engine_status
+    eventually(lambda: condition(state(owner), "Ready").get("reason") != "ApplyRefused", f"applied; log:\n{operator.tail()}")
+
+
 def test_a_deleted_fence_secret_comes_back_with_the_same_keys(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
     with OperatorProcess(plane, namespace.name, tmp_path, resync_seconds=2) as operator:
         operator.wait_ready()

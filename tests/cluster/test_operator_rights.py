@@ -241,7 +241,7 @@ def test_the_chart_grants_what_is_refused_without_it_and_nothing_else(audited: C
         until(lambda: team.pool("policy") is None, "orphaned")
         team.create_pool("policy", local={"capacity": "64Mi"})
         before = keys.values.copy()
-        until(lambda: team.get(secrets, "policy-fence")["data"]["client.key"] not in before, "the orphan replaced")  # type: ignore[index]
+        until(lambda: (s := team.get(secrets, "policy-fence")) and s["data"]["client.key"] not in before, "the orphan replaced")
 
         hub = break_hub_secret(home)
         until(lambda: (home.get(secrets, "epochkv-hub") or {}).get("data") == hub, "the hub's Secret restored")

@@ -9,13 +9,15 @@ writes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from typing import Any
 
 from epochkv_operator import metrics
-from epochkv_operator.kube.client import Json, KubeClient
-from epochkv_operator.kube.resources import by_kind, identity
+from epochkv_operator.api.base import MANAGED_BY
+from epochkv_operator.kube.client import MERGE_PATCH, Invalid, Json, KubeClient
+from epochkv_operator.kube.resources import Resource, by_kind, identity
 
 
 def project(desired: Any, live: Any) -> Any:
@@ -60,11 +62,27 @@ class Applier:
         ):
             return None
         resource = by_kind(desired["kind"])
-        answer = await self._client.apply(resource, desired["metadata"]["namespace"], desired)
+        answer = await self._apply(resource, desired, live)
         if live is None or answer["metadata"].get("resourceVersion") != live["metadata"].get("resourceVersion"):
             metrics.API_WRITES.labels(kind=desired["kind"], operation="apply").inc()
         self._applied[key] = (answer["metadata"]["uid"], said, project(desired, answer))
         return answer
+
+    async def _apply(self, resource: Resource, desired: Json, live: Json | None) -> Json:
+        """Apply. Where somebody else's item of a list stands against ours, such as a port whose number was edited and that kept its
+        name, an apply adds ours beside it and is refused for ever: then our lists take the place of those that are there.
+        """
+        namespace = desired["metadata"]["namespace"]
+        try:
+            return await self._client.apply(resource, namespace, desired)
+        except Invalid:
+            if live is None or "spec" not in desired:
+                raise
+            with contextlib.suppress(Invalid):  # the first refusal says more
+                path, spec = resource.path(namespace, desired["metadata"]["name"]), {"spec": desired["spec"]}
+                await self._client.request("PATCH", path, query={"fieldManager": MANAGED_BY}, body=spec, content_type=MERGE_PATCH)
+                return await self._client.apply(resource, namespace, desired)
+            raise
 
     def forget(self, kind: str, namespace: str, name: str) -> None:
         self._applied.pop((kind, namespace, name), None)
