@@ -50,6 +50,11 @@ class Editor:
             if (edit := kind()) is not None:
                 return edit
 
+    def last(self) -> list[Edit]:
+        """What makes the world `wanted` when no other edit follows: the other half of a deletion that makes anew."""
+        rest, self._pending = self._pending, []
+        return rest
+
     def pause_seconds(self) -> float:
         """Between this edit and the next: mostly short, so that they meet each other's work."""
         return self._random.choice((0.0, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0))

@@ -73,6 +73,8 @@ class Run:
                 faults, kills = sum(self.weather.counts.values()), sum(self.operators.counts.values())
                 left = clock(max(0.0, seconds - elapsed))
                 self.say(f"  {clock(elapsed)}: {self.edits} edits, {faults} faults, {kills} ends of operators; {left} of faults left")
+        for edit in self.editor.last():
+            self._do(edit)
 
     def calm(self) -> None:
         """No fault any more, and every pod well."""
