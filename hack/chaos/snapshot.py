@@ -26,6 +26,8 @@ UNSTABLE: Final = frozenset({"uid", "resourceVersion", "creationTimestamp", "gen
 TIMES: Final = frozenset({"lastTransitionTime", "since"})
 TOLD_BY_ITS_HUB: Final = frozenset({"startTime", "completionTime", "durationMilliseconds"})
 """Of a reset: a hub that dies before it has written them leaves no other that knows."""
+FOUND_BY_ENGINES: Final = frozenset({"Reclaimed"})
+"""Conditions, and counts in `status.reclaim`: what engines found in the store below older epochs. A fresh install has no engine."""
 HASHES: Final = frozenset({HASH_ANNOTATION, CONNECTION_ANNOTATION})
 """They are made of uids and keys. That they are right is seen by an operator that starts, and has nothing to write."""
 UNCOUNTED: Final = frozenset({"deployment.kubernetes.io/revision", "chaos"})
@@ -109,8 +111,10 @@ def _status(value: Any, generation: int) -> Any:
             continue
         if name == "proof":  # signed for this pool's uid
             found[name] = item.partition(":")[0]
-        elif name == "reclaim":  # the rest is what engines have found below epochs that only this installation had
+        elif name == "reclaim":
             found[name] = item.get("policy")
+        elif name == "conditions":
+            found[name] = [_status(condition, generation) for condition in item if condition["type"] not in FOUND_BY_ENGINES]
         elif name == "observedGeneration":
             found[name] = "newest" if item == generation else f"{item} of {generation}"
         else:
