@@ -22,7 +22,7 @@ class Editor:
     def __init__(self, seed: object) -> None:
         self._random = random.Random(f"{seed}:edits")
         self.wanted = Wanted()
-        self._kinds: dict[Callable[[], Edit | None], int] = {
+        self._kinds: dict[Callable[[], Edit | list[Edit] | None], int] = {
             self._new: 10,
             self._delete: 4,
             self._recreate: 3,
@@ -35,25 +35,17 @@ class Editor:
             lambda: delete_child(self._random, self.wanted): 10,
             lambda: edit_child(self._random, self.wanted): 14,
         }
-        self._pending: list[Edit] = []
 
     def first(self) -> list[Edit]:
         """Edits that make most of the world."""
         return [self._make_pool(name) for name in POOL_NAMES[:2]] + [self._make_engine(name) for name in ENGINE_NAMES[:4]]
 
-    def next(self) -> Edit:
-        """One edit more; `wanted` has it already."""
-        if self._pending:
-            return self._pending.pop(0)
+    def next(self) -> list[Edit]:
+        """One edit more, or two that belong together; `wanted` has them already."""
         while True:
             kind = self._random.choices(list(self._kinds), list(self._kinds.values()))[0]
-            if (edit := kind()) is not None:
-                return edit
-
-    def last(self) -> list[Edit]:
-        """What makes the world `wanted` when no other edit follows: the other half of a deletion that makes anew."""
-        rest, self._pending = self._pending, []
-        return rest
+            if (found := kind()) is not None:
+                return [found] if isinstance(found, Edit) else found
 
     def pause_seconds(self) -> float:
         """Between this edit and the next: mostly short, so that they meet each other's work."""
@@ -89,15 +81,13 @@ class Editor:
         both = sorted((*self.wanted.pools, *self.wanted.engines))
         return self._drop(self._random.choice(both)) if len(both) > 3 else None
 
-    def _recreate(self) -> Edit | None:
+    def _recreate(self) -> list[Edit] | None:
         """Delete, and make anew before the garbage collector is through."""
         both = sorted((*self.wanted.pools, *self.wanted.engines))
         if not both:
             return None
         name = self._random.choice(both)
-        edit = self._drop(name)
-        self._pending.append(self._make_pool(name) if name in POOL_NAMES else self._make_engine(name))
-        return edit
+        return [self._drop(name), self._make_pool(name) if name in POOL_NAMES else self._make_engine(name)]
 
     def _drop(self, name: str) -> Edit:
         pool = self.wanted.pools.pop(name, None) is not None

@@ -66,15 +66,14 @@ class Run:
             self._do(edit)
         self.operators.trouble()
         while (elapsed := time.monotonic() - began) < seconds:
-            self._do(self.editor.next())
-            time.sleep(self.editor.pause_seconds())
+            for edit in self.editor.next():
+                self._do(edit)
+                time.sleep(self.editor.pause_seconds())
             if time.monotonic() - shown >= PROGRESS_SECONDS:
                 shown = time.monotonic()
                 faults, kills = sum(self.weather.counts.values()), sum(self.operators.counts.values())
                 left = clock(max(0.0, seconds - elapsed))
                 self.say(f"  {clock(elapsed)}: {self.edits} edits, {faults} faults, {kills} ends of operators; {left} of faults left")
-        for edit in self.editor.last():
-            self._do(edit)
 
     def calm(self) -> None:
         """No fault any more, and every pod well."""
@@ -152,11 +151,13 @@ def fresh(plane: ControlPlane, folder: Path, name: str, wanted: Wanted, endpoint
             plane.api.apply(f"{collection.format(name)}/{obj['metadata']['name']}", obj)
         until = time.monotonic() + CONVERGED_SECONDS
         while time.monotonic() < until:
-            restless = changes(space)
-            if not restless and not (unwell := list(ailing(found := snapshot(space)))):
+            trouble = changes(space)
+            if not trouble:
+                found = snapshot(space)
+                trouble = list(ailing(found))
+            if not trouble:
                 return found
-    why = f"still written: {', '.join(restless)}" if restless else f"without all their pods: {', '.join(unwell)}"
-    raise TimeoutError(f"the fresh install does not come to rest; {why}; log:\n{operator.tail(100)}")
+    raise TimeoutError(f"the fresh install does not come to rest: {'; '.join(trouble)}; log:\n{operator.tail(100)}")
 
 
 def ailing(found: Snapshot) -> Iterator[str]:
@@ -164,11 +165,11 @@ def ailing(found: Snapshot) -> Iterator[str]:
     for key, obj in found.items():
         spec, status = obj.get("spec", {}), obj.get("status") or {}
         if key.startswith("inferenceengines/") and status.get("readyReplicas") != spec["replicas"]:
-            yield key
+            yield f"{key} lacks ready pods"
         mooncake = (spec.get("distributed") or {}).get("mooncake") if key.startswith("kvcachepools/") else None
         for part in ("master", "store") if mooncake else ():
             if status.get(part, {}).get("readyReplicas") != mooncake[part]["replicas"]:
-                yield f"{key} ({part})"
+                yield f"{key} lacks ready pods of its {part}"
 
 
 def changes(space: Namespace) -> list[str]:
@@ -177,7 +178,7 @@ def changes(space: Namespace) -> list[str]:
     while time.monotonic() < until:
         time.sleep(0.5)
         if (now := space.versions()) != before:
-            return [key for key in sorted(now.keys() | before.keys()) if now.get(key) != before.get(key)]
+            return [f"{key} changes" for key in sorted(now.keys() | before.keys()) if now.get(key) != before.get(key)]
     return []
 
 

@@ -20,8 +20,6 @@ Sink = Callable[[Resource, str | None, dict[str, Any]], None]
 """Takes what the watches see: kind, type of the event, object. Must return at once and must not raise. The type is None for objects
 of an initial (or repeated) listing, else ADDED, MODIFIED or DELETED."""
 
-REQUEST_SECONDS = 10.0
-
 
 class _NoHistory(kopf.DiffBaseStorage):
     """kopf copies what it sees, to find what has changed since. Nobody asks it."""
@@ -42,7 +40,8 @@ def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     # With a short list a few seconds of 403 (an API server that starts, RBAC that is being changed) end the watch for
     # good.
     result.networking.error_backoffs = [0.2, 0.5, 1.0] + [2.0] * 30
-    result.networking.request_timeout = REQUEST_SECONDS  # a new leader waits for its first lists
+    # A new leader waits for its first lists: one request without an answer must not take all of that time.
+    result.networking.request_timeout = 10.0
     # A failed kopf otherwise lingers for ten minutes: live tasks, dead watches.
     result.process.ultimate_exiting_timeout = 5.0
     # Kinds and namespaces are fixed at start: no need to list CRDs and namespaces, so no right to.

@@ -168,12 +168,13 @@ class Resync:
 
     async def _catch_up(self, resource: Resource) -> None:
         for found in self._first[resource]:
-            await self._finish(resource, found, 0.0)
+            await self._read_missing(resource, found)
 
     async def _compare(self, resource: Resource) -> None:
         for scope in self._scopes:
             found = _List(scope, *await self._client.shown(resource, scope, _selector(resource)))
-            await self._finish(resource, found, PATIENCE_SECONDS)
+            await self._brought(resource, found)
+            await self._read_missing(resource, found)
             self._compared(resource, self._store.retain(resource.kind, found.shown, found.version, scope), scope)
         self._done(resource)
 
@@ -181,14 +182,17 @@ class Resync:
         self.listed_at[resource] = time.monotonic()
         metrics.LAST_LIST.labels(kind=resource.kind).set_to_current_time()
 
-    async def _finish(self, resource: Resource, found: _List, patience_seconds: float) -> None:
-        """Return once the store has all that a LIST showed: by the watches, or else by reading the kind."""
+    async def _brought(self, resource: Resource, found: _List) -> None:
+        """Return once the watches have brought what a LIST showed, or nothing of it for too long."""
         behind, since = self._store.behind(resource.kind, found.shown), time.monotonic()
-        while behind and time.monotonic() - since < patience_seconds:
+        while behind and time.monotonic() - since < PATIENCE_SECONDS:
             await asyncio.sleep(LOOK_SECONDS)
             if (now := self._store.behind(resource.kind, found.shown)) < behind:
                 behind, since = now, time.monotonic()
-        if behind:
+
+    async def _read_missing(self, resource: Resource, found: _List) -> None:
+        """Read the kind as a whole if the store lacks something of what a LIST showed."""
+        if behind := self._store.behind(resource.kind, found.shown):
             log.warning("the watches lack objects, reading them", kind=resource.kind, objects=behind)
             metrics.MISSED.labels(kind=resource.kind).inc(behind)
             async for page, _ in self._client.pages(resource, found.scope, _selector(resource)):

@@ -203,8 +203,9 @@ class HubService:
         keys = key_view(snapshot, served.keys.generation, served.keys.in_secret)
         view = view_of(snapshot, served.told, unix_seconds, now, keys, complete=incomplete <= 0)
         if view is not None:
-            view = replace(view, proof=self._authority.proof(pool_uid, view.published), granted=self._authority.granted(pool_uid))
-            view = replace(view, doubted=self._doubted(newest, snapshot.published)) if newest is not None else view
+            doubted = self._doubted(newest, snapshot.published) if newest is not None else 0
+            proof, granted = self._authority.proof(pool_uid, view.published), self._authority.granted(pool_uid)
+            view = replace(view, proof=proof, granted=granted, doubted=doubted)
         return HubLook(snapshot.leading, view, max(0.0, incomplete), served.told.overdue_in(now) or 0.0)
 
     def _doubted(self, pool: Json, served: int) -> int:

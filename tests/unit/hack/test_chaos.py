@@ -10,15 +10,16 @@ from epochkv_operator.api import parse_engine, parse_pool
 from hack.chaos.edits import Editor
 from hack.chaos.manifests import ENGINE_NAMES, POOL_NAMES, Edit
 from hack.chaos.snapshot import differences
-from tests.cluster.operator_harness import POOLS
+from tests.cluster.operator_harness import ENGINES, POOLS
 
 
 def drawn(seed: int, count: int = 400) -> list[Edit]:
     editor = Editor(seed)
     edits = editor.first()
     for _ in range(count):
-        edits.append(editor.next())
-        editor.pause_seconds()
+        for edit in editor.next():
+            edits.append(edit)
+            editor.pause_seconds()
     return edits
 
 
@@ -51,6 +52,31 @@ def test_everything_is_drawn() -> None:
     edits = drawn(1, 1500)
     assert {edit.verb for edit in edits} == {"apply", "delete", "delete child", "patch child"}
     assert {edit.name for edit in edits if edit.verb == "apply"} == {*POOL_NAMES, *ENGINE_NAMES}
+
+
+def carried_out(edits: list[Edit]) -> dict[str, object]:
+    """Pools and engines that are there, with their specs."""
+    found: dict[str, object] = {}
+    for edit in edits:
+        if edit.collection not in (POOLS, ENGINES):
+            continue
+        if edit.verb == "delete":
+            del found[edit.name]
+        else:
+            found[edit.name] = edit.body["spec"]
+    return found
+
+
+@pytest.mark.parametrize("seed", [7, 1115825973])
+def test_the_manifests_are_what_the_edits_made(seed: int) -> None:
+    editor = Editor(seed)
+    edits, pairs = editor.first(), 0
+    for _ in range(400):
+        found = editor.next()
+        pairs += len(found) == 2
+        edits += found
+        assert carried_out(edits) == editor.wanted.pools | editor.wanted.engines
+    assert pairs
 
 
 def test_differences_name_their_place() -> None:
