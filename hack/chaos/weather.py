@@ -11,7 +11,7 @@ from typing import Final
 
 from tests.cluster.fault_proxy import CUT, LATE, NO_ANSWER, WATCH, Fault, FaultProxy
 
-ANSWERS: Final = (409, 422, 429, 500, 503)
+ANSWERS: Final = (403, 409, 422, 429, 500, 503)
 SPELL_SECONDS: Final = (0.5, 6.0)
 CUT_WATCHES_EVERY: Final = (3.0, 12.0)
 
@@ -39,12 +39,13 @@ SPELLS: Final = (
     Spell("rain", 0.4, (*ANSWERS, CUT, LATE)),
     Spell("writes fail", 1.0, ANSWERS, reads=False),
     Spell("conflicts", 0.7, (409,), reads=False),
+    Spell("rights taken away", 1.0, (403,)),
     Spell("slow", 1.0, (LATE,), lease=True),
     Spell("silence", 0.5, (NO_ANSWER,)),
     Spell("cable", 0.5, (CUT,), lease=True),
     Spell("outage", 1.0, (500, 503), lease=True),
 )
-WEIGHTS: Final = (3, 8, 4, 2, 2, 2, 1, 2, 1)
+WEIGHTS: Final = (3, 8, 4, 2, 2, 1, 2, 1, 2, 1)
 
 
 def name_of(fault: Fault) -> str:
@@ -115,6 +116,6 @@ class Weather:
             return None
         status = rng.choice(kinds)
         seconds = rng.choice((0.0, 0.05, 0.3)) if status != LATE else rng.choice((0.05, 0.2, 1.0, 2.5))
-        # A status that says no, and means it: 409 and 422 are never given for what was carried out.
+        # A status that says no, and means it: 403, 409 and 422 are never given for what was carried out.
         lost = status in (500, 503, CUT, NO_ANSWER) and method not in ("GET", WATCH) and rng.random() < 0.4
         return Fault(status, carried_out=lost, seconds=seconds)

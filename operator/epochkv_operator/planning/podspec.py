@@ -30,8 +30,10 @@ def tcp_probe(port: int, *, period: int, failures: int) -> Json:
     return {"tcpSocket": {"port": port}, "periodSeconds": period, "failureThreshold": failures, "timeoutSeconds": 2}
 
 
-def http_probe(path: str, port: int, *, period: int, failures: int) -> Json:
-    return {"httpGet": {"path": path, "port": port}, "periodSeconds": period, "failureThreshold": failures, "timeoutSeconds": 5}
+def http_probe(path: str, port: int, *, period: int, failures: int, tls: bool = False) -> Json:
+    """With `tls` the kubelet asks by HTTPS, and takes any certificate."""
+    get: Json = {"path": path, "port": port, **({"scheme": "HTTPS"} if tls else {})}
+    return {"httpGet": get, "periodSeconds": period, "failureThreshold": failures, "timeoutSeconds": 5}
 
 
 def port(name: str, number: int) -> Json:

@@ -65,6 +65,24 @@ def test_a_rollout_waits_for_the_startup_probe_that_counts(probe: Json | None, s
 
 
 @pytest.mark.parametrize(
+    ("args", "tls"),
+    [
+        (["--ssl-certfile", "/tls/tls.crt", "--ssl-keyfile", "/tls/tls.key"], True),
+        (["--ssl_certfile=/tls/tls.crt"], True),
+        (["--ssl-ca-certs=/tls/ca.crt"], False),
+    ],
+)
+def test_probes_and_prometheus_speak_https_to_an_engine_with_a_certificate(args: list[str], tls: bool) -> None:
+    """Else no pod of it would ever be ready."""
+    made = objects({"args": args})
+    runs = container(one(made, "Deployment")["spec"]["template"])
+    schemes = {runs[probe]["httpGet"].get("scheme") for probe in ("startupProbe", "readinessProbe", "livenessProbe")}
+    assert schemes == ({"HTTPS"} if tls else {None})
+    [endpoint] = one(made, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    assert endpoint.get("scheme") == ("https" if tls else None)
+
+
+@pytest.mark.parametrize(
     ("given", "rolling", "budget"),
     [
         ({}, {"maxUnavailable": 1, "maxSurge": 0}, 1),

@@ -80,6 +80,11 @@ def flags(arguments: tuple[str, ...]) -> set[str]:
     return {argument.split("=", 1)[0].replace("_", "-") for argument in arguments if argument.startswith("--")}
 
 
+def serves_tls(spec: InferenceEngineSpec) -> bool:
+    """Whether vLLM answers by HTTPS: it was given a certificate."""
+    return any(flag.startswith("--ssl-certf") for flag in flags(spec.args or ()))
+
+
 def environment(engine: InferenceEngine, pool: KVCachePool | None) -> list[Json]:
     """Ours first, so that the user's may refer to them as `$(POD_IP)`. Only the first few can be replaced; the rest is refused
     at admission."""

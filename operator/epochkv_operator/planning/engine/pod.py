@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from epochkv_operator.api import quantity
 from epochkv_operator.api.engine import InferenceEngine, InferenceEngineSpec
 from epochkv_operator.api.pool import KVCachePool
@@ -13,6 +15,7 @@ from epochkv_operator.planning.engine.arguments import (
     command,
     environment,
     follower_command,
+    serves_tls,
     set_shutdown_timeout,
     shutdown_seconds,
 )
@@ -32,12 +35,13 @@ def pod_template(engine: InferenceEngine, pool: KVCachePool | None, context: Con
     Raises:
         InvalidTemplate: an override in `spec.template` that belongs to the operator.
     """
+    health = partial(podspec.http_probe, "/health", ENGINE_PORT, tls=serves_tls(engine.spec))
     container = {
         **command(engine, pool, context),
         "ports": [podspec.port("http", ENGINE_PORT)],
-        "startupProbe": podspec.http_probe("/health", ENGINE_PORT, period=PERIOD_SECONDS, failures=startup_failures(engine.spec)),
-        "readinessProbe": podspec.http_probe("/health", ENGINE_PORT, period=5, failures=3),
-        "livenessProbe": podspec.http_probe("/health", ENGINE_PORT, period=10, failures=3),
+        "startupProbe": health(period=PERIOD_SECONDS, failures=startup_failures(engine.spec)),
+        "readinessProbe": health(period=5, failures=3),
+        "livenessProbe": health(period=10, failures=3),
         # While vLLM drains it answers new requests with nothing: traffic has to stop first.
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_SECONDS}}},
     }
