@@ -1,4 +1,4 @@
-"""`python -m hack.demo run|stock|down`: see `make help`."""
+"""`python -m hack.demo run|stock|cold|down`: see `make help`."""
 
 from __future__ import annotations
 
@@ -36,6 +36,18 @@ def stock(seed: Seed = None) -> None:
     from hack.demo.stock import demo
 
     sys.exit(demo(console, seed))
+
+
+@app.command()
+def cold(
+    seed: Seed = None,
+    runs: Annotated[int, typer.Option(min=1, help="Fresh engines, one after the other.")] = 10,
+    load: Annotated[int, typer.Option(min=0, help="Processes that use a core each meanwhile.")] = 4,
+) -> None:
+    """No cluster: the first load of fresh engines from the store, on a busy machine."""
+    from hack.demo.cold import demo
+
+    sys.exit(demo(console, seed, runs, load))
 
 
 @app.command()
