@@ -107,9 +107,9 @@ class EpochWatch:
         name = secret["metadata"]["name"]
 
         def read() -> ClientKeys:
-            """The keys of this life of the pool: a namesake's are another pool's."""
-            found = self._space.get(CHILDREN["secrets"], name)
-            same = found is not None and found["metadata"]["ownerReferences"] == secret["metadata"]["ownerReferences"]
-            return client_keys(found if same else secret)
+            """As a kubelet refreshes them: also when another life of the pool has other keys."""
+            return client_keys(self._space.get(CHILDREN["secrets"], name) or secret)
 
-        return FenceEngine(self._endpoint, client_keys(secret), f"{name}-{number}", credentials=read, gives_back=(0, 0)).__enter__()
+        pool = secret["metadata"]["ownerReferences"][0]["uid"]
+        engine = FenceEngine(self._endpoint, client_keys(secret), f"{name}-{number}", credentials=read, pool=pool, gives_back=(0, 0))
+        return engine.__enter__()

@@ -41,6 +41,7 @@ class FenceEngine:
         rank: int = 0,
         credentials: Callable[[], ClientKeys] | None = None,
         versions: dict[str, str] | None = None,
+        pool: str = "",
         gives_back: tuple[int, int] = (3, 3000),
     ) -> None:
         self._gives_back = gives_back
@@ -54,7 +55,7 @@ class FenceEngine:
         self.removed: list[int] = []
         self.kept: list[tuple[bytes, ...]] = []
         who = ("external", name) if pod is None else (name, pod)
-        identity = EngineIdentity(*who, rank, versions=versions or {})
+        identity = EngineIdentity(*who, rank, versions=versions or {}, pool=pool)
         self.agent = AgentThread(endpoint, keys, secrets.token_bytes(16), identity, self, credentials=credentials)
 
     def __enter__(self) -> FenceEngine:

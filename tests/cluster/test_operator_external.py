@@ -12,7 +12,7 @@ from epochkv_fence.connection import Connection
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
 from tests.cluster.fence_engines import FenceEngine
-from tests.cluster.operator_harness import CHILDREN, TAKEOVER_SECONDS, Namespace, OperatorProcess, condition
+from tests.cluster.operator_harness import CHILDREN, POOLS, TAKEOVER_SECONDS, Namespace, OperatorProcess, condition
 
 POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2}}
 
@@ -32,7 +32,8 @@ def mounted(space: Namespace, directory: Path) -> Connection:
 
 
 def joined(connection: Connection, name: str, *, pod: str = "", rank: int = 0) -> FenceEngine:
-    return FenceEngine(connection.hub.endpoint, connection.client_keys(), name, pod=pod, rank=rank, credentials=connection.client_keys)
+    hub, keys, pool = connection.hub.endpoint, connection.client_keys, connection.pool.uid
+    return FenceEngine(hub, keys(), name, pod=pod, rank=rank, credentials=keys, pool=pool)
 
 
 def external(space: Namespace) -> dict[str, dict[str, Any]]:
@@ -187,3 +188,28 @@ def restore(space: Namespace, name: str, epoch: int) -> None:
         for schema, known in zip(schemas(crd), rules, strict=True):
             schema["x-kubernetes-validations"] = known
         space.request("PUT", path, crd)
+
+
+def test_an_engine_of_a_deleted_pool_raises_no_epoch_of_the_next(namespace: Namespace, operator: OperatorProcess, tmp_path: Path) -> None:
+    """It lives on, and is given the new pool's keys, as by a kubelet that refreshes a mounted Secret."""
+    old = namespace.create_pool("policy", resetEpoch=7, **POOL)
+    with joined(mounted(namespace, tmp_path), "survivor") as survivor:
+        eventually(lambda: survivor.epoch == 7 and survivor.leased, f"epoch 7; log:\n{operator.tail()}")
+        namespace.delete(POOLS, "policy")
+        eventually(lambda: namespace.pool("policy") is None, "the pool is gone")
+        new = namespace.create_pool("policy", **POOL)
+
+        def renewed() -> bool:
+            secret = namespace.get(CHILDREN["secrets"], "policy-fence")
+            return secret is not None and secret["metadata"]["ownerReferences"][0]["uid"] == new["metadata"]["uid"]
+
+        eventually(renewed, f"a Secret of the new pool; log:\n{operator.tail()}")
+        mounted(namespace, tmp_path)
+        eventually(lambda: survivor.agent.counters["key_changes"] > 0, f"it has the new keys; log:\n{operator.tail()}", 60)
+        eventually(lambda: survivor.agent.counters["refused_by_hub"] > 0, f"it is of another pool; log:\n{operator.tail()}")
+        namespace.bump("policy", 1)
+        eventually(lambda: namespace.status("policy").get("epoch") == 1, f"epoch 1; log:\n{operator.tail()}")
+        assert namespace.status("policy")["targetEpoch"] == 1
+        assert external(namespace) == {}
+        assert not survivor.leased
+        assert old["metadata"]["uid"] != new["metadata"]["uid"]

@@ -355,3 +355,34 @@ def test_the_whole_cluster_with_nothing_but_the_charts_rights(fresh_control_plan
         assert 'code="403"' not in operator.http("/metrics")[1], operator.tail()
         refused = [line for line in operator.lines() if "orbidden" in json.dumps(line)]
         assert not refused
+
+
+def test_what_a_pool_left_behind_belongs_to_the_next_one(namespace: Namespace, operator: OperatorProcess) -> None:
+    """`kubectl delete --cascade=orphan`, and the same pool and engine again."""
+    wanted = (("deployments", "policy-master"), ("statefulsets", "policy-store"), ("deployments", "rollout"), ("services", "rollout"))
+
+    def metadata(kind: str, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = (namespace.get(CHILDREN[kind], name) or {}).get("metadata") or {}
+        return found
+
+    def owners() -> dict[str, str | None]:
+        return {name: (metadata(kind, name).get("ownerReferences") or [{}])[0].get("uid") for kind, name in wanted}
+
+    def uids() -> dict[str, str | None]:
+        return {name: metadata(kind, name).get("uid") for kind, name in wanted}
+
+    def made() -> dict[str, str]:
+        pool, engine = namespace.create_pool("policy", **L1_AND_L2), namespace.create_engine("rollout", **ENGINE)
+        return {name: (pool if name.startswith("policy") else engine)["metadata"]["uid"] for _, name in wanted}
+
+    first = made()
+    eventually(lambda: owners() == first, f"all is made; log:\n{operator.tail()}")
+    before = uids()
+    for collection, name in ((ENGINES, "rollout"), (POOLS, "policy")):
+        namespace.request("DELETE", f"{collection.format(namespace.name)}/{name}", {"propagationPolicy": "Orphan"})
+        eventually(lambda c=collection, n=name: namespace.get(c, n) is None, f"{name} is gone", 120)
+    assert (owners(), uids()) == (dict.fromkeys(before), before), "what is left is nobody's"
+    again = made()
+    eventually(lambda: owners() == again, f"each has an owner again; log:\n{operator.tail()}", 60)
+    assert uids() == before
+    assert "NameConflict" not in str(namespace.status("policy")) + str(namespace.engine_status("rollout"))

@@ -208,7 +208,7 @@ class FenceWorld:
     ) -> tuple[AgentThread, FakeEngine]:
         """Start an agent; its pod is `rollout-<number>`."""
         engine = engine or FakeEngine()
-        identity = EngineIdentity("rollout", f"rollout-{len(self.agents)}", 0, "fp")
+        identity = EngineIdentity("rollout", f"rollout-{len(self.agents)}", 0, "fp", pool=POOL)
         agent = AgentThread(endpoint, keys or self.client_keys, secrets.token_bytes(16), identity, engine, **extra)
         agent.start()
         self.agents.append(agent)

@@ -104,6 +104,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
             it can, or it is older than this field. For status only.
         tiers_note: the same in a sentence, with what to change.
         versions: of what it runs: `epochkv`, `vllm`, `mooncake`. Empty: it is older than this field. For status only.
+        pool: uid of the pool that it was set up for, which its names carry. Empty: it is older than this field.
     """
 
     boot: Boot
@@ -123,6 +124,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     tiers_off: Name = ""
     tiers_note: Text = ""
     versions: Versions = {}
+    pool: Name = ""
 
 
 class Grant(msgspec.Struct, frozen=True, tag=True, tag_field="type"):

@@ -12,6 +12,7 @@ from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning.context import Context, Json
 
 COMPONENT_LABEL = "app.kubernetes.io/component"
+MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 SCRAPE_LABEL = "epochkv.io/scrape"
 HASH_ANNOTATION = "epochkv.io/applied-hash"
 VERSION_ANNOTATION = "epochkv.io/operator-version"
@@ -64,6 +65,11 @@ def component_selector(pool: str, component: str) -> dict[str, str]:
 def engine_selector(engine: str) -> dict[str, str]:
     """Selector of the pods of an engine; without the pool, because selectors cannot change."""
     return {ENGINE_LABEL: engine, COMPONENT_LABEL: "engine"}
+
+
+def engine_account(engine: str) -> str:
+    """The ServiceAccount of an engine's pods. Every namespace has a `default` of its own."""
+    return f"{engine}-engine" if engine == "default" else engine
 
 
 def selector_text(labels: dict[str, str]) -> str:
@@ -136,6 +142,6 @@ def _common(name: str, instance: str, component: str) -> dict[str, str]:
         "app.kubernetes.io/name": name,
         "app.kubernetes.io/instance": instance,
         COMPONENT_LABEL: component,
-        "app.kubernetes.io/managed-by": MANAGED_BY,
+        MANAGED_BY_LABEL: MANAGED_BY,
         "app.kubernetes.io/part-of": "epochkv",
     }

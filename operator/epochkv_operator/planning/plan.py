@@ -7,12 +7,21 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from epochkv_operator.api import quantity
+from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning.context import Context, Json, KindNotServed, Observed, Problem
 from epochkv_operator.planning.engine import desired_engine
 from epochkv_operator.planning.merge import InvalidTemplate
-from epochkv_operator.planning.names import CHILD_KINDS, HASH_ANNOTATION, OPTIONAL_KINDS, VERSION_ANNOTATION, controller_of
+from epochkv_operator.planning.names import (
+    CHILD_KINDS,
+    COMPONENT_LABEL,
+    HASH_ANNOTATION,
+    MANAGED_BY_LABEL,
+    OPTIONAL_KINDS,
+    VERSION_ANNOTATION,
+    controller_of,
+)
 from epochkv_operator.planning.pool import desired_pool
 
 _ITEM_KEYS: Final = ("name", "mountPath", "containerPort", "uid", "ip")
@@ -66,7 +75,7 @@ def _plan(owner: KVCachePool | InferenceEngine, desire: Callable[[], list[Json]]
     apply, details = [], []
     for obj in desired:
         known = live.get(_name(obj))
-        foreign = _foreign(owner, known)
+        foreign = _foreign(owner, obj, known)
         if foreign is not None:
             return Plan(problem=foreign)
         why = ABSENT if known is None else difference(obj, known)
@@ -87,10 +96,10 @@ def _plan(owner: KVCachePool | InferenceEngine, desire: Callable[[], list[Json]]
     return Plan(tuple(apply), tuple(surplus), tuple(details))
 
 
-def _foreign(owner: KVCachePool | InferenceEngine, child: Json | None) -> Problem | None:
+def _foreign(owner: KVCachePool | InferenceEngine, desired: Json, child: Json | None) -> Problem | None:
     """A live object of the wanted name that something else controls, such as the master of a pool where an engine wants its Deployment."""
     controller = controller_of(child) if child is not None else {}
-    if child is None or controller.get("uid") == owner.metadata.uid:
+    if child is None or controller.get("uid") == owner.metadata.uid or (not controller and _left_behind(desired, child)):
         return None
     if not controller:
         holder = "is not controlled by this operator: delete it, or give it another name"
@@ -99,6 +108,17 @@ def _foreign(owner: KVCachePool | InferenceEngine, child: Json | None) -> Proble
     else:
         holder = f"belongs to {controller.get('kind')} {controller.get('name')}: rename one of the two"
     return Problem("NameConflict", f"{_name(child)} {holder}")
+
+
+def _left_behind(desired: Json, child: Json) -> bool:
+    """This operator made the live object for a namesake, which was deleted without it (`--cascade=orphan`): its labels and the
+    annotation say so.
+    """
+    metadata = child["metadata"]
+    labels, wanted = metadata.get("labels") or {}, desired["metadata"]["labels"]
+    ours = (MANAGED_BY_LABEL, COMPONENT_LABEL, ENGINE_LABEL if ENGINE_LABEL in wanted else POOL_LABEL)
+    made = HASH_ANNOTATION in (metadata.get("annotations") or {})
+    return made and all(labels.get(label) == wanted[label] for label in ours)
 
 
 def _name(obj: Json) -> str:

@@ -64,6 +64,23 @@ def test_a_boot_leaves_that_nobody_knows() -> None:
     assert hub.hub.state.boots.known == {}
 
 
+def test_an_engine_of_another_pool_does_not_count() -> None:
+    """It was given the keys of the pool that took its pool's name, and stands at an epoch of its own."""
+    hub = led()
+    hub.beat(3, epoch=7, pool="uid-of-a-deleted-namesake")
+    assert hub.round() == []
+    assert boot(3) not in hub.hub.state.boots.known
+    (refused,) = hub.of(Error)
+    assert refused.code is Refusal.POOL
+    assert "uid-of-a-deleted-namesake" in refused.text
+    assert hub.published == []
+    hub.ask(1)
+    for number in (1, 2):
+        hub.beat(number, epoch=1, pool="uid")
+    hub.round()
+    assert hub.published == [1], "its epoch raised no target, and nobody waits for it"
+
+
 def test_what_is_remembered_of_those_who_left_is_bounded() -> None:
     hub = Driver()
     hub.lead(granting=True)

@@ -42,7 +42,7 @@ MESSAGES: list[Message] = [
     Heartbeat(BOOT, 0),
     Heartbeat(BOOT, 0, weights_note="rank 1: no digest"),
     Heartbeat(BOOT, 0, weights=WEIGHTS, tiers_off="SavesOnly", tiers_note="loads are off: because"),
-    Heartbeat(BOOT, 0, versions={"epochkv": "0.2.0", "vllm": "0.32.0"}),
+    Heartbeat(BOOT, 0, versions={"epochkv": "0.2.0", "vllm": "0.32.0"}, pool="uid-1"),
     Grant(BOOT, 7, 3, 30.0),
     Nudge(BOOT),
     Propose(BOOT, 4),
@@ -91,7 +91,7 @@ def test_a_field_of_a_newer_peer_is_ignored() -> None:
 def test_what_an_older_engine_and_an_older_hub_do_not_say_is_taken_for_nothing() -> None:
     beat = decode([b"\x02", of("Heartbeat", boot=BOOT, seq=1, epoch=3, weights=WEIGHTS, weights_note="")])
     assert isinstance(beat, Heartbeat)
-    assert (beat.tiers_off, beat.tiers_note) == ("", "")
+    assert (beat.tiers_off, beat.tiers_note, beat.pool) == ("", "", "")
     engine = {"boot": BOOT, "engine": "rollout", "pod": "", "rank": 0, "epoch": 3, "carried": 0}
     status = decode([b"\x02", of("Status", request=1, engines=[engine])])
     assert isinstance(status, Status)

@@ -12,7 +12,7 @@ import pytest
 from epochkv_fence.net import AgentThread, ClientKeys, CredentialsError, HubServer, KeyPair, generate_keypair
 from hack.waiting import eventually
 from tests.security.wire import heartbeat, raw
-from tests.support.fence import POOL, FakeEngine, FenceWorld
+from tests.support.fence import POOL, SECOND_POOL, FakeEngine, FenceWorld
 
 LEASE = 3.0
 
@@ -186,3 +186,19 @@ def test_keys_are_read_from_a_folder_that_is_swapped(world: FenceWorld, tmp_path
     accept(world, hub, new)
     lease = agent.view.lease_until
     eventually(lambda: agent.view.lease_until > lease)
+
+
+def test_an_engine_that_is_given_the_keys_of_another_pool_shares_nothing_there(world: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
+    """Its pool was deleted and made again, and the folder with its keys was refreshed. Its epoch must not become the new pool's."""
+    hub, vault, agents, _ = serving(world, 1)
+    world.request(hub, 5)
+    eventually(lambda: agents[0].view.epoch == 5, "epoch 5")
+    vault.keys = world.second_pool(hub)
+    world.thread.call(lambda: hub.remove_pool(POOL))
+    eventually(lambda: agents[0].counters["key_changes"] == 1, "it has the other pool's keys")
+    eventually(lambda: time.monotonic() >= agents[0].view.lease_until, "it shares nothing")
+    eventually(lambda: SECOND_POOL in caplog.text, "it says which pool the keys are of")
+    assert not world.thread.call(lambda: hub.snapshot(SECOND_POOL).engines)
+    world.thread.call(lambda: hub.request(SECOND_POOL, 1))
+    eventually(lambda: world.authority.records[SECOND_POOL].published == 1, "a reset of the other pool needs no more than its number")
+    assert world.authority.records[SECOND_POOL].target == 1

@@ -225,3 +225,10 @@ def test_what_prometheus_is_told() -> None:
     named = json.dumps(objects({}) + desired_pool(pool(), EVERYTHING))
     assert all(f'"name": "{port}", "containerPort"' in named for port in ports.values())
     assert not [obj for obj in desired_pool(pool("external"), EVERYTHING) if obj["kind"] == "PodMonitor"]
+
+
+def test_an_engine_called_default_leaves_the_namespaces_own_account_alone() -> None:
+    objects = desired_engine(engine(name="default"), pool(), CONTEXT)
+    account = one(objects, "ServiceAccount")["metadata"]["name"]
+    assert account == "default-engine"
+    assert one(objects, "Deployment", "default")["spec"]["template"]["spec"]["serviceAccountName"] == account

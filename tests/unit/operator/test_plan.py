@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from epochkv_operator.planning.plan import Plan, plan_engine, plan_pool
 from tests.support.planning import CONTEXT, ENGINE_SPECS, POOL_SPECS, containers, engine, one, pool
 
 Json = dict[str, Any]
+ANOTHER = "99999999-0000-4000-8000-000000000009"
 
 
 def served(objects: tuple[Json, ...] | list[Json]) -> list[Json]:
@@ -150,10 +153,29 @@ def test_two_owners_that_want_one_name() -> None:
 
 
 def test_a_recreated_pool_waits_for_its_namesakes_objects() -> None:
-    plan = plan_pool(pool(uid="99999999-0000-4000-8000-000000000009"), Observed(settle_pool()), CONTEXT)
+    plan = plan_pool(pool(uid=ANOTHER), Observed(settle_pool()), CONTEXT)
     assert plan.apply == ()
     assert plan.problem is not None
     assert "belongs to a deleted KVCachePool of the same name" in plan.problem.message
+
+
+@pytest.mark.parametrize(
+    "plan_of",
+    [
+        lambda seen: plan_pool(pool(uid=ANOTHER), seen, CONTEXT),
+        lambda seen: plan_engine(engine(uid=ANOTHER), pool(), seen, CONTEXT),
+    ],
+    ids=["pool", "engine"],
+)
+def test_what_a_deleted_namesake_left_behind_is_taken_over(plan_of: Callable[[Observed], Plan]) -> None:
+    """`kubectl delete --cascade=orphan` takes the owner away and nothing else."""
+    left = settle_pool() + served(plan_engine(engine(), pool(), Observed(), CONTEXT).apply)
+    for obj in left:
+        del obj["metadata"]["ownerReferences"]
+    assert plan_of(Observed(left)) == replace(plan_of(Observed()), details=plan_of(Observed(left)).details), "with the owner of now"
+    for obj in left:
+        obj["metadata"]["labels"]["app.kubernetes.io/managed-by"] = "somebody"
+    assert plan_of(Observed(left)).apply == ()
 
 
 def test_an_object_that_is_nobodys_is_not_taken_over() -> None:

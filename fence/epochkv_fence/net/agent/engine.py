@@ -70,13 +70,17 @@ class AgentHooks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """Who this engine is, for status. `pod` is empty for engines nobody provisioned; `versions` are of what it runs, by package."""
+    """Who this engine is, for status. `pod` is empty for engines nobody provisioned; `versions` are of what it runs, by package.
+
+    `pool`: uid of its pool; the hub takes it for no other one. Empty: whichever its keys are of.
+    """
 
     engine: str
     pod: str = ""
     rank: int = 0
     fingerprint: str = ""
     versions: Mapping[str, str] = field(default_factory=dict, hash=False)
+    pool: str = ""
 
 
 class GuardedEngine:
@@ -154,6 +158,7 @@ class GuardedEngine:
                 _line(name)[:MAX_VERSION_TEXT]: _line(version)[:MAX_VERSION_TEXT]
                 for name, version in list(self._identity.versions.items())[:MAX_VERSIONS]
             },
+            pool=self._identity.pool[:253],
         )
 
     def _weights(self) -> tuple[bytes | None, str]:

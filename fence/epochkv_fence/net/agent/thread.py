@@ -241,7 +241,7 @@ class AgentThread:
                 self._engine.remove_old(action)
             case ag.HubRefused(error):
                 self.counters["refused_by_hub"] += 1
-                self._say(f"refusal {error.code.value}", "said", logging.WARNING, "the hub did not take a message: %s", error.text)
+                self._say(f"refusal {error.code.value}", error.text, logging.WARNING, "the hub did not take a message: %s", error.text)
                 if error.code is Refusal.POOL:
                     self._links.read_keys_soon()
 

@@ -11,7 +11,7 @@ from epochkv_operator.planning.engine.nodes import PREFIX, leader_worker_set, pl
 from epochkv_operator.planning.engine.pod import pod_template
 from epochkv_operator.planning.engine.startup import progress_deadline
 from epochkv_operator.planning.monitoring import engine_monitor
-from epochkv_operator.planning.names import ENGINE_PORT, engine_object, engine_selector
+from epochkv_operator.planning.names import ENGINE_PORT, engine_account, engine_object, engine_selector
 from epochkv_operator.planning.network import engine_policy
 
 _LEADER = {f"{PREFIX}worker-index": "0"}
@@ -44,7 +44,7 @@ def desired_engine(engine: InferenceEngine, pool: KVCachePool | None, context: C
     # A budget that allows nothing would keep nodes from being drained for ever.
     budget = podspec.budget(selector, 1 if is_zero(lost) else lost)
     return [
-        engine_object("ServiceAccount", engine, context, {"automountServiceAccountToken": False}),
+        engine_object("ServiceAccount", engine, context, {"automountServiceAccountToken": False}, engine_account(engine.metadata.name)),
         _workload(engine, pool, context),
         engine_object("Service", engine, context, {"spec": service}),
         engine_object("PodDisruptionBudget", engine, context, budget),

@@ -22,7 +22,14 @@ from epochkv_operator.planning.engine.arguments import (
 from epochkv_operator.planning.engine.model import model_volumes
 from epochkv_operator.planning.engine.startup import PERIOD_SECONDS, startup_failures
 from epochkv_operator.planning.merge import FENCE_VOLUME, finish_pod
-from epochkv_operator.planning.names import CONNECTION_ANNOTATION, CREDENTIALS_DIR, ENGINE_PORT, component_name, engine_labels
+from epochkv_operator.planning.names import (
+    CONNECTION_ANNOTATION,
+    CREDENTIALS_DIR,
+    ENGINE_PORT,
+    component_name,
+    engine_account,
+    engine_labels,
+)
 
 _GRACE_SECONDS = 60
 _SHM_BYTES_PER_RANK = 256 * 2**20  # 64 MiB is too little for one rank
@@ -96,7 +103,7 @@ def _pod_spec(engine: InferenceEngine, pool: KVCachePool | None, context: Contex
         container["imagePullPolicy"] = spec.image_pull_policy
     pod = {
         **podspec.base_spec(),
-        "serviceAccountName": engine.metadata.name,
+        "serviceAccountName": engine_account(engine.metadata.name),
         "terminationGracePeriodSeconds": _GRACE_SECONDS,
         "containers": [container],
         "volumes": volumes,
