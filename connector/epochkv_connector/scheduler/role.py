@@ -82,6 +82,7 @@ class SchedulerRole:
         global_root = hashing.GlobalRoot()
         described = describe.describe_engine(vllm_config, kv_cache_config)
         core, scheduler = patches.builders()
+        self._core = core
         engine_id = str(vllm_config.kv_transfer_config.engine_id)
         ranks = NoRanks() if core is None or scheduler is None else EngineRanks(core.model_executor, engine_id)
         layouts: list[RankLayout] | None = guard.run("layouts", ranks.layouts, lambda: None)
@@ -204,23 +205,37 @@ class SchedulerRole:
 
     @property
     def has_pending_work(self) -> bool:
-        """Keep a multiprocess engine stepping: a save holds GPU blocks, ranks wait for word, or a load that must fail is not finally
-        reported. All have deadlines."""
-        return self.requests.must_fail or (self.books is not None and self.books.saves.is_pending())
+        """Keep a multiprocess engine stepping: a save holds GPU blocks, ranks wait for word, a load that must fail is not finally
+        reported, or routers wait for events. All have deadlines; the last takes one step."""
+        return self.requests.must_fail or (self.books is not None and self.books.saves.is_pending()) or self.state.must_tell
 
     def hooks(self) -> FenceHooks:
         """What the agent's thread may ask of this engine."""
         return FenceHooks(
             ready=self.pins.root.ready,
-            adopt=self.pins.root.adopt,
+            adopt=self._adopt,
             busy=self.pins.busy,
             carried=self.pins.carried,
             private=lambda: self.pins.root.waiting_after_reset,
             weights=self._told,
             tiers=self.tiers_told,
-            stats=self.gauges,
+            stats=self._beat,
             reclaim=self.reclaim,
         )
+
+    def _adopt(self, epoch: int) -> None:
+        self.pins.root.adopt(epoch)
+        self._tell_soon()
+
+    def _beat(self) -> dict[str, float]:
+        """What heartbeats carry. They go on without a hub, so routers hear of a lease that is over."""
+        self._tell_soon()
+        return self.gauges()
+
+    def _tell_soon(self) -> None:
+        """Wake an engine that idles, so that it takes the step with which vLLM publishes. Any thread."""
+        if self.state.must_tell:
+            patches.wake(self._core)
 
     def _told(self) -> tuple[bytes | None, str]:
         """What heartbeats say of the weights. Any thread."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from epochkv_connector.engine.events import HostEvents
+from epochkv_connector.engine.events.host import HostEvents
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.naming.pins import Pins
 from epochkv_connector.scheduler.requests import Requests
@@ -34,7 +34,7 @@ class SharedState:
         self.on_error = on_error
         self.counters: Counter[str] = Counter()
         self.requests = Requests(self.counters)
-        self.events = HostEvents(on_error)
+        self.events = HostEvents(pins.is_private, on_error)
         self.applied: Snapshot = pins.root.snapshot
         self.broken = False
         self.manager: Any = None
@@ -66,6 +66,11 @@ class SharedState:
                 change(self.books)
             except Exception as error:
                 self.fail(where, error)
+
+    @property
+    def must_tell(self) -> bool:
+        """Routers have not heard yet of what holds now, and an engine that idles would not tell them. Any thread."""
+        return self.events.enabled and (self.events.waiting or self.pins.root.refresh() is not self.applied)
 
     def fail(self, where: str, error: Exception) -> None:
         """An error left the books in doubt: they are used no more."""

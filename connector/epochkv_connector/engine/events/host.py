@@ -1,4 +1,4 @@
-"""KV events of L1, for routers that send a prompt to the engine that holds its blocks.
+"""KV events of L1, beside vLLM's own.
 
 Events go through the GPU block pool's queue, in one order with vLLM's own: no event after the `AllBlocksCleared` of an
 epoch change may carry a name from before it. An event carries the tokens of its block. The request may be gone when the
@@ -15,9 +15,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from epochkv_connector.engine import patches
 from epochkv_connector.engine.blocks import hash_block_size_of
+from epochkv_connector.engine.events.stream import EventStream, Private, Renamed
 from epochkv_connector.engine.interface import kv_cache_utils
 from epochkv_connector.scheduler.tiers.index import Key
+from epochkv_connector.scheduler.tiers.views import GroupKind
 from epochkv_connector.wire.jobs import BlockMove, LoadJob, SaveJob, Tier
 
 if TYPE_CHECKING:
@@ -69,7 +72,7 @@ def queue_all_blocks_cleared(block_pool: Any, drop_pending: bool) -> None:
 
     Args:
         block_pool: the bound GPU block pool.
-        drop_pending: forget events not yet taken (a reset), instead of letting them precede the clearing.
+        drop_pending: a reset: forget events not yet taken. Otherwise only names changed, and those events precede the clearing.
     """
     if block_pool is None or not getattr(block_pool, "enable_kv_cache_events", False):
         return
@@ -77,20 +80,34 @@ def queue_all_blocks_cleared(block_pool: Any, drop_pending: bool) -> None:
 
     if drop_pending:
         block_pool.kv_event_queue.clear()
-    block_pool.kv_event_queue.append(AllBlocksCleared())
+    block_pool.kv_event_queue.append(AllBlocksCleared() if drop_pending else Renamed())
+
+
+def _plain(events: Iterable[Any]) -> list[Any]:
+    """What vLLM can publish of its queue when the stream has failed."""
+    from vllm.distributed.kv_events import AllBlocksCleared
+
+    return [AllBlocksCleared() if isinstance(event, Renamed) else event for event in events if not isinstance(event, Private)]
 
 
 class HostEvents:
-    """Told which blocks L1 holds (`scheduler.tiers.state`); tells routers. Scheduler thread only.
+    """Told which blocks L1 holds (`scheduler.tiers.state`); tells routers. Scheduler thread only, unless a docstring says otherwise.
 
     Args:
+        is_private: whether no other request will find the blocks of this one.
         on_error: called with the error that ended the events.
+
+    Attributes:
+        enabled: vLLM publishes events. Any thread.
     """
 
-    def __init__(self, on_error: Callable[[str, Exception], None]) -> None:
+    def __init__(self, is_private: Callable[[Any], bool], on_error: Callable[[str, Exception], None]) -> None:
+        self._is_private = is_private
         self._on_error = on_error
         self._pool: Any = None
-        self._over = True  # until somebody listens
+        self.enabled = False
+        self._over = True  # of L1, until somebody listens
+        self._stream: EventStream | None = None
         self._sizes: list[int] = []
         self._hash_block_size = 0
         self._max_offered = 0
@@ -105,12 +122,49 @@ class HostEvents:
     def bind(self, block_pool: Any, books: Bookkeeping | None) -> None:
         """vLLM's pool, whose queue is used, and the bookkeeping whose L1 is told of, if it has one."""
         self._pool = block_pool
-        if books is not None and books.state.index.indexed and getattr(block_pool, "enable_kv_cache_events", False):
-            self._sizes = [group.block_size for group in books.state.layout.groups]
+        self.enabled = bool(getattr(block_pool, "enable_kv_cache_events", False))
+        if not self.enabled:
+            return
+        groups = books.state.layout.groups if books is not None else ()
+        self._stream = EventStream(
+            (number for number, group in enumerate(groups) if group.kind is GroupKind.FULL), lambda: map(self._event, self._announced)
+        )
+        patches.around_events(block_pool, self._of_request, self._taken)
+        if books is not None and books.state.index.indexed:
+            self._sizes = [group.block_size for group in groups]
             self._hash_block_size = hash_block_size_of(block_pool)
             self._max_offered = 2 * books.state.index.num_slots
             self._over = False
             books.state.listener = self
+
+    @property
+    def waiting(self) -> bool:
+        """Events are queued, and vLLM publishes with its next step only."""
+        return self.enabled and bool(self._pool.kv_event_queue)
+
+    def _of_request(self, request: Any, events: list[Any]) -> list[Any]:
+        """vLLM has named blocks of the request on the device."""
+        if self._stream is None or not events or not self._ask_private(request):
+            return events
+        return [Private(event) for event in events]
+
+    def _ask_private(self, request: Any) -> bool:
+        try:
+            return self._is_private(request)
+        except Exception as error:
+            self._on_error("events", error)
+            return True
+
+    def _taken(self, events: list[Any]) -> list[Any]:
+        """vLLM is about to publish these."""
+        if self._stream is None:
+            return _plain(events)
+        try:
+            return self._stream.pass_on(events)
+        except Exception as error:
+            self._stream = None
+            self._end(error)
+            return _plain(events)
 
     # -- what goes out ---------------------------------------------------------------------------------------------
 
@@ -156,9 +210,12 @@ class HostEvents:
             self._announce(key)
 
     def _announce(self, key: Key) -> None:
-        group, name = key
+        self._pool.kv_event_queue.append(self._event(key))
         self._announced.add(key)
-        self._pool.kv_event_queue.append(host_block_stored(name, group, self._sizes[group], self._held[key]))
+
+    def _event(self, key: Key) -> Any:
+        group, name = key
+        return host_block_stored(name, group, self._sizes[group], self._held[key])
 
     def left(self, key: Key) -> None:
         """A block is in L1 no more."""
@@ -199,7 +256,11 @@ class HostEvents:
         try:
             work()
         except Exception as error:
-            self._over = True
-            self._offered.clear()
-            self._held.clear()
-            self._on_error("events", error)
+            self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        self._over = True
+        self._offered.clear()
+        self._held.clear()
+        self._announced.clear()
+        self._on_error("events", error)
