@@ -35,7 +35,7 @@ def _blocks(tokens: Sequence[int], size: int) -> Iterable[Sequence[int]]:
 
 
 class LlmdIndex:
-    """llm-d-router at ebab6879 (2026-08-22), with its in-memory index and its default hash.
+    """llm-d-router at ebab6879 (2026-08-22), with its in-memory index and its default hash, for prompts of text without a salt.
 
     `pkg/kvevents/engineadapter/vllm_adapter.go` (fields), `pkg/kvevents/pool.go` (`processEventBatch`),
     `pkg/kvevents/event_dedup_filter.go`, `pkg/kvcache/kvblock/token_processor.go` (keys), `pkg/kvcache/kvblock/in_memory.go`,
@@ -68,46 +68,53 @@ class LlmdIndex:
                     self._references = {key: count for key, count in self._references.items() if key[0] != pod}
 
     def _store(self, pod: str, event: dict[str, Any]) -> None:
-        group, kind = event.get("group_idx"), event.get("kv_cache_spec_kind")
-        names, tokens = event["block_hashes"], event["token_ids"]
-        if group is not None:
-            if kind is None:
-                kind = self._kinds.get((pod, group))
-            else:
-                self._kinds[pod, group] = kind
-            if kind not in self.INDEXED:
-                return
-            if tokens and len(tokens) != event["block_size"] * len(names):
-                self.dropped.append("non_dense_block_span")
-                return
-        key = self._root(event.get("lora_name") or MODEL)
-        if event["parent_block_hash"] is not None:
-            parents = self._keys.get(event["parent_block_hash"])
-            if parents is None:
-                self.dropped.append("unknown parent")
-                return
-            key = parents[-1]
-        keys = []
-        for block in _blocks(tokens, self._size):
-            key = _fnv(_cbor([key, block, None]))
-            keys.append(key)
-        tier = (event.get("medium") or "gpu").lower()
-        if not keys:  # a tier alone: the block has to be known
+        if not self._is_indexed(pod, event):
+            return
+        names, tier, group = event["block_hashes"], (event.get("medium") or "gpu").lower(), event.get("group_idx")
+        keys = self._keys_of(event)
+        if keys is None:
+            self.dropped.append("unknown parent")
+            return
+        if keys:
+            longest = max(len(names), len(keys))
+            self._keys |= {name: [] for name in names}
+            for number in range(longest):
+                self._keys[names[number * len(names) // longest]].append(keys[number * len(keys) // longest])
+        else:  # a tier alone: the blocks have to be known
             keys = [self._keys[name][-1] for name in names if name in self._keys]
             if not keys:
                 self.dropped.append("unknown block")
                 return
-        else:
-            longest = max(len(names), len(keys))
-            for name in names:
-                self._keys[name] = []
-            for number in range(longest):
-                self._keys[names[number * len(names) // longest]].append(keys[number * len(keys) // longest])
         for key in keys:
             self._pods.setdefault(key, set()).add((pod, tier, group))
         for name in names:
             reference = (pod, tier, group, name)
             self._references[reference] = self._references.get(reference, 0) + 1
+
+    def _is_indexed(self, pod: str, event: dict[str, Any]) -> bool:
+        group, kind, tokens = event.get("group_idx"), event.get("kv_cache_spec_kind"), event["token_ids"]
+        if group is None:
+            return True
+        if kind is not None:
+            self._kinds[pod, group] = kind
+        if self._kinds.get((pod, group)) not in self.INDEXED:
+            return False
+        dense = not tokens or len(tokens) == event["block_size"] * len(event["block_hashes"])
+        if not dense:
+            self.dropped.append("non_dense_block_span")
+        return dense
+
+    def _keys_of(self, event: dict[str, Any]) -> list[int] | None:
+        key, keys = self._root(event.get("lora_name") or MODEL), []
+        if event["parent_block_hash"] is not None:
+            parents = self._keys.get(event["parent_block_hash"])
+            if parents is None:
+                return None
+            key = parents[-1]
+        for block in _blocks(event["token_ids"], self._size):
+            key = _fnv(_cbor([key, block, None]))
+            keys.append(key)
+        return keys
 
     def _remove(self, pod: str, event: dict[str, Any]) -> None:
         group, tier = event.get("group_idx"), (event.get("medium") or "gpu").lower()

@@ -1,8 +1,9 @@
 """What stands in for hooks that vLLM lacks: functions of vLLM that we wrap, and objects that we find among our callers.
 
 Knows of vLLM 0.30 to 0.33: `EngineArgs.create_engine_config`, `kv_cache_utils._gen_lora_extra_hash_keys`,
-`KVCacheManager.reset_prefix_cache`, the functions of `BlockPool` that queue and take KV events, the constructors of `EngineCore`, `Scheduler` and `MultiConnector`, the input queue of
-`EngineCore`, and the functions of the CPU backend that pack weights (`CPUInt8ScaledMMLinearKernel` of 0.32).
+`KVCacheManager.reset_prefix_cache`, the functions of `BlockPool` that queue and take KV events, the constructors of `EngineCore`,
+`Scheduler` and `MultiConnector`, the input queue of `EngineCore`, and the functions of the CPU backend that pack weights
+(`CPUInt8ScaledMMLinearKernel` of 0.32).
 """
 
 from __future__ import annotations
@@ -90,9 +91,7 @@ def before_reset(kv_cache_manager: Any, action: Callable[[], object]) -> None:
     kv_cache_manager.reset_prefix_cache = reset_prefix_cache
 
 
-def around_events(
-    block_pool: Any, of_request: Callable[[Any, list[Any]], list[Any]], taken: Callable[[list[Any]], list[Any]]
-) -> None:
+def around_events(block_pool: Any, of_request: Callable[[Any, list[Any]], list[Any]], taken: Callable[[list[Any]], list[Any]]) -> None:
     """Replace KV events: those that are queued as blocks of a request get names, and those that are taken to be published."""
 
     def name_blocks(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
