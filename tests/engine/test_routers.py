@@ -13,7 +13,10 @@ import zmq
 from hack.standalone.engine import Engine
 from hack.waiting import eventually
 from tests.engine.conftest import BLOCKS, CACHED, Pair, Prompts, Reference, Weights, check
-from tests.support.routers import AibrixIndex, DynamoIndexer, LlmdIndex, events_of
+from tests.support.routers.aibrix import AibrixIndex
+from tests.support.routers.dynamo import DynamoIndexer
+from tests.support.routers.llmd import LlmdIndex
+from tests.support.routers.wire import events_of
 
 BLOCK_TOKENS = CACHED // BLOCKS
 

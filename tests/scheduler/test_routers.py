@@ -12,7 +12,8 @@ import pytest
 from hack.waiting import eventually
 from tests.scheduler.rigs import LENGTH, TOKENS, MakeRig, push_out
 from tests.scheduler.router import findable
-from tests.support.routers import AibrixIndex, LlmdIndex
+from tests.support.routers.aibrix import AibrixIndex
+from tests.support.routers.llmd import LlmdIndex
 from tests.support.scheduler import BLOCK, OwnRoot, RequestStatus, SharedStore, prompt
 
 Listened = Callable[..., Any]

@@ -139,11 +139,6 @@ class Pins:
         """Whether the pin was made under what holds now, and its adapter's id still stands for what it did."""
         return pin.generation == self.root.snapshot.generation and (not pin.adapter or self._adapters.turn(pin.adapter) == pin.turn)
 
-    def is_private(self, request: Any) -> bool:
-        """Whether no other request will ask for blocks that this one names now."""
-        pin = self.pin_of(request)
-        return pin is None or pin.alone or is_stranded(request) or not self.is_current(pin)
-
     def may_save(self, pin: Pin) -> bool:
         """Whether what this pin names may be offered to a tier."""
         return pin.saveable and self.is_current(pin)
@@ -290,6 +285,12 @@ class Pins:
         self._admitted[admitted] -= 1
         if self._admitted[admitted] <= 0:
             del self._admitted[admitted]
+
+
+def is_private(pins: Pins, request: Any) -> bool:
+    """Whether no other request will ask for blocks that this one names now."""
+    pin = pins.pin_of(request)
+    return pin is None or pin.alone or is_stranded(request) or not pins.is_current(pin)
 
 
 def awaits_transfer(request: Any) -> bool:

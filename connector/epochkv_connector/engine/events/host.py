@@ -15,12 +15,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from epochkv_connector.engine import patches
 from epochkv_connector.engine.blocks import hash_block_size_of
-from epochkv_connector.engine.events.stream import EventStream, Private, Renamed
+from epochkv_connector.engine.events.outgoing import Outgoing, queue_all_blocks_cleared
 from epochkv_connector.engine.interface import kv_cache_utils
 from epochkv_connector.scheduler.tiers.index import Key
-from epochkv_connector.scheduler.tiers.views import GroupKind
 from epochkv_connector.wire.jobs import BlockMove, LoadJob, SaveJob, Tier
 
 if TYPE_CHECKING:
@@ -67,47 +65,17 @@ def host_block_stored(name: bytes, group: int, block_size: int, described: Descr
     )
 
 
-def queue_all_blocks_cleared(block_pool: Any, drop_pending: bool) -> None:
-    """Queue one AllBlocksCleared on the block pool's own event queue, so that it precedes events of new blocks.
-
-    Args:
-        block_pool: the bound GPU block pool.
-        drop_pending: a reset: forget events not yet taken. Otherwise only names changed, and those events precede the clearing.
-    """
-    if block_pool is None or not getattr(block_pool, "enable_kv_cache_events", False):
-        return
-    from vllm.distributed.kv_events import AllBlocksCleared
-
-    if drop_pending:
-        block_pool.kv_event_queue.clear()
-    block_pool.kv_event_queue.append(AllBlocksCleared() if drop_pending else Renamed())
-
-
-def _plain(events: Iterable[Any]) -> list[Any]:
-    """What vLLM can publish of its queue when the stream has failed."""
-    from vllm.distributed.kv_events import AllBlocksCleared
-
-    return [AllBlocksCleared() if isinstance(event, Renamed) else event for event in events if not isinstance(event, Private)]
-
-
 class HostEvents:
-    """Told which blocks L1 holds (`scheduler.tiers.state`); tells routers. Scheduler thread only, unless a docstring says otherwise.
+    """Told which blocks L1 holds (`scheduler.tiers.state`); tells routers. Scheduler thread only.
 
     Args:
-        is_private: whether no other request will find the blocks of this one.
         on_error: called with the error that ended the events.
-
-    Attributes:
-        enabled: vLLM publishes events. Any thread.
     """
 
-    def __init__(self, is_private: Callable[[Any], bool], on_error: Callable[[str, Exception], None]) -> None:
-        self._is_private = is_private
+    def __init__(self, on_error: Callable[[str, Exception], None]) -> None:
         self._on_error = on_error
-        self._pool: Any = None
-        self.enabled = False
-        self._over = True  # of L1, until somebody listens
-        self._stream: EventStream | None = None
+        self._outgoing: Outgoing | None = None
+        self._over = True  # until somebody listens
         self._sizes: list[int] = []
         self._hash_block_size = 0
         self._max_offered = 0
@@ -119,52 +87,20 @@ class HostEvents:
     def __len__(self) -> int:
         return len(self._announced)
 
-    def bind(self, block_pool: Any, books: Bookkeeping | None) -> None:
-        """vLLM's pool, whose queue is used, and the bookkeeping whose L1 is told of, if it has one."""
-        self._pool = block_pool
-        self.enabled = bool(getattr(block_pool, "enable_kv_cache_events", False))
-        if not self.enabled:
+    def bind(self, outgoing: Outgoing, books: Bookkeeping | None) -> None:
+        """The queue that events go into, and the bookkeeping whose L1 is told of, if it has one."""
+        self._outgoing = outgoing
+        if not outgoing.enabled or books is None or not books.state.index.indexed:
             return
-        groups = books.state.layout.groups if books is not None else ()
-        self._stream = EventStream(
-            (number for number, group in enumerate(groups) if group.kind is GroupKind.FULL), lambda: map(self._event, self._announced)
-        )
-        patches.around_events(block_pool, self._of_request, self._taken)
-        if books is not None and books.state.index.indexed:
-            self._sizes = [group.block_size for group in groups]
-            self._hash_block_size = hash_block_size_of(block_pool)
-            self._max_offered = 2 * books.state.index.num_slots
-            self._over = False
-            books.state.listener = self
+        self._sizes = [group.block_size for group in books.state.layout.groups]
+        self._hash_block_size = hash_block_size_of(outgoing.pool)
+        self._max_offered = 2 * books.state.index.num_slots
+        self._over = False
+        books.state.listener = self
 
-    @property
-    def waiting(self) -> bool:
-        """Events are queued, and vLLM publishes with its next step only."""
-        return self.enabled and bool(self._pool.kv_event_queue)
-
-    def _of_request(self, request: Any, events: list[Any]) -> list[Any]:
-        """vLLM has named blocks of the request on the device."""
-        if self._stream is None or not events or not self._ask_private(request):
-            return events
-        return [Private(event) for event in events]
-
-    def _ask_private(self, request: Any) -> bool:
-        try:
-            return self._is_private(request)
-        except Exception as error:
-            self._on_error("events", error)
-            return True
-
-    def _taken(self, events: list[Any]) -> list[Any]:
-        """vLLM is about to publish these."""
-        if self._stream is None:
-            return _plain(events)
-        try:
-            return self._stream.pass_on(events)
-        except Exception as error:
-            self._stream = None
-            self._end(error)
-            return _plain(events)
+    def all_found(self) -> Iterable[Any]:
+        """Events that announce all that can be found in L1."""
+        return map(self._event, self._announced)
 
     # -- what goes out ---------------------------------------------------------------------------------------------
 
@@ -210,8 +146,12 @@ class HostEvents:
             self._announce(key)
 
     def _announce(self, key: Key) -> None:
-        self._pool.kv_event_queue.append(self._event(key))
+        self._queue(self._event(key))
         self._announced.add(key)
+
+    def _queue(self, event: Any) -> None:
+        if self._outgoing is not None:
+            self._outgoing.pool.kv_event_queue.append(event)
 
     def _event(self, key: Key) -> Any:
         group, name = key
@@ -229,7 +169,7 @@ class HostEvents:
             self._announced.discard(key)
             group, name = key
             names = [kv_cache_utils.maybe_convert_block_hash(name)]
-            self._pool.kv_event_queue.append(BlockRemoved(block_hashes=names, medium=MEDIUM_CPU, group_idx=group, locality="LOCAL"))
+            self._queue(BlockRemoved(block_hashes=names, medium=MEDIUM_CPU, group_idx=group, locality="LOCAL"))
 
     def found_again(self, keys: Iterable[Key]) -> None:
         """These blocks can be found again, because an earlier root is back. `cleared` announces them."""
@@ -239,7 +179,8 @@ class HostEvents:
 
     def cleared(self, *, drop_pending: bool) -> None:
         """The names changed: tell routers to forget everything, then announce the blocks that can still be found."""
-        queue_all_blocks_cleared(self._pool, drop_pending=drop_pending)
+        if self._outgoing is not None:
+            queue_all_blocks_cleared(self._outgoing.pool, drop_pending=drop_pending)
         self._safely(self._cleared)
 
     def _cleared(self) -> None:
@@ -256,11 +197,11 @@ class HostEvents:
         try:
             work()
         except Exception as error:
-            self._end(error)
+            self.end()
+            self._on_error("events", error)
 
-    def _end(self, error: Exception) -> None:
+    def end(self) -> None:
+        """Nothing more is told of L1."""
         self._over = True
-        self._offered.clear()
-        self._held.clear()
-        self._announced.clear()
-        self._on_error("events", error)
+        for told in (self._offered, self._held, self._announced):
+            told.clear()
