@@ -75,3 +75,17 @@ def test_a_child_of_a_block_that_was_cleared_is_not_told_unless_l1_tells_of_the_
 def test_a_reset_of_the_device_is_followed_by_all_of_l1() -> None:
     told = stream(host(2, 1), host(1))
     assert told.pass_on([stored(1, 2), host(1), host(2, 1), AllBlocksCleared()])[3:] == [AllBlocksCleared(), host(1), host(2, 1)]
+
+
+def test_what_came_to_l1_behind_a_reset_is_told_once() -> None:
+    assert stream(host(1)).pass_on([AllBlocksCleared(), host(1), removed(1, medium="CPU")]) == [
+        *(AllBlocksCleared(), host(1)),
+        removed(1, medium="CPU"),
+    ]
+
+
+def test_nothing_is_kept_of_what_is_gone() -> None:
+    told = stream()
+    told.pass_on([host(2, 1), host(3, 1), removed(2, medium="CPU"), removed(3, medium="CPU"), Private(stored(4)), removed(4)])
+    told.pass_on([stored(5), removed(5), host(6), removed(6, medium="CPU")])
+    assert not any((told._orphans, told._parents, told._private, told._on_device, told._of_host))

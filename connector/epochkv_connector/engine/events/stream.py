@@ -76,6 +76,8 @@ class EventStream:
 
     def _stored(self, event: Any) -> list[Any]:
         names, of_host = _names(event), _is_of_host(event)
+        if of_host and names[0] in self._of_host:  # all of L1 was told with a clearing that was queued before this event
+            return []
         parent = (_group(event), event.parent_block_hash)
         if parent[1] is not None and parent[0] in self._chained:
             if not of_host and parent in self._private and parent not in self._of_host:
@@ -117,7 +119,10 @@ class EventStream:
 
     def _forget(self, name: Name, of_host: bool) -> None:
         if of_host:
-            del self._orphans[self._parents.pop(name)][name]
+            siblings = self._orphans[parent := self._parents.pop(name)]
+            del siblings[name]
+            if not siblings:
+                del self._orphans[parent]
         else:
             self._private.discard(name)
 
