@@ -18,10 +18,10 @@ setup: ## Python environment for the operator, the fence and the tools
 	@$(SETUP) dev
 
 setup-engine: ## Environment of `setup`, plus vLLM on CPU and the connector (6 GB)
-	@$(SETUP) dev engine
+	@$(SETUP) dev engine dynamo
 
 setup-cluster: ## Everything the local cluster needs: packages, Go-built Kubernetes, environments
-	@$(SETUP) $(if $(filter kind,$(CLUSTER)),,system) dev engine
+	@$(SETUP) $(if $(filter kind,$(CLUSTER)),,system) dev engine dynamo
 	@$(if $(filter kind,$(CLUSTER)),true,$(DEV) -m hack.cluster build)
 
 demo: setup-cluster ## The main job: cluster, chart, pool, engines, prompts, new weights, resetEpoch, proof (CLUSTER=local|kind)

@@ -3,6 +3,7 @@
 #
 #   hack/setup.sh dev        .build/venv         operator, fence, tools (no torch)
 #   hack/setup.sh engine     .build/venv-engine  dev + vLLM on CPU + the connector (about 6 GB)
+#   hack/setup.sh dynamo     .build/dynamo       the indexer of a router, for tests of KV events
 #   hack/setup.sh system     Debian packages of the local cluster (needs root)
 #   hack/setup.sh sbom       .build/sbom         what writes SBOMs, and environments with what the images install
 #
@@ -72,6 +73,16 @@ pinned() {
   cp "hack/requirements/$1.txt" "$2/.made"
 }
 
+# beside NAME MEGABYTES: pinned packages in a folder of their own, for a path beside that of an environment.
+beside() {
+  cmp -s "hack/requirements/$1.txt" ".build/$1/.made" && return
+  ensure_uv
+  say ".build/$1 ($2 MB)"
+  rm -rf ".build/$1"
+  "$UV" pip install -q -p "$PYTHON" --target ".build/$1" --no-deps --require-hashes -r "hack/requirements/$1.txt"
+  cp "hack/requirements/$1.txt" ".build/$1/.made"
+}
+
 for stage in "$@"; do
   case $stage in
     dev) environment dev .build/venv 20 ;;
@@ -79,16 +90,14 @@ for stage in "$@"; do
       # Shared libraries that the Mooncake and vLLM wheels load.
       apt libibverbs1 ibverbs-providers librdmacm1 libnuma1 liburing2 libcurl4
       environment engine .build/venv-engine 120 ;;
-    nixl)
-      ensure_uv
-      [ -d .build/nixl/nixl ] || say "NIXL in .build/nixl (200 MB)"
-      "$UV" pip install -q -p "$PYTHON" --target .build/nixl --no-deps --require-hashes -r hack/requirements/nixl.txt ;;
+    nixl) beside nixl 200 ;;
+    dynamo) beside dynamo 230 ;;
     sbom)
       pinned sbom .build/sbom/tool
       for image in operator store; do pinned "$image" ".build/sbom/env-$image"; done ;;
     system)
       apt containerd runc iptables containernetworking-plugins debootstrap buildah iproute2 conntrack procps ca-certificates openssl gcc libc6-dev ;;
-    *) die "unknown stage '$stage'; there are: dev, engine, nixl, sbom, system" ;;
+    *) die "unknown stage '$stage'; there are: dev, engine, nixl, dynamo, sbom, system" ;;
   esac
 done
 say "set-up ready after $((SECONDS - started)) s: $*"

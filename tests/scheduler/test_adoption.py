@@ -196,7 +196,7 @@ def test_the_clearing_event_precedes_events_of_new_blocks(make_rig: MakeRig) -> 
     rig.adopt(1)
     rig.add(prompt(1, LENGTH))
     rig.scheduler.schedule()
-    kinds = [type(event).__name__ for event in rig.block_pool.kv_event_queue]
+    kinds = [type(event).__name__ for event in rig.block_pool.take_events()]
     rig.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     assert kinds[0] == "AllBlocksCleared"
     assert kinds.count("AllBlocksCleared") == 1

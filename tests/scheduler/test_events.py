@@ -2,128 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import zmq
 
 from tests.scheduler.rigs import LENGTH, MakeRig
+from tests.scheduler.router import findable
 from tests.support.scheduler import BLOCK, SharedStore, prompt
-
-
-class Router:
-    """A subscriber that believes what it hears: which blocks are where.
-
-    Attributes:
-        where: (medium, group, hash) of every block announced and not taken back.
-        heard: all events, in order.
-    """
-
-    def __init__(self, publisher: Any) -> None:
-        self.where: set[tuple[str, int, int]] = set()
-        self.tokens: dict[int, tuple[tuple[int, ...], int | None]] = {}
-        self.heard: list[Any] = []
-        self._publisher = publisher
-        self._socket = zmq.Context.instance().socket(zmq.SUB)
-        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._sequence = -1
-
-    def connect(self, endpoint: str) -> None:
-        """Return once a published batch arrives: a subscription takes effect late."""
-        self._socket.connect(endpoint)
-        deadline = time.monotonic() + 20.0
-        while self._socket.poll(50) == 0:
-            assert time.monotonic() < deadline, "the subscription does not take effect"
-            self._publish([])
-        self._sequence = self._receive()[0]
-
-    def _publish(self, events: list[Any]) -> None:
-        from vllm.distributed.kv_events import KVEventBatch
-
-        self._publisher.publish(KVEventBatch(ts=time.time(), events=events))
-
-    def _receive(self) -> tuple[int, list[Any]]:
-        import msgspec
-        from vllm.distributed.kv_events import KVEventBatch
-
-        _, sequence, payload = self._socket.recv_multipart()
-        return int.from_bytes(sequence, "big"), msgspec.msgpack.Decoder(KVEventBatch).decode(payload).events
-
-    def listen(self) -> list[Any]:
-        """Everything published up to now, exactly once and in order."""
-        from vllm.distributed.kv_events import BlockRemoved
-
-        mark = BlockRemoved(block_hashes=[7], medium="MARK")
-        self._publish([mark])
-        news: list[Any] = []
-        while True:
-            assert self._socket.poll(10_000), "the publisher is silent"
-            sequence, events = self._receive()
-            assert sequence == self._sequence + 1, "an event was lost"
-            self._sequence = sequence
-            if events == [mark]:
-                break
-            news += events
-        for event in news:
-            self._believe(event)
-        self.heard += news
-        return news
-
-    def _believe(self, event: Any) -> None:
-        kind = type(event).__name__
-        if kind == "AllBlocksCleared":
-            self.where.clear()
-            return
-        for name in event.block_hashes:
-            place = (event.medium, event.group_idx, name)
-            if kind == "BlockRemoved":
-                assert place in self.where, f"removed, and never stored: {place}"
-                self.where.discard(place)
-            else:
-                self.where.add(place)
-        if kind == "BlockStored" and event.medium == "CPU":
-            assert len(event.block_hashes) == 1
-            self.tokens[event.block_hashes[0]] = (tuple(event.token_ids), event.parent_block_hash)
-
-    def blocks(self, medium: str, group: int = 0) -> set[int]:
-        """What it believes to be there."""
-        return {name for where, of_group, name in self.where if (where, of_group) == (medium, group)}
-
-    def close(self) -> None:
-        self._socket.close(0)
-
-
-@pytest.fixture
-def listened(make_rig: MakeRig, tmp_path: Any) -> Iterator[Callable[..., tuple[Any, Router]]]:
-    """An engine that publishes for real, and a router that hears all of it."""
-    from vllm.distributed.kv_events import ZmqEventPublisher
-
-    made: list[Any] = []
-
-    def build(**options: Any) -> tuple[Any, Router]:
-        rig = make_rig(kv_events=True, **options)
-        endpoint = f"ipc://{tmp_path}/events{len(made)}"
-        publisher = ZmqEventPublisher(data_parallel_rank=0, endpoint=endpoint)
-        made.append(publisher)
-        rig.scheduler.kv_event_publisher = publisher
-        router = Router(publisher)
-        made.append(router)
-        router.connect(endpoint)
-        return rig, router
-
-    yield build
-    for thing in reversed(made):
-        (thing.close if isinstance(thing, Router) else thing.shutdown)()
-
-
-def findable(rig: Any, group: int = 0) -> set[int]:
-    """Names that L1 holds and can be asked for under the present root, as its index says."""
-    index = rig.books.state.index
-    names = [name for name in index._names if name is not None]
-    current = {name for of_group, name in names if of_group == group and index._roots[index._maps[group][name]] == index._root}
-    return {int.from_bytes(name, "big") % (1 << 64) for name in current}  # vLLM publishes the last 64 bits
 
 
 def test_a_router_learns_what_is_in_l1(listened: Callable[..., Any]) -> None:
@@ -263,7 +149,7 @@ def test_without_l1_only_clearings_are_told(listened: Callable[..., Any]) -> Non
 
 
 def test_an_error_in_the_events_ends_them_and_nothing_else(listened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector.engine import events
+    from epochkv_connector.engine.events import host as events
 
     rig, router = listened()
     rig.adopt(0)

@@ -1,8 +1,9 @@
 """What stands in for hooks that vLLM lacks: functions of vLLM that we wrap, and objects that we find among our callers.
 
 Knows of vLLM 0.30 to 0.33: `EngineArgs.create_engine_config`, `kv_cache_utils._gen_lora_extra_hash_keys`,
-`KVCacheManager.reset_prefix_cache`, the constructors of `EngineCore`, `Scheduler` and `MultiConnector`, the input queue of
-`EngineCore`, and the functions of the CPU backend that pack weights (`CPUInt8ScaledMMLinearKernel` of 0.32).
+`KVCacheManager.reset_prefix_cache`, the functions of `BlockPool` that queue and take KV events, the constructors of `EngineCore`,
+`Scheduler` and `MultiConnector`, the input queue of `EngineCore`, and the functions of the CPU backend that pack weights
+(`CPUInt8ScaledMMLinearKernel` of 0.32).
 """
 
 from __future__ import annotations
@@ -90,11 +91,31 @@ def before_reset(kv_cache_manager: Any, action: Callable[[], object]) -> None:
     kv_cache_manager.reset_prefix_cache = reset_prefix_cache
 
 
+def around_events(block_pool: Any, of_request: Callable[[Any, list[Any]], list[Any]], taken: Callable[[list[Any]], list[Any]]) -> None:
+    """Replace KV events: those that are queued as blocks of a request get names, and those that are taken to be published."""
+
+    def name_blocks(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = len(block_pool.kv_event_queue)
+        result = function(*args, **kwargs)
+        request = kwargs["request"] if "request" in kwargs else args[0]
+        block_pool.kv_event_queue[before:] = of_request(request, block_pool.kv_event_queue[before:])
+        return result
+
+    def take(function: Callable[..., Any]) -> Any:
+        return taken(function())
+
+    for name in ("cache_full_blocks", "cache_partial_block", "emit_cached_block_events"):
+        _wrap(block_pool, name, name_blocks)
+    _wrap(block_pool, "take_events", take)
+
+
 def wake(engine_core: Any) -> None:
-    """Make an engine core that waits for work go through its loop once."""
+    """Make an engine core that waits for work go through its loop once. One in the process of its user waits for nothing."""
     from vllm.v1.engine import EngineCoreRequestType
 
-    engine_core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
+    inputs = getattr(engine_core, "input_queue", None)
+    if inputs is not None:
+        inputs.put((EngineCoreRequestType.WAKEUP, None))
 
 
 def builders() -> tuple[Any | None, Any | None]:

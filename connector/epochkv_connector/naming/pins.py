@@ -287,6 +287,12 @@ class Pins:
             del self._admitted[admitted]
 
 
+def is_private(pins: Pins, request: Any) -> bool:
+    """Whether no other request will ask for blocks that this one names now."""
+    pin = pins.pin_of(request)
+    return pin is None or pin.alone or is_stranded(request) or not pins.is_current(pin)
+
+
 def awaits_transfer(request: Any) -> bool:
     """Whether another engine keeps this request's KV until it is fetched (P/D): no tier of ours answers for it."""
     return bool(_params_of(request).get("do_remote_prefill"))

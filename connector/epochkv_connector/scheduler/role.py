@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 from epochkv_connector.config.connector_config import ConnectorConfig
 from epochkv_connector.engine import blocks, describe, hashing, limits, patches, topology
@@ -37,6 +37,17 @@ from epochkv_connector.wire.layout import RankLayout
 from epochkv_fence.protocol.messages import WEIGHTS_BYTES
 
 logger = logging.getLogger("vllm.epochkv")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _then(first: Callable[P, T], after: Callable[[], None]) -> Callable[P, T]:
+    def both(*args: P.args, **kwargs: P.kwargs) -> T:
+        result = first(*args, **kwargs)
+        after()
+        return result
+
+    return both
 
 
 class _EngineNames:
@@ -97,7 +108,7 @@ class SchedulerRole:
         policy = str((patches.parent_config() or vllm_config.kv_transfer_config).kv_load_failure_policy)
         self.books = None if self.tiers is None else self.tiers.books
         self._unused = self._find_unused(layouts or [], policy)
-        self.state = state = SharedState(self.pins, self.books, guard.note)
+        self.state = state = SharedState(self.pins, self.books, guard.note, core)
         self.requests, self.counters = state.requests, state.counters
         self.admission = Admission(state, unused.why_no_loads(vllm_config, policy))
         self.weights = WeightChanges(state, self.admission, self._link)
@@ -166,7 +177,7 @@ class SchedulerRole:
         patches.before_reset(manager, self.steps.let_go)
         if self.books is not None:
             self.books.bind_block_pool(blocks.BlockPoolAdapter(block_pool))
-        state.events.bind(block_pool, self.books)
+        state.outgoing.bind(block_pool, self.books)
 
     def on_new_request(self, request: Any) -> None:
         """Pin, and begin the L2 lookup."""
@@ -204,21 +215,21 @@ class SchedulerRole:
 
     @property
     def has_pending_work(self) -> bool:
-        """Keep a multiprocess engine stepping: a save holds GPU blocks, ranks wait for word, or a load that must fail is not finally
-        reported. All have deadlines."""
-        return self.requests.must_fail or (self.books is not None and self.books.saves.is_pending())
+        """Keep a multiprocess engine stepping: a save holds GPU blocks, ranks wait for word, a load that must fail is not finally
+        reported, or routers wait for events. All have deadlines; the last takes one step."""
+        return self.requests.must_fail or (self.books is not None and self.books.saves.is_pending()) or self.state.must_tell
 
     def hooks(self) -> FenceHooks:
         """What the agent's thread may ask of this engine."""
         return FenceHooks(
             ready=self.pins.root.ready,
-            adopt=self.pins.root.adopt,
+            adopt=_then(self.pins.root.adopt, self.state.tell_soon),
             busy=self.pins.busy,
             carried=self.pins.carried,
             private=lambda: self.pins.root.waiting_after_reset,
             weights=self._told,
             tiers=self.tiers_told,
-            stats=self.gauges,
+            stats=_then(self.gauges, self.state.tell_soon),  # heartbeats go on without a hub: routers hear of a lost lease
             reclaim=self.reclaim,
         )
 

@@ -10,9 +10,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from epochkv_connector.engine.events import HostEvents
+from epochkv_connector.engine import patches
+from epochkv_connector.engine.events.host import HostEvents
+from epochkv_connector.engine.events.outgoing import Outgoing
 from epochkv_connector.naming.identity import Snapshot
-from epochkv_connector.naming.pins import Pins
+from epochkv_connector.naming.pins import Pins, is_private
 from epochkv_connector.scheduler.requests import Requests
 from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping
 
@@ -21,6 +23,7 @@ class SharedState:
     """One per EngineCore; scheduler thread only.
 
     Attributes:
+        events, outgoing: what routers are told of L1; what they are told at all.
         books: bookkeeping of the tiers; None when no tier is configured (the fence still works).
         on_error: told of errors that were dealt with here.
         applied: the names that the bookkeeping works with.
@@ -28,13 +31,15 @@ class SharedState:
         broken: an error left the books in doubt: the tiers stay off until this engine restarts.
     """
 
-    def __init__(self, pins: Pins, books: Bookkeeping | None, on_error: Callable[[str, Exception], None]) -> None:
+    def __init__(self, pins: Pins, books: Bookkeeping | None, on_error: Callable[[str, Exception], None], core: Any | None = None) -> None:
         self.pins = pins
+        self._core = core
         self.books = books
         self.on_error = on_error
         self.counters: Counter[str] = Counter()
         self.requests = Requests(self.counters)
         self.events = HostEvents(on_error)
+        self.outgoing = Outgoing(self.events, lambda request: is_private(pins, request), on_error)
         self.applied: Snapshot = pins.root.snapshot
         self.broken = False
         self.manager: Any = None
@@ -66,6 +71,16 @@ class SharedState:
                 change(self.books)
             except Exception as error:
                 self.fail(where, error)
+
+    @property
+    def must_tell(self) -> bool:
+        """Routers have not heard yet of what holds now, and an engine that idles would not tell them. Any thread."""
+        return self.outgoing.enabled and (self.outgoing.waiting or self.pins.root.refresh() is not self.applied)
+
+    def tell_soon(self) -> None:
+        """Wake an engine that idles, so that it takes the step with which vLLM publishes. Any thread."""
+        if self.must_tell:
+            patches.wake(self._core)
 
     def fail(self, where: str, error: Exception) -> None:
         """An error left the books in doubt: they are used no more."""

@@ -19,7 +19,7 @@ from epochkv_connector.scheduler.tiers.views import CacheLayout
 from epochkv_connector.wire.jobs import BlockMove, Tier
 
 if TYPE_CHECKING:
-    from epochkv_connector.engine.events import HostEvents
+    from epochkv_connector.engine.events.host import HostEvents
 
 KNOWN_IN_STORE_CAPACITY = 100_000
 

@@ -1,4 +1,4 @@
-"""KV events of L1, for routers that send a prompt to the engine that holds its blocks.
+"""KV events of L1, beside vLLM's own.
 
 Events go through the GPU block pool's queue, in one order with vLLM's own: no event after the `AllBlocksCleared` of an
 epoch change may carry a name from before it. An event carries the tokens of its block. The request may be gone when the
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from epochkv_connector.engine.blocks import hash_block_size_of
+from epochkv_connector.engine.events.outgoing import Outgoing, queue_all_blocks_cleared
 from epochkv_connector.engine.interface import kv_cache_utils
 from epochkv_connector.scheduler.tiers.index import Key
 from epochkv_connector.wire.jobs import BlockMove, LoadJob, SaveJob, Tier
@@ -64,22 +65,6 @@ def host_block_stored(name: bytes, group: int, block_size: int, described: Descr
     )
 
 
-def queue_all_blocks_cleared(block_pool: Any, drop_pending: bool) -> None:
-    """Queue one AllBlocksCleared on the block pool's own event queue, so that it precedes events of new blocks.
-
-    Args:
-        block_pool: the bound GPU block pool.
-        drop_pending: forget events not yet taken (a reset), instead of letting them precede the clearing.
-    """
-    if block_pool is None or not getattr(block_pool, "enable_kv_cache_events", False):
-        return
-    from vllm.distributed.kv_events import AllBlocksCleared
-
-    if drop_pending:
-        block_pool.kv_event_queue.clear()
-    block_pool.kv_event_queue.append(AllBlocksCleared())
-
-
 class HostEvents:
     """Told which blocks L1 holds (`scheduler.tiers.state`); tells routers. Scheduler thread only.
 
@@ -89,7 +74,7 @@ class HostEvents:
 
     def __init__(self, on_error: Callable[[str, Exception], None]) -> None:
         self._on_error = on_error
-        self._pool: Any = None
+        self._outgoing: Outgoing | None = None
         self._over = True  # until somebody listens
         self._sizes: list[int] = []
         self._hash_block_size = 0
@@ -102,15 +87,20 @@ class HostEvents:
     def __len__(self) -> int:
         return len(self._announced)
 
-    def bind(self, block_pool: Any, books: Bookkeeping | None) -> None:
-        """vLLM's pool, whose queue is used, and the bookkeeping whose L1 is told of, if it has one."""
-        self._pool = block_pool
-        if books is not None and books.state.index.indexed and getattr(block_pool, "enable_kv_cache_events", False):
-            self._sizes = [group.block_size for group in books.state.layout.groups]
-            self._hash_block_size = hash_block_size_of(block_pool)
-            self._max_offered = 2 * books.state.index.num_slots
-            self._over = False
-            books.state.listener = self
+    def bind(self, outgoing: Outgoing, books: Bookkeeping | None) -> None:
+        """The queue that events go into, and the bookkeeping whose L1 is told of, if it has one."""
+        self._outgoing = outgoing
+        if not outgoing.enabled or books is None or not books.state.index.indexed:
+            return
+        self._sizes = [group.block_size for group in books.state.layout.groups]
+        self._hash_block_size = hash_block_size_of(outgoing.pool)
+        self._max_offered = 2 * books.state.index.num_slots
+        self._over = False
+        books.state.listener = self
+
+    def all_found(self) -> Iterable[Any]:
+        """Events that announce all that can be found in L1."""
+        return map(self._event, self._announced)
 
     # -- what goes out ---------------------------------------------------------------------------------------------
 
@@ -156,9 +146,16 @@ class HostEvents:
             self._announce(key)
 
     def _announce(self, key: Key) -> None:
-        group, name = key
+        self._queue(self._event(key))
         self._announced.add(key)
-        self._pool.kv_event_queue.append(host_block_stored(name, group, self._sizes[group], self._held[key]))
+
+    def _queue(self, event: Any) -> None:
+        if self._outgoing is not None:
+            self._outgoing.pool.kv_event_queue.append(event)
+
+    def _event(self, key: Key) -> Any:
+        group, name = key
+        return host_block_stored(name, group, self._sizes[group], self._held[key])
 
     def left(self, key: Key) -> None:
         """A block is in L1 no more."""
@@ -172,7 +169,7 @@ class HostEvents:
             self._announced.discard(key)
             group, name = key
             names = [kv_cache_utils.maybe_convert_block_hash(name)]
-            self._pool.kv_event_queue.append(BlockRemoved(block_hashes=names, medium=MEDIUM_CPU, group_idx=group, locality="LOCAL"))
+            self._queue(BlockRemoved(block_hashes=names, medium=MEDIUM_CPU, group_idx=group, locality="LOCAL"))
 
     def found_again(self, keys: Iterable[Key]) -> None:
         """These blocks can be found again, because an earlier root is back. `cleared` announces them."""
@@ -182,7 +179,8 @@ class HostEvents:
 
     def cleared(self, *, drop_pending: bool) -> None:
         """The names changed: tell routers to forget everything, then announce the blocks that can still be found."""
-        queue_all_blocks_cleared(self._pool, drop_pending=drop_pending)
+        if self._outgoing is not None:
+            queue_all_blocks_cleared(self._outgoing.pool, drop_pending=drop_pending)
         self._safely(self._cleared)
 
     def _cleared(self) -> None:
@@ -199,7 +197,11 @@ class HostEvents:
         try:
             work()
         except Exception as error:
-            self._over = True
-            self._offered.clear()
-            self._held.clear()
+            self.end()
             self._on_error("events", error)
+
+    def end(self) -> None:
+        """Nothing more is told of L1."""
+        self._over = True
+        for told in (self._offered, self._held, self._announced):
+            told.clear()
