@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from epochkv_connector.engine.topology import engine_id
 from epochkv_connector.weights.digest import Unreadable, digest, parts, why_unreadable
 from epochkv_connector.weights.held import homes, models, packed, weights
 from epochkv_connector.weights.lora import HeldAdapters
@@ -127,7 +128,7 @@ def held_by(engine_id: str) -> Held:
 
 
 def _of(worker: Any) -> Held:
-    return held_by(str(worker.vllm_config.kv_transfer_config.engine_id))
+    return held_by(engine_id(worker.vllm_config))
 
 
 def _held(worker: Any) -> Held:
@@ -220,7 +221,7 @@ def end_device_work(worker: Any) -> bool:
 
 def settle_for_sleep(worker: Any) -> int:
     """End this rank's copies: sleep unmaps the memory under them. How many still run after the deadline."""
-    return sleeping.settle_for_sleep(str(worker.vllm_config.kv_transfer_config.engine_id))
+    return sleeping.settle_for_sleep(engine_id(worker.vllm_config))
 
 
 def _synchronize() -> None:
