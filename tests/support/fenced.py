@@ -31,12 +31,13 @@ class Stock:
     Attributes:
         transfer: what `kv_transfer_config` says of it; None: there is no connector.
         hold_loads: loads end when this is taken back.
+        hold_lookups: where the store is asked, its answer is not there yet.
     """
 
     transfer: dict[str, Any] | None = None
 
     def __init__(self) -> None:
-        self.hold_loads = False
+        self.hold_loads = self.hold_lookups = False
 
     def before(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Before the scheduler half is made."""
@@ -87,10 +88,6 @@ class FencedRig(Rig):
         """Loads that were held end with the next step."""
         self.stock.hold_loads = False
 
-    def names(self, request: Any) -> list[bytes]:
-        """Of its blocks."""
-        return list(request.block_hashes)
-
     def close(self) -> None:
         self.scheduler.shutdown()
 
@@ -100,7 +97,10 @@ class MooncakeStore(Stock):
 
     Args:
         objects: what the store holds, by key; engines share it.
-        hold_lookups: an answer is not there yet.
+
+    Attributes:
+        wiped: how often it was emptied.
+        open: what is asked, by request.
     """
 
     transfer = {"kv_connector": "MooncakeStoreConnector", "kv_connector_extra_config": {"lookup_async": True}}
@@ -109,8 +109,7 @@ class MooncakeStore(Stock):
         super().__init__()
         self.objects = objects
         self.wiped = 0
-        self.hold_lookups = False
-        self._open: dict[str, list[bytes]] = {}
+        self.open: dict[str, list[bytes]] = {}
         self._loads: list[Any] = []
 
     def before(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,16 +121,16 @@ class MooncakeStore(Stock):
         """As vLLM's client: asked once, and answered by what was asked then."""
         from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.protocol import MooncakeLookupResult
 
-        asked = self._open.setdefault(request_id, list(block_hashes))
+        asked = self.open.setdefault(request_id, list(block_hashes))
         if self.hold_lookups:
             return None
-        del self._open[request_id]
+        del self.open[request_id]
         hit = next((index for index, name in enumerate(asked) if name.hex() not in self.objects), len(asked))
         return MooncakeLookupResult(min(hit, (num_tokens - 1) // BLOCK) * BLOCK)
 
     def discard(self, request_id: str) -> None:
         """As vLLM's client."""
-        self._open.pop(request_id, None)
+        self.open.pop(request_id, None)
 
     def reset(self) -> bool:
         """As vLLM's client: the whole store."""
@@ -235,6 +234,37 @@ class SimpleCPUOffload(_Blocks):
         if not self.hold_loads:
             self._loads = []
         return KVConnectorOutput(finished_recving=finished, kv_connector_worker_meta=SimpleCPUOffloadWorkerMetadata(stored))
+
+
+class Nixl(Stock):
+    """vLLM's NixlConnector: a read brings what the producer's blocks hold then.
+
+    Attributes:
+        producers: other engines, by the id that NIXL gives them.
+        reading: request -> NIXL's order, until the read ends.
+    """
+
+    transfer = {"kv_connector": "NixlConnector"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.producers: dict[str, FencedRig] = {}
+        self.reading: dict[str, Any] = {}
+        self.sent: set[str] = set()
+
+    def work(self, rig: FencedRig, metadata: Any) -> KVConnectorOutput:
+        self.reading |= metadata.reqs_to_recv
+        finished = set()
+        for request_id, order in [] if self.hold_loads else list(self.reading.items()):
+            producer = self.producers[order.remote.engine_id]
+            for mine, theirs in zip(order.local_block_ids, order.remote.block_ids, strict=True):
+                for to, source in zip(reversed(mine), reversed(theirs), strict=False):
+                    rig.gpu[to] = producer.gpu[source]
+            producer.stock.sent.add(order.remote.request_id)  # type: ignore[attr-defined]
+            finished.add(request_id)
+            del self.reading[request_id]
+        sent, self.sent = self.sent, set()
+        return KVConnectorOutput(finished_recving=finished, finished_sending=sent)
 
 
 MakeStock = Callable[[], Stock]

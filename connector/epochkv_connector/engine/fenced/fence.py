@@ -33,7 +33,7 @@ _NOTHING = (False, None)
 
 def install() -> None:
     """Fence every scheduler that this process makes, if the environment asks for it."""
-    if switch.is_on():
+    if switch.is_asked_for():
         patches.after_scheduler(fence)
 
 

@@ -20,16 +20,9 @@ from epochkv_fence.connection import CONFIG_ENV
 FENCE_ENV = "EPOCHKV_FENCE"
 
 
-def is_on(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the environment asks for the fence.
-
-    Raises:
-        ConfigError: it says neither yes nor no.
-    """
-    value = (os.environ if environ is None else environ).get(FENCE_ENV, "").strip()
-    if value not in ("", "0", "1"):
-        raise ConfigError(f"{FENCE_ENV} is {value!r}; it must be 1 for the fence under the engine's own caches, or 0")
-    return value == "1"
+def is_asked_for(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the environment asks for the fence, or says something that `check` refuses."""
+    return (os.environ if environ is None else environ).get(FENCE_ENV, "").strip() not in ("", "0")
 
 
 def check(vllm_config: Any, environ: Mapping[str, str] | None = None) -> ConnectorConfig | None:
@@ -39,8 +32,11 @@ def check(vllm_config: Any, environ: Mapping[str, str] | None = None) -> Connect
         ConfigError, UnsupportedEngine: it cannot be fenced; the message says what to change.
     """
     variables = os.environ if environ is None else environ
-    if not is_on(variables):
+    if not is_asked_for(variables):
         return None
+    value = variables[FENCE_ENV].strip()
+    if value != "1":
+        raise ConfigError(f"{FENCE_ENV} is {value!r}; it must be 1 for the fence under the engine's own caches, or 0")
     given = limits.connectors_of(vllm_config.kv_transfer_config)
     if any(one.get("kv_connector") == NAME for one in given):
         raise UnsupportedEngine(f"{FENCE_ENV} is set and the engine has {NAME}, which brings the fence itself; unset {FENCE_ENV}")
