@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.scheduler.fenced import FencedRig, MooncakeStore, Nixl, Offloading, SimpleCPUOffload, Stock
 from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, FailsOnce, MakeRig, found, push_out
 from tests.scheduler.transfers import HAND_OVER
-from tests.support.fenced import FencedRig, MooncakeStore, Nixl, Offloading, SimpleCPUOffload, Stock
 from tests.support.scheduler import BLOCK, RequestStatus, prompt
 
 STOCKS: dict[str, Callable[[], Stock]] = {

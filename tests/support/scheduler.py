@@ -88,15 +88,11 @@ class Rig:
         self._aggregator = KVOutputAggregator(expected_finished_count=len(self.workers)) if len(self.workers) > 1 else None
         made: Any = self.scheduler.connector
         self.connector: Any = next((one for one in getattr(made, "sub_connectors", ()) if hasattr(one, "scheduler")), made)
-        ours = self._ours()
-        if ours is not None:
-            self.guard, self.side = ours
+        fence = getattr(self.scheduler, "epochkv_fence", None)
+        if fence is not None or hasattr(self.connector, "_guard"):
+            self.guard, self.side = (fence.guard, fence.role) if fence is not None else (self.connector._guard, self.connector.scheduler)
             self.pins, self.books, self.watch = self.side.pins, self.side.books, self.side.weights.watch
             self.pins.root._lease_until = lambda: self.lease_until
-
-    def _ours(self) -> tuple[Any, Any] | None:
-        """What counts our errors, and our scheduler role; None: this engine has nothing of ours."""
-        return None if self.connector is None else (self.connector._guard, self.connector.scheduler)
 
     def _make_scheduler(self) -> Scheduler:
         return (AsyncScheduler if self.options.async_scheduling else Scheduler)(

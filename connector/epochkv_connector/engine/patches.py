@@ -1,8 +1,8 @@
 """What stands in for hooks that vLLM lacks: functions of vLLM that we wrap, and objects that we find among our callers.
 
 Knows of vLLM 0.30 to 0.33: `EngineArgs.create_engine_config`, `kv_cache_utils._gen_lora_extra_hash_keys`,
-`KVCacheManager.reset_prefix_cache`, the constructors of `EngineCore`, `Scheduler` (`v1.core.sched.scheduler`) and `MultiConnector`, the input queue of
-`EngineCore`, and the functions of the CPU backend that pack weights (`CPUInt8ScaledMMLinearKernel` of 0.32).
+`KVCacheManager.reset_prefix_cache`, the constructors of `EngineCore`, `v1.core.sched.scheduler.Scheduler` and `MultiConnector`, the
+input queue of `EngineCore`, and the functions of the CPU backend that pack weights (`CPUInt8ScaledMMLinearKernel` of 0.32).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def after_scheduler(build: Callable[[Any], None]) -> None:
         construct(self, *args, **kwargs)
         build(self)
 
-    Scheduler.__init__ = __init__  # type: ignore[method-assign]
+    Scheduler.__init__ = __init__
 
 
 def hide_adapters_from_hashes() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from epochkv_connector.engine.describe import layers_digest
 from epochkv_connector.engine.topology import engine_id
 from epochkv_connector.weights.digest import Unreadable, digest, parts, why_unreadable
 from epochkv_connector.weights.held import homes, models, packed, weights
@@ -194,8 +195,14 @@ def digest_adapters(worker: Any, number: int, wanted: Wanted, afresh: bool) -> A
 
 
 def layout(worker: Any) -> RankLayout:
-    """See `Held.layout`."""
-    return _of(worker).layout
+    """See `Held.layout`. Where no tier of ours has measured the tensors, what runs each layer is known all the same."""
+    measured = _of(worker).layout
+    if measured != RankLayout():
+        return measured
+    try:
+        return RankLayout(layers_digest(worker.vllm_config))
+    except Exception:
+        return measured
 
 
 def is_unchanged(worker: Any, number: int) -> bool:

@@ -97,14 +97,14 @@ def test_what_nobody_has_looked_at_is_refused(start: Start, name: str, module: s
 @pytest.mark.parametrize("extra", [None, children("NixlConnector", "EpochKVConnector")])
 def test_our_own_connector_brings_the_fence_itself(start: Start, extra: dict[str, Any] | None) -> None:
     ours = {"pool": CONNECTION["pool"]}
-    with pytest.raises(UnsupportedEngine, match="the engine has EpochKVConnector, which brings the fence itself; unset EPOCHKV_FENCE"):
+    with pytest.raises(UnsupportedEngine, match=r"the engine has EpochKVConnector, which brings the fence itself; unset EPOCHKV_FENCE"):
         start("EpochKVConnector" if extra is None else "MultiConnector", extra or ours)
 
 
 @pytest.mark.parametrize("value", [None, " "])
 def test_the_pool_has_to_be_named(start: Start, monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
     monkeypatch.delenv("EPOCHKV_CONFIG") if value is None else monkeypatch.setenv("EPOCHKV_CONFIG", value)
-    with pytest.raises(ConfigError, match="EPOCHKV_FENCE is set and EPOCHKV_CONFIG is not; set it to the pool's connection.json"):
+    with pytest.raises(ConfigError, match=r"EPOCHKV_FENCE is set and EPOCHKV_CONFIG is not; set it to the pool's connection\.json"):
         start()
 
 
@@ -116,7 +116,7 @@ def test_a_connection_that_cannot_be_read_is_refused(start: Start, monkeypatch: 
 
 def test_only_one_and_zero_are_answers(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EPOCHKV_FENCE", "yes")
-    with pytest.raises(ConfigError, match="EPOCHKV_FENCE is 'yes'; it must be 1 .* or 0"):
+    with pytest.raises(ConfigError, match=r"EPOCHKV_FENCE is 'yes'; it must be 1 .* or 0"):
         start()
 
 
@@ -127,7 +127,7 @@ def test_without_the_variable_everything_is_left_to_vllm(start: Start, monkeypat
 
 
 def test_ranks_that_schedule_for_themselves_are_refused(start: Start) -> None:
-    with pytest.raises(UnsupportedEngine, match="external_launcher with 2 ranks"):
+    with pytest.raises(UnsupportedEngine, match=r"external_launcher with 2 ranks"):
         start(distributed_executor_backend="external_launcher", world_size=2)
     assert start(distributed_executor_backend="external_launcher", world_size=1) is not None
 
@@ -137,5 +137,5 @@ def test_another_scheduler_is_refused(start: Start, base: Any, monkeypatch: pyte
         """Not derived from vLLM's."""
 
     monkeypatch.setattr(base.scheduler_config, "scheduler_cls", Other)
-    with pytest.raises(UnsupportedEngine, match="scheduler_cls is .*Other.*, which is not derived from vLLM's Scheduler"):
+    with pytest.raises(UnsupportedEngine, match=r"scheduler_cls is .*Other.*, which is not derived from vLLM's Scheduler"):
         start()

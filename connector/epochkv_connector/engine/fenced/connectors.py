@@ -79,7 +79,7 @@ def _need(owner: Any, name: str, *attributes: str) -> None:
     missing = [attribute for attribute in attributes if not hasattr(owner, attribute)]
     if missing:
         raise UnsupportedEngine(
-            f"EPOCHKV_FENCE is set and {name} of this vLLM has no {', '.join(missing)}, by which its copies of names are made anew; {_REMEDY}"
+            f"EPOCHKV_FENCE is set and {name} of this vLLM has no {', '.join(missing)}, where it keeps names of requests; {_REMEDY}"
         )
 
 

@@ -5,7 +5,7 @@ connectors are asked after that, so they look under the same names. The promise:
 waits then without blocks, finds nothing from before it. A request that holds blocks, or whose load is under way, ends on what it had.
 
 No exception of ours reaches vLLM: a request that cannot be named gets random names. Knows of vLLM 0.30 to 0.33: the methods of
-`Scheduler`, `KVCacheManager` and connectors that `_join` and `_join_connector` wrap, on the objects of one engine alone.
+`Scheduler`, `KVCacheManager` and connectors that `_join_*` wrap, on the objects of one engine alone.
 """
 
 from __future__ import annotations
@@ -60,24 +60,27 @@ class Fence:
     """One per scheduler; its thread only, but for what the agent's thread asks of `role`.
 
     Attributes:
+        guard: counts our errors.
         role: ours, without tiers.
     """
 
     def __init__(self, scheduler: Any, config: ConnectorConfig) -> None:
         self._scheduler = scheduler
-        self._guard = Guard()
-        reporter = Reporter(self._guard.errors)
-        self.role = SchedulerRole(config, scheduler.vllm_config, scheduler.kv_cache_config, self._guard, reporter, lambda: None)
+        self.guard = Guard()
+        reporter = Reporter(self.guard.errors)
+        self.role = SchedulerRole(config, scheduler.vllm_config, scheduler.kv_cache_config, self.guard, reporter, lambda: None)
         self.role.pins.on_rename = self._renamed
         self.role.bind(scheduler.kv_cache_manager)
-        self._join(scheduler)
+        self._join_names(scheduler)
+        self._join_steps(scheduler)
         if scheduler.connector is not None:
             self._join_connector(scheduler.connector)
         names = [type(one).__name__ for one in connectors.leaves(scheduler.connector)]
         logger.info("EpochKV: the caches of this engine are fenced: %s", ", ".join(["vLLM's own", *names]))
 
-    def _join(self, scheduler: Any) -> None:
-        role, guard = self.role, self._guard
+    def _join_names(self, scheduler: Any) -> None:
+        """Where requests are named: on their way in, and before vLLM looks for them."""
+        role, guard = self.role, self.guard
 
         def adding(add: Callable[..., Any]) -> Callable[..., Any]:
             def add_request(request: Any) -> Any:
@@ -93,6 +96,14 @@ class Fence:
                 return look(request)
 
             return get_computed_blocks
+
+        _around(scheduler, "add_request", adding)
+        _around(scheduler.kv_cache_manager, "get_computed_blocks", looking)
+        _around(scheduler.kv_cache_manager, "get_computed_blocks_for_connector", looking)
+
+    def _join_steps(self, scheduler: Any) -> None:
+        """What becomes of requests: steps, their end, resets, and the scheduler's own end."""
+        role, guard = self.role, self.guard
 
         def scheduling(schedule: Callable[..., Any]) -> Callable[..., Any]:
             def scheduled(*args: Any, **kwargs: Any) -> Any:
@@ -126,16 +137,13 @@ class Fence:
 
             return shutdown
 
-        _around(scheduler, "add_request", adding)
-        _around(scheduler.kv_cache_manager, "get_computed_blocks", looking)
-        _around(scheduler.kv_cache_manager, "get_computed_blocks_for_connector", looking)
         _around(scheduler, "schedule", scheduling)
         _around(scheduler, "_connector_finished", finishing)
         _around(scheduler, "reset_connector_cache", resetting)
         _around(scheduler, "shutdown", stopping)
 
     def _join_connector(self, connector: Any) -> None:
-        guard = self._guard
+        guard = self.guard
 
         def allocating(allocated: Callable[..., Any]) -> Callable[..., Any]:
             def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> Any:
@@ -160,11 +168,11 @@ class Fence:
         self.role.admission.name(request, must=True)
 
     def _isolate(self, request: Any) -> None:
-        self._guard.run("isolate", lambda: self.role.admission.isolate(request), lambda: False)
+        self.guard.run("isolate", lambda: self.role.admission.isolate(request), lambda: False)
 
     def _renamed(self, request: Any, num_kept: int) -> None:
         """A connector that kept names would save KV under wrong ones, so an error here ends the names of this engine."""
-        self._guard.run("renamed", lambda: connectors.renamed(self._scheduler.connector, request, num_kept), self.role.weights.break_off)
+        self.guard.run("renamed", lambda: connectors.renamed(self._scheduler.connector, request, num_kept), self.role.weights.break_off)
 
     def _admit(self, output: Any) -> None:
         """Tokens of these requests are computed: they keep what they have over an adoption."""

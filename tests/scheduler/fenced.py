@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from vllm.config import KVTransferConfig
@@ -34,7 +34,7 @@ class Stock:
         hold_lookups: where the store is asked, its answer is not there yet.
     """
 
-    transfer: dict[str, Any] | None = None
+    transfer: ClassVar[dict[str, Any] | None] = None
 
     def __init__(self) -> None:
         self.hold_loads = self.hold_lookups = False
@@ -75,10 +75,6 @@ class FencedRig(Rig):
             root: Any = self.pins.root
             root._global = OwnRoot(root.snapshot.root)  # several engines share this process, and vLLM's global
 
-    def _ours(self) -> tuple[Any, Any] | None:
-        made = getattr(self.scheduler, fence.ATTRIBUTE, None)
-        return None if made is None else (made._guard, made.role)
-
     def update(self, output: Any) -> None:
         runner = self._forward(output)
         runner.kv_connector_output = self.stock.work(self, output.kv_connector_metadata)
@@ -103,7 +99,10 @@ class MooncakeStore(Stock):
         open: what is asked, by request.
     """
 
-    transfer = {"kv_connector": "MooncakeStoreConnector", "kv_connector_extra_config": {"lookup_async": True}}
+    transfer: ClassVar[dict[str, Any] | None] = {
+        "kv_connector": "MooncakeStoreConnector",
+        "kv_connector_extra_config": {"lookup_async": True},
+    }
 
     def __init__(self, objects: dict[str, Content]) -> None:
         super().__init__()
@@ -164,25 +163,23 @@ class MooncakeStore(Stock):
         return str(one.req_id)
 
 
-class _Blocks(Stock):
-    """What is common to connectors whose memory is blocks of the host by number."""
+def copy(source: dict[int, Content], source_ids: Iterable[int], to: dict[int, Content], to_ids: Iterable[int]) -> None:
+    """Block by block."""
+    for one, other in zip(source_ids, to_ids, strict=True):
+        to[int(other)] = source[int(one)]
+
+
+class Offloading(Stock):
+    """vLLM's OffloadingConnector, to host memory."""
+
+    transfer: ClassVar[dict[str, Any] | None] = {
+        "kv_connector": "OffloadingConnector",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20},
+    }
 
     def __init__(self) -> None:
         super().__init__()
         self.host: dict[int, Content] = {}
-
-    def _copy(self, source: dict[int, Content], source_ids: Any, to: dict[int, Content], to_ids: Any) -> None:
-        for one, other in zip(source_ids, to_ids, strict=True):
-            to[int(other)] = source[int(one)]
-
-
-class Offloading(_Blocks):
-    """vLLM's OffloadingConnector, to host memory."""
-
-    transfer = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
-
-    def __init__(self) -> None:
-        super().__init__()
         self._loads: dict[int, Any] = {}
 
     def work(self, rig: FencedRig, metadata: Any) -> KVConnectorOutput:
@@ -190,24 +187,28 @@ class Offloading(_Blocks):
 
         report, finished = OffloadingWorkerMetadata(), set()
         for job_id, job in metadata.store_jobs.items():
-            self._copy(rig.gpu, job.src_spec.block_ids, self.host, job.dst_spec.block_ids)
+            copy(rig.gpu, job.src_spec.block_ids, self.host, job.dst_spec.block_ids)
             report.mark_completed(job_id)
         self._loads |= metadata.load_jobs
         for job_id, job in {} if self.hold_loads else dict(self._loads).items():
-            self._copy(self.host, job.src_spec.block_ids, rig.gpu, job.dst_spec.block_ids)
+            copy(self.host, job.src_spec.block_ids, rig.gpu, job.dst_spec.block_ids)
             report.mark_completed(job_id)
             finished.add(job.req_id)
             del self._loads[job_id]
         return KVConnectorOutput(finished_recving=finished, kv_connector_worker_meta=report)
 
 
-class SimpleCPUOffload(_Blocks):
+class SimpleCPUOffload(Stock):
     """vLLM's SimpleCPUOffloadConnector."""
 
-    transfer = {"kv_connector": "SimpleCPUOffloadConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
+    transfer: ClassVar[dict[str, Any] | None] = {
+        "kv_connector": "SimpleCPUOffloadConnector",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20},
+    }
 
     def __init__(self) -> None:
         super().__init__()
+        self.host: dict[int, Content] = {}
         self._loads: list[Any] = []
 
     def before(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,13 +224,13 @@ class SimpleCPUOffload(_Blocks):
 
         stored = {}
         if metadata.store_event >= 0:
-            self._copy(rig.gpu, metadata.store_gpu_blocks, self.host, metadata.store_cpu_blocks)
+            copy(rig.gpu, metadata.store_gpu_blocks, self.host, metadata.store_cpu_blocks)
             stored[metadata.store_event] = 1
         if metadata.load_event >= 0:
             self._loads.append(metadata)
         finished: set[str] = set()
         for one in [] if self.hold_loads else self._loads:
-            self._copy(self.host, one.load_cpu_blocks, rig.gpu, one.load_gpu_blocks)
+            copy(self.host, one.load_cpu_blocks, rig.gpu, one.load_gpu_blocks)
             finished |= set(one.load_event_to_reqs[one.load_event])
         if not self.hold_loads:
             self._loads = []
@@ -244,7 +245,7 @@ class Nixl(Stock):
         reading: request -> NIXL's order, until the read ends.
     """
 
-    transfer = {"kv_connector": "NixlConnector"}
+    transfer: ClassVar[dict[str, Any] | None] = {"kv_connector": "NixlConnector"}
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,6 +266,3 @@ class Nixl(Stock):
             del self.reading[request_id]
         sent, self.sent = self.sent, set()
         return KVConnectorOutput(finished_recving=finished, finished_sending=sent)
-
-
-MakeStock = Callable[[], Stock]
