@@ -18,6 +18,7 @@ from typing import Any
 from epochkv_connector.config.connector_config import ConnectorConfig
 from epochkv_connector.engine import logs, patches
 from epochkv_connector.engine.fenced import connectors, switch
+from epochkv_connector.engine.version import UnsupportedEngine
 from epochkv_connector.guard import Guard
 from epochkv_connector.metrics.reporter import Reporter
 from epochkv_connector.naming.pins import brings_kv
@@ -52,7 +53,9 @@ def fence(scheduler: Any) -> None:
 
 def _around(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Put what `make` makes of this method in its place, on this object alone."""
-    method = getattr(owner, name)
+    method = getattr(owner, name, None)
+    if method is None:
+        raise UnsupportedEngine(f"{switch.FENCE_ENV} is set and {type(owner).__name__} of this vLLM has no {name}; unset the variable")
     setattr(owner, name, functools.wraps(method)(make(method)))
 
 
@@ -99,7 +102,8 @@ class Fence:
 
         _around(scheduler, "add_request", adding)
         _around(scheduler.kv_cache_manager, "get_computed_blocks", looking)
-        _around(scheduler.kv_cache_manager, "get_computed_blocks_for_connector", looking)
+        if hasattr(scheduler.kv_cache_manager, "get_computed_blocks_for_connector"):
+            _around(scheduler.kv_cache_manager, "get_computed_blocks_for_connector", looking)
 
     def _join_steps(self, scheduler: Any) -> None:
         """What becomes of requests: steps, their end, resets, and the scheduler's own end."""
