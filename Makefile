@@ -27,7 +27,7 @@ setup-cluster: ## Everything the local cluster needs: packages, Go-built Kuberne
 demo: setup-cluster ## The main job: cluster, chart, pool, engines, prompts, new weights, resetEpoch, proof (CLUSTER=local|kind)
 	@$(DEV) -m hack.demo run
 
-demo-stock: setup-engine ## No cluster: vLLM's own Mooncake connector reuses stale KV; ours does not
+demo-stock: setup-engine ## No cluster: vLLM's own Mooncake connector reuses stale KV; ours does not, nor does vLLM's with our fence
 	@$(ENGINE) -m hack.demo stock
 
 down: ## Remove everything that demo made

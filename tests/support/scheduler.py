@@ -88,8 +88,9 @@ class Rig:
         self._aggregator = KVOutputAggregator(expected_finished_count=len(self.workers)) if len(self.workers) > 1 else None
         made: Any = self.scheduler.connector
         self.connector: Any = next((one for one in getattr(made, "sub_connectors", ()) if hasattr(one, "scheduler")), made)
-        if self.connector is not None:
-            self.side = self.connector.scheduler
+        fence = getattr(self.scheduler, "epochkv_fence", None)
+        if fence is not None or hasattr(self.connector, "_guard"):
+            self.guard, self.side = (fence.guard, fence.role) if fence is not None else (self.connector._guard, self.connector.scheduler)
             self.pins, self.books, self.watch = self.side.pins, self.side.books, self.side.weights.watch
             self.pins.root._lease_until = lambda: self.lease_until
 
@@ -254,7 +255,7 @@ class Rig:
         assert self.block_pool.get_num_free_blocks() == self.free_at_start
         assert not any(self.foreign_tokens.values()), f"KV of other tokens: {self.foreign_tokens}"
         assert not any(self.stale_tokens.values()), f"KV of other weights: {self.stale_tokens}"
-        errors = dict(self.connector._guard.errors)
+        errors = dict(self.guard.errors)
         assert errors == {}, f"our code raised: {errors}"
 
     def close(self) -> None:

@@ -94,6 +94,13 @@ def describe_layers(vllm_config: Any, layer_names: Iterable[str]) -> dict[str, l
     return {name: _describe_layer(layers[name]) for name in layer_names if name in layers}
 
 
+def layers_digest(vllm_config: Any) -> bytes:
+    """16 bytes for `describe_layers` of all layers of this process that have a backend."""
+    layers = getattr(getattr(vllm_config, "compilation_config", None), "static_forward_context", None) or {}
+    described = describe_layers(vllm_config, sorted(name for name, layer in layers.items() if hasattr(layer, "get_attn_backend")))
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).digest()[:16]
+
+
 def _describe_layer(layer: Any) -> list[str]:
     pick = getattr(layer, "get_attn_backend", None)
     backend = pick() if pick is not None else None

@@ -31,9 +31,17 @@ def children_of(transfer: Any) -> list[Mapping[str, Any]]:
     return list(extra.get("connectors", [])) if getattr(transfer, "kv_connector", None) == "MultiConnector" else []
 
 
-def handoff_seconds(children: Sequence[Mapping[str, Any]]) -> float:
+def connectors_of(transfer: Any) -> list[Mapping[str, Any]]:
+    """Configurations of all connectors of an engine but MultiConnector itself: one, its children, or none."""
+    if transfer is None or transfer.kv_connector is None:
+        return []
+    names = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
+    return children_of(transfer) or [{name: getattr(transfer, name) for name in names}]
+
+
+def handoff_seconds(connectors: Sequence[Mapping[str, Any]]) -> float:
     """How long blocks that are handed over surely stay the request's: half of the lease. The other half is for clocks that differ."""
-    siblings = [child.get("kv_connector_extra_config") or {} for child in children if child.get("kv_connector") != NAME]
+    siblings = [one.get("kv_connector_extra_config") or {} for one in connectors if one.get("kv_connector") != NAME]
     leases = [extra.get("kv_lease_duration", LEASE_SECONDS) for extra in siblings]
     return min(map(float, leases), default=LEASE_SECONDS) / 2
 
@@ -53,11 +61,7 @@ def check_start(vllm_config: Any, extra: Mapping[str, Any], siblings: Sequence[M
     check_version(config.allow_untested_vllm)
     check_siblings(siblings)
     check_launcher(vllm_config.parallel_config.distributed_executor_backend, int(vllm_config.parallel_config.world_size))
-    if vllm_config.ec_transfer_config is not None:
-        raise UnsupportedEngine(
-            "ec_transfer_config is set: encoder outputs of other engines are keyed by content only, whatever weights made them, and "
-            "KV that is computed from them would be under a wrong name; remove ec_transfer_config"
-        )
+    check_encoder_transfer(vllm_config)
     check_holds_something(config)
     if here:
         check_devices(config)
@@ -106,13 +110,27 @@ def check_launcher(backend: object, num_ranks: int) -> None:
     Raises:
         UnsupportedEngine: every process has a scheduler and one worker, so nobody brings their acknowledgements together.
     """
-    kinds = {kind.__name__ for kind in backend.__mro__} if isinstance(backend, type) else {str(backend)}
-    if num_ranks > 1 and kinds & {"external_launcher", "ExecutorWithExternalLauncher"}:
+    if schedules_for_itself(backend, num_ranks):
         raise UnsupportedEngine(
             f"distributed_executor_backend is external_launcher with {num_ranks} ranks: each process schedules for its own rank only "
             "and would wait for ever for the other ranks to say that a saved block was copied, until no KV block is left; "
             "use 'mp' or 'ray', or start one engine of one rank in each process"
         )
+
+
+def check_encoder_transfer(vllm_config: Any) -> None:
+    """Raise `UnsupportedEngine` where engines give each other outputs of encoders."""
+    if vllm_config.ec_transfer_config is not None:
+        raise UnsupportedEngine(
+            "ec_transfer_config is set: encoder outputs of other engines are keyed by content only, whatever weights made them, and "
+            "KV that is computed from them would be under a wrong name; remove ec_transfer_config"
+        )
+
+
+def schedules_for_itself(backend: object, num_ranks: int) -> bool:
+    """Whether every process of an engine of several ranks has a scheduler of its own."""
+    kinds = {kind.__name__ for kind in backend.__mro__} if isinstance(backend, type) else {str(backend)}
+    return num_ranks > 1 and bool(kinds & {"external_launcher", "ExecutorWithExternalLauncher"})
 
 
 def why_no_tiers(vllm_config: Any) -> str | None:

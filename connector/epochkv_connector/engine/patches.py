@@ -2,8 +2,8 @@
 
 Knows of vLLM 0.30 to 0.33: `EngineArgs.create_engine_config`, `kv_cache_utils._gen_lora_extra_hash_keys`,
 `KVCacheManager.reset_prefix_cache`, the functions of `BlockPool` that queue and take KV events, the constructors of `EngineCore`,
-`Scheduler` and `MultiConnector`, the input queue of `EngineCore`, and the functions of the CPU backend that pack weights
-(`CPUInt8ScaledMMLinearKernel` of 0.32).
+`v1.core.sched.scheduler.Scheduler` and `MultiConnector`, the input queue of `EngineCore`, and the functions of the CPU backend that
+pack weights (`CPUInt8ScaledMMLinearKernel` of 0.32).
 """
 
 from __future__ import annotations
@@ -68,6 +68,25 @@ def before_packing(mark: Callable[[Any], None]) -> None:
     except ImportError:  # elsewhere in another version: such a layer then hides its weights, and the engine says so
         return
     _wrap(CPUInt8ScaledMMLinearKernel, "process_weights_after_loading", process_layer)
+
+
+def after_scheduler(build: Callable[[Any], None]) -> None:
+    """Call `build` with each scheduler of vLLM that is made in this process, at the end of its constructor.
+
+    `builders` finds the scheduler meanwhile, because it looks for functions that are called `__init__`.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    construct = Scheduler.__init__
+    if hasattr(construct, "__wrapped__"):
+        return
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        build(self)
+
+    Scheduler.__init__ = __init__
 
 
 def hide_adapters_from_hashes() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from epochkv_connector.config.connector_config import NAME, ConfigError
 from epochkv_connector.engine import limits
+from epochkv_connector.engine.fenced import switch
 from epochkv_connector.engine.version import UnsupportedEngine
 
 
@@ -23,12 +24,14 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from epochkv_connector.engine import patches
+    from epochkv_connector.engine.fenced import fence
     from epochkv_connector.weights.held import mark
 
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, "epochkv_connector.connector", NAME)
     patches.after_arguments(check)
     patches.before_packing(mark)
+    fence.install()
 
 
 def check(vllm_config: Any) -> None:
@@ -40,6 +43,7 @@ def check(vllm_config: Any) -> None:
     """
     try:
         limits.check_before_load(vllm_config)
+        switch.check(vllm_config)
     except (ConfigError, UnsupportedEngine) as error:
         if is_command_of_vllm():
             raise SystemExit(f"EpochKV cannot start: {error}") from None

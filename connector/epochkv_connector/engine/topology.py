@@ -1,6 +1,6 @@
 """How an engine's KV is cut: groups, ranks, shards, replicas and machines. How many bytes that makes, only ranks know (`wire.layout`).
 
-Knows of vLLM 0.30 to 0.33: `ParallelConfig`, `SpeculativeConfig`, the classes of KV cache specs,
+Knows of vLLM 0.30 to 0.33: `VllmConfig.instance_id`, `ParallelConfig`, `SpeculativeConfig`, the classes of KV cache specs,
 `parallel_state.get_world_group`; from 0.31 on `kv_cache_groups_tp_replicas`, from 0.32 on `use_eagle_block_drop`.
 """
 
@@ -45,6 +45,12 @@ def _drops_last_block(vllm_config: Any) -> bool:
         return False
     drops = getattr(speculative, "use_eagle_block_drop", None) or speculative.use_eagle  # the former from 0.32 on
     return bool(drops())
+
+
+def engine_id(vllm_config: Any) -> str:
+    """What the parts of one engine call it, in every process: the connector's id, or without a connector that of the configuration."""
+    transfer = vllm_config.kv_transfer_config
+    return str(transfer.engine_id if transfer is not None else vllm_config.instance_id)
 
 
 def num_worker_ranks(vllm_config: Any) -> int:

@@ -77,7 +77,7 @@ class PinMaker:
 
     def _may_share(self, request: Any) -> bool:
         """False for a request whose KV may come from another engine under a name we cannot vouch for (P/D)."""
-        if not _brings_kv(_params_of(request)) or self.vouches(request):
+        if not brings_kv(request) or self.vouches(request):
             return True
         self._root.counters["foreign_kv_requests"] += 1
         return False
@@ -115,12 +115,14 @@ class Pins:
     Attributes:
         root: what the pins follow.
         maker: makes them.
+        on_rename: told of each request that gets other names, and how many of its hash blocks keep theirs. The lock is held.
     """
 
     def __init__(self, root: RootState, hashing: BlockHashing, adapters: Adapters) -> None:
         self.root = root
         self.maker = PinMaker(root, adapters)
         self.counters = root.counters
+        self.on_rename: Callable[[Any, int], object] = lambda request, num_kept: None
         self._lock = root.lock
         self._hashing = hashing
         self._adapters = adapters
@@ -215,14 +217,15 @@ class Pins:
             if pin is not None:
                 pin.saveable = False
             strand(request, num_named)
+            self.on_rename(request, num_named)
 
     def _name(self, request: Any, pin: Pin) -> None:
         """Store the pin, and hash the request's blocks again unless the pin names them already. If the first block comes later, our
         hasher gives it the pin as its parent. vLLM's own hasher names all later blocks."""
         stranded, inner = is_stranded(request), plain_hasher(request)
         setattr(request, PIN_ATTRIBUTE, pin)
-        if inner is None:
-            return  # prefix hashing is off for this request
+        if inner is None:  # prefix hashing is off for this request
+            return
         if request.block_hashes and (stranded or request.block_hashes[0] != self._hashing.first(request, pin.root)):
             started = time.perf_counter()
             # A new list, never in place: the old list object may sit in metadata already sent.
@@ -232,6 +235,7 @@ class Pins:
         if self._hasher is None or self._hasher.inner is not inner:
             self._hasher = PinnedHasher(inner, self._hashing)
         request._block_hasher = self._hasher if awaits_first_hash(request) else inner
+        self.on_rename(request, 0)
 
     # ------------------------------------------------------------------ carried requests
 
@@ -302,7 +306,8 @@ def _params_of(request: Any) -> Mapping[str, Any]:
     return getattr(request, "kv_transfer_params", None) or {}
 
 
-def _brings_kv(params: Mapping[str, Any]) -> bool:
-    """Whether `kv_transfer_params` name KV that another engine brings in (P/D)."""
+def brings_kv(request: Any) -> bool:
+    """Whether the request's `kv_transfer_params` name KV that another engine brings in (P/D)."""
+    params = _params_of(request)
     named = (str(key).startswith("remote_") and value is not None for key, value in params.items())
     return bool(params.get("do_remote_prefill")) or any(named)

@@ -62,13 +62,9 @@ class Admission:
 
     def answer(self, request: Any, num_local: int) -> tuple[int | None, bool]:
         """How many tokens beyond the local ones are loaded; `(None, False)`: drop the local hit and ask again next step."""
-        self._pins.enter_schedule()
-        record = self._requests.see(request)
         # When the scheduler goes on whatever is said, nothing may be deferred.
         must = bool(request.skip_reading_prefix_cache)
-        outcome = Repin.CARRIED if blocks.holds_blocks(request) else self._pins.repin(request, must=must)
-        snapshot = self._state.apply()
-        self.renamed(record, outcome, snapshot)
+        record, outcome, snapshot = self.name(request, must=must)
         if must or outcome is Repin.CARRIED:
             return 0, False
         stale_hit = outcome is Repin.DONE and num_local > 0
@@ -79,6 +75,15 @@ class Admission:
             return 0, False  # open: a rank's acknowledgement of the load before was lost, and no second job would go out
         hit = books.hits.answer(self._view(request, snapshot), num_local, snapshot)
         return hit.num_tokens, bool(hit.num_tokens)
+
+    def name(self, request: Any, *, must: bool) -> tuple[Request, Repin, Snapshot]:
+        """Bring the names of a request that vLLM considers to what holds now, and the bookkeeping with them. `must`: see `Pins.repin`."""
+        self._pins.enter_schedule()
+        record = self._requests.see(request)
+        outcome = Repin.CARRIED if blocks.holds_blocks(request) else self._pins.repin(request, must=must)
+        snapshot = self._state.apply()
+        self.renamed(record, outcome, snapshot)
+        return record, outcome, snapshot
 
     def renamed(self, record: Request, outcome: Repin, snapshot: Snapshot) -> None:
         """The request's blocks may have new names now."""

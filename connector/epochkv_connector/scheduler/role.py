@@ -93,8 +93,7 @@ class SchedulerRole:
         global_root = hashing.GlobalRoot()
         described = describe.describe_engine(vllm_config, kv_cache_config)
         core, scheduler = patches.builders()
-        engine_id = str(vllm_config.kv_transfer_config.engine_id)
-        ranks = NoRanks() if core is None or scheduler is None else EngineRanks(core.model_executor, engine_id)
+        ranks = NoRanks() if core is None or scheduler is None else EngineRanks(core.model_executor, topology.engine_id(vllm_config))
         layouts: list[RankLayout] | None = guard.run("layouts", ranks.layouts, lambda: None)
         digests = None if layouts is None else [layout.digest.hex() for layout in layouts]
         self.fingerprint = fingerprint({**described, "layouts": digests})
@@ -105,7 +104,8 @@ class SchedulerRole:
             "tiers", lambda: build.build_tiers(config, vllm_config, kv_cache_config, layouts or []), lambda: None
         )
         # vLLM's scheduler reads the policy of a MultiConnector, and that of none of its children.
-        policy = str((patches.parent_config() or vllm_config.kv_transfer_config).kv_load_failure_policy)
+        transfer = patches.parent_config() or vllm_config.kv_transfer_config
+        policy = str(getattr(transfer, "kv_load_failure_policy", "recompute"))  # without a connector nobody loads
         self.books = None if self.tiers is None else self.tiers.books
         self._unused = self._find_unused(layouts or [], policy)
         self.state = state = SharedState(self.pins, self.books, guard.note, core)
@@ -127,7 +127,7 @@ class SchedulerRole:
             adapters_applied=describe.describe_adapters(vllm_config),
             is_own_pool=config.hub is None,
             forced_bypass=limits.why_no_weights(vllm_config, getattr(core, "model_executor", None)),
-            handoff_seconds=limits.handoff_seconds(limits.children_of(patches.parent_config())),
+            handoff_seconds=limits.handoff_seconds(limits.connectors_of(patches.parent_config() or vllm_config.kv_transfer_config)),
         )
         return Pins(RootState(member, global_root, self._link.lease_until), self.hashing, adapters)
 

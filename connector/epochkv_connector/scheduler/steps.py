@@ -152,10 +152,10 @@ class Steps:
             if request_id in failed:
                 record.num_offered = 0  # its blocks are computed again
             else:
-                self._doubt(record.vllm)
+                self.doubt(record.vllm)
             self._pins.end_load(record.vllm, succeeded=request_id not in failed)
 
-    def _doubt(self, request: Any) -> None:
+    def doubt(self, request: Any) -> None:
         """Another connector has brought KV under names that its tag vouched for. Meanwhile names may have changed, and blocks that were
         read too late were another request's by then: unless the tag is still good, the blocks get other names."""
         pin = self._pins.pin_of(request)

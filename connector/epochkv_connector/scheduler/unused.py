@@ -93,7 +93,7 @@ def _all_off(vllm_config: Any, built: Built) -> Iterable[Unused]:
 
 
 def _loads_off(vllm_config: Any, policy: str) -> Unused | None:
-    if vllm_config.kv_transfer_config.kv_role == "kv_producer":
+    if getattr(vllm_config.kv_transfer_config, "kv_role", None) == "kv_producer":
         return Unused("loads are off", "kv_role is 'kv_producer', which saves only; set it to 'kv_both' to load as well", None)
     if policy != "recompute":
         why = (
@@ -105,7 +105,7 @@ def _loads_off(vllm_config: Any, policy: str) -> Unused | None:
 
 
 def _saves_off(vllm_config: Any) -> Unused | None:
-    if vllm_config.kv_transfer_config.kv_role == "kv_consumer":
+    if getattr(vllm_config.kv_transfer_config, "kv_role", None) == "kv_consumer":
         return Unused("saves are off", "kv_role is 'kv_consumer', which loads only; set it to 'kv_both' to save as well", None)
     return None
 

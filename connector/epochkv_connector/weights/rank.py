@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from epochkv_connector.engine.describe import layers_digest
+from epochkv_connector.engine.topology import engine_id
 from epochkv_connector.weights.digest import Unreadable, digest, parts, why_unreadable
 from epochkv_connector.weights.held import homes, models, packed, weights
 from epochkv_connector.weights.lora import HeldAdapters
@@ -127,7 +129,7 @@ def held_by(engine_id: str) -> Held:
 
 
 def _of(worker: Any) -> Held:
-    return held_by(str(worker.vllm_config.kv_transfer_config.engine_id))
+    return held_by(engine_id(worker.vllm_config))
 
 
 def _held(worker: Any) -> Held:
@@ -193,8 +195,14 @@ def digest_adapters(worker: Any, number: int, wanted: Wanted, afresh: bool) -> A
 
 
 def layout(worker: Any) -> RankLayout:
-    """See `Held.layout`."""
-    return _of(worker).layout
+    """See `Held.layout`. Where no tier of ours has measured the tensors, what runs each layer is known all the same."""
+    measured = _of(worker).layout
+    if measured != RankLayout():
+        return measured
+    try:
+        return RankLayout(layers_digest(worker.vllm_config))
+    except Exception:
+        return measured
 
 
 def is_unchanged(worker: Any, number: int) -> bool:
@@ -220,7 +228,7 @@ def end_device_work(worker: Any) -> bool:
 
 def settle_for_sleep(worker: Any) -> int:
     """End this rank's copies: sleep unmaps the memory under them. How many still run after the deadline."""
-    return sleeping.settle_for_sleep(str(worker.vllm_config.kv_transfer_config.engine_id))
+    return sleeping.settle_for_sleep(engine_id(worker.vllm_config))
 
 
 def _synchronize() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from epochkv_connector.weights import rank
 from epochkv_connector.weights.rank import digest_weights, end_device_work, held_by, is_unchanged
+from epochkv_connector.wire.layout import RankLayout
 
 ids = count()
 
@@ -355,3 +356,24 @@ def test_tensors_inside_a_wrapper_can_be_asked_for_and_are_watched() -> None:
     inner += 1
     assert not is_unchanged(worker, 1)
     assert digest_weights(worker, 2)["weights"] != answer["weights"]
+
+
+def test_a_rank_that_nobody_has_measured_says_what_runs_its_layers() -> None:
+    """The fence alone has no host memory to lay out; engines of other kernels must not share all the same."""
+
+    class Other:
+        """Another backend."""
+
+    def worker(name: str, backend: type, dtype: str = "auto", connector: str | None = None) -> Any:
+        layer = SimpleNamespace(get_attn_backend=lambda: backend, kv_cache_dtype=dtype)
+        layers = SimpleNamespace(static_forward_context={"model.0": layer, "model.1": SimpleNamespace()})
+        transfer = None if connector is None else SimpleNamespace(engine_id=connector)
+        return SimpleNamespace(vllm_config=SimpleNamespace(instance_id=name, kv_transfer_config=transfer, compilation_config=layers))
+
+    one = rank.layout(worker("a", dict))
+    assert len(one.digest) == 16
+    assert one == rank.layout(worker("b", dict)) == rank.layout(worker("c", dict, connector="d"))
+    assert one.digest != rank.layout(worker("e", Other)).digest
+    assert one.digest != rank.layout(worker("f", dict, "fp8")).digest
+    rank.held_by("g").layout = measured = RankLayout(b"1" * 16, 3, {0: 5})
+    assert rank.layout(worker("g", dict)) == measured
