@@ -102,6 +102,8 @@ def _allowed(kind: inspect.Type, words: Mapping[str, Any]) -> tuple[str, str, Ca
         case inspect.StructType():
             allowed = f"an object with the keys {', '.join(field.name for field in kind.fields)}"
             return "object", allowed, lambda value: isinstance(value, Mapping)
+        case inspect.DictType():
+            return "object", words["allowed"], lambda value: isinstance(value, Mapping)
     fits = words.get("fits", lambda value: True)
     return "string", words["allowed"], lambda value: isinstance(value, str) and fits(value)
 
